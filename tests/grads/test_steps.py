@@ -257,9 +257,10 @@ def test_moves_that_make_no_sense_are_assertions():
         "store": {State.NONE},
         "change": {State.STORED},
         "take": {State.NONE},
-        "stage": {State.NONE, State.STORED},
-        "unstage": {State.MEMORY_STAGED, State.STORED_STAGED},
-        "end": {State.MEMORY_STAGED, State.STORED_STAGED, State.TAKEN},
+        "begin": {State.NONE, State.STORED},
+        "stage": {State.NONE, State.STORED, State.EARLY},
+        "unstage": {State.MEMORY_STAGED, State.STORED_STAGED, State.EARLY},
+        "end": {State.MEMORY_STAGED, State.STORED_STAGED, State.EARLY, State.TAKEN},
         "drop": set(State),
     }
     for move, states in legal.items():

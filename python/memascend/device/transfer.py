@@ -353,6 +353,12 @@ class DeviceEngine:
         """See `Engine.update`."""
         self._engine.update(name, self._lend(name, gradient), numbers, values=values)
 
+    def update_spilling(
+        self, name: str, gradient: torch.Tensor, numbers: Adam, *, values: torch.Tensor | None = None
+    ) -> None:
+        """See `Engine.update_spilling`."""
+        self._engine.update_spilling(name, self._lend(name, gradient), numbers, values=values)
+
     def spill(self, name: str, gradient: torch.Tensor, *, add: bool = False) -> None:
         """See `Engine.spill`."""
         self._engine.spill(name, self._lend(name, gradient), add=add)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from memascend.grads.gradient import Measure, Numbers, Updates
     from memascend.grads.loop import Loop, LossScale
     from memascend.grads.norms import Norms
+    from memascend.grads.speculation import Speculation
     from memascend.params.offloaded_param import Place
     from memascend.storage import Engine
 
@@ -219,10 +220,10 @@ class Arrivals:
 
     def __init__(
         self,
-        engine: Engine,
         rule: Updates,
         scale: LossScale,
         loop: Loop,
+        speculation: Speculation,
         norms: Norms,
         on_arrived: Callable[[str, int, float], None],
         on_begins: Callable[[], None],
@@ -230,19 +231,20 @@ class Arrivals:
         """Nothing has arrived.
 
         Args:
-            engine: where gradients wait, and updates run.
-            rule: the arithmetic of an update.
+            rule: the arithmetic of an update, with the engine where gradients wait.
             scale: what losses are multiplied by; where it is on, every backward is begun within `Gradients.scaled()`.
             loop: what is known of the training loop.
+            speculation: whether updates by gradients that are kept begin early.
             norms: of the gradients of a step.
             on_arrived: hears of each gradient that was handed on: its name, its bytes, and when that began.
             on_begins: hears of each backward, before anything of it is taken.
         """
         self.by_name: dict[str, Gradient] = {}
-        self.engine = engine
+        self.engine: Engine = rule.engine
         self.rule = rule
         self.scale = scale
         self.loop = loop
+        self.speculation = speculation
         self.backwards = BackwardTasks(loop.accumulation_steps, self.begin_backward, self._note_failure)
         self.fresh = False
         self.scaled = False
@@ -328,15 +330,24 @@ class Arrivals:
             # On memory of other gradients, or that somebody gave to backward(gradient=), and may write to.
             gradient.note_given(values)
             values = values.clone()
-        if self._is_whole(gradient, nested):
-            self._use(gradient, values)
-        else:
-            gradient.in_pieces = gradient.in_pieces or nested
-            gradient.store(gradient.laid_out(values))
+        whole = self._is_whole(gradient, nested)
+        gradient.in_pieces = gradient.in_pieces or nested
+        self._use(gradient, values, whole=whole)
 
-    def _use(self, gradient: Gradient, values: torch.Tensor) -> None:
+    def _use(self, gradient: Gradient, values: torch.Tensor, *, whole: bool) -> None:
+        """Update by a gradient that came where there was none, or store it; `whole`: no more of it comes."""
         values = gradient.laid_out(values)
-        gradient.take(values, self.norms.measure(values))
+        if whole and self.loop.mode == "fused":
+            gradient.take(values, self.norms.measure(values))
+        elif not (whole and gradient.begin(values)):
+            gradient.store(values)
+
+    def use_stored(self, gradient: Gradient) -> None:
+        """Update by a gradient on storage that is whole, unless it waits for step()."""
+        if self.loop.mode == "fused":
+            gradient.stage_stored((), 1.0)
+        else:
+            gradient.begin()
 
     def numbers(self, measure: Measure) -> Numbers:
         """What was measured, once it is known."""
@@ -347,11 +358,9 @@ class Arrivals:
         if self.loop.mode == "ram":
             self._note_delivered(gradient)
             gradient.place.parameter.grad = values
-        elif whole and self.loop.mode == "fused" and not gradient.in_pieces:
-            self._note_delivered(gradient)
-            self._use(gradient, values)
         else:
-            self.store(gradient, values)
+            self._note_delivered(gradient)
+            self._use(gradient, values, whole=whole and not gradient.in_pieces)
 
     def store(self, gradient: Gradient, values: torch.Tensor) -> None:
         """A sum, or the first part of one, which waits on storage."""
@@ -388,12 +397,11 @@ class Arrivals:
         self.backwards.delivered = self.backwards.delivered or inside
         gradient.change(gradient.laid_out(values), add=True)
         if self._is_whole(gradient, again):
-            gradient.stage_stored((), 1.0)
+            self.use_stored(gradient)
 
     def _is_whole(self, gradient: Gradient, nested: bool) -> bool:
         """Whether nothing more will come of it in this step, so that it can be used at once."""
-        waits = nested or self._more or gradient.in_pieces
-        return self.loop.mode == "fused" and not waits and self.backwards.is_last()
+        return not (nested or self._more or gradient.in_pieces) and self.backwards.is_last()
 
     def _require_declared(self, gradient: Gradient) -> None:
         if self.loop.mode == "fused":
@@ -426,12 +434,13 @@ class Arrivals:
 
     def drop_all(self) -> None:
         """Forget all that arrived, and the updates that are staged. What stands in `p.grad` is left alone."""
-        if self.fresh or self.backwards.failed or any(gradient.state.staged for gradient in self.by_name.values()):
+        if self.fresh or self.backwards.failed or any(gradient.state.begun for gradient in self.by_name.values()):
             self.engine.discard()
         for gradient in self.by_name.values():
             gradient.drop(discarded=True)
         self.fresh = False
         self._left.clear()
+        self.speculation.restart()
         self.backwards.forget_failure()
 
     def begin_backward(self) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 import torch
 
-from memascend.errors import UsageError
+from memascend.errors import ConfigError, UsageError
 from memascend.grads.lazy_grad import GradientHandle
 from memascend.optim import generic
 from memascend.optim.shared import group_options
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from memascend.grads.lazy_grad import Notice
     from memascend.grads.loop import Loop, LossScale
+    from memascend.grads.speculation import Speculation
     from memascend.optim.rules import Arithmetic, MemberArithmetic
     from memascend.optim.state import StateLayout
     from memascend.params.offloaded_param import Place
@@ -45,6 +46,9 @@ class State(Enum):
     STORED = auto()
     # On storage; an update by it is staged.
     STORED_STAGED = auto()
+    # On storage; an update by it has begun early, as if step() changed nothing of it. That is no part of a step before
+    # step() lets it stand: it is discarded, and the gradient is as in `STORED`, where anything else happens.
+    EARLY = auto()
     # Gone into an update that is staged.
     TAKEN = auto()
     # Gone into an update of a step that is over: committed, or skipped for an overflow.
@@ -59,12 +63,17 @@ class State(Enum):
         return self in {State.MEMORY_STAGED, State.STORED_STAGED, State.TAKEN}
 
     @property
+    def begun(self) -> bool:
+        """Whether the engine has an update that is not committed."""
+        return self.staged or self is State.EARLY
+
+    @property
     def stored(self) -> bool:
         """Whether the gradient lies on storage."""
-        return self in {State.STORED, State.STORED_STAGED}
+        return self in {State.STORED, State.STORED_STAGED, State.EARLY}
 
 
-Move = Literal["store", "change", "take", "stage", "unstage", "end", "drop"]
+Move = Literal["store", "change", "take", "begin", "stage", "unstage", "end", "drop"]
 
 
 _MOVES: dict[Move, dict[State, State]] = {
@@ -72,11 +81,25 @@ _MOVES: dict[Move, dict[State, State]] = {
     # More of it came, or it was replaced.
     "change": {State.STORED: State.STORED},
     "take": {State.NONE: State.TAKEN},
-    "stage": {State.NONE: State.MEMORY_STAGED, State.STORED: State.STORED_STAGED},
+    "begin": {State.NONE: State.EARLY, State.STORED: State.EARLY},
+    "stage": {
+        State.NONE: State.MEMORY_STAGED,
+        State.STORED: State.STORED_STAGED,
+        State.EARLY: State.STORED_STAGED,
+    },
     # The staged update was discarded, and what it was made of is still there.
-    "unstage": {State.MEMORY_STAGED: State.NONE, State.STORED_STAGED: State.STORED},
+    "unstage": {
+        State.MEMORY_STAGED: State.NONE,
+        State.STORED_STAGED: State.STORED,
+        State.EARLY: State.STORED,
+    },
     # The step was committed, or skipped.
-    "end": {State.MEMORY_STAGED: State.NONE, State.STORED_STAGED: State.STORED, State.TAKEN: State.SPENT},
+    "end": {
+        State.MEMORY_STAGED: State.NONE,
+        State.STORED_STAGED: State.STORED,
+        State.EARLY: State.STORED,
+        State.TAKEN: State.SPENT,
+    },
     "drop": dict.fromkeys(State, State.NONE),
 }
 
@@ -95,6 +118,7 @@ class Receiver(Protocol):
     rule: Updates
     scale: LossScale
     loop: Loop
+    speculation: Speculation
     fresh: bool
 
     def add(self, gradient: Gradient, values: torch.Tensor) -> None:
@@ -124,6 +148,7 @@ class Gradient:
         "__weakref__",
         "_arrivals",
         "_given",
+        "_scale",
         "_used",
         "arrived_in",
         "found",
@@ -148,6 +173,8 @@ class Gradient:
         self.handle: GradientHandle | None = None
         # Of the update that is staged.
         self.options: Any = None
+        # What the gradient of an update that has begun early is multiplied by.
+        self._scale = 1.0
         # The measure of a gradient that is gone into an update.
         self.found: Measure | None = None
         # The backward of the step that brought it last.
@@ -169,6 +196,7 @@ class Gradient:
 
     def change(self, gradient: torch.Tensor, *, add: bool) -> None:
         """Replace what is on storage, or add to it."""
+        self.take_back()
         after = moved(self.name, self.state, "change")
         self._arrivals.engine.spill(self.name, gradient, add=add)
         self.state = after
@@ -190,9 +218,66 @@ class Gradient:
         self._arrivals.rule.update_spilled(self, factors, self._arrivals.scale.inverse * factor)
         self.state = after
 
+    def begin(self, gradient: torch.Tensor | None = None) -> bool:
+        """Begin the update early by one that came where there was none, which is stored with it, or by what is stored.
+
+        False: it is not begun, and nothing is stored. Where that is somebody's mistake, step() says so, unless it is
+        made good before.
+        """
+        arrivals, rule = self._arrivals, self._arrivals.rule
+        if not arrivals.speculation.may_begin(self):
+            return False
+        after = moved(self.name, self.state, "begin")
+        scale = arrivals.scale.inverse
+        try:
+            if not rule.is_engines(self):
+                return False
+            self.options = rule.options(self)
+        except UsageError:
+            return False
+        try:
+            if gradient is None:
+                rule.update_spilled(self, (), scale)
+            else:
+                rule.update(self, gradient, scale, spilling=True)
+        except ConfigError:
+            return False
+        self._scale, self.state = scale, after
+        arrivals.speculation.begun()
+        if gradient is not None:
+            self._stand_in()
+        return True
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether something was done to one on storage that the update has to do to it, too."""
+        assert self.handle is not None, "a gradient on storage has one"
+        factors = self.handle.factors()
+        return factors is None or any(one != 1.0 for one in factors)
+
+    def stands(self, factor: float) -> bool:
+        """Whether the update that began early is the one that the step makes, but for the options of its group."""
+        return self._scale == self._arrivals.scale.inverse * factor and not self.is_changed
+
+    def let_stand(self) -> None:
+        """Make the update that began early a part of the step."""
+        self._move("stage")
+
+    def take_back(self) -> None:
+        """Discard an update that began early, if there is one; the gradient is still there."""
+        if self.state is not State.EARLY:
+            return
+        self._arrivals.engine.take_back(self.name)
+        self._move("unstage")
+        self._arrivals.speculation.taken_back()
+
     def unstage(self) -> None:
         """Discard the update that is staged; the gradient is still there."""
-        self._arrivals.engine.discard(self.name)
+        if self.state is State.STORED_STAGED:
+            # It may be one that writes the gradient.
+            self._arrivals.engine.take_back(self.name)
+        else:
+            self._arrivals.engine.discard(self.name)
         self._move("unstage")
 
     def commit(self) -> None:
@@ -202,11 +287,13 @@ class Gradient:
 
     def skip(self) -> None:
         """The step that had its update is skipped."""
+        if self.state is State.EARLY:
+            self._arrivals.speculation.taken_back()
         self._move("end")
 
     def drop(self, *, discarded: bool = False) -> None:
         """Forget it, and the update that is staged; `discarded`: all updates of the step were."""
-        if self.state.staged and not discarded:
+        if self.state.begun and not discarded:
             self._arrivals.engine.discard(self.name)
         if self.state.stored:
             self._arrivals.engine.drop_spilled(self.name)
@@ -374,7 +461,7 @@ class Updates:
     ) -> None:
         """`values` gives the values of a parameter where they are resident."""
         self._arithmetic = arithmetic
-        self._engine = engine
+        self.engine = engine
         self._store = store
         self._values = values
         self._groups = arithmetic.optimizer.param_groups
@@ -432,8 +519,16 @@ class Updates:
             self._options[kept.group] = options
         return self._options[kept.group]
 
-    def update(self, kept: Gradient, gradient: torch.Tensor, scale: float) -> None:
-        """Begin the update by a gradient in memory, multiplied by `scale`."""
+    def is_engines(self, kept: Gradient) -> bool:
+        """Whether the engine's own arithmetic updates this parameter, with the options that its group has now."""
+        return self._layout(kept) is None or self._own_numbers(kept, kept.step + 1, 1.0) is not None
+
+    def update(self, kept: Gradient, gradient: torch.Tensor, scale: float, *, spilling: bool = False) -> None:
+        """Begin the update by a gradient in memory, multiplied by `scale`.
+
+        `spilling`: what the engine's own arithmetic uses is spilled with it.
+        """
+        by_engine = self.engine.update_spilling if spilling else self.engine.update
         layout = self._layout(kept)
         step = kept.step + 1
         if layout is None:
@@ -443,18 +538,18 @@ class Updates:
                     f"{kept.name!r} has one; use SparseAdam or SGD, or an embedding without sparse=True"
                 )
             numbers = self._arithmetic.numbers(kept.options, step, scale)
-            self._engine.update(kept.name, gradient, numbers, values=self._values(kept))
+            by_engine(kept.name, gradient, numbers, values=self._values(kept))
             return
         own = None if gradient.is_sparse else self._own_numbers(kept, step, scale)
         if own is not None:
-            self._engine.update(kept.name, gradient, own, values=self._values(kept))
+            by_engine(kept.name, gradient, own, values=self._values(kept))
             return
         # Its rows are few, and looked up by the engine's thread.
         sparse = gradient.cpu() if gradient.is_sparse else None
         function, late = self._run(kept, layout, generic.Given(gradient=sparse, grad_scale=scale))
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         whole = layout.whole or sparse is not None
-        self._engine.apply(kept.name, function, step=step, gradient=dense, whole=whole, late=late)
+        self.engine.apply(kept.name, function, step=step, gradient=dense, whole=whole, late=late)
 
     def update_spilled(self, kept: Gradient, factors: Sequence[float], scale: float) -> None:
         """Begin the update by the gradient that was spilled."""
@@ -462,14 +557,14 @@ class Updates:
         step = kept.step + 1
         if layout is None:
             numbers = self._arithmetic.numbers(kept.options, step, scale)
-            self._engine.update_spilled(kept.name, numbers, factors=factors)
+            self.engine.update_spilled(kept.name, numbers, factors=factors)
             return
         own = self._own_numbers(kept, step, scale)
         if own is not None:
-            self._engine.update_spilled(kept.name, own, factors=factors)
+            self.engine.update_spilled(kept.name, own, factors=factors)
             return
         function, late = self._run(kept, layout, generic.Given(factors=tuple(factors), grad_scale=scale))
-        self._engine.apply(kept.name, function, step=step, whole=layout.whole, late=late)
+        self.engine.apply(kept.name, function, step=step, whole=layout.whole, late=late)
 
     def switch(self, mode: str, parameters: Iterable[Gradient], switched: Container[int]) -> list[str]:
         """Stage what `train()` or `eval()` does to the parameters of the optimizers of these numbers; their names."""
@@ -483,7 +578,7 @@ class Updates:
             # The engine wants a gradient; nothing reads it, and what is not written takes no memory.
             unread = torch.empty_strided(kept.place.shape, kept.place.stride, dtype=kept.dtype, device="cpu")
             function, late = self._run(kept, layout, method=mode)
-            self._engine.apply(kept.name, function, step=kept.step, gradient=unread, whole=layout.whole, late=late)
+            self.engine.apply(kept.name, function, step=kept.step, gradient=unread, whole=layout.whole, late=late)
             begun.append(kept.name)
         return begun
 
@@ -508,7 +603,7 @@ class Updates:
             if "rest" in chunk.state and second is not None and second.is_floating_point():
                 second.abs_()
 
-        self._engine.apply(name, function, step=step, gradient=values)
+        self.engine.apply(name, function, step=step, gradient=values)
 
     def state(self, kept: Gradient) -> dict[str, torch.Tensor]:
         """A copy of the state, by torch's names, and the master."""

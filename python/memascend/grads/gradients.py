@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -45,6 +45,8 @@ class Gradients:
         self.touched = self._arrivals.touched
         self.heard_parts = self._arrivals.heard_parts
         self.unwatch = self._arrivals.unwatch
+        # The step that is made uses gradients as they arrived.
+        self._unchanged = False
 
     def watch(self, place: Place, group: int, step: int) -> None:
         """Take charge of a parameter's gradients."""
@@ -108,16 +110,21 @@ class Gradients:
         return found
 
     def update_all(self, present: Present, factor: float) -> None:
-        """Begin every update that did not begin yet; none of those that did may have other options now."""
+        """Begin every update that did not begin yet, and those anew that began early as others than they are now.
+
+        None of those that began to stay may have other options now.
+        """
+        self._unchanged = factor == 1.0
         # Parameters of a group share their options: they are looked at once.
-        same: set[tuple[int, int]] = set()
+        now: dict[tuple[int, int], Any] = {}
         for gradient, values in present:
-            if gradient.state.staged:
+            if gradient.state.begun:
                 shared = gradient.group, id(gradient.options)
-                if shared not in same:
-                    self._require_same_options(gradient)
-                    same.add(shared)
-                continue
+                if shared not in now:
+                    now[shared] = self.rule.options(gradient)
+                if self._stays(gradient, now[shared], factor):
+                    continue
+                gradient.take_back()
             if values is not gradient.handle:
                 self._stage(gradient, gradient.laid_out(values), factor)
                 continue
@@ -127,6 +134,7 @@ class Gradients:
                     'call zero_grad() after each step, or pass gradients="ssd"'
                 )
             factors = gradient.handle.factors()
+            self._unchanged = self._unchanged and not gradient.is_changed
             if factors is not None:
                 gradient.stage_stored(factors, factor)
                 continue
@@ -139,13 +147,20 @@ class Gradients:
             else:
                 self._stage(gradient, changed, factor)
 
-    def _require_same_options(self, gradient: Gradient) -> None:
-        now = self.rule.options(gradient)
-        if now != gradient.options:
+    def _stays(self, gradient: Gradient, now: Any, factor: float) -> bool:
+        """Whether the update that has begun is the step's, now that the options and the factor are known."""
+        is_same = bool(now == gradient.options)
+        if gradient.state is State.EARLY:
+            if is_same and gradient.stands(factor):
+                gradient.let_stand()
+                return True
+            return False
+        if not is_same:
             raise UsageError(
                 f"options of {gradient.name!r} changed between backward and step(), from {gradient.options} to {now}: "
                 'its update ran already; change them after step(), or pass gradients="ssd"'
             )
+        return True
 
     def _stage(self, gradient: Gradient, values: torch.Tensor, factor: float) -> None:
         gradient.stage(values, factor)
@@ -177,18 +192,28 @@ class Gradients:
         for gradient, values in present:
             if values is not gradient.handle:
                 gradient.note_used(values)
-        self._end_step()
+        self._end_step(unchanged=self._unchanged)
         return updated
 
     def skip(self) -> None:
         """Forget what was staged; gradients stay where they are."""
         self._engine.discard()
         for gradient in self.by_name.values():
-            if gradient.state.staged:
+            if gradient.state.begun:
                 gradient.skip()
-        self._end_step()
+        self._end_step(unchanged=False)
 
-    def _end_step(self) -> None:
+    def take_back(self) -> None:
+        """Discard updates that began early: storage is about to change otherwise, and nothing may be staged by then.
+
+        Their gradients are there for step(), and no more of them begin before it.
+        """
+        self._arrivals.speculation.pause()
+        for gradient in self.by_name.values():
+            gradient.take_back()
+
+    def _end_step(self, *, unchanged: bool) -> None:
+        self._arrivals.speculation.step_ended(unchanged=unchanged)
         self._arrivals.fresh = False
         self._arrivals.backwards.restart()
 

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from memascend.distributed.row_transfer import Figures
 
 
+# What changes gradients, or the values that they update, between their arrival and step() as often as it is done.
+_CHANGING = frozenset({"a GradScaler", "weights that are written before step()", "zero_grad(set_to_none=False)"})
+
+
 class Loop:
     """What is known of the training loop, and so how gradients wait.
 
@@ -30,13 +34,23 @@ class Loop:
         self._figures = figures
         self.mode = "ssd" if mode == "auto" else mode
         self.accumulation_steps = accumulation_steps
-        self._learning = mode == "auto"
+        self._is_auto = mode == "auto"
+        self._learning = self._is_auto
         self._keeps = keeps
         self._noticed: set[str] = set()
 
     def notice(self, what: str) -> None:
         """It does something that needs its gradients until step()."""
         self._noticed.add(what)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether gradients are kept for what may leave them as they are, as clipping: an update by them may stand."""
+        if not self._is_auto or self.mode != "ssd" or self._figures is not None:
+            return False
+        # Where the number of backwards is known, the last one is.
+        waits = _CHANGING if self.accumulation_steps > 1 else _CHANGING | {"accumulation"}
+        return self._noticed.isdisjoint(waits)
 
     def learn(self) -> str | None:
         """After the first step: what it needs; the words for the log, once."""

@@ -156,8 +156,8 @@ class PartialSums:
         self._done.add(gradient.name)
         if found.stored:
             gradient.place.parameter.grad = gradient.handle
-            if self._whole and self._arrivals.loop.mode == "fused" and not gradient.in_pieces:
-                gradient.stage_stored((), 1.0)
+            if self._whole and not gradient.in_pieces:
+                self._arrivals.use_stored(gradient)
         elif found.values is not None:
             values, found.values = found.values, None
             self.nbytes -= values.nbytes

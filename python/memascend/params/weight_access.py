@@ -217,6 +217,11 @@ class ReachedWeights:
         """Whether this thread is inside of a forward or a backward."""
         return bool(torch._C._current_graph_task_id() != -1) or self._moment.computes()  # noqa: SLF001
 
+    @property
+    def is_stored_whole(self) -> bool:
+        """Whether storage has the values that the model computes with, as far as was looked."""
+        return not any(one.changed for one in self._now.values())
+
     # --- handing out memory ---------------------------------------------------------------
 
     def has(self, places: Iterable[Place]) -> bool:

@@ -16,6 +16,7 @@ from memascend.grads.gradients import Gradients
 from memascend.grads.loop import Loop, LossScale
 from memascend.grads.microbatches import Accumulation
 from memascend.grads.norms import Norms
+from memascend.grads.speculation import Speculation
 from memascend.optim.members import members_of
 from memascend.params.module_hooks import Frames
 from memascend.params.offloaded_param import Place
@@ -131,7 +132,7 @@ class Assembly:
             saving=Saving(subject.model, run, loads, reached_values, newcomers, subject.sharding),
             rollback=Rollback(subject.model, subject.arithmetic, run),
             attachment=attachment,
-            measurements=Measurements(resources, residency, plan, position, meter),
+            measurements=Measurements(resources, residency, plan, position, meter, arrivals.speculation),
             accumulation=accumulation,
             max_grad_norm=subject.options.max_grad_norm,
             sharding=subject.sharding,
@@ -218,9 +219,10 @@ class Assembly:
         options = subject.options
         figures = None if subject.sharding is None else subject.sharding.figures
         loop = Loop(options.gradients, options.accumulation_steps, keeps=options.keeps, figures=figures)
+        speculation = Speculation(loop, frozenset(plan.held), lambda: residency.reached.is_stored_whole)
         rule = Updates(subject.arithmetic, engine, resources.store, resident)
         norms = Norms(kernels, figures)
-        return Arrivals(engine, rule, scale, loop, norms, arrived, backward_begins)
+        return Arrivals(rule, scale, loop, speculation, norms, arrived, backward_begins)
 
     def _frames(
         self, residency: Residency, gradients: Gradients, newcomers: Newcomers, begins: Callable[[], None]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from memascend.grads.speculation import Speculation
     from memascend.params.residency import Residency
     from memascend.plan.table import Plan
     from memascend.session.run import Position, Resources
@@ -217,6 +218,8 @@ class Report:
         unlogged: updates of held entries that the log had no room for, so that their entries were written whole.
         seconds: by stage; stages run beside each other, so they do not add up to "wall".
         steps: committed since `offload()` returned.
+        early: steps whose updates began before `step()`, since few of their gradients are clipped or changed.
+        anew: those of them whose gradients were, so that the updates were made anew.
         units: how often a unit was read, was there already, and went.
         in_memory: what the same training holds in memory.
         samples: memory over the last step.
@@ -238,6 +241,8 @@ class Report:
     units: dict[str, int]
     in_memory: TorchBytes
     samples: Sequence[Sample]
+    early: int = 0
+    anew: int = 0
     log_steps: int = 0
     log_bytes: int = 0
     log_wanted: int = 0
@@ -261,7 +266,8 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON values; "device" where that is not the host, "held" and "log" where entries are held.
 
-        "ranks" where there are several. "log" has "wanted" where it is shorter, and "unlogged" where that is not 0.
+        "early" where updates began before `step()`. "ranks" where there are several. "log" has "wanted" where it is
+        shorter, and "unlogged" where that is not 0.
         """
         there = {} if self.device_torch is None else {"device": _held(self.device, self.device_budget)}
         if self.device_torch is not None:
@@ -275,6 +281,7 @@ class Report:
             "steps": self.steps,
             "beside": {"Python objects": self.object_bytes},
             **({"held": self.held} if self.held else {}),
+            **({"early": {"steps": self.early, "anew": self.anew}} if self.early else {}),
             **({"ranks": asdict(self.ranks)} if self.ranks is not None else {}),
             **({"log": self._log()} if self.log_wanted else {}),
         }
@@ -302,6 +309,8 @@ class Report:
             *self._of_all_ranks(),
             f"{self.steps} steps. Units were read {self.units['fetches']} times and were there already {here} times.",
         ]
+        if self.early:
+            parts.append(f"Updates of {self.early} steps began before step(); {self.anew} of them were made anew.")
         return "\n\n".join(parts)
 
     def _there(self) -> list[str]:
@@ -449,8 +458,10 @@ class Measurements:
         plan: Plan,
         position: Position,
         meter: Meter,
+        speculation: Speculation,
     ) -> None:
         self._resources = resources
+        self._speculation = speculation
         self._residency = residency
         self._planned = plan
         self._position = position
@@ -532,6 +543,8 @@ class Measurements:
                 **{f"update, {stage}": taken for stage, taken in counted.engine["seconds"].items()},
             },
             steps=self._position.made,
+            early=self._speculation.early,
+            anew=self._speculation.anew,
             units=dict(self._residency.units.counters),
             in_memory=self._in_memory(trained),
             samples=tuple(self.meter.samples),

@@ -122,6 +122,8 @@ class Loads:
 
     def begin(self, module: torch.nn.Module, given: Collection[str], errors: Sequence[str]) -> None:
         """A load begins, of `given` names; what is held back is committed first, where it has other values for that."""
+        # What is loaded is staged, and committed before the step.
+        self._run.gradients.take_back()
         held = set(self.changed)
         if held:
             changed = {
@@ -327,6 +329,7 @@ class ReachedValues:
     def _write(self, *, buffers: bool) -> None:
         run = self._run
         record, gradients, reached = run.record, run.gradients, run.residency.reached
+        gradients.take_back()
         unwritten = reached.unwritten()
         reached.require_seen()
         names = [place.name for place, _ in unwritten]

@@ -294,6 +294,20 @@ class Engine(Closing):
         live = self.store.descriptions.live(name, values)
         self._core.update(index, place_of(gradient), dtype_of(gradient), live, _listed(numbers))
 
+    def update_spilling(
+        self, name: str, gradient: torch.Tensor | Lent, numbers: Adam | Momentum, *, values: torch.Tensor | None = None
+    ) -> None:
+        """As `update`, of an entry that is not held, and as `spill`: the gradient is written as it is used.
+
+        `take_back` discards the update and leaves the gradient, for another one.
+
+        Raises:
+            ConfigError: also where the entry is held, or was described without `spill`; nothing was begun.
+        """
+        index = self.store.descriptions.gradient(name, gradient)
+        live = self.store.descriptions.live(name, values)
+        self._core.update_spilling(index, place_of(gradient), dtype_of(gradient), live, _listed(numbers))
+
     def spill(self, name: str, gradient: torch.Tensor | Lent, *, add: bool = False) -> None:
         """Queue a gradient to wait on storage; with `add`, add it to the one that is there, with the bits of `add_`.
 
@@ -422,6 +436,10 @@ class Engine(Closing):
         A step that failed is over when all of it was discarded, and not before.
         """
         self._core.discard(None if name is None else self.store.index(name))
+
+    def take_back(self, name: str) -> None:
+        """Forget what was staged of an entry once it has ended: unlike after `discard`, what it spilled is there."""
+        self._core.take_back(self.store.index(name))
 
     @property
     def staging_bytes(self) -> int:

@@ -155,6 +155,29 @@ impl Engine {
         self.shared.queue.push(Job::new(entry, update), &mut wait)
     }
 
+    /// Begins the update of an entry that is not held by its gradient, which is spilled in the same turns: as
+    /// [`Engine::spill`] and an update by what that left, but nothing is read of it, and it is in memory once.
+    ///
+    /// Where the job is discarded or fails, no gradient is left; where it has ended, discarding the update leaves it.
+    pub fn update_spilling(
+        &self,
+        entry: usize,
+        gradient: Gradient,
+        values: Option<Box<dyn Buffer>>,
+        rule: impl Into<Rule>,
+        mut wait: Wait<'_>,
+    ) -> Result<()> {
+        let described = self.known(entry)?;
+        let store = &self.shared.store;
+        if store.is_held(entry) {
+            let name = &described.name;
+            return Err(Error::Invalid(format!("{name:?} is held: its update waits for the step, and its gradient with it")));
+        }
+        let update = Update::new(store, entry, By::Spilled(Vec::new()), values, rule.into())?;
+        let update = update.spilling(Spill::new(store, entry, gradient, false)?);
+        self.shared.queue.push(Job::new(entry, update), &mut wait)
+    }
+
     /// Begins to write a gradient to the room that its entry has for it; or to add it to what lies there, in its dtype,
     /// computed in fp32 and rounded once.
     ///

@@ -183,6 +183,14 @@ impl Engine {
         Ok(self.shared.store.discard_entry(entry, wait)?)
     }
 
+    /// As [`Engine::discard_entry`], but what was begun of the entry ends first: a gradient that it spills stays.
+    pub fn take_back(&self, entry: usize, mut wait: Wait<'_>) -> Result<()> {
+        self.known(entry)?;
+        drop(self.shared.queue.wait(&mut wait, "updates", |state| !state.has(entry))?);
+        self.held.discard(Some(entry));
+        Ok(self.shared.store.discard_entry(entry, wait)?)
+    }
+
     /// Drops what waits and cancels what runs, of one entry alone if one is given.
     pub(crate) fn cancel(&self, entry: Option<usize>) {
         let mut state = self.shared.queue.lock();

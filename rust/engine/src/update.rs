@@ -11,11 +11,11 @@ use crate::{
     compact,
     gradient::require_update,
     held::Kept,
-    job::{Turn, Work},
+    job::{Leaves, Turn, Work},
     live::{self, Live},
     log_record::Logged,
     momentum, reduced, rule,
-    spill::{required, spill_dtype},
+    spill::{Spill, required, spill_dtype},
 };
 
 /// The gradient that an entry is updated by.
@@ -31,6 +31,8 @@ pub(crate) struct Update {
     by: By,
     /// The gradient that is kept in memory instead of spilled, where the entry is held.
     kept: Option<Arc<Kept>>,
+    /// Spills the gradient on its way here, so that nothing reads it from storage.
+    spill: Option<Spill>,
     /// The values that it starts from, where the caller has them.
     live: Option<Live>,
     rule: Rule,
@@ -52,12 +54,17 @@ impl Update {
         require_state(description, entry, &rule)?;
         let live = values.map(|values| Live::new(store, entry, values)).transpose()?.flatten();
         rule.check()?;
-        Ok(Self { by, kept: None, live, rule })
+        Ok(Self { by, kept: None, spill: None, live, rule })
     }
 
     /// The same, by a gradient that is kept in memory instead of spilled.
     pub(crate) fn by_kept(self, kept: Option<Arc<Kept>>) -> Self {
         Self { kept, ..self }
+    }
+
+    /// The same, by a gradient that is spilled in the same turns.
+    pub(crate) fn spilling(self, spill: Spill) -> Self {
+        Self { spill: Some(spill), ..self }
     }
 
     /// What the log keeps of it: its gradient as it came, and what that is applied with. `None` where it reads a spilled
@@ -74,7 +81,7 @@ impl Update {
 
     /// Whether it reads a spilled gradient from storage.
     fn is_spilled(&self) -> bool {
-        matches!(self.by, By::Spilled(_)) && self.kept.is_none()
+        matches!(self.by, By::Spilled(_)) && self.kept.is_none() && self.spill.is_none()
     }
 }
 
@@ -82,13 +89,20 @@ impl Work for Update {
     fn nbytes(&self) -> usize {
         match &self.by {
             By::Given(gradient) => gradient.nbytes(),
-            By::Spilled(_) => 0,
+            By::Spilled(_) => self.spill.as_ref().map_or(0, Work::nbytes),
         }
+    }
+
+    fn leaves(&self) -> Leaves {
+        self.spill.as_ref().map_or(Leaves::Same, Work::leaves)
     }
 
     fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
         if self.is_spilled() {
             required(bench.store, entry)?;
+        }
+        if let Some(spill) = &self.spill {
+            spill.begin(bench, entry)?;
         }
         bench.begin(entry, self.rule.step())
     }
@@ -111,6 +125,9 @@ impl Work for Update {
     fn compute(&self, bench: &Bench<'_>, turn: &Turn) -> Result<()> {
         if let Some(live) = &self.live {
             live.take(bench, turn)?;
+        }
+        if let Some(spill) = &self.spill {
+            spill.compute(bench, turn)?;
         }
         let elements = bench.elements(turn.entry, turn.index);
         match &self.by {
@@ -135,7 +152,11 @@ impl Work for Update {
 
     fn writes<'a>(&self, bench: &mut Bench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
         let &Turn { entry, index: chunk, ref memory } = turn;
-        bench.stage_chunk(entry, chunk, memory)
+        let mut writes = bench.stage_chunk(entry, chunk, memory)?;
+        if let Some(spill) = &self.spill {
+            writes.extend(spill.writes(bench, turn)?);
+        }
+        Ok(writes)
     }
 
     fn counted<'a>(&self, counters: &'a mut Counters) -> Option<&'a mut u64> {

@@ -101,6 +101,21 @@ impl Engine {
             .map_err(|error| engine_error(py, &error))
     }
 
+    /// Begins an update by a gradient that is spilled with it.
+    fn update_spilling(
+        &self,
+        py: Python<'_>,
+        entry: usize,
+        gradient: Tensor,
+        of_gradient: &str,
+        values: Option<Tensor>,
+        numbers: Numbers,
+    ) -> PyResult<()> {
+        let (gradient, values) = (typed(py, gradient, of_gradient)?, values.map(held));
+        waiting(py, None, |wait| self.inner.update_spilling(entry, gradient, values, rule(numbers), wait))?
+            .map_err(|error| engine_error(py, &error))
+    }
+
     /// Begins an update by the gradient that is spilled.
     fn update_spilled(
         &self,
@@ -192,6 +207,11 @@ impl Engine {
             Ok(waiting(py, None, |wait| self.inner.commit_agreed(commit, wait, agree))?
                 .map_err(|error| engine_error(py, &error)))
         })
+    }
+
+    /// Forgets what was staged of one entry, once it has ended.
+    fn take_back(&self, py: Python<'_>, entry: usize) -> PyResult<()> {
+        waiting(py, None, |wait| self.inner.take_back(entry, wait))?.map_err(|error| engine_error(py, &error))
     }
 
     /// Forgets the step, or what was staged of one entry.

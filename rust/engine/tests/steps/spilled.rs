@@ -216,3 +216,91 @@ fn power_lost_at_any_point_leaves_a_whole_step_and_no_spill() {
     }
     assert!(points > 60, "{points}");
 }
+
+fn spilling(engine: &Engine, entry: usize, value: f32, step: u64) -> memascend_engine::Result<()> {
+    let gradient = Gradient::new(Box::new(bytes(value)), Dtype::F32)?;
+    engine.update_spilling(entry, gradient, None, numbers(step), Wait::forever())
+}
+
+fn fresh(image: &[Vec<u8>], faults: &Faults) -> Engine {
+    let disks: Vec<SimDisk> = image.iter().cloned().map(SimDisk::of).collect();
+    engine(ok(Store::open_on(volume(&disks, faults), 8192, &Create::default())))
+}
+
+/// What an entry has once its step is committed.
+fn committed(engine: &Engine, step: u64) -> Vec<u8> {
+    ok(engine.commit(Commit { step, ..Commit::default() }, Wait::forever()));
+    let store = engine.store();
+    let mut all = Vec::new();
+    for piece in 0..store.layout().pieces_of(0) {
+        let place = store.layout().piece(store.description(), 0, piece);
+        let room = vec![0; usize::try_from(place.bytes()).unwrap_or(0)];
+        all.extend(ok(ok(store.read(0, piece, room)).wait()));
+    }
+    all
+}
+
+#[test]
+fn an_update_that_spills_is_one_after_the_spill_and_can_be_taken_back() {
+    let image = filled();
+    let waits = fresh(&image, &Faults::default());
+    ok(spill(&waits, 0, 0.3, false));
+    let measured = ok(waits.spilled(0, Wait::forever()));
+    ok(waits.update(0, By::Spilled(Vec::new()), None, numbers(1), Wait::forever()));
+    let wanted = committed(&waits, 1);
+
+    let engine = fresh(&image, &Faults::default());
+    ok(spilling(&engine, 0, 0.3, 1));
+    assert_eq!(format!("{:?}", ok(engine.spilled(0, Wait::forever()))), format!("{measured:?}"));
+    assert!(committed(&engine, 1) == wanted);
+    assert_eq!(engine.counters().spill_read, 0);
+
+    // Taken back at every moment: the gradient is there, and the update by a half of it is another one's.
+    let halved = fresh(&image, &Faults::default());
+    ok(spill(&halved, 0, 0.3, false));
+    ok(halved.update(0, By::Spilled(vec![0.5]), None, numbers(1), Wait::forever()));
+    let wanted = committed(&halved, 1);
+    for pause in std::iter::repeat_n(Duration::ZERO, 30).chain([Duration::from_millis(20)]) {
+        let engine = fresh(&image, &Faults::default());
+        ok(spilling(&engine, 0, 0.3, 1));
+        std::thread::sleep(pause);
+        ok(engine.take_back(0, Wait::forever()));
+        ok(engine.read_spilled(0, Box::new(bytes(0.0)), Wait::forever()));
+        assert_eq!(format!("{:?}", ok(engine.spilled(0, Wait::forever()))), format!("{measured:?}"));
+        ok(engine.update(0, By::Spilled(vec![0.5]), None, numbers(1), Wait::forever()));
+        assert!(committed(&engine, 1) == wanted);
+    }
+}
+
+#[test]
+fn an_update_that_spills_leaves_nothing_where_it_is_discarded() {
+    let image = filled();
+    for pause in std::iter::repeat_n(Duration::ZERO, 30) {
+        let engine = fresh(&image, &Faults::default());
+        ok(spilling(&engine, 0, 0.3, 1));
+        std::thread::sleep(pause);
+        ok(engine.discard_entry(0, Wait::forever()));
+        whole_or_nothing_of(&engine, 0.09);
+    }
+    let mut failures = 0;
+    for seed in 0..100 {
+        let errors = vec![(Action::Write, 4, 8), (Action::Read, 4, 8)];
+        let engine = fresh(&image, &Faults { seed, errors, reorder: true, ..Faults::default() });
+        let done = spilling(&engine, 0, 0.3, 1).and_then(|()| engine.finish(Wait::forever()));
+        if let Err(error) = done {
+            failures += 1;
+            assert!(is_cause(&error), "seed {seed}: {error}");
+            ok(engine.discard(Wait::forever()));
+            whole_or_nothing_of(&engine, 0.09);
+        }
+    }
+    assert!(failures > 20, "{failures}");
+}
+
+fn whole_or_nothing_of(engine: &Engine, square: f64) {
+    if let Ok(found) = engine.spilled(0, Wait::forever()) {
+        let elements = f64::from(u32::try_from(NUMEL).unwrap_or(0));
+        assert!((found.squares.value() - square * elements).abs() < 1.0, "{found:?}");
+        ok(engine.read_spilled(0, Box::new(bytes(0.0)), Wait::forever()));
+    }
+}

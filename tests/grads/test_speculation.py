@@ -1,0 +1,390 @@
+"""Tests updates that begin before step() knows the norm: kept, made anew or never begun, they are those of "ssd"."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+
+import pytest
+import torch
+from support.bits import same_bits
+from torch import nn
+
+import memascend
+from memascend.errors import ConfigError, UsageError
+
+WIDTH = 24
+LIMIT = 1.0
+# What a loss is multiplied by: the norm of its gradient is far below the limit, or far above it.
+SMALL, LARGE = 1e-3, 1e3
+NEVER, ALWAYS = [SMALL] * 6, [LARGE] * 6
+ALTERNATING = [SMALL, LARGE] * 3
+MIXED = [SMALL, SMALL, LARGE, SMALL, SMALL, SMALL, LARGE, LARGE]
+
+
+def chain(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)]).to(dtype)
+
+
+def offloaded(folder, gradients, optimizer=None, dtype=torch.bfloat16, **options):
+    model = chain(dtype)
+    made = (optimizer or adamw)(model)
+    options = {"max_grad_norm": LIMIT, "existing": "resume", **options}
+    return memascend.offload(model, made, storage=folder, gradients=gradients, **options)
+
+
+def adamw(model):
+    groups = [{"params": model[:2].parameters()}, {"params": model[2:].parameters(), "lr": 3e-2}]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
+def rmsprop(model):
+    return torch.optim.RMSprop(model.parameters(), lr=1e-3)
+
+
+def loss_of(model, index, scale):
+    dtype = next(model.parameters()).dtype
+    batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(index)).to(dtype)
+    return model(batch).float().square().mean() * scale
+
+
+def backward(model, optimizer, index, scale):
+    optimizer.backward(loss_of(model, index, scale))
+
+
+def states(model, optimizer):
+    """Copies of all that a run has: values and states by name."""
+    found = {name: values.clone() for name, values in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        found.update({f"{name}.{of}": tensor for of, tensor in optimizer.state_of(parameter).items()})
+    return found
+
+
+def run(folder, gradients, scales, between=lambda *_: None, **options):
+    """What a run came to: its state, the norms of its steps, and its report."""
+    model, optimizer = offloaded(folder, gradients, **options)
+    norms = []
+    with optimizer:
+        for index in range(optimizer.steps, len(scales)):
+            optimizer.zero_grad()
+            backward(model, optimizer, index, scales[index])
+            between(model, optimizer, index)
+            optimizer.step()
+            norms.append((optimizer.grad_norm, optimizer.overflowed))
+        return states(model, optimizer), norms, optimizer.report()
+
+
+def require_same(one, other):
+    assert repr(one[1]) == repr(other[1]), "the norms"
+    assert one[0].keys() == other[0].keys()
+    for name, values in one[0].items():
+        assert same_bits(values, other[0][name]), name
+
+
+def both(tmp_path, scales, between=lambda *_: None, **options):
+    """The report of a run that may begin updates early, whose bits are those of one that does not."""
+    waits = run(tmp_path / "ssd", "ssd", scales, between, **options)
+    early = run(tmp_path / "auto", "auto", scales, between, **options)
+    require_same(waits, early)
+    assert waits[2].early == 0
+    return early[2]
+
+
+@pytest.mark.parametrize(
+    ("scales", "early", "anew"),
+    [
+        # The first step waits, since nothing is known.
+        (NEVER, 5, 0),
+        (ALWAYS, 0, 0),
+        # The one that had to be made anew makes two steps that change nothing necessary.
+        (ALTERNATING, 1, 1),
+        (MIXED, 4, 2),
+    ],
+    ids=["never", "always", "alternating", "mixed"],
+)
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+def test_bits_are_those_of_steps_that_wait(tmp_path, scales, early, anew, optimizer):
+    report = both(tmp_path, scales, optimizer=optimizer)
+    assert (report.early, report.anew) == (early, anew)
+    assert report.to_dict().get("early") == ({"steps": early, "anew": anew} if early else None)
+
+
+def test_a_step_that_clips_nothing_reads_no_gradient(tmp_path):
+    report = both(tmp_path, NEVER)
+    written = sum(p.numel() * 2 for p in chain().parameters())
+    waited = run(tmp_path / "again", "ssd", NEVER)[2]
+    # In whole pages.
+    assert report.written["gradients"] == waited.written["gradients"] >= 6 * written
+    assert report.read["gradients"] == waited.read["gradients"] // 6, "but in the first step, which waits"
+
+
+@pytest.mark.parametrize("state", ["bf16", "8bit"])
+@pytest.mark.parametrize("scales", [NEVER, MIXED], ids=["never", "mixed"])
+def test_random_bits_are_drawn_as_they_were(tmp_path, state, scales):
+    assert both(tmp_path, scales, state=state, rounding="stochastic", master_dtype=None, seed=5).early
+
+
+def test_an_optimizer_of_its_own_code_waits(tmp_path):
+    assert both(tmp_path, NEVER, optimizer=rmsprop).early == 0
+
+
+@pytest.mark.parametrize("durability", ["step", "close"])
+def test_what_is_held_waits_and_the_rest_does_not(tmp_path, durability):
+    report = both(tmp_path, MIXED, host_memory="390KiB", durability=durability)
+    assert report.early == 4
+    assert report.held > 0
+    assert report.read["state"] > 0
+
+
+def test_an_overflow_discards_what_has_begun(tmp_path):
+    scales = [SMALL, SMALL, 1e6, SMALL, SMALL, SMALL, LARGE, SMALL]
+    report = both(tmp_path, scales, dtype=torch.float16)
+    assert (report.early, report.anew) == (4, 2)
+
+
+def test_gradients_of_a_step_that_overflowed_are_still_there(tmp_path):
+    model, optimizer = offloaded(tmp_path / "s", "auto", loss_scale=64.0)
+    with optimizer:
+        for index in range(3):
+            optimizer.zero_grad()
+            backward(model, optimizer, index, SMALL)
+            if index < 2:
+                optimizer.step()
+        before = [parameter.grad.clone() for parameter in model.parameters()]
+        model[0].weight.grad.mul_(torch.inf)
+        optimizer.step()
+        assert optimizer.overflowed
+        assert optimizer.steps == 2
+        assert optimizer.report().anew == 1
+        after = [parameter.grad.clone() for parameter in model.parameters()]
+        assert all(map(same_bits, before[1:], after[1:]))
+
+
+def changes_an_option(_, optimizer, index):
+    if index == 2:
+        optimizer.param_groups[1]["lr"] = 7e-3
+
+
+def reads(model, _, index):
+    if index in (2, 3):
+        assert next(model.parameters()).grad.float().norm() > 0
+
+
+def writes(model, _, index):
+    if index == 2:
+        model[1].weight.grad.copy_(torch.ones(WIDTH, WIDTH))
+
+
+def scales_one(model, _, index):
+    if index == 2:
+        model[3].weight.grad.mul_(0.5)
+
+
+def replaces(model, _, index):
+    if index == 2:
+        model[0].bias.grad = model[0].bias.grad * 2
+
+
+def takes_away(model, _, index):
+    if index == 2:
+        model[0].bias.grad = None
+
+
+def walks_again(model, optimizer, index):
+    if index in (2, 3):
+        backward(model, optimizer, index + 10, SMALL)
+
+
+def zeroes(model, optimizer, index):
+    if index == 2:
+        optimizer.zero_grad(set_to_none=False)
+        backward(model, optimizer, index + 10, SMALL)
+
+
+def drops(model, optimizer, index):
+    if index == 2:
+        optimizer.zero_grad()
+        backward(model, optimizer, index + 10, SMALL)
+
+
+def writes_a_weight(model, _, index):
+    if index == 2:
+        with torch.no_grad():
+            model[1].weight.mul_(0.5)
+
+
+def writes_through_data(model, _, index):
+    if index == 2:
+        model[1].weight.data[0] = 1.0
+
+
+def computes(model, *_):
+    with torch.no_grad():
+        loss_of(model, 99, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("between", "early", "anew"),
+    [
+        (changes_an_option, 3, 1),
+        (reads, 5, 0),
+        (writes, 3, 1),
+        (scales_one, 3, 1),
+        (replaces, 5, 0),
+        (takes_away, 5, 0),
+        # From then on it is known that more backwards may follow.
+        (walks_again, 2, 1),
+        (zeroes, 2, 1),
+        (drops, 5, 0),
+        (writes_a_weight, 2, 1),
+        (writes_through_data, 2, 1),
+        (computes, 5, 0),
+    ],
+)
+def test_whatever_happens_between_backward_and_step_counts(tmp_path, between, early, anew):
+    report = both(tmp_path, NEVER, between)
+    assert (report.early, report.anew) == (early, anew)
+
+
+def test_a_hook_of_the_step_may_change_what_it_likes(tmp_path):
+    def hooked(model, optimizer, index):
+        if index == 2:
+
+            def doubles(*_):
+                model[0].weight.grad.mul_(2)
+                handle.remove()
+
+            handle = optimizer.register_step_pre_hook(doubles)
+
+    report = both(tmp_path, NEVER, hooked)
+    assert (report.early, report.anew) == (3, 1)
+
+
+@pytest.mark.parametrize("limit", [1e-3, 1.0, 1e3])
+def test_torchs_clipping_is_watched(tmp_path, limit):
+    scales = [1.0, 1.0, 1e-3, 1.0, 1.0, 1.0]
+
+    def clips(model, *_):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+    report = both(tmp_path, scales, clips, max_grad_norm=None)
+    # At the lowest limit each step but the third is clipped, and the fourth begins as if it was not.
+    assert (report.early, report.anew) == ((1, 1) if limit == 1e-3 else (5, 0))
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_the_last_of_several_backwards_begins_where_it_is_known(tmp_path, declared):
+    def more(model, optimizer, index):
+        for micro in range(2):
+            backward(model, optimizer, 100 * micro + index, SMALL)
+
+    report = both(tmp_path, NEVER, more, accumulation_steps=3 if declared else 1)
+    assert (report.early, report.anew) == ((5, 0) if declared else (0, 0))
+
+
+@pytest.mark.parametrize("by_layer", [True, False])
+def test_micro_batches_of_one_call(tmp_path, by_layer):
+    def trained(gradients):
+        model, optimizer = offloaded(tmp_path / f"{gradients}{by_layer}", gradients)
+        with optimizer:
+            for step in range(5):
+                scale = LARGE if step == 3 else SMALL
+                batches = range(3 * step, 3 * step + 3)
+                optimizer.accumulate(lambda index, s=scale: loss_of(model, index, s), batches, by_layer=by_layer)
+                optimizer.step()
+                optimizer.zero_grad()
+            return states(model, optimizer), [], optimizer.report()
+
+    waits, early = trained("ssd"), trained("auto")
+    require_same(waits, early)
+    assert (waits[2].early, early[2].early, early[2].anew) == (0, 3, 1)
+
+
+def test_a_gradient_that_is_not_finite_is_refused_as_ever(tmp_path):
+    refused = []
+
+    def is_refused(model, optimizer, index):
+        if index == 2:
+            with pytest.raises(ConfigError, match="grad_scale is NaN") as error:
+                optimizer.step()
+            refused.append(str(error.value))
+            optimizer.zero_grad()
+            backward(model, optimizer, index, SMALL)
+
+    both(tmp_path, [SMALL, SMALL, float("nan"), SMALL], is_refused)
+    assert len(refused) == 2
+    assert refused[0] == refused[1]
+
+
+def test_options_that_no_update_takes_are_refused_by_the_step(tmp_path):
+    """As they are where nothing begins before it; and not where they are right again by then."""
+    model, optimizer = offloaded(tmp_path / "s", "auto")
+    with optimizer:
+        for index in range(3):
+            optimizer.zero_grad()
+            right, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], -1.0
+            backward(model, optimizer, index, SMALL)
+            optimizer.param_groups[0]["lr"] = right
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["amsgrad"] = True
+        backward(model, optimizer, 3, SMALL)
+        with pytest.raises(UsageError, match="amsgrad"):
+            optimizer.step()
+
+
+def test_the_log_says_what_was_made_anew(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "memascend"):
+        report = run(tmp_path / "s", "auto", MIXED)[2]
+    said = [record.getMessage() for record in caplog.records if "discarded" in record.getMessage()]
+    assert len(said) == report.anew == 2
+    assert "(2 of 4 steps so far)" in said[1]
+    assert "Updates of 4 steps began before step(); 2 of them were made anew." in str(report)
+
+
+KILLS = {
+    # Updates have begun, and step() has not.
+    "backward": ("backward", 4),
+    # They are being made anew.
+    "anew": ("update_spilled", 3),
+    # All are staged, of a step that was clipped and of one that was not.
+    "commit anew": ("commit", 3),
+    "commit": ("commit", 2),
+}
+
+
+@pytest.mark.parametrize("moment", KILLS)
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path, moment, monkeypatch):
+    scales = [SMALL, SMALL, SMALL, LARGE, SMALL, SMALL]
+    kind, at = KILLS[moment]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pid = os.fork()
+    if pid == 0:
+        try:
+
+            def killed(_, __, index):
+                if index != at:
+                    return
+                if kind == "backward":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                monkeypatch.setattr(
+                    memascend.engine.Engine, kind, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+                )
+
+            run(tmp_path / "killed", "auto", scales, killed)
+        finally:
+            os._exit(1)
+    torch.set_num_threads(threads)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL, "the child ended by itself"
+    after = run(tmp_path / "killed", "auto", scales)
+    calm = run(tmp_path / "ssd", "ssd", scales)
+    assert len(after[1]) == len(scales) - at
+    require_same((calm[0], calm[1][at:]), after)
