@@ -8,16 +8,22 @@ from device.simulated import build
 from device.simulated.test_order import LONG
 
 pytestmark = [pytest.mark.posing, *LONG, pytest.mark.timeout(300)]
-# They look at memory, registration and waits alone.
-WITHOUT_NUMBERS = [
-    "test_the_chunks_are_registered",
-    "test_nothing_waits_for_the_whole_device",
-    "test_the_host_waits_for_no_computation_in_a_forward",
-]
+# They look at memory, registration, waits, launches and copies alone; others compare what kernels compute.
+WITHOUT_NUMBERS = {
+    "device/test_cuda.py": [
+        "test_the_chunks_are_registered",
+        "test_nothing_waits_for_the_whole_device",
+        "test_the_host_waits_for_no_computation_in_a_forward",
+        "test_a_device_that_is_not_there",
+    ],
+    "device/test_device.py": ["test_it_says_that_it_is_there", "test_no_memory_for_the_units"],
+    "kernels/test_kernels_gpu.py": ["test_the_device_has_the_kernels", "test_nothing_waits_for_the_device"],
+    "memory/test_memory_cuda.py": ["test_a_real_device_copies_from_a_region"],
+}
 
 
 def test_they_begin(simulated):  # noqa: ARG001 - it is built
-    files = [f"tests/device/test_cuda.py::{name}" for name in WITHOUT_NUMBERS]
+    files = [f"tests/{path}::{name}" for path, names in WITHOUT_NUMBERS.items() for name in names]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files],
         env={**build.environment(), "MEMASCEND_GPU": "1", "MEMASCEND_POSING": "0"},
@@ -28,4 +34,4 @@ def test_they_begin(simulated):  # noqa: ARG001 - it is built
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "5 passed" in done.stdout, done.stdout
+    assert "11 passed" in done.stdout, done.stdout
