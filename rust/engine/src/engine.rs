@@ -171,7 +171,9 @@ impl Engine {
         let store = &self.shared.store;
         if store.is_held(entry) {
             let name = &described.name;
-            return Err(Error::Invalid(format!("{name:?} is held: its update waits for the step, and its gradient with it")));
+            return Err(Error::Invalid(format!(
+                "{name:?} is held: its update waits for the step, and its gradient with it"
+            )));
         }
         let update = Update::new(store, entry, By::Spilled(Vec::new()), values, rule.into())?;
         let update = update.spilling(Spill::new(store, entry, gradient, false)?);
