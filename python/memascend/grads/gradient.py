@@ -225,7 +225,7 @@ class Gradient:
         made good before.
         """
         arrivals, rule = self._arrivals, self._arrivals.rule
-        if not arrivals.speculation.may_begin(self):
+        if not arrivals.speculation.may_begin(self.name):
             return False
         after = moved(self.name, self.state, "begin")
         scale = arrivals.scale.inverse

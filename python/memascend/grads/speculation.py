@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
 
-    from memascend.grads.gradient import Gradient
     from memascend.grads.loop import Loop
 
 
@@ -44,12 +43,12 @@ class Speculation:
         # Of this step: updates have begun, some were taken back, no more may begin.
         self._begun = self._taken_back = self._paused = False
 
-    def may_begin(self, gradient: Gradient) -> bool:
-        """Whether the update of a gradient that is whole may begin."""
+    def may_begin(self, name: str) -> bool:
+        """Whether the update of parameter `name`, whose gradient is whole, may begin."""
         return (
             self._unchanged >= self._wanted
             and not self._paused
-            and gradient.name not in self._held
+            and name not in self._held
             and self._loop.speculates
             and self._is_settled()
         )

@@ -235,7 +235,7 @@ fn committed(engine: &Engine, step: u64) -> Vec<u8> {
     for piece in 0..store.layout().pieces_of(0) {
         let place = store.layout().piece(store.description(), 0, piece);
         let room = vec![0; usize::try_from(place.bytes()).unwrap_or(0)];
-        all.extend(ok(ok(store.read(0, piece, room)).wait()));
+        all.extend(ok(ok(store.read(0, piece, room)).wait()).0);
     }
     all
 }
