@@ -196,6 +196,49 @@ def test_a_step_reads_and_writes_as_much_as_with_one_micro_batch(tmp_path, kind,
     assert moved[4][1] <= 1.05 * moved[1][1]
 
 
+class Words(nn.Module):
+    """The backward of an embedding reads no weight; its gradient is the largest."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(4096, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(6)))
+        self.head = nn.Linear(WIDTH, 4096, bias=False)
+
+    def forward(self, tokens):
+        return self.head(self.blocks(self.words(tokens)))
+
+
+def smallest(folder):
+    """The least memory with which sums of gradients and all else fit."""
+    model = Words()
+    with pytest.raises(memascend.BudgetError) as refused:
+        memascend.offload(model, adamw(model), storage=folder / "none.store", gradients="fused", host_memory=1)
+    return refused.value.smallest
+
+
+def test_gradients_of_an_embedding_are_a_stage_of_their_own(tmp_path):
+    moved = {}
+    for count in (1, 6):
+        torch.manual_seed(0)
+        model = Words()
+        model, optimizer = memascend.offload(
+            model, adamw(model), storage=tmp_path / f"{count}.store", gradients="fused", host_memory=smallest(tmp_path)
+        )
+        batches = [torch.randint(4096, (2, 8)) for _ in range(count)]
+        with optimizer:
+            for _ in range(4):
+                before = optimizer.report()
+                optimizer.accumulate(lambda batch: square(model, batch), batches, scale=1 / count)  # noqa: B023 - at once
+                optimizer.step()
+                optimizer.zero_grad()
+            after = optimizer.report()
+        moved[count] = [sum(after.read.values()) - sum(before.read.values()),
+                        sum(after.written.values()) - sum(before.written.values())]  # fmt: skip
+    assert moved[6][0] <= 1.05 * moved[1][0]
+    assert moved[6][1] <= 1.05 * moved[1][1]
+
+
 class Odd(Exception):
     pass
 

@@ -10,6 +10,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from memascend.errors import UsageError
 from memascend.params.threads import works_for_another
@@ -170,8 +171,10 @@ class Frames:
             self._count(gate, module)
             raise
 
-    def leave(self, module: torch.nn.Module, gate: Gate) -> None:
-        """End what `enter` began, if it began anything."""
+    def leave(self, module: torch.nn.Module, gate: Gate, result: Any) -> None:
+        """End what `enter` began, if it began anything; `result` is what the module returns."""
+        if self._residency.stages is not None and gate.homes:
+            self._announce(gate, result)
         stack = self.stack
         if not stack or stack[-1].module is not module:
             return
@@ -181,6 +184,18 @@ class Frames:
         self._leave(stack[-1])
         stack.pop()
         self._count(gate, module)
+
+    def _announce(self, gate: Gate, result: Any) -> None:
+        """Have the backward of a module begin a stage, though none of its nodes may read a weight: an embedding's."""
+        residency = self._residency
+
+        def begin(_: Any) -> None:
+            if residency.stages is not None:
+                residency.stages.arrive(gate.homes)
+
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                value.grad_fn.register_prehook(begin)
 
     @property
     def inside(self) -> bool:
@@ -307,10 +322,10 @@ def _before(module: torch.nn.Module, args: Any) -> None:
 
 
 def _after(module: torch.nn.Module, args: Any, result: Any) -> None:
-    del args, result
+    del args
     gate: Any = module._forward_hooks_always_called.get(_KEY)  # type: ignore[call-overload] # noqa: SLF001
     if gate is not None and gate.open > 0:
-        _leave(module, gate)
+        _leave(module, gate, result)
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator] # noqa: SLF001
@@ -319,8 +334,8 @@ def _enter(module: torch.nn.Module, gate: Gate) -> None:
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator] # noqa: SLF001
-def _leave(module: torch.nn.Module, gate: Gate) -> None:
-    gate.frames.leave(module, gate)
+def _leave(module: torch.nn.Module, gate: Gate, result: Any) -> None:
+    gate.frames.leave(module, gate, result)
 
 
 def _refuse_wrappers() -> None:
