@@ -267,18 +267,38 @@ def test_stores_that_were_never_filled_are_ignored_and_damaged_ones_are_not(tmp_
     assert find_earlier(str(tmp_path), "resume", None).files == paths
 
 
-def test_what_goes_wrong_leaves_the_earlier_stores(tmp_path):
+def begun_by_three(tmp_path):
+    """A run by three ranks, and by two with the same store: its values after two steps, and what starts it."""
+
     def run(count, function, step, **options):
         return on_ranks(count, function, tmp_path, "run", step, False, {"timeout": 20.0, **options}, ends=(0, -9))
 
     ((_, _, whole, _),) = on_ranks(1, train, tmp_path, "whole", 2, True, {})
     run(3, train, 1)
+    return whole, run
+
+
+def require_goes_on(run, whole):
+    for _, _, values, left in run(2, train, 2):
+        assert all(map(same_bits, values, whole))
+        assert left == stores(2)
+
+
+def test_what_goes_wrong_leaves_the_earlier_stores(tmp_path):
+    whole, run = begun_by_three(tmp_path)
     for error, left in run(2, unreadable, 2):
         assert "as if the drive were gone" in error
         assert set(stores(3)) <= set(left)
     first, _ = run(2, killed, 2)
     assert first[0].startswith("RankError"), first
     assert set(stores(3)) <= set(first[1])
+    require_goes_on(run, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_what_is_refused_leaves_the_earlier_stores(tmp_path):
+    whole, run = begun_by_three(tmp_path)
     for existing, words in (("refuse", "existing='resume' goes on"), ("replace", "move them away")):
         for error, left in run(2, refused, 2, existing=existing):
             assert words in error, error
@@ -293,9 +313,7 @@ def test_what_goes_wrong_leaves_the_earlier_stores(tmp_path):
     for error, left in run(2, refused, 2, kind="RMSprop"):
         assert "the earlier stores are of AdamW" in error
         assert set(stores(3)) <= set(left)
-    for _, _, values, left in run(2, train, 2):
-        assert all(map(same_bits, values, whole))
-        assert left == stores(2)
+    require_goes_on(run, whole)
 
 
 def gone_over(tmp_path, counts, last):

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-import memascend
 from memascend import kernels, memory
 from memascend.cli.storage import Finding
 from memascend.memory import Region
+from memascend.session.offload import offload
 from memascend.tensors import rounded, same_bits, total
 from memascend.text import table
 
@@ -382,9 +382,7 @@ def _offloaded(
     model = _model(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY)
     store = folder / f"{gradients}.store"
-    model, offloaded = memascend.offload(
-        model, optimizer, storage=store, device=device, gradients=gradients, max_grad_norm=clip
-    )
+    model, offloaded = offload(model, optimizer, storage=store, device=device, gradients=gradients, max_grad_norm=clip)
     said: list[Any] = []
     with offloaded:
         for step in range(_STEPS):
