@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from benchmarks.turns import Process, serve
 
 LAYERS, TURNS, MEMORY = "by layer", "one after the other", "torch in memory"
 _LENGTHS = (128, 512)
@@ -48,24 +48,32 @@ def main() -> None:
     parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        _Worker(json.loads(options.work)).serve()
+        serve(_Worker(json.loads(options.work)).turn)
         return
     found = _kept(options.write)
     if not options.show:
         from memascend.cli.bench.io import described
 
         found["machine"], found["parameters"] = described(), options.parameters
-        with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-accumulate-") as folder:
-            found |= {part: _PARTS[part](options, Path(folder)) for part in options.parts}
+        for part in options.parts:
+            with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-accumulate-") as folder:
+                found[part] = _PARTS[part](options, Path(folder))
+            # Parts take long: what is measured is kept.
+            _write(found, options.write)
+    print(_write(found, options.write))
+
+
+def _write(found: dict[str, Any], folder: Path | None) -> str:
+    """The tables; keeps them, with the picture, where a folder is given."""
     text = "\n\n".join(_SHOWN[part](found[part]) for part in _PARTS if part in found)
-    print(text)
-    if options.write:
-        options.write.mkdir(parents=True, exist_ok=True)
-        (options.write / "accumulate.json").write_text(json.dumps(found, indent=1) + "\n")
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "accumulate.json").write_text(json.dumps(found, indent=1) + "\n")
         about = "\n".join(f"{name}: {value}" for name, value in found["machine"].items())
-        (options.write / "accumulate.txt").write_text(f"{about}\n{found['parameters']} parameters\n\n{text}\n")
+        (folder / "accumulate.txt").write_text(f"{about}\n{found['parameters']} parameters\n\n{text}\n")
         if "seconds" in found:
-            _draw(found["seconds"], options.write / "accumulate.png")
+            _draw(found["seconds"], folder / "accumulate.png")
+    return text
 
 
 def _kept(folder: Path | None) -> dict[str, Any]:
@@ -75,35 +83,13 @@ def _kept(folder: Path | None) -> dict[str, Any]:
     return found
 
 
-class _Process:
-    """A case at work."""
-
-    def __init__(self, work: dict[str, Any]) -> None:
-        words = [sys.executable, "-m", "benchmarks.accumulate", "--work", json.dumps(work)]
-        self.peer = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def ask(self, **question: int) -> dict[str, Any]:
-        assert self.peer.stdin is not None
-        assert self.peer.stdout is not None
-        print(json.dumps(question), file=self.peer.stdin, flush=True)
-        for line in self.peer.stdout:
-            if line.startswith("{"):
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-        raise SystemExit("a case ended before its time; what it said is above")
-
-    def end(self) -> None:
-        self.peer.kill()
-        self.peer.wait()
-
-
 def _seconds(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """All three, by number and length of micro-batches."""
     processes = {}
     try:
         for name in (LAYERS, TURNS, MEMORY):
             work = {"case": name, "parameters": options.parameters, "options": {"gradients": "fused"}}
-            processes[name] = _Process({**work, "storage": str(folder / f"{name}.store")})
+            processes[name] = Process("accumulate", {**work, "storage": str(folder / f"{name}.store")})
         rows = []
         for length in options.lengths:
             for count in options.counts:
@@ -133,7 +119,7 @@ def _bytes(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     rows = []
     for name, (dtype, given) in _BYTES_CASES.items():
         work = {"case": LAYERS, "parameters": options.parameters, "options": given, "dtype": dtype}
-        process = _Process({**work, "storage": str(folder / f"{name}.store")})
+        process = Process("accumulate", {**work, "storage": str(folder / f"{name}.store")})
         try:
             for count in options.counts:
                 turn = process.ask(count=count, length=min(options.lengths), steps=options.steps)
@@ -149,7 +135,9 @@ def _memory(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     for name, given in _MEMORY_CASES.items():
         for count in options.counts:
             work = {"case": LAYERS, "parameters": options.parameters, "options": {"gradients": "fused", **given}}
-            process = _Process({**work, "checkpoint": True, "storage": str(folder / f"{name} {count}.store")})
+            process = Process(
+                "accumulate", {**work, "checkpoint": True, "storage": str(folder / f"{name} {count}.store")}
+            )
             try:
                 turn = process.ask(count=count, length=max(options.lengths), steps=options.steps)
                 rows.append({"case": name, "count": count, "length": max(options.lengths), **turn})
@@ -297,12 +285,8 @@ class _Worker:
             options["host_memory"] = smallest_budget(self.model, optimizer, options)
         return memascend.offload(self.model, optimizer, **options)[1]
 
-    def serve(self) -> None:
-        """Answer each line by one."""
-        for line in sys.stdin:
-            print(json.dumps(self._turn(**json.loads(line))), flush=True)
-
-    def _turn(self, count: int, length: int, steps: int) -> dict[str, Any]:
+    def turn(self, count: int, length: int, steps: int) -> dict[str, Any]:
+        """Take so many steps of `count` micro-batches with `length` tokens each."""
         from memascend.cli.bench import process
 
         # The first step of a turn finds more of the disk done than others do, and its memory as others left it.

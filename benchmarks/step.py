@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from benchmarks.turns import Process, serve
 
 _MIB = 1 << 20
 _SHAPES = ("4M", "25M", "125M", "500M")
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        _Worker(json.loads(options.work)).serve()
+        serve(_Worker(json.loads(options.work)).answer)
         return
     from memascend.cli.bench.io import described
 
@@ -80,23 +80,12 @@ def main() -> None:
 
 
 @dataclass
-class _Process:
+class _Case:
     """A case at work, and what it said."""
 
-    peer: subprocess.Popen[str]
-    started: dict[str, Any] = field(default_factory=dict)
+    process: Process
+    started: dict[str, Any]
     turns: list[dict[str, Any]] = field(default_factory=list)
-
-    def ask(self, question: str) -> dict[str, Any]:
-        assert self.peer.stdin is not None
-        assert self.peer.stdout is not None
-        self.peer.stdin.write(question + "\n")
-        self.peer.stdin.flush()
-        for line in self.peer.stdout:
-            if line.startswith("{"):
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-        raise SystemExit("a case ended before its time; what it said is above")
 
 
 class _Workload:
@@ -112,24 +101,23 @@ class _Workload:
         self.steps = min(options.steps, 2) if long else options.steps
 
     def run(self) -> dict[str, Any]:
-        processes: dict[str, _Process] = {}
+        working: dict[str, _Case] = {}
         speeds: dict[str, list[float]] = {"read": [], "mixed": []}
         try:
             for name in self.cases:
-                processes[name] = self._start(name)
-                self.store_bytes = max(512, processes[name].started["parameters"] * _SLOTS_BYTES // _MIB) * _MIB
+                working[name] = self._start(name)
+                self.store_bytes = max(512, working[name].started["parameters"] * _SLOTS_BYTES // _MIB) * _MIB
             for _ in range(self.options.rounds):
                 for pattern, found in speeds.items():
                     found.append(self._bandwidth(pattern))
-                for process in processes.values():
-                    process.turns.append(process.ask(str(self.steps)))
-            ended = {name: process.ask("end") for name, process in processes.items()}
+                for case in working.values():
+                    case.turns.append(case.process.ask(steps=self.steps))
+            ended = {name: case.process.ask(end=True) for name, case in working.items()}
         finally:
-            for process in processes.values():
-                process.peer.kill()
-                process.peer.wait()
+            for case in working.values():
+                case.process.end()
         bandwidth = {pattern: statistics.median(found) for pattern, found in speeds.items()}
-        cases = {name: _summary(process, ended[name]) for name, process in processes.items()}
+        cases = {name: _summary(case, ended[name]) for name, case in working.items()}
         for name, case in cases.items():
             _compare(name, case, cases.get(_RAM), bandwidth)
             like = _FP32 if name in _STATES else _NONE_HELD if name in _HELD else ""
@@ -143,7 +131,7 @@ class _Workload:
             "cases": cases,
         }
 
-    def _start(self, name: str) -> _Process:
+    def _start(self, name: str) -> _Case:
         work = {
             "case": name,
             "parameters": self.options.parameters,
@@ -152,10 +140,8 @@ class _Workload:
             "checkpoint": self.options.checkpoint,
             "storage": str(self.folder / f"{name} {self.tokens}.store"),
         }
-        words = [sys.executable, "-m", "benchmarks.step", "--work", json.dumps(work)]
-        process = _Process(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-        process.started = process.ask("begin")
-        return process
+        process = Process("step", work)
+        return _Case(process, process.ask(begin=True))
 
     def _bandwidth(self, pattern: Any) -> float:
         """Of our engine, through as much memory as an update stages in, on a file as large as a store."""
@@ -171,10 +157,10 @@ class _Workload:
             return transfer(volume, tensors, pattern, nbytes).gb_per_second
 
 
-def _summary(process: _Process, ended: dict[str, Any]) -> dict[str, Any]:
+def _summary(case: _Case, ended: dict[str, Any]) -> dict[str, Any]:
     """Medians over all turns; the first step of a turn finds more of the disk done than others do."""
     parts: dict[str, list[float]] = {"step": [], "forward": [], "backward": [], "update": []}
-    for turn in process.turns:
+    for turn in case.turns:
         for part, taken in parts.items():
             seconds = turn["seconds"][part]
             taken.extend(seconds[1:] if len(seconds) > 1 else seconds)
@@ -182,7 +168,7 @@ def _summary(process: _Process, ended: dict[str, Any]) -> dict[str, Any]:
         "seconds": {part: statistics.median(taken) for part, taken in parts.items()},
         "spread": [min(parts["step"]), max(parts["step"])],
         "steps": len(parts["step"]),
-        **process.started,
+        **case.started,
         **ended,
     }
 
@@ -253,17 +239,11 @@ class _Worker:
         self.case = work["case"]
         self.steps = 0
 
-    def serve(self) -> None:
-        """Answer each line by one."""
-        for line in sys.stdin:
-            question = line.strip()
-            if question == "begin":
-                answer = self._begin()
-            elif question == "end":
-                answer = self._end()
-            else:
-                answer = self._turn(int(question))
-            print(json.dumps(answer), flush=True)
+    def answer(self, steps: int = 0, *, begin: bool = False, end: bool = False) -> dict[str, Any]:
+        """Begin, take steps, or end."""
+        if begin:
+            return self._begin()
+        return self._end() if end else self._turn(steps)
 
     def _begin(self) -> dict[str, Any]:
         import torch

@@ -1,0 +1,178 @@
+"""Measures steps of Muon for a model's matrices with AdamW for the rest, beside AdamW for all, offloaded and in memory.
+
+Each case trains in a process of its own; the processes take turns. Bytes are the kernel's counts. What a parameter of
+Muon's moves follows from both offloaded cases, since the other parameters move what they move under AdamW.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.turns import Process, serve
+
+_CASES = {
+    "AdamW": {"muon": False, "memory": False},
+    "Muon + AdamW": {"muon": True, "memory": False},
+    "torch's AdamW in memory": {"muon": False, "memory": True},
+    "torch's Muon + AdamW in memory": {"muon": True, "memory": True},
+}
+_MOST_BYTES = 18.0
+_WARM_STEPS = 3
+
+
+def main() -> None:
+    """Measure all cases, print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", choices=("4M", "25M", "125M", "500M"), default="125M")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a step")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each process")
+    parser.add_argument("--steps", type=int, default=3, help="steps of a turn")
+    parser.add_argument("--storage", default=".", help="a folder on the disk to measure")
+    parser.add_argument("--write", metavar="FOLDER", type=Path, help="also write muon.txt and muon.json there")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        serve(_Worker(json.loads(options.work)).turn)
+        return
+    from memascend.cli.bench.io import described
+
+    with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-muon-") as folder:
+        found = {"machine": described(), "parameters": options.parameters, "cases": _measured(options, folder)}
+    text = _shown(found["cases"])
+    print(text)
+    if options.write:
+        options.write.mkdir(parents=True, exist_ok=True)
+        (options.write / "muon.json").write_text(json.dumps(found, indent=1) + "\n")
+        about = "\n".join(f"{name}: {value}" for name, value in found["machine"].items())
+        head = f"{about}\n{options.parameters} parameters, 1 x {options.length} tokens"
+        (options.write / "muon.txt").write_text(f"{head}\n\n{text}\n")
+
+
+def _measured(options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    processes: dict[str, Process] = {}
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in _CASES}
+    try:
+        for name, case in _CASES.items():
+            work = {**case, "parameters": options.parameters, "length": options.length}
+            processes[name] = Process("muon", {**work, "storage": f"{folder}/{name}.store"})
+        for _ in range(options.rounds):
+            for name, process in processes.items():
+                turns[name].append(process.ask(steps=options.steps))
+    finally:
+        for process in processes.values():
+            process.end()
+    return {
+        name: {
+            **own[-1],
+            "seconds": statistics.median(one for turn in own for one in turn["seconds"]),
+            "moved": statistics.median(turn["moved"] for turn in own),
+            "peak": max(turn["peak"] for turn in own),
+        }
+        for name, own in turns.items()
+    }
+
+
+def _shown(cases: dict[str, Any]) -> str:
+    from memascend.text import table
+
+    rows = [
+        (
+            name,
+            f"{case['seconds']:.3f}",
+            f"{case['seconds'] / cases['AdamW']['seconds']:.2f}",
+            f"{case['moved']:.1f}",
+            f"{case['peak'] / 1e6:.0f}",
+        )
+        for name, case in cases.items()
+    ]
+    plain, muon = cases["AdamW"], cases["Muon + AdamW"]
+    part = muon["by_muon"]
+    own = (muon["moved"] - (1 - part) * plain["moved"]) / part
+    memory = cases["torch's Muon + AdamW in memory"]["seconds"] - cases["torch's AdamW in memory"]["seconds"]
+    more = muon["seconds"] - plain["seconds"]
+    met = "met" if own <= _MOST_BYTES else "MISSED"
+    return f"""{table(("optimizer", "s/step", "of AdamW's", "B/param", "MB"), rows)}
+
+Muon has {part:.0%} of the parameters; each moves {own:.1f} bytes a step (at most {_MOST_BYTES:.0f}: {met})
+Muon takes {more:.2f} s more than AdamW offloaded, {memory:.2f} s in memory"""
+
+
+class _Worker:
+    """A case, in its own process."""
+
+    def __init__(self, work: dict[str, Any]) -> None:
+        import torch
+
+        import memascend
+        from benchmarks.train.cell.workload import WORKLOADS, made
+
+        workload = WORKLOADS[f"{work['parameters']}-1x128"]
+        self.parameters = workload.parameters
+        self.model = made(workload)
+        self.tokens = torch.randint(0, workload.vocabulary, (1, work["length"]))
+        self.masters: list[Any] = []
+        named = list(self.model.named_parameters())
+        if work["memory"]:
+            named = [(name, torch.nn.Parameter(parameter.detach().float())) for name, parameter in named]
+            self.masters = [master for _, master in named]
+        matrices = [one for name, one in named if one.ndim == 2 and "embed" not in name and "head" not in name]
+        if not work["muon"]:
+            matrices = []
+        chosen = {id(one) for one in matrices}
+        rest = [one for _, one in named if id(one) not in chosen]
+        self.by_muon = sum(one.numel() for one in matrices) / sum(one.numel() for _, one in named)
+        members: list[Any] = [torch.optim.AdamW(rest, lr=1e-4, fused=True)]
+        if matrices:
+            members.insert(0, torch.optim.Muon(matrices, lr=1e-3))
+        self.members = members
+        if not work["memory"]:
+            self.model, optimizer = memascend.offload(
+                self.model, members, storage=work["storage"], device="cpu", gradients="fused"
+            )
+            self.members = [optimizer]
+        for _ in range(_WARM_STEPS):
+            self._step()
+
+    def turn(self, steps: int) -> dict[str, Any]:
+        """Take so many steps, after one that is not counted: the disk may still be at others'."""
+        from memascend.cli.bench import process
+
+        self._step()
+        process.restart_peak()
+        before, seconds = process.counts(), []
+        for _ in range(steps):
+            began = time.perf_counter()
+            self._step()
+            seconds.append(time.perf_counter() - began)
+        moved = process.counts().since(before)
+        return {
+            "seconds": seconds,
+            "moved": (moved["read"] + moved["written"]) / steps / self.parameters,
+            "peak": process.resident_peak(),
+            "by_muon": self.by_muon,
+        }
+
+    def _step(self) -> None:
+        import torch
+
+        self.model(input_ids=self.tokens, labels=self.tokens).loss.backward()
+        weights = list(self.model.parameters()) if self.masters else []
+        for parameter, master in zip(weights, self.masters, strict=True):
+            assert parameter.grad is not None
+            master.grad, parameter.grad = parameter.grad.float(), None
+        for member in self.members:
+            member.step()
+            member.zero_grad()
+        with torch.no_grad():
+            for parameter, master in zip(weights, self.masters, strict=True):
+                parameter.copy_(master)
+
+
+if __name__ == "__main__":
+    main()
