@@ -90,8 +90,14 @@ class Session:
             loss = loss if scale == 1.0 else loss * scale
             (loss * loss_scale.scale if loss_scale.enabled else loss).backward()
 
-        with self.run.gradients.scaled():
-            return self.accumulation.run(loss_of, batches, begin, by_layer=by_layer)
+        grad = torch.is_grad_enabled()
+        try:
+            with self.run.gradients.scaled():
+                return self.accumulation.run(loss_of, batches, begin, by_layer=by_layer)
+        except BaseException:
+            # Ctrl-C while torch.no_grad() is entered or left leaves gradients disabled.
+            torch.set_grad_enabled(grad)
+            raise
 
     def step(self) -> None:
         """Commit the step, or skip it where a scaled gradient overflowed."""
