@@ -1,9 +1,12 @@
-"""Declares the types of the Rust extension `memascend._core`."""
+"""Declares and documents the Rust extension `memascend._core`: what `memascend.memory` and its like hand on."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, final
+
+import torch
+from typing_extensions import Buffer
 
 __all__ = [
     "Arena",
@@ -14,6 +17,7 @@ __all__ = [
     "Fetch",
     "FileMemory",
     "Heap",
+    "Layout",
     "Lease",
     "LeaseBuffer",
     "LentBuffer",
@@ -35,9 +39,9 @@ __all__ = [
     "kernel_scalars",
     "kernel_simd",
     "kernel_split_master",
-    "memory_layout",
-    "memory_limits",
-    "memory_regions",
+    "layout",
+    "limits",
+    "regions",
     "state_convert",
     "state_update",
     "store_commits",
@@ -52,48 +56,144 @@ __version__: str
 
 @final
 class Region:
+    """Page-aligned memory on huge pages, pinned as well as can be had, populated before use.
+
+    Exactly `nbytes`, rounded up to the page and to nothing else. The memory goes back to the system when the region is
+    closed and the last tensor in it is gone.
+    """
+
     def __new__(
         cls,
         nbytes: int,
-        pin: Literal["auto", "mlock", "cuda", False],
-        on_fork: Literal["copy", "wipe"],
-        owner: str,
-    ) -> Region: ...
+        pin: Literal["auto", "mlock", "cuda", False] = "auto",
+        *,
+        on_fork: Literal["copy", "wipe"] = "copy",
+        owner: str = "region",
+    ) -> Region:
+        """Map the memory.
+
+        Args:
+            nbytes: how much.
+            pin: "auto" takes the best that can be had (`pinned` says what, `why_not` why no more); "mlock" or "cuda"
+                insists, and is a ConfigError with the reason and the remedy where it cannot be had; False pins nothing.
+            on_fork: what a forked child sees of it: "copy" as of all other memory; "wipe" zeros, and this process
+                keeps its huge pages and shares nothing with the child.
+            owner: the name under which `regions()` lists it.
+
+        Raises:
+            MemoryLimitError: the machine or its cgroup does not have the memory. Nothing was taken.
+        """
+
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes asked for."""
+
     @property
-    def mapped_bytes(self) -> int: ...
+    def mapped_bytes(self) -> int:
+        """Bytes mapped: `nbytes` rounded up to the page."""
+
     @property
-    def pinned(self) -> Literal["mlock", "cuda", False]: ...
+    def pinned(self) -> Literal["mlock", "cuda", False]:
+        """How it is pinned."""
+
     @property
-    def why_not(self) -> str | None: ...
+    def why_not(self) -> str | None:
+        """Why it is not pinned better, where more was wished for."""
+
     @property
-    def huge_bytes(self) -> int: ...
+    def huge_bytes(self) -> int:
+        """Bytes that lie on huge pages now. Asks the kernel, which takes milliseconds."""
+
     @property
-    def why_not_huge(self) -> str | None: ...
+    def why_not_huge(self) -> str | None:
+        """Why fewer bytes lie on huge pages than could; None where all do."""
+
     @property
-    def closed(self) -> bool: ...
-    def close(self) -> None: ...
+    def closed(self) -> bool:
+        """Whether `close()` was called."""
+
+    def close(self) -> None:
+        """End new leases and every wait for one; unmap now, or with the last tensor. Twice is fine."""
+    def __enter__(self) -> Region: ...
+    def __exit__(self, *_raised: object) -> None: ...
 
 @final
 class Arena:
-    def __new__(cls, region: Region, classes: dict[int, int]) -> Arena: ...
-    def lease(self, nbytes: int, seconds: float | None, owner: str) -> Lease: ...
-    def free_slots(self, nbytes: int) -> int: ...
+    """A region divided into exact-size slots, planned once: leasing never allocates, fragments or surprises.
+
+    A lease takes a slot of the smallest class that holds it and never one of a larger class, so leases that the plan
+    admits are granted in every order.
+    """
+
+    def __new__(cls, region: Region, classes: Mapping[int, int]) -> Arena:
+        """Divide `region` into `classes`, given as {bytes: count}. A region belongs to one living arena.
+
+        Raises:
+            BudgetError: the region is too small; `smallest` is the region that works.
+            UsageError: the region is closed or belongs to an arena that lives.
+        """
+
+    def lease(self, nbytes: int, timeout: float | None = None, owner: str = "user") -> Lease:
+        """Take `nbytes`, waiting up to `timeout` seconds (None: until there are). Ctrl-C ends the wait.
+
+        Raises:
+            ConfigError: no class is large enough: it could never be granted.
+            TimeoutExpired: all slots stayed taken; the message says by whom.
+            UsageError: the region was closed, also while waiting.
+        """
+
+    def free_slots(self, nbytes: int) -> int:
+        """How many slots are free that `lease(nbytes)` may take: at 0 it would wait.
+
+        Raises:
+            ConfigError: no class is large enough.
+        """
+
     @property
-    def in_use_bytes(self) -> int: ...
+    def in_use_bytes(self) -> int:
+        """Bytes of the slots that are taken now, "in_use" of `stats()`."""
+
     @property
-    def table_bytes(self) -> int: ...
-    def stats(self) -> dict[str, Any]: ...
+    def table_bytes(self) -> int:
+        """Bytes of the arena's own records, "tables" of `stats()`."""
+
+    def stats(self) -> dict[str, Any]:
+        """What is held and was waited for.
+
+        "capacity" (bytes planned), "reserved" (with alignment), "in_use" (of the slots taken), "bytes" (asked for by
+        the living leases) and its "peak", "leases", "waits", "wait_seconds", "tables" (bytes of the arena's own
+        records), "classes" (a list of "bytes", "count", "in_use", "peak") and "owners" (by name: "bytes", "peak",
+        "leases", "waits", "wait_seconds").
+        """
 
 @final
 class ChunkRing:
-    def __new__(cls, region: Region, chunk_bytes: int, count: int) -> ChunkRing: ...
-    def lease(self, seconds: float | None, owner: str) -> Lease: ...
-    def stats(self) -> dict[str, Any]: ...
+    """Equal chunks for staging, handed between threads."""
+
+    def __new__(cls, chunk_bytes: int, count: int, pin: Literal["auto", "mlock", "cuda", False] = "auto") -> ChunkRing:
+        """Make `count` chunks of `chunk_bytes` in a region of their own, pinned as `Region` says.
+
+        A forked child sees zeros in them: what is being staged is no business of a child's.
+        """
+
+    def lease(self, timeout: float | None = None, owner: str = "user") -> Lease:
+        """Take a chunk; waiting and errors as `Arena.lease`."""
+
+    def stats(self) -> dict[str, Any]:
+        """As `Arena.stats`."""
+
+    def close(self) -> None:
+        """Close the ring's region; see `Region.close`."""
+    def __enter__(self) -> ChunkRing: ...
+    def __exit__(self, *_raised: object) -> None: ...
+    @property
+    def region(self) -> Region:
+        """The region that the chunks lie in."""
 
 @final
 class FileMemory:
+    """The bytes of a file as a writable buffer, for as long as this object lives; see `memascend.memory.file_memory`."""
+
     def __new__(cls, descriptor: int, nbytes: int) -> FileMemory: ...
     # The buffer protocol has been visible from Python since 3.12.
     if sys.version_info >= (3, 12):
@@ -101,12 +201,39 @@ class FileMemory:
 
 @final
 class Lease:
+    """A hold on bytes of an arena or a ring. It goes back when it and every tensor in it are gone."""
+
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes asked for."""
+
+    def tensor(self, shape: int | tuple[int, ...] | list[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in the leased bytes, without a copy; its contents are what was there before.
+
+        The lease lives exactly as long as the last view of the tensor, whatever becomes of this object.
+
+        Raises:
+            ConfigError: the tensor does not fit.
+            UsageError: the lease was returned.
+        """
+
+    def release(self) -> None:
+        """Return an unused lease at once.
+
+        Raises:
+            UsageError: a tensor still lives in it, or it was returned before.
+        """
+
+    def close(self) -> None:
+        """As `release`, unless it was returned before."""
+    def __enter__(self) -> Lease: ...
+    def __exit__(self, *_raised: object) -> None: ...
     @property
-    def returned(self) -> bool: ...
-    def buffer(self) -> LeaseBuffer: ...
-    def release(self) -> None: ...
+    def returned(self) -> bool:
+        """Whether it was returned."""
+
+    def buffer(self) -> LeaseBuffer:
+        """The leased bytes as a writable buffer, which holds the lease as a tensor does."""
 
 @final
 class LeaseBuffer:
@@ -116,54 +243,181 @@ class LeaseBuffer:
 
 @final
 class Heap:
-    def __new__(cls) -> Heap: ...
-    def take_holes(self) -> None: ...
-    def trim(self) -> None: ...
-    def close(self) -> None: ...
+    """The C library's heap while a model is trained: it maps allocations from 1 MiB on, and gives back what is free.
 
-def ignore_captures() -> bool: ...
-def memory_layout(classes: dict[int, int]) -> tuple[int, int]: ...
-def memory_limits() -> dict[str, Any]: ...
-def memory_regions() -> list[dict[str, Any]]: ...
+    glibc raises that threshold by itself, and its heap grows with the depth of a model then. A model that was made in
+    the heap leaves holes, which gradients would fill one after another: they are taken, and free again after `close()`.
+    `MEMASCEND_MALLOC=system` in the environment leaves the heap alone; glibc's own variables, by which somebody chose,
+    leave their thresholds and the holes.
+    """
+
+    def take_holes(self) -> None:
+        """Give back what is free, and take the holes: large memory was freed that does not come again."""
+
+    def trim(self) -> None:
+        """Give back to the system what is free."""
+
+    def close(self) -> None:
+        """Make the holes free for anybody."""
+
+    def __new__(cls) -> Heap: ...
+    def __enter__(self) -> Heap: ...
+    def __exit__(self, *_raised: object) -> None: ...
+
+@final
+class Layout:
+    """What a plan takes: bytes asked for, and bytes reserved once every slot is aligned for I/O."""
+
+    @property
+    def asked(self) -> int:
+        """Bytes asked for."""
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that a region needs for it."""
+
+def ignore_captures() -> bool:
+    """Let what this thread does from now on leave alone what other threads capture into CUDA graphs.
+
+    Else a capture fails as soon as this one asks whether a copy is over. Whether that could be said to the driver;
+    where the process has not loaded it, nobody captures.
+    """
+
+def layout(classes: Mapping[int, int]) -> Layout:
+    """What an arena of `classes` ({bytes: count}) takes: `Region(layout(classes).reserved)` fits it."""
+
+def limits() -> dict[str, Any]:
+    """The limits on this process's memory now, in bytes.
+
+    "available" and what it is "limited_by"; "cgroup_limit" and "cgroup" (None without one); "memlock_soft" and
+    "memlock_hard" (None: unlimited); the sizes of a "page" and a "huge_page" (None: switched off).
+    """
+
+def regions() -> list[dict[str, Any]]:
+    """Every region that is mapped now: its "owner", "bytes" and how it is "pinned"."""
 
 @final
 class Volume:
+    """One address space over one or several devices; `open()` makes it. Any thread may use it.
+
+    Operations on different bytes never disturb each other, also inside one block of the device. Of operations on the
+    same bytes, wait for one before beginning the next. Closing, dropping and the end of the interpreter wait for what
+    is in flight.
+    """
+
+    def read(self, into: torch.Tensor | Buffer, offset: int) -> Ticket:
+        """Begin to fill `into`, a contiguous CPU tensor or a writable buffer, with the bytes from `offset` on.
+
+        Offset, length and address that are multiples of `alignment` go straight; others are right, and are copied.
+
+        Raises:
+            ConfigError: the range does not lie in the volume, or the memory cannot be read into.
+        """
+
+    def write(self, data: torch.Tensor | Buffer, offset: int) -> Ticket:
+        """Begin to write `data`, a contiguous CPU tensor or a buffer, to `offset`.
+
+        Done means that the device has the bytes; `flush()` makes them survive a loss of power.
+
+        Raises:
+            ConfigError: the range does not lie in the volume, or the memory cannot be written from.
+        """
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Make every write that was begun before survive a loss of power, on every device. Waits for them first.
+
+        Raises:
+            StorageError: a device failed to. It stays so: every later flush fails too, because the system has dropped
+                what it could not write. Or a write failed whose ticket was dropped; that is raised once.
+            TimeoutExpired: it was not done in time; it goes on.
+        """
+
+    def close(self) -> None:
+        """Wait for what is in flight, then let go of the devices. Twice is fine. Does not flush.
+
+        Raises:
+            StorageError: a write failed whose ticket was dropped. The volume is closed all the same.
+        """
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that it holds."""
+
+    @property
+    def alignment(self) -> int:
+        """What offset, length and address must be multiples of to go straight to the device; 1: all do."""
+
+    @property
+    def backend(self) -> str:
+        """Who carries the requests: "io_uring" or "threads"."""
+
+    @property
+    def why_not(self) -> str | None:
+        """Why the backend is no better; None where it is the best or was asked for."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether every device bypasses the page cache; `devices()` says why one does not."""
+
+    @property
+    def queue_depth(self) -> int:
+        """Requests of at most 1 MiB that the kernel has at once, for each device."""
+
+    def devices(self) -> list[dict[str, Any]]:
+        """Its devices: "path", "kind" ("file" or "raw"), "bytes", "why_buffered" (None where it is direct)."""
+
+    def stats(self) -> dict[str, Any]:
+        """What it has done since it was opened.
+
+        "read" and "written" (each "bytes", "operations", "requests"), "flushes", "failed" operations, transfers that
+        were "continued" after stopping short, requests "retried", "bounced_bytes" (copied because they were not
+        aligned), operations "in_flight".
+        """
+    def __enter__(self) -> Volume: ...
+    def __exit__(self, *_raised: object) -> None: ...
     def __new__(
         cls,
         paths: Sequence[str],
-        nbytes: int | None,
+        size: int | None,
         queue_depth: int | None,
         stripe: int | None,
         backend: str,
     ) -> Volume: ...
-    def begin_at(self, write: bool, address: int, nbytes: int, keep: object, offset: int) -> Ticket: ...
-    def begin_buffer(self, write: bool, view: memoryview, offset: int) -> Ticket: ...
-    def flush(self, seconds: float | None = None) -> None: ...
-    def close(self) -> None: ...
     @property
-    def closed(self) -> bool: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def alignment(self) -> int: ...
-    @property
-    def backend(self) -> str: ...
-    @property
-    def why_not(self) -> str | None: ...
-    @property
-    def direct(self) -> bool: ...
-    @property
-    def queue_depth(self) -> int: ...
-    def devices(self) -> list[dict[str, Any]]: ...
-    def stats(self) -> dict[str, Any]: ...
+    def paths(self) -> tuple[str, ...]:
+        """The paths of its devices, as they were given."""
 
 @final
 class Ticket:
-    def wait(self, seconds: float | None = None) -> int: ...
-    def done(self) -> bool: ...
+    """One operation in flight. Dropping it cancels nothing: the operation goes on and its memory lives until the end.
+
+    If a write fails after its ticket was dropped, the next `Volume.flush()` or `Volume.close()` raises its error, once.
+    """
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end, without the GIL; Ctrl-C ends the wait, not the operation.
+
+        Args:
+            timeout: seconds; None waits for ever.
+
+        Returns:
+            The bytes moved, which is all of them. Waiting again says the same again.
+
+        Raises:
+            StorageError: the device failed it.
+            TimeoutExpired: it was not done in time; it goes on.
+        """
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not; `wait()` then returns or raises at once."""
 
 def dlpack(address: int, nbytes: int, kind: int, index: int, owner: object) -> object: ...
-def io_uring_why_not() -> str | None: ...
+def io_uring_why_not() -> str | None:
+    """Why there is no io_uring for this process; None where there is."""
 
 # A tensor of a description: name, dtype, shape.
 _Tensor: TypeAlias = tuple[str, str, list[int]]
