@@ -1,12 +1,18 @@
 """Declares and documents the Rust extension `memascend._core`: what `memascend.memory` and its like hand on."""
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, Self, TypeAlias, final
 
 import torch
-from typing_extensions import Buffer
+from typing_extensions import Buffer, disjoint_base
+
+from memascend.storage.engine import Adam, Momentum
+from memascend.storage.entries import Lent
+from memascend.storage.store import Store as _Store
+from memascend.tensors import Squares
 
 __all__ = [
     "Arena",
@@ -22,12 +28,13 @@ __all__ = [
     "LeaseBuffer",
     "LentBuffer",
     "PartFetch",
-    "Parts",
     "Region",
     "Store",
     "Ticket",
+    "UnitParts",
     "Volume",
     "__version__",
+    "checksum_of",
     "dlpack",
     "ignore_captures",
     "io_uring_why_not",
@@ -47,7 +54,6 @@ __all__ = [
     "store_commits",
     "store_examine",
     "store_log_bytes",
-    "store_look",
     "store_sizes",
     "store_state_in",
 ]
@@ -192,7 +198,7 @@ class ChunkRing:
 
 @final
 class FileMemory:
-    """The bytes of a file as a writable buffer, for as long as this object lives; see `memascend.memory.file_memory`."""
+    """The bytes of a file as a writable buffer, as long as this object lives; see `memascend.memory.file_memory`."""
 
     def __new__(cls, descriptor: int, nbytes: int) -> FileMemory: ...
     # The buffer protocol has been visible from Python since 3.12.
@@ -428,8 +434,10 @@ _Run: TypeAlias = tuple[bytes, int, bytes, int, int]
 # None, weight decay, nesterov, and so on.
 _Numbers: TypeAlias = tuple[float, tuple[float, float], float | None, float, bool, int, float, bool, int]
 
-@final
+@disjoint_base
 class Store:
+    """Makes or opens a store of training state; `memascend.engine.Store` adds what reads and writes tensors."""
+
     def __new__(
         cls,
         paths: Sequence[str],
@@ -441,31 +449,121 @@ class Store:
         durability: str,
         stripe: int | None,
         backend: str,
-    ) -> Store: ...
+    ) -> Self: ...
     @property
-    def created(self) -> bool: ...
-    def difference(
+    def created(self) -> bool:
+        """Whether it was made now."""
+
+    @property
+    def step(self) -> int:
+        """Committed steps."""
+
+    def difference_of(
         self, entries: Sequence[_Described], units: Sequence[str], optimizer: str, chunk_elements: int
     ) -> str | None: ...
-    def go_back(self) -> None: ...
-    def info(self) -> dict[str, Any]: ...
-    def count(self) -> int: ...
-    def entry(self, index: int) -> dict[str, Any]: ...
-    def stage(self, entry: int, step: int, tensors: Sequence[tuple[int, int]]) -> None: ...
-    def read(self, entry: int, tensors: Sequence[tuple[int, int]]) -> int: ...
-    def scan(self, entries: list[int], visit: Callable[[int, list[tuple[int, int, LentBuffer]]], object]) -> None: ...
-    def hold(self, entries: list[int], registered: bool) -> None: ...
-    def refresh(self, entries: list[int], progress: Callable[[int, int], object] | None) -> None: ...
-    def keep_log(self, entries: list[int], steps: int) -> int: ...
-    def write_applied(self, progress: Callable[[int, int], object] | None) -> None: ...
-    def give_up(self) -> None: ...
-    def held_unit(self, unit: int) -> LentBuffer | None: ...
+    def go_back(self) -> None:
+        """Give the newest commit up for good, where the one before it was opened without that."""
+
+    def info(self) -> dict[str, Any]:
+        """What is known of it: "uuid", "generation", "step", "optimizer", "units", "devices" and sizes in bytes.
+
+        Of a store of several ranks also "run", "common" and "identity": the run's id, the commit's number and what
+        tells it from that of another continuation, the same on all ranks; and "rank" of "ranks".
+        """
+
+    def index(self, name: str) -> int:
+        """The number of an entry."""
+
+    def entry(self, name: str) -> dict[str, Any]:
+        """One of them."""
+
+    def entry_at(self, index: int) -> dict[str, Any]:
+        """The same by its number."""
+
+    def count(self) -> int:
+        """How many entries there are."""
+
+    def stage_at(self, entry: int, step: int, tensors: Sequence[tuple[int, int]]) -> None: ...
+    def read_at(self, entry: int, tensors: Sequence[tuple[int, int]]) -> int: ...
+    def scan_at(
+        self, entries: list[int], visit: Callable[[int, list[tuple[int, int, LentBuffer]]], object]
+    ) -> None: ...
+    def hold(self, names: Sequence[str], *, registered: bool = False) -> None:
+        """Hold entries in memory from now on; what was held before is not any more. Nothing is read before `refresh`.
+
+        It takes "entry_bytes" of `sizes` for each, until the store is closed: `registered`, in memory that a device
+        copies from, where that can be had.
+
+        Raises:
+            ConfigError: there is no such entry.
+            MemoryLimitError: the machine or its cgroup does not have the memory; nothing is held.
+        """
+
+    def refresh(self, names: Sequence[str], progress: Callable[[int, int], object] | None = None) -> None:
+        """Read what is held of some entries where it is not in memory; `progress(done, all)` hears of bytes.
+
+        Raises:
+            CorruptionError: what is on storage is not what was written.
+        """
+
+    def keep_log(self, names: Sequence[str], steps: int) -> int:
+        """Log the gradients of held entries from now on, instead of writing them each step; how many steps find room.
+
+        Each of these entries is then written whole once in so many steps. Files grow by what the log lacks; with less
+        room there are fewer steps, and 0 means that there is none. The entries have `spill`, gradients of that dtype,
+        and updates of the engine's own kernels.
+
+        Raises:
+            UsageError: with durability "none" a store keeps no log.
+        """
+
+    def write_applied(self, progress: Callable[[int, int], object] | None = None) -> None:
+        """Write what only memory and the log have of held entries, as a part of the last step: the log ends with it."""
+
+    def give_up(self) -> None:
+        """Give up what only memory has, where it has something: the store stays unclosed, which opening it says."""
+
+    def held_unit(self, unit: str) -> torch.Tensor | None:
+        """The values of a unit where they are held, as the last commit left them; None where not all of it is held.
+
+        Each entry is at its "unit_offset" of the bytes. An update changes them where they lie.
+        """
+
     @property
-    def held_epoch(self) -> int: ...
-    def spoil(self, entry: int) -> None: ...
-    def fetch(self, unit: int, address: int, nbytes: int, keep: object) -> Fetch: ...
-    def counters(self) -> dict[str, Any]: ...
-    def commit(
+    def held_epoch(self) -> int:
+        """While it stays the same, what `held_unit` gave is what the last commit left."""
+
+    def spoil(self, name: str) -> None:
+        """Say that somebody wrote to the values of a held entry in memory: `refresh` reads them again."""
+
+    def fetch(self, unit: str, into: torch.Tensor) -> Fetch:
+        """Begin to read the values of a unit, as the last commit left them, before all other I/O that waits.
+
+        They go `into` a contiguous uint8 CPU tensor of as many bytes as `sizes` says, which begins on a page. Each
+        entry is at its "unit_offset". It is held until the end, and must not be touched before.
+
+        Raises:
+            ConfigError: there is no such unit, or the memory does not fit.
+            StorageError: the device refused; or the store is closed (UsageError).
+        """
+
+    def parts(self, unit: str, bytes_max: int, checkers: Checkers | None = None) -> UnitParts:
+        """The values of a unit, as the last commit left them, in parts of at most so many bytes; reads nothing yet.
+
+        `checkers` check them as they come; without, whoever waits for one does.
+
+        Raises:
+            ConfigError: there is no such unit, or a piece of it is larger than a part may be.
+        """
+
+    def counters(self) -> dict[str, Any]:
+        """Since it was opened: "fetches", "fetched_bytes", "held_bytes", "wait_seconds" in `Fetch.wait`, and all I/O.
+
+        "held_bytes" were taken from held entries, and not read from storage. "read_bytes" and "written_bytes" count
+        every transfer of the volume, those of fetches and updates too.
+        """
+
+    def commit_as(
         self,
         step: int,
         user: str | None,
@@ -473,51 +571,119 @@ class Store:
         run: _Run | None,
         agree: Callable[[], object] | None,
     ) -> int: ...
-    def set_first_elements(self, firsts: Sequence[int]) -> None: ...
-    def end(self) -> None: ...
-    def discard(self, entry: int | None = None) -> None: ...
-    def lost(self) -> tuple[Path, str] | None: ...
-    def forsake(self) -> None: ...
-    def trace(self, path: str) -> None: ...
-    def trace_end(self) -> None: ...
-    def check_log(self) -> None: ...
-    def verify(self, progress: Callable[[int, int], object] | None) -> tuple[int, int]: ...
-    def damaged(self) -> list[str]: ...
-    def close(self) -> None: ...
+    def set_first_elements_at(self, firsts: Sequence[int]) -> None: ...
+    def end(self) -> None:
+        """Have nothing written any more, by `close()` either: what is committed stays as it is."""
+
+    def discard(self, name: str | None = None) -> None:
+        """Forget all that is staged, or what is staged of one entry."""
+
+    def check_log(self) -> None:
+        """Check what `Engine.replay` reads, which does it too: where others have to know it before any of them writes.
+
+        Raises:
+            CorruptionError: a gradient of the log, or the state that it is applied to, is not what was written.
+        """
+
+    def verify(self, progress: Callable[[int, int], object] | None = None) -> tuple[int, int]:
+        """Read and check everything that is live: pieces and bytes. `progress(done, all)` hears of bytes.
+
+        Raises:
+            CorruptionError: the first piece that is not.
+        """
+
+    def damaged(self) -> list[str]:
+        """Damaged copies of labels and description, in words; the first commit after an open repairs them."""
+
+    def forsake(self) -> None:
+        """Have what was made for it, where there was nothing, removed by `close()`, before anybody else can have it."""
+
+    def lost_file(self) -> tuple[Path, str] | None: ...
+    def close(self) -> None:
+        """Keep what was committed, drop what is only staged, and let go of the devices. Twice is fine."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_raised: object) -> None: ...
 
 @final
 class Checksum:
+    """XXH3-64 of bytes that come one after the other, as `xxhsum -H3` gives it."""
+
     def __new__(cls) -> Checksum: ...
-    def update(self, address: int, nbytes: int) -> None: ...
-    def value(self) -> int: ...
+    def update(self, tensor: torch.Tensor) -> None:
+        """Take the bytes of a contiguous CPU tensor."""
+
+def checksum_of(tensor: torch.Tensor) -> str:
+    """The checksum of the bytes of one contiguous CPU tensor, which may have none."""
 
 @final
 class Fetch:
-    def wait(self) -> int: ...
-    def done(self) -> bool: ...
+    """A unit on its way into memory; `Store.fetch` makes it. Any thread may use it.
+
+    Until the device is done with it the slots that it reads are not written: the step after the next commit waits for
+    that. Dropping it waits for the device.
+    """
+
+    def wait(self) -> int:
+        """Wait for the device, without the GIL, and check every byte. Ctrl-C ends the wait, not the read.
+
+        Returns:
+            The newest version among its entries (the generation that wrote it). Waiting again says the same again.
+
+        Raises:
+            StorageError: the device failed.
+            CorruptionError: what is on storage is not what was written; the message names entry and chunk.
+        """
+
+    def done(self) -> bool:
+        """Whether the device is done with it, well or not. Never waits."""
 
 @final
-class Parts:
-    def __new__(cls, store: Store, unit: int, bytes_max: int) -> Parts: ...
-    def places(self) -> list[tuple[int, int]]: ...
-    def begin(self, index: int, address: int, nbytes: int, keep: object, checkers: Checkers | None) -> PartFetch: ...
+class UnitParts:
+    """A unit that is read part by part; `Store.parts` makes it. All parts are of one commit.
 
-@final
-class Checkers:
-    def __new__(cls, threads: int) -> Checkers: ...
-    @property
-    def threads(self) -> int: ...
+    Until each was read once, or it and every read of it are gone, the slots that it reads are not written: the step
+    after the next commit waits for that.
+    """
+
+    def places(self) -> list[tuple[int, int]]:
+        """Where each part begins in the unit, and its bytes."""
+
+    def begin(self, index: int, into: torch.Tensor) -> PartFetch:
+        """Begin to read a part into a contiguous uint8 CPU tensor of its size, before all other I/O that waits.
+
+        The tensor is held until the end. What comes back has `wait()`, which checks every byte and raises as
+        `Fetch.wait` does, and `done()`; dropping it waits for the device.
+        """
 
 @final
 class PartFetch:
-    def wait(self) -> None: ...
-    def done(self) -> bool: ...
+    """A part on its way into memory. Dropping it waits for the device."""
+
+    def wait(self) -> None:
+        """Wait for the device, and check every byte; raises as `Fetch.wait` does."""
+
+    def done(self) -> bool:
+        """Whether the device is done with it, well or not. Never waits."""
+
+@final
+class Checkers:
+    """Threads that check parts of units as they come, so that nobody computes checksums who has copies to begin.
+
+    They end when this and every part that they check are gone.
+    """
+
+    def __new__(cls, threads: int) -> Checkers:
+        """As many threads, or as many as can be had; with none, whoever waits for a part checks it."""
+
+    @property
+    def threads(self) -> int:
+        """Threads that there are."""
 
 def store_commits(paths: Sequence[str], backend: str) -> tuple[list[tuple[int, _Run, bool]], str | None] | None: ...
 def store_examine(
     paths: Sequence[str], backend: str, progress: Callable[[int, int], object] | None
 ) -> list[dict[str, Any]]: ...
-def store_look(paths: Sequence[str], backend: str) -> Store: ...
 def store_state_in(
     of_values: str, shape: list[int], of_state: str, momentum: bool
 ) -> list[tuple[str, str, list[int]]]: ...
@@ -543,25 +709,45 @@ class LentBuffer:
     if sys.version_info >= (3, 12):
         def __buffer__(self, flags: int, /) -> memoryview: ...
 
-@final
+@disjoint_base
 class Engine:
-    def __new__(cls, store: Store, chunks: int, queue_bytes: int, whole_bytes: int, threads: int) -> Engine: ...
-    def replay(self, progress: Callable[[int, int], object] | None) -> bool: ...
-    def update(
-        self, entry: int, gradient: _Held, of_gradient: str, values: _Held | None, numbers: _Numbers
-    ) -> None: ...
-    def update_spilling(
-        self, entry: int, gradient: _Held, of_gradient: str, values: _Held | None, numbers: _Numbers
-    ) -> None: ...
-    def update_spilled(self, entry: int, factors: list[float], values: _Held | None, numbers: _Numbers) -> None: ...
-    def spill(self, entry: int, gradient: _Held, of_gradient: str, add: bool) -> None: ...
-    def spilled(self, entry: int) -> tuple[bool, _Summed]: ...
-    def read_spilled(self, entry: int, into: _Held) -> None: ...
-    def drop_spilled(self, entry: int) -> None: ...
-    def apply(
-        self, entry: int, adapter: _Adapter, nbytes: int, step: int, spilled: bool, how: tuple[bool, bool, bool]
-    ) -> None: ...
-    def fill(
+    """The pipelined update: state is read, computed and written in chunks, beside whatever else runs."""
+
+    def __new__(
+        cls, store: Store, *, chunks: int = 12, queue: int = 268435456, whole: int = 0, threads: int = 1
+    ) -> Self:
+        """Start one on a store.
+
+        Args:
+            store: what it updates.
+            chunks: staging chunks (2 to 64). Twelve keep a disk as busy as I/O alone does; four reach 0.8 of it.
+            queue: bytes of gradients that may wait; a larger one is let in alone.
+            whole: bytes for an entry in one piece, for `apply(whole=True)`.
+            threads: that the updates of held entries run on at the end of a step.
+        """
+
+    @property
+    def store(self) -> _Store:
+        """What it updates."""
+
+    def replay(self, progress: Callable[[int, int], object] | None = None) -> bool:
+        """End the log that a store has which was not closed: apply its gradients, and write and commit their entries.
+
+        Before anything else is done with the store. It is the state of its last step then, as it was in memory, and
+        interrupting it leaves the store as it was.
+
+        Args:
+            progress: called with bytes of gradients done and of all; what it raises ends the work.
+
+        Returns:
+            Whether there was a log.
+
+        Raises:
+            CorruptionError: a gradient of the log, or the state that it is applied to, is not what was written.
+            ConfigError: another version wrote the log, with arithmetic that is not known here.
+        """
+
+    def fill_at(
         self,
         entry: int,
         values: _Held,
@@ -569,10 +755,105 @@ class Engine:
         wide: tuple[_Held | None, _Held | None, _Held | None],
         step: int,
     ) -> None: ...
-    def probe(self, nbytes: int, seconds: float) -> tuple[int, float]: ...
-    def finish(self) -> None: ...
-    def settle(self) -> None: ...
-    def commit(
+    def update(
+        self, name: str, gradient: torch.Tensor | Lent, numbers: Adam | Momentum, *, values: torch.Tensor | None = None
+    ) -> None:
+        """Begin the update of a parameter, and return when its gradient has room in the queue.
+
+        The gradient is held until it was used, and must not change meanwhile.
+
+        `values` may be given where the parameter is resident, as the last commit left it: where the update starts from
+        them (float32 or compact), they are then not read. They are held like the gradient and checked like what is
+        read; nothing writes to them.
+
+        Raises:
+            ConfigError: the gradient, the values or a number do not fit; nothing was begun.
+            UsageError: the values of an update of this step were not those of the last commit; the step can only be
+                discarded.
+            StorageError: an update of this step failed; the step can only be discarded.
+        """
+
+    def update_spilling(
+        self, name: str, gradient: torch.Tensor | Lent, numbers: Adam | Momentum, *, values: torch.Tensor | None = None
+    ) -> None:
+        """As `update`, of an entry that is not held, and as `spill`: the gradient is written as it is used.
+
+        `take_back` discards the update and leaves the gradient, for another one.
+
+        Raises:
+            ConfigError: also where the entry is held, or was described without `spill`; nothing was begun.
+        """
+
+    def spill(self, name: str, gradient: torch.Tensor | Lent, *, add: bool = False) -> None:
+        """Queue a gradient to wait on storage; with `add`, add it to the one that is there, with the bits of `add_`.
+
+        Returns when the gradient has room in the queue. It is held until it was used, and must not change meanwhile.
+        What is spilled is no part of a step: commits leave it, and it is forgotten when the store is closed.
+        A job of this kind that fails or is discarded leaves nothing there.
+
+        Raises:
+            ConfigError: the entry was described without `spill`, or the gradient has another dtype or shape.
+            UsageError: nothing is there to add to.
+            StorageError: a job of this step failed; the step can only be discarded.
+        """
+
+    def spilled(self, name: str) -> tuple[bool, Squares]:
+        """Of the spilled gradient: whether a non-finite is in it, and the sum of its squares, not rounded.
+
+        Waits for what is queued of the entry; both were computed as the gradient was written.
+
+        Raises:
+            UsageError: nothing is spilled of it.
+        """
+
+    def read_spilled(self, name: str, into: torch.Tensor) -> None:
+        """Read the spilled gradient into a tensor of its shape and dtype, after what is queued of the entry.
+
+        Raises:
+            UsageError: nothing is spilled of it.
+            CorruptionError: what is on storage is not what was written; the step can only be discarded.
+        """
+
+    def update_spilled(
+        self, name: str, numbers: Adam | Momentum, *, factors: Sequence[float] = (), values: torch.Tensor | None = None
+    ) -> None:
+        """As `update`, by the gradient that is spilled, which stays there.
+
+        Args:
+            name: of which parameter.
+            numbers: as in `update`.
+            factors: the gradient is multiplied by each in turn first, with the bits of torch's `mul_`.
+            values: as in `update`.
+
+        Raises:
+            UsageError: nothing is spilled of it.
+        """
+
+    def drop_spilled(self, name: str) -> None:
+        """Forget the spilled gradient, after what is queued of the entry. Fine where there is none."""
+
+    def apply_at(
+        self,
+        name: str,
+        adapter: _Adapter,
+        gradient: torch.Tensor | Lent | None,
+        step: int,
+        how: tuple[bool, bool, bool],
+    ) -> None: ...
+    def probe(self, nbytes: int, seconds: float) -> tuple[int, float]:
+        """Read what storage has of the state, for at most so many bytes and seconds, while nothing else is begun.
+
+        Returns:
+            The bytes that were read, and how long that took.
+        """
+
+    def finish(self) -> None:
+        """Wait until every update is staged."""
+
+    def drain(self) -> None:
+        """As `finish`, but for updates of held entries, which begin with that or with `commit()`."""
+
+    def commit_as(
         self,
         step: int,
         user: str | None,
@@ -580,16 +861,52 @@ class Engine:
         run: _Run | None,
         agree: Callable[[], object] | None,
     ) -> int: ...
-    def take_back(self, entry: int) -> None: ...
-    def discard(self, entry: int | None) -> None: ...
+    def discard(self, name: str | None = None) -> None:
+        """Drop what waits, drain what is in flight, forget what was staged: all of it, or of one entry alone.
+
+        A step that failed is over when all of it was discarded, and not before.
+        """
+
+    def take_back(self, name: str) -> None:
+        """Forget what was staged of an entry once it has ended: unlike after `discard`, what it spilled is there."""
+
     @property
-    def staging_bytes(self) -> int: ...
+    def staging_bytes(self) -> int:
+        """Bytes of host memory that it holds, beside the gradients in its queue."""
+
     @property
-    def queued_bytes(self) -> int: ...
+    def queued_bytes(self) -> int:
+        """Bytes of gradients that wait or are being used now, "queued" of `counters()`."""
+
     @property
-    def waiting_bytes(self) -> int: ...
-    def counters(self) -> dict[str, Any]: ...
-    def close(self) -> None: ...
+    def waiting_bytes(self) -> int:
+        """Bytes of gradients of held entries that wait for their step, "waiting" of `counters()`."""
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Record what happens to the store, until `trace_end`, into a new file for Perfetto or chrome://tracing.
+
+        Reads, writes and flushes; what the engine's thread computes and waits for; waits for fetched units. Some 150
+        bytes of file for each, and nothing is spent on it while no trace is recorded.
+
+        Raises:
+            StorageError: the file exists, or cannot be made.
+            ConfigError: a trace is being recorded already.
+        """
+
+    def trace_end(self) -> None:
+        """End the trace, as closing the store does too. Nothing happens where there is none.
+
+        Raises:
+            StorageError: the file could not be written whole.
+        """
+
+    def counters(self) -> dict[str, Any]:
+        """Jobs and chunks, bytes by kind, bytes "queued" and the most of them, and "seconds" by what its thread did."""
+
+    def close(self) -> None:
+        """Drain what is in flight and end its thread; what was not committed is lost. Twice is fine."""
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_raised: object) -> None: ...
 
 # An address and the place of its dtype in memascend.kernels.arguments.FLOATS.
 _Place: TypeAlias = tuple[int, int]
@@ -607,11 +924,7 @@ def kernel_scalars(
     grad_scale: float,
     maximize: bool,
 ) -> _Scalars: ...
-
-# Of a sum of squares: whole units, and the nearest float.
-_Summed: TypeAlias = tuple[bytes | None, float]
-
-def kernel_check(grads: list[tuple[int, int, int]], inv_scale: float, threads: int) -> tuple[bool, _Summed]: ...
+def kernel_check(grads: list[tuple[int, int, int]], inv_scale: float, threads: int) -> tuple[bool, Squares]: ...
 def kernel_adam(
     master: int,
     grad: _Place,

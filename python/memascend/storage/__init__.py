@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from memascend._core import Checkers, Checksum, Fetch, UnitParts, checksum_of
 from memascend.memory import PAGE_BYTES
 from memascend.storage.engine import Adam, Chunk, Engine, Late, Momentum
 from memascend.storage.entries import (
     CHUNK_ELEMENTS,
-    Checksum,
     Entry,
     Part,
     Sizes,
     adam_state,
-    checksum_of,
     chunk_elements_of,
     log_bytes,
     order_of,
@@ -19,13 +18,10 @@ from memascend.storage.entries import (
 )
 from memascend.storage.formats import FORMATS, compact_of, decode_state, encode_state, master_of, state_tensors
 from memascend.storage.store import (
-    Checkers,
     Commit,
-    Fetch,
     NamedCommit,
     SharedCommits,
     Store,
-    UnitParts,
     commits,
     examine,
     look,

@@ -72,7 +72,8 @@ impl Lease {
         let tuple = PyTuple::new(py, &shape)?;
         if needed > self.nbytes as u128 {
             let nbytes = self.nbytes;
-            let message = format!("a tensor of shape {tuple} and {dtype} needs {needed} bytes; the lease holds {nbytes}");
+            let message =
+                format!("a tensor of shape {tuple} and {dtype} needs {needed} bytes; the lease holds {nbytes}");
             return Err(config_error(py, message));
         }
         let buffer = self.buffer(py)?;
@@ -96,7 +97,8 @@ impl Lease {
         }
         let tensor = tensor?;
         if !tensor.call_method0("data_ptr")?.extract::<usize>()?.is_multiple_of(width) {
-            let message = format!("this slot is not aligned for {dtype}: plan its class as a multiple of {width} bytes");
+            let message =
+                format!("this slot is not aligned for {dtype}: plan its class as a multiple of {width} bytes");
             return Err(config_error(py, message));
         }
         // In place, so that it is a tensor of its own and no view, as one that torch allocates.
