@@ -28,7 +28,7 @@ from memascend.session.optimizer import OffloadedOptimizer
 from memascend.session.report import Measurements, Meter
 from memascend.session.run import Position, Record, Run
 from memascend.session.session import Session
-from memascend.session.value_edits import Loads, Modes, ReachedValues, Rewrites, Rollback, StateDicts
+from memascend.session.value_edits import Edits, Loads, Modes, ReachedValues, Rollback, StateDicts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -89,9 +89,9 @@ class Assembly:
         position = Position(resources.store, subject.options.checkpoint)
         record = Record(resources.store, position, subject.buffers, subject.arithmetic, scale)
         run = Run(resources=resources, residency=residency, frames=frames, gradients=gradients, record=record)
-        reached_values = ReachedValues(run, None if subject.sharding is None else subject.sharding.figures)
-        rewrites = Rewrites(run)
-        loads = Loads(run, rewrites)
+        edits = Edits(run)
+        reached_values = ReachedValues(run, edits, None if subject.sharding is None else subject.sharding.figures)
+        loads = Loads(run, edits)
         state_dicts = StateDicts(subject.model, run, loads, sharded=subject.sharding is not None)
         attachment = Attachment(
             subject.model, self._gates(residency), residency, frames, state_dicts, on_device=self._on_device
@@ -100,13 +100,13 @@ class Assembly:
             run=run,
             newcomers=newcomers,
             watch=AutocastWatch(subject.named.values(), self._device.type),
-            modes=Modes(run),
+            modes=Modes(run, edits),
             loads=loads,
             reached_values=reached_values,
             state_dicts=state_dicts,
-            materializer=Materializer(run, rewrites, attachment, sharded=subject.sharding is not None),
+            materializer=Materializer(run, edits, attachment, sharded=subject.sharding is not None),
             saving=Saving(subject.model, run, loads, reached_values, newcomers, subject.sharding),
-            rollback=Rollback(subject.model, subject.arithmetic, run),
+            rollback=Rollback(subject.model, subject.arithmetic, run, edits),
             attachment=attachment,
             measurements=Measurements(resources, residency, plan, position, meter, arrivals.speculation),
             accumulation=accumulation,
