@@ -23,6 +23,7 @@ __all__ = [
     "Fetch",
     "FileMemory",
     "Heap",
+    "HostArena",
     "Layout",
     "Lease",
     "LeaseBuffer",
@@ -171,6 +172,53 @@ class Arena:
         records), "classes" (a list of "bytes", "count", "in_use", "peak") and "owners" (by name: "bytes", "peak",
         "leases", "waits", "wait_seconds").
         """
+
+@final
+class HostArena:
+    """An arena of the planned classes, {bytes: count}; each slot that is added has a region of its own."""
+
+    def __new__(cls, classes: Mapping[int, int]) -> HostArena:
+        """Take the planned memory.
+
+        Raises:
+            MemoryLimitError: the machine or its cgroup does not have it.
+        """
+
+    def add(self, nbytes: int) -> int:
+        """Take memory for one more lease of `nbytes`; how many bytes that took.
+
+        Raises:
+            MemoryLimitError: the machine or its cgroup does not have it.
+        """
+
+    @property
+    def added(self) -> dict[int, int]:
+        """The slots beyond the planned ones, {bytes: count}."""
+
+    @property
+    def added_bytes(self) -> int:
+        """The memory that they took: what the plan did not have."""
+
+    def lease(self, nbytes: int, timeout: float | None = None, owner: str = "user") -> Lease:
+        """As `Arena.lease`; only for a planned slot is waited."""
+
+    def free_slots(self, nbytes: int) -> int:
+        """How many slots are free that `lease(nbytes)` may take."""
+
+    @property
+    def in_use_bytes(self) -> int:
+        """Bytes of the slots that are taken now."""
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the arenas' own records."""
+
+    @property
+    def held_bytes(self) -> int:
+        """All memory that is held, 0 once it was closed."""
+
+    def close(self) -> None:
+        """Let the memory go."""
 
 @final
 class ChunkRing:

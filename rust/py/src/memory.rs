@@ -1,6 +1,7 @@
 //! Translates `rust/mem` for Python: regions, arenas, rings, files in memory.
 
 use std::{
+    collections::BTreeMap,
     ffi::c_int,
     os::fd::{BorrowedFd, RawFd},
     sync::{Mutex, MutexGuard},
@@ -27,6 +28,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<ChunkRing>()?;
     module.add_class::<FileMemory>()?;
     module.add_class::<Heap>()?;
+    module.add_class::<HostArena>()?;
     module.add_class::<LayoutBytes>()?;
     module.add_function(wrap_pyfunction!(ignore_captures, module)?)?;
     module.add_function(wrap_pyfunction!(layout, module)?)?;
@@ -169,6 +171,73 @@ impl Arena {
     /// What is held and was waited for: "capacity", "reserved", "in_use", "bytes", "peak", "classes", "owners" and more.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         stats(py, &self.inner.stats())
+    }
+}
+
+/// An arena of the planned classes, {bytes: count}; each slot that is added has a region of its own.
+#[pyclass(frozen, module = "memascend.memory")]
+struct HostArena {
+    inner: Detached<mem::GrowingArena>,
+}
+
+#[pymethods]
+impl HostArena {
+    #[new]
+    fn new(classes: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let (py, classes) = (classes.py(), planned(classes)?);
+        let made = interruptible(py, |keep_going| mem::GrowingArena::new(&classes, keep_going))?;
+        Ok(Self { inner: Detached::new(made.map_err(|error| memory_error(py, &error))?) })
+    }
+
+    /// Take memory for one more lease of `nbytes`; how many bytes that took.
+    fn add(&self, py: Python<'_>, nbytes: usize) -> PyResult<usize> {
+        interruptible(py, |keep_going| self.inner.add(nbytes, keep_going))?.map_err(|error| memory_error(py, &error))
+    }
+
+    /// The slots beyond the planned ones, {bytes: count}.
+    #[getter]
+    fn added(&self) -> BTreeMap<usize, usize> {
+        self.inner.added_slots()
+    }
+
+    /// The memory that they took: what the plan did not have.
+    #[getter]
+    fn added_bytes(&self) -> usize {
+        self.inner.added_bytes()
+    }
+
+    /// As `Arena.lease`; only for a planned slot is waited.
+    #[pyo3(signature = (nbytes, timeout=None, owner="user"))]
+    fn lease(&self, py: Python<'_>, nbytes: usize, timeout: Option<Seconds>, owner: &str) -> PyResult<Lease> {
+        leased(py, timeout, |wait| self.inner.lease(nbytes, owner, wait))
+    }
+
+    /// How many slots are free that `lease(nbytes)` may take.
+    fn free_slots(&self, py: Python<'_>, nbytes: usize) -> PyResult<usize> {
+        self.inner.free_slots(nbytes).map_err(|error| memory_error(py, &error))
+    }
+
+    /// Bytes of the slots that are taken now.
+    #[getter]
+    fn in_use_bytes(&self) -> usize {
+        self.inner.in_use_bytes()
+    }
+
+    /// Bytes of the arenas' own records.
+    #[getter]
+    fn table_bytes(&self) -> usize {
+        self.inner.table_bytes()
+    }
+
+    /// All memory that is held, 0 once it was closed.
+    #[getter]
+    fn held_bytes(&self) -> usize {
+        self.inner.held_bytes()
+    }
+
+    /// Let the memory go.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.inner.close());
     }
 }
 
