@@ -25,7 +25,6 @@ from memascend._core import (
 )
 
 if TYPE_CHECKING:
-
     import torch
 
 

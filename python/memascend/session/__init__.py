@@ -1,8 +1,8 @@
 """Makes `memascend.offload()` and what it returns: decides, opens the store, and runs each step in order.
 
-`offload` is the call; `decide` and `open_store` prepare a run, and `build` makes its parts, bottom up. `session` has the
-order of a step, and hears what is done with the model; `run` has what is committed with it, and what is let go at the
-end. `value_edits` changes values outside of a step, and `materialize` takes them out; `report` measures.
+`offload` is the call; `decide` and `open_store` prepare a run, and `build` makes its parts, bottom up. `session` has
+the order of a step, and hears what is done with the model; `run` has what is committed with it, and what is let go at
+the end. `value_edits` changes values outside of a step, and `materialize` takes them out; `report` measures.
 
 Invariant: what a forward computes with, what storage holds, and what `optimizer.steps` says are of one commit. A call
 that is rejected leaves model, optimizer and storage as they were.

@@ -1,8 +1,8 @@
 """Stores training state on SSD and updates it in a pipeline: the Python side of the Rust store and engine.
 
-`Store` and `Engine` are the extension's classes; what is added to them here reads, fills and applies tensors, which needs
-torch. `entries` describes what a store holds; `formats` converts state into the formats that lie on storage, and back.
-`memascend.engine` is the public name of this room. Names, errors and units of the rest are in `_core.pyi`.
+`Store` and `Engine` are the extension's classes; what is added to them here reads, fills and applies tensors, which
+needs torch. `entries` describes what a store holds; `formats` converts state into the formats that lie on storage, and
+back. `memascend.engine` is the public name of this room; `_core.pyi` documents what the extension gives as it is.
 
 Invariant: every tensor that crosses into Rust was checked against the entry's description (device, dtype, shape, order
 of dimensions), and is held until Rust is done with it.
