@@ -82,8 +82,6 @@ class Assembly:
         scale = self._scale()
         arrivals = self._arrivals(residency, meter, scale)
         gradients = Gradients(arrivals, frozenset(plan.held))
-        accumulation = self._accumulation(arrivals, residency)
-        meter.follow(accumulation)
         newcomers = Newcomers(subject.model, look=subject.sharding is None)
         frames = Frames(residency)
         position = Position(resources.store, subject.options.checkpoint)
@@ -109,7 +107,7 @@ class Assembly:
             rollback=Rollback(subject.model, subject.arithmetic, run, edits),
             attachment=attachment,
             measurements=Measurements(resources, residency, plan, position, meter, arrivals.speculation),
-            accumulation=accumulation,
+            accumulation=self._accumulation(arrivals, residency, meter),
             max_grad_norm=subject.options.max_grad_norm,
             sharding=subject.sharding,
         )
@@ -166,13 +164,14 @@ class Assembly:
         residency.units.order.expect(forward + forward[::-1])
         return residency
 
-    def _accumulation(self, arrivals: Arrivals, residency: Residency) -> Accumulation:
+    def _accumulation(self, arrivals: Arrivals, residency: Residency, meter: Meter) -> Accumulation:
         plan = self.decision.plan
         return Accumulation(
             model=self.subject.model,
             arrivals=arrivals,
             residency=residency,
             engine=self.resources.engine,
+            meter=meter,
             device=self._device,
             limit=plan.queue_bytes,
             strict=not self._grows,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Collection, Mapping, Sequence
 
-    from memascend.grads.microbatches import Accumulation
+    from memascend.grads.microbatches import PartialSums
     from memascend.grads.speculation import Speculation
     from memascend.memory import Arena
     from memascend.params.residency import Residency
@@ -72,7 +72,7 @@ class Meter:
         self._arena = arena
         self._engine = engine
         self._keeps_all = keeps_all
-        self._sums: Accumulation | None = None
+        self._sums: PartialSums | None = None
         # What backward spent in handing on gradients, waiting for room among them.
         self.handing_seconds = 0.0
         # Of the last step that was whole, and of this one. As numbers one after another: a tuple for each would be
@@ -85,9 +85,9 @@ class Meter:
         self._held_peak = 0
         self._restart()
 
-    def follow(self, accumulation: Accumulation) -> None:
-        """Count the sums of micro-batches, too."""
-        self._sums = accumulation
+    def count(self, sums: PartialSums | None) -> None:
+        """Count the sums of micro-batches, too, while there are some."""
+        self._sums = sums
 
     def used(self) -> None:
         """A unit was used."""
