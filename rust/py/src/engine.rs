@@ -5,6 +5,7 @@ use std::{num::NonZeroUsize, path::PathBuf, sync::Arc, time::Duration};
 use memascend_engine::{Application, By, First, Hyperparameters, Late, Momentum, Options, Rule, WideState};
 use memascend_store::{Buffer, Commit, Entry};
 use pyo3::{
+    PyTraverseError, PyVisit,
     prelude::*,
     types::{PyDict, PyString, PyTuple},
 };
@@ -342,6 +343,10 @@ impl Engine {
     /// Drain what is in flight and end its thread; what was not committed is lost. Twice is fine.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.inner.close());
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.store)
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
