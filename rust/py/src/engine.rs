@@ -294,7 +294,7 @@ impl Engine {
         self.inner.waiting_bytes()
     }
 
-    /// Record what happens to the store, until `trace_end`, into a new file for Perfetto or chrome://tracing.
+    /// Record what happens to the store, until `trace_end`, into a new file for Perfetto or `chrome://tracing`.
     ///
     /// Reads, writes and flushes; what the engine's thread computes and waits for; waits for fetched units.
     #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
@@ -389,12 +389,12 @@ fn rule_of(numbers: &Bound<'_, PyAny>) -> PyResult<Rule> {
     let (step, seed) = (numbers.getattr("step")?.extract()?, numbers.getattr("seed")?.extract()?);
     let (lr, weight_decay, grad_scale) = (number("lr")?, number("weight_decay")?, number("grad_scale")?);
     let maximize = flag("maximize")?;
-    let Some(betas) = numbers.getattr_opt("betas")? else {
+    let Some(decays) = numbers.getattr_opt("betas")? else {
         let (momentum, dampening, nesterov) = (number("momentum")?, number("dampening")?, flag("nesterov")?);
         return Ok(
             Momentum { lr, momentum, dampening, weight_decay, nesterov, step, grad_scale, maximize, seed }.into()
         );
     };
-    let ((beta1, beta2), eps, decoupled) = (betas.extract()?, number("eps")?, flag("decoupled")?);
+    let ((beta1, beta2), eps, decoupled) = (decays.extract()?, number("eps")?, flag("decoupled")?);
     Ok(Hyperparameters { lr, beta1, beta2, eps, weight_decay, decoupled, step, grad_scale, maximize, seed }.into())
 }

@@ -67,7 +67,7 @@ impl Lease {
             return Err(config_error(py, message));
         }
         let width: usize = dtype.getattr("itemsize")?.extract()?;
-        let elements = shape.iter().fold(1_u128, |elements, size| elements.saturating_mul(*size as u128));
+        let elements = shape.iter().fold(1_u128, |elements, size| elements.saturating_mul(size.unsigned_abs().into()));
         let needed = elements.saturating_mul(width as u128);
         let tuple = PyTuple::new(py, &shape)?;
         if needed > self.nbytes as u128 {

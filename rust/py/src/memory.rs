@@ -156,7 +156,7 @@ impl Arena {
         self.inner.free_slots(nbytes).map_err(|error| memory_error(py, &error))
     }
 
-    /// Bytes of the slots that are taken now, "in_use" of `stats()`.
+    /// Bytes of the slots that are taken now, `"in_use"` of `stats()`.
     #[getter]
     fn in_use_bytes(&self) -> usize {
         self.inner.in_use_bytes()
@@ -168,7 +168,7 @@ impl Arena {
         self.inner.table_bytes()
     }
 
-    /// What is held and was waited for: "capacity", "reserved", "in_use", "bytes", "peak", "classes", "owners" and more.
+    /// What is held and was waited for: "capacity", "reserved", `"in_use"`, "bytes", "peak", "classes", "owners" and more.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         stats(py, &self.inner.stats())
     }
@@ -402,7 +402,7 @@ impl Heap {
     }
 }
 
-/// The limits on this process's memory now, in bytes: "available", what it is "limited_by", and each of them.
+/// The limits on this process's memory now, in bytes: "available", what it is `"limited_by"`, and each of them.
 #[pyfunction]
 fn limits(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let limits = py.detach(mem::memory_limits);
@@ -436,6 +436,7 @@ fn regions(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
 }
 
 /// How memory is to be pinned, as Python says it.
+#[derive(Clone, Copy)]
 struct PinWish(Pin);
 
 impl<'py> FromPyObject<'_, 'py> for PinWish {
@@ -458,6 +459,7 @@ impl<'py> FromPyObject<'_, 'py> for PinWish {
 }
 
 /// What a forked child is to see, as Python says it.
+#[derive(Clone, Copy)]
 struct ForkWish(OnFork);
 
 impl<'py> FromPyObject<'_, 'py> for ForkWish {

@@ -115,7 +115,7 @@ impl Volume {
         self.inner.alignment()
     }
 
-    /// Who carries the requests: "io_uring" or "threads".
+    /// Who carries the requests: `"io_uring"` or "threads".
     #[getter]
     fn backend(&self) -> &'static str {
         self.inner.backend().name()
@@ -146,7 +146,7 @@ impl Volume {
         format!("Volume({}: {} bytes, {state})", paths.join(", "), self.size())
     }
 
-    /// Its devices: "path", "kind" ("file" or "raw"), "bytes", "why_buffered" (None where it is direct).
+    /// Its devices: "path", "kind" ("file" or "raw"), "bytes", `"why_buffered"` (None where it is direct).
     fn devices<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
         let device = |device: &nvme::DeviceInfo| {
             let dict = PyDict::new(py);
@@ -159,7 +159,7 @@ impl Volume {
         self.inner.devices().iter().map(device).collect()
     }
 
-    /// What it has done since it was opened: "read", "written", "flushes", "failed", "in_flight" and more.
+    /// What it has done since it was opened: "read", "written", "flushes", "failed", `"in_flight"` and more.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.inner.stats();
         let dict = PyDict::new(py);

@@ -150,7 +150,7 @@ impl Store {
         info::of_entry(py, &self.inner, index)
     }
 
-    /// Since it was opened: "fetches", "fetched_bytes", "held_bytes", "wait_seconds" in `Fetch.wait`, and all I/O.
+    /// Since it was opened: "fetches", `"fetched_bytes"`, `"held_bytes"`, `"wait_seconds"` in `Fetch.wait`, and all I/O.
     fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         info::counters(py, &self.inner)
     }
@@ -220,7 +220,7 @@ impl Store {
 
     /// The values of a unit where they are held, as the last commit left them; None where not all of it is held.
     ///
-    /// Each entry is at its "unit_offset" of the bytes. An update changes them where they lie.
+    /// Each entry is at its `"unit_offset"` of the bytes. An update changes them where they lie.
     fn held_unit<'py>(&self, unit: &Bound<'py, PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
         let (py, unit) = (unit.py(), self.unit(unit)?);
         let entries: Vec<usize> = self.inner.entries_of(unit).collect();
