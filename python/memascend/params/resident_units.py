@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memascend.errors import BudgetError, TimeoutExpired, UsageError
+from memascend.params.threads import FORKED
 from memascend.params.unit import Home, alive, view
 
 if TYPE_CHECKING:
@@ -213,6 +215,7 @@ class ResidentUnits:
         self._copies = copies
         self._turns = turns
         self._lock = turns.lock
+        self._process = os.getpid()
         self._busy = busy
         self.sums = sums
         self.homes: list[Home] = []
@@ -241,9 +244,8 @@ class ResidentUnits:
 
     def require_open(self) -> None:
         """Refuse what comes after the end, and what a forked child asks."""
-        if self.closed:
-            raise UsageError(self.closed)
-        self._lock.process.require_here()
+        if self.closed or os.getpid() != self._process:
+            raise UsageError(self.closed or FORKED)
 
     # --- reading ------------------------------------------------------------------------
 
