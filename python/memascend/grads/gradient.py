@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from enum import Enum, auto
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 import torch
@@ -39,38 +39,31 @@ class State(Enum):
     """Where a gradient is, and whether an update by it is staged."""
 
     # There is none, or one in memory that no staged update uses. Here and in the next state `p.grad` has no handle.
-    NONE = auto()
+    NONE = (0, "")
     # In memory; step() staged an update by it, and has not committed.
-    MEMORY_STAGED = auto()
+    MEMORY_STAGED = (1, "staged")
     # On storage, for step() to use.
-    STORED = auto()
+    STORED = (2, "stored")
     # On storage; an update by it is staged.
-    STORED_STAGED = auto()
+    STORED_STAGED = (3, "stored staged")
     # On storage; an update by it has begun early, as if step() changed nothing of it. That is no part of a step before
     # step() lets it stand: it is discarded, and the gradient is as in `STORED`, where anything else happens.
-    EARLY = auto()
+    EARLY = (4, "stored early")
     # Gone into an update that is staged.
-    TAKEN = auto()
+    TAKEN = (5, "staged")
     # Gone into an update of a step that is over: committed, or skipped for an overflow.
-    SPENT = auto()
+    SPENT = (6, "")
 
-    # Asked for each parameter many times in a step: Enum's own is a call of Python.
+    # Asked for each parameter many times in a step: Enum's own is a call of Python, and so would properties be.
     __hash__ = object.__hash__
 
-    @property
-    def staged(self) -> bool:
+    def __init__(self, _: int, is_so: str) -> None:
+        self.staged = "staged" in is_so
         """Whether an update is staged and not committed."""
-        return self in {State.MEMORY_STAGED, State.STORED_STAGED, State.TAKEN}
-
-    @property
-    def begun(self) -> bool:
+        self.begun = self.staged or "early" in is_so
         """Whether the engine has an update that is not committed."""
-        return self.staged or self is State.EARLY
-
-    @property
-    def stored(self) -> bool:
+        self.stored = "stored" in is_so
         """Whether the gradient lies on storage."""
-        return self in {State.STORED, State.STORED_STAGED, State.EARLY}
 
 
 Move = Literal["store", "change", "take", "begin", "stage", "unstage", "end", "drop"]
@@ -151,6 +144,7 @@ class Gradient:
         "_scale",
         "_used",
         "arrived_in",
+        "dtype",
         "found",
         "group",
         "handle",
@@ -158,6 +152,7 @@ class Gradient:
         "name",
         "options",
         "place",
+        "shape",
         "state",
         "step",
     )
@@ -166,7 +161,8 @@ class Gradient:
         """`group` is the parameter's place in `param_groups`; `step` counts the updates that are committed."""
         self._arrivals = arrivals
         self.place = place
-        self.name = place.name
+        # As its handle asks for them.
+        self.name, self.shape, self.dtype = place.name, place.shape, place.dtype
         self.group = group
         self.step = step
         self.state = State.NONE
@@ -380,16 +376,6 @@ class Gradient:
         )
 
     # --- what its handle asks ---------------------------------------------------------
-
-    @property
-    def shape(self) -> torch.Size:
-        """The parameter's."""
-        return torch.Size(self.place.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The gradient's."""
-        return self.place.dtype
 
     @property
     def fused(self) -> bool:

@@ -554,7 +554,7 @@ class Place:
         self.name = name
         self.offset = offset
         self.source = source
-        self.shape = tuple(parameter.shape)
+        self.shape = parameter.shape
         self.dtype = parameter.dtype
         self.stride = dense_strides(parameter)
         self.kind = type(parameter)
