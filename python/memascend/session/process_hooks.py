@@ -15,7 +15,7 @@ from memascend.grads.lazy_grad import GradientHandle
 from memascend.params.module_hooks import refuse_moved, refuse_wrapper
 from memascend.params.offloaded_param import HANDED_OUT
 from memascend.params.unit import STORAGES
-from memascend.session.attachment import copy_module
+from memascend.session.attachment import Newcomers, copy_module
 from memascend.session.optimizer import OffloadedOptimizer
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ class ProcessHooks:
     _lock = threading.Lock()
     _runs = 0
     _handles: tuple[RemovableHandle, ...] = ()
-    # Modules and parameters that any module was given; see `run.newcomers`.
-    registrations = 0
 
     def __init__(self) -> None:
         self._held = True
@@ -108,7 +106,7 @@ def _set_data(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
 def _note_registration(module: torch.nn.Module, name: str, given: Any) -> None:
     del module, name
     if given is not None:
-        ProcessHooks.registrations += 1
+        Newcomers.note_registration()
 
 
 def _refuse_foreign_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
