@@ -113,10 +113,12 @@ class Receiver(Protocol):
     scale: LossScale
     loop: Loop
     speculation: Speculation
-    fresh: bool
 
-    def add(self, gradient: Gradient, values: torch.Tensor) -> None:
+    def add(self, gradient: Gradient, values: torch.Tensor, *, first: bool, last: bool) -> None:
         """A gradient came where there is one."""
+
+    def note_change(self) -> None:
+        """A gradient became another one, which no step has used."""
 
     def numbers(self, measure: Measure) -> Numbers:
         """What was measured, once it is known."""
@@ -182,6 +184,18 @@ class Gradient:
         self._used: tuple[weakref.ref[torch.Tensor], int] | None = None
         # The memory that it came on, which others have, too; in memory it would be on it still.
         self._given: Outlived | None = None
+
+    def arrive(self, backward: int) -> None:
+        """A backward of the step, by its number, brought it, or more of it."""
+        self.arrived_in = backward
+
+    def expect_pieces(self) -> None:
+        """It comes in several pieces in one backward."""
+        self.in_pieces = True
+
+    def put(self, values: torch.Tensor | None) -> None:
+        """Have these values stand in `p.grad`, or nothing."""
+        self.place.parameter.grad = values
 
     # --- what becomes of it ---------------------------------------------------------
 
@@ -314,7 +328,7 @@ class Gradient:
     def _stand_in(self) -> None:
         # torch's `grad` is an edge that Python's collector does not see: what stands in it must not lead back here.
         self.handle = GradientHandle(weakref.proxy(self), strides=self.place.stride, device=self.place.device)
-        self.place.parameter.grad = self.handle
+        self.put(self.handle)
 
     def stands_in(self, gradient: torch.Tensor | None) -> bool:
         """Whether p.grad is the handle, or another tensor of the same gradient, which then is the handle."""
@@ -389,14 +403,14 @@ class Gradient:
         self._arrivals.engine.read_spilled(self.name, into)
         return into
 
-    def add(self, gradient: torch.Tensor) -> None:
+    def add(self, gradient: torch.Tensor, *, first: bool = True, last: bool = True) -> None:
         """More of it came."""
-        self._arrivals.add(self, gradient)
+        self._arrivals.add(self, gradient, first=first, last=last)
 
     def assign(self, gradient: torch.Tensor) -> None:
         """It is another one now."""
         self.change(gradient, add=False)
-        self._arrivals.fresh = True
+        self._arrivals.note_change()
 
     def measure(self) -> Measure:
         """Whether a gradient that has a handle has a value that is not finite, and its squared norm; nothing is read.

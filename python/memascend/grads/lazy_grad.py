@@ -58,8 +58,8 @@ class Backing(Protocol):
     def read(self) -> Tensor:
         """A copy of the gradient. Not called once it is fused, as the others below but for norm() and noticed()."""
 
-    def add(self, gradient: Tensor) -> None:
-        """Add in the gradient's dtype, with the bits of torch's add_."""
+    def add(self, gradient: Tensor, *, first: bool = True, last: bool = True) -> None:
+        """Add in the gradient's dtype, with the bits of torch's add_; `first`, `last` of the parts of one gradient."""
 
     def assign(self, gradient: Tensor) -> None:
         """Replace the gradient."""
@@ -109,9 +109,9 @@ class Dropped:
         """Refused."""
         self._refuse()
 
-    def add(self, gradient: Tensor) -> None:
+    def add(self, gradient: Tensor, *, first: bool = True, last: bool = True) -> None:
         """Refused."""
-        del gradient
+        del gradient, first, last
         self._refuse()
 
     def assign(self, gradient: Tensor) -> None:
@@ -226,8 +226,11 @@ class DeferredGradient:
             self._refuse_change(name)
         self.assign(self.empty().copy_(source))
 
-    def accumulate(self, operation: Operation, gradient: Tensor) -> None:
-        """Add a gradient of the same shape and dtype; `operation` is the addition as torch was asked for it."""
+    def accumulate(self, operation: Operation, gradient: Tensor, *, first: bool = True, last: bool = True) -> None:
+        """Add a gradient of the same shape and dtype; `operation` is the addition as torch was asked for it.
+
+        `first`, `last`: of the parts in which the gradient comes.
+        """
         self.backing.noticed("add")
         if self.backing.fused:
             raise UsageError(
@@ -239,7 +242,8 @@ class DeferredGradient:
             operation.apply(total)
             self.assign(total)
             return
-        self.backing.add(self.laid_out(gradient.clone() if is_shared(gradient) else gradient))
+        given = self.laid_out(gradient.clone() if is_shared(gradient) else gradient)
+        self.backing.add(given, first=first, last=last)
 
     def record(self, operation: Operation) -> None:
         """Do an elementwise operation by scalars, later."""
@@ -384,6 +388,11 @@ class GradientHandle(torch.Tensor):
         None where that would not be what torch computes: then the update takes materialize(), or replay().
         """
         return self.gradient.factors()
+
+    def add_part(self, part: Tensor, *, first: bool, last: bool) -> None:
+        """Add one of the parts in which a gradient comes, as add_() does with all of it."""
+        addition = Operation(torch.ops.aten.add_.Tensor, "add_", (part,))
+        self.gradient.accumulate(addition, part, first=first, last=last)
 
     def replay(self, tensor: Tensor) -> Tensor:
         """Do the operations to a tensor, in place, and return it."""

@@ -278,6 +278,15 @@ class Residency:
         self.reached = ReachedWeights(self, copies)
         self.stages: Stages | None = None
 
+    @contextmanager
+    def followed_by(self, stages: Stages) -> Iterator[None]:
+        """Have micro-batches hear of each unit before it is used."""
+        self.stages = stages
+        try:
+            yield
+        finally:
+            self.stages = None
+
     def listen(self, listener: Listener) -> None:
         """Have a session hear of what is done from now on; it is made of this, so that it comes later."""
         self.listener = listener
