@@ -273,6 +273,8 @@ class Arrivals:
         self._meter = meter
         self._residency = residency
         self._of: dict[int, Gradient] = {}
+        # The backward of the step, by its number, that brought each gradient last.
+        self._brought: dict[str, int] = {}
         self._hooks = AccumulationHooks(self._hear)
         # What stood in `p.grad` when a failed backward was seen.
         self._left: list[tuple[Gradient, weakref.ref[torch.Tensor]]] = []
@@ -382,7 +384,7 @@ class Arrivals:
         if gradient.handle is not None:
             # The handle was taken away: what stood behind it is dropped.
             gradient.drop()
-        gradient.arrive(self.backwards.count)
+        self._brought[gradient.name] = self.backwards.count
         self.fresh = True
 
     def note_change(self) -> None:
@@ -427,7 +429,7 @@ class Arrivals:
         inside = self.backwards.inside()
         if inside:
             self.backwards.enter()
-        again = gradient.arrived_in == self.backwards.count and inside and first
+        again = self._brought.get(gradient.name) == self.backwards.count and inside and first
         if again:
             gradient.expect_pieces()
         else:
@@ -435,7 +437,7 @@ class Arrivals:
                 self.loop.notice("accumulation")
             self._require_declared(gradient)
         gradient.require_own()
-        gradient.arrive(self.backwards.count)
+        self._brought[gradient.name] = self.backwards.count
         self.fresh = True
         self.backwards.enter(delivers=inside)
         gradient.change(gradient.laid_out(values), add=True)

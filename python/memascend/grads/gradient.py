@@ -146,7 +146,6 @@ class Gradient:
         "_given",
         "_scale",
         "_used",
-        "arrived_in",
         "dtype",
         "found",
         "group",
@@ -176,18 +175,12 @@ class Gradient:
         self._scale = 1.0
         # The measure of a gradient that is gone into an update.
         self.found: Measure | None = None
-        # The backward of the step that brought it last.
-        self.arrived_in = -1
         # It comes in several pieces in one backward (nested graph tasks), so it is never updated as it appears.
         self.in_pieces = False
         # The gradient in memory that a step has used (which may be gone, and another be where it was), and its version.
         self._used: tuple[weakref.ref[torch.Tensor], int] | None = None
         # The memory that it came on, which others have, too; in memory it would be on it still.
         self._given: Outlived | None = None
-
-    def arrive(self, backward: int) -> None:
-        """A backward of the step, by its number, brought it, or more of it."""
-        self.arrived_in = backward
 
     def expect_pieces(self) -> None:
         """It comes in several pieces in one backward."""

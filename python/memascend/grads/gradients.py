@@ -207,7 +207,7 @@ class Gradients:
         self._arrivals.drop_all()
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             for gradient in self.by_name.values():
-                gradient.put(None)
+                gradient.place.parameter.grad = None
 
     def zero(self) -> None:
         """Leave zeros, as `zero_grad(set_to_none=False)` does."""

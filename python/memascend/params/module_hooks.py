@@ -149,12 +149,15 @@ class _Frame:
 
 
 class Frames:
-    """The modules that are being computed, outermost first, of each thread."""
+    """The modules that are being computed, outermost first, of each thread.
+
+    Attributes:
+        stacks: those of all threads; an interrupted one may end without having left its modules.
+    """
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
         self._local = threading.local()
-        # Those of all threads; an interrupted one may end without having left its modules.
         self.stacks: list[tuple[threading.Thread, list[_Frame]]] = []
 
     @property
@@ -171,8 +174,11 @@ class Frames:
     def enter(self, module: torch.nn.Module, gate: Gate) -> None:
         """Bind what a module needs: all of it or, with an exception, nothing."""
         self._residency.units.require_open()
-        self._residency.transfers.settle()
-        self._residency.turns.note_thread()
+        if self._residency.transfers.holds_back:
+            self._residency.transfers.settle()
+        if not gate.homes:
+            # Binding does it otherwise.
+            self._residency.turns.note_thread()
         _refuse_wrappers()
         for table, name, parameter in gate.owned:
             if table.get(name) is not parameter:

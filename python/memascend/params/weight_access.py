@@ -527,8 +527,9 @@ class Transfers:
         # Of the state dict that is being made, by name: parameters that are tied are one tensor in it.
         self._copies: dict[str, torch.Tensor] | None = None
         self._write: Callable[[Place, torch.Tensor], None] | None = None
-        # Commits what was loaded and is held back.
+        # Commits what was loaded and is held back, where anything is.
         self._settle: Callable[[], None] | None = None
+        self.holds_back = False
 
     def settle(self) -> None:
         """Somebody is about to use values: those that were loaded and are held back are committed now."""
@@ -561,9 +562,9 @@ class Transfers:
     def begin_loading(self, write: Callable[[Place, torch.Tensor], None]) -> None:
         """From here on `write` gets what is copied to a parameter."""
         self._write = write
-        self._settle = None
+        self._settle, self.holds_back = None, False
 
     def end_loading(self, settle: Callable[[], None] | None) -> None:
         """The state dict is loaded, or was given up; `settle` commits what is held back of it, where there is any."""
         self._write = None
-        self._settle = settle
+        self._settle, self.holds_back = settle, settle is not None
