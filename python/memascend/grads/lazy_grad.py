@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, cast
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -87,50 +87,18 @@ def is_shared(gradient: Tensor) -> bool:
 
 
 class Dropped:
-    """What keeps a gradient that was dropped: nobody."""
+    """Stands for a gradient that was dropped: whatever else is asked of it is refused."""
 
     def __init__(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
         self.name = name
         self.shape = shape
         self.dtype = dtype
 
-    def _refuse(self) -> NoReturn:
+    def __getattr__(self, _: str) -> NoReturn:
         raise UsageError(
             f"this gradient of {self.name} was dropped, by zero_grad() or because p.grad was replaced: "
             "take p.grad.clone() before, which lasts"
         )
-
-    @property
-    def fused(self) -> bool:
-        """Asked before anything is done with it."""
-        self._refuse()
-
-    def read(self) -> Tensor:
-        """Refused."""
-        self._refuse()
-
-    def add(self, gradient: Tensor, *, first: bool = True, last: bool = True) -> None:
-        """Refused."""
-        del gradient, first, last
-        self._refuse()
-
-    def assign(self, gradient: Tensor) -> None:
-        """Refused."""
-        del gradient
-        self._refuse()
-
-    def norm(self) -> float:
-        """Refused."""
-        self._refuse()
-
-    def nonfinite(self) -> bool:
-        """Refused."""
-        self._refuse()
-
-    def noticed(self, what: Notice) -> None:
-        """Refused."""
-        del what
-        self._refuse()
 
 
 class DeferredGradient:
@@ -157,7 +125,7 @@ class DeferredGradient:
 
     def drop(self) -> None:
         """It is gone: whoever still has a handle is told, and never sees the next gradient of the parameter."""
-        self.backing = Dropped(self.backing.name, self.backing.shape, self.backing.dtype)
+        self.backing = cast("Backing", Dropped(self.backing.name, self.backing.shape, self.backing.dtype))
         self.operations.clear()
 
     def laid_out(self, tensor: Tensor) -> Tensor:

@@ -272,7 +272,7 @@ class Residency:
         self._copies = copies
         self.lock = ProcessLock()
         self.turns = Turns(self.lock)
-        self.units = ResidentUnits(memory, limits, copies, self.turns, engine, sums)
+        self.units = ResidentUnits(memory, limits, copies, self.lock, engine, sums)
         self.hooks = SavedTensorHooks(self, keeper)
         self.transfers = Transfers()
         self.reached = ReachedWeights(self, copies)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable
 
     from memascend.params.offloaded_param import Place
-    from memascend.params.threads import Turns
+    from memascend.params.threads import ProcessLock
     from memascend.params.unit import Copies, Limits, Memory, Sums
     from memascend.storage import Engine
 
@@ -214,7 +214,7 @@ class ResidentUnits:
         memory: Memory,
         limits: Limits,
         copies: Copies,
-        turns: Turns,
+        lock: ProcessLock,
         engine: Engine,
         sums: Sums,
     ) -> None:
@@ -224,8 +224,7 @@ class ResidentUnits:
         self._limits = limits
         self._classes = sorted(limits.slots)
         self._copies = copies
-        self._turns = turns
-        self._lock = turns.lock
+        self._lock = lock
         self._process = os.getpid()
         self._engine = engine
         self.sums = sums
