@@ -415,7 +415,8 @@ class Residency:
         home = self.units.home_of[place.name]
         self.bind(home)
         try:
-            return self._copies.of(place)
+            # No name for the values, see there.
+            return self._copies.of_values(place, place.parameter.detach())
         finally:
             self.unbind(home)
 

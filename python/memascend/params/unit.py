@@ -383,11 +383,6 @@ class Copies:
         """`folder` is where they lie; None where nobody named one and the storage is no folder."""
         self._given = folder
 
-    def of(self, place: Place) -> torch.Tensor:
-        """A copy of a parameter that is bound."""
-        # No name for the values, see there.
-        return self.of_values(place, place.parameter.detach())
-
     def of_values(self, place: Place, values: torch.Tensor) -> torch.Tensor:
         """A copy of values of a parameter, which have its strides."""
         nbytes, folder = place.nothing.nbytes, self._folder
