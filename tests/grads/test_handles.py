@@ -46,7 +46,7 @@ def test_accumulation_after_arithmetic_keeps_the_order():
 class Lazy(KeptInMemory):
     """A keeper that holds on to what it gets, as one does that writes while backward goes on."""
 
-    def add(self, gradient):
+    def add(self, gradient, **_):
         self.waiting = gradient
 
     def assign(self, gradient):

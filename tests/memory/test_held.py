@@ -172,7 +172,7 @@ PER_PARAMETER = [("fused", "default", 26.5), ("fused", "smallest", 28.5), ("ssd"
 def let_fetches_end(optimizer):
     """What is read ahead for the next step is not counted by us before it is used: by the kernel, once it was read."""
     for home in optimizer._session.run.residency.units.homes:
-        while home.fetch is not None and not home.fetch.done():
+        while home.read is not None and not home.read.done():
             time.sleep(0.001)
 
 

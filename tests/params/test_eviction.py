@@ -4,9 +4,25 @@ import pytest
 import torch
 
 from memascend.params.resident_units import Order, victim_for
-from memascend.params.unit import Home
+from memascend.params.unit import Bytes, Home
 
 SLOT = 4096
+
+
+class Read:
+    """A read that is over."""
+
+    def wait(self):
+        return 1
+
+    def done(self):
+        return True
+
+
+def cached(home):
+    """Let a unit have its bytes in memory."""
+    home.begin_read(Read(), torch.empty(0))
+    home.arrive({})
 
 
 def units(count=4):
@@ -15,7 +31,7 @@ def units(count=4):
     order.expect(range(count))
     homes = [Home(index, f"unit {index}", SLOT, SLOT, pinned=False) for index in range(count)]
     for home in homes[1:]:
-        home.base = torch.empty(0)
+        cached(home)
     return homes, order
 
 
@@ -48,6 +64,81 @@ def test_nothing_leaves_where_all_are_in_use():
 
 def test_one_that_is_used_before_it_leaves_only_if_it_must():
     homes, order = units()
-    homes[0].base, homes[3].base = torch.empty(0), None
+    cached(homes[0])
+    homes[3].leave()
     assert victim_for(homes[3], homes, order, None, must=False) is None
     assert victim_for(homes[3], homes, order, None, must=True) is homes[2]
+
+
+# What a unit may do, by what it is.
+ALLOWED = {
+    Bytes.AWAY: {"begin_read", "adopt", "stand", "copy", "leave"},
+    Bytes.READING: {"arrive", "leave"},
+    Bytes.CACHED: {"leave"},
+    Bytes.IN_PLACE: {"leave"},
+    Bytes.COPIED: {"leave"},
+}
+
+
+def unit_that_is(state):
+    """A unit in a state, with bytes of its version that somebody keeps where it is away."""
+    home = Home(0, "unit", 0, SLOT, pinned=False)
+    base = torch.empty(0)
+    if state is Bytes.AWAY:
+        cached(home)
+        kept = home.base
+        home.leave()
+        return home, kept
+    if state is Bytes.READING:
+        home.begin_read(Read(), base)
+    elif state is Bytes.CACHED:
+        cached(home)
+    elif state is Bytes.IN_PLACE:
+        home.stand(base, 0)
+    else:
+        home.copy(base)
+    return home, base
+
+
+@pytest.mark.parametrize("state", Bytes)
+@pytest.mark.parametrize("move", ["begin_read", "arrive", "adopt", "stand", "copy", "leave"])
+def test_a_unit_moves_as_its_state_allows(state, move):
+    home, kept = unit_that_is(state)
+    assert home.state is state
+    given = {"begin_read": (Read(), kept), "stand": (kept, 0), "copy": (kept,), "arrive": ({},)}.get(move, ())
+    if move in ALLOWED[state]:
+        moved = getattr(home, move)(*given)
+        assert moved is not False
+        assert (home.state is state) == (state is Bytes.AWAY and move == "leave")
+        assert (home.base is not None) == (home.state in {Bytes.CACHED, Bytes.IN_PLACE, Bytes.COPIED})
+    elif move == "adopt":
+        assert home.adopt() is False
+        assert home.state is state
+    else:
+        with pytest.raises(AssertionError):
+            getattr(home, move)(*given)
+
+
+class FailingRead(Read):
+    """A read whose bytes are not what was written."""
+
+    def wait(self):
+        raise ValueError("checksum")
+
+
+def test_a_read_that_fails_leaves_nothing():
+    home = Home(0, "unit", 0, SLOT, pinned=False)
+    home.begin_read(FailingRead(), torch.empty(0))
+    with pytest.raises(ValueError, match="checksum"):
+        home.arrive({})
+    assert home.state is Bytes.AWAY
+    assert home.read is None
+    home.begin_read(Read(), torch.empty(0))
+
+
+def test_bytes_of_older_values_are_not_taken_again():
+    for end in (Home.train, Home.change, Home.forget):
+        home, kept = unit_that_is(Bytes.AWAY)
+        end(home)
+        assert not home.adopt()
+        del kept

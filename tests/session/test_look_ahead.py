@@ -34,7 +34,7 @@ def test_a_place_is_free_for_what_comes_when_its_values_will_not_be_used_again(t
 
     def look(*_):
         head = homes["last"]
-        under_way.append(head.fetch is not None or head.base is not None)
+        under_way.append(head.read is not None or head.base is not None)
 
     model.blocks[-4].register_forward_hook(look)
     for _ in range(3):

@@ -68,6 +68,17 @@ class SavedActivation:
         """The tensor again, in memory of its own."""
         return self._owner.restore(self)
 
+    def bring(self, tensor: torch.Tensor, copy: Copy) -> None:
+        """It is on its way back to a device, before it was asked for."""
+        assert self.coming is None, "it comes once"
+        self.coming = tensor, copy
+
+    def arrive(self) -> tuple[torch.Tensor, Copy] | None:
+        """It is asked for; what of it is on its way, where that was begun before."""
+        self.used = True
+        coming, self.coming = self.coming, None
+        return coming
+
     @property
     def storage_lives(self) -> bool:
         """Whether the memory that it was copied from is still there."""
@@ -162,15 +173,14 @@ class Activations:
         with self._lock:
             self._require_open()
             self._reap()
-            coming, saved.coming = saved.coming, None
-            tensor, copy = coming or self._bring(saved)
+            # Nothing is brought behind what all blocks share, which is asked for before its turn.
+            is_next = self._device is not None and self._is_next(saved)
+            tensor, copy = saved.arrive() or self._bring(saved)
             if copy is not None:
                 copy.order()
             before = self._before(saved.number)
-            # Not behind what all blocks share, which is asked for before its turn.
-            if self._device is not None and self._is_next(saved):
+            if self._device is not None and is_next:
                 self._bring_ahead(before, self._device.stream())
-            saved.used = True
             self._read_ahead(before, saved)
             return tensor
 
@@ -216,7 +226,7 @@ class Activations:
             # There is no room yet; when it is asked for, there has to be.
             return
         assert copy is not None
-        saved.coming = tensor, copy
+        saved.bring(tensor, copy)
 
     def _is_next(self, saved: SavedActivation) -> bool:
         """Whether it is the latest of those that were not asked for yet."""

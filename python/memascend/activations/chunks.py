@@ -120,7 +120,10 @@ _log = logging.getLogger("memascend")
 
 
 class Piece:
-    """A chunk's worth of a tensor: in which chunk it is, or where on storage; or both."""
+    """A chunk's worth of a tensor: in which chunk it is, or where on storage; or both.
+
+    Only `ActivationChunk` and this change it.
+    """
 
     __slots__ = ("checksum", "chunk", "dead", "nbytes", "number", "place")
 
@@ -131,7 +134,26 @@ class Piece:
         self.chunk: ActivationChunk | None = None
         self.place: ScratchPlace | None = None
         self.checksum = ""
+        # Nobody can ask for it any more.
         self.dead = False
+
+    def put(self, place: ScratchPlace, checksum: str) -> None:
+        """It lies on storage, or is on its way there."""
+        assert self.place is None, "a piece is written once"
+        self.place, self.checksum = place, checksum
+
+    def enter(self, chunk: ActivationChunk) -> None:
+        """It is in a chunk, or on its way there."""
+        assert self.chunk is None, "a piece is in one chunk"
+        self.chunk = chunk
+
+    def leave(self) -> None:
+        """It is in no chunk any more."""
+        self.chunk = None
+
+    def die(self) -> None:
+        """Nobody can ask for it any more."""
+        self.dead = True
 
 
 class ActivationChunk:
@@ -149,6 +171,51 @@ class ActivationChunk:
         self.copy: Copy | None = None
         # What is being copied from a device, and its version.
         self.source: tuple[torch.Tensor, int] | None = None
+
+    def fill(self, piece: Piece, copy: Copy | None, source: torch.Tensor) -> None:
+        """Have a piece, which was copied in, or from a device by `copy`, which `source` has to outlive."""
+        piece.enter(self)
+        self.piece, self.reading = piece, False
+        if copy is not None:
+            self.copy, self.source = copy, (source, source._version)  # noqa: SLF001
+
+    def write(self, place: ScratchPlace) -> None:
+        """Begin to write the piece to storage."""
+        piece = self.piece
+        assert piece is not None, "an empty chunk is not written"
+        checksum = checksum_of(self.memory[: piece.nbytes])
+        self.ticket = place.write(self.memory[: whole_pages(piece.nbytes)])
+        piece.put(place, checksum)
+
+    def read(self, piece: Piece) -> None:
+        """Begin to read a piece from storage."""
+        assert piece.place is not None, "it was written"
+        self.ticket = piece.place.read(self.memory[: whole_pages(piece.nbytes)])
+        piece.enter(self)
+        self.piece, self.reading = piece, True
+
+    def follow(self, copy: Copy) -> None:
+        """A copy to a device was begun, after those before it."""
+        self.copy = copy
+
+    def end_copy(self) -> tuple[torch.Tensor, int] | None:
+        """Wait for the last copy; what it came from, and the version that was copied."""
+        if self.copy is None:
+            return None
+        self.copy.wait()
+        source, self.copy, self.source = self.source, None, None
+        return source
+
+    def end_transfer(self) -> None:
+        """What was on its way from or to storage is there."""
+        self.ticket = None
+
+    def clear(self) -> Piece | None:
+        """Have nothing; returns what was there."""
+        piece, self.piece, self.ticket = self.piece, None, None
+        if piece is not None:
+            piece.leave()
+        return piece
 
     @property
     def idle(self) -> bool:
@@ -243,17 +310,13 @@ class Chunks:
         piece = Piece(part.numel(), number)
         memory = chunk.memory[: piece.nbytes]
         try:
-            if self._device is None:
+            copy = None if self._device is None else self._device.take(part, memory, after)
+            if copy is None:
                 memory.copy_(part)
-            else:
-                chunk.copy = self._device.take(part, memory, after)
-                # Nobody else gets its memory before the copy is over.
-                chunk.source = (source, source._version)  # noqa: SLF001
         except BaseException:
             self._free.append(chunk)
             raise
-        chunk.piece, piece.chunk = piece, chunk
-        chunk.reading = False
+        chunk.fill(piece, copy, source)
         self._held[chunk] = None
         return piece
 
@@ -277,12 +340,10 @@ class Chunks:
         assert piece is not None
         place = self._room.take()
         try:
-            piece.checksum = checksum_of(chunk.memory[: piece.nbytes])
-            chunk.ticket = place.write(chunk.memory[: whole_pages(piece.nbytes)])
+            chunk.write(place)
         except BaseException:
             self._room.give_back(place)
             raise
-        piece.place = place
         del self._held[chunk]
         self._loose[chunk] = None
         self.counters["written"] += piece.nbytes
@@ -319,8 +380,9 @@ class Chunks:
             target.copy_(memory)
             return None
         # It may still be on its way in.
-        chunk.copy = self._device.bring(memory, target, [*after, *([chunk.copy] if chunk.copy is not None else [])])
-        return chunk.copy
+        copy = self._device.bring(memory, target, [*after, *([chunk.copy] if chunk.copy is not None else [])])
+        chunk.follow(copy)
+        return copy
 
     def at_hand(self, pieces: Iterable[Piece]) -> bool:
         """Whether all of them can be had without waiting for storage."""
@@ -353,15 +415,11 @@ class Chunks:
             self._read(piece, chunk)
 
     def _read(self, piece: Piece, chunk: ActivationChunk) -> None:
-        place = piece.place
-        assert place is not None
         try:
-            chunk.ticket = place.read(chunk.memory[: whole_pages(piece.nbytes)])
+            chunk.read(piece)
         except BaseException:
             self._free.append(chunk)
             raise
-        chunk.piece, piece.chunk = piece, chunk
-        chunk.reading = True
         self._loose[chunk] = None
         self.counters["read"] += piece.nbytes
 
@@ -369,10 +427,7 @@ class Chunks:
 
     def _copied(self, chunk: ActivationChunk) -> None:
         """Wait for the copies of a chunk from and to a device."""
-        if chunk.copy is None:
-            return
-        chunk.copy.wait()
-        source, chunk.copy, chunk.source = chunk.source, None, None
+        source = chunk.end_copy()
         piece = chunk.piece
         if source is None or piece is None or piece.dead or source[0]._version == source[1]:  # noqa: SLF001
             return
@@ -390,7 +445,7 @@ class Chunks:
             if chunk.ticket.done():
                 self._failed(chunk)
             raise
-        chunk.ticket = None
+        chunk.end_transfer()
         piece = chunk.piece
         if chunk.reading and piece is not None and not piece.dead:
             found = checksum_of(chunk.memory[: piece.nbytes])
@@ -408,9 +463,7 @@ class Chunks:
 
     def _failed(self, chunk: ActivationChunk) -> None:
         """What a transfer that failed leaves is nothing."""
-        piece, chunk.piece, chunk.ticket = chunk.piece, None, None
-        if piece is not None:
-            piece.chunk = None
+        chunk.clear()
         self._held.pop(chunk, None)
         self._loose.pop(chunk, None)
         self._free.append(chunk)
@@ -420,17 +473,15 @@ class Chunks:
         self._copied(chunk)
         self._transferred(chunk)
         self._loose.pop(chunk, None)
-        piece, chunk.piece = chunk.piece, None
-        if piece is not None:
-            piece.chunk = None
-            if piece.dead and piece.place is not None:
-                self._room.give_back(piece.place)
+        piece = chunk.clear()
+        if piece is not None and piece.dead and piece.place is not None:
+            self._room.give_back(piece.place)
 
     # --- the end -----------------------------------------------------------------------
 
     def drop(self, piece: Piece) -> None:
         """Nobody can ask for a piece any more."""
-        piece.dead = True
+        piece.die()
         chunk = piece.chunk
         if chunk is None:
             if piece.place is not None:

@@ -15,7 +15,7 @@ from memascend.errors import ConfigError, MemoryLimitError, TimeoutExpired, Usag
 from memascend.memory import whole_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from memascend.device.device import Copy, Device
 
@@ -31,6 +31,15 @@ class _Slot:
         self.nbytes = nbytes
         # What has to be over before anything is written here.
         self.after = [after]
+
+    def take_after(self) -> list[Copy]:
+        """What has to be over, to be had once: whoever has it waits."""
+        after, self.after = self.after, []
+        return after
+
+    def come_back(self, marks: Iterable[Copy]) -> None:
+        """Nobody has it any more, once these marks are over."""
+        self.after += marks
 
 
 class _Hold:
@@ -209,9 +218,7 @@ class DeviceArena:
 
     def after(self, tensor: torch.Tensor) -> list[Copy]:
         """What has to be over before a lease's bytes are written for the first time; told once."""
-        slot = self._lent[torch.Tensor.untyped_storage(tensor).data_ptr()]
-        after, slot.after = slot.after, []
-        return after
+        return self._lent[torch.Tensor.untyped_storage(tensor).data_ptr()].take_after()
 
     def _take_back(self, wait: float | None = 0.0) -> None:
         """Take back the slots of holds that are gone; `wait` so long for a first one."""
@@ -226,7 +233,7 @@ class DeviceArena:
     def _came_back(self, slot: _Slot, streams: Mapping[Any, None]) -> None:
         # Whatever was begun with these bytes was begun on one of these streams, and before this moment.
         with failures_named(self._device):
-            slot.after += [self._device.mark(stream) for stream in streams]
+            slot.come_back([self._device.mark(stream) for stream in streams])
             self._device.returned(slot.memory[slot.start : slot.start + slot.nbytes])
         with self._lock:
             self._in_use -= slot.nbytes

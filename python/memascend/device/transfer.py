@@ -50,6 +50,31 @@ class _UnitUpload:
         self.error: BaseException | None = None
         self.cancelled = False
 
+    def take_part(self) -> int:
+        """The next part is at hand; its number."""
+        index, self.next = self.next, self.next + 1
+        self.held += 1
+        return index
+
+    def end_part(self, error: BaseException | None, copy: Copy | None) -> None:
+        """A part is no longer at hand: its copy was begun, or it failed, or nobody wants it."""
+        self.held -= 1
+        if copy is not None:
+            self.last = copy
+            self.copied += 1
+        self.error = self.error or error
+        if self.ended and not self.held:
+            # The slots that it reads may be staged into again.
+            self.let_go()
+
+    def cancel(self) -> None:
+        """Nobody wants it."""
+        self.cancelled = True
+
+    def let_go(self) -> None:
+        """Hold nothing of store and device."""
+        self.base = self.parts = None
+
     @property
     def ended(self) -> bool:
         return self.copied == len(self.places) or self.error is not None
@@ -89,7 +114,17 @@ class _StagingChunk:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
+        # The last copy from it to the device, until that was seen to be over.
         self.copy: Copy | None = None
+
+    def begin(self, copy: Copy) -> None:
+        """It is being copied to the device."""
+        assert self.copy is None, "a chunk is copied from once"
+        self.copy = copy
+
+    def recycle(self) -> None:
+        """The copy is over."""
+        self.copy = None
 
 
 class Staging:
@@ -174,12 +209,12 @@ class Staging:
     def dropped(self, unit: _UnitUpload) -> None:
         """See `Staged`."""
         with self._changed:
-            unit.cancelled = True
+            unit.cancel()
             if unit in self._waiting:
                 self._waiting.remove(unit)
             while unit.held and self._thread.is_alive() and threading.current_thread() is not self._thread:
                 self._changed.wait(0.1)
-            unit.base = unit.parts = None
+            unit.let_go()
 
     def close(self) -> None:
         """End the thread, once what it has at hand is over. Twice is fine."""
@@ -230,7 +265,7 @@ class Staging:
                     return
                 chunk.copy.wait()
             wait = False
-            chunk.copy = None
+            chunk.recycle()
             self._free.append(self._copying.popleft())
 
     def _begin_reads(self) -> None:
@@ -244,9 +279,7 @@ class Staging:
                     self._waiting.popleft()
                     self._changed.notify_all()
                     continue
-                index = unit.next
-                unit.next += 1
-                unit.held += 1
+                index = unit.take_part()
             chunk = self._free.popleft()
             try:
                 part = parts.begin(index, chunk.memory[: unit.places[index][1]])
@@ -275,23 +308,14 @@ class Staging:
             self._free.append(chunk)
             self._ended(unit, error)
             return
-        chunk.copy = copy
+        chunk.begin(copy)
         self._copying.append(chunk)
         self._ended(unit, None, copy)
 
     def _ended(self, unit: _UnitUpload, error: BaseException | None, copy: Copy | None = None) -> None:
         """A part is no longer at hand."""
         with self._changed:
-            unit.held -= 1
-            if copy is not None:
-                unit.last = copy
-                unit.copied += 1
-            if error is not None and unit.error is None:
-                unit.error = error
-            if unit.ended and not unit.held:
-                # The slots that it reads may be staged into again.
-                unit.parts = None
-                unit.base = None
+            unit.end_part(error, copy)
             self._changed.notify_all()
 
 
@@ -326,6 +350,23 @@ class _Window:
         copy, self.copy = self.copy, None
         if copy is not None:
             copy.wait()
+
+    def has(self, gradient: _Gradient, start: int, nbytes: int) -> bool:
+        """Whether bytes of a gradient are in it, or on their way."""
+        return self.gradient is gradient and self.start <= start and start + nbytes <= self.start + self.nbytes
+
+    def fill(self, device: Device, gradient: _Gradient, start: int, nbytes: int) -> None:
+        """Begin to copy a gradient's bytes from `start` on, so many at most."""
+        self.wait()
+        self.gradient, self.start = gradient, start
+        self.nbytes = min(nbytes, gradient.data.nbytes - start)
+        part = gradient.data[start : start + self.nbytes]
+        self.copy = device.take(part, self.memory[: self.nbytes], [gradient.after])
+
+    def let_go(self) -> None:
+        """Hold no gradient any longer."""
+        self.wait()
+        self.gradient = None
 
 
 class DeviceEngine:
@@ -415,35 +456,18 @@ class DeviceEngine:
             raise UsageError(f"a chunk of {nbytes} bytes of a gradient does not fit a window of {self._bytes}")
         with self._lock, failures_named(self._device):
             self._device.enter_thread()
-            window = next(
-                (
-                    window
-                    for window in self._windows
-                    if window.gradient is gradient
-                    and window.start <= start
-                    and start + nbytes <= window.start + window.nbytes
-                ),
-                None,
-            )
+            window = next((window for window in self._windows if window.has(gradient, start, nbytes)), None)
             if window is None:
                 window = self._windows[0]
-                self._fill(window, gradient, start, span)
+                window.fill(self._device, gradient, start, span)
             window.wait()
             other = self._windows[1] if window is self._windows[0] else self._windows[0]
             after = window.start + window.nbytes
             if after < gradient.data.nbytes:
                 if other.gradient is not gradient or other.start != after:
-                    self._fill(other, gradient, after, window.nbytes)
+                    other.fill(self._device, gradient, after, window.nbytes)
             else:
-                # The last of it: nothing here holds it any longer.
+                # The last of it.
                 for one in self._windows:
-                    one.wait()
-                    one.gradient = None
+                    one.let_go()
             return window.memory.data_ptr(), window.start, window.nbytes
-
-    def _fill(self, window: _Window, gradient: _Gradient, start: int, nbytes: int) -> None:
-        window.wait()
-        window.gradient, window.start = gradient, start
-        window.nbytes = min(nbytes, gradient.data.nbytes - start)
-        part = gradient.data[start : start + window.nbytes]
-        window.copy = self._device.take(part, window.memory[: window.nbytes], [gradient.after])

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from memascend.distributed.fsdp import LocalParameter
 from memascend.errors import UsageError
 from memascend.grads.gradient import Gradient
+from memascend.grads.lazy_grad import GradientHandle
 from memascend.params import module_hooks
 from memascend.params.threads import current, is_autograds
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from memascend.grads.speculation import Speculation
     from memascend.params.offloaded_param import Place
     from memascend.params.residency import Residency
+    from memascend.params.unit import Home
     from memascend.storage import Engine
 
 
@@ -113,10 +115,11 @@ class BackwardTasks:
         """Whether autograd runs a backward in this thread now."""
         return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001
 
-    def enter(self) -> bool:
-        """Note that a backward runs; whether this is one inside another."""
+    def enter(self, *, delivers: bool = False) -> bool:
+        """Note that a backward runs, and whether it brings a gradient; returns whether this is one inside another."""
         task = torch._C._current_graph_task_id()  # noqa: SLF001
         if task == -1:
+            self.delivered = self.delivered or delivers
             return False
         if self._task is None:
             self._begins()
@@ -125,6 +128,7 @@ class BackwardTasks:
             self._thread = self._last if is_autograds() else current()
             self.delivered = False
             torch.autograd.Variable._execution_engine.queue_callback(self._ended)  # noqa: SLF001
+        self.delivered = self.delivered or delivers
         return bool(task != self._task)
 
     def _ended(self) -> None:
@@ -153,6 +157,10 @@ class BackwardTasks:
     def restart(self) -> None:
         """Count anew: a step was made, or all gradients were dropped."""
         self.count = 0
+
+    def note_ended(self, more: int) -> None:
+        """So many ended that brought gradients, of which nobody heard."""
+        self.count += more
 
     def forget_failure(self) -> None:
         """What a failed one brought was dropped."""
@@ -200,7 +208,10 @@ _STORAGE_USES = 2
 
 
 class Parts(Protocol):
-    """Takes the gradients of micro-batches; see `microbatches`, which is in a room above this."""
+    """Takes the gradients of micro-batches, and hears of the units that they use; see `microbatches`."""
+
+    def arrive(self, homes: Iterable[Home]) -> None:
+        """A module or a backward is about to use units."""
 
     def take(self, gradient: Gradient) -> bool:
         """Take what stands in `p.grad`, which autograd has just accumulated; False: it is left there."""
@@ -223,7 +234,7 @@ class Arrivals:
         by_name: the gradients, by the names of their parameters, in the order of the parameters.
         backwards: of this step.
         fresh: something arrived, or was changed, since the last step.
-        scaled: a backward was begun by optimizer.backward().
+        parts: takes what micro-batches accumulate, while they are computed.
     """
 
     def __init__(
@@ -255,15 +266,15 @@ class Arrivals:
         self.speculation = speculation
         self.backwards = BackwardTasks(loop.accumulation_steps, self.begin_backward, self._note_failure)
         self.fresh = False
-        self.scaled = False
+        # A backward was begun by optimizer.backward().
+        self._scaled = False
         self.norms = norms
-        # Takes what micro-batches accumulate, while they are computed.
         self.parts: Parts | None = None
-        # More parts of the gradient that arrives follow, and it is not the first part.
-        self._more = self._continued = False
         self._meter = meter
         self._residency = residency
         self._of: dict[int, Gradient] = {}
+        # The backward of the step, by its number, that brought each gradient last.
+        self._brought: dict[str, int] = {}
         self._hooks = AccumulationHooks(self._hear)
         # What stood in `p.grad` when a failed backward was seen.
         self._left: list[tuple[Gradient, weakref.ref[torch.Tensor]]] = []
@@ -303,25 +314,18 @@ class Arrivals:
 
     def heard_parts(self, parameter: torch.Tensor, before: torch.Tensor | None, parts: Sequence[torch.Tensor]) -> None:
         """A gradient came in parts, which are added one by one to what was there `before`; None: the sum is there."""
-        if before is not None:
-            try:
-                with torch.no_grad():
-                    for index, part in enumerate(parts):
-                        self._more, self._continued = index + 1 < len(parts), index > 0
-                        before.add_(part)
-            finally:
-                self._more = self._continued = False
+        with torch.no_grad():
+            for index, part in enumerate(parts):
+                if isinstance(before, GradientHandle):
+                    before.add_part(part, first=index == 0, last=index + 1 == len(parts))
+                elif before is not None:
+                    before.add_(part)
         self._hear(parameter, assigned=before is not None)
 
     def _arrive(self, gradient: Gradient, values: torch.Tensor, *, lasting: bool) -> None:
         """A gradient came where there was none; `lasting`: somebody else has the tensor."""
-        nested = self.backwards.enter()
-        if gradient.handle is not None:
-            # The handle was taken away: what stood behind it is dropped.
-            gradient.drop()
-        gradient.arrived_in = self.backwards.count
-        self.fresh = True
-        self.backwards.delivered = True
+        nested = self.backwards.enter(delivers=True)
+        self._note_arrival(gradient)
         self._require_declared(gradient)
         if self.loop.mode == "ram" or values.is_sparse:
             # A sparse one is small: it waits where it is.
@@ -340,9 +344,9 @@ class Arrivals:
             # On memory of other gradients, or that somebody gave to backward(gradient=), and may write to.
             gradient.note_given(values)
             values = values.clone()
-        whole = self._is_whole(gradient, nested)
-        gradient.in_pieces = gradient.in_pieces or nested
-        self._use(gradient, values, whole=whole)
+        if nested:
+            gradient.expect_pieces()
+        self._use(gradient, values, whole=self._is_whole(gradient, nested))
 
     def _use(self, gradient: Gradient, values: torch.Tensor, *, whole: bool) -> None:
         """Update by a gradient that came where there was none, or store it; `whole`: no more of it comes."""
@@ -365,53 +369,84 @@ class Arrivals:
 
     def deliver(self, gradient: Gradient, values: torch.Tensor, *, whole: bool) -> None:
         """The sum of what all micro-batches of a call have accumulated; `whole`: no more of it comes in this step."""
+        self._note_arrival(gradient)
         if self.loop.mode == "ram":
-            self._note_delivered(gradient)
-            gradient.place.parameter.grad = values
+            gradient.put(values)
         else:
-            self._note_delivered(gradient)
             self._use(gradient, values, whole=whole and not gradient.in_pieces)
 
     def store(self, gradient: Gradient, values: torch.Tensor) -> None:
         """A sum, or the first part of one, which waits on storage."""
-        self._note_delivered(gradient)
+        self._note_arrival(gradient)
         gradient.store(gradient.laid_out(values))
 
-    def _note_delivered(self, gradient: Gradient) -> None:
+    def _note_arrival(self, gradient: Gradient) -> None:
         if gradient.handle is not None:
             # The handle was taken away: what stood behind it is dropped.
             gradient.drop()
-        gradient.arrived_in = self.backwards.count
+        self._brought[gradient.name] = self.backwards.count
         self.fresh = True
+
+    def note_change(self) -> None:
+        """A gradient became another one, which no step has used."""
+        self.fresh = True
+
+    def note_step(self, *, unchanged: bool) -> None:
+        """A step has used all that arrived, or was skipped; see `Speculation.step_ended`."""
+        self.speculation.step_ended(unchanged=unchanged)
+        self.fresh = False
+        self.backwards.restart()
+
+    @contextmanager
+    def scaled(self) -> Iterator[None]:
+        """Around a backward from a scaled loss."""
+        self._scaled = True
+        try:
+            yield
+        finally:
+            self._scaled = False
+
+    @contextmanager
+    def summed_by(self, parts: Parts) -> Iterator[None]:
+        """Let `parts`, which follow micro-batches, take what arrives inside, and hear of each unit that is used."""
+        self.parts = parts
+        try:
+            with self._residency.followed_by(parts):
+                yield
+        finally:
+            self.parts = None
 
     def require_in_order(self, gradient: Gradient) -> None:
         """Refuse more of a gradient whose sum a call took for complete."""
         if self.parts is not None:
             self.parts.require_open(gradient)
 
-    def add(self, gradient: Gradient, values: torch.Tensor) -> None:
-        """A gradient came where there is one, which no update used: its handle refuses another."""
+    def add(self, gradient: Gradient, values: torch.Tensor, *, first: bool = True, last: bool = True) -> None:
+        """A gradient came where there is one, which no update used: its handle refuses another.
+
+        `first`, `last`: of the parts in which it comes, one after the other.
+        """
         inside = self.backwards.inside()
         if inside:
             self.backwards.enter()
-        again = gradient.arrived_in == self.backwards.count and inside and not self._continued
+        again = self._brought.get(gradient.name) == self.backwards.count and inside and first
         if again:
-            gradient.in_pieces = True
-        if not again:
+            gradient.expect_pieces()
+        else:
             if not self.backwards.expected:
                 self.loop.notice("accumulation")
             self._require_declared(gradient)
         gradient.require_own()
-        gradient.arrived_in = self.backwards.count
+        self._brought[gradient.name] = self.backwards.count
         self.fresh = True
-        self.backwards.delivered = self.backwards.delivered or inside
+        self.backwards.enter(delivers=inside)
         gradient.change(gradient.laid_out(values), add=True)
-        if self._is_whole(gradient, again):
+        if last and self._is_whole(gradient, again):
             self.use_stored(gradient)
 
     def _is_whole(self, gradient: Gradient, nested: bool) -> bool:
         """Whether nothing more will come of it in this step, so that it can be used at once."""
-        return not (nested or self._more or gradient.in_pieces) and self.backwards.is_last()
+        return not (nested or gradient.in_pieces) and self.backwards.is_last()
 
     def _require_declared(self, gradient: Gradient) -> None:
         if self.loop.mode == "fused":
@@ -458,7 +493,7 @@ class Arrivals:
         self.require_no_failure()
         self._residency.transfers.settle()
         self._residency.listener.backward_begins()
-        if self.scale.enabled and not self.scaled:
+        if self.scale.enabled and not self._scaled:
             raise UsageError("there is a loss scale: begin the backward by optimizer.backward(loss)")
         if self.backwards.count and self.loop.mode == "fused" and self._all_dropped():
             # By p.grad = None, as model.zero_grad() does: the count begins again.
@@ -487,7 +522,7 @@ class Arrivals:
         # first, is not all of it.
         for gradient in self.by_name.values():
             if id(gradient.place.parameter) in parameters:
-                gradient.in_pieces = True
+                gradient.expect_pieces()
 
 
 def shares_memory(values: torch.Tensor) -> bool:

@@ -280,6 +280,18 @@ class MicroBatch:
         self.turn = threading.Semaphore(0)
         self.result: Any = None
 
+    def reach(self, stage: float) -> None:
+        """It goes on to a stage, once its turn comes; infinity: it has ended."""
+        self.stage = stage
+
+    def pause(self, generators: Generators) -> None:
+        """Others compute, with random numbers of their own."""
+        self.states = generators.states()
+
+    def finish(self, result: Any) -> None:
+        """All of it was computed."""
+        self.result = result
+
     @property
     def ended(self) -> bool:
         """Whether it has come to its end."""
@@ -308,7 +320,11 @@ class Baton:
         self._failure: BaseException | None = None
         self._unbegun = threading.Lock()
         self._all_ended = threading.Event()
-        self.on_low: Callable[[float], None] = lambda _: None
+        self._on_low: Callable[[float], None] = lambda _: None
+
+    def follow(self, on_low: Callable[[float], None]) -> None:
+        """Have `on_low` hear of each stage that all micro-batches have reached."""
+        self._on_low = on_low
 
     @property
     def here(self) -> MicroBatch | None:
@@ -325,7 +341,7 @@ class Baton:
             if stage is None:
                 self.strayed = True
                 continue
-            own.stage = stage
+            own.reach(stage)
             self._pass(own)
 
     def _pass(self, own: MicroBatch) -> None:
@@ -333,7 +349,7 @@ class Baton:
         chosen = self._choose()
         if chosen is own or chosen is None:
             return
-        own.states = self._generators.states()
+        own.pause(self._generators)
         self._hand_to(chosen)
         own.turn.acquire()
         self._require_whole()
@@ -343,7 +359,7 @@ class Baton:
         low = min((one.stage for one in running), default=math.inf)
         if low > self.low:
             self.low = low
-            self.on_low(low)
+            self._on_low(low)
         return next((one for one in running if one.stage == low), None)
 
     def _hand_to(self, chosen: MicroBatch) -> None:
@@ -413,7 +429,7 @@ class Baton:
         try:
             with working_for(thread), modes.entered():
                 if self._failure is None:
-                    own.result = compute(own)
+                    own.finish(compute(own))
         except _Abandoned:
             module_hooks.let_go()
         except BaseException as error:  # noqa: BLE001 - it is raised by the call
@@ -424,8 +440,8 @@ class Baton:
             self._end(own)
 
     def _end(self, own: MicroBatch) -> None:
-        own.stage = math.inf
-        own.states = self._generators.states()
+        own.reach(math.inf)
+        own.pause(self._generators)
         try:
             chosen = self._choose()
         except BaseException as error:  # noqa: BLE001 - likewise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from enum import Enum, auto
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 import torch
@@ -40,38 +40,31 @@ class State(Enum):
     """Where a gradient is, and whether an update by it is staged."""
 
     # There is none, or one in memory that no staged update uses. Here and in the next state `p.grad` has no handle.
-    NONE = auto()
+    NONE = (0, "")
     # In memory; step() staged an update by it, and has not committed.
-    MEMORY_STAGED = auto()
+    MEMORY_STAGED = (1, "staged")
     # On storage, for step() to use.
-    STORED = auto()
+    STORED = (2, "stored")
     # On storage; an update by it is staged.
-    STORED_STAGED = auto()
+    STORED_STAGED = (3, "stored staged")
     # On storage; an update by it has begun early, as if step() changed nothing of it. That is no part of a step before
     # step() lets it stand: it is discarded, and the gradient is as in `STORED`, where anything else happens.
-    EARLY = auto()
+    EARLY = (4, "stored early")
     # Gone into an update that is staged.
-    TAKEN = auto()
+    TAKEN = (5, "staged")
     # Gone into an update of a step that is over: committed, or skipped for an overflow.
-    SPENT = auto()
+    SPENT = (6, "")
 
-    # Asked for each parameter many times in a step: Enum's own is a call of Python.
+    # Asked for each parameter many times in a step: Enum's own is a call of Python, and so would properties be.
     __hash__ = object.__hash__
 
-    @property
-    def staged(self) -> bool:
+    def __init__(self, _: int, is_so: str) -> None:
+        self.staged = "staged" in is_so
         """Whether an update is staged and not committed."""
-        return self in {State.MEMORY_STAGED, State.STORED_STAGED, State.TAKEN}
-
-    @property
-    def begun(self) -> bool:
+        self.begun = self.staged or "early" in is_so
         """Whether the engine has an update that is not committed."""
-        return self.staged or self is State.EARLY
-
-    @property
-    def stored(self) -> bool:
+        self.stored = "stored" in is_so
         """Whether the gradient lies on storage."""
-        return self in {State.STORED, State.STORED_STAGED, State.EARLY}
 
 
 Move = Literal["store", "change", "take", "begin", "stage", "unstage", "end", "drop"]
@@ -120,10 +113,12 @@ class Receiver(Protocol):
     scale: LossScale
     loop: Loop
     speculation: Speculation
-    fresh: bool
 
-    def add(self, gradient: Gradient, values: torch.Tensor) -> None:
+    def add(self, gradient: Gradient, values: torch.Tensor, *, first: bool, last: bool) -> None:
         """A gradient came where there is one."""
+
+    def note_change(self) -> None:
+        """A gradient became another one, which no step has used."""
 
     def numbers(self, measure: Measure) -> Numbers:
         """What was measured, once it is known."""
@@ -151,7 +146,7 @@ class Gradient:
         "_given",
         "_scale",
         "_used",
-        "arrived_in",
+        "dtype",
         "found",
         "group",
         "handle",
@@ -159,6 +154,7 @@ class Gradient:
         "name",
         "options",
         "place",
+        "shape",
         "state",
         "step",
     )
@@ -167,7 +163,8 @@ class Gradient:
         """`group` is the parameter's place in `param_groups`; `step` counts the updates that are committed."""
         self._arrivals = arrivals
         self.place = place
-        self.name = place.name
+        # As its handle asks for them.
+        self.name, self.shape, self.dtype = place.name, place.shape, place.dtype
         self.group = group
         self.step = step
         self.state = State.NONE
@@ -178,14 +175,20 @@ class Gradient:
         self._scale = 1.0
         # The measure of a gradient that is gone into an update.
         self.found: Measure | None = None
-        # The backward of the step that brought it last.
-        self.arrived_in = -1
         # It comes in several pieces in one backward (nested graph tasks), so it is never updated as it appears.
         self.in_pieces = False
         # The gradient in memory that a step has used (which may be gone, and another be where it was), and its version.
         self._used: tuple[weakref.ref[torch.Tensor], int] | None = None
         # The memory that it came on, which others have, too; in memory it would be on it still.
         self._given: Outlived | None = None
+
+    def expect_pieces(self) -> None:
+        """It comes in several pieces in one backward."""
+        self.in_pieces = True
+
+    def put(self, values: torch.Tensor | None) -> None:
+        """Have these values stand in `p.grad`, or nothing."""
+        self.place.parameter.grad = values
 
     # --- what becomes of it ---------------------------------------------------------
 
@@ -322,7 +325,7 @@ class Gradient:
     def _stand_in(self) -> None:
         # torch's `grad` is an edge that Python's collector does not see: what stands in it must not lead back here.
         self.handle = GradientHandle(weakref.proxy(self), strides=self.place.stride, device=self.place.device)
-        self.place.parameter.grad = self.handle
+        self.put(self.handle)
 
     def stands_in(self, gradient: torch.Tensor | None) -> bool:
         """Whether p.grad is the handle, or another tensor of the same gradient, which then is the handle."""
@@ -387,16 +390,6 @@ class Gradient:
     # --- what its handle asks ---------------------------------------------------------
 
     @property
-    def shape(self) -> torch.Size:
-        """The parameter's."""
-        return torch.Size(self.place.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The gradient's."""
-        return self.place.dtype
-
-    @property
     def fused(self) -> bool:
         """Whether an update used it already: it is gone, or a change would come too late."""
         return self.state.staged or not self.state.stored
@@ -407,14 +400,14 @@ class Gradient:
         self._arrivals.engine.read_spilled(self.name, into)
         return into
 
-    def add(self, gradient: torch.Tensor) -> None:
+    def add(self, gradient: torch.Tensor, *, first: bool = True, last: bool = True) -> None:
         """More of it came."""
-        self._arrivals.add(self, gradient)
+        self._arrivals.add(self, gradient, first=first, last=last)
 
     def assign(self, gradient: torch.Tensor) -> None:
         """It is another one now."""
         self.change(gradient, add=False)
-        self._arrivals.fresh = True
+        self._arrivals.note_change()
 
     def measure(self) -> Measure:
         """Whether a gradient that has a handle has a value that is not finite, and its squared norm; nothing is read.

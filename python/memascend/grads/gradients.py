@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,11 +10,10 @@ from memascend.errors import UsageError
 from memascend.grads.gradient import State
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Sequence
+    from collections.abc import Container, Sequence
 
     from memascend.grads.backward import Arrivals
     from memascend.grads.gradient import Gradient
-    from memascend.params.offloaded_param import Place
 
     # Gradients, each with what stands in `p.grad`.
     Present = Sequence[tuple[Gradient, torch.Tensor]]
@@ -44,22 +42,11 @@ class Gradients:
         self.entered = self._arrivals.entered
         self.touched = self._arrivals.touched
         self.heard_parts = self._arrivals.heard_parts
+        self.watch = self._arrivals.watch
         self.unwatch = self._arrivals.unwatch
+        self.scaled = self._arrivals.scaled
         # The step that is made uses gradients as they arrived.
         self._unchanged = False
-
-    def watch(self, place: Place, group: int, step: int) -> None:
-        """Take charge of a parameter's gradients."""
-        self._arrivals.watch(place, group, step)
-
-    @contextmanager
-    def scaled(self) -> Iterator[None]:
-        """Around a backward from a scaled loss."""
-        self._arrivals.scaled = True
-        try:
-            yield
-        finally:
-            self._arrivals.scaled = False
 
     @property
     def mode(self) -> str:
@@ -96,7 +83,7 @@ class Gradients:
                 if values is not None:
                     found.append((gradient, values))
                     if values is not gradient.handle and not gradient.is_used(values):
-                        self._arrivals.fresh = True
+                        self._arrivals.note_change()
         if not found:
             backwards.restart()
             return found
@@ -192,7 +179,7 @@ class Gradients:
         for gradient, values in present:
             if values is not gradient.handle:
                 gradient.note_used(values)
-        self._end_step(unchanged=self._unchanged)
+        self._arrivals.note_step(unchanged=self._unchanged)
         return updated
 
     def skip(self) -> None:
@@ -201,7 +188,7 @@ class Gradients:
         for gradient in self.by_name.values():
             if gradient.state.begun:
                 gradient.skip()
-        self._end_step(unchanged=False)
+        self._arrivals.note_step(unchanged=False)
 
     def take_back(self) -> None:
         """Discard updates that began early: storage is about to change otherwise, and nothing may be staged by then.
@@ -211,11 +198,6 @@ class Gradients:
         self._arrivals.speculation.pause()
         for gradient in self.by_name.values():
             gradient.take_back()
-
-    def _end_step(self, *, unchanged: bool) -> None:
-        self._arrivals.speculation.step_ended(unchanged=unchanged)
-        self._arrivals.fresh = False
-        self._arrivals.backwards.restart()
 
     # --- the end ----------------------------------------------------------------------
 
@@ -252,5 +234,5 @@ class Gradients:
                 values.requires_grad_(False)
             values.zero_()
             # A step would apply the zeros: moments decay, weights too.
-            self._arrivals.fresh = True
+            self._arrivals.note_change()
         backwards.forget_failure()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, cast
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -58,8 +58,8 @@ class Backing(Protocol):
     def read(self) -> Tensor:
         """A copy of the gradient. Not called once it is fused, as the others below but for norm() and noticed()."""
 
-    def add(self, gradient: Tensor) -> None:
-        """Add in the gradient's dtype, with the bits of torch's add_."""
+    def add(self, gradient: Tensor, *, first: bool = True, last: bool = True) -> None:
+        """Add in the gradient's dtype, with the bits of torch's add_; `first`, `last` of the parts of one gradient."""
 
     def assign(self, gradient: Tensor) -> None:
         """Replace the gradient."""
@@ -87,50 +87,18 @@ def is_shared(gradient: Tensor) -> bool:
 
 
 class Dropped:
-    """What keeps a gradient that was dropped: nobody."""
+    """Stands for a gradient that was dropped: whatever else is asked of it is refused."""
 
     def __init__(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
         self.name = name
         self.shape = shape
         self.dtype = dtype
 
-    def _refuse(self) -> NoReturn:
+    def __getattr__(self, _: str) -> NoReturn:
         raise UsageError(
             f"this gradient of {self.name} was dropped, by zero_grad() or because p.grad was replaced: "
             "take p.grad.clone() before, which lasts"
         )
-
-    @property
-    def fused(self) -> bool:
-        """Asked before anything is done with it."""
-        self._refuse()
-
-    def read(self) -> Tensor:
-        """Refused."""
-        self._refuse()
-
-    def add(self, gradient: Tensor) -> None:
-        """Refused."""
-        del gradient
-        self._refuse()
-
-    def assign(self, gradient: Tensor) -> None:
-        """Refused."""
-        del gradient
-        self._refuse()
-
-    def norm(self) -> float:
-        """Refused."""
-        self._refuse()
-
-    def nonfinite(self) -> bool:
-        """Refused."""
-        self._refuse()
-
-    def noticed(self, what: Notice) -> None:
-        """Refused."""
-        del what
-        self._refuse()
 
 
 class DeferredGradient:
@@ -157,7 +125,7 @@ class DeferredGradient:
 
     def drop(self) -> None:
         """It is gone: whoever still has a handle is told, and never sees the next gradient of the parameter."""
-        self.backing = Dropped(self.backing.name, self.backing.shape, self.backing.dtype)
+        self.backing = cast("Backing", Dropped(self.backing.name, self.backing.shape, self.backing.dtype))
         self.operations.clear()
 
     def laid_out(self, tensor: Tensor) -> Tensor:
@@ -226,8 +194,11 @@ class DeferredGradient:
             self._refuse_change(name)
         self.assign(self.empty().copy_(source))
 
-    def accumulate(self, operation: Operation, gradient: Tensor) -> None:
-        """Add a gradient of the same shape and dtype; `operation` is the addition as torch was asked for it."""
+    def accumulate(self, operation: Operation, gradient: Tensor, *, first: bool = True, last: bool = True) -> None:
+        """Add a gradient of the same shape and dtype; `operation` is the addition as torch was asked for it.
+
+        `first`, `last`: of the parts in which the gradient comes.
+        """
         self.backing.noticed("add")
         if self.backing.fused:
             raise UsageError(
@@ -239,7 +210,8 @@ class DeferredGradient:
             operation.apply(total)
             self.assign(total)
             return
-        self.backing.add(self.laid_out(gradient.clone() if is_shared(gradient) else gradient))
+        given = self.laid_out(gradient.clone() if is_shared(gradient) else gradient)
+        self.backing.add(given, first=first, last=last)
 
     def record(self, operation: Operation) -> None:
         """Do an elementwise operation by scalars, later."""
@@ -384,6 +356,11 @@ class GradientHandle(torch.Tensor):
         None where that would not be what torch computes: then the update takes materialize(), or replay().
         """
         return self.gradient.factors()
+
+    def add_part(self, part: Tensor, *, first: bool, last: bool) -> None:
+        """Add one of the parts in which a gradient comes, as add_() does with all of it."""
+        addition = Operation(torch.ops.aten.add_.Tensor, "add_", (part,))
+        self.gradient.accumulate(addition, part, first=first, last=last)
 
     def replay(self, tensor: Tensor) -> Tensor:
         """Do the operations to a tensor, in place, and return it."""

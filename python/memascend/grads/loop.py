@@ -107,59 +107,46 @@ class LossScale:
         setting: "dynamic" (doubles after 2000 steps without overflow, halves on each overflow), a number (stays), or
             None (off: 1.0, and an overflow is the user's business).
 
+    Attributes:
+        mode: how the scale moves, "dynamic", "fixed" or "off".
+        enabled: whether losses are scaled at all.
+        scale: what the loss is multiplied by now; an fp32 number.
+        inverse: what undoes it, the reciprocal as GradScaler takes it, in f64 and rounded to fp32.
+
     Raises:
         ConfigError: another setting.
     """
 
     def __init__(self, setting: float | str | None) -> None:
-        self._mode: Mode
-        self._scale: float
-        self._good_steps = 0
         if setting is None:
-            self._mode, self._scale = "off", 1.0
+            self._set("off", 1.0)
         elif setting == "dynamic":
-            self._mode, self._scale = "dynamic", SCALE_FIRST
+            self._set("dynamic", SCALE_FIRST)
         else:
-            self._mode, self._scale = "fixed", _checked(setting)
+            self._set("fixed", _checked(setting))
 
-    @property
-    def mode(self) -> Mode:
-        """How the scale moves: "dynamic", "fixed" or "off"."""
-        return self._mode
-
-    @property
-    def enabled(self) -> bool:
-        """Whether losses are scaled at all."""
-        return self._mode != "off"
-
-    @property
-    def scale(self) -> float:
-        """What the loss is multiplied by now; an fp32 number."""
-        return self._scale
-
-    @property
-    def inverse(self) -> float:
-        """What undoes it: the reciprocal as GradScaler takes it, in f64 and rounded to fp32."""
-        return _float32(1.0 / self._scale) if self._scale else math.inf
+    def _set(self, mode: Mode, scale: float, good_steps: int = 0) -> None:
+        self.mode: Mode = mode
+        self.enabled = mode != "off"
+        self.scale = scale
+        self.inverse = _float32(1.0 / scale) if scale else math.inf
+        self._good_steps = good_steps
 
     def update(self, overflowed: bool) -> None:
         """Account for one step: whether any gradient was not finite."""
-        if self._mode != "dynamic":
+        if self.mode != "dynamic":
             return
         if overflowed:
-            self._scale = _float32(self._scale * BACKOFF)
-            self._good_steps = 0
-            return
-        self._good_steps += 1
-        if self._good_steps == GROWTH_STEPS:
-            grown = _float32(self._scale * GROWTH)
-            if math.isfinite(grown):
-                self._scale = grown
-            self._good_steps = 0
+            self._set(self.mode, _float32(self.scale * BACKOFF))
+        elif self._good_steps + 1 < GROWTH_STEPS:
+            self._good_steps += 1
+        else:
+            grown = _float32(self.scale * GROWTH)
+            self._set(self.mode, grown if math.isfinite(grown) else self.scale)
 
     def state(self) -> dict[str, Any]:
         """Everything that a resume needs, as a JSON value."""
-        return {"mode": self._mode, "scale": self._scale, "good_steps": self._good_steps}
+        return {"mode": self.mode, "scale": self.scale, "good_steps": self._good_steps}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over what state() gave, mode included.
@@ -176,7 +163,7 @@ class LossScale:
             raise ConfigError(
                 f"the stored loss scale counts {good_steps!r} good steps: 0 to {GROWTH_STEPS - 1} make sense"
             )
-        self._mode, self._scale, self._good_steps = mode, scale, good_steps
+        self._set(mode, scale, good_steps)
 
     def __repr__(self) -> str:
-        return f"LossScale({self._mode}, {self._scale:g})"
+        return f"LossScale({self.mode}, {self.scale:g})"

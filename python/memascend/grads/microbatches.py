@@ -44,6 +44,23 @@ class _Sum:
         # The sum is on storage: memory had no room for it.
         self.stored = False
 
+    def begin(self, values: torch.Tensor) -> None:
+        """The first part is the sum, in memory."""
+        assert not self.stored
+        assert self.values is None
+        self.values = values
+
+    def be_stored(self) -> None:
+        """The first part is on storage, to which the others are added."""
+        assert self.values is None
+        self.stored = True
+
+    def take(self) -> torch.Tensor:
+        """Give away the sum in memory."""
+        values, self.values = self.values, None
+        assert values is not None
+        return values
+
 
 class PartialSums:
     """The gradients of one call. Each goes to the update or to storage once no micro-batch can add to it."""
@@ -78,10 +95,10 @@ class PartialSums:
         self._done: set[str] = set()
         # By the stage at which they are complete: the names of gradients that have begun to come.
         self._due: dict[int, list[str]] = {}
-        self._passed = -1
         self.nbytes = 0
         self.peak = 0
-        baton.on_low = self._reached
+        self.arrive = baton.arrive
+        baton.follow(self._reached)
 
     def take(self, gradient: Gradient) -> bool:
         """Take the part of a gradient that a micro-batch has just accumulated, and leave nothing in `p.grad`."""
@@ -90,7 +107,7 @@ class PartialSums:
             return False
         values = gradient.place.parameter.grad
         assert values is not None, "it was accumulated"
-        gradient.place.parameter.grad = None
+        gradient.put(None)
         if values.requires_grad or values.is_sparse:
             kind = "a sparse" if values.is_sparse else "backward(create_graph=True) leaves a graph on the"
             raise UsageError(f"{kind} gradient of {gradient.name!r} is not summed by layer: pass by_layer=False")
@@ -144,22 +161,22 @@ class PartialSums:
             self._room(self.nbytes + values.nbytes)
             self.nbytes += values.nbytes
             self.peak = max(self.peak, self.nbytes)
-            found.values = values
+            found.begin(values)
         else:
             self._arrivals.store(gradient, values)
-            gradient.place.parameter.grad = None
-            found.stored = True
+            gradient.put(None)
+            found.be_stored()
 
     def _complete(self, found: _Sum) -> None:
         gradient = found.gradient
         del self._open[gradient.name]
         self._done.add(gradient.name)
         if found.stored:
-            gradient.place.parameter.grad = gradient.handle
+            gradient.put(gradient.handle)
             if self._whole and not gradient.in_pieces:
                 self._arrivals.use_stored(gradient)
         elif found.values is not None:
-            values, found.values = found.values, None
+            values = found.take()
             self.nbytes -= values.nbytes
             self._arrivals.deliver(gradient, values, whole=self._whole)
 
@@ -179,7 +196,7 @@ class PartialSums:
         """Forget all that is not complete."""
         for found in self._open.values():
             if found.stored:
-                found.gradient.place.parameter.grad = found.gradient.handle
+                found.gradient.put(found.gradient.handle)
         self._open.clear()
         self.nbytes = 0
 
@@ -275,13 +292,8 @@ class Accumulation:
         """Learn the order in which units are used, and whether a module keeps something for the next micro-batch."""
         kept, numbers = KeptValues(self.model), _random_states()
         recorder = Recorder()
-        self.residency.stages = recorder
-        self.arrivals.parts = recorder
-        try:
+        with self.arrivals.summed_by(recorder):
             yield recorder
-        finally:
-            self.residency.stages = None
-            self.arrivals.parts = None
         changed = kept.changed()
         self.never = changed or (None if numbers == _random_states() else _OTHER_NUMBERS)
         if recorder.unfit:
@@ -337,20 +349,19 @@ class Accumulation:
         whole = backwards.declared == 1 or backwards.is_last(len(batches))
         sums = PartialSums(self.arrivals, self._course, baton, self.limit, self._make_room, whole=whole)
         kept, numbers = KeptValues(self.model), _random_states()
-        self.residency.stages, self.arrivals.parts = baton, sums
         self.meter.count(sums)
         try:
-            self.arrivals.begin_backward()
-            baton.run(lambda own: computed(batches[own.index]), CallerModes(self.device), self._threads)
-            self._require_nothing_kept(kept.changed() or (None if numbers == _random_states() else _OTHER_NUMBERS))
+            with self.arrivals.summed_by(sums):
+                self.arrivals.begin_backward()
+                baton.run(lambda own: computed(batches[own.index]), CallerModes(self.device), self._threads)
+                self._require_nothing_kept(kept.changed() or (None if numbers == _random_states() else _OTHER_NUMBERS))
         except BaseException:
             self._abandon(sums)
             raise
         finally:
-            self.residency.stages = self.arrivals.parts = None
             self.peak = max(self.peak, sums.peak)
             self.meter.count(None)
-        backwards.count += len(batches)
+        backwards.note_ended(len(batches))
         if baton.strayed:
             before = Path(self._course.units, self._course.arrivals)
             self._course = Course([before, *(one.path for one in baton.micro_batches)])
@@ -371,7 +382,7 @@ class Accumulation:
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             self.arrivals.drop_all()
             for gradient in self.arrivals.by_name.values():
-                gradient.place.parameter.grad = None
+                gradient.put(None)
 
     def _make_room(self, nbytes: int) -> None:
         if self.strict and self.engine.queued_bytes + nbytes > self.limit:

@@ -90,6 +90,11 @@ class Gate:
         self.root = root
         self.open = 0
 
+    def count(self, module: torch.nn.Module) -> None:
+        """Count how often the module is being computed: anew, since an interrupt may have left it behind the stacks."""
+        with self.residency.lock:
+            self.open = sum(frame.module is module for _, stack in self.frames.stacks for frame in stack)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(COPIED)
 
@@ -99,28 +104,61 @@ _Owned = tuple[dict[str, Any], str, torch.nn.Parameter]
 
 
 class _Frame:
-    __slots__ = ("again", "bound", "caller", "module", "pushed", "task")
+    """A module that is being computed: what was bound and pushed for it."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    __slots__ = ("_bound", "_pushed", "_task", "again", "caller", "module")
+
+    def __init__(self, module: torch.nn.Module, caller: FrameType | None) -> None:
+        """`caller`, of the outermost one, is the Python frame that computes it, which is on the stack until then."""
         self.module = module
-        # Of the outermost frame: the Python frame that computes it. It is on the stack for as long as it does.
-        self.caller: FrameType | None = None
-        self.bound: list[Home] = []
-        self.pushed = False
-        # The backward in which they were pushed; see `_leave`.
-        self.task = torch._C._current_graph_task_id()  # noqa: SLF001
+        self.caller = caller
+        self._bound: list[Home] = []
+        self._pushed = False
+        # The backward in which they were pushed; see `end`.
+        self._task = torch._C._current_graph_task_id()  # noqa: SLF001
         # Calls of the module from inside itself.
         self.again = 0
 
+    def begin(self, gate: Gate) -> None:
+        """Bind what the module needs, and push the hooks; what an exception leaves, `end` ends."""
+        residency = gate.residency
+        for home in gate.homes:
+            residency.bind(home)
+            self._bound.append(home)
+        if self._bound or (gate.root and residency.hooks.keeper is not None):
+            self._pushed = residency.hooks.push()
+
+    def end(self, residency: Residency, holder: int | None = None) -> None:
+        """Undo what `begin` did; `holder`: in which thread, where that is another."""
+        if self._pushed:
+            self._pushed = False
+            # Autograd takes back by itself what is pushed within a backward, with each node that it computes: outside
+            # of it, the hooks that are on top are others'.
+            if self._task == torch._C._current_graph_task_id():  # noqa: SLF001
+                residency.hooks.pop()
+        while self._bound:
+            residency.unbind(self._bound.pop(), holder)
+
+    def lose_hooks(self) -> None:
+        """Its thread ended, and the hooks with it."""
+        self._pushed = False
+
+    def repeat(self, more: int) -> None:
+        """The module was called from inside itself, or is back from there."""
+        self.again += more
+
 
 class Frames:
-    """The modules that are being computed, outermost first, of each thread."""
+    """The modules that are being computed, outermost first, of each thread.
+
+    Attributes:
+        stacks: those of all threads; an interrupted one may end without having left its modules.
+    """
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
         self._local = threading.local()
-        # Those of all threads; an interrupted one may end without having left its modules.
-        self._stacks: list[tuple[threading.Thread, list[_Frame]]] = []
+        self.stacks: list[tuple[threading.Thread, list[_Frame]]] = []
 
     @property
     def stack(self) -> list[_Frame]:
@@ -128,16 +166,19 @@ class Frames:
         if not hasattr(self._local, "stack"):
             self._local.stack = []
             note_thread()
-            self._stacks = [(thread, stack) for thread, stack in self._stacks if stack or thread.is_alive()]
-            self._stacks.append((threading.current_thread(), self._local.stack))
+            self.stacks = [(thread, stack) for thread, stack in self.stacks if stack or thread.is_alive()]
+            self.stacks.append((threading.current_thread(), self._local.stack))
         stack: list[_Frame] = self._local.stack
         return stack
 
     def enter(self, module: torch.nn.Module, gate: Gate) -> None:
         """Bind what a module needs: all of it or, with an exception, nothing."""
         self._residency.units.require_open()
-        self._residency.transfers.settle()
-        self._residency.turns.note_thread()
+        if self._residency.transfers.holds_back:
+            self._residency.transfers.settle()
+        if not gate.homes:
+            # Binding does it otherwise.
+            self._residency.turns.note_thread()
         _refuse_wrappers()
         for table, name, parameter in gate.owned:
             if table.get(name) is not parameter:
@@ -149,24 +190,18 @@ class Frames:
             self._residency.stages.arrive(gate.homes)
         self._residency.listener.entered(module, outermost=not stack)
         if stack and stack[-1].module is module:
-            stack[-1].again += 1
+            stack[-1].repeat(1)
             return
-        frame = _Frame(module)
-        if not stack:
-            frame.caller = _caller()
+        frame = _Frame(module, None if stack else _caller())
         # First, so that `unwind` finds it after an interrupt between any two lines.
         stack.append(frame)
         try:
-            for home in gate.homes:
-                self._residency.bind(home)
-                frame.bound.append(home)
-            hooks = self._residency.hooks
-            frame.pushed = (bool(frame.bound) or (gate.root and hooks.keeper is not None)) and hooks.push()
-            self._count(gate, module)
+            frame.begin(gate)
+            gate.count(module)
         except BaseException:
-            self._leave(frame)
+            frame.end(self._residency)
             stack.remove(frame)
-            self._count(gate, module)
+            gate.count(module)
             raise
 
     def leave(self, module: torch.nn.Module, gate: Gate, result: Any) -> None:
@@ -177,11 +212,11 @@ class Frames:
         if not stack or stack[-1].module is not module:
             return
         if stack[-1].again:
-            stack[-1].again -= 1
+            stack[-1].repeat(-1)
             return
-        self._leave(stack[-1])
+        stack[-1].end(self._residency)
         stack.pop()
-        self._count(gate, module)
+        gate.count(module)
 
     def _announce(self, gate: Gate, result: Any) -> None:
         """Have the backward of a module begin a stage, though none of its nodes may read a weight: an embedding's."""
@@ -212,35 +247,19 @@ class Frames:
             self._residency.release(threading.get_ident())
             self._residency.turns.release()
             self._residency.hooks.pop_left()
-        for thread, stack in self._stacks:
+        for thread, stack in self.stacks:
             if stack and not thread.is_alive():
                 for frame in stack:
-                    # Its hooks ended with it.
-                    frame.pushed = False
+                    frame.lose_hooks()
                 self._end(stack, thread.ident)
 
     def _end(self, stack: list[_Frame], holder: int | None = None) -> None:
         while stack:
-            self._leave(stack[-1], holder)
+            stack[-1].end(self._residency, holder)
             module = stack.pop().module
             gate = _gate_of(module)
             if gate is not None:
-                self._count(gate, module)
-
-    def _count(self, gate: Gate, module: torch.nn.Module) -> None:
-        """Anew from the stacks, since an interrupt may have left it behind them."""
-        with self._residency.lock:
-            gate.open = sum(frame.module is module for _, stack in self._stacks for frame in stack)
-
-    def _leave(self, frame: _Frame, holder: int | None = None) -> None:
-        if frame.pushed:
-            frame.pushed = False
-            # Autograd takes back by itself what is pushed within a backward, with each node that it computes: outside
-            # of it, the hooks that are on top are others'.
-            if frame.task == torch._C._current_graph_task_id():  # noqa: SLF001
-                self._residency.hooks.pop()
-        while frame.bound:
-            self._residency.unbind(frame.bound.pop(), holder)
+                gate.count(module)
 
 
 def open_gates(

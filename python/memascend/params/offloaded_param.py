@@ -554,7 +554,7 @@ class Place:
         self.name = name
         self.offset = offset
         self.source = source
-        self.shape = tuple(parameter.shape)
+        self.shape = parameter.shape
         self.dtype = parameter.dtype
         self.stride = dense_strides(parameter)
         self.kind = type(parameter)
@@ -564,6 +564,12 @@ class Place:
         # `torch.utils.swap_tensors` refuses what a weak reference is held of: what it swapped would be lost.
         self.unswapped: weakref.ref[torch.nn.Parameter] | None = None
 
+    def view(self, base: torch.Tensor) -> torch.Tensor:
+        """The values in the bytes of the unit."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            values = torch.empty(0, dtype=self.dtype, device=base.device)
+            return values.set_(base.untyped_storage(), self.offset // self.dtype.itemsize, self.shape, self.stride)
+
     def unbind(self) -> None:
         """Take the values away."""
         parameter = self.parameter
@@ -571,8 +577,7 @@ class Place:
             self.unswapped = weakref.ref(parameter)
         parameter._memascend = self  # type: ignore[attr-defined] # noqa: SLF001
         parameter.__class__ = self.away
-        _set_data(parameter, self.nothing)
-        self.note_version()
+        self._set_data(self.nothing)
 
     def bind(self, values: torch.Tensor, *, guarded: bool = False) -> None:
         """Let the parameter have its values; `values` is of its shape and strides.
@@ -581,12 +586,16 @@ class Place:
             values: what it has from now on.
             guarded: it keeps the class that asks `Residency.holds` at each use.
         """
-        parameter = self.parameter
         # In this order another thread never finds a plain parameter without its values.
-        _set_data(parameter, values)
+        self._set_data(values)
         if not guarded:
-            parameter.__class__ = self.kind
-        self.note_version()
+            self.parameter.__class__ = self.kind
+
+    def _set_data(self, values: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            # Past the property that parameters have while any model is offloaded.
+            torch.Tensor.data.__set__(self.parameter, values)  # type: ignore[attr-defined]
+            self.bound_version = self.parameter._version  # noqa: SLF001
 
     def release(self, values: torch.Tensor) -> None:
         """Make the parameter a plain one, which knows nothing of this, until `unbind`."""
@@ -599,19 +608,9 @@ class Place:
 
     def note_version(self) -> None:
         """What was written to the parameter up to here is known."""
-        self.bound_version = _version_of(self.parameter)
-
-    @property
-    def written(self) -> bool:
-        """Whether somebody wrote to the parameter in place since it was bound, or unbound: views outlive both."""
-        return self.bound_version is not None and _version_of(self.parameter) != self.bound_version
-
-
-def _version_of(parameter: torch.Tensor) -> int:
-    # Each bind and unbind asks; by the class of what is away the answer takes five times as long.
-    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-        version: int = parameter._version  # noqa: SLF001
-        return version
+        # By the class of what is away the answer takes five times as long.
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            self.bound_version = self.parameter._version  # noqa: SLF001
 
 
 @functools.lru_cache(maxsize=_KINDS_MAX)
@@ -643,9 +642,3 @@ def laid_out(tensor: torch.Tensor) -> torch.Tensor:
     if tuple(tensor.stride()) == strides or tensor.numel() <= 1:
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def _set_data(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-        # Past the property that parameters have while any model is offloaded.
-        torch.Tensor.data.__set__(parameter, values)  # type: ignore[attr-defined]

@@ -12,7 +12,6 @@ from memascend.errors import UsageError
 from memascend.params.offloaded_param import said
 from memascend.params.resident_units import ResidentUnits
 from memascend.params.threads import ProcessLock, Turns, current, others_alive
-from memascend.params.unit import view
 from memascend.params.weight_access import ReachedWeights, Transfers
 
 if TYPE_CHECKING:
@@ -273,11 +272,20 @@ class Residency:
         self._copies = copies
         self.lock = ProcessLock()
         self.turns = Turns(self.lock)
-        self.units = ResidentUnits(memory, limits, copies, self.turns, engine, sums)
+        self.units = ResidentUnits(memory, limits, copies, self.lock, engine, sums)
         self.hooks = SavedTensorHooks(self, keeper)
         self.transfers = Transfers()
         self.reached = ReachedWeights(self, copies)
         self.stages: Stages | None = None
+
+    @contextmanager
+    def followed_by(self, stages: Stages) -> Iterator[None]:
+        """Have micro-batches hear of each unit before it is used."""
+        self.stages = stages
+        try:
+            yield
+        finally:
+            self.stages = None
 
     def listen(self, listener: Listener) -> None:
         """Have a session hear of what is done from now on; it is made of this, so that it comes later."""
@@ -293,16 +301,10 @@ class Residency:
             self.turns.wait_to_bind()
             if home.bound == 0:
                 # Through views that were taken while the model computed.
-                self.units.find_written_in(home, [place.name for place in home.places if place.written])
-                base = self.units.use(home)
-                if home.views is None:
-                    home.views = [view(base, place) for place in home.places]
-                home.guarded = self.turns.several or others_alive(self.turns.first)
-                # Counted before: what an interrupt leaves half bound is found by `release`.
-                home.count(here, 1)
+                self._find_written(home)
+                self.units.use(home)
                 try:
-                    for place, values in zip(home.places, home.views, strict=True):
-                        place.bind(values, guarded=home.guarded)
+                    home.bind(here, guarded=self.turns.several or others_alive(self.turns.first))
                 except BaseException:
                     self.unbind(home)
                     raise
@@ -336,9 +338,13 @@ class Residency:
 
     def _take_away(self, home: Home) -> None:
         """Let the parameters of a unit be away; done again after an interrupt it does the rest."""
-        self.units.find_written_in(home, [place.name for place in home.places if place.written])
-        for place in home.places:
-            place.unbind()
+        self._find_written(home)
+        home.unbind()
+
+    def _find_written(self, home: Home) -> None:
+        written = home.written
+        if written or self.units.sums.compares:
+            self.units.drop_written(home, written)
 
     def holds(self, place: Place) -> bool:
         """Whether this thread has bound a parameter that asks."""
@@ -409,7 +415,8 @@ class Residency:
         home = self.units.home_of[place.name]
         self.bind(home)
         try:
-            return self._copies.of(place)
+            # No name for the values, see there.
+            return self._copies.of_values(place, place.parameter.detach())
         finally:
             self.unbind(home)
 
@@ -419,7 +426,7 @@ class Residency:
         self.bind(home)
         try:
             assert home.base is not None
-            take(view(home.base, place))
+            take(place.view(home.base))
         finally:
             self.unbind(home)
 
@@ -438,8 +445,7 @@ class Residency:
             for home in self.units.homes:
                 if home.bound or home.holders:
                     self._take_away(home)
-                    home.holders.clear()
-                    home.bound = 0
+                    home.abandon()
             self.units.close(why)
 
     def storage_of(self, home: Home, version: int) -> torch.UntypedStorage:
@@ -447,7 +453,8 @@ class Residency:
         if self.stages is not None:
             self.stages.arrive((home,))
         self._memory.require_usable()
-        self.transfers.settle()
+        if self.transfers.holds_back:
+            self.transfers.settle()
         self.reached.note_walk()
         with self.lock:
             if home.version != version:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from memascend.errors import BudgetError, TimeoutExpired, UsageError
-from memascend.params.unit import Home, alive, view
+from memascend.params.threads import FORKED
+from memascend.params.unit import Bytes, Home, alive
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable
+    from collections.abc import Container, Iterable
 
     from memascend.params.offloaded_param import Place
-    from memascend.params.threads import Turns
+    from memascend.params.threads import ProcessLock
     from memascend.params.unit import Copies, Limits, Memory, Sums
     from memascend.storage import Engine
 
@@ -29,11 +30,17 @@ _RECORDED_MAX = 1 << 16
 
 
 class Order:
-    """The order in which units are used: recorded in one step, expected in the next."""
+    """The order in which units are used: recorded in one step, expected in the next.
 
-    __slots__ = ("_expected", "_position", "_recorded", "_uses")
+    Attributes:
+        last_used: when each was used last, as the number of the use.
+    """
+
+    __slots__ = ("_clock", "_expected", "_position", "_recorded", "_uses", "last_used")
 
     def __init__(self) -> None:
+        self.last_used: dict[int, int] = {}
+        self._clock = 0
         self._expected: list[int] = []
         self._uses: dict[int, list[int]] = {}
         self._recorded: list[int] = []
@@ -49,6 +56,8 @@ class Order:
 
     def went_to(self, index: int) -> None:
         """A unit is used now."""
+        self._clock += 1
+        self.last_used[index] = self._clock
         if self._recorded and self._recorded[-1] == index:
             return
         if len(self._recorded) < _RECORDED_MAX:
@@ -110,9 +119,9 @@ def victim_for(home: Home, homes: Iterable[Home], order: Order, current: Home | 
     for other in homes:
         if other.slot_bytes != home.slot_bytes or other.bound or other.pinned or other in (home, current):
             continue
-        if other.base is None and (other.fetch is None or not must):
+        if other.state is Bytes.AWAY or (other.state is Bytes.READING and not must):
             continue
-        key = (order.next_use(other.index), -other.used)
+        key = (order.next_use(other.index), -order.last_used.get(other.index, 0))
         if key > best_key:
             best, best_key = other, key
     if best is not None and not must and best_key[0] <= order.next_use(home.index):
@@ -122,15 +131,16 @@ def victim_for(home: Home, homes: Iterable[Home], order: Order, current: Home | 
 
 def is_leaving(home: Home, homes: Iterable[Home]) -> bool:
     """Whether the bytes of an evicted unit of the same class are still held by somebody."""
-    return any(
-        other.slot_bytes == home.slot_bytes
-        and other is not home
-        and other.base is None
-        and other.fetch is None
-        and other.weak is not None
-        and not other.weak[0].expired()
-        for other in homes
-    )
+    for other in homes:
+        if (
+            other.slot_bytes == home.slot_bytes
+            and other is not home
+            and other.state is Bytes.AWAY
+            and other.weak is not None
+            and not other.weak[0].expired()
+        ):
+            return True
+    return False
 
 
 def holders_beside(home: Home, homes: Iterable[Home]) -> list[str]:
@@ -149,13 +159,15 @@ def is_useless(home: Home, order: Order) -> bool:
 
 def has_useless(home: Home, homes: Iterable[Home], order: Order) -> bool:
     """Whether a resident of the same class may go without being read again."""
-    return any(
-        other.slot_bytes == home.slot_bytes
-        and other.base is not None
-        and not (other.bound or other.pinned)
-        and is_useless(other, order)
-        for other in homes
-    )
+    for other in homes:
+        if (
+            other.slot_bytes == home.slot_bytes
+            and other.base is not None
+            and not (other.bound or other.pinned)
+            and is_useless(other, order)
+        ):
+            return True
+    return False
 
 
 def crowded(home: Home, homes: Iterable[Home], limits: Limits) -> BudgetError:
@@ -202,7 +214,7 @@ class ResidentUnits:
         memory: Memory,
         limits: Limits,
         copies: Copies,
-        turns: Turns,
+        lock: ProcessLock,
         engine: Engine,
         sums: Sums,
     ) -> None:
@@ -212,8 +224,8 @@ class ResidentUnits:
         self._limits = limits
         self._classes = sorted(limits.slots)
         self._copies = copies
-        self._turns = turns
-        self._lock = turns.lock
+        self._lock = lock
+        self._process = os.getpid()
         self._engine = engine
         self.sums = sums
         self.homes: list[Home] = []
@@ -226,15 +238,13 @@ class ResidentUnits:
         self.overrides: dict[str, torch.Tensor] = {}
         self.counters = {"fetches": 0, "hits": 0, "adopted": 0, "evictions": 0}
         self._at: dict[int, tuple[Home, int]] = {}
-        self._clock = 0
         # The unit that is asked for right now: not to be evicted for one that comes later.
         self._current: Home | None = None
 
     def add(self, name: str, places: list[Place], nbytes: int, *, pinned: bool, held: bool = False) -> None:
         """Take charge of a unit of so many bytes."""
         slot_bytes = 0 if held else next((size for size in self._classes if size >= nbytes), nbytes)
-        home = Home(len(self.homes), name, nbytes, slot_bytes, pinned=pinned, held=held)
-        home.places = places
+        home = Home(len(self.homes), name, nbytes, slot_bytes, pinned=pinned, held=held, places=places)
         self.homes.append(home)
         if held:
             self._held.add(home.index)
@@ -242,9 +252,8 @@ class ResidentUnits:
 
     def require_open(self) -> None:
         """Refuse what comes after the end, and what a forked child asks."""
-        if self.closed:
-            raise UsageError(self.closed)
-        self._lock.process.require_here()
+        if self.closed or os.getpid() != self._process:
+            raise UsageError(self.closed or FORKED)
 
     # --- reading ------------------------------------------------------------------------
 
@@ -252,13 +261,11 @@ class ResidentUnits:
         """The bytes of a unit, waited for; and begin to fetch what comes after it."""
         with self._lock:
             self.require_open()
-            self._clock += 1
-            home.used = self._clock
             self._current = home
             self.order.went_to(home.index)
-            if home.in_place and home.epoch != self._memory.held_epoch:
-                # It was changed by a step, and by nobody else.
-                self.sums.note(home)
+            if home.held and home.is_stale(self._memory.held_epoch):
+                if self.sums.compares:
+                    self.sums.note(home)
                 self.evict(home)
             if home.base is None:
                 self._bring(home)
@@ -271,39 +278,31 @@ class ResidentUnits:
             return base
 
     def _bring(self, home: Home) -> None:
-        if home.held:
-            base = self._held_bytes(home)
-        else:
-            if home.fetch is None and not self._adopt(home):
+        """Have the bytes of a unit in memory; an interrupt leaves one that is brought again."""
+        if home.state is Bytes.AWAY and self._adopt(home):
+            # What was compared of these bytes is compared on.
+            return
+        if self.sums.compares:
+            self.sums.forget(home)
+        if not home.held:
+            if home.state is Bytes.AWAY:
                 self._start(home, must=True)
-            fetch, pending = home.fetch, home.pending
-            home.fetch = home.pending = None
-            if fetch is None or pending is None:
-                return
-            fetch.wait()
-            # Not before it was checked: after an error somebody's traceback may hold what it was read into.
-            base = pending
-            home.weak = (StorageWeakRef(base.untyped_storage()), home.version)
-        self._at[base.data_ptr()] = (home, home.version)
-        home.overlay(base, self.overrides)
-        self.sums.forget(home)
-        # The last thing: an interrupt before it leaves a unit that is brought again.
-        home.base = base
-        self.sums.note(home)
-
-    def _held_bytes(self, home: Home) -> torch.Tensor:
-        """A unit whose values are in memory: it is computed with where they lie, but for values that are not stored."""
-        # Asked first: what becomes stale in between is brought again.
-        home.epoch = self._memory.held_epoch
-        held = self._memory.held(home.name)
-        home.held_at = held.data_ptr()
-        home.in_place = not any(place.name in self.overrides for place in home.places)
-        if home.in_place:
-            return held
-        # What only the model has is no part of what is held: in a file, as all that user code reached.
-        base = self._copies.of_bytes(held[: home.nbytes])
-        home.mapped = StorageWeakRef(base.untyped_storage())
-        return base
+            home.arrive(self.overrides)
+        else:
+            # Asked first: what becomes stale in between is brought again.
+            epoch = self._memory.held_epoch
+            held = self._memory.held(home.name)
+            self._at[held.data_ptr()] = (home, home.version)
+            if any(place.name in self.overrides for place in home.places):
+                # What only the model has is no part of what is held.
+                base = self._copies.of_bytes(held[: home.nbytes])
+                home.overlay(base, self.overrides)
+                self._at[base.data_ptr()] = (home, home.version)
+                home.copy(base)
+            else:
+                home.stand(held, epoch)
+        if self.sums.compares:
+            self.sums.note(home)
 
     def _start(self, home: Home, *, must: bool) -> bool:
         """Lease memory and begin the read."""
@@ -312,23 +311,16 @@ class ResidentUnits:
             return False
         with torch.inference_mode(mode=False):
             base = lease.tensor((home.nbytes,), torch.uint8)
-        home.weak = None
-        home.fetch = self._memory.begin(home.name, base)
-        home.pending = base
+        home.begin_read(self._memory.begin(home.name, base), base)
+        self._at[base.data_ptr()] = (home, home.version)
         self.counters["fetches"] += 1
         return True
 
     def _adopt(self, home: Home) -> bool:
         """Take living bytes of the current version again."""
-        if home.weak is None or home.weak[1] != home.version:
-            return False
-        storage = alive(home.weak[0])
-        if storage is None or home.fetch is not None:
-            return False
-        with torch.inference_mode(mode=False):
-            home.base = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (home.nbytes,), (1,))
-        self.counters["adopted"] += 1
-        return True
+        adopted = home.weak is not None and home.weak[1] == home.version and home.adopt()
+        self.counters["adopted"] += adopted
+        return adopted
 
     def look_ahead(self) -> None:
         """Begin to fetch what is used next, where there is room now."""
@@ -347,13 +339,7 @@ class ResidentUnits:
             return
         for count, index in enumerate(self.order.ahead(near + _FARTHER if near else 0, self._held)):
             home = self.homes[index]
-            if (
-                home.bound
-                or home.base is not None
-                or home.fetch is not None
-                or is_useless(home, self.order)
-                or self._adopt(home)
-            ):
+            if home.bound or home.state is not Bytes.AWAY or is_useless(home, self.order) or self._adopt(home):
                 # One that is useless now is read when the commit has made its values new.
                 # One that is bound without bytes of ours is materialized: they could not leave before it is no more.
                 continue
@@ -367,38 +353,47 @@ class ResidentUnits:
 
     def _room(self, home: Home, *, must: bool) -> Any:
         """A lease for a unit; None where there is no room now and it is not needed yet."""
-        patience, evicted = 0.0, False
+        waited, evicted = 0.0, False
         while True:
             # Where there is no room now, that is asked and not tried: an error with its message takes its time.
-            if patience or self._arena.free_slots(home.nbytes):
+            if waited or self._arena.free_slots(home.nbytes):
                 try:
-                    return self._arena.lease(home.nbytes, timeout=patience, owner="units")
+                    return self._arena.lease(home.nbytes, timeout=waited, owner="units")
                 except TimeoutExpired:
-                    if patience == _LAST_SECONDS and not self._engine.queued_bytes:
-                        if self._limits.add is None:
-                            raise crowded(home, self.homes, self._limits) from None
-                        self._add_room(home, self._limits.add)
+                    if waited == _LAST_SECONDS and not self._engine.queued_bytes:
+                        self._add_room(home)
                         continue
-            leaving = is_leaving(home, self.homes)
-            if not must and (evicted or leaving):
-                # It is asked for again soon; waiting here would keep compute from going on.
-                return None
-            if leaving and patience != _LAST_SECONDS and (self._engine.queued_bytes or not patience):
-                # Whoever read it lets go in a moment; an update that works on it, when it is done.
-                patience = _RELEASE_SECONDS
-                continue
-            victim = victim_for(home, self.homes, self.order, self._current, must=must)
-            if victim is not None:
-                self.evict(victim)
-                evicted, patience = True, 0.0
-            elif must:
-                patience = _LAST_SECONDS
+            # No more than one leaves for what is only looked ahead for.
+            way = None if evicted and not must else self._way_to_room(home, waited, must=must)
+            if isinstance(way, Home):
+                self.evict(way)
+                waited, evicted = 0.0, True
+            elif way is not None:
+                waited = way
             else:
                 return None
 
-    def _add_room(self, home: Home, add: Callable[[int], int]) -> None:
-        """Take memory beside the planned: nobody gave a budget, and a plan cannot know what code keeps."""
-        added = add(home.nbytes)
+    def _way_to_room(self, home: Home, waited: float, *, must: bool) -> Home | float | None:
+        """How a unit gets room, after `waited` seconds for a lease in vain.
+
+        Returns:
+            A unit that leaves; or how long to wait for a lease; or None, as it is not needed yet, and is asked for
+            again with the next use of any: waiting here would keep compute from going on.
+        """
+        if is_leaving(home, self.homes):
+            if not must:
+                return None
+            if waited != _LAST_SECONDS and (self._engine.queued_bytes or not waited):
+                # Whoever read it lets go in a moment; an update that works on it, when it is done.
+                return _RELEASE_SECONDS
+        victim = victim_for(home, self.homes, self.order, self._current, must=must)
+        return _LAST_SECONDS if victim is None and must else victim
+
+    def _add_room(self, home: Home) -> None:
+        """Take memory beside the planned, where nobody gave a budget: a plan cannot know what code keeps."""
+        if self._limits.add is None:
+            raise crowded(home, self.homes, self._limits) from None
+        added = self._limits.add(home.nbytes)
         _log.warning(
             "%d bytes beside the planned %s were added for unit %r: all places of its size are held by views of %s, "
             "which a checkpoint segment of several blocks, or your code, keeps",
@@ -411,15 +406,9 @@ class ResidentUnits:
     def evict(self, home: Home) -> None:
         """Let a unit's bytes go; views that others hold keep them until they are gone."""
         with self._lock:
-            if home.fetch is not None:
-                # Dropping a read waits for it; what it reads into goes after it, and was never checked.
-                home.fetch = None
-                home.pending = None
-                home.weak = None
-            self.written.update(self.sums.changed(home))
-            home.views = None
-            home.base = None
-            home.in_place = False
+            if self.sums.compares:
+                self.written.update(self.sums.changed(home))
+            home.leave()
             self.counters["evictions"] += 1
 
     # --- values that change -------------------------------------------------------------
@@ -431,10 +420,9 @@ class ResidentUnits:
             if values is not None:
                 self.overrides[place.name] = values
             home = self.home_of[place.name]
-            # A graph of what it was before is not walked any more.
-            home.version += 1
+            home.change()
             self.evict(home)
-            home.weak = None
+            home.forget()
 
     def settle_override(self, place: Place) -> None:
         """The values of an override are on storage now: what is resident is right, what is being read may be old."""
@@ -446,12 +434,13 @@ class ResidentUnits:
 
     def find_written(self) -> None:
         """Look for values in memory that are not what was read, as far as they are compared."""
-        with self._lock:
-            for home in self.homes:
-                self.find_written_in(home)
+        if self.sums.compares:
+            with self._lock:
+                for home in self.homes:
+                    self.drop_written(home, ())
 
-    def find_written_in(self, home: Home, seen: Iterable[str] = ()) -> None:
-        """The same for one unit; `seen` are parameters of it that were seen to be written to."""
+    def drop_written(self, home: Home, seen: Iterable[str]) -> None:
+        """The same for one unit; `seen` are parameters of it that torch has counted as written to."""
         written = {*seen, *self.sums.changed(home)}
         if written:
             self.written.update(written)
@@ -460,17 +449,15 @@ class ResidentUnits:
                 self._memory.spoil(place.name)
             # What it holds now is no step's: it is read again.
             self.evict(home)
-            home.weak = None
+            home.forget()
 
     def changed(self, names: Iterable[str]) -> None:
         """Parameters have new values on storage: what is resident of their units is old."""
         with self._lock:
             for index in {self.home_of[name].index for name in names}:
                 home = self.homes[index]
-                home.version += 1
-                home.trained = True
-                if home.held:
-                    home.count_write()
+                home.train()
+                if home.held and self.sums.compares:
                     self.sums.note(home)
                 self.evict(home)
 
@@ -487,17 +474,14 @@ class ResidentUnits:
         with self._lock:
             home = self.home_of[place.name]
             # What is held the engine has.
-            return None if home.base is None or home.held else view(home.base, place)
+            return None if home.base is None or home.held else place.view(home.base)
 
     def home_at(self, address: int) -> tuple[Home, int] | None:
         """The unit whose bytes begin at an address, and their version."""
         found = self._at.get(address)
-        if found is not None and found[0].held and found[0].held_at != address:
-            # Where a file was, something else may be now.
-            storage = None if found[0].mapped is None else alive(found[0].mapped)
-            if storage is None or storage.data_ptr() != address:
-                self._at.pop(address, None)
-                return None
+        if found is not None and found[0].held and not found[0].is_at(address):
+            self._at.pop(address, None)
+            return None
         return found
 
     def close(self, why: str) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -89,6 +90,12 @@ def _is_helper(thread: threading.Thread) -> bool:
 _TOUCH_SECONDS = 60.0
 
 
+FORKED = (
+    "the model belongs to the process that offloaded it, and this process is a fork of it: compute there, or offload a "
+    "model here"
+)
+
+
 class OwnProcess:
     """The process that offloaded a model; its forks have none of the threads, and see zeros where units are."""
 
@@ -102,22 +109,40 @@ class OwnProcess:
 
     def require_here(self) -> None:
         """Refuse what a fork asks."""
-        if self.is_elsewhere:
-            raise UsageError(
-                "the model belongs to the process that offloaded it, and this process is a fork of it: compute there, "
-                "or offload a model here"
-            )
+        if os.getpid() != self._id:
+            raise UsageError(FORKED)
 
 
 class ProcessLock(type(threading.RLock())):  # type: ignore[misc]
-    """A reentrant lock that a fork is refused: it may be held there by a thread that is not there."""
+    """A reentrant lock that a fork is refused: it may be held there by a thread that is not there.
+
+    Each step takes it some fifty times: in its own process it is a plain lock, without a call of Python.
+    """
 
     def __init__(self) -> None:
-        self.process = OwnProcess()
+        _locks.add(self)
 
-    def __enter__(self) -> bool:
-        self.process.require_here()
-        return bool(super().__enter__())
+    def refuse(self) -> None:
+        """In a fork, whoever takes it from now on gets an error."""
+        self.__class__ = _ForksLock
+
+
+class _ForksLock(ProcessLock):
+    """A lock of the process that this one is a fork of."""
+
+    def __enter__(self) -> NoReturn:
+        raise UsageError(FORKED)
+
+
+_locks: weakref.WeakSet[ProcessLock] = weakref.WeakSet()
+
+
+def _refuse_locks() -> None:
+    for lock in list(_locks):
+        lock.refuse()
+
+
+os.register_at_fork(after_in_child=_refuse_locks)
 
 
 class Turns:

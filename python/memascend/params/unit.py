@@ -7,9 +7,11 @@ import logging
 import os
 import tempfile
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from memascend.errors import ConfigError, StorageError
 from memascend.memory import file_memory
@@ -17,10 +19,8 @@ from memascend.storage import checksum_of
 from memascend.tensors import bytes_of, memory_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
-
-    from torch.multiprocessing.reductions import StorageWeakRef
 
     from memascend.memory import Arena
     from memascend.params.offloaded_param import Place
@@ -40,31 +40,75 @@ class UnitRead(Protocol):
         """Whether the device is done."""
 
 
+class Bytes(Enum):
+    """Where the bytes of a unit are."""
+
+    # On storage. A view that somebody keeps may keep alive what was in memory last: `Home.adopt` finds it.
+    AWAY = auto()
+    # On their way into memory of the arena.
+    READING = auto()
+    # In memory of the arena.
+    CACHED = auto()
+    # In memory for the whole run, where the engine updates them: the model computes with them where they lie.
+    IN_PLACE = auto()
+    # The same, but for values that are not on storage: in a file, as all that user code reached.
+    COPIED = auto()
+
+    # As in `grads.gradient.State`: asked for many times in a step.
+    __hash__ = object.__hash__
+
+
+Move = Literal["read", "arrive", "adopt", "stand", "copy", "leave"]
+
+
+_MOVES: dict[Move, dict[Bytes, Bytes]] = {
+    "read": {Bytes.AWAY: Bytes.READING},
+    "arrive": {Bytes.READING: Bytes.CACHED},
+    "adopt": {Bytes.AWAY: Bytes.CACHED},
+    "stand": {Bytes.AWAY: Bytes.IN_PLACE},
+    "copy": {Bytes.AWAY: Bytes.COPIED},
+    "leave": dict.fromkeys(Bytes, Bytes.AWAY),
+}
+
+
 class Home:
-    """One unit at run time: its parameters, and where its bytes are now."""
+    """One unit at run time: its parameters, where its bytes are now, and which threads have bound it.
+
+    Only its methods write its attributes, each of which is one of `_MOVES`, a change of its values or a use. In each
+    the state comes last: an interrupt in it leaves the unit as it was, to be brought again.
+
+    Attributes:
+        held: its values are in memory for the whole run, so that it has no place in the arena.
+        places: its parameters.
+        state: where its bytes are.
+        base: the bytes in memory; None while they are away or read.
+        read: the read that is under way; None in other states.
+        weak: the storage that was leased last, which views that others hold may keep alive, and the version there.
+        version: counts the values that it had.
+        trained: a step has changed its values, so the next one will.
+        holders: the threads that have bound it, with how often; `bound` is the sum.
+    """
 
     __slots__ = (
+        "_address",
+        "_epoch",
+        "_file",
+        "_into",
+        "_views",
         "base",
         "bound",
-        "epoch",
-        "fetch",
-        "guarded",
         "held",
-        "held_at",
         "holders",
-        "in_place",
         "index",
-        "mapped",
         "name",
         "nbytes",
-        "pending",
         "pinned",
         "places",
+        "read",
         "slot_bytes",
+        "state",
         "trained",
-        "used",
         "version",
-        "views",
         "weak",
     )
 
@@ -77,37 +121,146 @@ class Home:
         *,
         pinned: bool,
         held: bool = False,
+        places: Sequence[Place] = (),
     ) -> None:
+        """`slot_bytes` is the size of the arena's places that it may have."""
         self.index = index
         self.name = name
         self.nbytes = nbytes
         self.slot_bytes = slot_bytes
         self.pinned = pinned
-        # Its values are in memory for the whole run: it has no place in the arena.
         self.held = held
-        # `base` is where they are held, at this address, and was fresh at this epoch of the store.
-        self.in_place = False
-        self.held_at = 0
-        self.epoch = -1
-        # Of the file that it was brought into, where the model computes with values that are not stored.
-        self.mapped: StorageWeakRef | None = None
-        self.places: list[Place] = []
-        self.bound = 0
-        # Its parameters ask each thread whether it has bound them.
-        self.guarded = False
-        # The threads that have bound it, with how often; `bound` is the sum.
-        self.holders: dict[int, int] = {}
-        self.version = 0
-        # A step has changed its values, so the next one will.
-        self.trained = False
-        self.used = 0
+        self.places = places
+        self.state = Bytes.AWAY
         self.base: torch.Tensor | None = None
-        self.fetch: UnitRead | None = None
-        # The bytes that `fetch` fills.
-        self.pending: torch.Tensor | None = None
-        self.views: list[torch.Tensor] | None = None
-        # Of the storage that was leased last: views that others hold may keep it alive.
+        self.read: UnitRead | None = None
+        # What `read` fills, and the values of the parameters in `base`.
+        self._into: torch.Tensor | None = None
+        self._views: list[torch.Tensor] | None = None
         self.weak: tuple[StorageWeakRef, int] | None = None
+        # Where it is held, and of which epoch of the store it was taken; and the file that it was copied to.
+        self._address = 0
+        self._epoch = -1
+        self._file: StorageWeakRef | None = None
+        self.version = 0
+        self.trained = False
+        self.bound = 0
+        self.holders: dict[int, int] = {}
+
+    def _move(self, move: Move) -> None:
+        after = _MOVES[move].get(self.state)
+        assert after is not None, f"{move!r} of unit {self.name!r}, which is {self.state.name}"
+        self.state = after
+
+    # --- its bytes ---------------------------------------------------------------------
+
+    def begin_read(self, read: UnitRead, into: torch.Tensor) -> None:
+        """They are being read into leased memory."""
+        self.weak = None
+        self.read, self._into = read, into
+        self._move("read")
+
+    def arrive(self, overrides: Mapping[str, torch.Tensor]) -> None:
+        """Wait for what is read, which checks it: it is the bytes, but for `overrides`, values that are not stored."""
+        into = self._into
+        assert self.read is not None, f"nothing of unit {self.name!r} is read"
+        assert into is not None, "a read has memory"
+        try:
+            self.read.wait()
+        except BaseException:
+            # After an error somebody's traceback may hold what it was read into.
+            self.leave()
+            raise
+        if overrides:
+            self.overlay(into, overrides)
+        self.weak = (StorageWeakRef(into.untyped_storage()), self.version)
+        self.base, self.read, self._into = into, None, None
+        self._move("arrive")
+
+    def adopt(self) -> bool:
+        """Take living bytes of the current version again; whether there are any."""
+        if self.state is not Bytes.AWAY or self.weak is None or self.weak[1] != self.version:
+            return False
+        storage = alive(self.weak[0])
+        if storage is None:
+            return False
+        with torch.inference_mode(mode=False):
+            self.base = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (self.nbytes,), (1,))
+        self._move("adopt")
+        return True
+
+    def stand(self, base: torch.Tensor, epoch: int) -> None:
+        """The bytes are where they are held, as the last commit of this epoch of the store left them."""
+        self.base, self._address, self._epoch = base, base.data_ptr(), epoch
+        self._move("stand")
+
+    def copy(self, base: torch.Tensor) -> None:
+        """The bytes are in a file, while others are held."""
+        self.base, self._file = base, StorageWeakRef(base.untyped_storage())
+        self._move("copy")
+
+    def leave(self) -> None:
+        """The bytes are let go; views that others hold keep them until they are gone."""
+        if self.state is Bytes.READING:
+            # Dropping a read waits for it; what it reads into goes after it, and was never checked.
+            self.read = None
+            self._into = self.weak = None
+        self._views = self.base = None
+        self._move("leave")
+
+    def is_stale(self, epoch: int) -> bool:
+        """Whether a step has changed the bytes where they are held, as of an epoch of the store, and nobody else."""
+        return self.state is Bytes.IN_PLACE and self._epoch != epoch
+
+    def is_at(self, address: int) -> bool:
+        """Whether its bytes are at an address where they were, of a unit that is held: other files come there."""
+        if self._address == address:
+            return True
+        storage = None if self._file is None else alive(self._file)
+        return storage is not None and storage.data_ptr() == address
+
+    # --- its values --------------------------------------------------------------------
+
+    def train(self) -> None:
+        """A commit has changed the values on storage: what is in memory is old."""
+        self.version += 1
+        self.trained = True
+        if self.held:
+            # They were updated where they lie, as by an optimizer in place: a graph that saved a view is refused.
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                for place in self.places:
+                    torch.autograd.graph.increment_version(place.parameter)
+                    if place.bound_version is not None:
+                        place.note_version()
+
+    def change(self) -> None:
+        """The model computes with other values from now on: a graph of the values before is not walked any more."""
+        self.version += 1
+
+    def forget(self) -> None:
+        """What is in memory is no step's: nobody takes it again."""
+        self.leave()
+        self.weak = None
+
+    def overlay(self, base: torch.Tensor, overrides: Mapping[str, torch.Tensor]) -> None:
+        """Let bytes that it gets have values that are not on storage, by the names of their parameters."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for place in self.places:
+                values = overrides.get(place.name)
+                if values is not None:
+                    place.view(base).copy_(values)
+
+    @property
+    def written(self) -> list[str]:
+        """The parameters that somebody wrote to in place since they were bound, or unbound: views outlive both."""
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            return [
+                place.name
+                for place in self.places
+                if place.bound_version is not None and place.parameter._version != place.bound_version  # noqa: SLF001
+            ]
+
+    # --- its users ---------------------------------------------------------------------
 
     def count(self, holder: int, more: int) -> None:
         """Count how often a thread has bound it. An interrupt in here leaves a holder that is found."""
@@ -118,29 +271,27 @@ class Home:
             self.holders.pop(holder, None)
         self.bound = sum(self.holders.values())
 
-    def overlay(self, base: torch.Tensor, overrides: Mapping[str, torch.Tensor]) -> None:
-        """Let the bytes that it gets have values that are not on storage, by the names of their parameters."""
-        if overrides:
-            with torch.inference_mode(mode=False), torch.no_grad():
-                for place in self.places:
-                    values = overrides.get(place.name)
-                    if values is not None:
-                        view(base, place).copy_(values)
+    def bind(self, holder: int, *, guarded: bool) -> None:
+        """Let the parameters have their values, for a thread; `guarded`: they ask each thread whether it bound them.
 
-    def count_write(self) -> None:
-        """Its values were updated where they lie, as by an optimizer in place: a graph that saved a view is refused."""
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            for place in self.places:
-                torch.autograd.graph.increment_version(place.parameter)
-                if place.bound_version is not None:
-                    place.note_version()
+        What an interrupt leaves half bound is counted, and so found.
+        """
+        assert self.base is not None, f"unit {self.name!r} has no bytes"
+        if self._views is None:
+            self._views = [place.view(self.base) for place in self.places]
+        self.count(holder, 1)
+        for place, values in zip(self.places, self._views, strict=True):
+            place.bind(values, guarded=guarded)
 
+    def unbind(self) -> None:
+        """Let the parameters be away; done again after an interrupt it does the rest."""
+        for place in self.places:
+            place.unbind()
 
-def view(base: torch.Tensor, place: Place) -> torch.Tensor:
-    """A parameter's values in the bytes of its unit."""
-    with torch.inference_mode(mode=False), torch.no_grad():
-        values = torch.empty(0, dtype=place.dtype, device=base.device)
-        return values.set_(base.untyped_storage(), place.offset // values.element_size(), place.shape, place.stride)
+    def abandon(self) -> None:
+        """Nobody has bound it."""
+        self.holders.clear()
+        self.bound = 0
 
 
 def alive(weak: StorageWeakRef) -> torch.UntypedStorage | None:
@@ -231,11 +382,6 @@ class Copies:
     def __init__(self, folder: Path | None) -> None:
         """`folder` is where they lie; None where nobody named one and the storage is no folder."""
         self._given = folder
-
-    def of(self, place: Place) -> torch.Tensor:
-        """A copy of a parameter that is bound."""
-        # No name for the values, see there.
-        return self.of_values(place, place.parameter.detach())
 
     def of_values(self, place: Place, values: torch.Tensor) -> torch.Tensor:
         """A copy of values of a parameter, which have its strides."""
@@ -333,6 +479,8 @@ class Sums:
     def __init__(self, *, everything: bool) -> None:
         """`everything`: compare all parameters, and not only those that somebody took the data of."""
         self._everything = everything
+        # Some parameter is compared, or was: without one nothing else is called.
+        self.compares = everything
         self._read: dict[str, str] = {}
         self._told: set[str] = set()
 
@@ -350,6 +498,7 @@ class Sums:
 
     def take(self, home: Home, place: Place) -> None:
         """Somebody is about to have a parameter's memory."""
+        self.compares = True
         if home.base is not None and place.name not in self._read:
             self._read[place.name] = _sum(home.base, place.offset, place.nothing.nbytes)
 

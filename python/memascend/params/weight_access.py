@@ -6,6 +6,7 @@ import functools
 import logging
 import sys
 from contextlib import contextmanager
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -29,22 +30,62 @@ if TYPE_CHECKING:
 _OVERLAPS = 1
 
 
-class Reached:
-    """Real memory of one parameter."""
+class Way(Enum):
+    """By which way a weight's memory may be written to."""
 
-    __slots__ = ("committed", "in_state_dict", "old", "place", "seen", "settled", "stand_in", "values")
+    # A view, `.data` or the like, which somebody may have: it counts as written to until it was looked at.
+    VIEW = auto()
+    # The same, of a state dict, which later steps do not change.
+    STATE_DICT = auto()
+    # None: nobody else has the memory, so that it stays as it was seen.
+    NONE = auto()
+    # A view that was kept over a commit: storage has other values by now, which are to come here before anything else.
+    KEPT = auto()
+
+
+class Reached:
+    """Real memory of one parameter.
+
+    Attributes:
+        way: how it may be written to.
+        committed: the checksum of the values on storage.
+        seen: the checksum of those that the model computes with.
+    """
+
+    __slots__ = ("committed", "place", "seen", "stand_in", "values", "way")
 
     def __init__(self, place: Place, values: torch.Tensor) -> None:
         self.place = place
         self.hold(values)
-        # Of the values on storage, and of those that the model computes with.
         self.committed = self.seen = self.checksum()
-        # Nobody else has the memory, so that it stays as it was seen.
-        self.settled = False
-        # Storage has other values by now, which are to come here.
-        self.old = False
-        # A state dict has this memory, which later steps do not change.
-        self.in_state_dict = False
+        self.way = Way.VIEW
+
+    def lend(self) -> None:
+        """Somebody gets the memory."""
+        assert self.way is not Way.KEPT, f"{self.place.name!r} has values of an earlier step"
+        if self.way is not Way.STATE_DICT or not self.is_shared:
+            self.way = Way.VIEW
+
+    def lend_to_state_dict(self) -> None:
+        """A state dict gets the memory, which nobody else has."""
+        assert self.way is not Way.KEPT, f"{self.place.name!r} has values of an earlier step"
+        self.way = Way.STATE_DICT
+
+    def look(self, now: str, *, shared: bool) -> None:
+        """The model computes with the values that have this checksum; whether anybody else has the memory."""
+        assert self.way is not Way.KEPT, f"{self.place.name!r} has values of an earlier step"
+        self.seen = now
+        if not shared:
+            self.way = Way.NONE
+
+    def store(self) -> None:
+        """What was seen is on storage."""
+        self.committed = self.seen
+
+    def keep(self) -> None:
+        """Storage has other values, and somebody has a view."""
+        assert self.way is not Way.STATE_DICT, f"{self.place.name!r} has no view that follows its steps"
+        self.way = Way.KEPT
 
     def hold(self, values: torch.Tensor) -> None:
         """Have this memory from now on."""
@@ -69,7 +110,7 @@ class Reached:
             torch.autograd.graph.increment_version(self.place.parameter)
         self.place.note_version()
         self.committed = self.seen = self.checksum()
-        self.settled = self.old = False
+        self.way = Way.VIEW
 
     @property
     def changed(self) -> bool:
@@ -124,6 +165,10 @@ class Outlived:
         with torch.inference_mode(mode=False), torch.no_grad():
             values = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
             return checksum(values, self.place)
+
+    def accept(self) -> None:
+        """What was written to it is no part of a step any more."""
+        self.seen = self.checksum() or self.seen
 
 
 def laid_out(values: torch.Tensor, place: Place) -> torch.Tensor:
@@ -245,12 +290,12 @@ class ReachedWeights:
         """Memory for a state dict that is being made: what is written there counts, but no later step changes it."""
         with self._residency.lock, torch.inference_mode(mode=False), torch.no_grad():
             one = self._reach(place)
-            if one.is_shared and not one.in_state_dict:
+            if one.is_shared and one.way is not Way.STATE_DICT:
                 # Somebody's view, which follows the steps.
                 values = self._copies.of_values(place, laid_out(one.values, place))
                 self._outlived.append(Outlived(place, values))
                 return values
-            one.in_state_dict = True
+            one.lend_to_state_dict()
             return one.stand_in
 
     @contextmanager
@@ -312,9 +357,8 @@ class ReachedWeights:
             one = self._now.get(place.name)
             if one is None:
                 one = self._now[place.name] = Reached(place, self._copy(place))
-            elif one.in_state_dict:
-                one.in_state_dict = one.is_shared
-            one.settled = False
+            else:
+                one.lend()
             return one
 
     def _copy(self, place: Place) -> torch.Tensor:
@@ -336,7 +380,7 @@ class ReachedWeights:
         with self._residency.lock:
             # Where an error or an interrupt came between.
             self._renew()
-            written = [self._look_at(one) for one in list(self._now.values()) if not one.settled]
+            written = [self._look_at(one) for one in list(self._now.values()) if one.way is not Way.NONE]
             return any(written)
 
     def _look_at(self, one: Reached) -> bool:
@@ -349,12 +393,11 @@ class ReachedWeights:
             if self._residency.listener.has_updates:
                 self._late.add(one.place.name)
                 return True
-            one.seen = now
             # A view in a graph shares the parameter's counter: what was written through it is seen.
             one.place.note_version()
-            self._residency.units.override(one.place, one.values if one.changed else None)
-        one.settled = not shared
-        if one.settled and not one.changed:
+            self._residency.units.override(one.place, one.values if now != one.committed else None)
+        one.look(now, shared=shared)
+        if one.way is Way.NONE and not one.changed:
             del self._now[one.place.name]
         return written
 
@@ -368,7 +411,7 @@ class ReachedWeights:
     def _note_late(self) -> None:
         with self._residency.lock:
             for one in self._now.values():
-                if not one.settled and one.checksum() != one.seen:
+                if one.way is not Way.NONE and one.checksum() != one.seen:
                     self._late.add(one.place.name)
 
     def require_seen(self) -> None:
@@ -404,7 +447,7 @@ class ReachedWeights:
             late, self._late = self._late, set()
             self.forget(late)
             for other in self._outlived:
-                other.seen = other.checksum() or other.seen
+                other.accept()
 
     # --- what becomes of it -------------------------------------------------------------------
 
@@ -430,9 +473,9 @@ class ReachedWeights:
         with self._residency.lock:
             for name in names:
                 one = self._now[name]
-                one.committed = one.seen
+                one.store()
                 self._residency.units.settle_override(one.place)
-                if one.settled:
+                if one.way is Way.NONE:
                     del self._now[name]
 
     def forget(self, names: Iterable[str]) -> None:
@@ -445,8 +488,8 @@ class ReachedWeights:
                 if one.changed:
                     self._residency.units.override(one.place, None)
                 shared = one.is_shared
-                if shared and one.is_writable and not one.in_state_dict:
-                    one.old = True
+                if shared and one.is_writable and one.way is not Way.STATE_DICT:
+                    one.keep()
                     continue
                 if shared:
                     self._outlived.append(Outlived(one.place, one.values))
@@ -456,7 +499,7 @@ class ReachedWeights:
     def _renew(self) -> None:
         """Let memory that somebody kept have what is on storage now."""
         for one in self._now.values():
-            if one.old:
+            if one.way is Way.KEPT:
                 self._note_kept(one.place)
                 self._residency.read_into(one.place, one.renew)
 
@@ -484,8 +527,9 @@ class Transfers:
         # Of the state dict that is being made, by name: parameters that are tied are one tensor in it.
         self._copies: dict[str, torch.Tensor] | None = None
         self._write: Callable[[Place, torch.Tensor], None] | None = None
-        # Commits what was loaded and is held back.
+        # Commits what was loaded and is held back, where anything is.
         self._settle: Callable[[], None] | None = None
+        self.holds_back = False
 
     def settle(self) -> None:
         """Somebody is about to use values: those that were loaded and are held back are committed now."""
@@ -518,9 +562,9 @@ class Transfers:
     def begin_loading(self, write: Callable[[Place, torch.Tensor], None]) -> None:
         """From here on `write` gets what is copied to a parameter."""
         self._write = write
-        self._settle = None
+        self._settle, self.holds_back = None, False
 
     def end_loading(self, settle: Callable[[], None] | None) -> None:
         """The state dict is loaded, or was given up; `settle` commits what is held back of it, where there is any."""
         self._write = None
-        self._settle = settle
+        self._settle, self.holds_back = settle, settle is not None
