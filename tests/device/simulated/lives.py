@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -65,6 +66,23 @@ def closed_in_flight():
         return {"checked": training.check.checked, "wrong": training.check.wrong, "faults": runtime.faults()}
 
 
+def closed_in_an_update(gradients):
+    """What is on its way to the host when updates are dropped ends before the memory that it goes to does."""
+    with contextlib.ExitStack() as stack:
+        training = Training(stack, gradients=gradients)
+        training.step(0)
+        training.check.step = 1
+        found = training.forward()
+        runtime.delay(training.streams["out"], 300_000)
+        torch.autograd.backward(found, [torch.empty_like(y) for y in found])
+        training.optimizer.close()
+        stack.pop_all()
+        del training.model, training.optimizer, found
+        gc.collect()
+        training.check.compare()
+        return {"checked": training.check.checked, "wrong": training.check.wrong, "faults": runtime.faults()}
+
+
 def forked():
     """A child that ends has no part in the parent's device."""
     with contextlib.ExitStack() as stack:
@@ -79,28 +97,35 @@ def forked():
             sys.exit(0)
         assert os.waitpid(child, 0)[1] == 0
         torch.autograd.backward(found, [torch.empty_like(y) for y in found])
-        training.optimizer.step()
-        training.twin.step(1, 1)
+        training.commit(1)
         return training.compare()
 
 
-def accumulated():
-    """Micro-batches by layer: each is computed by a thread of its own."""
+def accumulated(steps=3, *, by_layer=True, delays=None, **options):
+    """Micro-batches by layer: each is computed by a thread of its own, from the second step on."""
     with contextlib.ExitStack() as stack:
-        training = Training(stack, gradients="fused", delays={"in": 1000}, kind="recomputed")
+        training = Training(stack, delays={"in": 1000} if delays is None else delays, **options)
 
         def loss_of(_):
             # Its backward begins with ones of its shape.
-            (y,) = training.forward()
-            return y[:1].view(())
+            return sum(y[:1].view(()) for y in training.forward())
 
-        for step in range(2):
+        for step in range(steps):
             training.check.step = step
-            training.optimizer.accumulate(loss_of, range(3))
-            training.optimizer.step()
-            training.twin.step(step, 3)
-            training.optimizer.zero_grad()
-        return training.compare()
+            training.optimizer.accumulate(loss_of, range(3), by_layer=by_layer)
+            training.commit(step, 3)
+        course = training.optimizer._session.accumulation
+        return {**training.compare(), "by_layer": course.never or course._course is not None}
+
+
+def clipped(**options):
+    """Updates begin before step() has the norm; some are discarded, and made anew from what was written."""
+    runtime.LOUD.update((2, 5))
+    with contextlib.ExitStack() as stack:
+        training = Training(stack, gradients="auto", max_grad_norm=10_000.0, **options)
+        for step in range(7):
+            training.step(step)
+        return {**training.compare(), "early": training.optimizer.report().to_dict().get("early")}
 
 
 def left():

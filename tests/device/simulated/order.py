@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import tempfile
 import threading
 import time
+from fractions import Fraction
 
 import torch
 from device.simulated import mutations, runtime
@@ -23,14 +25,17 @@ for sizes, nbytes in ((CHUNKS, 1 << 20), (WINDOWS, 1 << 20), (activations.CHUNKS
     sizes[nbytes] = count
 # Elements of fp32: the largest gradient takes three windows, a block three chunks, and an activation three of its own.
 LARGE, SMALL, ACTIVATION = 5 << 17, 3 << 13, 5 << 15
+# As a matrix.
+ROWS, COLUMNS = 3 << 6, 1 << 7
 LR, MOMENTUM = 0.01, 0.9
 
 
 class Block(torch.nn.Module):
-    def __init__(self, name, check, elements=(LARGE, SMALL)):
+    def __init__(self, name, check):
         super().__init__()
         self.name, self.check = name, check
-        self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(count)) for count in elements)
+        shapes = [(LARGE,), (ROWS, COLUMNS)]
+        self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(shape)) for shape in shapes)
 
     def uses(self):
         """The names of the weights that its forward uses, in order."""
@@ -96,47 +101,83 @@ class Net(torch.nn.Module):
 class Twin:
     """The same training on the CPU: what every weight is at each step."""
 
-    def __init__(self, model):
+    def __init__(self, model, optimizer, max_grad_norm=None):
         # By all names that a parameter has: a tied one has several.
         named = list(model.named_parameters(remove_duplicate=False))
         twins = {id(p): torch.nn.Parameter(p.detach().clone()) for _, p in named}
         self.by_name = {name: twins[id(p)] for name, p in named}
         # In the order of a backward.
         self.uses = model.uses()[::-1]
-        self.optimizer = made(twins.values())
+        self.optimizers = OPTIMIZERS[optimizer](twins.values())
+        self._max_norm = max_grad_norm
+        # Of the last step's gradients.
+        self.norm = None
 
     def hashes(self):
         return {name: runtime.hashed(twin) for name, twin in self.by_name.items()}
 
     def step(self, step, times):
         """By the gradients of this step: one for each use of a weight, `times` as often as in one forward."""
-        for twin in self.optimizer.param_groups[0]["params"]:
+        twins = list({id(twin): twin for twin in self.by_name.values()}.values())
+        for twin in twins:
             twin.grad = None
-        for name in self.uses * times:
-            twin = self.by_name[name]
-            gradient = runtime.filled(twin.shape, runtime.pattern(name, step))
-            twin.grad = gradient if twin.grad is None else twin.grad + gradient
-        self.optimizer.step()
+        for _ in range(times):
+            # As autograd does: the parts of one backward first.
+            sums = {}
+            for name in self.uses:
+                twin = self.by_name[name]
+                gradient = runtime.filled(twin.shape, runtime.pattern(name, step))
+                sums[twin] = sums[twin] + gradient if twin in sums else gradient
+            for twin, gradient in sums.items():
+                twin.grad = gradient if twin.grad is None else twin.grad + gradient
+        # Each is one number everywhere.
+        self.norm = math.sqrt(sum(twin.numel() * Fraction(twin.grad.view(-1)[0].item()) ** 2 for twin in twins))
+        if self._max_norm is not None:
+            factor = torch.tensor(min(self._max_norm / (self.norm + 1e-6), 1.0))
+            for twin in twins:
+                twin.grad *= factor
+        for optimizer in self.optimizers:
+            optimizer.step()
 
 
 def made(parameters):
     return torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM, foreach=False)
 
 
+def several(parameters):
+    """Two optimizers: one runs itself on whole matrices, the other one's arithmetic is the engine's."""
+    parameters = list(parameters)
+    matrices = [parameter for parameter in parameters if parameter.dim() == 2]
+    others = [parameter for parameter in parameters if parameter.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=LR), torch.optim.AdamW(others, lr=LR, fused=True)]
+
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: [made(parameters)],
+    # Which runs itself, chunk by chunk.
+    "rmsprop": lambda parameters: [torch.optim.RMSprop(parameters, lr=LR, foreach=False)],
+    "several": several,
+}
+
+
 class Training:
     """A model, its twin, and a run that was begun."""
 
-    def __init__(self, stack, kind="plain", *, delays=None, blocks=4, device="cuda", placed="cpu", **options):
+    def __init__(
+        self, stack, kind="plain", *, delays=None, blocks=4, device="cuda", placed="cpu", optimizer="sgd", **options
+    ):
         torch.manual_seed(1)
         self.check = runtime.Check()
         with torch.device("cpu"):
             model = Net(self.check, kind, blocks)
-        self.twin = Twin(model)
+        self.twin = Twin(model, optimizer, options.get("max_grad_norm"))
         # In the folder of the test, which outlives this process.
         folder = tempfile.mkdtemp()
         model = model.to(placed)
+        optimizers = OPTIMIZERS[optimizer](model.parameters())
+        given = optimizers if len(optimizers) > 1 else optimizers[0]
         self.model, self.optimizer = memascend.offload(
-            model, made(model.parameters()), storage=folder + "/run.store", device=device, **options
+            model, given, storage=folder + "/run.store", device=device, **options
         )
         stack.callback(self.optimizer.close)
         device = self.optimizer._session.run.resources.units.device
@@ -154,8 +195,13 @@ class Training:
         found = self.forward()
         torch.autograd.backward(found, [torch.empty_like(y) for y in found])
         del found
+        self.commit(step)
+
+    def commit(self, step, times=1):
+        """`step()`, here and there."""
         self.optimizer.step()
-        self.twin.step(step, 1)
+        self.twin.step(step, times)
+        self.check.number(self.optimizer.grad_norm, self.twin.norm, "the norm of the gradients")
         self.optimizer.zero_grad()
 
     def compare(self):
