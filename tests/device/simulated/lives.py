@@ -101,19 +101,19 @@ def forked():
         return training.compare()
 
 
-def accumulated(steps=3, *, by_layer=True, delays=None, **options):
-    """Micro-batches by layer: each is computed by a thread of its own, from the second step on."""
+def accumulated(batches=(None, None, None), steps=3, *, delays=None, **options):
+    """Micro-batches by layer: each by a thread of its own from the second step on, without the block that it names."""
     with contextlib.ExitStack() as stack:
         training = Training(stack, delays={"in": 1000} if delays is None else delays, **options)
 
-        def loss_of(_):
+        def loss_of(but):
             # Its backward begins with ones of its shape.
-            return sum(y[:1].view(()) for y in training.forward())
+            return sum(y[:1].view(()) for y in training.forward(but))
 
         for step in range(steps):
             training.check.step = step
-            training.optimizer.accumulate(loss_of, range(3), by_layer=by_layer)
-            training.commit(step, 3)
+            training.optimizer.accumulate(loss_of, batches)
+            training.commit(step, batches)
         course = training.optimizer._session.accumulation
         return {**training.compare(), "by_layer": course.never or course._course is not None}
 

@@ -65,7 +65,7 @@ class Recurrent(torch.nn.LSTM):
 
 
 class Net(torch.nn.Module):
-    """Blocks of one kind: plain, recomputed, tied, recurrent, or each used on two streams."""
+    """Blocks of one kind: plain, recomputed, tied, recurrent, each used on two streams, or some on the other stream."""
 
     def __init__(self, check, kind="plain", blocks=4):
         super().__init__()
@@ -79,22 +79,29 @@ class Net(torch.nn.Module):
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(kind != "streams")
         self.side = torch.cuda.Stream()
 
-    def uses(self):
-        found = [use for block in self.blocks for use in block.uses()]
+    def uses(self, but=None):
+        """The names of the weights that a forward without block `but` uses."""
+        found = [use for index, block in enumerate(self.blocks) if index != but for use in block.uses()]
         return found * 2 if self.kind == "streams" else found
 
-    def forward(self, x):
+    def forward(self, x, but=None):
         before = "input"
         found = []
-        for block in self.blocks:
-            self.side.wait_stream(torch.cuda.current_stream())
-            y = checkpoint(block, x, before, use_reentrant=False) if self.kind == "recomputed" else block(x, before)
+        own = torch.cuda.current_stream()
+        for index, block in enumerate(self.blocks):
+            if index == but:
+                continue
+            self.side.wait_stream(own)
+            with torch.cuda.stream(self.side if self.kind == "aside" and index % 2 else own):
+                y = checkpoint(block, x, before, use_reentrant=False) if self.kind == "recomputed" else block(x, before)
             if self.kind == "streams":
                 # At once with the call before it.
                 with torch.cuda.stream(self.side):
                     found.append(block(x, before))
             x, before = y, f"output of {block.uses()[-1]}"
-        torch.cuda.current_stream().wait_stream(self.side)
+            if self.kind == "aside":
+                own.wait_stream(self.side)
+        own.wait_stream(self.side)
         return [x, *found]
 
 
@@ -106,8 +113,7 @@ class Twin:
         named = list(model.named_parameters(remove_duplicate=False))
         twins = {id(p): torch.nn.Parameter(p.detach().clone()) for _, p in named}
         self.by_name = {name: twins[id(p)] for name, p in named}
-        # In the order of a backward.
-        self.uses = model.uses()[::-1]
+        self._uses_of = model.uses
         self.optimizers = OPTIMIZERS[optimizer](twins.values())
         self._max_norm = max_grad_norm
         # Of the last step's gradients.
@@ -116,15 +122,15 @@ class Twin:
     def hashes(self):
         return {name: runtime.hashed(twin) for name, twin in self.by_name.items()}
 
-    def step(self, step, times):
-        """By the gradients of this step: one for each use of a weight, `times` as often as in one forward."""
+    def step(self, step, batches=(None,)):
+        """By the gradients of this step: one for each use of a weight by each batch, without the block that it names."""
         twins = list({id(twin): twin for twin in self.by_name.values()}.values())
         for twin in twins:
             twin.grad = None
-        for _ in range(times):
+        for but in batches:
             # As autograd does: the parts of one backward first.
             sums = {}
-            for name in self.uses:
+            for name in reversed(self._uses_of(but)):
                 twin = self.by_name[name]
                 gradient = runtime.filled(twin.shape, runtime.pattern(name, step))
                 sums[twin] = sums[twin] + gradient if twin in sums else gradient
@@ -182,13 +188,14 @@ class Training:
         stack.callback(self.optimizer.close)
         device = self.optimizer._session.run.resources.units.device
         self.streams = {"in": device._inward, "out": device._outward, "own": torch.cuda.current_stream()}
+        self.streams["side"] = self.model.side
         for name, microseconds in (delays or {}).items():
             runtime.delay(self.streams[name], microseconds)
 
-    def forward(self):
+    def forward(self, but=None):
         self.check.weights = self.twin.hashes()
         x = self.check.fill(torch.empty(ACTIVATION, device="cuda"), "input").requires_grad_()
-        return self.model(x)
+        return self.model(x, but)
 
     def step(self, step):
         self.check.step = step
@@ -197,10 +204,10 @@ class Training:
         del found
         self.commit(step)
 
-    def commit(self, step, times=1):
+    def commit(self, step, batches=(None,)):
         """`step()`, here and there."""
         self.optimizer.step()
-        self.twin.step(step, times)
+        self.twin.step(step, batches)
         self.check.number(self.optimizer.grad_norm, self.twin.norm, "the norm of the gradients")
         self.optimizer.zero_grad()
 
