@@ -386,16 +386,13 @@ class DeviceEngine:
         self._engine.read_spilled(name, host)
         into.copy_(host)
 
-    def close(self) -> None:
-        """See `Engine.close`; what is on its way to a window ends before the window's memory may be let go."""
-        try:
-            self._engine.close()
-        finally:
-            # Of a device that is lost, nothing is on its way.
-            with self._lock, contextlib.suppress(DeviceError), failures_named(self._device):
-                for window in self._windows:
-                    window.wait()
-                    window.gradient = None
+    def end(self) -> None:
+        """Wait for what is on its way to a window, so that its memory may be let go: the engine is closed."""
+        # Of a device that is lost, nothing is on its way.
+        with self._lock, contextlib.suppress(DeviceError), failures_named(self._device):
+            for window in self._windows:
+                window.wait()
+                window.gradient = None
 
     def _lend(self, name: str, gradient: torch.Tensor) -> torch.Tensor | Lent:
         """What the engine is given for a gradient: itself where the engine can read it."""

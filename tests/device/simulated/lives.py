@@ -4,42 +4,65 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import sys
+import threading
 
 import torch
-from device.simulated import runtime
+from device.simulated import mutations, runtime
 from device.simulated.order import Training
+
+from memascend.activations.chunks import Chunks
 
 # Late enough that copies are under way whenever something ends.
 LATE = {"in": 3000, "out": 3000, "own": 1000}
 
 
-def fails(where, gradients):
+def fails(where, gradients="fused", without=None, delays=None, **options):
     """A step that fails is dropped, and the same step is done again."""
     with contextlib.ExitStack() as stack:
-        training = Training(stack, gradients=gradients, delays=LATE)
+        if without is not None:
+            mutations.take_away(without)
+        training = Training(stack, gradients=gradients, delays=delays or LATE, **options)
         training.step(0)
         training.check.step = 1
         block = training.model.blocks[2]
-        if where == "a backward":
-            training.check.fails = f"{block.name}.weights.0"
+        stops = (lambda: signal.raise_signal(signal.SIGINT)) if "Ctrl-C" in where else (lambda: 1 / 0)
+        if "backward" in where:
+            training.check.fails = f"{block.name}.weights.0", stops
+        elif where == "a checkpoint":
+            stack.enter_context(_third_piece_fails())
         else:
             inner = block.forward
-            block.forward = lambda *_: signal.raise_signal(signal.SIGINT) if "Ctrl-C" in where else 1 / 0
+            block.forward = lambda *_: stops()
         expected = KeyboardInterrupt if "Ctrl-C" in where else ZeroDivisionError
         try:
             torch.autograd.backward((y := training.forward()), [torch.empty_like(part) for part in y])
             raise AssertionError("nothing failed")
         except expected:
             pass
+        y = None
         training.optimizer.zero_grad()
         training.check.fails = None
-        if where != "a backward":
+        if "forward" in where:
             block.forward = inner
         training.step(1)
         return training.compare()
+
+
+@contextlib.contextmanager
+def _third_piece_fails():
+    """Of the first checkpoint that is brought back."""
+    give, calls = Chunks.give, itertools.count(1)
+
+    def failing(self, *arguments):
+        return give(self, *arguments) if next(calls) != 3 else 1 / 0
+
+    Chunks.give = failing
+    yield
+    Chunks.give = give
 
 
 def several():
@@ -53,34 +76,40 @@ def several():
         return {key: first[key] + second[key] for key in first}
 
 
-def closed_in_flight():
-    """What was begun before close() comes to its end, with what was there."""
+def closed(without=None, *, slow="in", backward=False, **options):
+    """Copies are under way when close() is called, and when the memory goes that they go to or come from."""
     with contextlib.ExitStack() as stack:
-        training = Training(stack, gradients="fused", delays=LATE)
+        if without is not None:
+            mutations.take_away(without)
+        training = Training(stack, delays={slow: 3000}, **options)
         training.step(0)
         training.check.step = 1
-        with torch.no_grad():
-            training.forward()
-        training.optimizer.close()
-        training.check.compare()
-        return {"checked": training.check.checked, "wrong": training.check.wrong, "faults": runtime.faults()}
-
-
-def closed_in_an_update(gradients):
-    """What is on its way to the host when updates are dropped ends before the memory that it goes to does."""
-    with contextlib.ExitStack() as stack:
-        training = Training(stack, gradients=gradients)
-        training.step(0)
-        training.check.step = 1
+        runtime.delay(training.streams[slow], 100_000)
         found = training.forward()
-        runtime.delay(training.streams["out"], 300_000)
-        torch.autograd.backward(found, [torch.empty_like(y) for y in found])
+        if backward:
+            torch.autograd.backward(found, [torch.empty_like(y) for y in found])
+        stream = training.streams[slow]
         training.optimizer.close()
+        # What close() did not wait for goes on once the memory is gone.
+        runtime.hold(stream)
+        gone = threading.Event()
+        thread = threading.Thread(target=_go_on_after, args=(stream, gone))
+        thread.start()
+        check = training.check
+        # All that holds the memory.
         stack.pop_all()
-        del training.model, training.optimizer, found
+        del training, found
         gc.collect()
-        training.check.compare()
-        return {"checked": training.check.checked, "wrong": training.check.wrong, "faults": runtime.faults()}
+        gone.set()
+        thread.join()
+        check.compare()
+        return {"checked": check.checked, "wrong": check.wrong, "faults": runtime.faults()}
+
+
+def _go_on_after(stream, gone):
+    while not gone.wait(0.01) and not runtime.faults():
+        pass
+    runtime.hold(stream, held=False)
 
 
 def forked():
@@ -101,9 +130,11 @@ def forked():
         return training.compare()
 
 
-def accumulated(batches=(None, None, None), steps=3, *, delays=None, **options):
+def accumulated(batches=(None, None, None), steps=3, *, without=None, delays=None, **options):
     """Micro-batches by layer: each by a thread of its own from the second step on, without the block that it names."""
     with contextlib.ExitStack() as stack:
+        if without is not None:
+            mutations.take_away(without)
         training = Training(stack, delays={"in": 1000} if delays is None else delays, **options)
 
         def loss_of(but):

@@ -275,7 +275,11 @@ cudaError_t simulated::strike(void* address) {
         bytes = found->second;
         pins().ranges.erase(found);
     }
-    if (copying(address, bytes)) fault("memory was unregistered while a copy used it");
+    if (copying(address, bytes)) {
+        fault("memory was unregistered while a copy used it");
+        // So that the process lives to tell of it.
+        while (copying(address, bytes)) usleep(1000);
+    }
     return cudaSuccess;
 }
 

@@ -51,6 +51,9 @@ void Stream::run() {
         long delay = item.works ? delay_ : 0;
         guard.unlock();
         if (delay) std::this_thread::sleep_for(std::chrono::microseconds(delay));
+        guard.lock();
+        changed_.wait(guard, [this] { return !held_; });
+        guard.unlock();
         item.work();
         guard.lock();
         busy_ = false;
