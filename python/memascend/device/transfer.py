@@ -188,7 +188,7 @@ class Staging:
             self._changed.notify_all()
         self._thread.join()
         for chunk in self._copying:
-            if chunk.copy is not None and self._broken is None:
+            if chunk.copy is not None:
                 # A device that is lost copies nothing any more.
                 with contextlib.suppress(DeviceError), failures_named(self._device):
                     chunk.copy.wait()

@@ -16,7 +16,7 @@ def _on_it():
         if os.environ.get("MEMASCEND_REQUIRE_ROOT") == "1":
             pytest.fail(f"the simulated CUDA is not to be skipped here: {why}")
         pytest.skip(f"no simulated CUDA: {why}")
-    loaded = Loaded(environment)
+    loaded = Loaded(environment, ["device.simulated.loads"])
     yield loaded, environment
     loaded.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import os
@@ -12,7 +13,7 @@ import threading
 
 import torch
 from device.simulated import mutations, runtime
-from device.simulated.order import Training
+from device.simulated.order import ACTIVATION, Training
 
 from memascend.activations.chunks import Chunks
 
@@ -32,8 +33,13 @@ def fails(where, gradients="fused", without=None, delays=None, **options):
         stops = (lambda: signal.raise_signal(signal.SIGINT)) if "Ctrl-C" in where else (lambda: 1 / 0)
         if "backward" in where:
             training.check.fails = f"{block.name}.weights.0", stops
-        elif where == "a checkpoint":
-            stack.enter_context(_third_piece_fails())
+        elif "checkpoint" in where:
+            inward = training.streams["in"]
+            stops = functools.partial(_late, inward)
+            if where == "beside a checkpoint":
+                training.check.fails = f"{block.name}.weights.0", stops
+            else:
+                stack.enter_context(_third_piece(stops))
         else:
             inner = block.forward
             block.forward = lambda *_: stops()
@@ -45,6 +51,8 @@ def fails(where, gradients="fused", without=None, delays=None, **options):
             pass
         y = None
         training.optimizer.zero_grad()
+        if "checkpoint" in where:
+            _memory_is_anothers(training)
         training.check.fails = None
         if "forward" in where:
             block.forward = inner
@@ -52,13 +60,32 @@ def fails(where, gradients="fused", without=None, delays=None, **options):
         return training.compare()
 
 
+def _memory_is_anothers(training):
+    """All that is let go is used anew, and what was on its way there has arrived."""
+    gc.collect()
+    training.optimizer._session.run.resources.activations._reap()
+    check = training.check
+    found = [check.fill(torch.empty(ACTIVATION, device="cuda"), "another's") for _ in range(64)]
+    training.streams["in"].synchronize()
+    for tensor in found:
+        check.read_pattern(tensor, "another's memory", "another's")
+
+
+def _late(inward):
+    """Fails where copies to the device are under way, and lets them arrive a second later."""
+    torch.cuda.current_stream().synchronize()
+    runtime.hold(inward)
+    threading.Timer(1, runtime.hold, (inward,), {"held": False}).start()
+    return 1 / 0
+
+
 @contextlib.contextmanager
-def _third_piece_fails():
-    """Of the first checkpoint that is brought back."""
+def _third_piece(stops):
+    """The first checkpoint that is brought back is not brought whole."""
     give, calls = Chunks.give, itertools.count(1)
 
     def failing(self, *arguments):
-        return give(self, *arguments) if next(calls) != 3 else 1 / 0
+        return give(self, *arguments) if next(calls) != 3 else stops()
 
     Chunks.give = failing
     yield

@@ -12,7 +12,7 @@ from memascend.activations.activations import Activations
 from memascend.activations.chunks import Chunks
 from memascend.device.arena import DeviceArena
 from memascend.device.device import Cuda, _Event
-from memascend.device.transfer import DeviceEngine, _Window
+from memascend.device.transfer import _Window
 from memascend.grads.baton import CallerStream
 
 
@@ -56,12 +56,6 @@ def _found_at_once(sums, before=kernels.found_in):
     return before(host.copy_(sums, non_blocking=True))
 
 
-def _brought_for_any_stream(self, before, stream, inner=Activations._bring_ahead):
-    for saved in before:
-        saved.stream = stream
-    inner(self, before, stream)
-
-
 # Each with the functions that wait, as `file:function`, and the way to take the wait away.
 WAITS = {
     # upload
@@ -80,7 +74,7 @@ WAITS = {
     "the end after uploads": (["transfer:Staging.close"], _skipped(_Event, "wait", "Staging.close")),
     # download
     "a gradient's copy after the gradient": (
-        ["transfer:DeviceEngine._lend", "device:Cuda._copied"],
+        ["transfer:DeviceEngine._lend", "device:Cuda.take", "device:Cuda._copied"],
         _replaced(Cuda, take=lambda self, source, target, _: self._copied(self._outward, source, target, ())),
     ),
     "an update after its gradient's copy": (
@@ -94,7 +88,7 @@ WAITS = {
     ),
     # reuse of the arena, memory of units
     "a slot's next upload after its use": (
-        ["arena:DeviceArena._came_back"],
+        ["arena:DeviceArena._came_back", "device:Cuda.bring"],
         _replaced(DeviceArena, _came_back=_came_back_unused),
     ),
     "the first upload after other uses of the memory": (
@@ -128,10 +122,6 @@ WAITS = {
     "memory of a checkpoint that failed after its copy": (
         ["activations:Activations._bring"],
         _skipped(_Event, "wait", "Activations._bring"),
-    ),
-    "a checkpoint's memory for its own stream": (
-        ["activations:Activations._bring_ahead"],
-        _replaced(Activations, _bring_ahead=_brought_for_any_stream),
     ),
     "the end after checkpoints' copies": (["chunks:Chunks.close"], _skipped(_Event, "wait", "Chunks.close")),
     # commit

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import memascend
 from memascend.activations import activations
+from memascend.device.arena import DeviceArena
+from memascend.device.device import Cuda
 from memascend.device.transfer import CHUNKS, WINDOWS
 
 # Smaller than they are, so that models may be.
@@ -126,7 +128,7 @@ class Twin:
         return {name: runtime.hashed(twin) for name, twin in self.by_name.items()}
 
     def step(self, step, batches=(None,)):
-        """By the gradients of this step: one for each use of a weight by each batch, without the block that it names."""
+        """By the gradients of this step: one for each use of a weight, by each batch but for the block that it names."""
         twins = list({id(twin): twin for twin in self.by_name.values()}.values())
         for twin in twins:
             twin.grad = None
@@ -173,9 +175,19 @@ class Training:
     """A model, its twin, and a run that was begun."""
 
     def __init__(
-        self, stack, kind="plain", *, delays=None, blocks=4, device="cuda", placed="cpu", optimizer="sgd", **options
+        self,
+        stack,
+        kind="plain",
+        *,
+        delays=None,
+        blocks=4,
+        placed="cpu",
+        optimizer="sgd",
+        activation=ACTIVATION,
+        **options,
     ):
         torch.manual_seed(1)
+        self._activation = activation
         self.check = runtime.Check()
         with torch.device("cpu"):
             model = Net(self.check, kind, blocks)
@@ -186,7 +198,7 @@ class Training:
         optimizers = OPTIMIZERS[optimizer](model.parameters())
         given = optimizers if len(optimizers) > 1 else optimizers[0]
         self.model, self.optimizer = memascend.offload(
-            model, given, storage=folder + "/run.store", device=device, **options
+            model, given, storage=folder + "/run.store", **{"device": "cuda", **options}
         )
         stack.callback(self.optimizer.close)
         device = self.optimizer._session.run.resources.units.device
@@ -197,7 +209,7 @@ class Training:
 
     def forward(self, but=None):
         self.check.weights = self.twin.hashes()
-        x = self.check.fill(torch.empty(ACTIVATION, device="cuda"), "input").requires_grad_()
+        x = self.check.fill(torch.empty(self._activation, device="cuda"), "input").requires_grad_()
         return self.model(x, but)
 
     def step(self, step):
@@ -278,48 +290,76 @@ def busy():
     return thread
 
 
-def let_go(without=None, added_by=None):
-    """Closes a run while a stream of the user has yet to compute with its weights, and uses the memory anew.
-
-    Args:
-        without: a wait that is taken away.
-        added_by: the arena gets further memory before a first use on that stream ("own") or after one ("side"); the
-            weights are in it.
-    """
+def let_go(without=None):
+    """Closes a run while a stream of the user has yet to compute with its weights, and uses the memory anew."""
     with contextlib.ExitStack() as stack:
         if without is not None:
             mutations.take_away(without)
         training = Training(stack, gradients="fused", device_memory="64MiB")
         arena, side = training.optimizer._session.run.resources.units.arena, training.streams["side"]
-
-        def used_aside():
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side), torch.no_grad():
-                training.forward()
-                torch.cuda.synchronize()
-
-        if added_by is not None:
-            if added_by == "own":
-                used_aside()
-            with torch.cuda.stream(training.streams[added_by]):
-                for bound, free in arena._free.items():
-                    for _ in range(len(training.model.blocks) + len(free)):
-                        arena.add(bound)
-            # What was brought before is brought anew.
-            training.step(0)
-            training.check.step = 1
-        used_aside()
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), torch.no_grad():
-            runtime.delay(side, 30_000)
+            training.forward()
+            torch.cuda.synchronize()
+            runtime.hold(side)
+            stack.callback(runtime.hold, side, held=False)
             training.forward()
         pieces = [piece.nbytes for piece in arena._pieces]
         training.optimizer.close()
         assert not side.query(), "close() waited for the stream, which shows nothing"
-        check = training.check
-        del training, arena, used_aside
+        check, inward = training.check, training.streams["in"]
+        del training, arena
         stack.pop_all()
-        gc.collect()
-        for nbytes in pieces:
-            check.fill(torch.empty(nbytes, dtype=torch.uint8, device="cuda"), "another's")
-        check.compare()
-        return {"checked": check.checked, "wrong": check.wrong, "faults": runtime.faults()}
+        return _used_anew(check, pieces, side, inward)
+
+
+def added(by, without=None):
+    """The same of an arena that got more memory, `by` the stream that was to use it ("side") or by another one."""
+    if without is not None:
+        mutations.take_away(without)
+    nbytes = 4 << 20
+    check, own, side = runtime.Check(), torch.cuda.current_stream(), torch.cuda.Stream()
+    device = Cuda(torch.device("cuda", 0))
+    arena = DeviceArena(device, {nbytes: 1})
+
+    def leased(arena=arena):
+        tensor = arena.lease(nbytes, 0).tensor((nbytes,), torch.uint8)
+        check.fill(tensor, "weights")
+        own.synchronize()
+        return tensor
+
+    def used(tensor, arena=arena):
+        with torch.cuda.stream(side):
+            arena.used(tensor)
+            check.read_pattern(tensor, "weights", "weights")
+
+    tensors = []
+    if by == "own":
+        # The stream has used the first piece by now.
+        tensors.append(leased())
+        used(tensors[0])
+        side.synchronize()
+    with torch.cuda.stream(own if by == "own" else side):
+        arena.add(nbytes)
+    while len(tensors) < 2:
+        tensors.append(leased())
+    runtime.hold(side)
+    for tensor in tensors:
+        used(tensor)
+    pieces = [piece.nbytes for piece in arena._pieces]
+    inward = device._inward
+    del arena, tensors, tensor, leased, used, device
+    return _used_anew(check, pieces, side, inward)
+
+
+def _used_anew(check, pieces, side, inward):
+    """Memory that is let go, of which a stream that is held has yet to read, is another's."""
+    gc.collect()
+    # What the memory was for, too.
+    inward.synchronize()
+    for nbytes in pieces:
+        check.fill(torch.empty(nbytes, dtype=torch.uint8, device="cuda"), "another's")
+    torch.cuda.current_stream().synchronize()
+    runtime.hold(side, held=False)
+    check.compare()
+    return {"checked": check.checked, "wrong": check.wrong, "faults": runtime.faults()}
