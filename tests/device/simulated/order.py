@@ -128,7 +128,7 @@ class Twin:
         return {name: runtime.hashed(twin) for name, twin in self.by_name.items()}
 
     def step(self, step, batches=(None,)):
-        """By the gradients of this step: one for each use of a weight, by each batch but for the block that it names."""
+        """By the gradients of this step: one for each use of a weight, by each batch without the block it names."""
         twins = list({id(twin): twin for twin in self.by_name.values()}.values())
         for twin in twins:
             twin.grad = None
