@@ -103,8 +103,11 @@ def several():
         return {key: first[key] + second[key] for key in first}
 
 
-def closed(without=None, *, slow="in", backward=False, **options):
-    """Copies are under way when close() is called, and when the memory goes that they go to or come from."""
+def closed(without=None, *, slow="in", backward=False, dropped=False, **options):
+    """Copies are under way when close() is called, and when the memory goes that they go to or come from.
+
+    `dropped`: nothing is closed by hand, and the model is gone.
+    """
     with contextlib.ExitStack() as stack:
         if without is not None:
             mutations.take_away(without)
@@ -116,9 +119,10 @@ def closed(without=None, *, slow="in", backward=False, **options):
         if backward:
             torch.autograd.backward(found, [torch.empty_like(y) for y in found])
         stream = training.streams[slow]
-        training.optimizer.close()
-        # What close() did not wait for goes on once the memory is gone.
-        runtime.hold(stream)
+        if not dropped:
+            training.optimizer.close()
+            # What close() did not wait for goes on once the memory is gone.
+            runtime.hold(stream)
         gone = threading.Event()
         thread = threading.Thread(target=_go_on_after, args=(stream, gone))
         thread.start()
@@ -186,10 +190,12 @@ def clipped(**options):
         return {**training.compare(), "early": training.optimizer.report().to_dict().get("early")}
 
 
-def left():
+def left(backward):
     """Ends while copies are under way, and nothing was closed."""
     training = Training(contextlib.ExitStack(), gradients="fused", delays=LATE)
     training.step(0)
     training.check.step = 1
-    globals()["kept"] = training, training.forward()
+    globals()["kept"] = training, (found := training.forward())
+    if backward:
+        torch.autograd.backward(found, [torch.empty_like(y) for y in found])
     return "fine"

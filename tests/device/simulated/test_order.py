@@ -107,6 +107,14 @@ def test_updates_that_begin_before_the_norm(simulated, optimizer, slow):
     assert found["early"] == {"steps": 3, "anew": 2}
 
 
-def test_exit_without_close(simulated):
+@pytest.mark.parametrize("backward", [pytest.param(False, marks=LONG), True])
+def test_exit_without_close(simulated, backward):
     """Copies are under way when the interpreter ends."""
-    assert simulated("lives.left") == "fine"
+    assert simulated("lives.left", backward=backward) == "fine"
+
+
+@pytest.mark.parametrize("options", [{"slow": "in"}, {"slow": "out", "backward": True}])
+@pytest.mark.slow
+@pytest.mark.skipif(not POSES, reason="make test-posing runs it")
+def test_a_model_that_is_dropped(simulated, options):
+    fine(simulated("lives.closed", dropped=True, gradients="fused", **options))

@@ -12,7 +12,7 @@ from device.simulated.test_order import LONG
 @pytest.mark.posing
 @pytest.mark.parametrize("insists", [True, pytest.param(False, marks=LONG)])
 def test_without_a_compiler(insists, tmp_path):
-    test = "tests/device/simulated/test_order.py::test_exit_without_close"
+    test = "tests/device/simulated/test_order.py::test_exit_without_close[True]"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test],
         env={**os.environ, "PATH": str(tmp_path), "MEMASCEND_REQUIRE_ROOT": "1" if insists else "0"},
