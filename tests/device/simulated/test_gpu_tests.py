@@ -35,3 +35,12 @@ def test_they_begin(simulated):  # noqa: ARG001 - it is built
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "11 passed" in done.stdout, done.stdout
+
+
+def test_the_benchmark_of_kernels_ends(simulated):  # noqa: ARG001 - it is built
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.kernels_gpu", "--mebibytes", "1"],
+        env=build.environment(), cwd=build.ROOT, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("check ") == 5
