@@ -202,19 +202,21 @@ class Generators:
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         if not hasattr(self._module, "get_rng_state"):
             self._module = None
+        # Which need not be the current one.
+        self._device = device
 
     def states(self) -> list[torch.Tensor]:
         """The states now."""
         states = [torch.get_rng_state()]
         if self._module is not None:
-            states.append(self._module.get_rng_state())
+            states.append(self._module.get_rng_state(self._device))
         return states
 
     def load(self, states: list[torch.Tensor]) -> None:
         """Go on from other states."""
         torch.set_rng_state(states[0])
         if self._module is not None:
-            self._module.set_rng_state(states[1])
+            self._module.set_rng_state(states[1], self._device)
 
 
 class CallerStream:

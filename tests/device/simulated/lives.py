@@ -180,6 +180,40 @@ def accumulated(batches=(None, None, None), steps=3, *, without=None, delays=Non
         return {**training.compare(), "by_layer": course.never or course._course is not None}
 
 
+def _draws(*_):
+    torch.rand(4, device="cuda:1")
+
+
+def random_numbers():
+    """What micro-batches draw on the model's device, which is not the current one: by layer, and one by one."""
+    with contextlib.ExitStack() as stack:
+        training = Training(stack, gradients="fused", device="cuda:1")
+        for block in training.model.blocks:
+            block.register_forward_pre_hook(_draws)
+        drawn = []
+
+        def loss_of(_):
+            loss = sum(y[:1].view(()) for y in training.forward())
+            drawn.append(torch.cuda.get_rng_state("cuda:1").tolist())
+            return loss
+
+        found = []
+        # The first one by layer learns the course.
+        for step, by_layer in enumerate((True, True, False)):
+            training.check.step = step
+            drawn.clear()
+            torch.manual_seed(7)
+            training.optimizer.accumulate(loss_of, range(3), by_layer=by_layer)
+            training.commit(step, [None] * 3)
+            found.append([*sorted(drawn), torch.cuda.get_rng_state("cuda:1").tolist()])
+        course = training.optimizer._session.accumulation
+        return {
+            **training.compare(),
+            "by_layer": course.never or course._course is not None,
+            "same": found[1] == found[2],
+        }
+
+
 def clipped(**options):
     """Updates begin before step() has the norm; some are discarded, and made anew from what was written."""
     runtime.LOUD.update((2, 5))

@@ -188,6 +188,7 @@ class Training:
     ):
         torch.manual_seed(1)
         self._activation = activation
+        self.device = options.setdefault("device", "cuda")
         self.check = runtime.Check()
         with torch.device("cpu"):
             model = Net(self.check, kind, blocks)
@@ -197,9 +198,7 @@ class Training:
         model = model.to(placed)
         optimizers = OPTIMIZERS[optimizer](model.parameters())
         given = optimizers if len(optimizers) > 1 else optimizers[0]
-        self.model, self.optimizer = memascend.offload(
-            model, given, storage=folder + "/run.store", **{"device": "cuda", **options}
-        )
+        self.model, self.optimizer = memascend.offload(model, given, storage=folder + "/run.store", **options)
         stack.callback(self.optimizer.close)
         device = self.optimizer._session.run.resources.units.device
         self.streams = {"in": device._inward, "out": device._outward, "own": torch.cuda.current_stream()}
@@ -209,7 +208,7 @@ class Training:
 
     def forward(self, but=None):
         self.check.weights = self.twin.hashes()
-        x = self.check.fill(torch.empty(self._activation, device="cuda"), "input").requires_grad_()
+        x = self.check.fill(torch.empty(self._activation, device=self.device), "input").requires_grad_()
         return self.model(x, but)
 
     def step(self, step):
@@ -275,7 +274,7 @@ def busy():
     block = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     own = torch.cuda.current_stream()
     runtime.hold(own)
-    runtime.library.simulated_fill(runtime.here(), block.data_ptr(), block.nbytes, 0xFFFF)
+    runtime.on(block, runtime.library.simulated_fill, 0xFFFF)
     runtime.reset()
 
     def release():

@@ -78,9 +78,12 @@ def hold(stream, held=True):
     library.simulated_hold(stream.cuda_stream, int(held))
 
 
-def here():
-    """The handle of the caller's stream."""
-    return torch.cuda.current_stream().cuda_stream
+def on(tensor, function, *arguments):
+    """Queues what a function of the library does with a tensor, on the caller's stream of its device."""
+    # The handle of a device's own stream means that of the current one.
+    with torch.cuda.device(tensor.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        function(stream, tensor.data_ptr(), tensor.nbytes, *arguments)
 
 
 def hashed(tensor):
@@ -103,7 +106,7 @@ def begin_check(tensors, sums):
     _begin_check(tensors, sums)
     for tensor, row in zip(tensors, sums, strict=True):
         assert tensor.dtype == torch.float32
-        library.simulated_check(here(), tensor.data_ptr(), tensor.nbytes, row.data_ptr())
+        on(tensor, library.simulated_check, row.data_ptr())
 
 
 def stack(tensors):
@@ -142,7 +145,7 @@ class Check:
     def read(self, tensor, what, expected):
         number = len(self._reads)
         assert number < RESULTS_MAX
-        library.simulated_read(here(), tensor.data_ptr(), tensor.nbytes, number)
+        on(tensor, library.simulated_read, number)
         self._reads.append((number, f"{what} in step {self.step}", expected))
 
     def read_pattern(self, tensor, what, name):
@@ -152,7 +155,7 @@ class Check:
         self.read(tensor, what, self._patterns[key])
 
     def fill(self, tensor, name):
-        library.simulated_fill(here(), tensor.data_ptr(), tensor.nbytes, pattern(name, self.step))
+        on(tensor, library.simulated_fill, pattern(name, self.step))
         return tensor
 
     def equal(self, found, expected, what):
@@ -168,8 +171,9 @@ class Check:
             self.wrong.append(f"{what} in step {self.step}: {found}, not {expected}")
 
     def compare(self):
-        """Look at all that was read, once the device has come there."""
-        torch.cuda.synchronize()
+        """Look at all that was read, once the devices have come there."""
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(device)
         for number, what, expected in self._reads:
             self.checked += 1
             if library.simulated_result(number) != expected:

@@ -83,6 +83,14 @@ def test_micro_batches_by_layer(simulated, gradients, options):
     assert found["by_layer"] is True
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not POSES, reason="make test-posing runs it")
+def test_random_numbers_of_micro_batches(simulated):
+    found = simulated("lives.random_numbers")
+    fine(found)
+    assert (found["by_layer"], found["same"]) == (True, True)
+
+
 @pytest.mark.parametrize(
     ("gradients", "slow"),
     [("fused", "in"), *(pytest.param(mode, late, marks=LONG) for mode in (*MODES, "auto") for late in ("own", "out"))],
@@ -105,6 +113,13 @@ def test_updates_that_begin_before_the_norm(simulated, optimizer, slow):
     found = simulated("lives.clipped", optimizer=optimizer, kind="aside", delays={slow: 1000})
     fine(found, 150)
     assert found["early"] == {"steps": 3, "anew": 2}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.slow
+@pytest.mark.skipif(not POSES, reason="make test-posing runs it")
+def test_another_device_than_the_current_one(simulated, mode):
+    fine(simulated("order.train", kind="recomputed", gradients=mode, activations="host", device="cuda:1"))
 
 
 @pytest.mark.parametrize("backward", [pytest.param(False, marks=LONG), True])
