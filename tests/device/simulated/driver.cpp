@@ -37,7 +37,12 @@ cudaError_t computed(const void* function, void** arguments, cudaStream_t stream
     if (found == kernels().end()) return launch(stream);
     int count = *(int*)arguments[0];
     auto at = (char**)arguments[2];
-    if (found->second == Kernel::fill_long) {
+    bool is_long = found->second == Kernel::fill_long;
+    if (!allocated(at[0], size_t(count) * (is_long ? 8 : 4))) {
+        fault("a kernel that writes beyond its memory");
+        return cudaErrorIllegalAddress;
+    }
+    if (is_long) {
         auto* longs = (int64_t*)real(at[0]);
         return launch(stream, [=, number = *(int64_t*)arguments[1]] { std::fill(longs, longs + count, number); });
     }

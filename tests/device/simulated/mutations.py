@@ -16,14 +16,14 @@ from memascend.device.transfer import _Window
 from memascend.grads.baton import CallerStream
 
 
-def _skipped(owner, name, caller, result=None):
-    """A method does nothing where a function of this qualified name calls it."""
+def _skipped(owner, name, *callers, result=None):
+    """A method does nothing where functions of these qualified names call it."""
 
     def take():
         before = getattr(owner, name)
 
         def method(self, *arguments):
-            return result if sys._getframe(1).f_code.co_qualname == caller else before(self, *arguments)
+            return result if sys._getframe(1).f_code.co_qualname in callers else before(self, *arguments)
 
         setattr(owner, name, method)
 
@@ -61,7 +61,7 @@ WAITS = {
     # upload
     "compute after upload": (
         ["transfer:Staging.waited"],
-        _skipped(_Event, "order", "Staging.waited"),
+        _skipped(_Event, "order", "Staging.waited", "Staging.order"),
     ),
     "another stream after upload": (
         ["transfer:Staging.order", "unit_memory:DeviceUnits.used"],
@@ -69,7 +69,7 @@ WAITS = {
     ),
     "a chunk's next read after its copy": (
         ["transfer:Staging._recycle"],
-        _skipped(_Event, "done", "Staging._recycle", True),
+        _skipped(_Event, "done", "Staging._recycle", result=True),
     ),
     "the end after uploads": (["transfer:Staging.close"], _skipped(_Event, "wait", "Staging.close")),
     # download
@@ -93,7 +93,7 @@ WAITS = {
     ),
     "the first upload after other uses of the memory": (
         ["arena:DeviceArena._take"],
-        _skipped(Cuda, "mark", "DeviceArena._take", _Event(torch.device("cuda"), torch.cuda.Stream())),
+        _replaced(DeviceArena, after=lambda *_: []),
     ),
     "a slot's uses by all streams": (["arena:DeviceArena.used"], _replaced(DeviceArena, used=lambda *_: False)),
     "the arena's memory after its uses": (["arena:DeviceArena.used"], _skipped(Cuda, "keep_for", "DeviceArena.used")),
@@ -101,12 +101,12 @@ WAITS = {
     # activations
     "a checkpoint's copy after what it saves": (
         ["activations:Activations._save", "activations:Activations._mark"],
-        _skipped(Activations, "_mark", "Activations._save", []),
+        _skipped(Activations, "_mark", "Activations._save", result=[]),
     ),
     "a checkpoint's memory after its copy": (["chunks:Chunks._copied"], _replaced(Chunks, fill=_filled_from_nothing)),
     "memory for a checkpoint after its last use": (
         ["activations:Activations._bring"],
-        _skipped(Activations, "_mark", "Activations._bring", []),
+        _skipped(Activations, "_mark", "Activations._bring", result=[]),
     ),
     "a checkpoint's way back after its way out": (["chunks:Chunks.give"], _replaced(Chunks, give=_given_as_it_is)),
     "compute after a checkpoint's copy": (
