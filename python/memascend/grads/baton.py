@@ -227,7 +227,7 @@ class CallerStream:
         if not hasattr(self._module, "current_stream"):
             self._module = None
         self._device = device
-        self._stream = None if self._module is None else self._module.current_stream(device)
+        self._stream: Any = None if self._module is None else self._module.current_stream(device)
 
     def take(self, values: torch.Tensor) -> None:
         """Let what is queued there from now on come after what made `values` on the stream that is current."""
@@ -239,7 +239,7 @@ class CallerStream:
 
     def entered(self) -> contextlib.AbstractContextManager[Any]:
         """Be on it inside."""
-        return contextlib.nullcontext() if self._module is None else self._module.stream(self._stream)  # type: ignore[no-any-return]
+        return contextlib.nullcontext() if self._module is None else self._module.stream(self._stream)
 
 
 class CallerModes:
