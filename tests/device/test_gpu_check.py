@@ -1,13 +1,9 @@
 """Tests `memascend doctor --gpu`: the file that it writes, what it finds, and that it refuses without a device."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
-from device.conftest import POSES
-from device.simulated import build
 
 from memascend import kernels
 from memascend.cli import gpu_check, main
@@ -116,38 +112,3 @@ def test_a_check_that_fails_is_in_the_file_and_the_others_go_on(tmp_path, monkey
 def test_on_the_device(device, tmp_path):
     report = gpu_check.checked(device, tmp_path)
     assert report["ok"], gpu_check.shown(report)
-
-
-@pytest.mark.posing
-@pytest.mark.slow
-@pytest.mark.skipif(not POSES, reason="make test-posing runs it")
-@pytest.mark.timeout(300)
-def test_on_the_simulated_device_it_ends_and_writes_its_file(simulated_environment, tmp_path):
-    """Kernels compute nothing there: bits differ, and that is what it says."""
-    program = (
-        "import sys; from memascend.cli import gpu_check, main\n"
-        "gpu_check._SIZES, gpu_check._PINNED_BYTES = (1, 2049), 32 << 20\n"
-        "sys.exit(main(['doctor', '--gpu']))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=simulated_environment, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["memascend-gpu.json"]
-    report = json.loads((tmp_path / "memascend-gpu.json").read_text())
-    found = findings(report)
-    assert found["pinning"]["found"].startswith("registered with CUDA")
-    assert found["copies"]["verdict"] == "fine"
-    for subject in ("overflow check and norm", "AdamW and Adam"):
-        assert "DIFFER" in found[subject]["found"]
-    assert "attach this file" in done.stdout
-    assert report["machine"]["GPU"] == "Simulated GPU 0"
-
-
-@pytest.fixture
-def simulated_environment():
-    try:
-        return build.environment()
-    except build.Unavailable as why:
-        pytest.skip(f"no simulated CUDA: {why}")

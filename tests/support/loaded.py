@@ -6,6 +6,7 @@ A program that depends on how its interpreter starts (its environment, what is i
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import select
@@ -37,9 +38,10 @@ class Done(NamedTuple):
 class Loaded:
     """The interpreter that programs are forked from, one after the other; a new one after one that had no end."""
 
-    def __init__(self, environment=None):
-        """An interpreter that begins with this environment; None: with the caller's."""
+    def __init__(self, environment=None, modules=()):
+        """An interpreter that begins with this environment (None: with the caller's) and loads these modules, too."""
         self._environment = environment
+        self._modules = modules
         self._process = None
 
     def run(self, program, *arguments, env, timeout):
@@ -69,7 +71,7 @@ class Loaded:
     def _begin(self, wanted):
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-W", "error", "-W", NO_NUMPY, __file__],
+                [sys.executable, "-W", "error", "-W", NO_NUMPY, __file__, *self._modules],
                 env={name: value for name, value in (self._environment or os.environ).items() if name not in HEAP},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -134,6 +136,8 @@ def become(wanted):
 if __name__ == "__main__":
     import torch._dynamo  # noqa: F401 - each optimizer loads it
 
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     wanted = forked()
     become(wanted)
     # Here and not in a function: the program's names live as long as the interpreter, and end as they would.

@@ -152,9 +152,7 @@ class Cuda:
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """See `Device`."""
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
-        self.keep_for(memory, self._inward)
-        return memory
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def free(self) -> int:
         """See `Device`."""

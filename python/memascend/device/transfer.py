@@ -223,7 +223,7 @@ class Staging:
             self._changed.notify_all()
         self._thread.join()
         for chunk in self._copying:
-            if chunk.copy is not None and self._broken is None:
+            if chunk.copy is not None:
                 # A device that is lost copies nothing any more.
                 with contextlib.suppress(DeviceError), failures_named(self._device):
                     chunk.copy.wait()
@@ -426,6 +426,14 @@ class DeviceEngine:
         host = torch.empty_strided(into.shape, into.stride(), dtype=into.dtype, device="cpu")
         self._engine.read_spilled(name, host)
         into.copy_(host)
+
+    def end(self) -> None:
+        """Wait for what is on its way to a window, so that its memory may be let go: the engine is closed."""
+        # Of a device that is lost, nothing is on its way.
+        with self._lock, contextlib.suppress(DeviceError), failures_named(self._device):
+            for window in self._windows:
+                window.wait()
+                window.gradient = None
 
     def _lend(self, name: str, gradient: torch.Tensor) -> torch.Tensor | Lent:
         """What the engine is given for a gradient: itself where the engine can read it."""

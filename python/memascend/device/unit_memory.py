@@ -134,6 +134,8 @@ class DeviceUnits:
 
         self._staging = Staging(device, _all(self._ring, chunk_bytes, count), parts_of, self.arena.after)
         self.begin = self._staging.begin
+        # What copies into the windows.
+        self._lending: DeviceEngine | None = None
 
     def used(self, base: torch.Tensor) -> None:
         """See `Memory`."""
@@ -155,7 +157,8 @@ class DeviceUnits:
     def engine(self, engine: Engine) -> DeviceEngine:
         """See `Memory`."""
         ((window_bytes, count),) = WINDOWS.items()
-        return DeviceEngine(engine, self.device, _all(self._windows, window_bytes, count), self._held)
+        self._lending = DeviceEngine(engine, self.device, _all(self._windows, window_bytes, count), self._held)
+        return self._lending
 
     @property
     def host(self) -> dict[str, int]:
@@ -186,6 +189,8 @@ class DeviceUnits:
 
     def close(self) -> None:
         """See `Memory`."""
+        if self._lending is not None:
+            self._lending.end()
         self._ring.close()
         self._windows.close()
 

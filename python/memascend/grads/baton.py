@@ -202,19 +202,44 @@ class Generators:
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         if not hasattr(self._module, "get_rng_state"):
             self._module = None
+        # Which need not be the current one.
+        self._device = device
 
     def states(self) -> list[torch.Tensor]:
         """The states now."""
         states = [torch.get_rng_state()]
         if self._module is not None:
-            states.append(self._module.get_rng_state())
+            states.append(self._module.get_rng_state(self._device))
         return states
 
     def load(self, states: list[torch.Tensor]) -> None:
         """Go on from other states."""
         torch.set_rng_state(states[0])
         if self._module is not None:
-            self._module.set_rng_state(states[1])
+            self._module.set_rng_state(states[1], self._device)
+
+
+class CallerStream:
+    """The stream of the device that computes on which the caller is: what other streams bring is summed there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        if not hasattr(self._module, "current_stream"):
+            self._module = None
+        self._device = device
+        self._stream: Any = None if self._module is None else self._module.current_stream(device)
+
+    def take(self, values: torch.Tensor) -> None:
+        """Let what is queued there from now on come after what made `values` on the stream that is current."""
+        if self._module is None or (made_on := self._module.current_stream(self._device)) == self._stream:
+            return
+        self._stream.wait_stream(made_on)
+        # Their memory is the other stream's.
+        values.record_stream(self._stream)
+
+    def entered(self) -> contextlib.AbstractContextManager[Any]:
+        """Be on it inside."""
+        return contextlib.nullcontext() if self._module is None else self._module.stream(self._stream)
 
 
 class CallerModes:
@@ -231,8 +256,10 @@ class CallerModes:
         ]
         module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._device = module
-        self._stream = module.current_stream() if hasattr(module, "current_stream") else None
-        self._index = device.index
+        # The second one's device is the current one.
+        self._streams = (
+            [module.current_stream(device), module.current_stream()] if hasattr(module, "current_stream") else []
+        )
         # Of products a processor's libraries have other sums with other numbers of threads.
         self._threads = torch.get_num_threads()
         self._flushes = _flushes_denormals()
@@ -249,9 +276,8 @@ class CallerModes:
             undo.enter_context(torch.set_grad_enabled(self._grad))
             # The thread that begins a backward computes all of it: a device's own thread would wait at the first pass.
             undo.enter_context(torch.autograd.set_multithreading_enabled(False))
-            if self._stream is not None:
-                undo.enter_context(self._device.device(self._index))
-                undo.enter_context(self._device.stream(self._stream))
+            for stream in self._streams:
+                undo.enter_context(self._device.stream(stream))
             for kind, dtype, cached in self._autocast:
                 undo.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cached))
             if self._hooks is not None:

@@ -15,7 +15,17 @@ from torch.utils._pytree import tree_map_only
 
 from memascend.errors import ConfigError, UsageError
 from memascend.grads.backward import shares_memory
-from memascend.grads.baton import Baton, CallerModes, Course, Generators, KeptValues, Path, Recorder, Threads
+from memascend.grads.baton import (
+    Baton,
+    CallerModes,
+    CallerStream,
+    Course,
+    Generators,
+    KeptValues,
+    Path,
+    Recorder,
+    Threads,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -73,6 +83,7 @@ class PartialSums:
         limit: int,
         room: Callable[[int], None],
         *,
+        stream: CallerStream,
         whole: bool,
     ) -> None:
         """Begin with none.
@@ -83,6 +94,7 @@ class PartialSums:
             baton: which micro-batch runs, and how far the others are.
             limit: bytes of sums in memory; others lie on storage, and each part is added there.
             room: waits until the queue of gradients leaves room for so many bytes of sums.
+            stream: on which gradients are summed.
             whole: nothing more of this step comes after the call.
         """
         self._arrivals = arrivals
@@ -90,6 +102,7 @@ class PartialSums:
         self._baton = baton
         self._limit = limit
         self._room = room
+        self._stream = stream
         self._whole = whole
         self._open: dict[str, _Sum] = {}
         self._done: set[str] = set()
@@ -114,7 +127,8 @@ class PartialSums:
         if shares_memory(values):
             # A view of memory that somebody else may write to.
             values = values.clone()
-        with torch.no_grad():
+        self._stream.take(values)
+        with torch.no_grad(), self._stream.entered():
             self._add_part(gradient, own, values)
         return True
 
@@ -184,7 +198,7 @@ class PartialSums:
         """All micro-batches have come to a stage: what arrives before it is complete, whoever brought nothing."""
         last = max(self._due, default=-1)
         end = int(min(low, last + 1))
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), self._stream.entered():  # noqa: SLF001
             for stage in sorted(stage for stage in self._due if stage < end):
                 for name in self._due.pop(stage):
                     found = self._open.get(name)
@@ -347,7 +361,8 @@ class Accumulation:
         baton = Baton(self._course, self._generators, states)
         backwards = self.arrivals.backwards
         whole = backwards.declared == 1 or backwards.is_last(len(batches))
-        sums = PartialSums(self.arrivals, self._course, baton, self.limit, self._make_room, whole=whole)
+        stream = CallerStream(self.device)
+        sums = PartialSums(self.arrivals, self._course, baton, self.limit, self._make_room, stream=stream, whole=whole)
         kept, numbers = KeptValues(self.model), _random_states()
         self.meter.count(sums)
         try:

@@ -24,8 +24,8 @@ thread_local std::vector<Configuration> configurations;
 // A name for what is only handed about.
 char something[64];
 
-// torch's kernels that sum gradients and fill with a number, in fp32, do so; any other does nothing.
-enum class Kernel { add, fill };
+// torch's kernels that sum gradients and fill with a number, in fp32, and that zero int64, do so; any other does nothing.
+enum class Kernel { add, fill, fill_long };
 
 std::map<const void*, Kernel>& kernels() {
     static auto* known = new std::map<const void*, Kernel>;
@@ -36,8 +36,17 @@ cudaError_t computed(const void* function, void** arguments, cudaStream_t stream
     auto found = kernels().find(function);
     if (found == kernels().end()) return launch(stream);
     int count = *(int*)arguments[0];
-    float number = *(float*)arguments[1];
     auto at = (char**)arguments[2];
+    bool is_long = found->second == Kernel::fill_long;
+    if (!allocated(at[0], size_t(count) * (is_long ? 8 : 4))) {
+        fault("a kernel that writes beyond its memory");
+        return cudaErrorIllegalAddress;
+    }
+    if (is_long) {
+        auto* longs = (int64_t*)real(at[0]);
+        return launch(stream, [=, number = *(int64_t*)arguments[1]] { std::fill(longs, longs + count, number); });
+    }
+    float number = *(float*)arguments[1];
     auto* out = (float*)real(at[0]);
     if (found->second == Kernel::fill) return launch(stream, [=] { std::fill(out, out + count, number); });
     auto *left = (const float*)real(at[1]), *right = (const float*)real(at[2]);
@@ -58,6 +67,7 @@ API void __cudaRegisterFunction(void**, const char* host, char*, const char* dev
     if (name.find("vectorized_elementwise_kernel") == std::string::npos) return;
     if (name.find("CUDAFunctor_addIfE") != std::string::npos) kernels()[host] = Kernel::add;
     if (name.find("FillFunctorIfE") != std::string::npos) kernels()[host] = Kernel::fill;
+    if (name.find("FillFunctorIlE") != std::string::npos) kernels()[host] = Kernel::fill_long;
 }
 
 API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, CUstream_st* stream) {

@@ -25,9 +25,7 @@ def checked(*, device="cuda", default=None, middle=lambda: None, **options):
             found = training.forward()
             middle()
             torch.autograd.backward(found, [torch.empty_like(y) for y in found])
-            training.optimizer.step()
-            training.twin.step(step, 1)
-            training.optimizer.zero_grad()
+            training.commit(step)
             middle()
         return {
             **training.compare(),

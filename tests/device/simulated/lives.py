@@ -3,42 +3,93 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
+import itertools
 import os
 import signal
 import sys
+import threading
 
 import torch
-from device.simulated import runtime
-from device.simulated.order import Training
+from device.simulated import mutations, runtime
+from device.simulated.order import ACTIVATION, Training
+
+from memascend.activations.chunks import Chunks
 
 # Late enough that copies are under way whenever something ends.
 LATE = {"in": 3000, "out": 3000, "own": 1000}
 
 
-def fails(where, gradients):
+def fails(where, gradients="fused", without=None, delays=None, **options):
     """A step that fails is dropped, and the same step is done again."""
     with contextlib.ExitStack() as stack:
-        training = Training(stack, gradients=gradients, delays=LATE)
+        if without is not None:
+            mutations.take_away(without)
+        training = Training(stack, gradients=gradients, delays=delays or LATE, **options)
         training.step(0)
         training.check.step = 1
         block = training.model.blocks[2]
-        if where == "a backward":
-            training.check.fails = f"{block.name}.weights.0"
+        stops = (lambda: signal.raise_signal(signal.SIGINT)) if "Ctrl-C" in where else (lambda: 1 / 0)
+        if "backward" in where:
+            training.check.fails = f"{block.name}.weights.0", stops
+        elif "checkpoint" in where:
+            inward = training.streams["in"]
+            stops = functools.partial(_late, inward)
+            if where == "beside a checkpoint":
+                training.check.fails = f"{block.name}.weights.0", stops
+            else:
+                stack.enter_context(_third_piece(stops))
         else:
             inner = block.forward
-            block.forward = lambda *_: signal.raise_signal(signal.SIGINT) if "Ctrl-C" in where else 1 / 0
+            block.forward = lambda *_: stops()
         expected = KeyboardInterrupt if "Ctrl-C" in where else ZeroDivisionError
         try:
             torch.autograd.backward((y := training.forward()), [torch.empty_like(part) for part in y])
             raise AssertionError("nothing failed")
         except expected:
             pass
+        y = None
         training.optimizer.zero_grad()
+        if "checkpoint" in where:
+            _memory_is_anothers(training)
         training.check.fails = None
-        if where != "a backward":
+        if "forward" in where:
             block.forward = inner
         training.step(1)
         return training.compare()
+
+
+def _memory_is_anothers(training):
+    """All that is let go is used anew, and what was on its way there has arrived."""
+    gc.collect()
+    training.optimizer._session.run.resources.activations._reap()
+    check = training.check
+    found = [check.fill(torch.empty(ACTIVATION, device="cuda"), "another's") for _ in range(64)]
+    training.streams["in"].synchronize()
+    for tensor in found:
+        check.read_pattern(tensor, "another's memory", "another's")
+
+
+def _late(inward):
+    """Fails where copies to the device are under way, and lets them arrive a second later."""
+    torch.cuda.current_stream().synchronize()
+    runtime.hold(inward)
+    threading.Timer(1, runtime.hold, (inward,), {"held": False}).start()
+    return 1 / 0
+
+
+@contextlib.contextmanager
+def _third_piece(stops):
+    """The first checkpoint that is brought back is not brought whole."""
+    give, calls = Chunks.give, itertools.count(1)
+
+    def failing(self, *arguments):
+        return give(self, *arguments) if next(calls) != 3 else stops()
+
+    Chunks.give = failing
+    yield
+    Chunks.give = give
 
 
 def several():
@@ -52,17 +103,44 @@ def several():
         return {key: first[key] + second[key] for key in first}
 
 
-def closed_in_flight():
-    """What was begun before close() comes to its end, with what was there."""
+def closed(without=None, *, slow="in", backward=False, dropped=False, **options):
+    """Copies are under way when close() is called, and when the memory goes that they go to or come from.
+
+    `dropped`: nothing is closed by hand, and the model is gone.
+    """
     with contextlib.ExitStack() as stack:
-        training = Training(stack, gradients="fused", delays=LATE)
+        if without is not None:
+            mutations.take_away(without)
+        training = Training(stack, delays={slow: 3000}, **options)
         training.step(0)
         training.check.step = 1
-        with torch.no_grad():
-            training.forward()
-        training.optimizer.close()
-        training.check.compare()
-        return {"checked": training.check.checked, "wrong": training.check.wrong, "faults": runtime.faults()}
+        runtime.delay(training.streams[slow], 100_000)
+        found = training.forward()
+        if backward:
+            torch.autograd.backward(found, [torch.empty_like(y) for y in found])
+        stream = training.streams[slow]
+        if not dropped:
+            training.optimizer.close()
+            # What close() did not wait for goes on once the memory is gone.
+            runtime.hold(stream)
+        gone = threading.Event()
+        thread = threading.Thread(target=_go_on_after, args=(stream, gone))
+        thread.start()
+        check = training.check
+        # All that holds the memory.
+        stack.pop_all()
+        del training, found
+        gc.collect()
+        gone.set()
+        thread.join()
+        check.compare()
+        return {"checked": check.checked, "wrong": check.wrong, "faults": runtime.faults()}
+
+
+def _go_on_after(stream, gone):
+    while not gone.wait(0.01) and not runtime.faults():
+        pass
+    runtime.hold(stream, held=False)
 
 
 def forked():
@@ -79,34 +157,79 @@ def forked():
             sys.exit(0)
         assert os.waitpid(child, 0)[1] == 0
         torch.autograd.backward(found, [torch.empty_like(y) for y in found])
-        training.optimizer.step()
-        training.twin.step(1, 1)
+        training.commit(1)
         return training.compare()
 
 
-def accumulated():
-    """Micro-batches by layer: each is computed by a thread of its own."""
+def accumulated(batches=(None, None, None), steps=3, *, without=None, delays=None, **options):
+    """Micro-batches by layer: each by a thread of its own from the second step on, without the block that it names."""
     with contextlib.ExitStack() as stack:
-        training = Training(stack, gradients="fused", delays={"in": 1000}, kind="recomputed")
+        if without is not None:
+            mutations.take_away(without)
+        training = Training(stack, delays={"in": 1000} if delays is None else delays, **options)
+
+        def loss_of(but):
+            # Its backward begins with ones of its shape.
+            return sum(y[:1].view(()) for y in training.forward(but))
+
+        for step in range(steps):
+            training.check.step = step
+            training.optimizer.accumulate(loss_of, batches)
+            training.commit(step, batches)
+        course = training.optimizer._session.accumulation
+        return {**training.compare(), "by_layer": course.never or course._course is not None}
+
+
+def _draws(*_):
+    torch.rand(4, device="cuda:1")
+
+
+def random_numbers():
+    """What micro-batches draw on the model's device, which is not the current one: by layer, and one by one."""
+    with contextlib.ExitStack() as stack:
+        training = Training(stack, gradients="fused", device="cuda:1")
+        for block in training.model.blocks:
+            block.register_forward_pre_hook(_draws)
+        drawn = []
 
         def loss_of(_):
-            # Its backward begins with ones of its shape.
-            (y,) = training.forward()
-            return y[:1].view(())
+            loss = sum(y[:1].view(()) for y in training.forward())
+            drawn.append(torch.cuda.get_rng_state("cuda:1").tolist())
+            return loss
 
-        for step in range(2):
+        found = []
+        # The first one by layer learns the course.
+        for step, by_layer in enumerate((True, True, False)):
             training.check.step = step
-            training.optimizer.accumulate(loss_of, range(3))
-            training.optimizer.step()
-            training.twin.step(step, 3)
-            training.optimizer.zero_grad()
-        return training.compare()
+            drawn.clear()
+            torch.manual_seed(7)
+            training.optimizer.accumulate(loss_of, range(3), by_layer=by_layer)
+            training.commit(step, [None] * 3)
+            found.append([*sorted(drawn), torch.cuda.get_rng_state("cuda:1").tolist()])
+        course = training.optimizer._session.accumulation
+        return {
+            **training.compare(),
+            "by_layer": course.never or course._course is not None,
+            "same": found[1] == found[2],
+        }
 
 
-def left():
+def clipped(**options):
+    """Updates begin before step() has the norm; some are discarded, and made anew from what was written."""
+    runtime.LOUD.update((2, 5))
+    with contextlib.ExitStack() as stack:
+        training = Training(stack, gradients="auto", max_grad_norm=10_000.0, **options)
+        for step in range(7):
+            training.step(step)
+        return {**training.compare(), "early": training.optimizer.report().to_dict().get("early")}
+
+
+def left(backward):
     """Ends while copies are under way, and nothing was closed."""
     training = Training(contextlib.ExitStack(), gradients="fused", delays=LATE)
     training.step(0)
     training.check.step = 1
-    globals()["kept"] = training, training.forward()
+    globals()["kept"] = training, (found := training.forward())
+    if backward:
+        torch.autograd.backward(found, [torch.empty_like(y) for y in found])
     return "fine"

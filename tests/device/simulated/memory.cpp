@@ -177,6 +177,13 @@ char* simulated::real(const void* address) {
     return on_device(address) ? memory().there + ((char*)address - memory().shown) : (char*)address;
 }
 
+bool simulated::allocated(const void* address, size_t bytes) {
+    std::lock_guard guard(memory().lock);
+    auto found = memory().at(address);
+    size_t at = size_t((char*)address - memory().shown);
+    return found != memory().live.end() && at + bytes <= found->first + found->second.bytes;
+}
+
 size_t simulated::memory_of(int device) { return memory().limit[device]; }
 
 // The memory that a device has from now on.
@@ -275,7 +282,11 @@ cudaError_t simulated::strike(void* address) {
         bytes = found->second;
         pins().ranges.erase(found);
     }
-    if (copying(address, bytes)) fault("memory was unregistered while a copy used it");
+    if (copying(address, bytes)) {
+        fault("memory was unregistered while a copy used it");
+        // So that the process lives to tell of it.
+        while (copying(address, bytes)) usleep(1000);
+    }
     return cudaSuccess;
 }
 

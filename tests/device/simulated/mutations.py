@@ -2,102 +2,142 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
+import torch
+
+from memascend import kernels
 from memascend.activations.activations import Activations
 from memascend.activations.chunks import Chunks
 from memascend.device.arena import DeviceArena
 from memascend.device.device import Cuda, _Event
 from memascend.device.transfer import _Window
-from memascend.device.unit_memory import DeviceUnits
+from memascend.grads.baton import CallerStream
 
 
-def _skipped(owner, name, callers, result=None):
-    """Let a method do nothing where functions of these names call it."""
-    before = getattr(owner, name)
+def _skipped(owner, name, *callers, result=None):
+    """A method does nothing where functions of these qualified names call it."""
 
-    def method(self, *arguments):
-        return result if sys._getframe(1).f_code.co_name in callers else before(self, *arguments)
+    def take():
+        before = getattr(owner, name)
 
-    setattr(owner, name, method)
+        def method(self, *arguments):
+            return result if sys._getframe(1).f_code.co_qualname in callers else before(self, *arguments)
 
+        setattr(owner, name, method)
 
-def _chunks_are_read_into_at_once():
-    _skipped(_Event, "done", {"_recycle"}, True)
-
-
-def _slots_are_written_at_once():
-    before = DeviceArena._came_back
-    DeviceArena._came_back = lambda self, slot, _: before(self, slot, {})
+    return take
 
 
-def _fresh_memory_is_written_at_once():
-    DeviceArena.after = lambda _self, _tensor: []
+def _replaced(owner, **methods):
+    """Methods are others."""
+    return lambda: [setattr(owner, name, method) for name, method in methods.items()]
 
 
-def _uses_are_forgotten():
-    DeviceUnits.used = lambda _self, _base: None
+def _came_back_unused(self, slot, _streams, before=DeviceArena._came_back):
+    before(self, slot, {})
 
 
-def _downloads_come_at_once():
-    Cuda.take = lambda self, source, target, _: self._copied(self._outward, source, target, ())
+def _filled_from_nothing(self, *arguments, before=Chunks.fill):
+    piece = before(self, *arguments)
+    piece.chunk.source = None
+    return piece
 
 
-def _windows_are_read_at_once():
-    _Window.wait = lambda self: setattr(self, "copy", None)
+def _given_as_it_is(self, piece, target, after, before=Chunks.give):
+    if piece.chunk is not None and piece.chunk.source is not None:
+        piece.chunk.copy = None
+    return before(self, piece, target, after)
 
 
-def _memory_is_kept_for_nobody():
-    Cuda.keep_for = lambda _self, _memory, _stream: None
+def _found_at_once(sums, before=kernels.found_in):
+    host = torch.zeros(sums.shape, dtype=sums.dtype, device="cpu").pin_memory()
+    return before(host.copy_(sums, non_blocking=True))
 
 
-def _sources_are_let_go():
-    before = Chunks.fill
-
-    def fill(self, *arguments):
-        piece = before(self, *arguments)
-        piece.chunk.source = None
-        return piece
-
-    Chunks.fill = fill
-
-
-def _copies_come_back_at_once():
-    Chunks.give = _without_own_copy(Chunks.give)
-
-
-def _without_own_copy(give):
-    def changed(self, piece, target, after):
-        if piece.chunk is not None and piece.chunk.source is not None:
-            piece.chunk.copy = None
-        return give(self, piece, target, after)
-
-    return changed
-
-
+# Each with the functions that wait, as `file:function`, and the way to take the wait away.
 WAITS = {
-    "compute after upload": lambda: _skipped(_Event, "order", {"waited", "order"}),
-    "another stream after upload": lambda: _skipped(_Event, "order", {"order"}),
-    "a chunk's next read after its copy": _chunks_are_read_into_at_once,
-    "a slot's next upload after its use": _slots_are_written_at_once,
-    "the first upload after other uses of the memory": _fresh_memory_is_written_at_once,
-    "a slot's uses by all streams": _uses_are_forgotten,
-    "the arena's memory after its uses": _memory_is_kept_for_nobody,
-    "a gradient's copy after the gradient": _downloads_come_at_once,
-    "an update after its gradient's copy": _windows_are_read_at_once,
-    "a checkpoint's copy after what it saves": lambda: _skipped(Activations, "_mark", {"_save"}, []),
-    "a checkpoint's memory after its copy": _sources_are_let_go,
-    "memory for a checkpoint after its last use": lambda: _skipped(Activations, "_mark", {"_bring"}, []),
-    "a checkpoint's way back after its way out": _copies_come_back_at_once,
-    "compute after a checkpoint's copy": lambda: _skipped(_Event, "order", {"restore"}),
+    # upload
+    "compute after upload": (
+        ["transfer:Staging.waited"],
+        _skipped(_Event, "order", "Staging.waited", "Staging.order"),
+    ),
+    "another stream after upload": (
+        ["transfer:Staging.order", "unit_memory:DeviceUnits.used"],
+        _skipped(_Event, "order", "Staging.order"),
+    ),
+    "a chunk's next read after its copy": (
+        ["transfer:Staging._recycle"],
+        _skipped(_Event, "done", "Staging._recycle", result=True),
+    ),
+    "the end after uploads": (["transfer:Staging.close"], _skipped(_Event, "wait", "Staging.close")),
+    # download
+    "a gradient's copy after the gradient": (
+        ["transfer:DeviceEngine._lend", "device:Cuda.take", "device:Cuda._copied"],
+        _replaced(Cuda, take=lambda self, source, target, _: self._copied(self._outward, source, target, ())),
+    ),
+    "an update after its gradient's copy": (
+        ["transfer:DeviceEngine._window", "transfer:_Window.wait"],
+        _skipped(_Window, "wait", "DeviceEngine._window"),
+    ),
+    "the end after downloads": (["transfer:DeviceEngine.end"], _skipped(_Window, "wait", "DeviceEngine.end")),
+    "an optimizer's own code after the gradient": (
+        ["transfer:DeviceEngine._order"],
+        _skipped(_Event, "order", "DeviceEngine._order"),
+    ),
+    # reuse of the arena, memory of units
+    "a slot's next upload after its use": (
+        ["arena:DeviceArena._came_back", "device:Cuda.bring"],
+        _replaced(DeviceArena, _came_back=_came_back_unused),
+    ),
+    "the first upload after other uses of the memory": (
+        ["arena:DeviceArena._take"],
+        _replaced(DeviceArena, after=lambda *_: []),
+    ),
+    "a slot's uses by all streams": (["arena:DeviceArena.used"], _replaced(DeviceArena, used=lambda *_: False)),
+    "the arena's memory after its uses": (["arena:DeviceArena.used"], _skipped(Cuda, "keep_for", "DeviceArena.used")),
+    "added memory after its uses": (["arena:DeviceArena._take"], _skipped(Cuda, "keep_for", "DeviceArena._take")),
+    # activations
+    "a checkpoint's copy after what it saves": (
+        ["activations:Activations._save", "activations:Activations._mark"],
+        _skipped(Activations, "_mark", "Activations._save", result=[]),
+    ),
+    "a checkpoint's memory after its copy": (["chunks:Chunks._copied"], _replaced(Chunks, fill=_filled_from_nothing)),
+    "memory for a checkpoint after its last use": (
+        ["activations:Activations._bring"],
+        _skipped(Activations, "_mark", "Activations._bring", result=[]),
+    ),
+    "a checkpoint's way back after its way out": (["chunks:Chunks.give"], _replaced(Chunks, give=_given_as_it_is)),
+    "compute after a checkpoint's copy": (
+        ["activations:Activations.restore"],
+        _skipped(_Event, "order", "Activations.restore"),
+    ),
+    "storage after a checkpoint's copy": (["chunks:Chunks._write"], _skipped(Chunks, "_copied", "Chunks._write")),
+    "a chunk's next use after its copy": (["chunks:Chunks._empty"], _skipped(Chunks, "_copied", "Chunks._empty")),
+    "memory of a checkpoint that nobody wants after its copy": (
+        ["activations:Activations._reap"],
+        _skipped(_Event, "wait", "Activations._reap"),
+    ),
+    "memory of a checkpoint that failed after its copy": (
+        ["activations:Activations._bring"],
+        _skipped(_Event, "wait", "Activations._bring"),
+    ),
+    "the end after checkpoints' copies": (["chunks:Chunks.close"], _skipped(_Event, "wait", "Chunks.close")),
+    # commit
+    "a step after its norm": ([], _replaced(kernels, found_in=_found_at_once)),
+    "a sum after its parts of other streams": (
+        [],
+        _replaced(CallerStream, take=lambda *_: None, entered=lambda _: contextlib.nullcontext()),
+    ),
 }
 
 
 def take_away(name):
     """Take a wait away, in this process."""
-    WAITS[name]()
+    WAITS[name][1]()
 
 
 def names():
-    """All of them."""
-    return list(WAITS)
+    """All of them, and the functions that have them."""
+    return {name: functions for name, (functions, _) in WAITS.items()}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import tempfile
 import threading
 import time
+from fractions import Fraction
 
 import torch
 from device.simulated import mutations, runtime
@@ -14,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import memascend
 from memascend.activations import activations
+from memascend.device.arena import DeviceArena
+from memascend.device.device import Cuda
 from memascend.device.transfer import CHUNKS, WINDOWS
 
 # Smaller than they are, so that models may be.
@@ -23,14 +27,17 @@ for sizes, nbytes in ((CHUNKS, 1 << 20), (WINDOWS, 1 << 20), (activations.CHUNKS
     sizes[nbytes] = count
 # Elements of fp32: the largest gradient takes three windows, a block three chunks, and an activation three of its own.
 LARGE, SMALL, ACTIVATION = 5 << 17, 3 << 13, 5 << 15
+# As a matrix.
+ROWS, COLUMNS = 3 << 6, 1 << 7
 LR, MOMENTUM = 0.01, 0.9
 
 
 class Block(torch.nn.Module):
-    def __init__(self, name, check, elements=(LARGE, SMALL)):
+    def __init__(self, name, check):
         super().__init__()
         self.name, self.check = name, check
-        self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(count)) for count in elements)
+        shapes = [(LARGE,), (ROWS, COLUMNS)]
+        self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(shape)) for shape in shapes)
 
     def uses(self):
         """The names of the weights that its forward uses, in order."""
@@ -60,7 +67,7 @@ class Recurrent(torch.nn.LSTM):
 
 
 class Net(torch.nn.Module):
-    """Blocks of one kind: plain, recomputed, tied, recurrent, or each used on two streams."""
+    """Blocks of one kind: plain, recomputed, tied, recurrent, each used on two streams, or some on the other stream."""
 
     def __init__(self, check, kind="plain", blocks=4):
         super().__init__()
@@ -71,91 +78,151 @@ class Net(torch.nn.Module):
             self.blocks[-1].weights[0] = self.blocks[0].weights[0]
         self.kind = kind
         # A gradient that comes from two streams is meant.
-        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(kind != "streams")
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch("streams" not in kind)
         self.side = torch.cuda.Stream()
 
-    def uses(self):
-        found = [use for block in self.blocks for use in block.uses()]
-        return found * 2 if self.kind == "streams" else found
+    def uses(self, but=None):
+        """The names of the weights that a forward without block `but` uses."""
+        found = [use for index, block in enumerate(self.blocks) if index != but for use in block.uses()]
+        return found * 2 if "streams" in self.kind else found
 
-    def forward(self, x):
+    def _call(self, block, x, before):
+        return checkpoint(block, x, before, use_reentrant=False) if "recomputed" in self.kind else block(x, before)
+
+    def forward(self, x, but=None):
         before = "input"
         found = []
-        for block in self.blocks:
-            self.side.wait_stream(torch.cuda.current_stream())
-            y = checkpoint(block, x, before, use_reentrant=False) if self.kind == "recomputed" else block(x, before)
-            if self.kind == "streams":
+        own = torch.cuda.current_stream()
+        for index, block in enumerate(self.blocks):
+            if index == but:
+                continue
+            self.side.wait_stream(own)
+            with torch.cuda.stream(self.side if self.kind == "aside" and index % 2 else own):
+                y = self._call(block, x, before)
+            if "streams" in self.kind:
                 # At once with the call before it.
                 with torch.cuda.stream(self.side):
-                    found.append(block(x, before))
+                    found.append(self._call(block, x, before))
             x, before = y, f"output of {block.uses()[-1]}"
-        torch.cuda.current_stream().wait_stream(self.side)
+            if self.kind == "aside":
+                own.wait_stream(self.side)
+        own.wait_stream(self.side)
         return [x, *found]
 
 
 class Twin:
     """The same training on the CPU: what every weight is at each step."""
 
-    def __init__(self, model):
+    def __init__(self, model, optimizer, max_grad_norm=None):
         # By all names that a parameter has: a tied one has several.
         named = list(model.named_parameters(remove_duplicate=False))
         twins = {id(p): torch.nn.Parameter(p.detach().clone()) for _, p in named}
         self.by_name = {name: twins[id(p)] for name, p in named}
-        # In the order of a backward.
-        self.uses = model.uses()[::-1]
-        self.optimizer = made(twins.values())
+        self._uses_of = model.uses
+        self.optimizers = OPTIMIZERS[optimizer](twins.values())
+        self._max_norm = max_grad_norm
+        # Of the last step's gradients.
+        self.norm = None
 
     def hashes(self):
         return {name: runtime.hashed(twin) for name, twin in self.by_name.items()}
 
-    def step(self, step, times):
-        """By the gradients of this step: one for each use of a weight, `times` as often as in one forward."""
-        for twin in self.optimizer.param_groups[0]["params"]:
+    def step(self, step, batches=(None,)):
+        """By the gradients of this step: one for each use of a weight, by each batch without the block it names."""
+        twins = list({id(twin): twin for twin in self.by_name.values()}.values())
+        for twin in twins:
             twin.grad = None
-        for name in self.uses * times:
-            twin = self.by_name[name]
-            gradient = runtime.filled(twin.shape, runtime.pattern(name, step))
-            twin.grad = gradient if twin.grad is None else twin.grad + gradient
-        self.optimizer.step()
+        for but in batches:
+            # As autograd does: the parts of one backward first.
+            sums = {}
+            for name in reversed(self._uses_of(but)):
+                twin = self.by_name[name]
+                gradient = runtime.filled(twin.shape, runtime.pattern(name, step))
+                sums[twin] = sums[twin] + gradient if twin in sums else gradient
+            for twin, gradient in sums.items():
+                twin.grad = gradient if twin.grad is None else twin.grad + gradient
+        # Each is one number everywhere.
+        self.norm = math.sqrt(sum(twin.numel() * Fraction(twin.grad.view(-1)[0].item()) ** 2 for twin in twins))
+        if self._max_norm is not None:
+            factor = torch.tensor(min(self._max_norm / (self.norm + 1e-6), 1.0))
+            for twin in twins:
+                twin.grad *= factor
+        for optimizer in self.optimizers:
+            optimizer.step()
 
 
 def made(parameters):
     return torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM, foreach=False)
 
 
+def several(parameters):
+    """Two optimizers: one runs itself on whole matrices, the other one's arithmetic is the engine's."""
+    parameters = list(parameters)
+    matrices = [parameter for parameter in parameters if parameter.dim() == 2]
+    others = [parameter for parameter in parameters if parameter.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=LR), torch.optim.AdamW(others, lr=LR, fused=True)]
+
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: [made(parameters)],
+    # Which runs itself, chunk by chunk.
+    "rmsprop": lambda parameters: [torch.optim.RMSprop(parameters, lr=LR, foreach=False)],
+    "several": several,
+}
+
+
 class Training:
     """A model, its twin, and a run that was begun."""
 
-    def __init__(self, stack, kind="plain", *, delays=None, blocks=4, device="cuda", placed="cpu", **options):
+    def __init__(
+        self,
+        stack,
+        kind="plain",
+        *,
+        delays=None,
+        blocks=4,
+        placed="cpu",
+        optimizer="sgd",
+        activation=ACTIVATION,
+        **options,
+    ):
         torch.manual_seed(1)
+        self._activation = activation
+        self.device = options.setdefault("device", "cuda")
         self.check = runtime.Check()
         with torch.device("cpu"):
             model = Net(self.check, kind, blocks)
-        self.twin = Twin(model)
+        self.twin = Twin(model, optimizer, options.get("max_grad_norm"))
         # In the folder of the test, which outlives this process.
         folder = tempfile.mkdtemp()
         model = model.to(placed)
-        self.model, self.optimizer = memascend.offload(
-            model, made(model.parameters()), storage=folder + "/run.store", device=device, **options
-        )
+        optimizers = OPTIMIZERS[optimizer](model.parameters())
+        given = optimizers if len(optimizers) > 1 else optimizers[0]
+        self.model, self.optimizer = memascend.offload(model, given, storage=folder + "/run.store", **options)
         stack.callback(self.optimizer.close)
         device = self.optimizer._session.run.resources.units.device
         self.streams = {"in": device._inward, "out": device._outward, "own": torch.cuda.current_stream()}
+        self.streams["side"] = self.model.side
         for name, microseconds in (delays or {}).items():
             runtime.delay(self.streams[name], microseconds)
 
-    def forward(self):
+    def forward(self, but=None):
         self.check.weights = self.twin.hashes()
-        x = self.check.fill(torch.empty(ACTIVATION, device="cuda"), "input").requires_grad_()
-        return self.model(x)
+        x = self.check.fill(torch.empty(self._activation, device=self.device), "input").requires_grad_()
+        return self.model(x, but)
 
     def step(self, step):
         self.check.step = step
         found = self.forward()
         torch.autograd.backward(found, [torch.empty_like(y) for y in found])
         del found
+        self.commit(step)
+
+    def commit(self, step, batches=(None,)):
+        """`step()`, here and there."""
         self.optimizer.step()
-        self.twin.step(step, 1)
+        self.twin.step(step, batches)
+        self.check.number(self.optimizer.grad_norm, self.twin.norm, "the norm of the gradients")
         self.optimizer.zero_grad()
 
     def compare(self):
@@ -182,12 +249,24 @@ def train(without=None, steps=2, side=False, fresh=False, **options):
             stack.callback(busy().join)
         training = Training(stack, **options)
         now = torch.cuda.current_stream()
-        for step in range(steps):
-            last, now = now, torch.cuda.Stream() if side else now
-            now.wait_stream(last)
-            with torch.cuda.stream(now):
-                training.step(step)
+        with _what_it_raises(training, without):
+            for step in range(steps):
+                last, now = now, torch.cuda.Stream() if side else now
+                now.wait_stream(last)
+                with torch.cuda.stream(now):
+                    training.step(step)
         return training.compare()
+
+
+@contextlib.contextmanager
+def _what_it_raises(training, without):
+    """Without a wait, an error of ours shows that it is missed, too."""
+    try:
+        yield
+    except memascend.MemascendError as error:
+        if without is None:
+            raise
+        training.check.wrong.append(str(error))
 
 
 def busy():
@@ -195,7 +274,7 @@ def busy():
     block = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     own = torch.cuda.current_stream()
     runtime.hold(own)
-    runtime.library.simulated_fill(runtime.here(), block.data_ptr(), block.nbytes, 0xFFFF)
+    runtime.on(block, runtime.library.simulated_fill, 0xFFFF)
     runtime.reset()
 
     def release():
@@ -216,20 +295,70 @@ def let_go(without=None):
         if without is not None:
             mutations.take_away(without)
         training = Training(stack, gradients="fused", device_memory="64MiB")
-        nbytes = training.optimizer._session.run.resources.units.arena.reserved_bytes
-        side = torch.cuda.Stream()
+        arena, side = training.optimizer._session.run.resources.units.arena, training.streams["side"]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), torch.no_grad():
             training.forward()
             torch.cuda.synchronize()
-            runtime.delay(side, 30_000)
+            runtime.hold(side)
+            stack.callback(runtime.hold, side, held=False)
             training.forward()
+        pieces = [piece.nbytes for piece in arena._pieces]
         training.optimizer.close()
         assert not side.query(), "close() waited for the stream, which shows nothing"
-        check = training.check
-        del training
+        check, inward = training.check, training.streams["in"]
+        del training, arena
         stack.pop_all()
-        gc.collect()
+        return _used_anew(check, pieces, side, inward)
+
+
+def added(by, without=None):
+    """The same of an arena that got more memory, `by` the stream that was to use it ("side") or by another one."""
+    if without is not None:
+        mutations.take_away(without)
+    nbytes = 4 << 20
+    check, own, side = runtime.Check(), torch.cuda.current_stream(), torch.cuda.Stream()
+    device = Cuda(torch.device("cuda", 0))
+    arena = DeviceArena(device, {nbytes: 1})
+
+    def leased(arena=arena):
+        tensor = arena.lease(nbytes, 0).tensor((nbytes,), torch.uint8)
+        check.fill(tensor, "weights")
+        own.synchronize()
+        return tensor
+
+    def used(tensor, arena=arena):
+        with torch.cuda.stream(side):
+            arena.used(tensor)
+            check.read_pattern(tensor, "weights", "weights")
+
+    tensors = []
+    if by == "own":
+        # The stream has used the first piece by now.
+        tensors.append(leased())
+        used(tensors[0])
+        side.synchronize()
+    with torch.cuda.stream(own if by == "own" else side):
+        arena.add(nbytes)
+    while len(tensors) < 2:
+        tensors.append(leased())
+    runtime.hold(side)
+    for tensor in tensors:
+        used(tensor)
+    pieces = [piece.nbytes for piece in arena._pieces]
+    inward = device._inward
+    del arena, tensors, tensor, leased, used, device
+    return _used_anew(check, pieces, side, inward)
+
+
+def _used_anew(check, pieces, side, inward):
+    """Memory that is let go, of which a stream that is held has yet to read, is another's."""
+    gc.collect()
+    # What the memory was for, too.
+    inward.synchronize()
+    for nbytes in pieces:
         check.fill(torch.empty(nbytes, dtype=torch.uint8, device="cuda"), "another's")
-        check.compare()
-        return {"checked": check.checked, "wrong": check.wrong, "faults": runtime.faults()}
+    torch.cuda.current_stream().synchronize()
+    runtime.hold(side, held=False)
+    check.compare()
+    return {"checked": check.checked, "wrong": check.wrong, "faults": runtime.faults()}

@@ -14,12 +14,13 @@ from collections import Counter
 
 import torch
 
-from memascend.grads.norms import Norms
+from memascend import kernels
 
 library = ctypes.CDLL("libcuda.so.1")
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 library.simulated_read.argtypes = [_POINTER, _POINTER, _SIZE, ctypes.c_int]
 library.simulated_fill.argtypes = [_POINTER, _POINTER, _SIZE, ctypes.c_uint16]
+library.simulated_check.argtypes = [_POINTER, _POINTER, _SIZE, _POINTER]
 library.simulated_hash.argtypes = [_POINTER, _SIZE]
 library.simulated_delay.argtypes = [_POINTER, ctypes.c_long]
 library.simulated_hold.argtypes = [_POINTER, ctypes.c_int]
@@ -28,6 +29,8 @@ library.simulated_hash.restype = library.simulated_result.restype = ctypes.c_uin
 library.simulated_used.restype = _SIZE
 
 RESULTS_MAX = 1 << 18
+# Steps whose gradients are 16 times as large.
+LOUD: set[int] = set()
 
 
 def _text(function):
@@ -75,9 +78,12 @@ def hold(stream, held=True):
     library.simulated_hold(stream.cuda_stream, int(held))
 
 
-def here():
-    """The handle of the caller's stream."""
-    return torch.cuda.current_stream().cuda_stream
+def on(tensor, function, *arguments):
+    """Queues what a function of the library does with a tensor, on the caller's stream of its device."""
+    # The handle of a device's own stream means that of the current one.
+    with torch.cuda.device(tensor.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        function(stream, tensor.data_ptr(), tensor.nbytes, *arguments)
 
 
 def hashed(tensor):
@@ -87,7 +93,7 @@ def hashed(tensor):
 
 def pattern(name, step):
     """Two bytes that a tensor of this name has everywhere in this step; two of them are a fp32 from 1 to 1.9."""
-    return 0x3F80 + zlib.crc32(f"{name} {step}".encode()) % 0x70
+    return 0x3F80 + zlib.crc32(f"{name} {step}".encode()) % 0x70 + (0x200 if step in LOUD else 0)
 
 
 def filled(shape, element):
@@ -95,13 +101,26 @@ def filled(shape, element):
     return torch.full(shape, element << 16 | element, dtype=torch.int32, device="cpu").view(torch.float32)
 
 
-def read(norms, measures):
-    """What `step()` reads of the checks of gradients: as it waits for it, but without what no kernel computed."""
-    _read(norms, measures)
-    return [(False, 1.0) for _ in measures]
+def begin_check(tensors, sums):
+    """The check of gradients, which begins as it does elsewhere; what the kernel would add comes in its stream."""
+    _begin_check(tensors, sums)
+    for tensor, row in zip(tensors, sums, strict=True):
+        assert tensor.dtype == torch.float32
+        on(tensor, library.simulated_check, row.data_ptr())
 
 
-_read, Norms.read = Norms.read, read
+def stack(tensors):
+    """As torch's own, by copies: its kernel does nothing here."""
+    if tensors[0].device.type == "cpu":
+        return _stack(tensors)
+    out = torch.empty(len(tensors), *tensors[0].shape, dtype=tensors[0].dtype, device=tensors[0].device)
+    for part, tensor in zip(out, tensors, strict=True):
+        part.copy_(tensor)
+    return out
+
+
+_begin_check, kernels.begin_check = kernels.begin_check, begin_check
+_stack, torch.stack = torch.stack, stack
 
 
 class Check:
@@ -116,7 +135,7 @@ class Check:
         self.weights = {}
         self.wrong = []
         self.checked = 0
-        # The operation whose backward fails.
+        # The operation whose backward fails, and what fails.
         self.fails = None
 
     def use(self, x, weight, name, before):
@@ -126,7 +145,7 @@ class Check:
     def read(self, tensor, what, expected):
         number = len(self._reads)
         assert number < RESULTS_MAX
-        library.simulated_read(here(), tensor.data_ptr(), tensor.nbytes, number)
+        on(tensor, library.simulated_read, number)
         self._reads.append((number, f"{what} in step {self.step}", expected))
 
     def read_pattern(self, tensor, what, name):
@@ -136,7 +155,7 @@ class Check:
         self.read(tensor, what, self._patterns[key])
 
     def fill(self, tensor, name):
-        library.simulated_fill(here(), tensor.data_ptr(), tensor.nbytes, pattern(name, self.step))
+        on(tensor, library.simulated_fill, pattern(name, self.step))
         return tensor
 
     def equal(self, found, expected, what):
@@ -145,9 +164,16 @@ class Check:
         if not torch.equal(found, expected):
             self.wrong.append(f"{what} in step {self.step}")
 
+    def number(self, found, expected, what):
+        """A number that the device has computed."""
+        self.checked += 1
+        if found != expected:
+            self.wrong.append(f"{what} in step {self.step}: {found}, not {expected}")
+
     def compare(self):
-        """Look at all that was read, once the device has come there."""
-        torch.cuda.synchronize()
+        """Look at all that was read, once the devices have come there."""
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(device)
         for number, what, expected in self._reads:
             self.checked += 1
             if library.simulated_result(number) != expected:
@@ -170,8 +196,8 @@ class Use(torch.autograd.Function):
     def backward(ctx, _grad):
         x, weight = ctx.saved_tensors
         check, name = ctx.check, ctx.name
-        if name == check.fails:
-            raise ZeroDivisionError
+        if check.fails is not None and name == check.fails[0]:
+            check.fails[1]()
         check.read(weight, f"{name}, backward", check.weights[name])
         check.read_pattern(x, f"what {name} saved", ctx.before)
         return check.fill(torch.empty_like(x), "gradient"), check.fill(torch.empty_like(weight), name), None, None, None

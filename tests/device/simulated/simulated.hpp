@@ -59,6 +59,8 @@ cudaError_t failed(cudaError_t error);
 bool on_device(const void* address);
 // Where bytes of a device are in truth; other addresses as they are.
 char* real(const void* address);
+// Whether bytes are all of one allocation of a device.
+bool allocated(const void* address, size_t bytes);
 // Whether bytes are registered, or of cudaHostAlloc.
 bool pinned(const void* address, size_t bytes);
 cudaError_t enroll(void* address, size_t bytes);

@@ -51,6 +51,9 @@ void Stream::run() {
         long delay = item.works ? delay_ : 0;
         guard.unlock();
         if (delay) std::this_thread::sleep_for(std::chrono::microseconds(delay));
+        guard.lock();
+        changed_.wait(guard, [this] { return !held_; });
+        guard.unlock();
         item.work();
         guard.lock();
         busy_ = false;
@@ -357,5 +360,26 @@ API void simulated_fill(cudaStream_t stream, void* at, size_t bytes, uint16_t el
     launch(stream, [=] {
         auto* out = (uint16_t*)real(at);
         std::fill(out, out + bytes / sizeof element, element);
+    });
+}
+// Adds the squares of finite fp32 to a row of sums, as the check of gradients does (see memascend.tensors): whole numbers
+// of units of 2^-298, by windows of 14 exponents, the lower 24 bits of a square apart from the others.
+API void simulated_check(cudaStream_t stream, const void* at, size_t bytes, void* sums) {
+    launch(stream, [=] {
+        auto* row = (int64_t*)real(sums);
+        for (size_t index = 0; index < bytes / 4; index++) {
+            uint32_t bits = ((const uint32_t*)real(at))[index] & 0x7FFFFFFF;
+            uint64_t significand = (bits & 0x7FFFFF) | (bits >> 23 ? 0x800000 : 0), square = significand * significand;
+            if (bits >= 0x7F800000) {
+                row[bits == 0x7F800000 ? 76 : 77]++;
+                continue;
+            }
+            unsigned place = std::max(bits >> 23, 1u) - 1, window = place / 14;
+            for (int half = 0; half < 2; half++) {
+                uint64_t part = ((square >> (24 * half)) & 0xFFFFFF) << (2 * (place % 14));
+                row[4 * window + 2 * half] += int64_t(part & 0xFFFFFFFF);
+                row[4 * window + 2 * half + 1] += int64_t(part >> 32);
+            }
+        }
     });
 }

@@ -1,7 +1,4 @@
-"""Tests that what a stream reads is there: every weight, saved activation and gradient, in stream order.
-
-Each wait of the device room is taken away in turn, and has to be missed.
-"""
+"""Tests that what a stream reads is there: every weight, saved activation, gradient and norm, in stream order."""
 
 import pytest
 from device.conftest import POSES
@@ -9,7 +6,7 @@ from device.conftest import POSES
 LONG = [pytest.mark.slow, pytest.mark.skipif(not POSES, reason="make test-posing runs it")]
 pytestmark = pytest.mark.posing
 MODES = ["fused", "ssd", "ram"]
-KINDS = ["plain", "recomputed", "tied", "recurrent", "streams"]
+KINDS = ["plain", "recomputed", "tied", "recurrent", "streams", "aside"]
 # Those of `make test`: each kind and each mode.
 SHORT = {("plain", "fused"), ("recomputed", "ssd"), ("tied", "ram"), ("recurrent", "fused"), ("streams", "ssd")}
 CASES = [
@@ -18,24 +15,6 @@ CASES = [
     for mode in MODES
 ]
 SLOW_US = 3000
-RECOMPUTED = {"kind": "recomputed", "activations": "host"}
-# How each wait shows: what is slow, and how the model is trained. The first ones are in `make test`, too.
-MISSED = {
-    "compute after upload": {"delays": {"in": SLOW_US}},
-    "a slot's next upload after its use": {"delays": {"own": SLOW_US}, "blocks": 6},
-    "an update after its gradient's copy": {"delays": {"out": SLOW_US}},
-    "another stream after upload": {"kind": "streams", "delays": {"in": SLOW_US}},
-    "a chunk's next read after its copy": {"delays": {"in": SLOW_US}},
-    "the first upload after other uses of the memory": {"fresh": True},
-    "a slot's uses by all streams": {"delays": {"own": SLOW_US}, "blocks": 6},
-    "a gradient's copy after the gradient": {"delays": {"own": SLOW_US}},
-    "a checkpoint's copy after what it saves": {**RECOMPUTED, "delays": {"own": SLOW_US}},
-    "a checkpoint's memory after its copy": {**RECOMPUTED, "delays": {"out": SLOW_US}},
-    "memory for a checkpoint after its last use": {**RECOMPUTED, "delays": {"own": SLOW_US}},
-    "a checkpoint's way back after its way out": {**RECOMPUTED, "delays": {"out": SLOW_US}},
-    "compute after a checkpoint's copy": {**RECOMPUTED, "delays": {"in": SLOW_US}},
-}
-IN_SHORT = 2
 
 
 def fine(found, least=20):
@@ -62,48 +41,95 @@ def test_order_of_arrival(simulated, mode, activations, slow):
     fine(found)
 
 
-MUTATED = [pytest.param(*item, marks=[] if at < IN_SHORT else LONG) for at, item in enumerate(MISSED.items())]
-
-
-@pytest.mark.parametrize(("wait", "options"), MUTATED)
-def test_each_wait_is_needed(simulated, wait, options):
-    # What the CPU sees of damaged weights is said on the way.
-    assert simulated("order.train", without=wait, gradients="fused", **options)["wrong"]
-    fine(simulated("order.train", gradients="fused", **options))
-
-
-def test_every_wait_has_a_test(simulated):
-    assert set(simulated("mutations.names")) == {*MISSED, "the arena's memory after its uses"}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not POSES, reason="make test-posing runs it")
-def test_the_arena_is_kept_for_streams_that_use_it(simulated):
-    assert simulated("order.let_go", without="the arena's memory after its uses")["wrong"]
-    fine(simulated("order.let_go"), 16)
-
-
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("where", ["a forward", "a backward", "a forward by Ctrl-C"])
+@pytest.mark.parametrize("where", ["a forward", "a backward", "a forward by Ctrl-C", "a backward by Ctrl-C"])
 @pytest.mark.slow
 @pytest.mark.skipif(not POSES, reason="make test-posing runs it")
 def test_a_step_that_fails(simulated, where, mode):
     fine(simulated("lives.fails", where=where, gradients=mode))
 
 
-@pytest.mark.parametrize(
-    "life",
-    [
-        "closed_in_flight",
-        "accumulated",
-        pytest.param("several", marks=LONG),
-        pytest.param("forked", marks=LONG),
-    ],
-)
+@pytest.mark.parametrize("life", ["several", "forked"])
+@pytest.mark.slow
+@pytest.mark.skipif(not POSES, reason="make test-posing runs it")
 def test_lives(simulated, life):
     fine(simulated(f"lives.{life}"))
 
 
-def test_exit_without_close(simulated):
+ALL = [None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("gradients", "options"),
+    [
+        ("fused", {"kind": "recomputed"}),
+        *(
+            pytest.param(mode, {"kind": kind, **options}, marks=LONG)
+            for mode in (*MODES, "auto")
+            for kind, options in (
+                ("recomputed", {"activations": "host"}),
+                ("streams", {"delays": {"side": SLOW_US}}),
+                # A micro-batch that leaves a block out, whose gradients are complete on another stream.
+                ("aside", {"delays": {"side": SLOW_US}, "batches": [None, None, 1]}),
+                ("aside", {"delays": {"own": SLOW_US}, "batches": [None, 2, None]}),
+                ("tied", {"delays": {"out": SLOW_US}, "optimizer": "several"}),
+            )
+        ),
+    ],
+)
+def test_micro_batches_by_layer(simulated, gradients, options):
+    found = simulated("lives.accumulated", gradients=gradients, **options)
+    fine(found, 200)
+    assert found["by_layer"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not POSES, reason="make test-posing runs it")
+def test_random_numbers_of_micro_batches(simulated):
+    found = simulated("lives.random_numbers")
+    fine(found)
+    assert (found["by_layer"], found["same"]) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "slow"),
+    [("fused", "in"), *(pytest.param(mode, late, marks=LONG) for mode in (*MODES, "auto") for late in ("own", "out"))],
+)
+def test_several_optimizers(simulated, gradients, slow):
+    """One runs itself on the engine's thread, on whole matrices; the arithmetic of the other one is the engine's."""
+    fine(
+        simulated(
+            "order.train", kind="aside", gradients=gradients, optimizer="several", steps=3, delays={slow: SLOW_US}
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "slow"),
+    [("sgd", "out"), *(pytest.param(of, late, marks=LONG) for of in ("sgd", "several") for late in ("own", "in"))],
+)
+def test_updates_that_begin_before_the_norm(simulated, optimizer, slow):
+    """Some stand, others are discarded, and made anew from the gradient that was written."""
+    found = simulated("lives.clipped", optimizer=optimizer, kind="aside", delays={slow: 1000})
+    fine(found, 150)
+    assert found["early"] == {"steps": 3, "anew": 2}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.slow
+@pytest.mark.skipif(not POSES, reason="make test-posing runs it")
+def test_another_device_than_the_current_one(simulated, mode):
+    fine(simulated("order.train", kind="recomputed", gradients=mode, activations="host", device="cuda:1"))
+
+
+@pytest.mark.parametrize("backward", [pytest.param(False, marks=LONG), True])
+def test_exit_without_close(simulated, backward):
     """Copies are under way when the interpreter ends."""
-    assert simulated("lives.left") == "fine"
+    assert simulated("lives.left", backward=backward) == "fine"
+
+
+@pytest.mark.parametrize("options", [{"slow": "in"}, {"slow": "out", "backward": True}])
+@pytest.mark.slow
+@pytest.mark.skipif(not POSES, reason="make test-posing runs it")
+def test_a_model_that_is_dropped(simulated, options):
+    fine(simulated("lives.closed", dropped=True, gradients="fused", **options))

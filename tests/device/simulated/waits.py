@@ -29,7 +29,7 @@ def counted(gradients, kind, **options):
         runtime.reset()
         training.optimizer.step()
         counts = passes, runtime.counts()
-        training.twin.step(2, 1)
+        training.twin.step(2)
         assert not training.compare()["wrong"]
     return [[[*key, number] for key, number in sorted(found.items())] for found in counts]
 

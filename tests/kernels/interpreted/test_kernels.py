@@ -7,7 +7,7 @@ import torch
 from support.bits import same_bits
 
 from memascend import kernels
-from memascend.kernels import adamw_jit, check_jit
+from memascend.kernels import adamw_jit, check, check_jit
 from memascend.kernels.adamw import adamw_reference
 from memascend.kernels.check import check_and_unscale_reference
 from memascend.kernels.scalars import checked_scalars
@@ -138,6 +138,20 @@ def test_many_tensors_of_all_dtypes_and_alignments():
     assert squares == float(kernels.check_and_unscale(expected)[1])
     tensors[17][-1] = math.nan
     assert [bad for bad, _ in found(tensors)].index(True) == 17
+
+
+def test_empty_tensors_among_others(monkeypatch):
+    monkeypatch.setattr(check, "route", lambda _: kernels.Route(name="triton", why="interpreted"))
+    tensors = [
+        torch.zeros(0),
+        randoms(5, torch.bfloat16),
+        torch.zeros(0, dtype=torch.float16),
+        randoms(BLOCK + 1, torch.float32),
+    ]
+    sums = new_sums(len(tensors), CPU)
+    kernels.begin_check(tensors, sums)
+    assert found_in(sums) == [kernels.checked(tensor) for tensor in tensors]
+    assert [found.item() for found in kernels.check_and_unscale(tensors[::2], 0.5)] == [False, 0.0]
 
 
 def test_no_tensors():
