@@ -303,7 +303,7 @@ def make_optimizer(settings: Settings, described: Described) -> torch.optim.Opti
     """
     given: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
     for name in ("betas", "eps", "momentum"):
-        value = settings.numbers(name) if name == "betas" else getattr(settings, name)
+        value = settings.pair(name) if name == "betas" else getattr(settings, name)
         if value is not None:
             given[name] = value
     if settings.optimizer.lower() == "muon":

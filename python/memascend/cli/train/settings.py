@@ -122,7 +122,7 @@ class Settings:
                 raise ConfigError(f"{_flag(name)} is a number above 0, not {value}")
         self._require_rates()
         self._require_together()
-        self.numbers("betas")
+        self.pair("betas")
         # Those of offload() are refused before any data is read.
         self.offload_options()
 
@@ -148,17 +148,23 @@ class Settings:
         if self.eval_every is not None and not self.eval:
             raise ConfigError("--eval-every says how often --eval is computed: give --eval FILE, too")
 
-    def numbers(self, name: str) -> tuple[float, ...] | None:
-        """Numbers that stand with commas between them; None where the option was not given.
+    def pair(self, name: str) -> tuple[float, ...] | None:
+        """Two numbers with a comma between them; None where the option was not given.
 
         Raises:
             ConfigError: it is something else.
         """
         text = getattr(self, name)
+        if text is None:
+            return None
+        wrong = ConfigError(f"{_flag(name)} takes two numbers with a comma between them, as 0.9,0.95, not {text}")
         try:
-            return None if text is None else tuple(float(part) for part in text.split(","))
+            numbers = tuple(float(part) for part in text.split(","))
         except ValueError as error:
-            raise ConfigError(f"{_flag(name)} is numbers with commas between them, as 0.9,0.95, not {text}") from error
+            raise wrong from error
+        if len(numbers) != 2:
+            raise wrong
+        return numbers
 
     def offload_options(self, ranks: int = 1) -> Options:
         """What `offload()` is given of these, with its own checks."""
