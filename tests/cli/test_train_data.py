@@ -176,7 +176,7 @@ def test_what_is_too_long_is_cut_and_counted(tmp_path):
     assert (counts.rows, counts.truncated, counts.left_out, counts.sequences) == (3, 2, 1, 2)
     said = counts.said(16)
     assert "2 examples cut at --max-length 16" in said
-    assert "1 of them lost all" in said
+    assert "1 of them left out" in said
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_other_bad_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         next(read_rows(tmp_path / "a.jsonl"))
     (tmp_path / "a.jsonl").touch()
-    with pytest.raises(ConfigError, match="has no rows"):
+    with pytest.raises(ConfigError, match="has no examples"):
         next(read_rows(tmp_path / "a.jsonl"))
     (tmp_path / "a.txt").write_bytes(b"fine\n\xff\xfe\n")
     with pytest.raises(ConfigError, match=r"a\.txt:2: no UTF-8"):

@@ -264,7 +264,7 @@ def _unfit(values: Mapping[str, Any], theirs: Mapping[str, str]) -> str:
     if "chosen" in values and "rejected" in values:
         return (
             "this example is a preference (`chosen`, `rejected`), for DPO or a reward model (docs/recipes.md). To "
-            f"train on the chosen answers alone, give --columns {'completion' if 'prompt' in values else 'messages'}=chosen"
+            f"train on `chosen` alone, give --columns {'completion' if 'prompt' in values else 'messages'}=chosen"
         )
     return (
         "an example has `messages`, `conversations`, `prompt` and `completion`, `instruction` and `output`, or `text`, "
