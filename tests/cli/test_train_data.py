@@ -214,7 +214,7 @@ def test_other_bad_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match="has no examples"):
         next(read_rows(tmp_path / "a.jsonl"))
     (tmp_path / "a.txt").write_bytes(b"fine\n\xff\xfe\n")
-    with pytest.raises(ConfigError, match=r"a\.txt:2: no UTF-8"):
+    with pytest.raises(ConfigError, match=r"a\.txt:2: not valid UTF-8"):
         next(read_rows(tmp_path / "a.txt"))
     with pytest.raises(ConfigError, match="both texts"):
         encoded(tmp_path, [{"prompt": 1, "completion": "a"}])

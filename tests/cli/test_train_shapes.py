@@ -146,7 +146,7 @@ def test_an_array_of_json(tmp_path, monkeypatch):
     for text, said in (
         (json.dumps([ALPACA, ALPACA])[:-9], "example 2: not valid JSON"),
         ("[1]", "example 1: an example must be a JSON object, not a int"),
-        (json.dumps(ALPACA, indent=2), r"a \.json file is an array of rows"),
+        (json.dumps(ALPACA, indent=2), r"a \.json file must be an array of examples"),
         ("[]", "has no examples"),
         ('[{"text": "a"} {"text": "b"}]', "row 1: no JSON: neither a comma"),
     ):
@@ -192,7 +192,7 @@ def test_several_files_patterns_and_folders(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"c\.jsonl:1: this example is .*ShareGPT.*, and the ones before are `text`"):
         encoded(*find_files(["*.jsonl"])[0])
     (tmp_path / "d.csv").write_text("text\na\n")
-    with pytest.raises(ConfigError, match=r"files of several kinds, \.csv, \.jsonl: say which"):
+    with pytest.raises(ConfigError, match=r"files of several kinds \(\.csv, \.jsonl\): name one"):
         find_files(["."])
 
 
@@ -211,7 +211,7 @@ def test_a_folder_of_parquet_with_splits(tmp_path):
     assert encoded(*files)[1].rows == 2
     for name in names[:2]:
         (tmp_path / f"data/{name}.parquet").rename(tmp_path / f"data/dev-{name[6:]}.parquet")
-    with pytest.raises(ConfigError, match=r"several splits \(dev, test\): say which"):
+    with pytest.raises(ConfigError, match=r"several splits \(dev, test\): name one"):
         find_files([str(tmp_path)])
 
 

@@ -88,7 +88,7 @@ def _labelled(axes: Any, place: float, value: float | None, colour: str) -> None
     if value is None:
         axes.text(place, 0, " not measured", rotation=90, ha="center", va="bottom", fontsize=9, color=colour)
         return
-    shown = f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    shown = f"{value:.0f}" if value >= 100 else f"{value:.{3 if value >= 1 else 2}g}"
     axes.annotate(shown, (place, value), (0, 2), textcoords="offset points", ha="center", fontsize=9)
 
 
