@@ -218,7 +218,7 @@ def test_other_bad_files_are_named(tmp_path):
         next(read_rows(tmp_path / "a.txt"))
     with pytest.raises(ConfigError, match="both texts"):
         encoded(tmp_path, [{"prompt": 1, "completion": "a"}])
-    with pytest.raises(ConfigError, match="`prompt` is a list of turns"):
+    with pytest.raises(ConfigError, match="`prompt` must be a list of messages"):
         encoded(tmp_path, [{"prompt": [], "completion": "a"}])
     with pytest.raises(ConfigError, match=r":1: `completion` is empty"):
         encoded(tmp_path, [{"prompt": "a", "completion": ""}])

@@ -148,7 +148,7 @@ def test_an_array_of_json(tmp_path, monkeypatch):
         ("[1]", "example 1: an example must be a JSON object, not a int"),
         (json.dumps(ALPACA, indent=2), r"a \.json file must be an array of examples"),
         ("[]", "has no examples"),
-        ('[{"text": "a"} {"text": "b"}]', "row 1: no JSON: neither a comma"),
+        ('[{"text": "a"} {"text": "b"}]', "example 1: not valid JSON: neither a comma"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=said):

@@ -242,7 +242,7 @@ def speeds_at(path: Path) -> dict[str, Speed]:
     room = os.statvfs(folder)
     trial = min(_TRIAL_BYTES, room.f_bavail * room.f_frsize // 4) // _BLOCK_BYTES * _BLOCK_BYTES
     if trial == 0:
-        raise StorageError(f"{folder} is full: free some room, or choose another disk")
+        raise StorageError(f"{folder} is full: free disk space, or choose another disk")
     with (
         tempfile.NamedTemporaryFile(dir=folder, prefix=".memascend-plan-") as file,
         nvme.open(file.name, size=trial) as volume,
