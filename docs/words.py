@@ -141,7 +141,7 @@ def shown(path: Path) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.JoinedStr):
             text = "".join(str(part.value) if isinstance(part, ast.Constant) else "CODE" for part in node.values)
         # Fewer words are a name.
-        if len(re.findall(r"[a-z]{2,}", text)) >= 3:  # noqa: PLR2004
+        if len(re.findall(r"[a-z]{2,}", text)) >= 3:
             yield node.lineno, _CODE.sub("CODE", text)
 
 
