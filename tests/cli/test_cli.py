@@ -45,7 +45,7 @@ def test_demo_is_killed_and_differs_in_nothing(capsys, tmp_path):
     small = ["--steps", "3", "--layers", "2", "--width", "64", "--host-memory", "64MiB"]
     assert main(["demo", *small, "--storage", str(tmp_path), "--picture", str(tmp_path / "demo.png")]) == 0
     out = capsys.readouterr().out
-    assert "Of the offloaded parameters 100% are held in memory" in out
+    assert "Of the offloaded parameters 100% are kept in RAM" in out
     assert "kill -9" in out
     assert "resumed from" in out
     assert "3 of 3 losses have the same bits" in out
