@@ -99,7 +99,7 @@ def test_a_log_that_is_full_is_told_once_and_changes_no_bit(tmp_path, caplog):
             assert (report.unlogged > 0) == (drops > 0)
     assert caplog.text.count("found no space in the gradient log of 1 steps") == 1
     assert report.to_dict()["log"]["unlogged"] == report.unlogged
-    assert "their entries were written whole" in str(report)
+    assert "their parameters were written whole" in str(report)
     assert same(*ends)
 
 
@@ -154,7 +154,7 @@ def test_a_raw_device_has_the_log_behind_the_store_as_long_as_there_is_room(tmp_
         with caplog.at_level(logging.WARNING, "memascend"):
             model, optimizer = begun(device, existing="refuse", host_memory=ALL, scratch=tmp_path)
         assert optimizer.plan.log_steps == steps
-        assert ("no disk space for a log" in caplog.text) == (steps < 16)
+        assert ("no disk space for a gradient log" in caplog.text) == (steps < 16)
         stepped(model, optimizer, 5)
         expected = state_of(model, optimizer)
         # As a kill leaves it.
