@@ -97,7 +97,8 @@ def test_turns_of_a_prompt_are_not_learnt(tmp_path):
         ({"instruction": "a", "output": ""}, "`output` must be a text that is not empty"),
         ({"instruction": "a", "output": "a", "history": ["a"]}, "`history` must be a list of pairs"),
         ({"prompt": [{"role": "user", "content": "a"}], "completion": "a"}, "`completion` must be a list of messages"),
-        ({"chosen": "a", "rejected": "b"}, "is a preference"),
+        ({"chosen": "a", "rejected": "b"}, "is a preference.* --columns messages=chosen"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "is a preference.* --columns completion=chosen"),
     ],
 )
 def test_a_broken_row_is_named(tmp_path, row, said):
