@@ -84,7 +84,7 @@ wheel: .venv-wheel/synced ## Build dist/*.whl for any Linux of this processor, a
 # --- check --------------------------------------------------------------------
 
 .PHONY: lint
-lint: setup ## Formatting, lints and types, of Rust and Python, and the words of the documents
+lint: setup ## Formatting, lints and types, of Rust and Python, and the words of documents and messages
 	cargo fmt --check
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 	$(BIN)/ruff format --check .

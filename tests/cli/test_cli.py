@@ -45,7 +45,7 @@ def test_demo_is_killed_and_differs_in_nothing(capsys, tmp_path):
     small = ["--steps", "3", "--layers", "2", "--width", "64", "--host-memory", "64MiB"]
     assert main(["demo", *small, "--storage", str(tmp_path), "--picture", str(tmp_path / "demo.png")]) == 0
     out = capsys.readouterr().out
-    assert "Of the offloaded parameters 100% are held in memory" in out
+    assert "Of the offloaded parameters 100% are kept in RAM" in out
     assert "kill -9" in out
     assert "resumed from" in out
     assert "3 of 3 losses have the same bits" in out
@@ -87,6 +87,26 @@ def test_what_is_not_known_is_shown_the_usage_of_its_command(capsys, words):
     err = capsys.readouterr().err
     assert f"usage: memascend {' '.join(word for word in words if word != 'x')} " in err
     assert "unrecognized arguments: --nonsense" in err
+
+
+def test_an_option_that_is_misspelt_is_named_rightly(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--epohcs", "3"])
+    assert capsys.readouterr().err.endswith("unrecognized arguments: --epohcs 3; did you mean --epochs?\n")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("host_memory 2 KiB is too small", "--host-memory 2 KiB is too small"),
+        ("no CUDA device for device='cuda': pass device='cpu'", "no CUDA device for --device cuda: pass --device cpu"),
+        ("state='8bit' is for torch's Adam", "--state 8bit is for torch's Adam"),
+        ("pass a smaller device_memory=, or free", "pass a smaller --device-memory, or free"),
+        ("the device of the state is a file", "the device of the state is a file"),
+    ],
+)
+def test_arguments_of_offload_are_trains_options(theirs, ours):
+    assert _in_own_words(theirs) == ours
 
 
 def test_without_a_command_it_says_which_there_are(capsys):

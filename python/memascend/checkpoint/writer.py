@@ -206,14 +206,16 @@ def _configure(model: torch.nn.Module, folder: Path) -> list[str]:
 def _require_place(target: Path, nbytes: int, *, among_others: bool) -> None:
     parent = target.parent
     if not parent.is_dir():
-        raise ConfigError(f"{parent} is not there: make it before save({target.name!r})")
+        raise ConfigError(f"{parent} does not exist: make it before save({target.name!r})")
     ours = is_empty(target) or (target / FOLDER / MANIFEST).is_file() or (among_others and target.is_dir())
     if target.exists() and not ours:
         raise ConfigError(f"{target} holds something else than a checkpoint, and is left alone: name another folder")
     free = shutil.disk_usage(parent).free
     if nbytes > free:
         raise StorageError(
-            f"the checkpoint has {nbytes} bytes, and {parent} has room for {free}", errno=errno.ENOSPC, path=str(parent)
+            f"the checkpoint has {nbytes} bytes, and {parent} has {free} free: free disk space, or name another folder",
+            errno=errno.ENOSPC,
+            path=str(parent),
         )
 
 

@@ -160,7 +160,7 @@ def _folder(path: Path, folder: Path) -> Iterator[Finding]:
     room = os.statvfs(folder)
     free = room.f_bavail * room.f_frsize
     if kind in _MEMORY:
-        yield _fails(path, f"{folder} is a {kind}: it is memory itself, so streaming from it saves none; choose a disk")
+        yield _fails(path, f"{folder} is a {kind}, which lives in RAM and so defeats offloading; choose a disk")
         return
     yield Finding(subject="storage", found=f"{path}, {kind}, {bytes_shown(free)} free")
     trial = min(_TRIAL_BYTES, free // 4) // _BLOCK_BYTES * _BLOCK_BYTES
@@ -238,11 +238,11 @@ def speeds_at(path: Path) -> dict[str, Speed]:
     if not folder.is_dir():
         raise StorageError(f"{folder} does not exist: make it")
     if file_system(folder) in _MEMORY:
-        raise StorageError(f"{folder} is memory itself, so streaming from it saves none; choose a disk")
+        raise StorageError(f"{folder} lives in RAM, which defeats offloading; choose a disk")
     room = os.statvfs(folder)
     trial = min(_TRIAL_BYTES, room.f_bavail * room.f_frsize // 4) // _BLOCK_BYTES * _BLOCK_BYTES
     if trial == 0:
-        raise StorageError(f"{folder} is full: free some room, or choose another disk")
+        raise StorageError(f"{folder} is full: free disk space, or choose another disk")
     with (
         tempfile.NamedTemporaryFile(dir=folder, prefix=".memascend-plan-") as file,
         nvme.open(file.name, size=trial) as volume,

@@ -212,9 +212,7 @@ def choose(
     """
     # What only one of them draws is the same for all.
     drawn = exchange.tell("a new run", os.urandom(16).hex())[0]
-    seen = exchange.tell(
-        "what is there", {**seen_at(paths), "others": sorted(map(list, _places(others or {}).items()))}
-    )
+    seen = exchange.tell("the stores", {**seen_at(paths), "others": sorted(map(list, _places(others or {}).items()))})
     unread = {rank: one["error"] for rank, one in enumerate(seen) if one["error"] is not None}
     missing = {rank: _NOTHING for rank, one in enumerate(seen) if not one["there"]}
     if missing:
@@ -235,7 +233,7 @@ def choose(
     if missing:
         raise ConfigError(
             f"{_listed(missing)}, and others do; nothing was changed. If the run had another number of ranks, start "
-            f"that number: only one folder that is given to all ranks goes on with others. Else {_ANEW}"
+            f"that number: only a run in one folder, given to all ranks, resumes with another number. Otherwise {_ANEW}"
         )
     require_own(seen)
     run, number, identity = _common(seen, existing)
@@ -318,7 +316,7 @@ def require_own(seen: list[dict[str, Any]]) -> None:
     elif all(ranks == count for _, ranks in known.values()):
         instead = _AS_THEY_WERE
     else:
-        instead = "start as many ranks as there were: another number goes on where all ranks are given one folder"
+        instead = "start as many ranks as before: another number resumes only if all ranks are given one folder"
     raise ConfigError(f"{_listed(apart)}; nothing was changed: {instead}")
 
 
@@ -349,7 +347,7 @@ def _require_none_elsewhere(
     if not looks:
         return
     own = [rank for seer, rank in looks.values() if seer == exchange.rank]
-    told = exchange.tell("what is there of other ranks", [[rank, seen_at(others[rank])] for rank in own])
+    told = exchange.tell("stores of other ranks", [[rank, seen_at(others[rank])] for rank in own])
     found = [(rank, one) for each in told for rank, one in each if one["there"] and one["filled"]]
     if not found:
         return

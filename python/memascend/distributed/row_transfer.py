@@ -291,4 +291,4 @@ class Figures:
 
     def everyone(self, mine: Any) -> list[Any]:
         """What each rank says, a JSON value, in the order of ranks."""
-        return self.exchange.tell("what each has found", mine)
+        return self.exchange.tell("the findings", mine)
