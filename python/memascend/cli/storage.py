@@ -220,11 +220,6 @@ def _measured(volume: Volume, patterns: Sequence[Pattern]) -> dict[str, Speed]:
     return speeds
 
 
-def bandwidth(path: Path) -> dict[str, float]:
-    """GB/s where `path` is, as `speeds_at` measures them."""
-    return {pattern: speed.gb_per_second for pattern, speed in speeds_at(path).items()}
-
-
 def speeds_at(path: Path) -> dict[str, Speed]:
     """Where `path` is, of reads, of writes, and of both in turn ("mixed"); of a raw device of reads alone.
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from memascend import nvme
 from memascend.cli.bench import bag
 from memascend.cli.bench.io import PASSES, fio, huge_pages
-from memascend.cli.show import bars
 from memascend.cli.storage import blocks
 from memascend.text import bytes_shown, seconds_shown, table
 
@@ -80,14 +79,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure and print."""
     with tempfile.TemporaryDirectory(dir=options.storage or ".", prefix="memascend-bench-") as folder:
         result = measure(Path(folder), options)
-    if options.json:
-        print(json.dumps(result, indent=2))
-    else:
-        print(shown(result))
-    if options.picture:
-        rates = {"update": "update_gb_per_second", "the same bytes without arithmetic": "pure_gb_per_second"}
-        series = {"memascend": {words: result[name] for words, name in rates.items()}}
-        bars(Path(options.picture), "A step of AdamW on SSD", "GB a second", series)
+    print(json.dumps(result, indent=2) if options.json else shown(result))
     return 0
 
 
