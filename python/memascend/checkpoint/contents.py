@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from memascend.distributed.row_transfer import StoppedError
+from memascend.distributed.groups import StoppedError
 from memascend.errors import ConfigError
 from memascend.storage import decode_state, master_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from memascend.distributed.row_transfer import Line
+    from memascend.distributed.groups import Line
     from memascend.distributed.rows import Rows
     from memascend.storage import Part, Store
 

@@ -114,7 +114,7 @@ class Assembly:
         position = Position(resources.store, subject.options.checkpoint)
         record = Record(resources.store, position, subject.buffers, subject.arithmetic, scale)
         run = Run(resources=resources, residency=residency, frames=frames, gradients=gradients, record=record)
-        reached_values = ReachedValues(run, None if subject.sharding is None else subject.sharding.figures)
+        reached_values = ReachedValues(run, None if subject.sharding is None else subject.sharding.exchange)
         rewrites = Rewrites(run)
         loads = Loads(run, rewrites)
         state_dicts = StateDicts(subject.model, run, loads, sharded=subject.sharding is not None)
@@ -217,7 +217,7 @@ class Assembly:
             residency.units.look_ahead()
 
         options = subject.options
-        figures = None if subject.sharding is None else subject.sharding.figures
+        figures = None if subject.sharding is None else subject.sharding.exchange
         loop = Loop(options.gradients, options.accumulation_steps, keeps=options.keeps, figures=figures)
         speculation = Speculation(loop, frozenset(plan.held), lambda: residency.reached.is_stored_whole)
         rule = Updates(subject.arithmetic, engine, resources.store, resident)

@@ -218,7 +218,7 @@ def _offloaded(subject: Subject) -> tuple[OffloadedOptimizer, Forecast | None]:
 
 def _together(sharding: Sharding | None, do: Callable[[], _Done]) -> _Done:
     """Do what may be refused on all ranks or on none."""
-    figures = None if sharding is None else sharding.figures
+    figures = None if sharding is None else sharding.exchange
     return do() if figures is None else figures.together(do)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from memascend.distributed.row_transfer import Figures
+    from memascend.distributed.control_plane import Exchange
     from memascend.optim.rules import Arithmetic
     from memascend.params.offloaded_param import Place
     from memascend.session.run import Run
@@ -221,7 +221,7 @@ class ReachedValues:
     `save()` and `close()`, and, where updates do not wait for the step, in the first gather of a forward.
     """
 
-    def __init__(self, run: Run, figures: Figures | None = None) -> None:
+    def __init__(self, run: Run, figures: Exchange | None = None) -> None:
         """`figures` is what ranks tell each other, where there are several."""
         self._run = run
         self._figures = figures
@@ -304,8 +304,8 @@ class ReachedValues:
             return
         reached.look()
         try:
-            if figures.exchange.broken is not None:
-                raise figures.exchange.broken
+            if figures.broken is not None:
+                raise figures.broken
             # What ends because of an error waits for nobody.
             if sys.exc_info()[0] is None:
                 self._write_together(buffers=True)

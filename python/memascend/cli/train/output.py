@@ -71,11 +71,10 @@ class Ranks(Closing):
         _number("MASTER_PORT", 0)
         # One process needs nothing of these.
         from memascend.distributed.control_plane import Exchange
-        from memascend.distributed.row_transfer import Figures
 
         try:
             torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-            self._figures = Figures(Exchange(_TIMEOUT_SECONDS))
+            self._figures = Exchange(_TIMEOUT_SECONDS)
         except RuntimeError as error:
             raise RankError(f"the {self.count} ranks of this run do not meet: {error}", ranks=()) from error
         self.rank = self._figures.rank
