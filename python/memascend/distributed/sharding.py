@@ -77,7 +77,7 @@ class Sharding:
             device = next(iter(self.named.values())).device
             self.collectives = Collectives(exchange, ranks, device)
         self._reductions: dict[int, OrderedReduction] = {}
-        self._of: dict[int, FsdpParameter] = {id(one.leaf): one for one in self._sharded.values()}
+        self._of = {id(one.leaf): one for one in self._sharded.values()}
         self._heard: Any = None
 
     # --- before there is a store ---------------------------------------------------------
@@ -219,9 +219,7 @@ class Sharding:
             self._let_meet(group)
             for one in group.parameters:
                 place = places.get(one.name)
-                local = one.local
-                source = RowSource(one.name, one.shape, one.padded_shape, local.dtype, self._alone)
-                source.connect(place, residency)
+                source = RowSource(one, place, residency, self._alone)
                 one.replace_local(LocalRows(source, one.device))
                 one.leaf.__dict__["_memascend"] = place
                 if one.leaf.requires_grad:
@@ -274,16 +272,14 @@ class Sharding:
         heard = self._heard()
         if heard is None:
             return
-        if taken is None:
-            heard(local, None, ())
-            return
-        if taken.before is None:
-            taken.sum_into(local.grad)
-            heard(local, None, ())
-        else:
+        if taken is not None and taken.before is not None:
             leaf.grad = taken.before
             rows = local.grad
             heard(local, rows, [part.to(rows.dtype) for part in taken.parts])
+            return
+        if taken is not None:
+            taken.sum_into(local.grad)
+        heard(local, None, ())
 
 
 def _local_part(value: Any) -> Any:
