@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from memascend.distributed.groups import StoppedError
+from memascend.distributed.rows import blocks_of, is_in_blocks
 from memascend.errors import ConfigError
 from memascend.storage import decode_state, master_of
 
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 _MASTER_PARTS = frozenset({"rest", "rounded_up"})
 
 
-_ABSMAX = "_absmax"
-
-
 _KINDS = (frozenset({"exp_avg", "exp_avg_sq"}), frozenset({"momentum_buffer"}))
 
 
@@ -36,9 +34,6 @@ _WIDTHS = {torch.float32: "", torch.bfloat16: "bf16", torch.uint8: "8bit"}
 
 
 _WORDS = {"": "32 bits", "bf16": "bfloat16", "8bit": "8 bits"}
-
-
-_BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -69,14 +64,14 @@ class StateForm:
 
 def form_of(tensors: Mapping[str, torch.Tensor], shape: torch.Size) -> StateForm | None:
     """The form of state that can be converted, from its tensors, which may be on meta; None where it is another."""
-    names = {of for of in tensors if of != "master" and not of.endswith(_ABSMAX)}
+    names = {of for of in tensors if of != "master" and not is_in_blocks(of)}
     widths = {_WIDTHS.get(tensors[of].dtype) for of in names}
     if names not in _KINDS or len(widths) != 1 or None in widths:
         return None
     width = str(widths.pop())
     wanted = dict.fromkeys(names, shape)
     if width == "8bit":
-        wanted |= {of + _ABSMAX: torch.Size([-(-shape.numel() // _BLOCK)]) for of in names}
+        wanted |= {f"{of}_absmax": blocks_of(shape) for of in names}
     if "master" in tensors:
         wanted["master"] = shape
     wide = [of for of in wanted if of not in names]
@@ -182,7 +177,7 @@ class StoreContents:
                 raise ConfigError(f"the optimizer keeps state called 'updates' for {name!r}, which cannot be saved")
             state[UPDATES] = _meta("int64", [])
         # Blocks are counted as the elements lie, which is not told by row-major tensors.
-        in_blocks = entry["order"] is not None and any(of.endswith("_absmax") for of in stored)
+        in_blocks = entry["order"] is not None and any(map(is_in_blocks, stored))
         return Content(name, _meta(entry["dtype"], entry["shape"]), state, list(entry["order"]) if in_blocks else None)
 
     def read(self, put: Put) -> None:

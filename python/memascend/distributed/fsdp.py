@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-
     from memascend.params.offloaded_param import Place
     from memascend.params.residency import Residency
 
+
+__all__ = ["AllGather", "FsdpGroup", "FsdpParameter", "ReduceScatter", "groups_of", "reshard"]
 
 # What is used of torch's parameter groups, and of the parameters in them, that has no public name.
 _OF_GROUPS = (

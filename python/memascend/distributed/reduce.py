@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import distributed
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from memascend.distributed.fsdp import AllGather, ReduceScatter
 from memascend.distributed.groups import let_go, make_group
 from memascend.errors import UsageError
 from memascend.storage import Checksum

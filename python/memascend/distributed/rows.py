@@ -45,7 +45,7 @@ class Rows:
             return tensor[self.first : self.first + self.count]
         if is_in_blocks(state):
             start = self.first_element // BLOCK_ELEMENTS
-            return tensor[start : start + _blocks(self.shape)]
+            return tensor[start : start + blocks_of(self.shape)[0]]
         return tensor
 
     def first_of(self, state: str, part: torch.Tensor) -> int | None:
@@ -58,7 +58,7 @@ class Rows:
         """The shape of the tensor of which this is the part that belongs to these rows."""
         if part.shape == self.shape:
             return self.whole
-        return torch.Size([_blocks(self.whole)]) if is_in_blocks(state) else part.shape
+        return blocks_of(self.whole) if is_in_blocks(state) else part.shape
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,9 @@ def is_in_blocks(state: str) -> bool:
     return state.endswith("_absmax")
 
 
-def _blocks(shape: torch.Size) -> int:
-    return -(-shape.numel() // BLOCK_ELEMENTS)
+def blocks_of(shape: torch.Size) -> torch.Size:
+    """The shape of such a tensor, for a parameter of `shape`."""
+    return torch.Size([-(-shape.numel() // BLOCK_ELEMENTS)])
 
 
 def units_of_gathers(

@@ -361,10 +361,6 @@ def in_order(tensor: torch.Tensor, layout: StateLayout) -> torch.Tensor:
     return torch.empty_strided(layout.shape, layout.stride, dtype=tensor.dtype).copy_(tensor)
 
 
-# Elements that share a scale.
-BLOCK = 256
-
-
 # Parameters of fewer elements keep 32 bits, unless its user said otherwise.
 MIN_8BIT_SIZE = 4096
 

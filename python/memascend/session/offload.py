@@ -284,11 +284,10 @@ def _begun(
     with Watch(store) as watch:
         stored = first.write(engine, decision) if store.created else first.read(store, plan.held)
     seconds = watch.forecast(plan, engine, host_computes=subject.device is None)
-    shared = subject.arithmetic.shared
     subject.arithmetic.require_members(stored, f"the store at {store.info()['devices'][0]}")
     subject.arithmetic.take_seed(stored)
-    take_options(subject.original.param_groups, stored.get("groups"), undo, shared.examples)
-    shared.restore(stored.get("attributes") or {}, undo)
+    take_options(subject.original.param_groups, stored.get("groups"), undo, subject.arithmetic.examples)
+    subject.arithmetic.restore(stored.get("attributes") or {}, undo)
     first.let_go()
     resources = _resources(subject, decision, store, engine, folder, undo)
     return Assembly(subject, decision, resources, scratch_of(options) or folder), seconds

@@ -142,7 +142,7 @@ class Session:
         step = record.position.step + 1
         record.buffers.stage(store, step)
         updated = [name for name, kept in gradients.by_name.items() if kept.state.staged]
-        give_back = record.shared.adopt(updated, engine.finish)
+        give_back = record.arithmetic.adopt(updated, engine.finish)
         before = record.scale.state()
         record.scale.update(overflowed=False)
 

@@ -381,7 +381,7 @@ class Rollback:
             undo.callback(engine.discard)
             counts = self._stage(source)
             hyperparameters = {**self._arithmetic.committed(), **source.hyperparameters([])}
-            self._arithmetic.shared.restore(hyperparameters.get("attributes") or {}, undo)
+            self._arithmetic.restore(hyperparameters.get("attributes") or {}, undo)
             line = self._run.resources.store.info()["generation"]
             hyperparameters["line"] = line
             engine.commit(source.step, user_state=source.user_state, hyperparameters=hyperparameters)
@@ -449,14 +449,14 @@ class Modes:
         run = self._run
         run.require_quiet()
         record, engine = run.record, run.resources.engine
-        changed = record.shared.switched(mode)
+        changed = record.arithmetic.switched(mode)
         if not changed:
             # It is in that mode.
             return
         with run.residency.turns.alone():
             try:
                 names = run.gradients.rule.switch(mode, run.gradients.by_name.values(), changed)
-                give_back = record.shared.adopt(names, engine.finish, changed)
+                give_back = record.arithmetic.adopt(names, engine.finish, changed)
             except BaseException:
                 engine.discard()
                 raise
