@@ -154,8 +154,8 @@ class RankContents(Contents, Protocol):
 class StoreContents:
     """What the last commit of a store left."""
 
-    def __init__(self, store: Store, trained: Collection[str]) -> None:
-        """`trained` are the names of the parameters that the optimizer updates.
+    def __init__(self, store: Store, trained: Collection[str], *, values_alone: bool = False) -> None:
+        """`trained` are the names of the parameters that the optimizer updates; `values_alone` leaves state out.
 
         Raises:
             ConfigError: the optimizer's state has a name that is taken.
@@ -164,11 +164,14 @@ class StoreContents:
         self._stored = store.entries()
         self._by_name = {entry["name"]: entry for entry in self._stored}
         self._trained = trained
-        self.has_formats = any(_in_fewer_bits(entry) for entry in self._stored)
+        self._values_alone = values_alone
+        self.has_formats = not values_alone and any(map(_in_fewer_bits, self._stored))
         self.entries = [self._content(entry) for entry in self._stored]
 
     def _content(self, entry: Mapping[str, Any]) -> Content:
         name = entry["name"]
+        if self._values_alone:
+            return Content(name, _meta(entry["dtype"], entry["shape"]), {})
         stored = {of: _meta(dtype, shape) for of, dtype, shape in entry["state"]}
         # A compact entry's rest is written as the master that it belongs to.
         state = plain_tensors(stored)
@@ -201,6 +204,8 @@ class StoreContents:
 
     def read_entries(self, names: list[str], put: Put) -> None:
         """Walk over some entries that are row-major, or over a single one."""
+        if self._values_alone:
+            put = _without_state(put)
 
         def visit(name: str, parts: list[Part]) -> None:
             found = {part.of: part for part in parts}
@@ -225,24 +230,6 @@ class StoreContents:
         for name in names:
             if name in self._trained:
                 put(name, UPDATES, 0, torch.tensor(self._by_name[name]["step"]))
-
-
-class WeightContents:
-    """The values alone of what a store has."""
-
-    has_formats = False
-
-    def __init__(self, whole: StoreContents) -> None:
-        self._whole = whole
-        self.entries = [Content(entry.name, entry.values, {}) for entry in whole.entries]
-
-    def read(self, put: Put) -> None:
-        """Walk over all of it."""
-        self._whole.read(_without_state(put))
-
-    def read_entries(self, names: list[str], put: Put) -> None:
-        """Walk over some entries that are row-major, or over a single one."""
-        self._whole.read_entries(names, _without_state(put))
 
 
 def _without_state(put: Put) -> Put:

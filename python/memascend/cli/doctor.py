@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memascend import memory
-from memascend.cli.storage import Finding, examine_ring, examine_storage
+from memascend.cli.storage import Finding, examine_ring, examine_storage, registration_of
 from memascend.errors import MemascendError
 from memascend.text import bytes_shown, table
 
@@ -34,14 +34,7 @@ def examine_registration() -> Finding:
     except MemascendError as error:
         return Finding(subject=subject, found="no memory for it", verdict="fails", advice=str(error))
     with region:
-        if region.pinned == "cuda":
-            return Finding(subject=subject, found="possible")
-        return Finding(
-            subject=subject,
-            found=f"refused; {region.pinned or 'nothing'} instead",
-            verdict="slower",
-            advice=f"{region.why_not}; {memory.UNREGISTERED}",
-        )
+        return registration_of(region, subject, "possible")
 
 
 # The instruction sets that the kernels are written for, widest first, as /proc/cpuinfo names them.

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from memascend import kernels, memory
-from memascend.cli.storage import Finding
+from memascend.cli.storage import Finding, registration_of
 from memascend.memory import Region
 from memascend.session.offload import offload
 from memascend.tensors import rounded, same_bits, total
@@ -158,19 +158,8 @@ def _pinning(device: torch.device) -> Iterator[tuple[Finding, Figures]]:
     with Region(_PINNED_BYTES, owner="doctor") as region:
         seconds = time.perf_counter() - began
         figures = {"pinned": region.pinned, "why_not": region.why_not, "bytes": _PINNED_BYTES, "seconds": seconds}
-        rate = _PINNED_BYTES / seconds / 1e9
-        if region.pinned == "cuda":
-            yield Finding(subject="pinning", found=f"registered with CUDA, {rate:.1f} GB/s"), figures
-            return
-        yield (
-            Finding(
-                subject="pinning",
-                found=f"refused; {region.pinned or 'nothing'} instead",
-                verdict="slower",
-                advice=f"{region.why_not}; {memory.UNREGISTERED}",
-            ),
-            figures,
-        )
+        found = f"registered with CUDA, {_PINNED_BYTES / seconds / 1e9:.1f} GB/s"
+        yield registration_of(region, "pinning", found), figures
 
 
 def _copies(device: torch.device) -> Iterator[tuple[Finding, Figures]]:

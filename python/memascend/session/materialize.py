@@ -7,7 +7,7 @@ import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, cast
 
-from memascend.checkpoint.contents import StoreContents, WeightContents
+from memascend.checkpoint.contents import StoreContents
 from memascend.checkpoint.writer import save, save_weights
 from memascend.errors import RankError, UsageError
 from memascend.params.unit import NOBODY
@@ -192,7 +192,7 @@ class Saving:
         figures = sharding.exchange
         assert figures is not None
         figures.together(self._settle, UsageError)
-        own = figures.together(lambda: WeightContents(self._contents()))
+        own = figures.together(lambda: self._contents(values_alone=True))
         self._gather(sharding, own, lambda contents: save_weights(cast("Path", folder), contents, self._model))
 
     def _settle(self) -> None:
@@ -200,8 +200,9 @@ class Saving:
         self._loads.settle()
         self._reached_values.write_between_steps()
 
-    def _contents(self) -> StoreContents:
-        return StoreContents(self._run.resources.store, self._run.gradients.by_name.keys())
+    def _contents(self, *, values_alone: bool = False) -> StoreContents:
+        run = self._run
+        return StoreContents(run.resources.store, run.gradients.by_name.keys(), values_alone=values_alone)
 
     def _write(
         self, folder: str | os.PathLike[str], contents: Contents, more: dict[str, Any], *, among_others: bool
