@@ -150,6 +150,17 @@ class Exchange:
             raise
         return done
 
+    @contextlib.contextmanager
+    def part(self) -> Iterator[None]:
+        """What this rank does among others: where it fails by itself, they hear of it instead of waiting."""
+        known = self.failure
+        try:
+            yield
+        except BaseException as error:
+            if self.failure is known:
+                self.fail(error)
+            raise
+
     def fail(self, error: BaseException) -> None:
         """Tell the others what happened here, whatever they wait for; it is raised anyway, and nothing by this."""
         if self.broken is not None:
@@ -388,12 +399,10 @@ class Agreement:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """What leads to a commit: where it fails on this rank, the others hear of it instead of waiting."""
-        known = self.exchange.failure
         try:
-            yield
-        except BaseException as error:
-            if self.exchange.failure is known:
-                self.exchange.fail(error)
+            with self.exchange.part():
+                yield
+        except BaseException:
             if self.exchange.broken is not None:
                 self._end()
             raise

@@ -197,9 +197,10 @@ def groups_of(model: torch.nn.Module) -> list[FsdpGroup]:
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
-        group = _group_of(module, name)
-        if group is None or id(group) in seen:
+        groups = _groups_of_module(module)
+        if not groups or id(groups[0]) in seen:
             continue
+        group = groups[0]
         seen.add(id(group))
         _require_known(group, _OF_GROUPS)
         parameters = []
@@ -211,32 +212,27 @@ def groups_of(model: torch.nn.Module) -> list[FsdpGroup]:
                     f"a parameter of {name or 'the model'} was replaced after fully_shard(): call offload() before it "
                     "is, or fully_shard() after it was"
                 )
-            if tuple(leaf.placements) != (Shard(0),):
-                raise _divided_otherwise(f"{names[id(leaf)]} is divided as {leaf.placements}")
+            if tuple(leaf.placements) != (Shard(0),) or len(groups) > 1:
+                raise ConfigError(
+                    f"{names[id(leaf)]} is divided as {leaf.placements}, and offload() takes parameters whose rows "
+                    "are divided (Shard(0)) over one mesh: leave out shard_placement_fn, tensor parallelism and "
+                    "a mesh of two dimensions"
+                )
             parameters.append(FsdpParameter(names[id(leaf)], one.sharded_param, one))
         found.append(FsdpGroup(name or "root", tuple(parameters), module, group))
     return found
 
 
-def _group_of(module: Any, name: str) -> Any:
-    """What torch gathers for a module; None where all of it is gathered for others."""
+def _groups_of_module(module: Any) -> list[Any]:
+    """What torch gathers for a module; several groups where it is divided over several meshes."""
     _require_known(module, ("_get_fsdp_state",))
     state = module._get_fsdp_state()  # noqa: SLF001
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        # Before torch 2.12 there was one at most.
-        _require_known(state, ("_fsdp_param_group",))
-        return state._fsdp_param_group  # noqa: SLF001
-    if len(groups) > 1:
-        raise _divided_otherwise(f"the parameters of {name or 'the model'} are divided over several meshes")
-    return groups[0] if groups else None
-
-
-def _divided_otherwise(what: str) -> ConfigError:
-    return ConfigError(
-        f"{what}, and offload() takes parameters whose rows are divided (Shard(0)) over one mesh: leave out "
-        "shard_placement_fn, tensor parallelism and a mesh of two dimensions"
-    )
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return groups
+    # Before torch 2.12 there was one at most.
+    _require_known(state, ("_fsdp_param_group",))
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # noqa: SLF001
 
 
 def _require_known(kept: Any, names: tuple[str, ...]) -> None:

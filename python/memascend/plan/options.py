@@ -6,7 +6,6 @@ import functools
 import math
 import os
 import re
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -112,12 +111,10 @@ class Options:
         self._check_device()
         self._check_places()
         self._check_numbers()
+        if self.master_dtype not in (None, torch.float32):
+            raise ConfigError(f"master_dtype is torch.float32 or None, not {self.master_dtype!r}")
+        self._check_formats()
         _ = self.host_bytes, self.unit_names
-        if self.rounding == "stochastic" and self.master_dtype is not None:
-            raise ConfigError(
-                "rounding='stochastic' is for 16-bit parameters without masters: pass master_dtype=None with it, or "
-                "leave it out"
-            )
         if self.gradients == "fused" and self.max_grad_norm is not None:
             raise ConfigError(
                 "max_grad_norm needs the norm of all gradients before the first update, and gradients='fused' updates "
@@ -168,30 +165,34 @@ class Options:
                 f"existing={self.existing!r} needs storage=: without it the store is a new temporary file each time"
             )
 
+    def _check_formats(self) -> None:
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 1 << 64:
+            raise ConfigError(f"seed is an integer from 0 to 2**64 - 1, not {self.seed!r}")
+        if self.rounding == "stochastic" and self.master_dtype is not None:
+            raise ConfigError(
+                "rounding='stochastic' is for 16-bit parameters without masters: pass master_dtype=None with it, or "
+                "leave it out"
+            )
+
     def _check_numbers(self) -> None:
-        logged, norm, timeout, scale = self.log_steps, self.max_grad_norm, self.timeout, self.loss_scale
-        # By option: whether its value is right, and what it is.
-        checks = {
-            "accumulation_steps": (_is_count(self.accumulation_steps, 1), "an integer from 1 on"),
-            "log_steps": (
-                logged is None or _is_count(logged, 0, _LOG_STEPS_MAX),
-                f"an integer from 0 to {_LOG_STEPS_MAX}, or None",
-            ),
-            "max_grad_norm": (norm is None or _is_above_0(norm, math.inf), "a number above 0, or None"),
-            "timeout": (timeout is None or _is_above_0(timeout), "a number of seconds above 0, or None"),
-            "loss_scale": (
-                scale in (None, "dynamic") or _is_above_0(scale),
-                "None, 'dynamic' or a finite number above 0",
-            ),
-            "seed": (_is_count(self.seed, 0, (1 << 64) - 1), "an integer from 0 to 2**64 - 1"),
-            "master_dtype": (self.master_dtype in (None, torch.float32), "torch.float32 or None"),
-        }
-        for name, (is_right, what) in checks.items():
-            if not is_right:
-                raise ConfigError(f"{name} is {what}, not {getattr(self, name)!r}")
+        steps = self.accumulation_steps
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise ConfigError(f"accumulation_steps is an integer from 1 on, not {steps!r}")
+        logged = self.log_steps
+        if logged is not None and not (
+            isinstance(logged, int) and not isinstance(logged, bool) and 0 <= logged <= _LOG_STEPS_MAX
+        ):
+            raise ConfigError(f"log_steps is an integer from 0 to {_LOG_STEPS_MAX}, or None, not {logged!r}")
         if logged and (self.durability == "none" or not self.paths):
             why = "with durability='none'" if self.paths else "a temporary store (storage=None) keeps nothing, and"
             raise ConfigError(f"{why} there is no log: leave log_steps out, or ask for a store that lasts")
+        if self.max_grad_norm is not None and not (_is_number(self.max_grad_norm) and self.max_grad_norm > 0):
+            raise ConfigError(f"max_grad_norm is a number above 0, or None, not {self.max_grad_norm!r}")
+        if self.timeout is not None and not (_is_number(self.timeout) and 0 < self.timeout < math.inf):
+            raise ConfigError(f"timeout is a number of seconds above 0, or None, not {self.timeout!r}")
+        scale = self.loss_scale
+        if scale not in (None, "dynamic") and not (_is_number(scale) and 0 < scale < math.inf):  # type: ignore[operator]
+            raise ConfigError(f"loss_scale is None, 'dynamic' or a finite number above 0, not {scale!r}")
 
     @property
     def resumes(self) -> bool:
@@ -256,9 +257,5 @@ def _require_possible(name: str, path: object) -> None:
         raise ConfigError(f"{name} is no path that a file can have ({why}): {os.fspath(path)!r:.100}")  # type: ignore[call-overload]
 
 
-def _is_count(value: object, least: int, most: float = math.inf) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-def _is_above_0(value: object, most: float = sys.float_info.max) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= most
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
