@@ -58,8 +58,7 @@ def run(options: argparse.Namespace) -> int:
     if options.gpu:
         from memascend.cli import gpu_check
 
-        options.output = options.output or _GPU_FILE
-        return gpu_check.run(options)
+        return gpu_check.run(Path(options.output or _GPU_FILE), as_json=options.json)
     if options.output is not None:
         raise argparse.ArgumentError(None, "--output is the file that --gpu writes: give both, or neither")
     findings = list(examine(options.storage))

@@ -28,7 +28,6 @@ from memascend.tensors import rounded, same_bits, total
 from memascend.text import table
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable, Iterator, Sequence
 
 _PINNED_BYTES = 256 << 20
@@ -43,14 +42,13 @@ Figures = dict[str, Any]
 Waits = Literal["fused", "ssd", "ram"]
 
 
-def run(options: argparse.Namespace) -> int:
+def run(output: Path, *, as_json: bool) -> int:
     """Check the first device, print what was found, and write the file; 2 where there is no device, 1 for a failure."""
     # Before the context is made: cuBLAS takes what it says for the same bits in each run.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if (missing := _missing()) is not None:
         print(f"memascend doctor --gpu: {missing}; nothing was checked, and nothing written", file=sys.stderr)
         return 2
-    output = Path(options.output)
     if not output.parent.is_dir():
         print(f"memascend doctor --gpu: there is no folder {output.parent} for --output", file=sys.stderr)
         return 2
@@ -60,8 +58,8 @@ def run(options: argparse.Namespace) -> int:
     partial = output.with_name(f".{output.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(output)
-    print(text if options.json else shown(report), end="")
-    print(f"{output}: attach this file to a report", file=sys.stderr if options.json else sys.stdout)
+    print(text if as_json else shown(report), end="")
+    print(f"{output}: attach this file to a report", file=sys.stderr if as_json else sys.stdout)
     return 0 if report["ok"] else 1
 
 

@@ -47,6 +47,12 @@ class _Next:
 
     number = 0
 
+    @classmethod
+    def take(cls) -> int:
+        """The number of a group that is made now."""
+        cls.number += 1
+        return cls.number - 1
+
 
 def make_group(timeout: float, ranks: Sequence[int] | None = None) -> Any:
     """A group; all ranks make it together.
@@ -62,8 +68,7 @@ def make_group(timeout: float, ranks: Sequence[int] | None = None) -> Any:
         RankError: they do not meet; it names who is missing, unless the store is gone, too.
     """
     members = None if ranks is None else list(ranks)
-    number, group, why = _Next.number, None, "it did not come"
-    _Next.number += 1
+    number, group, why = _Next.take(), None, "it did not come"
     after = min(timeout * _PART_AFTER, _SECONDS_AFTER_MAX)
     missing: tuple[int, ...] = ()
     try:

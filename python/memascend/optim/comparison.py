@@ -81,6 +81,10 @@ class Member:
         """Values for it."""
         return torch.randn(self.shape, generator=generator).to(self.dtype)
 
+    def begin_at(self, generator: torch.Generator) -> None:
+        """Draw the values that it begins with."""
+        self.begin = self.drawn(generator)
+
 
 class _Joint:
     """All members in one copy, as torch steps them."""

@@ -253,6 +253,10 @@ class Pass:
 
     flops: int = 0  # floating-point operations of matrix products and attention; of causal attention what is not masked
 
+    def add(self, flops: int) -> None:
+        """Count so many more."""
+        self.flops += flops
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -277,7 +281,7 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = Pass()
+        self._now = Pass()
         self.peak = 0
         self.at_peak: list[tuple[int, tuple[int, ...]]] = []
         self._bytes = 0
@@ -296,8 +300,12 @@ class _Watch(TorchDispatchMode):
         if function.is_view or not made:
             return out
         args, kwargs = _unmasked(function, args, kwargs or {})
-        self.now.flops += _flops(function, args, kwargs, out)
+        self._now.add(_flops(function, args, kwargs, out))
         return out
+
+    def begin(self, now: Pass) -> None:
+        """Count what is computed from here on in this pass."""
+        self._now = now
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -383,12 +391,12 @@ def trace(model: nn.Module, batch: int, length: int, *, recomputes: bool) -> Tra
     forward, backward, kept = Pass(), Pass(), 0
     failed = ""
     with fake, without_gradients_kept(model), watch, _without_torchs_log():
-        watch.now = forward
+        watch.begin(forward)
         try:
             tokens = torch.zeros(batch, length, dtype=torch.long)
             loss = model(input_ids=tokens, labels=tokens).loss
             kept = _kinds(model, watch.living)["activations"]
-            watch.now = backward
+            watch.begin(backward)
             loss.backward()
             del loss
         except Exception as error:  # noqa: BLE001
