@@ -441,7 +441,7 @@ class Job(Closing):
                 lines.append(f"other versions, whose bits may differ from here on: {'; '.join(others)}")
         return "\n".join(lines)
 
-    def _optimizer(self) -> torch.optim.Optimizer:
+    def _optimizer(self) -> list[torch.optim.Optimizer]:
         return make_optimizer(self._settings, self._described)
 
     # --- the run -----------------------------------------------------------------------
