@@ -25,14 +25,8 @@ if TYPE_CHECKING:
 
 # Of a compact master: what is not written, since the master is.
 _MASTER_PARTS = frozenset({"rest", "rounded_up"})
-
-
 _KINDS = (frozenset({"exp_avg", "exp_avg_sq"}), frozenset({"momentum_buffer"}))
-
-
 _WIDTHS = {torch.float32: "", torch.bfloat16: "bf16", torch.uint8: "8bit"}
-
-
 _WORDS = {"": "32 bits", "bf16": "bfloat16", "8bit": "8 bits"}
 
 

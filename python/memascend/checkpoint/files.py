@@ -36,14 +36,8 @@ def file_errors(path: Path, what: str) -> Iterator[None]:
 
 
 _AT_FDCWD = -100
-
-
 _RENAME_EXCHANGE = 2
-
-
 _MARK = ".memascend-saving"
-
-
 # Others may put what is at the temporary name into its place, or remove it, between two looks.
 _ATTEMPTS = 16
 
@@ -155,19 +149,11 @@ DTYPES = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-
-
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
 # Of one file, unless a single tensor is larger; what file systems, caches and downloads like.
 FILE_BYTES_MAX = 4 << 30
-
-
 # Bytes that may wait in the page cache before they are sent to the device.
 _FLUSH_BYTES = 256 << 20
-
-
 _ALIGN = 64
 
 

@@ -30,25 +30,13 @@ if TYPE_CHECKING:
 
 # In the checkpoint's folder: what is ours, out of the way of tools that take every safetensors file for weights.
 FOLDER = "memascend"
-
-
 MANIFEST = "manifest.json"
-
-
 FORMAT = "memascend checkpoint"
-
-
 VERSION = 1
-
-
 # Where moments are in formats of fewer bits, which version 1 does not have.
 VERSION_OF_FORMATS = 2
-
-
 # A million tensors need less.
 _MANIFEST_BYTES_MAX = 256 << 20
-
-
 _READ_BYTES = 8 << 20
 
 

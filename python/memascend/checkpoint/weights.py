@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 # What transformers does to experts that a model has as one parameter, and to several such that it has as one.
 _STACKED = [("MergeModulelist", 0)]
-
-
 _JOINED = [("Concatenate", 1)]
 
 
@@ -180,8 +178,6 @@ def _on_meta(source: WeightTensor) -> torch.Tensor:
 
 # Where torch says, in the header of each file, at which element in each dimension the parts in it begin.
 _METADATA = "DCP_SHARDING_INFO"
-
-
 # Where a part begins, how large it is, and itself.
 _Part = tuple[tuple[int, ...], tuple[int, ...], "WeightTensor"]
 
@@ -267,11 +263,7 @@ class _JoinedTensor:
 
 
 _INDEX = "model.safetensors.index.json"
-
-
 _SINGLE = "model.safetensors"
-
-
 # An index of a million tensors is smaller.
 _INDEX_BYTES_MAX = 256 << 20
 

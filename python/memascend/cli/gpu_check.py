@@ -37,7 +37,6 @@ _SIZES = (1, 2047, 2049, 32_769, 1_000_003)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDTH, _BLOCKS, _BATCH, _STEPS = 256, 4, 64, 4
 _LR, _BETAS, _EPS, _DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.1
-
 Figures = dict[str, Any]
 Waits = Literal["fused", "ssd", "ram"]
 

@@ -118,19 +118,11 @@ def _cpu_seconds() -> float:
 
 # What is written and read to see the speed: enough to leave a drive's own cache behind a little, gone in seconds.
 _TRIAL_BYTES = 512 << 20
-
-
 _TRIAL_SECONDS = 1.5
-
-
 # The transfer that every disk measured was fastest with.
 _BLOCK_BYTES, _DEPTH = 1 << 20, 8
-
-
 # Below this a step of a small model takes minutes.
 _SLOW_GB_PER_SECOND = 0.5
-
-
 # File systems without a disk.
 _MEMORY = {"tmpfs", "ramfs"}
 

@@ -28,30 +28,16 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 # The way on after a step that no rank has committed.
 DISCARDED = "the step is discarded on all ranks: call zero_grad() on each, and go on"
-
-
 # Bytes of a message that is sent as one: a few numbers, and the text of an error. What is longer follows.
 _MESSAGE_BYTES = 4096
-
-
 # In front of it: how many bytes there are in all.
 _LENGTH_BYTES = 8
-
-
 _TEXT_CHARACTERS_MAX = 600
-
-
 # How often a wait for others looks whether somebody pressed Ctrl-C.
 _INTERRUPT_SECONDS = 0.05
-
-
 # What is waited for at least where others took all of the time: their messages may be there.
 _SECONDS_MIN = 0.01
-
-
 _TAG = 23
-
-
 _Works = dict[int, "distributed.Work | RuntimeError | None"]
 
 
@@ -360,8 +346,6 @@ def shortened(error: BaseException) -> str:
 
 
 _IDENTITY_BYTES = 16
-
-
 # The way on after a commit of which some ranks may have the root.
 _UNKNOWN = "some ranks may have the step: start all of them again, and the run goes on at the last that all have"
 

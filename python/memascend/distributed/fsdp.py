@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 __all__ = ["AllGather", "FsdpGroup", "FsdpParameter", "ReduceScatter", "groups_of", "reshard"]
-
 # What is used of torch's parameter groups, and of the parameters in them, that has no public name.
 _OF_GROUPS = (
     "fsdp_params", "mesh_info", "post_forward_mesh_info", "_reset_sharded_params", "gradient_divide_factor",

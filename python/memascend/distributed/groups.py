@@ -21,23 +21,13 @@ if TYPE_CHECKING:
 _Answer = TypeVar("_Answer")
 # How often who waits for others looks for them.
 _LOOK_SECONDS = 0.01
-
-
 # How long those that did not meet are waited for, of all the time: each has waited as long as the others.
 _PART_AFTER = 0.25
-
-
 _SECONDS_AFTER_MAX = 5.0
-
-
 # How long the word of a rank is waited for that may just have left; one that died sends none.
 _WORD_SECONDS = 0.5
-
-
 # The number of ranks of which each has one other.
 _PAIR = 2
-
-
 # What a rank says that has met all others.
 _MADE = "made"
 
@@ -233,8 +223,6 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _PIECE, _END, _FAILED = range(3)
-
-
 _GO_ON, _STOP = range(2)
 
 

@@ -23,12 +23,8 @@ if TYPE_CHECKING:
 
 # In the hyperparameters of a first commit: the stores that it stands for, the ones that were read first.
 EARLIER = "earlier"
-
-
 # The number of a run's first commit; that of a single process has none.
 _FIRST = 1
-
-
 _OF_ONE = 1
 
 
@@ -116,28 +112,14 @@ def outlived_by(found: Iterable[Stores], said: Mapping[int, Mapping[str, Any] | 
 
 
 Existing = Literal["refuse", "resume", "replace", "previous"]
-
-
 _Path = str | os.PathLike[str]
-
-
 _NOTHING = "holds no store"
-
-
 _UNFILLED = "its first write did not finish, so it holds no state; give existing='replace'"
-
-
 _NOT_OPENED = "the stores were not opened"
 _ANEW = "give existing='replace' to begin anew on all ranks, or bring back what is missing"
-
-
 _AS_THEY_WERE = "number the ranks as before (torchrun --node-rank), or move each store to where its rank looks for it"
-
-
 # The identity of commits that an earlier version made.
 _NO_IDENTITY = bytes(16)
-
-
 _log = logging.getLogger("memascend")
 
 

@@ -26,12 +26,8 @@ if TYPE_CHECKING:
 
 # What is told of a step that is refused by name.
 _NAMES_MAX = 4096
-
-
 # The part of the time that is waited for rows; in the rest the ranks say where they are.
 _PART = 0.9
-
-
 _SECONDS_MIN = 0.5
 
 

@@ -31,14 +31,8 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("memascend")
-
-
 _FOLDER = re.compile(r"rank-(\d{1,5})-of-(\d{1,5})")
-
-
 _FILE = "memascend.store"
-
-
 # A parameter's count of updates goes with its rows.
 _STEP = "\0step"
 

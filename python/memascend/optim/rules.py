@@ -354,8 +354,6 @@ def _are_same(params: Sequence[torch.Tensor], members: Sequence[torch.Tensor]) -
 
 
 _ACCELERATED = ("accelerate.optimizer", "AcceleratedOptimizer")
-
-
 _OF_FABRIC = (("lightning.fabric.wrappers", "_FabricOptimizer"), ("lightning_fabric.wrappers", "_FabricOptimizer"))
 
 

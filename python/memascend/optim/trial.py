@@ -289,8 +289,6 @@ _ELEMENTWISE = frozenset(
         torch.optim.Rprop,
     }
 )
-
-
 # The update of a parameter needs all of it, and nothing else.
 _WHOLE = frozenset({torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam})
 

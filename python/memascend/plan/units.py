@@ -180,12 +180,8 @@ class _Around:
 
 # Blocks above this are divided, unless what a single module owns is larger anyway: that much an arena needs.
 _BOUND_BYTES = 1 << 30
-
-
 # What is left over and smaller than this part of the largest block is kept resident, up to a few of them together.
 _SMALL_PART = 16
-
-
 _REST_PART = 4
 
 

@@ -52,14 +52,8 @@ def _fio_version() -> str:
 
 # Over the file in one measurement, ours and fio's: the start of either is then a small part of it.
 PASSES = 2
-
-
 _FIO_PATTERNS = {"read": "read", "write": "write", "mixed": "rw"}
-
-
 _HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
-
-
 _HUGE_PAGE_BYTES = 2 << 20
 
 

@@ -31,23 +31,11 @@ if TYPE_CHECKING:
 
 
 SUMMARY = "a step of AdamW on SSD, against pure I/O of the same bytes and fio"
-
-
 _MEGA = 1_000_000
-
-
 _MIB = 1 << 20
-
-
 _VALUE_BYTES = 2
-
-
 _BLOCK = 4096
-
-
 _FORMS = {"own": "", "fp32": "compact", "bf16": "compact bf16", "8bit": "compact 8bit"}
-
-
 _STATE_HELP = "format of the state: as `offload(state=...)` has it, or own: float32 masters beside the values (default)"
 
 
