@@ -14,7 +14,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 
 import memascend
-from memascend.distributed.control_plane import Agreement, Alone
+from memascend.distributed.control_plane import Agreement, Alone, Exchange
 from memascend.distributed.opening import choose, require_own, seen_at
 from memascend.distributed.reshard import find_earlier
 from memascend.distributed.setup import places_of_others
@@ -38,8 +38,8 @@ class Talk:
 
 
 class Talker:
-    broken = None
-    failures = 0
+    broken = failure = None
+    part = Exchange.part
 
     def __init__(self, talk, rank):
         self.talk, self.rank, self.size = talk, rank, len(talk.said)
