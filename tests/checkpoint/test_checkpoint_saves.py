@@ -40,7 +40,7 @@ def test_only_between_steps_and_never_over_something_else(running, tmp_path):
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     with pytest.raises(ConfigError, match="something else than a checkpoint"):
         optimizer.save(tmp_path / "mine")
-    with pytest.raises(ConfigError, match="is not there"):
+    with pytest.raises(ConfigError, match="does not exist"):
         optimizer.save(tmp_path / "nowhere" / "saved")
     assert sorted(os.listdir(tmp_path)) == ["mine", "run"]
     assert os.listdir(tmp_path / "mine") == ["thesis.tex"]

@@ -156,7 +156,7 @@ def test_what_the_next_format_buys_is_what_it_is_told_to_take(capsys, config):
         assert compared[state] == pytest.approx(alone)
     for state, following in ((None, "bf16"), ("bf16", "8bit"), ("8bit", None)):
         assert main(["plan", str(config), *map(str, asked), *(["--state", state] if state else [])]) == 0
-        rows = [line for line in capsys.readouterr().out.splitlines() if "in other numerics" in line]
+        rows = [line for line in capsys.readouterr().out.splitlines() if "with other numerics" in line]
         assert [row.split()[0] for row in rows] == ([f'state="{following}"'] if following else [])
 
 
@@ -174,11 +174,11 @@ def test_the_log_of_what_is_held_is_room_on_the_drive(capsys, config):
     # Sixteen steps of gradients in two bytes, and the one being written.
     assert 17 * 2 * found["model"]["parameters"] <= log == found["plan"]["log_bytes"]
     assert main(["plan", str(config), *map(str, asked)]) == 0
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("room on storage")]
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("disk space")]
     whole = bytes_shown(found["disk"]["bytes"] + log)
     assert row.split("  ")[1:]
     assert whole in row
-    assert f"of it {bytes_shown(log)} a log of 16 steps" in row
+    assert f"{bytes_shown(log)} of it a gradient log of 16 steps" in row
     assert told(capsys, config, *MACHINE, "--tokens", 256)["disk"]["log_bytes"] == 0
 
 
@@ -205,7 +205,7 @@ def test_the_table_answers_in_words(capsys, config):
     out = capsys.readouterr().out
     for words in (
         "memascend.offload(model, optimizer, storage=", "host_memory='26MiB'", "ion_checkpointing_enable()",
-        "mostly disk", "after all else, for the gradient that comes last",
+        "mostly disk", "of it not overlapped, for the last gradient",
         "tokens a second", "the drive lasts", "TB are written (assumed", "RTX 4090 reaches 50%",
         "model.layers.0 .. model.layers.3 (4)",
     ):  # fmt: skip
@@ -218,7 +218,7 @@ def test_what_is_no_gpu_and_no_drive_is_refused(capsys, config):
     assert parse_gpu("RTX4090").tflops == 165
     assert parse_gpu("100,10,5").link == 5e9
     for words in ("4091", "165,24", "165,24,-1", "nan,1,1"):
-        with pytest.raises(ConfigError, match="--gpu is one of 3080, 3090"):
+        with pytest.raises(ConfigError, match="--gpu must be one of 3080, 3090"):
             parse_gpu(words)
     assert main(["plan", str(config), "--drive", "5"]) == 1
     assert "READ,WRITE" in capsys.readouterr().err
@@ -251,7 +251,7 @@ def test_kinds_of_drives_have_names(capsys, config):
     named, said = (told(capsys, config, "--gpu", "4090", "--drive", drive) for drive in ("gen4", "5,4"))
     assert named["step"] == said["step"]
     assert main(["plan", str(config), "--drive", "gen9"]) == 1
-    assert "--drive is gen3, gen4, gen5, or READ,WRITE" in capsys.readouterr().err
+    assert "--drive must be gen3, gen4, gen5, or READ,WRITE" in capsys.readouterr().err
 
 
 def test_the_drives_life_comes_first_in_days(capsys, config):

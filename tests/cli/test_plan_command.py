@@ -131,7 +131,7 @@ def test_the_disk_is_measured_only_where_one_is_named(capsys, tmp_path, monkeypa
     assert told(capsys, config)["disk_seconds_per_step"] is None
     assert main(["plan", str(config)]) == 0
     out = capsys.readouterr().out
-    for words in ("not measured", "steps write 100 TB", "Host memory", "update staging", "room on storage"):
+    for words in ("not measured", "steps write 100 TB", "Host memory", "update staging", "disk space"):
         assert words in out
     assert main(["plan", str(config), "--storage", str(tmp_path / "no" / "such")]) == 1
     assert "does not exist" in capsys.readouterr().err
@@ -219,7 +219,7 @@ def test_what_describes_no_model_is_named(capsys, tmp_path, monkeypatch):
         assert main(["plan", *map(str, words)]) == 1
         return capsys.readouterr().err
 
-    assert "is not there" in refused(tmp_path / "nothing.json")
+    assert "does not exist" in refused(tmp_path / "nothing.json")
     assert "no safetensors" in refused(tmp_path)
     config = tmp_path / "config.json"
     config.write_text("no")

@@ -176,9 +176,9 @@ def test_ctrl_c_and_the_same_command(folders, tmp_path, capfd, monkeypatch, mome
         patched.setattr(f"{owner}.{places[moment]}", stopped)
         first, err = ran(capfd, *command, status=130)
     done = 4 if moment in ("step", "between", "save") else 3
-    assert f"step {done} of 6 is on storage: the same command goes on" in err
+    assert f"step {done} of 6 is on storage: run the same command to resume" in err
     second, err = ran(capfd, *command)
-    assert f"goes on after step {done}" in err
+    assert f"resumes after step {done}" in err
     whole, _ = ran(capfd, *arguments(folders, tmp_path / "whole", "--save-every", 4, "--eval", folders / "eval.jsonl"))
     joined = {line["step"]: line["loss"] for line in first + second if line["event"] == "step"}
     expected = {line["step"]: line["loss"] for line in whole if line["event"] == "step"}
@@ -306,7 +306,7 @@ def test_adapters(folders, tmp_path, capfd, monkeypatch):
 def test_a_dry_run_shows_the_plan_and_changes_nothing(folders, tmp_path, capfd):
     assert main(["train", *arguments(folders, tmp_path, "--dry-run")]) == 0
     out = capfd.readouterr().out
-    for words in ("trained", "10 rows of `messages`", "6 of 2 x 2 rows", "budget", "nothing was changed"):
+    for words in ("trained", "10 examples of `messages`", "6 of 2 x 2 examples", "budget", "nothing was changed"):
         assert words in out
     assert not list(tmp_path.iterdir())
 
@@ -320,7 +320,7 @@ def test_a_dry_run_shows_the_plan_and_changes_nothing(folders, tmp_path, capfd):
         (["--lora", 0], "--lora is the rank"),
         (["--host-memory", "much"], "host_memory"),
         (["--model", "/nowhere"], "hf download"),
-        (["--data", "/nowhere.jsonl"], "/nowhere.jsonl is not there"),
+        (["--data", "/nowhere.jsonl"], "/nowhere.jsonl does not exist"),
         (["--max-length", 4], "too short for what comes before it"),
         (["--host-memory", "1MiB"], "too small"),
     ],

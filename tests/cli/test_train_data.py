@@ -175,24 +175,24 @@ def test_what_is_too_long_is_cut_and_counted(tmp_path):
     assert [len(tokens.ids) <= 16 for tokens in made] == [True, True]
     assert (counts.rows, counts.truncated, counts.left_out, counts.sequences) == (3, 2, 1, 2)
     said = counts.said(16)
-    assert "2 rows are longer than --max-length 16" in said
+    assert "2 examples cut at --max-length 16" in said
     assert "1 of them lost all" in said
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "no JSON"),
-        ("[1]", "a row is an object"),
-        ('{"words": 1}', "this has 'words'"),
-        ('{"prompt": "a"}', "this has 'prompt'"),
-        ('{"text": "a"}', "a row of `text` among rows of `messages`"),
-        ('{"messages": []}', "a list of turns"),
-        ('{"messages": ["a"]}', "message 1 is no object"),
-        ('{"messages": [{"role": "user", "content": 1}]}', "message 1 has no text"),
-        ('{"messages": [{"role": "user", "content": "a\\ud800b"}]}', r"\\ud800 is half of a character"),
+        ("{", "not valid JSON"),
+        ("[1]", "an example must be a JSON object"),
+        ('{"words": 1}', "this one has 'words'"),
+        ('{"prompt": "a"}', "this one has 'prompt'"),
+        ('{"text": "a"}', "this example is `text`, and the ones before are `messages`"),
+        ('{"messages": []}', "must be a list of messages"),
+        ('{"messages": ["a"]}', "message 1 must be an object"),
+        ('{"messages": [{"role": "user", "content": 1}]}', "message 1 must have a text"),
+        ('{"messages": [{"role": "user", "content": "a\\ud800b"}]}', r"\\ud800 is half of a surrogate pair"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "no message has the role 'assistant'"),
-        ('{"messages": [{"role": "bad", "content": "a"}, {"role": "assistant", "content": "a"}]}', "refuses these"),
+        ('{"messages": [{"role": "bad", "content": "a"}, {"role": "assistant", "content": "a"}]}', "rejects these"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, said):
@@ -206,9 +206,9 @@ def test_a_bad_line_is_named(tmp_path, line, said):
 
 
 def test_other_bad_files_are_named(tmp_path):
-    with pytest.raises(ConfigError, match="ends in none of"):
+    with pytest.raises(ConfigError, match="is of no known kind"):
         next(read_rows(tmp_path / "a.doc"))
-    with pytest.raises(ConfigError, match="is not there"):
+    with pytest.raises(ConfigError, match="does not exist"):
         next(read_rows(tmp_path / "a.jsonl"))
     (tmp_path / "a.jsonl").touch()
     with pytest.raises(ConfigError, match="has no rows"):
@@ -233,7 +233,7 @@ def test_parquet_has_the_same_rows(tmp_path):
     parquet.write_table(arrow.Table.from_pylist([{**row, "id": 1} for row in rows]), tmp_path / "rows.parquet")
     assert [row.values for row in read_rows(tmp_path / "rows.parquet")] == rows
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 and nothing else")
-    with pytest.raises(ConfigError, match=r"bad\.parquet.*no readable parquet"):
+    with pytest.raises(ConfigError, match=r"bad\.parquet.*not readable as parquet"):
         list(read_rows(tmp_path / "bad.parquet"))
 
 

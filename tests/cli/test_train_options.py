@@ -113,7 +113,7 @@ def test_the_files_that_can_be_removed_are_named_and_no_others(folder, tmp_path,
     place = ["--storage", f"{tmp_path}/runs/"]
     command = [word for word in arguments(folder, tmp_path) if word not in ("--storage", str(tmp_path / "store"))]
     _, err = ran(capfd, *command, *place)
-    said = f"{tmp_path}/runs/memascend.store is its training state, and can be removed"
+    said = f"{tmp_path}/runs/memascend.store holds its training state, which more epochs need"
     assert said in err.splitlines()[-1]
     _, err = ran(capfd, *command, *place)
     assert said in err.splitlines()[-1]
@@ -147,7 +147,7 @@ def test_the_folder_has_the_mode_that_the_user_wants(folder, tmp_path, capfd, ma
 
 def test_it_says_at_once_what_it_looks_at(folder, tmp_path, capfd):
     _, err = ran(capfd, *arguments(folder, tmp_path, "--max-steps", 1))
-    assert err.startswith(f"memascend train: looking at {folder / 'model'} and {folder / 'rows.jsonl'}\n")
+    assert err.startswith(f"memascend train: reading {folder / 'model'} and {folder / 'rows.jsonl'}\n")
     assert "steps: 1 of 2 x 2 rows; lr begins at 0.001 and falls linearly to 0" in err
 
 
@@ -178,7 +178,7 @@ def test_more_epochs_after_the_end(folder, tmp_path, capfd):
     assert steps(lines).items() <= steps(whole).items()
     assert same_states(weights_of(tmp_path / "out"), weights_of(tmp_path / "whole/out"))
     _, err = ran(capfd, *arguments(folder, tmp_path, *constant, "--epochs", 1), status=1)
-    assert "has done 6 steps already, and --epochs 3.0 -> 1.0 ends at 2" in err
+    assert "has done 6 steps, and --epochs 3.0 -> 1.0 would end it at 2" in err
     (tmp_path / "store").unlink()
     _, err = ran(capfd, *arguments(folder, tmp_path, *constant, "--epochs", 4), status=1)
     assert "the training state of" in err
@@ -188,7 +188,7 @@ def test_more_epochs_under_another_schedule_are_refused_with_what_would_do(folde
     ran(capfd, *arguments(folder, tmp_path))
     before = (tmp_path / "out/memascend-train.json").read_bytes()
     _, err = ran(capfd, *arguments(folder, tmp_path, "--epochs", 2), status=1)
-    for words in ("--epochs 1.0 -> 2.0", "--schedule linear", "under --schedule constant", f"--model {tmp_path}/out"):
+    for words in ("--epochs 1.0 -> 2.0", "--schedule linear", "only --schedule constant", f"--model {tmp_path}/out"):
         assert words in err
     assert (tmp_path / "out/memascend-train.json").read_bytes() == before
 
@@ -196,7 +196,7 @@ def test_more_epochs_under_another_schedule_are_refused_with_what_would_do(folde
 def test_the_step_before_the_last(folder, tmp_path, capfd, monkeypatch):
     command = arguments(folder, tmp_path, "--epochs", 2)
     _, err = ran(capfd, *command, "--previous", status=1)
-    assert "--previous goes on with a run that is there" in err
+    assert "--previous resumes a run" in err
     first, _ = stopped(monkeypatch, capfd, command, 3)
     own, asked = job.offload, []
     monkeypatch.setattr(job, "offload", lambda *given, **options: (asked.append(options), own(*given, **options))[1])
@@ -236,7 +236,7 @@ def test_a_file_has_every_option_and_flags_go_before_it(folder, tmp_path):
     assert (settings.lr, settings.max_steps, settings.packing, settings.merge) == (1e-4, 7, True, False)
     assert (settings.data, settings.storage) == (("a.jsonl", "b.jsonl"), ("store",))
     assert (settings.betas, settings.columns, settings.lora_targets) == ("0.9,0.95", "prompt=question", "q_proj,v_proj")
-    assert settings.numbers("betas") == (0.9, 0.95)
+    assert settings.pair("betas") == (0.9, 0.95)
     given = read("--config", path, "--lr", 1e-3, "--data", "c.jsonl")
     assert (given.lr, given.data, given.max_steps) == (1e-3, ("c.jsonl",), 7)
     # What is kept of it says the same again.
@@ -247,12 +247,12 @@ def test_a_file_has_every_option_and_flags_go_before_it(folder, tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("learning_rate: 1", "learning_rate is no option of memascend train"),
-        ("weight_decy: 1", "weight-decay is one"),
+        ("learning_rate: 1", "memascend train has no option learning_rate"),
+        ("weight_decy: 1", "did you mean weight-decay"),
         ("lr: fast", "argument --lr: invalid float value: 'fast'"),
         ("schedule: quick", "invalid choice: 'quick'"),
         ("[1]", "has no options"),
-        ("a: [", "is no YAML"),
+        ("a: [", "is not valid YAML"),
     ],
 )
 def test_a_wrong_file_of_options_is_named(tmp_path, text, said):
@@ -341,16 +341,16 @@ def test_muon_trains_matrices_of_hidden_layers_and_adamw_the_rest():
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--optimizer", "nonsense"], "muon or a class of torch.optim"),
-        (["--optimizer", "sgd", "--betas", "0.9,0.9"], "--betas is no option of SGD"),
-        (["--betas", "0.9;1"], "--betas is numbers with commas"),
-        (["--min-lr", 1], "--min-lr is the rate at the end"),
-        (["--merge"], "--merge is of adapters"),
-        (["--eval-every", 2], "give --eval FILE, too"),
+        (["--optimizer", "nonsense"], "--optimizer must be muon or one of torch.optim's"),
+        (["--optimizer", "sgd", "--betas", "0.9,0.9"], "SGD has no option --betas"),
+        (["--betas", "0.9;1"], "--betas takes two numbers"),
+        (["--min-lr", 1], "--min-lr must be from 0 to --lr"),
+        (["--merge"], "--merge is an option of adapters"),
+        (["--eval-every", 2], "also give --eval FILE"),
         (["--lora", 2, "--lora-targets", "nonsense"], "--lora-targets nonsense"),
-        (["--lora", 2, "--lora-targets", "embed_tokens"], "which is no linear layer"),
-        (["--max-steps", 0], "--max-steps is at least 1"),
-        (["--columns", "prompt"], "--columns is OURS=THEIRS"),
+        (["--lora", 2, "--lora-targets", "embed_tokens"], "which is not linear"),
+        (["--max-steps", 0], "--max-steps must be at least 1"),
+        (["--columns", "prompt"], "--columns takes OURS=THEIRS"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -396,13 +396,13 @@ def test_a_model_that_would_mix_rows_leaves_them_alone(folder, tmp_path, capfd):
     model.save_pretrained(tmp_path / "mamba")
     make_tokenizer().save_pretrained(tmp_path / "mamba")
     assert main(["train", *arguments(folder, tmp_path, "--model", tmp_path / "mamba", "--packing", "--dry-run")]) == 0
-    assert "not packed: MambaForCausalLM would not keep rows apart" in capfd.readouterr().out
+    assert "not packed: MambaForCausalLM would mix examples" in capfd.readouterr().out
 
 
 def test_a_packed_run_goes_on_with_its_bits(folder, tmp_path, capfd, monkeypatch):
     more = ["--packing", "--accumulate", 1, "--epochs", 2]
     first, err = stopped(monkeypatch, capfd, arguments(folder, tmp_path, *more), 1)
-    assert "in which no row sees another" in err
+    assert "with attention within each example" in err
     second, _ = ran(capfd, *arguments(folder, tmp_path, *more))
     whole, _ = ran(capfd, *arguments(folder, tmp_path / "whole", *more))
     assert {**steps(first), **steps(second)} == steps(whole)
@@ -457,7 +457,7 @@ def test_adapters_have_options_and_are_merged(folder, tmp_path, capfd):
     out = tmp_path / "out"
     assert not (out / "merged").exists()
     _, err = ran(capfd, *arguments(folder, tmp_path, *more, "--merge"))
-    assert f"{out}/merged the model with its adapters added" in err
+    assert f"{out}/merged the model with adapters added" in err
     config = json.loads((out / "adapter_config.json").read_text())
     assert (config["lora_alpha"], config["lora_dropout"], sorted(config["target_modules"])) == (
         3, 0.1, ["q_proj", "up_proj"],

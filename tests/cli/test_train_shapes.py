@@ -55,7 +55,7 @@ def encoded(*paths, columns=None, tokenizer=None):
 
 @pytest.mark.parametrize(
     ("row", "said"),
-    [(SHARED, "`conversations` (ShareGPT)"), (PARTS, "`messages`"), (TURNS, "`prompt and completion`"),
+    [(SHARED, "`conversations` (ShareGPT)"), (PARTS, "`messages`"), (TURNS, "`prompt` and `completion`"),
      (ALPACA, "`instruction` and `output` (Alpaca)")],
     ids=["sharegpt", "parts", "turns", "alpaca"],
 )  # fmt: skip
@@ -63,7 +63,7 @@ def test_a_conversation_is_learnt_whatever_its_shape(tmp_path, row, said):
     ((text, learnt),), counts = encoded(write_rows(tmp_path / "rows.jsonl", [row]))
     assert text == ASKED.format("yes?") + ANSWERED.format("no") + "\n"
     assert learnt == "no<|im_end|>"
-    assert f"1 row of {said}: " in counts.said(512)
+    assert f"1 example of {said}: " in counts.said(512)
 
 
 def test_alpaca_has_an_input_a_system_and_words_of_its_own(tmp_path):
@@ -90,13 +90,13 @@ def test_turns_of_a_prompt_are_not_learnt(tmp_path):
     ("row", "said"),
     [
         ({"conversations": [{"from": "alien", "value": "a"}]}, "message 1 is from 'alien'"),
-        ({"conversations": ["a"]}, "message 1 is no object with `from` and `value`"),
-        ({"conversations": []}, "`conversations` is a list of turns"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a part that is no text .'image'."),
-        ({"instruction": 1, "output": "a"}, "`instruction` is a text, and not 1"),
-        ({"instruction": "a", "output": ""}, "`output` is a text, and not ''"),
-        ({"instruction": "a", "output": "a", "history": ["a"]}, "`history` is a list of pairs"),
-        ({"prompt": [{"role": "user", "content": "a"}], "completion": "a"}, "`completion` is a list of turns"),
+        ({"conversations": ["a"]}, "message 1 must be an object with `from` and `value`"),
+        ({"conversations": []}, "`conversations` must be a list of messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a part of type 'image'"),
+        ({"instruction": 1, "output": "a"}, "`instruction` must be a text, not 1"),
+        ({"instruction": "a", "output": ""}, "`output` must be a text that is not empty"),
+        ({"instruction": "a", "output": "a", "history": ["a"]}, "`history` must be a list of pairs"),
+        ({"prompt": [{"role": "user", "content": "a"}], "completion": "a"}, "`completion` must be a list of messages"),
         ({"chosen": "a", "rejected": "b"}, "is a preference"),
     ],
 )
@@ -116,7 +116,7 @@ def test_a_broken_row_is_named(tmp_path, row, said):
 )
 def test_an_ambiguous_row_is_refused_until_it_is_said_what_it_is(tmp_path, row, choice, learnt):
     path = write_rows(tmp_path / "rows.jsonl", [row])
-    with pytest.raises(ConfigError, match=f"could be .* and could be .*--columns {choice}"):
+    with pytest.raises(ConfigError, match=f"fits several shapes, .* and .*--columns {choice}"):
         encoded(path)
     ((_, found),), _ = encoded(path, columns=choice)
     assert found == learnt
@@ -126,9 +126,9 @@ def test_columns_have_other_names(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", [{"question": "yes?", "answer": "no", "prompt": "another"}])
     (pair,), _ = encoded(path, columns="prompt=question,completion=answer")
     assert pair == ("yes?no<|im_end|>", "no<|im_end|>")
-    with pytest.raises(ConfigError, match="--columns names 'reply', and this row has 'question'"):
+    with pytest.raises(ConfigError, match="--columns names 'reply', and this example has 'question'"):
         encoded(path, columns="prompt=question,completion=reply")
-    with pytest.raises(ConfigError, match=r"--columns is OURS=THEIRS.*'question'"):
+    with pytest.raises(ConfigError, match=r"--columns takes OURS=THEIRS.*'question'"):
         encoded(path, columns="question")
     with pytest.raises(ConfigError, match="--columns says what it calls otherwise"):
         encoded(path)
@@ -144,7 +144,7 @@ def test_an_array_of_json(tmp_path, monkeypatch):
         path.write_text(text)
         assert encoded(path)[1].rows == 3
     for text, said in (
-        (json.dumps([ALPACA, ALPACA])[:-9], "row 2: no JSON"),
+        (json.dumps([ALPACA, ALPACA])[:-9], "example 2: not valid JSON"),
         ("[1]", "row 1: a row is an object, and this is a int"),
         (json.dumps(ALPACA, indent=2), r"a \.json file is an array of rows"),
         ("[]", "has no rows"),
@@ -177,7 +177,11 @@ def test_several_files_patterns_and_folders(tmp_path, monkeypatch):
     files, _ = find_files(["b.jsonl", "*.jsonl"])
     assert [path.name for path in files] == ["b.jsonl", "a.jsonl", "b.jsonl"]
     assert [path.name for path in find_files(["."])[0]] == ["a.jsonl", "b.jsonl"]
-    for text, said in (("*.csv", "no file matches"), ("c.jsonl", "is not there"), ("nowhere/c.jsonl", "is not there")):
+    for text, said in (
+        ("*.csv", "no file matches"),
+        ("c.jsonl", "does not exist"),
+        ("nowhere/c.jsonl", "does not exist"),
+    ):
         with pytest.raises(ConfigError, match=said):
             find_files([text])
     (tmp_path / "empty").mkdir()
@@ -185,7 +189,7 @@ def test_several_files_patterns_and_folders(tmp_path, monkeypatch):
         find_files(["empty"])
     # One kind among them all.
     write_rows(tmp_path / "c.jsonl", [SHARED])
-    with pytest.raises(ConfigError, match=r"c\.jsonl:1: a row of .*ShareGPT.* among rows of `text`"):
+    with pytest.raises(ConfigError, match=r"c\.jsonl:1: this example is .*ShareGPT.*, and the ones before are `text`"):
         encoded(*find_files(["*.jsonl"])[0])
     (tmp_path / "d.csv").write_text("text\na\n")
     with pytest.raises(ConfigError, match=r"files of several kinds, \.csv, \.jsonl: say which"):

@@ -231,7 +231,7 @@ def test_without_a_log_what_is_held_is_written_each_step(tmp_path, caplog, monke
     with caplog.at_level(logging.WARNING, "memascend"):
         model, optimizer = begun(tmp_path / "store")
     with optimizer:
-        assert "no room on storage for a log of 16 steps" in caplog.text
+        assert "no disk space for a log of 16 steps" in caplog.text
         assert optimizer.plan.log_steps == 0
         assert same(state_of(model, optimizer), expected)
         before = optimizer.report()
@@ -272,7 +272,7 @@ def test_a_disk_that_fills_up_while_the_log_grows_has_a_shorter_one(small_disk, 
     monkeypatch.setattr(decide, "room_beside", lambda *_: None)
     with caplog.at_level(logging.WARNING, "memascend"):
         model, optimizer = begun(small_disk / "store", log_steps=1000)
-    assert "no room on storage for a log of 1000 steps" in caplog.text
+    assert "no disk space for a log of 1000 steps" in caplog.text
     assert 1 <= optimizer.plan.log_steps < 100
     stepped(model, optimizer, 3)
     expected = state_of(model, optimizer)

@@ -35,7 +35,7 @@ def test_no_room_is_told_by_log_plan_and_report(tmp_path, room, caplog):
     with caplog.at_level(logging.WARNING, "memascend"):
         model, optimizer = begun(tmp_path / "store")
     with optimizer:
-        assert "no room on storage for a log of 16 steps of gradients: it is none" in caplog.text
+        assert "no disk space for a log of 16 steps of gradients: it is none" in caplog.text
         assert optimizer.plan.log_steps == 0
         assert "no room for a log" in str(optimizer.plan)
         stepped(model, optimizer, 1)
@@ -53,7 +53,7 @@ def test_a_shorter_log_is_told_likewise(tmp_path, room, caplog):
     with optimizer:
         steps = optimizer.plan.log_steps
         assert 6 <= steps <= 8, "half of what is free is others'"
-        assert f"no room on storage for a log of 16 steps of gradients: it is one of {steps} steps" in caplog.text
+        assert f"no disk space for a log of 16 steps of gradients: it is one of {steps} steps" in caplog.text
         assert "16 have no room" in str(optimizer.plan)
         assert optimizer.report().to_dict()["log"]["wanted"] == 16
         assert f"a log of {steps} steps (16 had no room)" in str(optimizer.report())
@@ -154,7 +154,7 @@ def test_a_raw_device_has_the_log_behind_the_store_as_long_as_there_is_room(tmp_
         with caplog.at_level(logging.WARNING, "memascend"):
             model, optimizer = begun(device, existing="refuse", host_memory=ALL, scratch=tmp_path)
         assert optimizer.plan.log_steps == steps
-        assert ("no room on storage for a log" in caplog.text) == (steps < 16)
+        assert ("no disk space for a log" in caplog.text) == (steps < 16)
         stepped(model, optimizer, 5)
         expected = state_of(model, optimizer)
         # As a kill leaves it.

@@ -11,7 +11,9 @@ only look at.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +27,12 @@ __all__ = ["main"]
 
 # Each command is a module with add_arguments(parser) and run(options) -> exit status.
 _COMMANDS = {
-    "doctor": "Say what this machine offers and what to do about what it lacks.",
-    "demo": "Train a model in memory and offloaded, side by side, in a minute or two, and compare every bit.",
-    "train": "Fine-tune the model of a folder on rows of a file; killed at any moment, the same command goes on.",
-    "plan": "Say what offloading a model would take: memory, storage, bytes of a step. The model need not be there.",
-    "bench": "Measure, and print the ratio to what else there is, from the same run.",
-    "store": "Look at a store, or check every byte of it.",
+    "doctor": "Check this machine, and print what to do about each check that is slow or fails.",
+    "demo": "Train a model in memory and offloaded, side by side, and compare every bit (one minute).",
+    "train": "Fine-tune a Hugging Face model on your examples; after a kill the same command resumes.",
+    "plan": "Estimate memory, seconds of a step, disk space and the drive's life; needs no weights and no GPU.",
+    "bench": "Measure storage and the update, and print ratios to baselines of the same run.",
+    "store": "Show what a store holds, or verify every byte of it.",
 }
 
 
@@ -45,17 +47,25 @@ _OWN_WORDS = {
     'existing="replace" would write': "a new run in this --storage would write",
     "; keep it with optimizer.save(folder)": "; the model that was saved last stays in --output",
 }
+# Arguments of `offload()` that are options of `memascend train` under the same names, with a value or without.
+_OPTION = re.compile(
+    r"\b(host_memory|device_memory|max_grad_norm|activations|device|storage|state)=(?:(['\"])(.*?)\2)?"
+    r"|\b(host_memory|device_memory|max_grad_norm)\b"
+)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Refuses what it does not know itself, so that the usage is that of the command that was called."""
+    """Rejects unknown arguments itself, so that the usage is that of the command that was called."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            options = [option for action in self._actions for option in action.option_strings]
+            near = [close[0] for word in unknown for close in [difflib.get_close_matches(word, options, 1)] if close]
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return found, unknown
 
 
@@ -71,7 +81,9 @@ class _Version(argparse.Action):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. 0: fine; 1: a named problem; 2: wrong usage; 130: ended by Ctrl-C."""
-    parser = _Parser(prog="memascend", description="Fine-tune every parameter of a model that does not fit in memory.")
+    parser = _Parser(
+        prog="memascend", description="Fine-tune all parameters of models whose training state does not fit in RAM."
+    )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     given = sys.argv[1:] if arguments is None else arguments
@@ -115,7 +127,12 @@ def _ran(options: argparse.Namespace) -> int:
 def _in_own_words(text: str) -> str:
     for theirs, ours in _OWN_WORDS.items():
         text = text.replace(theirs, ours)
-    return text
+    return _OPTION.sub(_flag, text)
+
+
+def _flag(found: re.Match[str]) -> str:
+    flag = f"--{(found[1] or found[4]).replace('_', '-')}"
+    return f"{flag} {found[3]}" if found[3] else flag
 
 
 def _at_home(word: str) -> str:

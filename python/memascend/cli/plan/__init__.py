@@ -1,4 +1,4 @@
-"""`memascend plan`: says what training a model on a machine takes, for a model and a machine that need not be there."""
+"""`memascend plan`: estimates what training a model on a machine takes, without weights and without the machine."""
 
 from __future__ import annotations
 
@@ -27,51 +27,73 @@ _TOKENS, _LENGTH = 8192, 2048
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options; those that `offload()` has mean the same here."""
     parser.add_argument(
-        "model", metavar="CONFIG|FOLDER", type=Path, help="config.json of a Hugging Face model, or safetensors"
+        "model",
+        metavar="CONFIG|FOLDER",
+        type=Path,
+        help="config.json of a Hugging Face model, its folder, or safetensors",
     )
     machine = parser.add_argument_group("the machine")
     machine.add_argument(
-        "--gpu", metavar="G", help="its name, as 3090, l40s, h100, mi300x; or TFLOPS,GB,PCIE_GB_S as 165,24,25"
+        "--gpu", metavar="G", help="a name such as 3090, l40s, h100, mi300x, or TFLOPS,GB,PCIE_GB_S as 165,24,25"
     )
     machine.add_argument(
-        "--drive", metavar="READ,WRITE", help="GB/s as they last, or gen3, gen4, gen5; default: measured on --storage"
+        "--drive", metavar="READ,WRITE", help="sustained GB/s, or gen3, gen4, gen5 (default: measured on --storage)"
     )
     machine.add_argument(
         "--storage",
         metavar="P",
         action="append",
-        help="where the store would lie; several: given again. Its room is looked up, and its speed measured",
+        help="where the store would be; repeat it for several. Its free space and its speed are measured",
     )
-    machine.add_argument("--endurance", metavar="TBW", type=_count, help="terabytes that may be written to the drives")
+    machine.add_argument(
+        "--endurance", metavar="TBW", type=_count, help="terabytes that may be written to the drives in their life"
+    )
     machine.add_argument(
         "--ranks",
         metavar="N",
         type=_count,
         default=1,
-        help="processes that share the model (fully_shard): all is of one",
+        help="processes that shard the model (fully_shard); all figures are of one of them",
     )
     machine.add_argument(
-        "--network", metavar="GB_S", type=_speed, help="GB/s that a rank receives while it sends as many"
+        "--network", metavar="GB_S", type=_speed, help="GB/s that a rank receives while it sends as much"
     )
     run = parser.add_argument_group("the run")
-    run.add_argument("--host-memory", metavar="B", help='the budget, as "32GiB"; default: the smallest that is fast')
-    run.add_argument("--tokens", metavar="N", type=_count, default=_TOKENS, help="of one backward (%(default)s)")
-    run.add_argument("--length", metavar="N", type=_count, help=f"tokens of a sequence (at most {_LENGTH})")
-    run.add_argument("--keep-activations", action="store_true", help="blocks are not recomputed in the backward")
-    run.add_argument("--fit", action="store_true", help="find the batch and the length that fit the GPU and the drive")
-    run.add_argument("--device", metavar="D", help="where the model would compute, as cuda; it need not be there")
-    run.add_argument("--device-memory", metavar="B", help="the budget there; default: the smallest that is fast")
-    run.add_argument("--gradients", choices=("auto", "fused", "ssd", "ram"), default="auto")
-    run.add_argument("--max-grad-norm", metavar="N", type=float, help="clip the global norm")
-    run.add_argument("--accumulation-steps", metavar="N", type=_count, default=1, help="micro-batches of a step")
     run.add_argument(
-        "--state", choices=("fp32", "bf16", "8bit"), help="moments of the optimizer; default: as it has them"
+        "--host-memory",
+        metavar="B",
+        help='the budget, as "32GiB" (default: the smallest that keeps disk and compute busy)',
     )
+    run.add_argument(
+        "--tokens", metavar="N", type=_count, default=_TOKENS, help="tokens of a micro-batch (%(default)s)"
+    )
+    run.add_argument("--length", metavar="N", type=_count, help=f"tokens of a sequence (--tokens, at most {_LENGTH})")
+    run.add_argument("--keep-activations", action="store_true", help="without activation checkpointing")
+    run.add_argument("--fit", action="store_true", help="find the largest batches that fit the GPU and the drive")
+    run.add_argument("--device", metavar="D", help="where the model would compute, as cuda, which need not exist here")
+    run.add_argument(
+        "--device-memory",
+        metavar="B",
+        help="the budget of the GPU's memory (default: the smallest that keeps disk and compute busy)",
+    )
+    run.add_argument(
+        "--gradients",
+        choices=("auto", "fused", "ssd", "ram"),
+        default="auto",
+        help="as offload() takes it (%(default)s)",
+    )
+    run.add_argument("--max-grad-norm", metavar="N", type=float, help="clip the global norm")
+    run.add_argument(
+        "--accumulation-steps", metavar="N", type=_count, default=1, help="micro-batches of a step (%(default)s)"
+    )
+    run.add_argument("--state", choices=("fp32", "bf16", "8bit"), help="of the optimizer's moments (default: exact)")
     run.add_argument("--optimizer", metavar="NAME", default="AdamW", help="a class of torch.optim (%(default)s)")
-    run.add_argument("--lora", metavar="RANK", type=_count, help="adapters of this rank are all that is trained")
-    run.add_argument("--dtype", choices=_TYPES, help="of the parameters; default: as the model says, else bfloat16")
+    run.add_argument(
+        "--lora", metavar="RANK", type=_count, help="train LoRA adapters of this rank instead of the model"
+    )
+    run.add_argument("--dtype", choices=_TYPES, help="of the parameters (default: as config.json says, or bfloat16)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--picture", metavar="PNG", type=Path, help="draw host memory and storage into this file")
+    parser.add_argument("--picture", metavar="PNG", type=Path, help="draw memory and bytes moved into this file")
 
 
 def _count(text: str) -> int:
@@ -144,9 +166,9 @@ def _asked(
         state=options.state,
     )
     if options.network is not None and options.ranks == 1:
-        raise ConfigError("--network is between ranks: give --ranks, too")
+        raise ConfigError("--network is between ranks: also give --ranks")
     if gpu is not None and asked.where.type == "cpu":
-        raise ConfigError("--gpu names what computes, and --device says that the CPU does: give one of them")
+        raise ConfigError("--gpu names a GPU, and --device says that the CPU computes: give one of them")
     source = describe(options.model, None if options.dtype is None else getattr(torch, _TYPES[options.dtype]))
     if options.lora is not None:
         source = with_adapters(source, options.lora)
@@ -204,7 +226,7 @@ def _fit(options: argparse.Namespace, question: Question) -> int:
     from memascend.cli.plan import text
 
     if question.gpu is None:
-        raise ConfigError("--fit finds what fits a GPU: name it, as --gpu 4090")
+        raise ConfigError("--fit finds batches that fit a GPU: name it, as --gpu 4090")
     found = fit.find(question, options.length, recomputes=not options.keep_activations)
     if options.json:
         print(json.dumps([fit.described_fit(one) for one in found], indent=2))
@@ -223,7 +245,7 @@ def _optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     }
     kind = kinds.get(name.lower())
     if kind is None or not issubclass(kind, torch.optim.Optimizer):
-        raise ConfigError(f"--optimizer names a class of torch.optim, as AdamW or SGD, and not {name!r}")
+        raise ConfigError(f"--optimizer must be a class of torch.optim, such as AdamW or SGD, not {name!r}")
     made: torch.optim.Optimizer = kind([one for one in model.parameters() if one.requires_grad])
     return made
 

@@ -148,7 +148,7 @@ def parse_gpu(text: str) -> Gpu:
         tflops, memory, link = _positive(text, 3)
     except ValueError as error:
         raise ConfigError(
-            f"--gpu is one of {', '.join(CARDS)}, or TFLOPS,GB,PCIE_GB_S as 165,24,25, and not {text!r}"
+            f"--gpu must be one of {', '.join(CARDS)}, or TFLOPS,GB,PCIE_GB_S as 165,24,25, not {text!r}"
         ) from error
     return Gpu(f"GPU of {tflops:g} TFLOPS and {memory:g} GB", tflops, int(memory * _GB), link * _GB)
 
@@ -165,7 +165,9 @@ def parse_drive(text: str) -> Drive:
     try:
         read, write = _positive(text, 2)
     except ValueError as error:
-        raise ConfigError(f"--drive is {', '.join(DRIVES)}, or READ,WRITE in GB/s, as 5,4, and not {text!r}") from error
+        raise ConfigError(
+            f"--drive must be {', '.join(DRIVES)}, or READ,WRITE in GB/s, as 5,4, not {text!r}"
+        ) from error
     return Drive(read=read * _GB, write=write * _GB)
 
 
@@ -324,7 +326,7 @@ def _problems(question: Question, plan: Plan, torchs: int) -> list[str]:
     if gpu is not None and plan.device_peak + torchs > gpu.usable:
         found.append(
             f"the {gpu.name} has {bytes_shown(gpu.usable)} for tensors, and {bytes_shown(plan.device_peak + torchs)} "
-            f"are needed: fewer tokens at once (--tokens) take less, and --fit finds how many fit{_elsewhere(question)}"
+            f"are needed: give fewer tokens at once (--tokens), or --fit to find how many fit{_elsewhere(question)}"
         )
     if question.free is not None and question.free < plan.disk_bytes:
         found.append(

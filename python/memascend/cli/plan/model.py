@@ -70,7 +70,9 @@ def describe(path: Path, dtype: torch.dtype | None) -> DescribedModel:
     """
     folder = path if path.is_dir() else path.parent
     if not path.exists():
-        raise ConfigError(f"{path} is not there: give a config.json, a safetensors file, or a folder with one of them")
+        raise ConfigError(
+            f"{path} does not exist: give a config.json, a safetensors file, or a folder with one of them"
+        )
     is_config = path.is_file() and path.suffix == ".json" and not path.name.endswith(".index.json")
     config = path if is_config else folder / _CONFIG
     if not config.is_file():
@@ -170,7 +172,7 @@ def _configured(transformers: Any, config: Path, values: dict[str, Any], dtype: 
     """The model that transformers makes of a config; code that comes with a model is never run."""
     kind = values.pop("model_type", None)
     if not isinstance(kind, str):
-        raise ConfigError(f"{config} has no model_type, so that nobody knows which model it describes")
+        raise ConfigError(f"{config} has no model_type, so that its model is not known: correct it")
     known = values.get("dtype", values.get("torch_dtype"))
     if dtype is None:
         dtype = getattr(torch, known, None) if isinstance(known, str) else None

@@ -49,7 +49,9 @@ def formats_shown(costs: list[FormatCost], budget: int) -> str:
     """A table, where there is something to compare."""
     if len(costs) < 2:
         return ""
-    return "\n\nOther numerics that move fewer bytes (docs/state-formats.md):\n\n" + format_table(costs, budget)
+    return "\n\nState formats that move fewer bytes, with other numerics (docs/state-formats.md):\n\n" + format_table(
+        costs, budget
+    )
 
 
 def format_values(costs: list[FormatCost]) -> list[dict[str, Any]]:
@@ -61,6 +63,10 @@ Row = tuple[str, str, str]
 
 
 _YEAR_DAYS = 365
+
+
+# A larger budget is shown where a step then takes at most this part of its time.
+_FASTER = 0.99
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +88,10 @@ def shown(head: str, question: Question, found: Answer, choices: Choices, speeds
         choices: what else could be given.
         speeds: of storage as measured, GB/s by pattern.
     """
-    parameters = sum(parameter.numel() for parameter in question.model.parameters())
-    parts = [head.format(parameters=f"{parameters:,} parameters")]
+    every = list(question.model.parameters())
+    count, trained = (sum(one.numel() for one in some) for some in (every, [p for p in every if p.requires_grad]))
+    of_them = "" if trained == count else f" ({trained:,} trained)"
+    parts = [head.format(parameters=f"{count:,} parameters{of_them}")]
     parts.append("It does not fit: " + "; ".join(found.problems) if found.problems else _lines(question))
     rows = [
         _life(question, found),
@@ -124,11 +132,13 @@ def _memory(question: Question, found: Answer) -> list[Row]:
     rows: list[Row] = []
     if gpu is not None:
         rows.append(("GPU memory", bytes_shown(found.device_bytes), f"of {bytes_shown(gpu.usable)} for tensors"))
-        rows.append(("  ours", bytes_shown(plan.device_peak), "parameters in use, gradients on their way"))
+        rows.append(
+            ("  memascend", bytes_shown(plan.device_peak), "parameters in use, gradients on their way to the host")
+        )
         rows += _torchs(question)
     rows.append(("host memory, the whole process", bytes_shown(found.host_bytes), _fewer(found)))
-    rows.append(("  ours", bytes_shown(plan.host_peak), f"within the budget of {bytes_shown(plan.budget)}"))
-    rows.append(("  Python, torch and objects", bytes_shown(IMPORTS + plan.object_bytes), "about"))
+    rows.append(("  memascend", bytes_shown(plan.host_peak), f"within the budget of {bytes_shown(plan.budget)}"))
+    rows.append(("  Python, torch and objects", bytes_shown(IMPORTS + plan.object_bytes), "assumed"))
     if gpu is None:
         rows += _torchs(question)
     if isinstance(trace, str):
@@ -140,20 +150,20 @@ def _torchs(question: Question) -> list[Row]:
     trace = question.trace
     if isinstance(trace, str):
         return []
-    how = "blocks recomputed" if trace.recomputes else "blocks not recomputed"
+    how = "with activation checkpointing" if trace.recomputes else "without activation checkpointing"
     kinds = ", ".join(f"{kind} {bytes_shown(nbytes)}" for kind, nbytes in trace.held.items() if nbytes)
-    rows = [("  torch's", bytes_shown(trace.peak), f"{trace.tokens:,} tokens at once, {how}: {kinds}")]
+    rows = [("  torch", bytes_shown(trace.peak), f"a micro-batch of {trace.tokens:,} tokens, {how}: {kinds}")]
     if question.by_layer:
         more = bytes_shown(question.torchs - trace.peak)
-        what = "what each keeps from its forward to its backward, and gradients of parameters used in several places"
+        what = "checkpoints of each from its forward to its backward, and gradients of parameters used twice"
         rows.append((f"  of {question.micro_batches - 1} more micro-batches", more, what))
     return rows
 
 
 def _fewer(found: Answer) -> str:
     return (
-        f"training in memory holds {bytes_shown(found.in_memory)} and activations, "
-        f"{found.in_memory / found.plan.host_peak:.3g} times as much as ours"
+        f"in memory, training takes {bytes_shown(found.in_memory)} and activations: "
+        f"{found.in_memory / found.plan.host_peak:.3g} times memascend's part"
     )
 
 
@@ -162,11 +172,11 @@ def _room(question: Question, found: Answer) -> list[Row]:
     written = sum(plan.written_bytes.values())
     notes = []
     if plan.log_steps:
-        notes.append(f"of it {bytes_shown(plan.log_bytes)} a log of {plan.log_steps} steps of gradients")
+        notes.append(f"{bytes_shown(plan.log_bytes)} of it a gradient log of {plan.log_steps} steps")
     if question.free is not None:
         notes.append(f"{bytes_shown(question.free)} are free")
     return [
-        ("room on storage", bytes_shown(plan.storage_bytes), "; ".join(notes)),
+        ("disk space", bytes_shown(plan.storage_bytes), "; ".join(notes)),
         ("written in a step", bytes_shown(written), f"{10**14 // max(1, written):,} steps write 100 TB"),
         ("read in a step", bytes_shown(sum(plan.read_bytes.values())), ""),
     ]
@@ -181,13 +191,13 @@ def _moved(question: Question, found: Answer) -> list[Row]:
         (
             "over the network in a step",
             bytes_shown(nbytes["received_bytes"]),
-            f"received, and as much sent; all of this table is of one of {question.ranks} ranks",
+            f"received, and as much sent; this table is of one of {question.ranks} ranks",
         )
     ]
     if question.gpu is not None:
         link = f"to the device, {bytes_shown(nbytes['from_device_bytes'])} from it"
         rows.append(("over PCIe in a step", bytes_shown(nbytes["to_device_bytes"]), link))
-    rows.append(("gathered by torch at once", bytes_shown(nbytes["gathered_bytes"]), "whole values and gradients"))
+    rows.append(("gathered by torch at once", bytes_shown(nbytes["gathered_bytes"]), "whole parameters and gradients"))
     return rows
 
 
@@ -200,7 +210,7 @@ def _time(question: Question, found: Answer, choices: Choices, speeds: Mapping[s
         parts = ", ".join(
             f"{part} {seconds_shown(value)}" for part, value in sorted(phase.parts.items(), key=lambda one: -one[1])
         )
-        after = f"; of that {seconds_shown(phase.tail)} after all else, for the gradient that comes last"
+        after = f"; {seconds_shown(phase.tail)} of it not overlapped, for the last gradient"
         rows.append((f"  {phase.name}", seconds_shown(phase.seconds), parts + (after if phase.tail else "")))
     rows.append(("a step", seconds_shown(found.seconds), f"mostly {found.bound}{_assumed(question)}"))
     trace = question.trace
@@ -233,7 +243,7 @@ def _bought(now: float, choices: Choices) -> list[Row]:
         rows.append(("16 GiB more of host memory", seconds_shown(more.seconds), f"a step, {gained:.0%} less"))
     if fewer is not None and fewer.step_seconds is not None:
         gained = 1 - fewer.step_seconds / now
-        note = f"a step, {gained:.0%} less, in other numerics (below)"
+        note = f"a step, {gained:.0%} less, with other numerics (below)"
         rows.append((f'state="{fewer.state}"', seconds_shown(fewer.step_seconds), note))
     return rows
 
@@ -244,8 +254,16 @@ def _held(question: Question, found: Answer) -> list[Row]:
     if seconds is None:
         return []
     what = "a step" if found.phases is not None else "the disk's part"
-    rows = [("  with nothing held", seconds_shown(seconds.without), f"{what}, {bytes_shown(plan.without.total)}")]
+    rows = [
+        (
+            "  with no parameter kept in RAM",
+            seconds_shown(seconds.without),
+            f"{what}, {bytes_shown(plan.without.total)}",
+        )
+    ]
     for budget, took in seconds.larger.items():
+        if took > _FASTER * seconds.now:
+            continue
         instead = f"{what} instead of {seconds_shown(seconds.now)}, {bytes_shown(plan.larger[budget].total)}"
         rows.append((f"  host_memory={budget} ({bytes_shown(budget)})", seconds_shown(took), instead))
     return rows if plan.held else rows[1:]
@@ -258,7 +276,7 @@ def _disk(question: Question, found: Answer, speeds: Mapping[str, float]) -> Row
     if took is None:
         if question.options.paths:
             return what, "not measured", "writing would overwrite what is on the device: give --drive READ,WRITE"
-        return what, "not measured", "--storage P measures the disk that holds P, --drive READ,WRITE says its speed"
+        return what, "not measured", "--storage P measures the disk of P, --drive READ,WRITE gives its speed"
     if speeds:
         shown_speeds = ", ".join(f"{pattern} {speed:.2f} GB/s" for pattern, speed in speeds.items())
         return what, seconds_shown(took), f"measured: {shown_speeds}"
@@ -269,18 +287,18 @@ def _unknown(question: Question) -> str:
     if isinstance(question.trace, str):
         return question.trace
     if question.gpu is None and question.measured is None:
-        return "--gpu G says what computes"
-    return "the speed of storage is not known"
+        return "give --gpu G"
+    return "give --drive READ,WRITE, or --storage P to measure it"
 
 
 def _assumed(question: Question) -> str:
     if question.gpu is None:
-        return "; compute is measured on this processor, with what offloading takes of its cores"
+        return "; compute is measured on this processor, with the share of its cores that offloading takes"
     return f"; assumed: the {question.gpu.name} reaches {REACHED:.0%} of its {question.gpu.tflops:g} TFLOPS"
 
 
 def _wider(found: Answer) -> str:
-    return "more tokens in a step (--tokens, --accumulation-steps) raise this" if found.bound == "disk" else ""
+    return "raised by more tokens in a step (--tokens, --accumulation-steps)" if found.bound == "disk" else ""
 
 
 def _taken_over(at: Takeover | None) -> list[Row]:
@@ -289,7 +307,7 @@ def _taken_over(at: Takeover | None) -> list[Row]:
         return []
     note = f"{at.tokens_per_second:,.0f} tokens a second there"
     if at.problem:
-        note += f", but {at.problem}: less memory for each token is what would help"
+        note += f", but {at.problem}: take less memory for each token"
     return [("compute takes over at", f"{at.tokens:,} tokens a step", note)]
 
 
@@ -310,7 +328,7 @@ def _wear(question: Question, found: Answer) -> str:
         return f"of training without a pause, until {tb:,.0f} TB are written"
     return (
         f"of training without a pause, until {tb:,.0f} TB are written (assumed: {ENDURANCE_PER_TB} TB for each TB of a "
-        "drive just large enough; --endurance says another)"
+        "drive just large enough; --endurance gives another)"
     )
 
 

@@ -20,9 +20,7 @@ def run(options: argparse.Namespace) -> int:
     settings = Settings.of(options)
     if os.environ.get("RANK", "0") in {"", "0"}:
         # What follows loads torch and transformers, and reads all rows: that takes a while.
-        print(
-            f"memascend train: looking at {settings.model} and {' '.join(settings.data)}", file=sys.stderr, flush=True
-        )
+        print(f"memascend train: reading {settings.model} and {' '.join(settings.data)}", file=sys.stderr, flush=True)
     from memascend.cli.train.job import Job
     from memascend.cli.train.output import Ranks
 

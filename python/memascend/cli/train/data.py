@@ -59,8 +59,8 @@ class Chat:
             template: str = tokenizer.get_chat_template()
         except ValueError as error:
             raise ConfigError(
-                "rows of `messages` need a tokenizer with a chat template, and this has none: take the tokenizer of a "
-                "model that chats, or rows of `prompt` and `completion`"
+                "conversations need a tokenizer with a chat template, and this one has none: use the tokenizer of a "
+                "chat model, or examples of `prompt` and `completion`"
             ) from error
         self._template = _TIME.sub(lambda call: json.dumps(began.strftime(call[2])), template)
         self.marks = _MARKED.search(self._template) is not None
@@ -135,14 +135,14 @@ class Chat:
         word = next(word for word in _WORDS if word[0] not in whole and word[1] not in whole)
         if not message.get("content") or message.get("tool_calls"):
             raise ConfigError(
-                f"message {index + 1} calls tools, and the chat template does not say which of its text the assistant "
-                "wrote: give the tokenizer a template that has {% generation %}"
+                f"message {index + 1} calls tools, and the chat template does not mark which text the assistant wrote: "
+                "give the tokenizer a template that has {% generation %}"
             )
         other = self._text([*messages[:index], {**message, "content": word}, *messages[index + 1 :]], tools)
         if other.count(word) != 1 or other == whole:
             raise ConfigError(
-                f"the chat template writes message {index + 1} {other.count(word)} times, so that it cannot be said "
-                "which of its text the assistant wrote: give the tokenizer a template that has {% generation %}"
+                f"the chat template writes message {index + 1} {other.count(word)} times, so that the assistant's text "
+                "cannot be told apart: give the tokenizer a template that has {% generation %}"
             )
         shorter = min(len(whole), len(other))
         start = next((at for at in range(shorter) if whole[at] != other[at]), shorter)
@@ -153,7 +153,7 @@ class Chat:
 
 
 def _refused(error: Exception) -> ConfigError:
-    return ConfigError(f"the chat template refuses these messages: {type(error).__name__}: {error}")
+    return ConfigError(f"the chat template rejects these messages: {type(error).__name__}: {error}")
 
 
 # Long work tells so often how far it is.
@@ -183,15 +183,14 @@ class Counts:
 
     def said(self, max_length: int) -> str:
         """In words."""
-        text = f"{counted(self.rows, 'row')} of {self.shape}: {counted(self.tokens, 'token')}, "
-        text += f"a loss on {self.learnt:,} of them"
+        text = f"{counted(self.rows, 'example')} of {self.shape}: {counted(self.tokens, 'token')}, "
+        text += f"trained on {self.learnt:,} of them"
         if self.packs_text:
             text += f"; packed into {counted(self.sequences, 'sequence')} of up to {max_length:,}"
         if self.truncated:
-            cut = "row is longer" if self.truncated == 1 else "rows are longer"
-            text += f"; {self.truncated:,} {cut} than --max-length {max_length:,}, and cut there"
+            text += f"; {counted(self.truncated, 'example')} cut at --max-length {max_length:,}"
         if self.left_out:
-            text += f"; {self.left_out:,} of them lost all that was to be learnt, and left out"
+            text += f", {self.left_out:,} of them left out since no token to train on remained"
         return text
 
 
@@ -209,11 +208,14 @@ class Encoder:
         """Refuse a tokenizer that cannot say where its tokens stand."""
         if not self.tokenizer.is_fast:
             raise ConfigError(
-                f"{type(self.tokenizer).__name__} does not say which characters a token stands for; the folder needs a "
-                "tokenizer.json"
+                f"{type(self.tokenizer).__name__} does not report which characters a token stands for: the folder "
+                "needs a fast tokenizer (tokenizer.json)"
             )
         if self.tokenizer.eos_token_id is None:
-            raise ConfigError("the tokenizer has no end-of-sequence token, which ends what is learnt: set eos_token")
+            raise ConfigError(
+                "the tokenizer has no end-of-sequence token, which ends each answer: set eos_token in "
+                "tokenizer_config.json"
+            )
 
     def run(self, rows: Iterable[Row], counts: Counts) -> Iterator[Tokens]:
         """Encode rows of one kind; texts are packed."""
@@ -226,7 +228,7 @@ class Encoder:
         for tokens in made:
             if time.monotonic() - told > _TOLD_SECONDS:
                 told = time.monotonic()
-                self.tell(f"{counted(counts.rows, 'row')} of the data are read")
+                self.tell(f"{counted(counts.rows, 'example')} read so far")
             counts.sequences += 1
             counts.tokens += len(tokens.ids)
             # Nothing foretells the first one.
@@ -234,8 +236,8 @@ class Encoder:
             yield tokens
         if not counts.learnt:
             raise ConfigError(
-                f"nothing is left to be learnt of {counted(counts.rows, 'row')}: --max-length {self.max_length} is too "
-                "short for what comes before it"
+                f"none of {counted(counts.rows, 'example')} has a token to train on within --max-length "
+                f"{self.max_length}: raise it"
             )
 
     def _each(self, rows: Iterable[Row], counts: Counts) -> Iterator[Tokens]:
@@ -246,7 +248,7 @@ class Encoder:
             except ConfigError as error:
                 raise ConfigError(f"{row.place}: {error}") from error
             if not any(whole.learnt[1:]):
-                raise ConfigError(f"{row.place}: nothing in it is to be learnt")
+                raise ConfigError(f"{row.place}: this example has no token to train on: remove it")
             if len(whole.ids) > self.max_length:
                 counts.truncated += 1
                 whole = Tokens(whole.ids[: self.max_length], whole.learnt[: self.max_length])
@@ -262,7 +264,7 @@ class Encoder:
         for row in rows:
             text = row.values["text"]
             if not isinstance(text, str):
-                raise ConfigError(f"{row.place}: `text` is a text, not {type(text).__name__}")
+                raise ConfigError(f"{row.place}: `text` must be a text, not {type(text).__name__}")
             counts.rows += not goes_on
             # A piece of a text has no beginning of its own.
             waiting += self._ids(text, special=not goes_on)
@@ -290,9 +292,9 @@ class Encoder:
     def _completion(self, values: dict[str, Any]) -> Tokens:
         prompt, completion = values["prompt"], values["completion"]
         if not isinstance(prompt, str) or not isinstance(completion, str):
-            raise ConfigError("`prompt` and `completion` are both texts, or both lists of turns")
+            raise ConfigError("`prompt` and `completion` must be both texts, or both lists of messages")
         if not completion:
-            raise ConfigError("`completion` is empty")
+            raise ConfigError("`completion` is empty: remove this example")
         made = self._spans(prompt + completion, [(len(prompt), len(prompt) + len(completion))], special=True)
         end = self.tokenizer.eos_token_id
         if made.ids[-1] == end:
@@ -303,7 +305,7 @@ class Encoder:
         """A conversation; the assistant's words are learnt from a turn on."""
         count = sum(message["role"] == "assistant" for message in messages[first:])
         if not count:
-            raise ConfigError("no message has the role 'assistant', whose words are learnt")
+            raise ConfigError("no message has the role 'assistant', whose text is trained on: remove this example")
         if self._chat is None:
             self._chat = Chat(self.tokenizer, self.began)
         text, spans = self._chat.render(messages, tools)

@@ -47,9 +47,7 @@ if TYPE_CHECKING:
 _SAMPLE_BYTES = 1 << 20
 
 
-_ANEW = (
-    "to begin a run of its own, name another --output and another --storage (with --model {output}, from its weights)"
-)
+_ANEW = "start a new run with another --output and --storage (and --model {output}, to continue from its weights)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +83,7 @@ def find_beginning(output: Output, storage: tuple[str, ...], ranks: Ranks, *, pr
     """
     record = output.record
     if previous and (record is None or record.store is None):
-        raise ConfigError(f"--previous goes on with a run that is there, and {output.folder} holds none that was begun")
+        raise ConfigError(f"--previous resumes a run, and {output.folder} holds none that has begun: leave it out")
     if record is None:
         return _first(output, storage, ranks)
     if record.store is None:
@@ -107,7 +105,7 @@ def find_beginning(output: Output, storage: tuple[str, ...], ranks: Ranks, *, pr
 def gone(output: Output, storage: tuple[str, ...]) -> ConfigError:
     """The error of a run that has steps to do, and no training state."""
     return ConfigError(
-        f"the training state of {output.folder} is not at {_named(storage)}: give the --storage that the run has, "
+        f"the training state of {output.folder} is not at {_named(storage)}: give the --storage of this run, "
         f"or {_ANEW.format(output=output.folder)}"
     )
 
@@ -136,10 +134,10 @@ def said_of_files(files: list[str]) -> str:
     others = [file for file in files if file not in devices]
     said = ""
     if others:
-        verb = "is its training state, and can" if len(others) == 1 else "are its training state, and can"
-        said += f"; {', '.join(others)} {verb} be removed where no more epochs are wanted"
+        verb = "holds" if len(others) == 1 else "hold"
+        said += f"; {', '.join(others)} {verb} its training state, which more epochs need: remove it if you want none"
     if devices:
-        said += f"; its training state is on {', '.join(devices)}, which may be used for something else"
+        said += f"; its training state is on {', '.join(devices)}, which more epochs need"
     return said
 
 
@@ -252,16 +250,17 @@ def require_same(
         if steps >= done:
             return
         raise ConfigError(
-            f"the run in {output} has done {done} steps already, and {'; '.join(changed)} ends at {steps}"
+            f"the run in {output} has done {done} steps, and {'; '.join(changed)} would end it at {steps}: give at "
+            f"least {done} steps"
         )
     why = ""
     if of_the_end:
         why = (
-            f"With --schedule {options['--schedule']} the rate of each step depends on how many there are, and {done} "
-            "are done with other rates; under --schedule constant a run goes on as long as is wanted. "
+            f"With --schedule {options['--schedule']} each learning rate depends on the number of steps, and {done} "
+            "steps are done with other learning rates; only --schedule constant allows more epochs. "
         )
     raise ConfigError(
-        f"the run in {output} goes on only as it began, and these changed: {'; '.join(changed)}. {why}Give what it "
+        f"the run in {output} cannot resume: options changed: {'; '.join(changed)}. {why}Give the options that it "
         f"began with, or {_ANEW.format(output=output)}"
     )
 
@@ -310,7 +309,9 @@ class Job(Closing):
         require_reporters(settings.report)
         self._folder = self._of_first(lambda: find_model(settings.model))
         if self._folder.resolve() == settings.output.resolve():
-            raise ConfigError("--model and --output are one folder, and training would write over what it began from")
+            raise ConfigError(
+                "--model and --output are one folder, and training would overwrite the model: give another --output"
+            )
         self._output = Output(settings.output, ranks)
         record = self._output.record
         self._began = dt.datetime.fromisoformat(ranks.everyone(now.isoformat())[0] if record is None else record.began)
@@ -389,9 +390,9 @@ class Job(Closing):
         )
         said = f"{texts[0] if len(texts) == 1 else counted(len(paths), 'file')}: {counts.said(settings.max_length)}"
         if is_packed:
-            said += f"; packed into {counted(len(packs), 'sequence')}, in which no row sees another"
+            said += f"; packed into {counted(len(packs), 'sequence')}, with attention within each example"
         elif settings.packing and not counts.packs_text:
-            said += f"; not packed: {type(self._described.own).__name__} would not keep rows apart"
+            said += f"; not packed: {type(self._described.own).__name__} would mix examples that share a sequence"
         return f"{said}; {left_out}" if left_out else said, counts, batches
 
     def _require_same_on_all(self) -> None:
@@ -399,15 +400,15 @@ class Job(Closing):
         for what in self._digests:
             other = next((rank for rank, one in enumerate(told) if one[what] != told[0][what]), None)
             if other is not None:
-                raise ConfigError(f"--{what} of rank {other} is another than that of rank 0: all ranks read the same")
+                raise ConfigError(f"--{what} of rank {other} differs from that of rank 0: give all ranks the same")
 
     def _require_tokens(self) -> None:
         model: Any = self._described.model
         held = model.get_input_embeddings().weight.shape[0]
         if len(self._tokenizer) > held:
             raise ConfigError(
-                f"the tokenizer has {len(self._tokenizer):,} tokens, and the model's embedding {held:,}: they are not "
-                "of one model"
+                f"the tokenizer has {len(self._tokenizer):,} tokens, and the model's embedding {held:,}: use the "
+                "tokenizer of this model"
             )
 
     # --- before ------------------------------------------------------------------------
@@ -417,12 +418,12 @@ class Job(Closing):
         options = self._settings.offload_options(self._ranks.count)
         found = planned(self._described.model, self._optimizer(), options, self._ranks.count)
         of = f"of each of {self._ranks.count} ranks:\n" if self._ranks.count > 1 else ""
-        return f"{self._said()}\n\n{of}{found.plan}\n\nnothing was changed: this was a dry run"
+        return f"{self._said()}\n\n{of}{found.plan}\n\nthis was a dry run: nothing was changed"
 
     def _said(self) -> str:
         settings, batches = self._settings, self._batches
         what = f"adapters of rank {settings.lora}" if settings.lora else "all parameters"
-        unit = "packed sequence" if batches.is_packed else "row"
+        unit = "packed sequence" if batches.is_packed else "example"
         count = sum(parameter.numel() for parameter in self._described.trained)
         lines = [
             f"model: {settings.model}, {what}: {count:,} trained",
@@ -430,7 +431,7 @@ class Job(Closing):
             f"steps: {batches.steps:,} of {settings.accumulate} x {counted(settings.batch, unit)}; {self._rate.said()}",
         ]
         if self._next_step:
-            lines.append(f"goes on after step {self._next_step:,}, from {' '.join(settings.storage)}")
+            lines.append(f"resumes after step {self._next_step:,}, from {' '.join(settings.storage)}")
         record = self._output.record
         if record is not None:
             changed = changes(with_defaults(record.machine), settings.of_the_machine())
@@ -438,7 +439,7 @@ class Job(Closing):
             lines += [f"changed since the last start: {'; '.join(changed)}"] if changed else []
             others = changes(record.versions, _versions())
             if others:
-                lines.append(f"other versions, whose bits may differ from here on: {'; '.join(others)}")
+                lines.append(f"other versions than before, so results may differ from here on: {'; '.join(others)}")
         return "\n".join(lines)
 
     def _optimizer(self) -> list[torch.optim.Optimizer]:
@@ -452,12 +453,16 @@ class Job(Closing):
         if self._is_finished:
             self._merge()
             files = files_of_run(output, settings.storage, self._ranks)
-            held = f"this run is finished: {output.folder} holds the model of step {self._batches.steps:,}"
+            held = f"this run is finished: {output.folder} holds the {self._made} of step {self._batches.steps:,}"
         else:
             files = self._train()
-            held = f"{output.folder} holds the trained model"
-        merged = f", {output.merged} the model with its adapters added" if output.merged.is_dir() else ""
+            held = f"{output.folder} holds the trained {self._made}"
+        merged = f", {output.merged} the model with adapters added" if output.merged.is_dir() else ""
         self._ranks.say(f"{held}{merged}{said_of_files(files)}", as_json=settings.json)
+
+    @property
+    def _made(self) -> str:
+        return "adapters" if self._described.adapted else "model"
 
     def _merge(self) -> None:
         if self._settings.merge:
@@ -568,8 +573,7 @@ class Job(Closing):
         """Where the run stands, for somebody who interrupted it."""
         again = " without --previous" if self._settings.previous else ""
         return (
-            f"step {self._next_step:,} of {self._batches.steps:,} is on storage: the same command{again} goes on from "
-            "there"
+            f"step {self._next_step:,} of {self._batches.steps:,} is on storage: run the same command{again} to resume"
         )
 
 

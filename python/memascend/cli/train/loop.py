@@ -49,10 +49,10 @@ class Rate:
 
     def said(self) -> str:
         """In words."""
-        falls = {"linear": "falls linearly to {}", "cosine": "falls to {} as a cosine", "constant": "stays"}
+        falls = {"linear": "falls linearly to {}", "cosine": "falls to {} along a cosine", "constant": "stays"}
         fall = falls[self.schedule].format(f"{self.lowest:g}")
         rises = f"rises to {self.peak:g} in {counted(self.warmup_steps, 'step')}, then" if self.warmup_steps else ""
-        return f"lr {rises or f'begins at {self.peak:g} and'} {fall}"
+        return f"learning rate {rises or f'starts at {self.peak:g} and'} {fall}"
 
 
 def warmup_steps(warmup: float, steps: int) -> int:
@@ -230,7 +230,7 @@ def require_reporters(names: Sequence[str]) -> None:
             else:
                 import wandb  # noqa: F401
         except ImportError as error:
-            raise ConfigError(f"--report {name} needs it: pip install {name}") from error
+            raise ConfigError(f"--report {name} needs a package that is not installed: pip install {name}") from error
 
 
 def open_reporters(names: Sequence[str], folder: Path, run: str, options: Mapping[str, Any]) -> list[Reporter]:
@@ -331,8 +331,8 @@ class Loop:
         if not math.isfinite(loss):
             self.optimizer.zero_grad()
             raise UsageError(
-                f"the loss of step {step + 1} is {loss}, and nothing was learnt from it: storage holds step {step}. "
-                "Begin again with a lower --lr or a longer --warmup, in another --output and --storage"
+                f"the loss of step {step + 1} is {loss}, so the step was dropped, and storage holds step {step}. "
+                "Start again with a lower --lr or a longer --warmup, in another --output and --storage"
             )
         assert self.output.record is not None
         self.optimizer.user_state = {

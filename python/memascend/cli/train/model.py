@@ -47,7 +47,7 @@ def require_transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ConfigError(f"memascend train needs transformers, which is not installed: {_INSTALL}") from error
+        raise ConfigError(f"memascend train needs transformers, which is not installed: run {_INSTALL}") from error
     return transformers
 
 
@@ -83,7 +83,7 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise ConfigError(f"{folder} has no tokenizer that can be read: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"the tokenizer of {folder} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def describe_model(folder: Path, settings: Settings) -> Described:
@@ -116,7 +116,7 @@ def _plain(folder: Path) -> tuple[Any, WeightFiles]:
         raise
     except Exception as error:
         raise ConfigError(
-            f"transformers {transformers.__version__} makes no causal language model of {folder}: "
+            f"transformers {transformers.__version__} cannot make a causal language model of {folder}: "
             f"{type(error).__name__}: {error}"
         ) from error
     _require_causal(model, folder)
@@ -130,8 +130,8 @@ def _plain(folder: Path) -> tuple[Any, WeightFiles]:
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
         except Exception as error:
             raise ConfigError(
-                f"{folder / _GENERATION} is no configuration that transformers reads: {type(error).__name__}: {error}; "
-                "mend it, or take it away"
+                f"transformers cannot read {folder / _GENERATION}: {type(error).__name__}: {error}; correct it, or "
+                "remove it"
             ) from error
     return model, files
 
@@ -139,8 +139,8 @@ def _plain(folder: Path) -> tuple[Any, WeightFiles]:
 def _require_one_stack(config: Any, folder: Path) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
-            f"{folder} is an encoder with a decoder ({config.model_type}), and memascend train trains decoders alone: "
-            "train it in a loop of your own, with memascend.offload()"
+            f"{folder} is an encoder-decoder ({config.model_type}), and memascend train trains causal decoders only: "
+            "train it in your own loop, with memascend.offload()"
         )
 
 
@@ -153,8 +153,8 @@ def _require_causal(model: Any, folder: Path) -> None:
         return
     raise ConfigError(
         f"{folder} is an encoder ({', '.join(config.architectures or [config.model_type])}): its attention sees the "
-        "tokens that it would learn to foretell. memascend train trains causal decoders; an encoder is trained in a "
-        "loop of your own, with memascend.offload()"
+        "tokens that it would predict, so the loss would mean nothing. memascend train trains causal decoders only: "
+        "train an encoder in your own loop, with memascend.offload()"
     )
 
 
@@ -195,7 +195,7 @@ def _adapted(model: Any, files: WeightFiles, folder: Path, settings: Settings) -
     try:
         import peft
     except ImportError as error:
-        raise ConfigError(f"--lora needs peft, which is not installed: {_INSTALL}") from error
+        raise ConfigError(f"--lora needs peft, which is not installed: run {_INSTALL}") from error
     lora: Any = peft.tuners.lora.LoraLayer
     named = dict(model.named_parameters())
     files.check(Names(model), named)
@@ -223,7 +223,9 @@ def _adapted(model: Any, files: WeightFiles, folder: Path, settings: Settings) -
         for name, module in adapted.named_modules():
             if isinstance(module, lora):
                 if module.lora_embedding_A or not module.lora_A:
-                    raise ConfigError(f"--lora-targets names {name}, which is no linear layer")
+                    raise ConfigError(
+                        f"--lora-targets names {name}, which is not linear: name linear layers, as q_proj,v_proj"
+                    )
                 for factor in (*module.lora_A.values(), *module.lora_B.values()):
                     factor.to_empty(device="cpu")
                 for adapter in module.lora_A:
@@ -294,7 +296,7 @@ def make_optimizer(settings: Settings, described: Described) -> list[torch.optim
     """
     given: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
     for name in ("betas", "eps", "momentum"):
-        value = settings.numbers(name) if name == "betas" else getattr(settings, name)
+        value = settings.pair(name) if name == "betas" else getattr(settings, name)
         if value is not None:
             given[name] = value
     if settings.optimizer.lower() == "muon":
@@ -322,23 +324,27 @@ def _made(kind: Any, groups: Any, options: dict[str, Any]) -> torch.optim.Optimi
     if unknown == ["weight_decay"] and not options["weight_decay"]:
         del options["weight_decay"]
     elif unknown:
-        raise ConfigError(f"--{unknown[0].replace('_', '-')} is no option of {kind.__name__}: leave it out")
+        raise ConfigError(f"{kind.__name__} has no option --{unknown[0].replace('_', '-')}: leave it out")
     try:
         made: torch.optim.Optimizer = kind(groups, **options)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{kind.__name__} refuses its options: {error}") from error
+        raise ConfigError(f"{kind.__name__} rejects its options: {error}") from error
     return made
+
+
+# LBFGS evaluates the model several times in a step; SparseAdam takes sparse gradients alone; muon comes with AdamW.
+_UNFIT = (torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon)
 
 
 def _class_of(name: str) -> type[torch.optim.Optimizer]:
     kinds = {
         kind.__name__.lower(): kind
         for kind in vars(torch.optim).values()
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind not in _UNFIT
     }
     kind = kinds.get(name.lower())
     if kind is None:
-        raise ConfigError(f"--optimizer is muon or a class of torch.optim ({', '.join(sorted(kinds))}), not {name!r}")
+        raise ConfigError(f"--optimizer must be muon or one of torch.optim's {', '.join(sorted(kinds))}, not {name!r}")
     return kind
 
 

@@ -55,7 +55,7 @@ class Ranks(Closing):
         """
         self.rank, self.count = 0, _number("WORLD_SIZE", 1)
         if self.count < 1:
-            raise ConfigError(f"WORLD_SIZE is {self.count}, and a run has at least one process: unset it")
+            raise ConfigError(f"WORLD_SIZE is {self.count}, and must be at least 1: unset it")
         self._figures: Any = None
         if self.count == 1:
             return
@@ -76,7 +76,7 @@ class Ranks(Closing):
             torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
             self._figures = Exchange(_TIMEOUT_SECONDS)
         except RuntimeError as error:
-            raise RankError(f"the {self.count} ranks of this run do not meet: {error}", ranks=()) from error
+            raise RankError(f"the {self.count} ranks of this run cannot connect: {error}", ranks=()) from error
         self.rank = self._figures.rank
 
     def of_this(self, settings: Settings) -> Settings:
@@ -94,7 +94,7 @@ class Ranks(Closing):
             )
         device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
         if device.startswith("cuda:"):
-            raise ConfigError(f"--device {device} is one device, and {self.count} ranks compute: give --device cuda")
+            raise ConfigError(f"--device {device} names one device for {self.count} ranks: give --device cuda")
         if device == "cuda":
             local = _number("LOCAL_RANK", 0)
             torch.cuda.set_device(local)
@@ -167,7 +167,7 @@ def _number(name: str, default: int) -> int:
         return int(value)
     except ValueError as error:
         raise ConfigError(
-            f"{name} is {value!r} in the environment, and no number: start several ranks by torchrun, or unset it"
+            f"the environment has {name}={value!r}, which is not a number: start ranks by torchrun, or unset it"
         ) from error
 
 
@@ -243,7 +243,7 @@ class Output:
         (self.folder / _NEW).unlink(missing_ok=True)
         if record is None and self.folder.exists() and not is_empty(self.folder):
             raise ConfigError(
-                f"--output {self.folder} is there, and no run of memascend train wrote it: name another folder"
+                f"--output {self.folder} exists, and memascend train did not write it: name another folder"
             )
         return record
 
@@ -261,12 +261,14 @@ class Output:
         try:
             values = json.loads(text)
             if values["format"] != _FORMAT:
-                raise ConfigError(f"{path} was written by another version of memascend (format {values['format']})")
+                raise ConfigError(
+                    f"{path} has format {values['format']}, of another version of memascend: use that version"
+                )
             return Record(**{**values, "kept": tuple(values.get("kept", ()))})
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise CorruptionError(f"{path} is no record of a run: {error}", path=str(path)) from error
+            raise CorruptionError(f"{path} is not a record of a run: {error}", path=str(path)) from error
 
     def begin(self, record: Record) -> None:
         """Make the folder, with what the run is."""

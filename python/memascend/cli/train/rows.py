@@ -59,7 +59,7 @@ def find_model(text: str) -> Path:
     if text.count("/") == 1 and is_hub_name(text):
         return _downloaded(text, "model", _MODEL_FILES)
     raise ConfigError(
-        f"--model {text} is no folder: download the model first, with `hf download NAME --local-dir {text}`"
+        f"--model {text} is not a folder: download the model first, with `hf download NAME --local-dir {text}`"
     )
 
 
@@ -95,7 +95,7 @@ def _found(text: str, splits: tuple[str, ...]) -> tuple[list[Path], str]:
         return _matching(str(folder / rest[0])) if rest else _in_folder(folder, splits)
     if glob.has_magic(text):
         return _matching(text)
-    raise ConfigError(f"{path} is not there, or is no file")
+    raise ConfigError(f"{path} does not exist, or is not a file: correct --data or --eval")
 
 
 def _matching(pattern: str) -> tuple[list[Path], str]:
@@ -118,12 +118,16 @@ def _in_folder(folder: Path, splits: tuple[str, ...]) -> tuple[list[Path], str]:
     # A text beside rows says something about them.
     rows = [path for path in there if path.suffix.lower() != ".txt"] or there
     if not rows:
-        saved = " (what save_to_disk() wrote is none: dataset.to_parquet() is)" if list(folder.glob("*.arrow")) else ""
-        raise ConfigError(f"{folder} has no file that ends in {', '.join(SUFFIXES)}{saved}")
+        saved = (
+            "; it was written by save_to_disk(): write it by dataset.to_parquet() instead"
+            if list(folder.glob("*.arrow"))
+            else ""
+        )
+        raise ConfigError(f"{folder} has no file with examples ({', '.join(SUFFIXES)}){saved}")
     kinds = sorted({path.suffix.lower() for path in rows})
     if len(kinds) > 1:
         raise ConfigError(
-            f"{folder} has files of several kinds, {', '.join(kinds)}: say which, as '{folder}/*{kinds[0]}'"
+            f"{folder} has files of several kinds ({', '.join(kinds)}): name one, as '{folder}/*{kinds[0]}'"
         )
     by_split: dict[str, list[Path]] = {}
     for path in rows:
@@ -133,10 +137,10 @@ def _in_folder(folder: Path, splits: tuple[str, ...]) -> tuple[list[Path], str]:
         return rows, ""
     chosen = next((split for split in splits if split in by_split), None)
     if chosen is None:
-        names = ", ".join(sorted(split or "of no split" for split in by_split))
-        raise ConfigError(f"{folder} has files of several splits ({names}): say which, as '{folder}/NAME*{kinds[0]}'")
+        names = ", ".join(sorted(split or "without a split" for split in by_split))
+        raise ConfigError(f"{folder} has files of several splits ({names}): name one, as '{folder}/NAME*{kinds[0]}'")
     others = len(rows) - len(by_split[chosen])
-    return by_split[chosen], f"of {folder} the {chosen} split, without {others} of its {len(rows)} files"
+    return by_split[chosen], f"the {chosen} split of {folder}, without {others} of its {len(rows)} files"
 
 
 def _downloaded(name: str, kind: str, patterns: list[str]) -> Path:
@@ -145,14 +149,16 @@ def _downloaded(name: str, kind: str, patterns: list[str]) -> Path:
     try:
         import huggingface_hub
     except ImportError as error:
-        raise ConfigError(f"{name} is nothing here; of the hub, download it: {line}, and name FOLDER") from error
+        raise ConfigError(
+            f"{name} does not exist here, and huggingface_hub is not installed: run {line}, and give FOLDER"
+        ) from error
     try:
         return Path(huggingface_hub.snapshot_download(name, repo_type=kind, allow_patterns=patterns))
     except Exception as error:
         raise ConfigError(
-            f"{name} is nothing here, and as a {kind} of the hub it cannot be had ({type(error).__name__}: "
-            f"{str(error).strip().splitlines()[0] if str(error).strip() else 'no reason given'}); where there is a "
-            f"network: {line}, and name FOLDER"
+            f"{name} does not exist here, and the hub's {kind} of this name cannot be loaded ({type(error).__name__}: "
+            f"{str(error).strip().splitlines()[0] if str(error).strip() else 'no reason given'}): correct it, or run "
+            f"{line} where there is a network, and give FOLDER"
         ) from error
 
 
@@ -175,7 +181,7 @@ MESSAGES = Shape("`messages`", ("messages",), ("tools",))
 SHARED = Shape("`conversations` (ShareGPT)", ("conversations",), ("system", "tools"))
 
 
-COMPLETED = Shape("`prompt and completion`", ("prompt", "completion"), ("tools",))
+COMPLETED = Shape("`prompt` and `completion`", ("prompt", "completion"), ("tools",))
 
 
 INSTRUCTED = Shape("`instruction` and `output` (Alpaca)", ("instruction", "output"), ("input", "system", "history"))
@@ -217,7 +223,7 @@ class Columns:
             ours, equals, theirs = (word.strip() for word in part.partition("="))
             if not equals or not theirs or ours not in KEYS:
                 raise ConfigError(
-                    f"--columns is OURS=THEIRS, as prompt=question,completion=answer, and not {part!r}; ours are "
+                    f"--columns takes OURS=THEIRS, as prompt=question,completion=answer, not {part!r}; OURS is one of "
                     f"{', '.join(KEYS)}"
                 )
             self.theirs[ours] = theirs
@@ -244,7 +250,7 @@ class Columns:
         if len(fitting) > 1:
             choices = " or ".join(f"--columns {shape.keys[0]}={shape.keys[0]}" for shape in fitting)
             raise ConfigError(
-                f"a row that could be {' and could be '.join(shape.name for shape in fitting)}: say which, by {choices}"
+                f"this example fits several shapes, {' and '.join(one.name for one in fitting)}: choose by {choices}"
             )
         (shape,) = fitting
         return shape, {key: named[key] for key in (*shape.keys, *shape.others) if named.get(key) is not None}
@@ -254,15 +260,15 @@ def _unfit(values: Mapping[str, Any], theirs: Mapping[str, str]) -> str:
     has = ", ".join(map(repr, values)) or "nothing"
     absent = [name for name in theirs.values() if values.get(name) is None]
     if absent:
-        return f"--columns names {absent[0]!r}, and this row has {has}"
+        return f"--columns names {absent[0]!r}, and this example has {has}"
     if "chosen" in values and "rejected" in values:
         return (
-            "a row of `chosen` and `rejected` is a preference, which DPO or a reward model learns from (the guides "
-            "have recipes): memascend train learns from answers, as --columns messages=chosen"
+            "this example is a preference (`chosen`, `rejected`), for DPO or a reward model (docs/recipes.md). To "
+            f"train on the chosen answers alone, give --columns {'completion' if 'prompt' in values else 'messages'}=chosen"
         )
     return (
-        "a row has `messages`, `conversations`, `prompt` and `completion`, `instruction` and `output`, or `text`; this "
-        f"has {has}; --columns says what it calls otherwise"
+        "an example has `messages`, `conversations`, `prompt` and `completion`, `instruction` and `output`, or `text`, "
+        f"and this one has {has}: name its columns by --columns"
     )
 
 
@@ -288,7 +294,7 @@ def turns(shape: Shape, values: dict[str, Any]) -> tuple[list[dict[str, Any]], i
 def _list(values: dict[str, Any], key: str) -> list[Any]:
     found = values[key]
     if not isinstance(found, list) or not found:
-        raise ConfigError(f"`{key}` is a list of turns")
+        raise ConfigError(f"`{key}` must be a list of messages with at least one")
     return found
 
 
@@ -303,10 +309,10 @@ def _shared(turn: Any, number: int) -> dict[str, Any]:
     if isinstance(turn, dict) and "role" in turn:
         return turn
     if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
-        raise ConfigError(f"message {number} is no object with `from` and `value`, or `role` and `content`")
+        raise ConfigError(f"message {number} must be an object with `from` and `value`, or `role` and `content`")
     role = _ROLES.get(str(turn["from"]).lower())
     if role is None:
-        raise ConfigError(f"message {number} is from {turn['from']!r}, and none of {', '.join(_ROLES)}")
+        raise ConfigError(f"message {number} is from {turn['from']!r}, which must be one of {', '.join(_ROLES)}")
     return {"role": role, "content": turn["value"]}
 
 
@@ -317,7 +323,7 @@ def _instructed(values: dict[str, Any]) -> list[dict[str, Any]]:
     found = []
     for pair in values.get("history") or []:
         if not isinstance(pair, list) or len(pair) != 2:
-            raise ConfigError("`history` is a list of pairs, of what was asked and what was answered")
+            raise ConfigError("`history` must be a list of pairs, [question, answer]")
         found += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     return [*found, {"role": "user", "content": asked}, {"role": "assistant", "content": _text_of(values, "output")}]
 
@@ -329,7 +335,9 @@ def instructed_text(values: dict[str, Any]) -> dict[str, Any]:
         ConfigError: it has what these words have no place for.
     """
     if values.get("system") or values.get("history"):
-        raise ConfigError("`system` and `history` need a tokenizer with a chat template, and this has none")
+        raise ConfigError(
+            "`system` and `history` need a chat template, and this tokenizer has none: use one of a chat model"
+        )
     given = _text_of(values, "input") if values.get("input") else ""
     prompt = _ALPACA.format(
         paired=", paired with an input that provides further context" if given else "",
@@ -342,26 +350,26 @@ def instructed_text(values: dict[str, Any]) -> dict[str, Any]:
 def _text_of(values: dict[str, Any], key: str) -> str:
     text = values[key]
     if not isinstance(text, str) or (not text and key == "output"):
-        raise ConfigError(f"`{key}` is a text, and not {text!r}")
+        raise ConfigError(f"`{key}` must be a text{' that is not empty' * (text == '')}, not {text!r}")
     return text
 
 
 def _turn(turn: Any, number: int) -> dict[str, Any]:
     """A turn whose content is one text."""
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-        raise ConfigError(f"message {number} is no object with a `role`")
+        raise ConfigError(f"message {number} must be an object with a `role`")
     content = turn.get("content")
     if isinstance(content, list):
         for part in content:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text" or not isinstance(part.get("text"), str):
                 raise ConfigError(
-                    f"message {number} has a part that is no text ({kind!r}): memascend train learns text alone; the "
-                    "guides have a recipe for models that see"
+                    f"message {number} has a part of type {kind!r}, and memascend train reads text only: for images, "
+                    "see docs/recipe-vision.md"
                 )
         return {**turn, "content": "".join(part["text"] for part in content)}
     if not isinstance(content, str) and not (content is None and turn.get("tool_calls")):
-        raise ConfigError(f"message {number} has no text as its `content`")
+        raise ConfigError(f"message {number} must have a text as its `content`")
     return turn
 
 
@@ -412,20 +420,23 @@ def read_rows(*paths: Path, columns: str | None = None) -> Iterator[Row]:
                 raise ConfigError(f"{place}: {error}") from error
             first = first or shape
             if shape is not first:
-                raise ConfigError(f"{place}: a row of {shape.name} among rows of {first.name}: a run has one kind")
+                raise ConfigError(
+                    f"{place}: this example is {shape.name}, and the ones before are {first.name}: give files of one "
+                    "shape"
+                )
             if GOES_ON in values:
                 own[GOES_ON] = True
             yield Row(place, shape, own)
         if not count:
-            raise ConfigError(f"{path} has no rows")
+            raise ConfigError(f"{path} has no examples")
 
 
 def _rows_of(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]]]:
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
-        raise ConfigError(f"{path} ends in none of {', '.join(SUFFIXES)}")
+        raise ConfigError(f"{path} is of no known kind: give a file that ends in {', '.join(SUFFIXES)}")
     if not path.is_file():
-        raise ConfigError(f"{path} is not there, or is no file")
+        raise ConfigError(f"{path} does not exist, or is not a file: correct --data or --eval")
     if suffix == ".parquet":
         return _parquet(path, columns.wanted)
     if suffix in (".csv", ".tsv"):
@@ -440,13 +451,13 @@ def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             number += 1
             place = f"{path}:{number}"
             if len(line) > _LINE_BYTES_MAX:
-                raise ConfigError(f"{place}: a line of more than {_LINE_BYTES_MAX} bytes")
+                raise ConfigError(f"{place}: this line has more than {_LINE_BYTES_MAX} bytes: split it")
             if not line.strip():
                 continue
             try:
                 values = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{place}: no JSON: {error}") from error
+                raise ConfigError(f"{place}: not valid JSON: {error}") from error
             if b"\\u" in line or _SURROGATE in line:
                 _require_characters(place, values)
             yield place, _object(place, values)
@@ -459,13 +470,13 @@ def _require_characters(place: str, values: Any) -> None:
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x}"
         raise ConfigError(
-            f"{place}: {half} is half of a character, without the other half beside it: write the whole character"
+            f"{place}: {half} is half of a surrogate pair, without the other half: write the whole character"
         ) from error
 
 
 def _object(place: str, values: Any) -> dict[str, Any]:
     if not isinstance(values, dict):
-        raise ConfigError(f"{place}: a row is an object, and this is a {type(values).__name__}")
+        raise ConfigError(f"{place}: an example must be a JSON object, not a {type(values).__name__}")
     return values
 
 
@@ -479,10 +490,10 @@ def _json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         yield from _jsonl(path)
     except ConfigError as error:
-        if ": no JSON" not in str(error):
+        if ": not valid JSON" not in str(error):
             raise
         raise ConfigError(
-            f"{error}; a .json file is an array of rows, [{{...}}, ...], or has one on each line"
+            f"{error}; a .json file must be an array of examples, [{{...}}, ...], or have one on each line"
         ) from error
 
 
@@ -492,7 +503,7 @@ def _array(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             waiting = file.read(_PIECE_CHARACTERS).lstrip()[1:].lstrip()
             for number in itertools.count(1):
-                place = f"{path}: row {number}"
+                place = f"{path}: example {number}"
                 if not waiting:
                     waiting = file.read(_PIECE_CHARACTERS).lstrip()
                 if number == 1 and waiting.startswith("]"):
@@ -504,10 +515,10 @@ def _array(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 if waiting.startswith("]"):
                     return
                 if not waiting.startswith(","):
-                    raise ConfigError(f"{place}: no JSON: neither a comma nor the array's end is behind it")
+                    raise ConfigError(f"{place}: not valid JSON: neither a comma nor the end of the array follows it")
                 waiting = waiting[1:].lstrip()
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{path}: no UTF-8: {error}") from error
+            raise ConfigError(f"{path}: not valid UTF-8: {error}") from error
 
 
 def _decoded(decoder: json.JSONDecoder, file: Any, waiting: str, place: str) -> tuple[Any, str]:
@@ -519,7 +530,7 @@ def _decoded(decoder: json.JSONDecoder, file: Any, waiting: str, place: str) -> 
             # Twice as much each time, so that a long row is not decoded too often.
             more = file.read(max(_PIECE_CHARACTERS, len(waiting))) if len(waiting) <= _LINE_BYTES_MAX else ""
             if not more:
-                raise ConfigError(f"{place}: no JSON: {error}") from error
+                raise ConfigError(f"{place}: not valid JSON: {error}") from error
             waiting += more
             continue
         return values, waiting[end:]
@@ -535,10 +546,10 @@ def _csv(path: Path, delimiter: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 extra, absent = values.pop(None, None), [name for name, value in values.items() if value is None]
                 if extra or absent:
                     what = f"has no {absent[0]!r}" if absent else "has more fields than the first line names"
-                    raise ConfigError(f"{place}: this row {what}; commas and line ends within a field are quoted")
+                    raise ConfigError(f"{place}: this row {what}: quote fields that contain commas or line ends")
                 yield place, values
         except (csv.Error, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}:{reader.line_num + 1}: no readable CSV: {error}") from error
+            raise ConfigError(f"{path}:{reader.line_num + 1}: not readable as CSV: {error}") from error
 
 
 def _parquet(path: Path, wanted: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -554,9 +565,9 @@ def _parquet(path: Path, wanted: set[str]) -> Iterator[tuple[str, dict[str, Any]
             for batch in file.iter_batches(batch_size=256, columns=own):
                 for values in batch.to_pylist():
                     number += 1
-                    yield f"{path}: row {number}", _without_nothing(values)
+                    yield f"{path}: example {number}", _without_nothing(values)
     except pa.ArrowException as error:
-        raise ConfigError(f"{path}: row {number + 1}: no readable parquet: {error}") from error
+        raise ConfigError(f"{path}: example {number + 1}: not readable as parquet: {error}") from error
 
 
 def _without_nothing(value: Any) -> Any:
@@ -579,6 +590,6 @@ def _text(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 try:
                     text.append(line.decode())
                 except UnicodeDecodeError as error:
-                    raise ConfigError(f"{path}:{number}: no UTF-8: {error}") from error
+                    raise ConfigError(f"{path}:{number}: not valid UTF-8: {error}") from error
                 number += 1
             yield place, {"text": "".join(text), **({GOES_ON: True} if file.peek(1) else {})}

@@ -114,51 +114,59 @@ class Settings:
         for name, smallest in least.items():
             value = getattr(self, name)
             if value is not None and value < smallest:
-                what = "the rank of the adapters, " if name == "lora" else ""
-                raise ConfigError(f"{_flag(name)} is {what}at least {smallest}, not {value}")
+                what = "a rank of " if name == "lora" else ""
+                raise ConfigError(f"{_flag(name)} must be {what}at least {smallest}, not {value}")
         for name in ("lr", "epochs", "lora_alpha"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{_flag(name)} is a number above 0, not {value}")
+                raise ConfigError(f"{_flag(name)} must be a number above 0, not {value}")
         self._require_rates()
         self._require_together()
-        self.numbers("betas")
+        self.pair("betas")
         # Those of offload() are refused before any data is read.
         self.offload_options()
 
     def _require_rates(self) -> None:
         if not (0 <= self.warmup < 1 or (self.warmup.is_integer() and self.warmup >= 1)):
             raise ConfigError(
-                "--warmup is the part of all steps that warms up, from 0 to less than 1, or a number of steps: "
+                "--warmup must be a fraction of all steps, from 0 to less than 1, or a whole number of steps, not "
                 f"{self.warmup}"
             )
         if not (math.isfinite(self.max_grad_norm) and self.max_grad_norm >= 0):
-            raise ConfigError(f"--max-grad-norm is a number above 0, or 0 for no clipping, not {self.max_grad_norm}")
+            raise ConfigError(
+                f"--max-grad-norm must be a number above 0, or 0 for no clipping, not {self.max_grad_norm}"
+            )
         if not 0 <= self.min_lr <= self.lr:
-            raise ConfigError(f"--min-lr is the rate at the end, from 0 to --lr {self.lr:g}, not {self.min_lr}")
+            raise ConfigError(f"--min-lr must be from 0 to --lr {self.lr:g}, not {self.min_lr:g}")
         if self.min_lr and self.schedule == "constant":
-            raise ConfigError("--min-lr is what the rate falls to, and with --schedule constant it stays: leave it out")
+            raise ConfigError("--min-lr needs a schedule that falls, and --schedule constant does not: leave it out")
         if not 0 <= self.lora_dropout < 1:
-            raise ConfigError(f"--lora-dropout is a part, from 0 to less than 1, not {self.lora_dropout}")
+            raise ConfigError(f"--lora-dropout must be from 0 to less than 1, not {self.lora_dropout}")
 
     def _require_together(self) -> None:
         for name in ("lora_alpha", "lora_dropout", "lora_targets", "merge"):
             if self.lora is None and getattr(self, name) != _DEFAULTS[name]:
-                raise ConfigError(f"{_flag(name)} is of adapters: give --lora RANK, too")
+                raise ConfigError(f"{_flag(name)} is an option of adapters: also give --lora RANK")
         if self.eval_every is not None and not self.eval:
-            raise ConfigError("--eval-every says how often --eval is computed: give --eval FILE, too")
+            raise ConfigError("--eval-every needs examples to evaluate: also give --eval FILE")
 
-    def numbers(self, name: str) -> tuple[float, ...] | None:
-        """Numbers that stand with commas between them; None where the option was not given.
+    def pair(self, name: str) -> tuple[float, ...] | None:
+        """Two numbers with a comma between them; None where the option was not given.
 
         Raises:
             ConfigError: it is something else.
         """
         text = getattr(self, name)
+        if text is None:
+            return None
+        wrong = ConfigError(f"{_flag(name)} takes two numbers with a comma between them, as 0.9,0.95, not {text}")
         try:
-            return None if text is None else tuple(float(part) for part in text.split(","))
+            numbers = tuple(float(part) for part in text.split(","))
         except ValueError as error:
-            raise ConfigError(f"{_flag(name)} is numbers with commas between them, as 0.9,0.95, not {text}") from error
+            raise wrong from error
+        if len(numbers) != 2:
+            raise wrong
+        return numbers
 
     def offload_options(self, ranks: int = 1) -> Options:
         """What `offload()` is given of these, with its own checks."""
@@ -193,7 +201,7 @@ class Settings:
 
     def resolved(self) -> str:
         """All of them as a file for --config: what was given, and the defaults of what was not."""
-        lines = ["# What this run was last started with; `memascend train --config` takes it."]
+        lines = ["# The options of this run at its last start. `memascend train --config` reads this file."]
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in ("model", "data", "eval", "storage", "output", "log") and value is not None:
@@ -246,8 +254,8 @@ def _in_file(path: Path | None) -> dict[str, Any]:
     for key, name in names.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            hint = f"; {near[0].replace('_', '-')} is one" if near else ""
-            raise ConfigError(f"--config {path}: {key} is no option of memascend train{hint}")
+            hint = f"; did you mean {near[0].replace('_', '-')}?" if near else ""
+            raise ConfigError(f"--config {path}: memascend train has no option {key}{hint}")
     return vars(parser.parse_args([word for key, name in names.items() for word in _words(name, values[key])]))
 
 
@@ -255,7 +263,7 @@ def _loaded(path: Path) -> dict[Any, Any]:
     with path.open("rb") as file:
         data = file.read(_CONFIG_BYTES_MAX + 1)
     if len(data) > _CONFIG_BYTES_MAX:
-        raise ConfigError(f"--config {path} is larger than {_CONFIG_BYTES_MAX} bytes: this is no file of options")
+        raise ConfigError(f"--config {path} has more than {_CONFIG_BYTES_MAX} bytes: this is not a file of options")
     try:
         import yaml
     except ImportError as error:
@@ -263,9 +271,9 @@ def _loaded(path: Path) -> dict[Any, Any]:
     try:
         values = yaml.safe_load(data)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is no YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"--config {path} has no options: a line is `name: value`, as `lr: 1e-5`")
+        raise ConfigError(f"--config {path} has no options: write one in each line, as `lr: 1e-5`")
     return values
 
 
@@ -293,54 +301,63 @@ def _words(name: str, value: Any) -> Iterator[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options; one that is not given is not in what they are read into."""
     parser.argument_default = argparse.SUPPRESS
-    _add_places(parser.add_argument_group("what and where"))
+    _add_places(parser.add_argument_group("model, data, output"))
     _add_memory(parser.add_argument_group("memory"))
-    _add_learning(parser.add_argument_group("learning"))
+    _add_learning(parser.add_argument_group("training"))
     _add_adapters(parser.add_argument_group("adapters"))
-    _add_telling(parser.add_argument_group("what is told and kept"))
+    _add_telling(parser.add_argument_group("saving and logging"))
 
 
 def _add_places(group: Any) -> None:
     add = group.add_argument
-    add("--config", metavar="YAML", type=Path, help="a file of these options, each by its name; flags go before it")
-    add("--model", metavar="FOLDER", help="config.json, safetensors, tokenizer; or a name on the hub")
+    add("--config", metavar="YAML", type=Path, help="a file of these options by their names; flags override it")
+    add("--model", metavar="FOLDER", help="a folder with config.json, safetensors and tokenizer, or a name on the hub")
     add(
         "--data",
         metavar="FILE",
         nargs="+",
         action="extend",
-        help="rows: .jsonl, .json, .csv, .tsv, .parquet, .txt; several, patterns, folders, or a data set of the hub",
+        help="examples: .jsonl, .json, .csv, .tsv, .parquet or .txt files, patterns, folders, or a data set on the hub",
     )
-    add("--columns", metavar="OURS=THEIRS", help="what the rows call otherwise: prompt=question,completion=answer")
-    add("--output", metavar="OUT", type=Path, help="a folder for the trained model; from_pretrained loads it")
+    add("--columns", metavar="OURS=THEIRS", help="columns with other names: prompt=question,completion=answer")
+    add("--output", metavar="OUT", type=Path, help="a folder for the trained model, which from_pretrained() loads")
     add(
         "--storage",
         metavar="PATH",
         action="append",
-        help="a folder, file or NVMe device for the training state; several: given again; {rank} is filled in",
+        help="a folder, file or NVMe device for the training state; repeat it to stripe it over several; {rank} is "
+        "filled in",
     )
     add(
         "--eval",
         metavar="FILE",
         nargs="+",
         action="extend",
-        help="rows that are held out; their loss is told at each save",
+        help="held-out examples, whose loss is computed at each save",
     )
     add("--previous", action="store_true",
-        help="go on from the commit before the last one, where that is damaged")  # fmt: skip
+        help="resume from the commit before the last one, if the last one is damaged")  # fmt: skip
 
 
 def _add_memory(group: Any) -> None:
     add = group.add_argument
-    add("--host-memory", metavar="B", help='a hard budget, as "48GiB"; default: the least that is fast')
-    add("--device", metavar="D", help="cpu, cuda, cuda:1; default: cuda where there is one")
-    add("--device-memory", metavar="B", help="a budget there; default: the least that is fast")
+    add(
+        "--host-memory",
+        metavar="B",
+        help='a hard budget, as "48GiB" (default: the smallest that keeps disk and compute busy)',
+    )
+    add("--device", metavar="D", help="cpu, cuda or cuda:1 (default: cuda if there is one)")
+    add(
+        "--device-memory",
+        metavar="B",
+        help="a budget of the GPU's memory (default: the smallest that keeps disk and compute busy)",
+    )
     add(
         "--activations",
         choices=("device", "host", "ssd"),
-        help="where what each block is recomputed from waits for the backward (device)",
+        help="where checkpointed activations are stored until the backward (device)",
     )
-    add("--state", metavar="FORMAT", help="of the moments: fp32, bf16, 8bit; default: exact")  # fmt: skip
+    add("--state", choices=("fp32", "bf16", "8bit"), help="of the optimizer's moments (default: exact)")
 
 
 def _add_learning(group: Any) -> None:
@@ -349,47 +366,54 @@ def _add_learning(group: Any) -> None:
         shown = "" if default is None else f" ({default:g})" if isinstance(default, int | float) else f" ({default})"
         group.add_argument(flag, metavar=metavar, type=kind, help=text + shown)
 
-    add("--max-length", "N", int, "tokens of a row")
+    add("--max-length", "N", int, "tokens of an example; longer ones are cut")
     group.add_argument(
-        "--packing", action="store_true", help="several rows in one sequence of --max-length; none sees another"
+        "--packing",
+        action="store_true",
+        help="several examples in one sequence of --max-length; attention stays within each",
     )
-    add("--batch", "N", int, "rows, or packed sequences, computed at once")
-    add("--accumulate", "N", int, "batches of a step")
-    add("--optimizer", "NAME", str, "muon, or a class of torch.optim, as sgd, adafactor")
-    add("--lr", "X", float, "the peak")
-    add("--min-lr", "X", float, "the rate that the schedule falls to")
-    add("--betas", "X,X", str, "of the optimizer; default: its own")
-    add("--eps", "X", float, "of the optimizer; default: its own")
-    add("--momentum", "X", float, "of the optimizer; default: its own")
-    add("--weight-decay", "X", float, "of all parameters")
-    group.add_argument("--schedule", choices=SCHEDULES, help="how the rate falls after warm-up (linear)")
+    add("--batch", "N", int, "examples, or packed sequences, of a micro-batch")
+    add("--accumulate", "N", int, "micro-batches of a step (gradient accumulation)")
+    add("--optimizer", "NAME", str, "muon, or a class of torch.optim, such as sgd or adafactor")
+    add("--lr", "X", float, "the learning rate after warmup")
+    add("--min-lr", "X", float, "the learning rate at the end of the schedule")
+    add("--betas", "X,X", str, "of the optimizer (default: its own)")
+    add("--eps", "X", float, "of the optimizer (default: its own)")
+    add("--momentum", "X", float, "of the optimizer (default: its own)")
+    add("--weight-decay", "X", float, "of matrices; biases and norms never decay")
+    group.add_argument("--schedule", choices=SCHEDULES, help="of the learning rate after warmup (linear)")
     add("--epochs", "X", float, "passes over the data")
-    add("--max-steps", "N", int, "steps, in place of --epochs")
-    add("--warmup", "X", float, "part of all steps, or how many")
-    add("--max-grad-norm", "X", float, "clip the global norm; 0: do not")
-    add("--seed", "N", int, "of order, dropout, adapters")
+    add("--max-steps", "N", int, "steps of the run; overrides --epochs")
+    add("--warmup", "X", float, "a fraction of all steps, or a number of steps")
+    add("--max-grad-norm", "X", float, "clip the global norm; 0: no clipping")
+    add("--seed", "N", int, "of the order of examples, dropout and adapters")
 
 
 def _add_adapters(group: Any) -> None:
     add = group.add_argument
-    add("--lora", metavar="RANK", type=int, help="train adapters of this rank, and nothing else")
-    add("--lora-alpha", metavar="X", type=float, help="their scale is this divided by the rank (twice the rank)")
-    add("--lora-dropout", metavar="X", type=float, help="of what they are given (0)")
-    add("--lora-targets", metavar="NAMES", help="the layers, as q_proj,v_proj (all-linear: all but the head)")
-    add("--merge", action="store_true", help="at the end, OUT/merged has the model with its adapters added")
+    add("--lora", metavar="RANK", type=int, help="train LoRA adapters of this rank instead of the model")
+    add(
+        "--lora-alpha",
+        metavar="X",
+        type=float,
+        help="adapters are scaled by this, divided by the rank (twice the rank)",
+    )
+    add("--lora-dropout", metavar="X", type=float, help="dropout before the adapters (0)")
+    add("--lora-targets", metavar="NAMES", help="linear layers, as q_proj,v_proj (all-linear: all but the LM head)")
+    add("--merge", action="store_true", help="at the end, write the model with its adapters added to OUT/merged")
 
 
 def _add_telling(group: Any) -> None:
     add = group.add_argument
-    add("--save-every", metavar="N", type=int, help="steps from one saved model to the next (500)")
-    add("--eval-every", metavar="N", type=int, help="steps from one loss of --eval to the next; default: at each save")
+    add("--save-every", metavar="N", type=int, help="save the model every N steps (500)")
+    add("--eval-every", metavar="N", type=int, help="compute the loss of --eval every N steps (default: at each save)")
     add(
         "--keep",
         metavar="N",
         type=int,
-        help="keep so many saved models in OUT/checkpoint-STEP and, with --eval, the best one in OUT/best (0)",
+        help="keep the last N saved models in OUT/checkpoint-STEP and, with --eval, the best one in OUT/best (0)",
     )
-    add("--log", metavar="FILE", type=Path, help="one JSON line a step (OUT/log.jsonl)")
-    add("--report", choices=REPORTERS, action="append", help="tell it the figures, too")
-    add("--json", action="store_true", help="print one JSON line a step")
-    add("--dry-run", action="store_true", help="print what would be done, and the plan; do nothing")  # fmt: skip
+    add("--log", metavar="FILE", type=Path, help="write one JSON line for each step to it (OUT/log.jsonl)")
+    add("--report", choices=REPORTERS, action="append", help="also log to it")
+    add("--json", action="store_true", help="print one JSON line for each step")
+    add("--dry-run", action="store_true", help="check everything, print the plan, and change nothing")  # fmt: skip
