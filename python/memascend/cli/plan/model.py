@@ -28,24 +28,14 @@ if TYPE_CHECKING:
 
 
 _CONFIG = "config.json"
-
-
 _CONFIG_BYTES_MAX = 16 << 20
-
-
 # The deepest models that were published have some hundreds, DeepNet 1,000. torch takes a millisecond or more to make
 # one of transformers' layers, and some hundred kilobytes, also on "meta".
 _LAYERS_MAX = 10_000
-
-
 # How configs call it: num_hidden_layers, n_layer, decoder_layers, num_blocks, depth.
 _DEPTH = re.compile(r"(^|_)(n?layers?|blocks?|depths?)$")
-
-
 # What is computed last, whatever the order of names says.
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|head|classifier|score|qa_outputs)\.")
-
-
 # Statistics, and not parameters.
 _BUFFERS = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked|inv_freq)$")
 

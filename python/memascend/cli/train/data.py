@@ -32,15 +32,9 @@ if TYPE_CHECKING:
 
 # Templates that say which day it is; formats are always written out.
 _TIME = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-
-
 _MARKED = re.compile(r"\{%-?\s*generation\b")
-
-
 # For private use: no text has them, and no template looks for them.
 _WORDS = tuple(chr(first) + chr(first + 1) for first in range(0xE000, 0xE010, 2))
-
-
 # The text, and from where to where the assistant wrote.
 Rendered = tuple[str, list[tuple[int, int]]]
 
@@ -326,8 +320,6 @@ def _is_within(token: tuple[int, int], span: tuple[int, int]) -> bool:
 
 
 _TOKEN_BYTES = 4
-
-
 # What no loss is taken on, by torch's default.
 _IGNORED = -100
 

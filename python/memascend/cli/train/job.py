@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
 # Of a weights file: its header is there, and values that no other model has.
 _SAMPLE_BYTES = 1 << 20
-
-
 _ANEW = "start a new run with another --output and --storage (and --model {output}, to continue from its weights)"
 
 

@@ -26,14 +26,8 @@ if TYPE_CHECKING:
 
 
 _CONFIG = "config.json"
-
-
 _GENERATION = "generation_config.json"
-
-
 _INSTALL = "pip install 'memascend[train]'"
-
-
 # Where each tensor of a merged model begins.
 _ALIGNED = 64
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 # How long ranks wait for each other while they look at data and model: they have about the same to read.
 _TIMEOUT_SECONDS = 3600.0
-
-
 _NEEDED = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -172,27 +170,13 @@ def _number(name: str, default: int) -> int:
 
 
 _RECORD = "memascend-train.json"
-
-
 _NEW = f".{_RECORD}.new"
-
-
 LOGS = "logs"
-
-
 LOG = "log.jsonl"
-
-
 # All options of the last start, as --config takes them.
 _RESOLVED = "run.yaml"
-
-
 _MERGED, _BEST = "merged", "best"
-
-
 _FORMAT = 1
-
-
 _RECORD_BYTES_MAX = 1 << 20
 
 
