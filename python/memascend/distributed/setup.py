@@ -252,7 +252,8 @@ def begin(
         return None, *_earlier_of_others(options, undo)
     _refuse_wrappers(model)
     if not several:
-        return _sharding(model, optimizer, options, undo, None), *_earlier_of_others(options, undo)
+        refuse_options(options)
+        return _sharding(model, optimizer, options.reduction, undo, None), *_earlier_of_others(options, undo)
     from memascend.distributed.control_plane import Exchange
     from memascend.distributed.opening import choose
     from memascend.distributed.reshard import find_earlier
@@ -265,9 +266,11 @@ def begin(
         divide(model, optimizer, options.unit_names, exchange, undo)
 
     def found() -> tuple[Sharding, Options]:
+        if not divides:
+            refuse_options(options)
+        sharding = _sharding(model, optimizer, options.reduction, undo, exchange)
         # What is divided here is gathered by its units.
-        own = replace(options, storage=places_of_rank(options), units=None if divides else options.units)
-        return _sharding(model, optimizer, own, undo, exchange), own
+        return sharding, replace(options, storage=places_of_rank(options), units=None if divides else options.units)
 
     sharding, own = exchange.together(found)
     if options.weights is None and options.checkpoint is None:
@@ -303,7 +306,7 @@ def _earlier_of_others(options: Options, undo: contextlib.ExitStack) -> tuple[Op
 def _sharding(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    options: Options,
+    reduction: str,
     undo: contextlib.ExitStack,
     exchange: Exchange | None,
 ) -> Sharding:
@@ -314,8 +317,7 @@ def _sharding(
             f"torch {torch.__version__} keeps what fully_shard() divides in another way: {error}"
         ) from error
 
-    refuse_options(options)
-    sharding = Sharding(model, options.reduction, exchange)
+    sharding = Sharding(model, reduction, exchange)
     for member in members_of(optimizer):
         sharding.stand_in(member, undo)
     return sharding
