@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 from memascend.text import IN_MEMORY, OURS, open_pyplot
@@ -10,8 +11,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-# More names in a row than this run out of the picture.
-_LEGEND_COLUMNS = 3
+# A page on a telephone shows a picture 400 pixels wide: its letters are as large as those of the text beside it.
+_FONT = {"font.size": 11, "axes.titlesize": 12}
+_LEGEND_COLUMNS = 2
+# Curves' names stand at their ends, so far apart, in parts of the height.
+_APART = 0.16
+# Letters of a title's line.
+_TITLE = 52
 # One colour for one system in every picture, and the words for it.
 _SYSTEMS = {
     "memascend": ("memascend", OURS),
@@ -55,8 +61,9 @@ def bars(path: Path, title: str, unit: str, series: Mapping[str, Mapping[str, fl
     plt = open_pyplot()
     groups = list(next(iter(series.values())))
     width = 0.84 / len(series)
+    plt.rcParams.update(_FONT)
     figure, axes = plt.subplots(
-        figsize=(min(16, max(9, len(groups) * (0.6 + 0.45 * len(series)))), 5), layout="constrained"
+        figsize=(min(16, max(6, len(groups) * (0.3 + 0.4 * len(series)))), 4.2), layout="constrained"
     )
     drawn = _styled(series)
     for index, (name, words, colour) in enumerate(drawn):
@@ -73,16 +80,16 @@ def bars(path: Path, title: str, unit: str, series: Mapping[str, Mapping[str, fl
     axes.margins(y=0.12)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
-    _saved(path, title, figure, axes, len(series))
+    _saved(path, title, figure, len(series))
 
 
 def _labelled(axes: Any, place: float, value: float | None, colour: str) -> None:
     """The value above its bar, or that there is none."""
     if value is None:
-        axes.text(place, 0, " not measured", rotation=90, ha="center", va="bottom", fontsize=7, color=colour)
+        axes.text(place, 0, " not measured", rotation=90, ha="center", va="bottom", fontsize=9, color=colour)
         return
-    shown = f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-    axes.annotate(shown, (place, value), (0, 2), textcoords="offset points", ha="center", fontsize=8)
+    shown = f"{value:.0f}" if value >= 100 else f"{value:.{3 if value >= 1 else 2}g}"
+    axes.annotate(shown, (place, value), (0, 2), textcoords="offset points", ha="center", fontsize=9)
 
 
 def lines(
@@ -92,7 +99,9 @@ def lines(
     series: Mapping[str, Sequence[tuple[float, float]]],
     spread: Mapping[str, Sequence[tuple[float, float]]] | None = None,
 ) -> None:
-    """Draw curves through points as a PNG, from zero, `units` being the names of the axes; the last value is written.
+    """Draw curves through points as a PNG, from zero, `units` being the names of the axes.
+
+    The name of each stands at its end, with the last value.
 
     `spread` has the least and the most of what each point was measured from, where that is drawn, too.
 
@@ -100,23 +109,37 @@ def lines(
         ConfigError: matplotlib is not installed.
     """
     plt = open_pyplot()
-    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
+    plt.rcParams.update(_FONT)
+    figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
+    ends: list[tuple[float, str, str]] = []
     for name, words, colour in _styled(series):
         points = series[name]
-        axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=words, color=colour)
-        if ends := (spread or {}).get(name):
-            axes.vlines([x for x, _ in points], *zip(*ends, strict=True), color=colour, alpha=0.5, linewidth=3)
+        axes.plot([x for x, _ in points], [y for _, y in points], marker="o", color=colour)
+        if between := (spread or {}).get(name):
+            axes.vlines([x for x, _ in points], *zip(*between, strict=True), color=colour, alpha=0.5, linewidth=3)
         if points:
-            x, y = points[-1]
-            axes.annotate(f"{y:.3g}", (x, y), (6, 0), textcoords="offset points", va="center", color=colour)
+            ends.append((points[-1][1], words.replace(", ", ",\n") + f": {points[-1][1]:.3g}", colour))
     axes.set_xlabel(units[0])
     axes.set_ylabel(units[1])
-    farthest = max((x for points in series.values() for x, _ in points), default=1.0)
-    # Room for the last values.
-    axes.set_xlim(0, 1.1 * farthest)
+    axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    _saved(path, title, figure, axes, len(series))
+    _named_at_the_end(axes, ends)
+    _saved(path, title, figure, 0)
+
+
+def _named_at_the_end(axes: Any, ends: list[tuple[float, str, str]]) -> None:
+    """Each (value, words, colour) right of the curves at its height, or where its neighbours leave it a place."""
+    ends = sorted(ends)
+    heights = [value / axes.get_ylim()[1] for value, _, _ in ends]
+    for at in range(1, len(heights)):
+        heights[at] = max(heights[at], heights[at - 1] + _APART)
+    highest = 1.0
+    for at in reversed(range(len(heights))):
+        heights[at] = min(heights[at], highest)
+        highest = heights[at] - _APART
+    for height, (_, words, colour) in zip(heights, ends, strict=True):
+        axes.text(1.03, height, words, color=colour, va="center", transform=axes.transAxes)
 
 
 def _styled(series: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -125,9 +148,10 @@ def _styled(series: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return [(name, *(_SYSTEMS.get(name) or (name, next(spare)))) for name in series]
 
 
-def _saved(path: Path, title: str, figure: Any, axes: Any, series: int) -> None:
-    axes.set_title(title)
-    figure.legend(loc="outside upper center", ncols=min(series, _LEGEND_COLUMNS))
+def _saved(path: Path, title: str, figure: Any, series: int) -> None:
+    figure.suptitle(textwrap.fill(title, _TITLE), fontsize=_FONT["axes.titlesize"])
+    if series:
+        figure.legend(loc="outside lower center", ncols=min(series, _LEGEND_COLUMNS), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=160)
     open_pyplot().close(figure)

@@ -53,7 +53,7 @@ CURVES = {
         ),
     ),
     "context": Curve(
-        title="Host memory that training adds, by length of a sequence (25 M, bf16, blocks recomputed)",
+        title="Host memory that training adds, by length of a sequence (25 M, bf16, activation checkpointing)",
         along="tokens",
         unit="MB",
         systems=_SYSTEMS,

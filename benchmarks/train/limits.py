@@ -108,7 +108,7 @@ def limits_table(work: Workload, found: dict[str, dict[str, Any]]) -> str:
 def reach_table(work: Workload, limit: int, found: dict[str, dict[str, Any]]) -> str:
     """Of `reach`."""
     return _table(
-        f"{work.name}, blocks recomputed, in a memory cgroup of {limit / _MIB:.0f} MiB",
+        f"{work.name}, activation checkpointing, in a memory cgroup of {limit / _MIB:.0f} MiB",
         found,
         ("system", "longest context, batch 1", f"largest batch, context {work.length}"),
         lambda cell: (str(cell["length"]), str(cell["batch"])),

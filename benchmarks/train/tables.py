@@ -64,7 +64,7 @@ def _title(work: Workload) -> str:
     more = [
         f"{work.parameters / 1e6:.1f} M parameters in {work.dtype}",
         f"{work.batch} x {work.length} tokens a step",
-        *(["blocks recomputed"] if work.checkpoint else []),
+        *(["activation checkpointing"] if work.checkpoint else []),
         *([f"clipped at {work.clip:g}"] if work.clip is not None else []),
         *(["one step overflows"] if work.overflow else []),
     ]
@@ -107,7 +107,8 @@ def pictures(path: Path, judged: dict[str, dict[str, dict[str, Any]]]) -> list[P
         for name, cells in judged.items()
     }
     whole = [name for name, own in measured.items() if len(own) == len(_DRAWN)]
-    judged = {name: judged[name] for name in whole or judged}
+    # The smallest models first.
+    judged = {name: judged[name] for name in sorted(whole or judged, key=lambda name: float(name.split("M-")[0]))}
     systems = [system for system in _DRAWN if all(system in measured[name] for name in judged)]
     drawn: list[Path] = []
     if not systems:
@@ -127,7 +128,7 @@ def _worded(workload: str) -> str:
     """A workload, as 125M-1x128-clip, in words."""
     size, batch, *more = workload.split("-")
     sequences, _, length = batch.partition("x")
-    told = {"clip": "clipped", "checkpointed": "recomputed"}
+    told = {"clip": "clipped", "checkpointed": "activation checkpointing"}
     tokens = f"{sequences} x {length} tokens" if length else batch
     return ",\n".join([f"{size.removesuffix('M')} M", tokens, *(told.get(word, word) for word in more)])
 

@@ -69,7 +69,7 @@ def places() -> Drawing:
     made.arrow(240, 75, 358, 75)
     made.arrow(560, 75, 664, 75)
     made.words(300, 68, "read", middle=True)
-    made.words(615, 68, "bound", middle=True)
+    made.words(615, 68, "copied", middle=True)
     made.arrow(240, 147, 358, 147)
     made.arrow(360, 165, 242, 165)
     made.words(300, 140, "read", middle=True)

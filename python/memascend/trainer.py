@@ -212,9 +212,9 @@ class Offload(Callback):
         if state.global_step or existing in ("resume", "previous"):
             what = "resume_from_checkpoint=" if state.global_step else f"Offload(existing={existing!r})"
             raise ConfigError(
-                f"{what} does not go on where a Trainer of several ranks ended: the storage has every step, and no "
+                f"{what} cannot resume where a Trainer of several ranks ended: the storage has every step, and no "
                 "checkpoint of the Trainer has its data's place and schedule beside it. A loop of your own and "
-                "`torchrun -m memascend train` go on with the same bits; to begin a new training from values and state "
+                "`torchrun -m memascend train` resume bit-identically; to begin a new training from values and state "
                 "that .optimizer.save(folder) wrote, give Offload(checkpoint=folder, existing='replace')"
             )
         _, self.optimizer = offload(others["model"], others["optimizer"], **self._options)

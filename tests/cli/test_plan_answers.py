@@ -211,7 +211,7 @@ def test_the_table_answers_in_words(capsys, config):
     ):  # fmt: skip
         assert words in out, words
     assert main(["plan", str(config)]) == 0
-    assert "--gpu G says what computes" in capsys.readouterr().out
+    assert "give --gpu G" in capsys.readouterr().out
 
 
 def test_what_is_no_gpu_and_no_drive_is_refused(capsys, config):

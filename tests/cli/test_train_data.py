@@ -176,7 +176,7 @@ def test_what_is_too_long_is_cut_and_counted(tmp_path):
     assert (counts.rows, counts.truncated, counts.left_out, counts.sequences) == (3, 2, 1, 2)
     said = counts.said(16)
     assert "2 examples cut at --max-length 16" in said
-    assert "1 of them lost all" in said
+    assert "1 of them left out" in said
 
 
 @pytest.mark.parametrize(
@@ -211,14 +211,14 @@ def test_other_bad_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         next(read_rows(tmp_path / "a.jsonl"))
     (tmp_path / "a.jsonl").touch()
-    with pytest.raises(ConfigError, match="has no rows"):
+    with pytest.raises(ConfigError, match="has no examples"):
         next(read_rows(tmp_path / "a.jsonl"))
     (tmp_path / "a.txt").write_bytes(b"fine\n\xff\xfe\n")
-    with pytest.raises(ConfigError, match=r"a\.txt:2: no UTF-8"):
+    with pytest.raises(ConfigError, match=r"a\.txt:2: not valid UTF-8"):
         next(read_rows(tmp_path / "a.txt"))
     with pytest.raises(ConfigError, match="both texts"):
         encoded(tmp_path, [{"prompt": 1, "completion": "a"}])
-    with pytest.raises(ConfigError, match="`prompt` is a list of turns"):
+    with pytest.raises(ConfigError, match="`prompt` must be a list of messages"):
         encoded(tmp_path, [{"prompt": [], "completion": "a"}])
     with pytest.raises(ConfigError, match=r":1: `completion` is empty"):
         encoded(tmp_path, [{"prompt": "a", "completion": ""}])

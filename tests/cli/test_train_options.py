@@ -148,7 +148,7 @@ def test_the_folder_has_the_mode_that_the_user_wants(folder, tmp_path, capfd, ma
 def test_it_says_at_once_what_it_looks_at(folder, tmp_path, capfd):
     _, err = ran(capfd, *arguments(folder, tmp_path, "--max-steps", 1))
     assert err.startswith(f"memascend train: reading {folder / 'model'} and {folder / 'rows.jsonl'}\n")
-    assert "steps: 1 of 2 x 2 rows; lr begins at 0.001 and falls linearly to 0" in err
+    assert "steps: 1 of 2 x 2 examples; learning rate starts at 0.001 and falls linearly to 0" in err
 
 
 def stopped(monkeypatch, capfd, command, after):

@@ -130,7 +130,7 @@ def test_columns_have_other_names(tmp_path):
         encoded(path, columns="prompt=question,completion=reply")
     with pytest.raises(ConfigError, match=r"--columns takes OURS=THEIRS.*'question'"):
         encoded(path, columns="question")
-    with pytest.raises(ConfigError, match="--columns says what it calls otherwise"):
+    with pytest.raises(ConfigError, match="name its columns by --columns"):
         encoded(path)
 
 
@@ -145,10 +145,10 @@ def test_an_array_of_json(tmp_path, monkeypatch):
         assert encoded(path)[1].rows == 3
     for text, said in (
         (json.dumps([ALPACA, ALPACA])[:-9], "example 2: not valid JSON"),
-        ("[1]", "row 1: a row is an object, and this is a int"),
-        (json.dumps(ALPACA, indent=2), r"a \.json file is an array of rows"),
-        ("[]", "has no rows"),
-        ('[{"text": "a"} {"text": "b"}]', "row 1: no JSON: neither a comma"),
+        ("[1]", "example 1: an example must be a JSON object, not a int"),
+        (json.dumps(ALPACA, indent=2), r"a \.json file must be an array of examples"),
+        ("[]", "has no examples"),
+        ('[{"text": "a"} {"text": "b"}]', "example 1: not valid JSON: neither a comma"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=said):
@@ -185,14 +185,14 @@ def test_several_files_patterns_and_folders(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match=said):
             find_files([text])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="has no file that ends in"):
+    with pytest.raises(ConfigError, match="has no file with examples"):
         find_files(["empty"])
     # One kind among them all.
     write_rows(tmp_path / "c.jsonl", [SHARED])
     with pytest.raises(ConfigError, match=r"c\.jsonl:1: this example is .*ShareGPT.*, and the ones before are `text`"):
         encoded(*find_files(["*.jsonl"])[0])
     (tmp_path / "d.csv").write_text("text\na\n")
-    with pytest.raises(ConfigError, match=r"files of several kinds, \.csv, \.jsonl: say which"):
+    with pytest.raises(ConfigError, match=r"files of several kinds \(\.csv, \.jsonl\): name one"):
         find_files(["."])
 
 
@@ -206,12 +206,12 @@ def test_a_folder_of_parquet_with_splits(tmp_path):
     (tmp_path / "README.txt").write_text("about it")
     files, note = find_files([str(tmp_path)])
     assert [path.stem for path in files] == names[:2]
-    assert "the train split, without 1 of its 3 files" in note
+    assert f"the train split of {tmp_path}, without 1 of its 3 files" in note
     assert [path.stem for path in find_files([str(tmp_path)], held_out=True)[0]] == names[2:]
     assert encoded(*files)[1].rows == 2
     for name in names[:2]:
         (tmp_path / f"data/{name}.parquet").rename(tmp_path / f"data/dev-{name[6:]}.parquet")
-    with pytest.raises(ConfigError, match=r"several splits \(dev, test\): say which"):
+    with pytest.raises(ConfigError, match=r"several splits \(dev, test\): name one"):
         find_files([str(tmp_path)])
 
 

@@ -202,7 +202,7 @@ def test_a_budget_given_for_a_device_is_kept(tmp_path):
     model, optimizer = memascend.offload(
         model, optimizer, storage=tmp_path / "two", gradients="ssd", device="cuda", device_memory=budget
     )
-    with optimizer, pytest.raises(memascend.BudgetError, match="no room for unit"):
+    with optimizer, pytest.raises(memascend.BudgetError, match="no memory for unit"):
         train(model, optimizer, plain)
 
 
@@ -244,7 +244,7 @@ def test_a_given_budget_is_kept_and_the_one_that_the_error_names_works(tmp_path,
         if case in ("LSTM", "GRU"):
             train(model, optimizer, loss)
             return
-        with pytest.raises(memascend.BudgetError, match="no room for unit") as error:
+        with pytest.raises(memascend.BudgetError, match="no memory for unit") as error:
             train(model, optimizer, loss)
         assert optimizer.steps == 0
         assert optimizer.plan.budget == budget

@@ -84,7 +84,7 @@ def test_what_is_refused_keeps_its_mode_and_its_length(tmp_path, monkeypatch):
     empty.chmod(0o664)
     monkeypatch.chdir(tmp_path)
     huge = [engine.Entry(name="w", values=torch.empty(1 << 39, device="meta"), state={})]
-    with pytest.raises(StorageError, match="no room"):
+    with pytest.raises(StorageError, match="no space"):
         engine.Store.create("empty", huge, chunk_elements=1 << 20, fill=False)
     assert (mode_of(empty), empty.stat().st_size) == (0o664, 0)
 

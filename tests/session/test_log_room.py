@@ -35,9 +35,9 @@ def test_no_room_is_told_by_log_plan_and_report(tmp_path, room, caplog):
     with caplog.at_level(logging.WARNING, "memascend"):
         model, optimizer = begun(tmp_path / "store")
     with optimizer:
-        assert "no disk space for a log of 16 steps of gradients: it is none" in caplog.text
+        assert "no disk space for a gradient log of 16 steps: it is none" in caplog.text
         assert optimizer.plan.log_steps == 0
-        assert "no room for a log" in str(optimizer.plan)
+        assert "no disk space for a gradient log" in str(optimizer.plan)
         stepped(model, optimizer, 1)
         report = optimizer.report()
         assert report.to_dict()["log"] == {"steps": 0, "bytes": 0, "wanted": 16}
@@ -53,10 +53,10 @@ def test_a_shorter_log_is_told_likewise(tmp_path, room, caplog):
     with optimizer:
         steps = optimizer.plan.log_steps
         assert 6 <= steps <= 8, "half of what is free is others'"
-        assert f"no disk space for a log of 16 steps of gradients: it is one of {steps} steps" in caplog.text
-        assert "16 have no room" in str(optimizer.plan)
+        assert f"no disk space for a gradient log of 16 steps: it is one of {steps} steps" in caplog.text
+        assert "no disk space for 16" in str(optimizer.plan)
         assert optimizer.report().to_dict()["log"]["wanted"] == 16
-        assert f"a log of {steps} steps (16 had no room)" in str(optimizer.report())
+        assert f"gradient log of {steps} steps (no disk space for 16)" in str(optimizer.report())
 
 
 def test_a_number_that_has_no_room_is_refused_with_one_that_has(tmp_path, room):
@@ -97,7 +97,7 @@ def test_a_log_that_is_full_is_told_once_and_changes_no_bit(tmp_path, caplog):
             ends.append(state_of(model, optimizer))
             report = optimizer.report()
             assert (report.unlogged > 0) == (drops > 0)
-    assert caplog.text.count("found no room in the log of 1 steps") == 1
+    assert caplog.text.count("found no space in the gradient log of 1 steps") == 1
     assert report.to_dict()["log"]["unlogged"] == report.unlogged
     assert "their entries were written whole" in str(report)
     assert same(*ends)

@@ -93,7 +93,8 @@ class Scratch:
             volume = nvme.open(files, size=size, stripe=self._place_bytes if len(files) > 1 else None)
         except StorageError as error:
             raise StorageError(
-                f"no room for {self._what} ({size} bytes more than the {self.file_bytes} that it has): {error}; give "
+                f"no disk space for {self._what} ({size} bytes more than the {self.file_bytes} that it has): "
+                f"{error}; give "
                 "offload(scratch=) a folder with more",
                 errno=error.errno,
                 path=error.path,

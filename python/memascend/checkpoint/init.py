@@ -357,8 +357,9 @@ class MetaBuffers:
                 lost.append(name)
         if lost:
             raise ConfigError(
-                f"nobody knows the values of the buffers {', '.join(lost)}: they are on meta, no weights have them, "
-                "and no reset_parameters() or _init_weights() of the modules computes them; register them outside of "
+                f"the values of these buffers are not known: {', '.join(lost)}. They are on meta, no weights have "
+                "them, and no reset_parameters() or _init_weights() of the modules computes them; register them "
+                "outside of "
                 "torch.device('meta'), or give weights= a function that returns them"
             )
         self._require_no_others()
@@ -550,7 +551,8 @@ class Buffers:
             if now != then:
                 raise ConfigError(
                     f"buffer {name!r} is {now[0]} of shape {list(now[1])}, and was {then[0]} of {list(then[1])} when "
-                    "the model was offloaded, which its store keeps: set it back, and step() goes on. What changes its "
+                    "the model was offloaded, which its store keeps: set it back, and call step() again. A buffer "
+                    "that changes its "
                     "shape is registered with persistent=False before offload(), or is a plain attribute"
                 )
 

@@ -213,7 +213,9 @@ def _require_place(target: Path, nbytes: int, *, among_others: bool) -> None:
     free = shutil.disk_usage(parent).free
     if nbytes > free:
         raise StorageError(
-            f"the checkpoint has {nbytes} bytes, and {parent} has room for {free}", errno=errno.ENOSPC, path=str(parent)
+            f"the checkpoint has {nbytes} bytes, and {parent} has {free} free: free disk space, or name another folder",
+            errno=errno.ENOSPC,
+            path=str(parent),
         )
 
 

@@ -244,7 +244,7 @@ def speeds_at(path: Path) -> dict[str, Speed]:
         raise StorageError(f"{folder} is memory itself, so streaming from it saves none; choose a disk")
     _, trial = _room(folder)
     if trial == 0:
-        raise StorageError(f"{folder} is full: free some room, or choose another disk")
+        raise StorageError(f"{folder} is full: free disk space, or choose another disk")
     with (
         tempfile.NamedTemporaryFile(dir=folder, prefix=".memascend-plan-") as file,
         nvme.open(file.name, size=trial) as volume,

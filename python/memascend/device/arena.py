@@ -132,7 +132,7 @@ class DeviceArena:
             free = device.free()
             raise MemoryLimitError(
                 f"units take {nbytes} bytes of {device.torch_device}, which has {free} free: pass a smaller "
-                "device_memory=, or let go of what else lies there",
+                "device_memory=, or free other memory there",
                 needed=nbytes,
                 available=free,
             ) from error

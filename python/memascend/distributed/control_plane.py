@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 # The way on after a step that no rank has committed.
-DISCARDED = "the step is discarded on all ranks: call zero_grad() on each, and go on"
+DISCARDED = "the step is discarded on all ranks: call zero_grad() on each, and continue"
 # Bytes of a message that is sent as one: a few numbers, and the text of an error. What is longer follows.
 _MESSAGE_BYTES = 4096
 # In front of it: how many bytes there are in all.
@@ -174,7 +174,7 @@ class Exchange:
         """Talk no more."""
         if self.broken is None:
             self.broken = RankError(
-                "the step ended on all ranks, and none commits any more: start all of them again, and the run goes on "
+                "the step ended on all ranks, and none commits any more: start all of them again, and the run resumes "
                 f"at the last step of all ({why})",
                 ranks=() if self.failure is None else self.failure.ranks,
             )
@@ -261,7 +261,7 @@ class Exchange:
         reasons = "; ".join(f"{rank}: {words}" for rank, words in sorted({**why, **because}.items()))
         return RankError(
             f"{named} did not take part within {self.timeout:g} s ({about}): the step ended on all ranks, and none "
-            f"commits any more; start all of them again, and the run goes on at the last step of all ({reasons})",
+            f"commits any more; start all of them again, and the run resumes at the last step of all ({reasons})",
             ranks=ranks,
         )
 
@@ -347,7 +347,7 @@ def shortened(error: BaseException) -> str:
 
 _IDENTITY_BYTES = 16
 # The way on after a commit of which some ranks may have the root.
-_UNKNOWN = "some ranks may have the step: start all of them again, and the run goes on at the last that all have"
+_UNKNOWN = "some ranks may have the step: start all of them again, and the run resumes at the last that all have"
 
 
 class Agreement:

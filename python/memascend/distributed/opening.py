@@ -212,7 +212,7 @@ def choose(
     if missing:
         raise ConfigError(
             f"{_listed(missing)}, and others do; nothing was changed. If the run had another number of ranks, start "
-            f"that number: only one folder that is given to all ranks goes on with others. Else {_ANEW}"
+            f"that number: only a run in one folder, given to all ranks, resumes with another number. Otherwise {_ANEW}"
         )
     require_own(seen)
     run, number, identity = _common(seen, existing)
@@ -295,7 +295,7 @@ def require_own(seen: list[dict[str, Any]]) -> None:
     elif all(ranks == count for _, ranks in known.values()):
         instead = _AS_THEY_WERE
     else:
-        instead = "start as many ranks as there were: another number goes on where all ranks are given one folder"
+        instead = "start as many ranks as before: another number resumes only if all ranks are given one folder"
     raise ConfigError(f"{_listed(apart)}; nothing was changed: {instead}")
 
 

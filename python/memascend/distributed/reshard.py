@@ -113,7 +113,9 @@ class Earlier:
                 with contextlib.suppress(OSError):
                     file.parent.rmdir()
         if useless:
-            _log.info("the run goes on with %d ranks, and the stores of others are removed", self.count)
+            _log.info(
+                "the run continues with %d ranks, and the stores of other numbers of ranks are removed", self.count
+            )
 
 
 def _flush_folder(folder: Path) -> None:
@@ -146,15 +148,15 @@ def find_earlier(folder: str, existing: str, exchange: Exchange | Alone) -> Earl
     if existing != "resume":
         raise ConfigError(
             f"stores of {' and of '.join(map(str, others))} ranks are in {folder}, and there are {count} now: "
-            "existing='resume' goes on from them; to begin anew, move them away"
+            "existing='resume' resumes from them; to begin anew, move them away"
         )
     known = _outlived(folder, found, exchange) if len(found) > 1 else {}
     newest = [one for one in found.values() if one.count not in known]
     if len(newest) != 1:
         of = " and of ".join(map(str, sorted(found)))
         raise ConfigError(
-            f"stores of {of} ranks are in {folder}, and none says that it was made from the others: move away those "
-            "that the run is not to go on from; nothing was changed"
+            f"stores of {of} ranks are in {folder}, and none says that it was made from the others: move away "
+            "the stores that the run shall not resume from; nothing was changed"
         )
     (source,) = newest
     outlived = [(found[of], identity) for of, identity in sorted(known.items())]

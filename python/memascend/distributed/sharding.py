@@ -290,7 +290,7 @@ def _refuse_others(model: torch.nn.Module, sharded: Mapping[str, FsdpParameter])
     others = [name for name, _ in model.named_parameters() if name not in sharded]
     if others:
         raise ConfigError(
-            f"{', '.join(others[:3])} is not divided by fully_shard() and other parameters are: apply "
+            f"{', '.join(others[:3])} is not sharded by fully_shard() and other parameters are: apply "
             "fully_shard(model) to the whole model after its blocks, without ignored_params"
         )
 

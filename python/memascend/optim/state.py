@@ -557,7 +557,8 @@ class StateFormats:
             parameter.dtype in _16_BITS for group in optimizer.param_groups for parameter in group["params"]
         ):
             raise ConfigError(
-                "state='fp32' with master_dtype=None: 16-bit parameters without masters have moments of 16 bits in "
+                "state='fp32' with master_dtype=None: 16-bit parameters without fp32 master weights have 16-bit "
+                "moments in "
                 "torch; pass rounding='stochastic' for moments of 32, or leave master_dtype out"
             )
 
@@ -595,7 +596,7 @@ class StateFormats:
             return f"stochastic {width}".strip()
         if master_dtype is None:
             raise ConfigError(
-                f"{self._asked} with master_dtype=None: 16-bit parameters without masters are updated with "
+                f"{self._asked} with master_dtype=None: 16-bit parameters without fp32 master weights are updated with "
                 "rounding='stochastic' alone; pass that, or leave master_dtype out"
             )
         # The master of bfloat16 is the value and the bits after it.

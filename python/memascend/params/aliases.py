@@ -52,7 +52,7 @@ def require_unaliased(
         where = _attribute(model, named[aliased[0]], counts)
         raise ConfigError(
             f"{_listed(what, aliased)} shares memory with {where or 'something outside of the model'}, which would "
-            "keep old values while the run goes on, and lose what is written to it: delete it, or take it after "
+            "keep old values during the run, and lose what is written to it: delete it, or take it after "
             "offload(). It may be .data, detach() or another view, numpy(), a state_dict(), a buffer that it is a part "
             "of, or what an earlier forward computed, whose graph holds views"
         )
@@ -60,7 +60,7 @@ def require_unaliased(
     if foreign:
         raise ConfigError(
             f"{_listed(what, foreign)} lies in memory that torch did not allocate (of numpy, DLPack or frombuffer(), "
-            "or shared with other processes), and its owner would keep old values while the run goes on: give it "
+            "or shared with other processes), and its owner would keep old values during the run: give it "
             "memory of its own by clone() before offload() (p.data = p.data.clone())"
         )
 

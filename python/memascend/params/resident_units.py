@@ -162,7 +162,7 @@ def crowded(home: Home, homes: Iterable[Home], limits: Limits) -> BudgetError:
     holders = holders_beside(home, homes)
     smallest = limits.larger(home.slot_bytes)
     return BudgetError(
-        f"no room for unit {home.name!r} ({home.nbytes} bytes): all places of its size are held by views of "
+        f"no memory for unit {home.name!r} ({home.nbytes} bytes): all places of its size are held by views of "
         f"{', '.join(holders) or 'units in use'}, which a checkpoint segment of several blocks, or your "
         f"code, keeps; {limits.option}={smallest} has a place for every unit",
         smallest=smallest,

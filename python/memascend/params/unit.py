@@ -277,7 +277,7 @@ def _named_for_a_moment(folder: Path) -> int:
 
 def _no_copy(folder: Path, error: OSError) -> StorageError:
     return StorageError(
-        f"{folder}: no room for a copy of the weights: {error.strerror}; give offload(scratch=) another folder",
+        f"{folder}: no disk space for a copy of the weights: {error.strerror}; give offload(scratch=) another folder",
         errno=error.errno,
         path=str(folder),
     )

@@ -463,7 +463,7 @@ class ReachedWeights:
             self._told = True
             _log.warning(
                 "a view of %r is kept over a step: it is read from storage after each, so that the view has the values "
-                "that it would have in memory; let go of views (p.detach(), p.data) to be without this",
+                "that it would have in memory; release views (p.detach(), p.data) to avoid this",
                 place.name,
             )
 

@@ -36,7 +36,7 @@ def arena_classes(windows: Sequence[Sequence[int]]) -> dict[int, int]:
     contents = {tuple(sorted(window)) for window in windows}
     sizes = sorted({size for content in contents for size in content})
     if sizes and sizes[0] < 1:
-        raise ConfigError(f"what is held in memory has at least one byte, not {sizes[0]}")
+        raise ConfigError(f"host_memory keeps at least one byte in RAM, not {sizes[0]}")
     # best[count]: what the `count` smallest sizes cost; how many of them their largest class leaves; its slots.
     best = [(0, 0, 0)]
     for count in range(1, len(sizes) + 1):

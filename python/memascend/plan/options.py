@@ -160,7 +160,8 @@ class Options:
             raise ConfigError(f"seed is an integer from 0 to 2**64 - 1, not {self.seed!r}")
         if self.rounding == "stochastic" and self.master_dtype is not None:
             raise ConfigError(
-                "rounding='stochastic' is for 16-bit parameters without masters: pass master_dtype=None with it, or "
+                "rounding='stochastic' is for 16-bit parameters without fp32 master weights: pass master_dtype=None "
+                "with it, or "
                 "leave it out"
             )
 

@@ -234,10 +234,10 @@ def _table(plan: Plan) -> str:
 
 
 def _log_shown(plan: Plan) -> str:
-    less = f" ({plan.log_wanted} have no room)" if plan.log_steps < plan.log_wanted else ""
+    less = f" (no disk space for {plan.log_wanted})" if plan.log_steps < plan.log_wanted else ""
     if plan.log_steps:
-        return f"; behind it a log of {plan.log_steps} steps of gradients{less}: {bytes_shown(plan.log_bytes)}"
-    return "; no room for a log, so that what is held is written each step" if less else ""
+        return f"; behind it a gradient log of {plan.log_steps} steps{less}: {bytes_shown(plan.log_bytes)}"
+    return "; no disk space for a gradient log, so parameters kept in RAM are written whole each step" if less else ""
 
 
 def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
@@ -272,7 +272,7 @@ def _note(plan: Plan, owner: str) -> str:
     if owner == "units":
         slots = ", ".join(f"{count} x {bytes_shown(nbytes)}" for nbytes, count in sorted(plan.classes.items()))
         return f"{plan.window} in use at once; slots: {slots}"
-    stay = "pinned, taken as they are needed; what finds no room goes to storage"
+    stay = "pinned, taken as they are needed; activations beyond them go to storage"
     through = "chunks through which they go to storage and come back"
     return {
         "update staging": f"{plan.chunks} chunks through which state streams to its update",

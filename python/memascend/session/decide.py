@@ -493,8 +493,8 @@ def _require_log(options: Options, plan: Plan) -> None:
     if options.log_steps is not None and plan.log_steps < plan.log_wanted:
         fits = f"log_steps={plan.log_steps} fits" if plan.log_steps else "not one step fits (log_steps=0 goes without)"
         raise ConfigError(
-            f"there is no room beside the store for a log of {options.log_steps} steps of the gradients of what is "
-            f"held: {fits}; make room, or leave log_steps out for as many as go well"
+            f"there is no disk space beside the store for a gradient log of {options.log_steps} steps: {fits}; free "
+            "disk space, or leave log_steps out"
         )
 
 

@@ -180,7 +180,7 @@ def open_store(subject: Subject, entries: list[engines.Entry]) -> tuple[Store, P
         if difference is not None:
             raise ConfigError(
                 f"the store at {store.info()['devices'][0]} does not fit: {difference}; nothing was changed, and the "
-                "run that has it open goes on: resume with the model and the optimizer that it was made for, or give "
+                "run that has it open continues: resume with the model and the optimizer that it was made for, or give "
                 "existing='replace' to begin anew"
             )
         subject.arithmetic.require_members(store.hyperparameters, f"the store at {store.info()['devices'][0]}")
@@ -208,7 +208,7 @@ def _require_whole(store: Store) -> None:
         store.close()
         raise ConfigError(
             f"the store at {info['devices'][0]} is that of rank {info['rank']} of {info['ranks']}, and this is one "
-            "process: give the folder in which the stores of all ranks are, which it goes on from, or start "
+            "process: give the folder that has the stores of all ranks, from which one process can resume, or start "
             f"{info['ranks']} ranks; nothing was changed"
         )
 
@@ -220,7 +220,7 @@ def _require_format(store: Store, entries: list[engines.Entry]) -> None:
     if there != asked:
         raise ConfigError(
             f"the store at {store.info()['devices'][0]} was made with {there}, and this call asks for {asked}: pass "
-            f"{there} to go on with it; or convert it: go on with it so, call optimizer.save(folder), and begin "
+            f"{there} to resume it; or convert it: resume it so, call optimizer.save(folder), and begin "
             f"another store with offload(checkpoint=folder, {asked}). Nothing was changed"
         )
 
@@ -255,10 +255,8 @@ def begin_log(store: Store, plan: Plan) -> Plan:
     """Make room for the log of what is held; the plan with as much of it as there is."""
     steps = store.keep_log(plan.logged, plan.log_steps) if plan.log_steps else 0
     if steps < plan.log_wanted:
-        instead = f"one of {steps} steps" if steps else "none, so that what is held is written each step"
-        _log.warning(
-            "there is no room on storage for a log of %d steps of gradients: it is %s", plan.log_wanted, instead
-        )
+        instead = f"one of {steps} steps" if steps else "none, so parameters kept in RAM are written whole each step"
+        _log.warning("no disk space for a gradient log of %d steps: it is %s", plan.log_wanted, instead)
     return plan.logging(steps, store.info()["log_bytes"]) if plan.log_steps else plan
 
 
@@ -370,7 +368,7 @@ class FirstValues:
         """Take the buffers that a store has already, and read what is held of it; its hyperparameters."""
         self._subject.buffers.restore(store)
         if held:
-            with Progress("reading what is held in memory", 0) as progress:
+            with Progress("reading parameters kept in RAM", 0) as progress:
                 store.refresh(held, progress.reached)
         return _hyperparameters(store)
 

@@ -331,12 +331,14 @@ class Report:
             said.append(f"Held entries kept {bytes_shown(self.held)} of reads off storage{each}.")
         if self.log_steps:
             room = bytes_shown(self.log_bytes)
-            less = f" ({self.log_wanted} had no room)" if self.log_steps < self.log_wanted else ""
-            said.append(f"Gradients of held entries go to a log of {self.log_steps} steps{less}, {room}.")
+            less = f" (no disk space for {self.log_wanted})" if self.log_steps < self.log_wanted else ""
+            said.append(
+                f"Gradients of parameters kept in RAM go to a gradient log of {self.log_steps} steps{less}, {room}."
+            )
         elif self.log_wanted:
-            said.append("Storage has no room for a log of their gradients: held entries are written whole each step.")
+            said.append("No disk space for a gradient log: parameters kept in RAM are written whole each step.")
         if self.unlogged:
-            said.append(f"{self.unlogged} updates found no room in it: their entries were written whole.")
+            said.append(f"{self.unlogged} updates found no space in it: their parameters were written whole.")
         return [" ".join(said)] if said else []
 
     def _of_all_ranks(self) -> list[str]:
@@ -497,8 +499,8 @@ class Measurements:
         if unlogged:
             self._told_of_log = True
             _log.warning(
-                "%d gradients found no room in the log of %d steps: the held entries were written whole, as they are "
-                "where that happens again; report() counts them",
+                "%d gradients found no space in the gradient log of %d steps, so their parameters were written whole; "
+                "report() counts this if it happens again",
                 unlogged,
                 self._planned.log_steps,
             )

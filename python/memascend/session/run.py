@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("memascend")
 
 
-CLOSED = "this model was offloaded, and its optimizer has been closed; open its storage again to go on"
+CLOSED = "this model was offloaded, and its optimizer has been closed; open its storage again to resume"
 
 
 class Resources:
@@ -76,12 +76,14 @@ class Resources:
 
     def _write_held(self) -> None:
         """Write what only memory and the log have; without a log one Ctrl-C does not end that: all would be lost."""
-        with Progress("writing what is held to storage", 0) as progress:
+        with Progress("writing parameters kept in RAM to storage", 0) as progress:
             try:
                 self.store.write_applied(progress.reached)
             except KeyboardInterrupt:
                 if self.store.info()["log_steps"]:
-                    _log.info("interrupted while what is held is written: the store is whole with its log, which stays")
+                    _log.info(
+                        "interrupted while parameters kept in RAM are written: the store is whole with its gradient log"
+                    )
                     raise
                 _log.warning(
                     "interrupted while trained parameters are written to storage, and nothing else has them: that goes "
@@ -207,8 +209,8 @@ class Position:
         given = None if self._checkpoint is None else identity_of(self._checkpoint)
         other = f", and the checkpoint {self._checkpoint} is of {shown(given)}" if given else ""
         raise UsageError(
-            f"this state dict is of {shown(wanted)}, and the storage holds {shown(here)}{began}{other}: go on from the "
-            'storage (existing="resume") with the data of its step, or begin from a checkpoint of the state dict, '
+            f"this state dict is of {shown(wanted)}, and the storage holds {shown(here)}{began}{other}: resume from "
+            'the storage (existing="resume") with the data of its step, or begin from a checkpoint of the state dict, '
             'offload(existing="replace", checkpoint=...). optimizer.save() writes one; a state dict that is taken '
             "after it goes back to it by itself"
         )

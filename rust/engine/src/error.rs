@@ -37,7 +37,7 @@ pub enum Error {
     /// A fault of this crate, or of a function that was applied, ended the engine's thread.
     #[error(
         "the engine's thread has ended by a fault ({0}): what was not committed is lost, and the last commit stands; close \
-         this engine and go on from there"
+         this engine and resume from there"
     )]
     Panicked(String),
 

@@ -329,5 +329,5 @@ fn count(work: &dyn Work, counters: &mut Counters) {
 
 /// Memory that nothing in flight uses is not free.
 fn kept() -> Error {
-    Error::Usage("tensors of a chunk are held beyond the function that got them; let go of them".into())
+    Error::Usage("tensors of a chunk are kept beyond the function that got them; drop them".into())
 }

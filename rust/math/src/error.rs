@@ -67,7 +67,7 @@ pub enum Error {
     },
 
     /// `MEMASCEND_SIMD` names something that this processor or this crate does not have.
-    #[error("MEMASCEND_SIMD is {asked:?}: pass one of those that this processor has, {available}, or unset it")]
+    #[error("MEMASCEND_SIMD is {asked:?}: pass one that this processor has ({available}), or unset it")]
     Simd {
         /// What the variable says.
         asked: String,

@@ -120,7 +120,7 @@ pub enum Error {
     Forked,
 
     /// A wait that took too long. What was waited for goes on.
-    #[error("{what} was not done within {:.3} s; it goes on", waited.as_secs_f64())]
+    #[error("{what} was not done within {:.3} s, and continues", waited.as_secs_f64())]
     TimedOut {
         /// What was waited for.
         what: String,
@@ -129,7 +129,7 @@ pub enum Error {
     },
 
     /// The caller's poll function asked to stop waiting. What was waited for goes on.
-    #[error("waiting for {what} was interrupted; it goes on")]
+    #[error("waiting for {what} was interrupted, and it continues")]
     Interrupted {
         /// What was waited for.
         what: String,
@@ -186,7 +186,7 @@ fn reason(errno: i32) -> String {
 /// What the user can do, where it is not obvious.
 fn advice(errno: i32) -> &'static str {
     match errno {
-        libc::ENOSPC => "; free some room on the file system, or choose a smaller size",
+        libc::ENOSPC => "; free space on the file system, or choose a smaller size",
         libc::EDQUOT => "; raise the quota, or choose a smaller size",
         libc::EIO => "; the device or the file system behind it reported a fault: see `dmesg`",
         libc::EROFS => "; it is read-only, or was made so after an error: see `dmesg`",

@@ -216,7 +216,7 @@ fn no_room(path: &Arc<Path>, bytes: u64, free: Option<u64>) -> Error {
     Error::refused(
         path,
         libc::ENOSPC,
-        format!("its file system has no room for {bytes} more bytes{free}; make some, or choose another place"),
+        format!("its file system has no space for {bytes} more bytes{free}; free some, or choose another place"),
     )
 }
 

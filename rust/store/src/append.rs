@@ -127,7 +127,7 @@ impl Store {
             let index = self.index.lock();
             let log = &index.log;
             let at = log.ring.fit(log.live.oldest(), log.next.unwrap_or(log.live.next), bytes.len() as u64);
-            (log.ring, at.ok_or_else(|| Error::Usage("the log has no room for the head of the step".into()))?)
+            (log.ring, at.ok_or_else(|| Error::Usage("the log has no space for the head of the step".into()))?)
         };
         let place = ring.place(at);
         live.head = (place, crate::head::head_checksum(&self.uuid, place, &bytes));

@@ -69,11 +69,11 @@ pub enum Error {
     Memory(Arc<memascend_mem::Error>),
 
     /// A wait that took too long. Nothing was lost.
-    #[error("{0} was not done in time; it goes on")]
+    #[error("{0} was not done in time, and continues")]
     TimedOut(&'static str),
 
     /// The caller's poll function asked to stop waiting. Nothing was lost.
-    #[error("waiting for {0} was interrupted; it goes on")]
+    #[error("waiting for {0} was interrupted, and it continues")]
     Interrupted(&'static str),
 }
 

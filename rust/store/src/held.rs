@@ -64,7 +64,7 @@ impl Store {
     /// is not any more. `keep_going` is asked while the memory is made, as by [`Region::interruptible`].
     pub fn hold(&self, entries: &[usize], pin: Pin, keep_going: KeepGoing<'_>) -> Result<()> {
         if self.index.lock().entries.iter().any(|slots| slots.applied.is_some()) {
-            return Err(Error::Usage("memory has the only copy of what is held: close the store first".into()));
+            return Err(Error::Usage("memory has the only copy of parameters kept in RAM: close the store first".into()));
         }
         self.index.lock().held = None;
         let made = self.made_room(entries, pin, keep_going)?.map(Arc::new);

@@ -49,8 +49,9 @@ def formats_shown(costs: list[FormatCost], budget: int) -> str:
     """A table, where there is something to compare."""
     if len(costs) < 2:
         return ""
-    return "\n\nState formats that move fewer bytes, with other numerics (docs/state-formats.md):\n\n" + format_table(
-        costs, budget
+    return (
+        "\n\nState formats that move fewer bytes, and change the numerics (docs/state-formats.md):\n\n"
+        + format_table(costs, budget)
     )
 
 

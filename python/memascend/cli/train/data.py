@@ -135,8 +135,8 @@ class Chat:
         other = self._text([*messages[:index], {**message, "content": word}, *messages[index + 1 :]], tools)
         if other.count(word) != 1 or other == whole:
             raise ConfigError(
-                f"the chat template writes message {index + 1} {other.count(word)} times, so that the assistant's text "
-                "cannot be told apart: give the tokenizer a template that has {% generation %}"
+                f"the chat template writes message {index + 1} {other.count(word)} times, so the assistant's text "
+                "cannot be found: give the tokenizer a template that has {% generation %}"
             )
         shorter = min(len(whole), len(other))
         start = next((at for at in range(shorter) if whole[at] != other[at]), shorter)

@@ -234,10 +234,9 @@ def _unfit(values: Mapping[str, Any], theirs: Mapping[str, str]) -> str:
     if absent:
         return f"--columns names {absent[0]!r}, and this example has {has}"
     if "chosen" in values and "rejected" in values:
-        ours = "completion" if "prompt" in values else "messages"
         return (
             "this example is a preference (`chosen`, `rejected`), for DPO or a reward model (docs/recipes.md). To "
-            f"train on the chosen answers alone, give --columns {ours}=chosen"
+            f"train on `chosen` alone, give --columns {'completion' if 'prompt' in values else 'messages'}=chosen"
         )
     return (
         "an example has `messages`, `conversations`, `prompt` and `completion`, `instruction` and `output`, or `text`, "
