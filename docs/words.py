@@ -1,10 +1,11 @@
-"""Checks the words of the documents: terms of our own that the field has words for, and sentences that are too long.
+"""Checks the words of documents, messages and help: terms of our own that the field has words for, and long sentences.
 
 `python docs/words.py` prints each place as file:line and what to say instead; the exit code is 1 if there is any.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 
+PACKAGE = ROOT / "python/memascend"
 # What is not said, and what is said instead. Patterns ignore case and see neither code nor links' targets.
 RULES = {
     r"\bbits of training in memory|the bits of (?:that|a|the) (?:process|run|training)": "bit-identical to",
@@ -124,9 +126,40 @@ def complaints(path: Path) -> Iterator[tuple[int, str]]:
             yield number, f"more than {WORDS_MAX} words, and {len(long)} such sentences in this file: {text[:60]}..."
 
 
+def shown(path: Path) -> Iterator[tuple[int, str]]:
+    """Texts of a module that somebody may read, with their lines: messages, help, the log, tables; no docstrings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    # Docstrings, and those of attributes, are expressions by themselves; parts of an f-string belong to it.
+    other = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    other |= {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if id(node) in other:
+            continue
+        text = ""
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value
+        elif isinstance(node, ast.JoinedStr):
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "CODE" for part in node.values)
+        # Fewer words are a name.
+        if len(re.findall(r"[a-z]{2,}", text)) >= 3:
+            yield node.lineno, _CODE.sub("CODE", text)
+
+
+def complaints_of_code(path: Path) -> Iterator[tuple[int, str]]:
+    """Each as (line, what is wrong)."""
+    for number, text in shown(path):
+        for rule, say in _RULES:
+            for found in rule.finditer(text):
+                yield number, f'"{found[0].strip()}" in "{text[:40]}...": say {say}'
+
+
 def main() -> int:
     """Print all complaints."""
     failed = False
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for number, wrong in complaints_of_code(path):
+            failed = True
+            print(f"{path.relative_to(ROOT)}:{number}: {wrong}")
     for path in documents():
         found = list(complaints(path))
         if len(found) > BEFORE.get(path.name, 0):

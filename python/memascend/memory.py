@@ -40,8 +40,8 @@ __all__ = [
 
 # What it costs that CUDA has not registered memory which copies to a device and back go through.
 UNREGISTERED = (
-    "copies to the device and back go through a buffer of the driver's and are slower for it, and whoever begins one "
-    "waits until it is over, so that little is read meanwhile"
+    "copies to the device and back go through a buffer of the driver's which is slower, and the thread that begins one "
+    "waits until it ends, so that few reads overlap"
 )
 
 

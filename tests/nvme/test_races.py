@@ -154,6 +154,6 @@ def test_a_replacement_that_is_too_late_leaves_the_run_that_resumed(tmp_path):
 
 def test_a_store_that_fails_while_it_is_made_leaves_no_folder(tmp_path):
     large = engine.Entry(name="w", values=torch.empty(1 << 39, device="meta"), state={})
-    with pytest.raises(StorageError, match="no .*space for"):
+    with pytest.raises(StorageError, match=r"no .*space for"):
         engine.Store.create(f"{tmp_path}/new/", [large], chunk_elements=1 << 20, fill=False)
     assert os.listdir(tmp_path) == []

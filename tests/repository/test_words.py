@@ -1,4 +1,4 @@
-"""Tests the linter of the documents' words: it finds what it should, and the documents have none of it."""
+"""Tests the linter of words: it finds what it should, and documents, messages and help have none of it."""
 
 import re
 import runpy
@@ -68,6 +68,18 @@ def test_of_a_changelog_the_newest_section_counts(tmp_path):
     old = "# Changelog\n\n## Unreleased\n\n- A new thing.\n\n## 0.1\n\n- It is refused by name.\n"
     assert not wrong(tmp_path, old, "CHANGELOG.md")
     assert wrong(tmp_path, old.replace("A new thing.", "It is refused by name."), "CHANGELOG.md")
+
+
+def test_texts_in_code_are_read_and_docstrings_are_not(tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text(
+        '"""Those that go on."""\n'
+        "name = 'goes on'\n"
+        "raise ValueError(f'the run at {name} goes on there')\n"
+        "add('--all', help='of those that are given')\n"
+        "add('--storage', help='run `those that go on` there')\n"
+    )
+    assert [number for number, _ in WORDS["complaints_of_code"](path)] == [3, 4]
 
 
 def test_the_documents_have_the_fields_words(capsys):

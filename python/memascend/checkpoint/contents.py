@@ -52,7 +52,7 @@ class StateForm:
         if other.width and other.width != self.width:
             lost.append(f"moments are rounded from {_WORDS[self.width]} to {_WORDS[other.width]}")
         if self.master and not other.master:
-            lost.append("masters go, and the values that are their roundings stay")
+            lost.append("fp32 master weights are dropped, and their 16-bit roundings stay")
         return lost
 
 

@@ -162,7 +162,7 @@ def _fails(path: Path, advice: str) -> Finding:
 def _folder(path: Path, folder: Path) -> Iterator[Finding]:
     kind, (free, trial) = file_system(folder), _room(folder)
     if kind in _MEMORY:
-        yield _fails(path, f"{folder} is a {kind}: it is memory itself, so streaming from it saves none; choose a disk")
+        yield _fails(path, f"{folder} is a {kind}, which lives in RAM and so defeats offloading; choose a disk")
         return
     yield Finding(subject="storage", found=f"{path}, {kind}, {bytes_shown(free)} free")
     if trial == 0:
@@ -241,7 +241,7 @@ def speeds_at(path: Path) -> dict[str, Speed]:
     if not folder.is_dir():
         raise StorageError(f"{folder} does not exist: make it")
     if file_system(folder) in _MEMORY:
-        raise StorageError(f"{folder} is memory itself, so streaming from it saves none; choose a disk")
+        raise StorageError(f"{folder} lives in RAM, which defeats offloading; choose a disk")
     _, trial = _room(folder)
     if trial == 0:
         raise StorageError(f"{folder} is full: free disk space, or choose another disk")

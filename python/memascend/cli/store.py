@@ -96,7 +96,9 @@ def _summary(info: dict[str, Any], entries: list[dict[str, Any]]) -> str:
         ("store", f"{info['uuid']}, generation {info['generation']}"),
     ]
     if info["log_steps"]:
-        rows.append(("log", f"{info['log_steps']} steps of {info['log_entries']} parameters, for whoever resumes it"))
+        rows.append(
+            ("log", f"{info['log_steps']} steps of {info['log_entries']} parameters, which the next run applies")
+        )
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {what}" for name, what in rows)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 CAPTURED = (
     "an offloaded model cannot be captured into a CUDA graph: its weights are at other addresses each time, and a "
-    "replay would compute with what lies there then; capture what does not touch its parameters, or run it without"
+    "replay would compute with other values; capture only code that does not touch its parameters, or run it without"
 )
 
 

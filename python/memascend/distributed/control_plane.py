@@ -106,7 +106,7 @@ class Exchange:
 
     def everyone(self, mine: Any) -> list[Any]:
         """What each rank has found, a JSON value, in the order of ranks; all ranks ask it together."""
-        return self.tell("what each has found", mine)
+        return self.tell("the findings", mine)
 
     def any(self, flag: bool) -> bool:
         """Whether it is so on some rank."""

@@ -189,9 +189,7 @@ def choose(
     """
     # What only one of them draws is the same for all.
     drawn = exchange.tell("a new run", os.urandom(16).hex())[0]
-    seen = exchange.tell(
-        "what is there", {**seen_at(paths), "others": sorted(map(list, _places(others or {}).items()))}
-    )
+    seen = exchange.tell("the stores", {**seen_at(paths), "others": sorted(map(list, _places(others or {}).items()))})
     unread = {rank: one["error"] for rank, one in enumerate(seen) if one["error"] is not None}
     missing = {rank: _NOTHING for rank, one in enumerate(seen) if not one["there"]}
     if missing:
@@ -326,7 +324,7 @@ def _require_none_elsewhere(
     if not looks:
         return
     own = [rank for seer, rank in looks.values() if seer == exchange.rank]
-    told = exchange.tell("what is there of other ranks", [[rank, seen_at(others[rank])] for rank in own])
+    told = exchange.tell("stores of other ranks", [[rank, seen_at(others[rank])] for rank in own])
     found = [(rank, one) for each in told for rank, one in each if one["there"] and one["filled"]]
     if not found:
         return

@@ -321,7 +321,7 @@ class Accumulation:
                     return f"{gradient.name!r} has a gradient already"
                 hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001
                 if hooks is not None and set(hooks) != {_OWN_HOOK}:
-                    return f"a hook of yours hears of each accumulated gradient of {gradient.name!r}"
+                    return f"a hook of yours is called for each accumulated gradient of {gradient.name!r}"
         return None
 
     def _by_layer(self, computed: Callable[[Any], Any], batches: list[Any], seeds: list[int]) -> list[Any]:

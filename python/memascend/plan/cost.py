@@ -270,9 +270,7 @@ def said(plan: Plan, seconds: Forecast | None) -> str:
     """In one line what is held, what a step moves and takes, and what more memory would buy."""
     moves = f"a step moves {bytes_shown(plan.moved_bytes)}"
     if plan.held:
-        moves = (
-            f"{len(plan.held)} parameters are held in memory, and {moves} instead of {bytes_shown(plan.without.total)}"
-        )
+        moves = f"{len(plan.held)} parameters are kept in RAM, and {moves} instead of {bytes_shown(plan.without.total)}"
     more = []
     for budget, traffic in plan.larger.items():
         took = "" if seconds is None else f", {seconds_shown(seconds.larger[budget])}"

@@ -89,7 +89,7 @@ class AutocastWatch:
         warnings.warn(
             f"autocast over float32 weights keeps 16-bit copies of them all in memory ({self._nbytes / 2**20:.0f} MiB, "
             "outside of host_memory), in the graph and in its cache: make the model 16-bit (model.to(torch.bfloat16)) "
-            "before offload(), which keeps float32 masters on storage, and leave autocast out",
+            "before offload(), which keeps fp32 master weights on storage, and leave autocast out",
             stacklevel=2,
         )
 

@@ -257,4 +257,4 @@ class Saving:
 
 
 def _not_saved(why: str) -> RankError:
-    return RankError(f"the checkpoint was not written, and what was there before stays: {why}", ranks=())
+    return RankError(f"the checkpoint was not written, and the earlier one stays: {why}", ranks=())

@@ -54,9 +54,9 @@ def require_unaliased_state(
         held = _held(optimizer, named, held)
     if held:
         raise ConfigError(
-            f"the optimizer's state of {held[0]} is held by something else than the optimizer: a variable, or what its "
-            "state_dict() gave, has the very dict optimizer.state[p], which would keep old values while the run goes "
-            "on: delete it, or take it from the optimizer that offload() returns"
+            f"the optimizer's state of {held[0]} is kept by something else than the optimizer: a variable, or what its "
+            "state_dict() gave, has the very dict optimizer.state[p], which would keep old values during the "
+            "run: delete it, or take it from the optimizer that offload() returns"
         )
 
 

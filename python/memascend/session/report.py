@@ -328,7 +328,7 @@ class Report:
         said = []
         if self.held:
             each = f", {bytes_shown(self.held // self.steps)} for each step" if self.steps else ""
-            said.append(f"Held entries kept {bytes_shown(self.held)} of reads off storage{each}.")
+            said.append(f"Parameters kept in RAM saved {bytes_shown(self.held)} of reads{each}.")
         if self.log_steps:
             room = bytes_shown(self.log_bytes)
             less = f" (no disk space for {self.log_wanted})" if self.log_steps < self.log_wanted else ""

@@ -86,8 +86,8 @@ class Resources:
                     )
                     raise
                 _log.warning(
-                    "interrupted while trained parameters are written to storage, and nothing else has them: that goes "
-                    "on; another Ctrl-C gives them up, and the store with them"
+                    "interrupted while trained parameters are written to storage, and nothing else has them, so the "
+                    "write continues; another Ctrl-C drops them, and the store with them"
                 )
                 try:
                     self.store.write_applied(progress.reached)

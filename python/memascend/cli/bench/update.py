@@ -36,7 +36,9 @@ _MIB = 1 << 20
 _VALUE_BYTES = 2
 _BLOCK = 4096
 _FORMS = {"own": "", "fp32": "compact", "bf16": "compact bf16", "8bit": "compact 8bit"}
-_STATE_HELP = "format of the state: as `offload(state=...)` has it, or own: float32 masters beside the values (default)"
+_STATE_HELP = (
+    "format of the state: as `offload(state=...)` has it, or own: fp32 master weights beside the values (default)"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

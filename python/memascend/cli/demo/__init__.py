@@ -90,7 +90,7 @@ class _Demonstration:
         if self._held:
             part = self._held / self._parameters
             self._screen.say(
-                f"Of the offloaded parameters {part:.0%} are held in memory with their state: they are read once.\n"
+                f"Of the offloaded parameters {part:.0%} are kept in RAM with their state: they are read once.\n"
             )
 
     def _step(self, side: Side, step: int, before: dict[str, Any] | None) -> dict[str, Any]:
