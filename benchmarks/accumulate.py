@@ -287,17 +287,18 @@ class _Worker:
 
     def turn(self, count: int, length: int, steps: int) -> dict[str, Any]:
         """Take so many steps of `count` micro-batches with `length` tokens each."""
+        from benchmarks import counters
         from memascend.cli.bench import process
 
         # The first step of a turn finds more of the disk done than others do, and its memory as others left it.
         self._step(count, length)
         process.restart_peak()
-        before, seconds = process.counts(), []
+        before, seconds = counters.counts(), []
         for _ in range(steps):
             began = time.perf_counter()
             self._step(count, length)
             seconds.append(time.perf_counter() - began)
-        moved = process.counts().since(before)
+        moved = counters.counts().since(before)
         parameters = self.work.parameters
         return {
             "seconds": seconds,

@@ -85,9 +85,9 @@ def _trained(options: argparse.Namespace, dtype: str, part: int, store: str) -> 
     import torch
 
     import memascend
+    from benchmarks import counters
     from benchmarks.train.cell.systems.ours import held_budget
     from benchmarks.train.cell.workload import WORKLOADS, made
-    from memascend.cli.bench import process
 
     work = replace(WORKLOADS[f"{options.parameters}-1x128"], length=options.tokens, dtype=dtype)
     model = made(work)
@@ -111,9 +111,9 @@ def _trained(options: argparse.Namespace, dtype: str, part: int, store: str) -> 
 
     with optimizer:
         train(_WARM_STEPS)
-        before = process.counts()
+        before = counters.counts()
         train(options.steps)
-        moved = process.counts().since(before)
+        moved = counters.counts().since(before)
         return {
             "parameters": parameters,
             "budget": budget,

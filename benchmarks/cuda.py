@@ -28,7 +28,7 @@ import memascend
 from benchmarks.train.judge import bound
 from memascend.cli.bench import process
 from memascend.cli.bench.io import described
-from memascend.cli.storage import bandwidth
+from memascend.cli.storage import speeds_at
 from memascend.plan.options import parse_bytes
 from memascend.text import bytes_shown, table
 
@@ -264,6 +264,11 @@ def bounds(plan: Any, seconds: dict[str, float], disk: dict[str, float], bus: di
 
 
 # --- together --------------------------------------------------------------------------------------
+
+
+def bandwidth(path: Path) -> dict[str, float]:
+    """GB/s where `path` is, by pattern of access."""
+    return {pattern: speed.gb_per_second for pattern, speed in speeds_at(path).items()}
 
 
 def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

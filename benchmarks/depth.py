@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from memascend.cli.show import lines
+from benchmarks.show import lines
 
 _MIB = 1 << 20
 _HIDDEN, _INTERMEDIATE, _VOCABULARY = 768, 2048, 32_000

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from benchmarks.reservation import POOLS, load_models, reserve, unit_bytes
 from benchmarks.rounds import interleaved
+from benchmarks.show import bars
 from memascend import memory
-from memascend.cli.show import bars
 from memascend.text import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:

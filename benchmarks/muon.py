@@ -141,16 +141,17 @@ class _Worker:
 
     def turn(self, steps: int) -> dict[str, Any]:
         """Take so many steps, after one that is not counted: the disk may still be at others'."""
+        from benchmarks import counters
         from memascend.cli.bench import process
 
         self._step()
         process.restart_peak()
-        before, seconds = process.counts(), []
+        before, seconds = counters.counts(), []
         for _ in range(steps):
             began = time.perf_counter()
             self._step()
             seconds.append(time.perf_counter() - began)
-        moved = process.counts().since(before)
+        moved = counters.counts().since(before)
         return {
             "seconds": seconds,
             "moved": (moved["read"] + moved["written"]) / steps / self.parameters,

@@ -250,6 +250,7 @@ class _Worker:
         import transformers
 
         import memascend
+        from benchmarks import counters
         from benchmarks.train.cell.systems.in_ram import InRam
         from benchmarks.train.cell.workload import WORKLOADS, made
         from memascend.cli.bench import process
@@ -284,7 +285,7 @@ class _Worker:
         process.restart_peak()
         self.baseline = baseline
         self._turn(_WARM_STEPS)
-        self.before, self.steps = process.counts(), 0
+        self.before, self.steps = counters.counts(), 0
         return answer
 
     def _offloaded(self, model: Any, options: dict[str, Any]) -> Any:
@@ -326,10 +327,11 @@ class _Worker:
             self.optimizer.zero_grad()
 
     def _end(self) -> dict[str, Any]:
+        from benchmarks import counters
         from memascend.cli.bench import process
 
         peak = process.resident_peak()
-        moved = process.counts().since(self.before)
+        moved = counters.counts().since(self.before)
         read, written = moved["read"], moved["written"]
         answer = {
             "peak_bytes": peak,

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.peers.bench_io import WEIGHT_CASES, weight_cases
 from benchmarks.reservation import reserve
 from memascend import kernels, memory
 from memascend.cli.bench import process
-from memascend.cli.bench.io import WEIGHT_CASES, weight_cases
 from memascend.text import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:

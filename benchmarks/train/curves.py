@@ -6,8 +6,8 @@ import csv
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.show import lines
 from benchmarks.train.cell.workload import WORKLOADS, Workload
-from memascend.cli.show import lines
 
 if TYPE_CHECKING:
     from pathlib import Path

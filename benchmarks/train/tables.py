@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.show import bars
 from benchmarks.train.cell.systems import SYSTEMS
-from memascend.cli.show import bars
 from memascend.text import table
 
 if TYPE_CHECKING:

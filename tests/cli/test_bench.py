@@ -11,27 +11,12 @@ from memascend.cli import main
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 @pytest.mark.root
 def test_it_compares_with_fio(capsys, tmp_path):
-    picture = tmp_path / "io.png"
-    folder = tmp_path / "storage"
-    folder.mkdir()
-    words = ["bench", "io", "--storage", str(folder), "--size", "64", "--rounds", "1", "--picture", str(picture)]
-    assert main(words) == 0
+    assert main(["bench", "io", "--storage", str(tmp_path), "--size", "64", "--rounds", "1"]) == 0
     out = capsys.readouterr().out
     for way in ("io_uring", "fio", "fio, huge pages", "threads", "two files, striped", "unaligned memory"):
         assert way in out
-    assert "times as fast" in out
-    assert picture.stat().st_size > 1000
-    assert list(folder.iterdir()) == []
-
-
-@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
-@pytest.mark.root
-def test_a_raw_device_beside_files(capsys, tmp_path):
-    assert main(["bench", "io", "--storage", str(tmp_path), "--size", "64", "--rounds", "1", "--raw", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert set(report) == {"machine", "size_bytes", "rounds", "left_out", "files", "raw device", "weights"}
-    assert report["machine"]["kernel"]
-    assert report["raw device"]["read: io_uring"]["gb_per_second"] > 0
+    assert "ours is x as fast" in out
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_wrong_options_are_refused(capsys):

@@ -5,6 +5,7 @@ import json
 import os
 import stat
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -300,22 +301,41 @@ def test_an_optimizer_goes_on_with_its_bits(folder, tmp_path, capfd, monkeypatch
     assert "--weight-decay" in err
 
 
-def test_muon_is_torchs_muon_and_adamw():
-    from memascend.cli.train.model import Muon
+class Decoder(torch.nn.Module):
+    """What `memascend train` asks of a model's ends."""
 
-    torch.manual_seed(0)
-    values = [torch.randn(8, 6), torch.randn(12, 6), torch.randn(6)]
-    ours, theirs = ([torch.nn.Parameter(value.clone()) for value in values] for _ in range(2))
-    both = Muon([{"params": ours[:1], "orthogonal": True}, {"params": ours[1:]}], lr=0.1, weight_decay=0.1, eps=1e-8)
-    muon = torch.optim.Muon(theirs[:1], lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(theirs[1:], lr=0.1, weight_decay=0.1, foreach=False)
-    for _ in range(3):
-        for one, other in zip(ours, theirs, strict=True):
-            one.grad = torch.randn_like(one)
-            other.grad = one.grad.clone()
-        for optimizer in (both, muon, adamw):
-            optimizer.step()
-    assert all(map(torch.equal, ours, theirs))
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(5, 4)
+        self.hidden = torch.nn.Linear(4, 4)
+        self.head = torch.nn.Linear(4, 5, bias=False)
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+def test_muon_trains_matrices_of_hidden_layers_and_adamw_the_rest():
+    from memascend.cli.train.model import Described, make_optimizer
+
+    model = Decoder()
+    places = {"model": "m", "data": ("d",), "output": Path("o"), "storage": ("s",)}
+    options = {"lr": 0.1, "weight_decay": 0.2, "momentum": 0.9, "betas": "0.8,0.95", "eps": 1e-6}
+    settings = Settings(**places, optimizer="muon", **options)
+    muon, adamw = make_optimizer(settings, Described(model, "m", adapted=False))
+    assert (type(muon), type(adamw)) == (torch.optim.Muon, torch.optim.AdamW)
+    (hidden,) = muon.param_groups
+    assert list(map(id, hidden["params"])) == [id(model.hidden.weight)]
+    assert (hidden["lr"], hidden["weight_decay"], hidden["momentum"]) == (0.1, 0.2, 0.9)
+    assert hidden["adjust_lr_fn"] == "match_rms_adamw"
+    matrices, vectors = adamw.param_groups
+    assert [id(one) for one in matrices["params"]] == [id(model.embed.weight), id(model.head.weight)]
+    assert [id(one) for one in vectors["params"]] == [id(model.hidden.bias)]
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.2, 0.0)
+    assert (matrices["betas"], matrices["eps"]) == ((0.8, 0.95), 1e-6)
+    assert {group["initial_lr"] for group in (hidden, matrices, vectors)} == {0.1}
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import torch
 from support.ranks import on_ranks
 from torch import distributed
 
-from memascend.distributed import control_plane
+from memascend.distributed import groups
 from memascend.distributed.control_plane import Exchange
 from memascend.distributed.reduce import Collectives
-from memascend.distributed.row_transfer import Passed, Transfer
+from memascend.distributed.reshard import Passed, Transfer
 from memascend.errors import RankError
 
 SECONDS = 60.0
@@ -25,10 +25,8 @@ class Words:
     """The store of ranks of which some left, each because of others; some words come while they are asked for."""
 
     def __init__(self, said, late=()):
-        self.said = {
-            control_plane._left(control_plane._Next.number, rank): json.dumps(blamed) for rank, blamed in said.items()
-        }
-        self.late = {control_plane._left(control_plane._Next.number, rank) for rank in late}
+        self.said = {groups._left(groups._Next.number, rank): json.dumps(blamed) for rank, blamed in said.items()}
+        self.late = {groups._left(groups._Next.number, rank) for rank in late}
 
     def check(self, keys):
         (key,) = keys
@@ -44,7 +42,7 @@ class Words:
 def rank_0_of_5(monkeypatch):
     monkeypatch.setattr(distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(distributed, "get_world_size", lambda: 5)
-    return lambda store: monkeypatch.setattr(control_plane, "_store", lambda: store)
+    return lambda store: monkeypatch.setattr(groups, "_store", lambda: store)
 
 
 @pytest.mark.parametrize(
@@ -66,10 +64,10 @@ def rank_0_of_5(monkeypatch):
 )
 def test_who_left_because_of_others_is_not_named(rank_0_of_5, missing, said, named):
     rank_0_of_5(Words(said))
-    assert control_plane.at_fault(missing) == named
+    assert groups.at_fault(missing) == named
     # A word may come a moment after the connection is gone.
     rank_0_of_5(Words(said, late=said))
-    assert control_plane.at_fault(missing) == named
+    assert groups.at_fault(missing) == named
 
 
 def test_who_is_missing_is_named_where_the_store_is_gone_or_hangs(rank_0_of_5):
@@ -86,7 +84,7 @@ def test_who_is_missing_is_named_where_the_store_is_gone_or_hangs(rank_0_of_5):
 
     for kind in (Gone, Hanging):
         rank_0_of_5(kind({2: [1]}))
-        assert control_plane.at_fault([1, 2]) == (1, 2)
+        assert groups.at_fault([1, 2]) == (1, 2)
     over.set()
 
 
@@ -100,7 +98,7 @@ def test_a_store_that_hangs_ends_the_wait_for_a_group_in_time(rank_0_of_5):
 
     rank_0_of_5(Hanging())
     with pytest.raises(RankError, match=r"a rank is gone.* does not answer: no answer within 0\.6 s"):
-        control_plane.make_group(0.1)
+        groups.make_group(0.1)
     over.set()
 
 
@@ -216,7 +214,7 @@ class Pause:
 def met_while_paused(monkeypatch, line):
     """The group that is made just as its time is over, what the waiter has of it, what was let go, and the lines."""
     pause, group, let_go = Pause(line), object(), []
-    monkeypatch.setattr(control_plane, "let_go", let_go.append)
+    monkeypatch.setattr(groups, "let_go", let_go.append)
 
     def make(*_, **__):
         pause.begin(sys._getframe(1).f_code)
@@ -226,7 +224,7 @@ def met_while_paused(monkeypatch, line):
     before = {*threading.enumerate()}
     threading.settrace(pause.trace)
     try:
-        has, _ = control_plane._met(None, 0.05)
+        has, _ = groups._met(None, 0.05)
     finally:
         threading.settrace(None)
         pause.waiter_gone.set()

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import memascend
 from memascend.checkpoint.files import TensorFile
 from memascend.checkpoint.reader import identity_of
-from memascend.distributed.row_transfer import Line
+from memascend.distributed.groups import Line
 
 # A run takes minutes where ten others want the processors.
 pytestmark = pytest.mark.timeout(900)

@@ -6,7 +6,7 @@ from support.bits import same_bits
 from support.chains import chain, loss_of, twins
 
 import memascend
-from memascend.cli.bench import process
+from benchmarks import counters
 
 LAYERS = 3
 
@@ -98,9 +98,9 @@ def test_a_step_moves_no_byte_and_has_the_bits_of_memory(tmp_path, kind):
     with ours:
         # The first commit says in the catalog that the store is not closed.
         stepped(plain, theirs, model, ours, range(1))
-        before, counts = ours.report(), process.counts()
+        before, counts = ours.report(), counters.counts()
         stepped(plain, theirs, model, ours, range(1, 4))
-        report, moved = ours.report(), process.counts().since(counts)
+        report, moved = ours.report(), counters.counts().since(counts)
         assert (report.read, report.written, moved["written"]) == (before.read, before.written, 0)
         assert report.read["values"] == report.read["state"] == report.written["values"] == report.written["state"] == 0
         require_equal(plain, theirs, model, ours)

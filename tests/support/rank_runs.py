@@ -336,9 +336,9 @@ def _watch(agreement, options, rank):
 
 def _watch_groups(options, rank):
     """Have the fault happen before the ranks look for each other, or once they did and begin to meet."""
-    from memascend.distributed import control_plane
+    from memascend.distributed import groups
 
-    missing = control_plane._missing
+    missing = groups._missing
 
     def watched(*asked):
         _fault(options, rank, options["at"], "before groups")
@@ -346,7 +346,7 @@ def _watch_groups(options, rank):
         _fault(options, rank, options["at"], "in groups")
         return found
 
-    control_plane._missing = watched
+    groups._missing = watched
 
 
 def _fault(options, rank, step, point):

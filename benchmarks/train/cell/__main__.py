@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import counters
 from benchmarks.train.cell import ANSWER
 from benchmarks.train.cell.systems import SYSTEMS
 from benchmarks.train.cell.workload import OVERFLOW_FACTOR, OVERFLOWING_STEP, Workload, tokens, workload
@@ -34,9 +35,9 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     module = importlib.import_module(f"benchmarks.train.cell.systems.{way.module}")
     libraries = module.ready()
     baseline = process.resident()
-    began = process.counts(storage)
+    began = counters.counts(storage)
     system = module.begin(work, way.settings | order.get("settings", {}), storage)
-    set_up = process.counts(storage).since(began)
+    set_up = counters.counts(storage).since(began)
     set_up_peak = process.resident_peak()
     process.restart_peak()
     cgroup = Path(order["cgroup"]) if order.get("cgroup") else None
@@ -67,17 +68,17 @@ def _trained(system: System, work: Workload, order: dict[str, Any], storage: Pat
     for index in range(order["warm"] + order["steps"]):
         if index == order["warm"]:
             counted = system.counted()
-        at = [process.counts(storage)]
+        at = [counters.counts(storage)]
         loss = system.forward(batch)
         losses.append(loss.item())
-        at.append(process.counts(storage))
+        at.append(counters.counts(storage))
         # A loss that is too large for 16-bit gradients, where the workload wants to see what then happens.
         overflows = work.overflow and index == OVERFLOWING_STEP
         system.backward(loss * OVERFLOW_FACTOR if overflows else loss)
-        at.append(process.counts(storage))
+        at.append(counters.counts(storage))
         del loss
         system.update()
-        at.append(process.counts(storage))
+        at.append(counters.counts(storage))
         if not math.isfinite(losses[-1]):
             raise ValueError(f"the loss of step {index} is {losses[-1]}")
         if index >= order["warm"]:

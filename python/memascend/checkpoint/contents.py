@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from memascend.distributed.row_transfer import StoppedError
+from memascend.distributed.groups import StoppedError
+from memascend.distributed.rows import blocks_of, is_in_blocks
 from memascend.errors import ConfigError
 from memascend.storage import decode_state, master_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from memascend.distributed.row_transfer import Line
+    from memascend.distributed.groups import Line
     from memascend.distributed.rows import Rows
     from memascend.storage import Part, Store
 
@@ -24,21 +25,9 @@ if TYPE_CHECKING:
 
 # Of a compact master: what is not written, since the master is.
 _MASTER_PARTS = frozenset({"rest", "rounded_up"})
-
-
-_ABSMAX = "_absmax"
-
-
 _KINDS = (frozenset({"exp_avg", "exp_avg_sq"}), frozenset({"momentum_buffer"}))
-
-
 _WIDTHS = {torch.float32: "", torch.bfloat16: "bf16", torch.uint8: "8bit"}
-
-
 _WORDS = {"": "32 bits", "bf16": "bfloat16", "8bit": "8 bits"}
-
-
-_BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -69,14 +58,14 @@ class StateForm:
 
 def form_of(tensors: Mapping[str, torch.Tensor], shape: torch.Size) -> StateForm | None:
     """The form of state that can be converted, from its tensors, which may be on meta; None where it is another."""
-    names = {of for of in tensors if of != "master" and not of.endswith(_ABSMAX)}
+    names = {of for of in tensors if of != "master" and not is_in_blocks(of)}
     widths = {_WIDTHS.get(tensors[of].dtype) for of in names}
     if names not in _KINDS or len(widths) != 1 or None in widths:
         return None
     width = str(widths.pop())
     wanted = dict.fromkeys(names, shape)
     if width == "8bit":
-        wanted |= {of + _ABSMAX: torch.Size([-(-shape.numel() // _BLOCK)]) for of in names}
+        wanted |= {f"{of}_absmax": blocks_of(shape) for of in names}
     if "master" in tensors:
         wanted["master"] = shape
     wide = [of for of in wanted if of not in names]
@@ -159,8 +148,8 @@ class RankContents(Contents, Protocol):
 class StoreContents:
     """What the last commit of a store left."""
 
-    def __init__(self, store: Store, trained: Collection[str]) -> None:
-        """`trained` are the names of the parameters that the optimizer updates.
+    def __init__(self, store: Store, trained: Collection[str], *, values_alone: bool = False) -> None:
+        """`trained` are the names of the parameters that the optimizer updates; `values_alone` leaves state out.
 
         Raises:
             ConfigError: the optimizer's state has a name that is taken.
@@ -169,11 +158,14 @@ class StoreContents:
         self._stored = store.entries()
         self._by_name = {entry["name"]: entry for entry in self._stored}
         self._trained = trained
-        self.has_formats = any(_in_fewer_bits(entry) for entry in self._stored)
+        self._values_alone = values_alone
+        self.has_formats = not values_alone and any(map(_in_fewer_bits, self._stored))
         self.entries = [self._content(entry) for entry in self._stored]
 
     def _content(self, entry: Mapping[str, Any]) -> Content:
         name = entry["name"]
+        if self._values_alone:
+            return Content(name, _meta(entry["dtype"], entry["shape"]), {})
         stored = {of: _meta(dtype, shape) for of, dtype, shape in entry["state"]}
         # A compact entry's rest is written as the master that it belongs to.
         state = plain_tensors(stored)
@@ -182,7 +174,7 @@ class StoreContents:
                 raise ConfigError(f"the optimizer keeps state called 'updates' for {name!r}, which cannot be saved")
             state[UPDATES] = _meta("int64", [])
         # Blocks are counted as the elements lie, which is not told by row-major tensors.
-        in_blocks = entry["order"] is not None and any(of.endswith("_absmax") for of in stored)
+        in_blocks = entry["order"] is not None and any(map(is_in_blocks, stored))
         return Content(name, _meta(entry["dtype"], entry["shape"]), state, list(entry["order"]) if in_blocks else None)
 
     def read(self, put: Put) -> None:
@@ -206,6 +198,8 @@ class StoreContents:
 
     def read_entries(self, names: list[str], put: Put) -> None:
         """Walk over some entries that are row-major, or over a single one."""
+        if self._values_alone:
+            put = _without_state(put)
 
         def visit(name: str, parts: list[Part]) -> None:
             found = {part.of: part for part in parts}
@@ -230,24 +224,6 @@ class StoreContents:
         for name in names:
             if name in self._trained:
                 put(name, UPDATES, 0, torch.tensor(self._by_name[name]["step"]))
-
-
-class WeightContents:
-    """The values alone of what a store has."""
-
-    has_formats = False
-
-    def __init__(self, whole: StoreContents) -> None:
-        self._whole = whole
-        self.entries = [Content(entry.name, entry.values, {}) for entry in whole.entries]
-
-    def read(self, put: Put) -> None:
-        """Walk over all of it."""
-        self._whole.read(_without_state(put))
-
-    def read_entries(self, names: list[str], put: Put) -> None:
-        """Walk over some entries that are row-major, or over a single one."""
-        self._whole.read_entries(names, _without_state(put))
 
 
 def _without_state(put: Put) -> Put:

@@ -36,14 +36,8 @@ def file_errors(path: Path, what: str) -> Iterator[None]:
 
 
 _AT_FDCWD = -100
-
-
 _RENAME_EXCHANGE = 2
-
-
 _MARK = ".memascend-saving"
-
-
 # Others may put what is at the temporary name into its place, or remove it, between two looks.
 _ATTEMPTS = 16
 
@@ -155,19 +149,11 @@ DTYPES = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-
-
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
 # Of one file, unless a single tensor is larger; what file systems, caches and downloads like.
 FILE_BYTES_MAX = 4 << 30
-
-
 # Bytes that may wait in the page cache before they are sent to the device.
 _FLUSH_BYTES = 256 << 20
-
-
 _ALIGN = 64
 
 
@@ -298,6 +284,14 @@ class Matched:
     named: dict[str, str]  # by the names in the files, those that the model has for the same, first or tied
 
 
+def each_buffer(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
+    """Every buffer of a model at each of its places: its name, its module and its name there, and itself."""
+    for prefix, module in model.named_modules():
+        for short, tensor in module._buffers.items():  # noqa: SLF001
+            if tensor is not None:
+                yield f"{prefix}.{short}" if prefix else short, module, short, tensor
+
+
 class Names:
     """All names of a model's tensors; a tied one's first name stands for it."""
 
@@ -315,16 +309,12 @@ class Names:
             self._first[name] = seen.setdefault(id(parameter), name)
             if self._first[name] != name:
                 self.tied[name] = self._first[name]
-        for prefix, module in model.named_modules():
-            for short, buffer in module._buffers.items():  # noqa: SLF001
-                if buffer is None:
-                    continue
-                name = f"{prefix}.{short}" if prefix else short
-                self._first[name] = seen.setdefault(id(buffer), name)
-                if short in module._non_persistent_buffers_set:  # noqa: SLF001
-                    self._unsaved.add(name)
-                elif self._first[name] != name:
-                    self.tied[name] = self._first[name]
+        for name, module, short, buffer in each_buffer(model):
+            self._first[name] = seen.setdefault(id(buffer), name)
+            if short in module._non_persistent_buffers_set:  # noqa: SLF001
+                self._unsaved.add(name)
+            elif self._first[name] != name:
+                self.tied[name] = self._first[name]
 
     def matched(self, keys: Collection[str]) -> Matched:
         """Match the names in files: as they are, or with a prefix more or less, whichever leaves fewest over."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from memascend.checkpoint.files import Names
+from memascend.checkpoint.files import Names, each_buffer
 from memascend.distributed.rows import Partition
 from memascend.errors import ConfigError
 from memascend.params.offloaded_param import dense_strides, laid_out
@@ -300,11 +300,8 @@ class MetaBuffers:
         # By the tensor on meta: its names, where it stands, whether it is saved.
         self._places: dict[int, list[tuple[str, torch.nn.Module, str, bool]]] = {}
         self._old: dict[int, torch.Tensor] = {}
-        for prefix, module in model.named_modules():
-            for short, tensor in module._buffers.items():  # noqa: SLF001
-                if tensor is None or not tensor.is_meta:
-                    continue
-                name = f"{prefix}.{short}" if prefix else short
+        for name, module, short, tensor in each_buffer(model):
+            if tensor.is_meta:
                 saved = short not in module._non_persistent_buffers_set  # noqa: SLF001
                 self._places.setdefault(id(tensor), []).append((name, module, short, saved))
                 self._old[id(tensor)] = tensor
@@ -589,12 +586,10 @@ def persistent_buffers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Modul
     """Each persistent buffer once: its name, its module and its name there."""
     seen: set[int] = set()
     found = []
-    for prefix, module in model.named_modules():
-        for short, tensor in module._buffers.items():  # noqa: SLF001
-            if tensor is None or short in module._non_persistent_buffers_set or id(tensor) in seen:  # noqa: SLF001
-                continue
+    for name, module, short, tensor in each_buffer(model):
+        if short not in module._non_persistent_buffers_set and id(tensor) not in seen:  # noqa: SLF001
             seen.add(id(tensor))
-            found.append((f"{prefix}.{short}" if prefix else short, module, short))
+            found.append((name, module, short))
     return found
 
 
@@ -602,11 +597,9 @@ def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
     """Let all buffers of a model, persistent or not, be on a device: all of them, or with an exception none."""
     moved: dict[int, torch.Tensor] = {}
     places = []
-    for module in model.modules():
-        for name, tensor in module._buffers.items():  # noqa: SLF001
-            if tensor is not None:
-                if id(tensor) not in moved:
-                    moved[id(tensor)] = tensor.to(device)
-                places.append((module, name, tensor))
-    for module, name, tensor in places:
-        module._buffers[name] = moved[id(tensor)]  # noqa: SLF001
+    for _, module, short, tensor in each_buffer(model):
+        if id(tensor) not in moved:
+            moved[id(tensor)] = tensor.to(device)
+        places.append((module, short, tensor))
+    for module, short, tensor in places:
+        module._buffers[short] = moved[id(tensor)]  # noqa: SLF001

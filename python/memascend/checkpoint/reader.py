@@ -13,7 +13,7 @@ from memascend.checkpoint.contents import StateForm, conversion_warning, form_of
 from memascend.checkpoint.files import Names, file_errors
 from memascend.checkpoint.init import FirstValue, as_laid
 from memascend.checkpoint.weights import WeightFiles
-from memascend.distributed.rows import Partition
+from memascend.distributed.rows import Partition, is_in_blocks
 from memascend.errors import ConfigError, CorruptionError, MemascendError
 from memascend.optim.members import is_roster, title_of
 from memascend.params.offloaded_param import dense_strides
@@ -30,25 +30,13 @@ if TYPE_CHECKING:
 
 # In the checkpoint's folder: what is ours, out of the way of tools that take every safetensors file for weights.
 FOLDER = "memascend"
-
-
 MANIFEST = "manifest.json"
-
-
 FORMAT = "memascend checkpoint"
-
-
 VERSION = 1
-
-
 # Where moments are in formats of fewer bits, which version 1 does not have.
 VERSION_OF_FORMATS = 2
-
-
 # A million tensors need less.
 _MANIFEST_BYTES_MAX = 256 << 20
-
-
 _READ_BYTES = 8 << 20
 
 
@@ -349,7 +337,7 @@ class CheckpointValues:
 
     def _own_order(self, name: str) -> list[int] | None:
         """The same of the run's, where it has blocks."""
-        if not any(of.endswith("_absmax") for of in self._kept(name)):
+        if not any(map(is_in_blocks, self._kept(name))):
             return self._order_of(name)
         parameter = self._named[name]
         strides = dense_strides(parameter)

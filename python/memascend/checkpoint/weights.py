@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -19,6 +18,7 @@ from memascend.tensors import same_bits
 from memascend.text import expanded, listed
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from memascend.checkpoint.files import Matched, Names
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 # What transformers does to experts that a model has as one parameter, and to several such that it has as one.
 _STACKED = [("MergeModulelist", 0)]
-
-
 _JOINED = [("Concatenate", 1)]
 
 
@@ -111,20 +109,18 @@ def convert_names(model: torch.nn.Module, sources: Mapping[str, WeightTensor]) -
     Raises:
         ConfigError: transformers cannot convert them.
     """
-    renamings, converters = _conversions(model)
-    if not renamings and not converters:
+    rename, converters = _renaming(model)
+    if rename is None:
         return None
-    from transformers.core_model_loading import dot_natural_key, rename_source_key
+    from transformers.core_model_loading import dot_natural_key
 
     of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    own = _names(model)
-    prefix = getattr(model, "base_model_prefix", None)
     config = getattr(model, "config", None)
     found: dict[str, WeightTensor] = {}
     layers: dict[str, list[_Named]] = {}
     # Experts by their numbers.
     for key in sorted(sources, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, own)
+        name, pattern = rename(key)
         if pattern is None:
             found[name] = sources[key]
         else:
@@ -144,36 +140,35 @@ def convert_names(model: torch.nn.Module, sources: Mapping[str, WeightTensor]) -
 
 def misread_names(model: torch.nn.Module) -> list[str]:
     """Names of the model that transformers takes for others, where it finds them in a file."""
-    renamings, converters = _conversions(model)
-    if not renamings and not converters:
-        return []
-    from transformers.core_model_loading import rename_source_key
-
-    own = _names(model)
-    prefix = getattr(model, "base_model_prefix", None)
-    return [name for name in own if rename_source_key(name, renamings, converters, prefix, own) != (name, None)]
+    rename, _ = _renaming(model)
+    return [] if rename is None else [name for name in _names(model) if rename(name) != (name, None)]
 
 
-def _conversions(model: torch.nn.Module) -> tuple[list[Any], list[Any]]:
-    """What transformers does to the names, and to the tensors, of a file for a model of its own."""
+def _renaming(model: torch.nn.Module) -> tuple[Callable[[str], tuple[str, str | None]] | None, list[Any]]:
+    """How transformers renames what a file has for a model of its own (None: not at all), and its converters.
+
+    Beside the new name is the pattern of the converter that is given the tensor, if one is.
+    """
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
-        return [], []
+        return None, []
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     except ImportError:
         # Versions that load files as they are.
-        return [], []
+        return None, []
     found = get_model_conversion_mapping(model)
-    return (
-        [each for each in found if isinstance(each, WeightRenaming)],
-        [each for each in found if isinstance(each, WeightConverter)],
-    )
+    renamings = [each for each in found if isinstance(each, WeightRenaming)]
+    converters = [each for each in found if isinstance(each, WeightConverter)]
+    if not renamings and not converters:
+        return None, []
+    own, prefix = dict.fromkeys(_names(model), True), getattr(model, "base_model_prefix", None)
+    return lambda key: rename_source_key(key, renamings, converters, prefix, own), converters
 
 
-def _names(model: torch.nn.Module) -> dict[str, bool]:
-    return {name: True for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+def _names(model: torch.nn.Module) -> list[str]:
+    return [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
 
 
 def _on_meta(source: WeightTensor) -> torch.Tensor:
@@ -183,8 +178,6 @@ def _on_meta(source: WeightTensor) -> torch.Tensor:
 
 # Where torch says, in the header of each file, at which element in each dimension the parts in it begin.
 _METADATA = "DCP_SHARDING_INFO"
-
-
 # Where a part begins, how large it is, and itself.
 _Part = tuple[tuple[int, ...], tuple[int, ...], "WeightTensor"]
 
@@ -214,16 +207,12 @@ def part_offsets(file: Any, path: Path) -> dict[str, tuple[int, ...]] | None:
     return found
 
 
-def joined_tensors(parts: Mapping[str, Sequence[tuple[tuple[int, ...], WeightTensor]]], path: Path) -> dict[str, Any]:
-    """Whole tensors by name, of all their parts and where these begin.
+def _joined(key: str, found: Sequence[tuple[tuple[int, ...], WeightTensor]], path: Path) -> WeightTensor:
+    """The whole tensor, of all its parts and where these begin.
 
     Raises:
         ConfigError: parts are missing, overlap or differ in dtype.
     """
-    return {key: _joined(key, found, path) for key, found in parts.items()}
-
-
-def _joined(key: str, found: Sequence[tuple[tuple[int, ...], WeightTensor]], path: Path) -> WeightTensor:
     sized = [(at, tensor.described()[1], tensor) for at, tensor in found]
     # Ranks that have no row of a tensor write an empty part.
     parts = [part for part in sized if math.prod(part[1])] or sized[:1]
@@ -274,11 +263,7 @@ class _JoinedTensor:
 
 
 _INDEX = "model.safetensors.index.json"
-
-
 _SINGLE = "model.safetensors"
-
-
 # An index of a million tensors is smaller.
 _INDEX_BYTES_MAX = 256 << 20
 
@@ -296,17 +281,9 @@ class Weights(Protocol):
         """The values of one parameter or buffer."""
 
 
-def open_weights(weights: Any) -> Weights:
-    """What `offload(weights=)` was given.
-
-    Raises:
-        ConfigError: it is neither a file, a folder nor a function.
-    """
-    if isinstance(weights, (str, os.PathLike)):
-        return WeightFiles(Path(expanded(weights)))
-    if callable(weights):
-        return WeightFunction(weights)
-    raise ConfigError(f"weights is a safetensors file, a folder of them, or a function, not {weights!r}")
+def open_weights(weights: str | os.PathLike[str] | Callable[[str, torch.Tensor], torch.Tensor]) -> Weights:
+    """What `offload(weights=)` was given, which its options have checked."""
+    return WeightFunction(weights) if callable(weights) else WeightFiles(Path(expanded(weights)))
 
 
 class WeightFunction:
@@ -343,36 +320,34 @@ class WeightFiles:
             ConfigError: there are no safetensors, or not all of them.
             CorruptionError: a file is damaged or cut short.
         """
-        self._open(path, _files(path))
+        self._read(path, _files(path))
 
     @classmethod
     def of(cls, files: list[Path]) -> Self:
         """All tensors of these files."""
         made = cls.__new__(cls)
-        made._open(files[0].parent, dict.fromkeys(files))  # noqa: SLF001
+        made._read(files[0].parent, [_File(file) for file in files])  # noqa: SLF001
         return made
 
-    def _open(self, path: Path, files: Mapping[Path, list[str] | None]) -> None:
+    def _read(self, path: Path, files: Sequence[_File]) -> None:
         self.path = path
         # By the name in the files, or the one that transformers gives it.
         self._where: dict[str, WeightTensor] = {}
         # The name in the files, by ours.
         self._of: dict[str, str] = {}
         parts: dict[str, list[tuple[tuple[int, ...], WeightTensor]]] = {}
-        for file, keys in files.items():
-            opened = _opened(file)
-            held = set(opened.keys())
-            lost = [key for key in keys or () if key not in held]
+        for file in files:
+            held = set(file.opened.keys())
+            lost = [key for key in file.keys or () if key not in held]
             if lost:
-                raise ConfigError(f"{path} says that {lost[0]!r} is in {file.name}, and it is not")
-            tensors = {key: _FileTensor(opened, key) for key in (held if keys is None else keys)}
-            offsets = part_offsets(opened, file)
-            if offsets is None:
+                raise ConfigError(f"{path} says that {lost[0]!r} is in {file.path.name}, and it is not")
+            tensors = {key: _FileTensor(file.opened, key) for key in (held if file.keys is None else file.keys)}
+            if file.offsets is None:
                 self._where.update(tensors)
                 continue
             for key, tensor in tensors.items():
-                parts.setdefault(key, []).append((offsets[key], tensor))
-        self._where.update(joined_tensors(parts, path))
+                parts.setdefault(key, []).append((file.offsets[key], tensor))
+        self._where.update({key: _joined(key, found, path) for key, found in parts.items()})
 
     @property
     def keys(self) -> list[str]:
@@ -421,7 +396,7 @@ class WeightFiles:
     def _untied(self, found: Matched, wanted: Collection[str]) -> list[tuple[str, str]]:
         """Names in the files that are one in the model, and differ."""
         pairs = [(keys[0], key) for name, keys in found.of.items() if name in wanted for key in keys[1:]]
-        return [(first, other) for first, other in pairs if not self._same(first, other)]
+        return [(first, other) for first, other in pairs if not same_bits(self.at(first), self.at(other))]
 
     def has(self, name: str) -> bool:
         """Whether the files have it; after `check`."""
@@ -441,9 +416,6 @@ class WeightFiles:
     def described(self, key: str) -> tuple[torch.dtype | None, tuple[int, ...]]:
         """Dtype and shape of a tensor by its name in the files."""
         return self._where[key].described()
-
-    def _same(self, key: str, other: str) -> bool:
-        return same_bits(self.at(key), self.at(other))
 
 
 class _FileTensor:
@@ -465,25 +437,40 @@ class _FileTensor:
         return values.clone() if values.data_ptr() % values.element_size() else values
 
 
-def _files(path: Path) -> dict[Path, list[str] | None]:
-    """The files to open, and which tensors of each; None for all of them."""
+class _File:
+    """An open file, which of its tensors are meant (None: all), and where parts of tensors in it begin, if it says."""
+
+    def __init__(self, path: Path, keys: list[str] | None = None) -> None:
+        self.path = path
+        self.keys = keys
+        self.opened = _opened(path)
+        self.offsets = part_offsets(self.opened, path)
+
+
+def _files(path: Path) -> list[_File]:
     if path.is_file() and path.name.endswith(".index.json"):
         return _indexed(path)
     if path.is_file():
-        return {path: None}
+        return [_File(path)]
     if not path.is_dir():
         raise ConfigError(f"weights={str(path)!r} is {'neither a file nor a folder' if path.exists() else 'not there'}")
     if (path / _INDEX).is_file():
         return _indexed(path / _INDEX)
     if (path / _SINGLE).is_file():
-        return {path / _SINGLE: None}
+        return [_File(path / _SINGLE)]
     indexes = sorted(path.glob("*.safetensors.index.json"))
     files = sorted(path.glob("*.safetensors"))
     if len(indexes) == 1:
         return _indexed(indexes[0])
     # Ranks that each wrote a file leave no index.
-    if len(files) == 1 or (files and all(part_offsets(_opened(file), file) is not None for file in files)):
-        return dict.fromkeys(files)
+    found: list[_File] = []
+    for file in files:
+        found.append(_File(file))
+        if len(files) > 1 and found[-1].offsets is None:
+            break
+    else:
+        if found:
+            return found
     raise _without_weights(path, files)
 
 
@@ -501,7 +488,7 @@ def _without_weights(path: Path, files: list[Path]) -> ConfigError:
     return ConfigError(what)
 
 
-def _indexed(index: Path) -> dict[Path, list[str] | None]:
+def _indexed(index: Path) -> list[_File]:
     with file_errors(index, "cannot be read"):
         _require_file(index)
         if index.stat().st_size > _INDEX_BYTES_MAX:
@@ -517,11 +504,10 @@ def _indexed(index: Path) -> dict[Path, list[str] | None]:
     keys: dict[Path, list[str]] = {}
     for key, file in places.items():
         keys.setdefault(index.parent / file, []).append(key)
-    files: dict[Path, list[str] | None] = {**keys}
-    missing = [file.name for file in files if not file.is_file()]
+    missing = [file.name for file in keys if not file.is_file()]
     if missing:
         raise ConfigError(_problem(f"{index.parent} misses files that its index names", missing))
-    return files
+    return [_File(file, own) for file, own in keys.items()]
 
 
 def _opened(file: Path) -> Any:

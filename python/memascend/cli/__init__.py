@@ -1,4 +1,12 @@
-"""The command line: one module for each command, imported when it is called."""
+"""The command line: one module or folder for each command, imported when it is called.
+
+Invariant: `--help` of every command is there without torch; what a command needs is imported in functions. A command
+ends with 0 (fine), 1 (a named problem) or 2 (wrong usage), and with `--json` prints one JSON value for programs.
+
+`train` has the loop, `plan` answers before there is a run, `store` and `doctor` look, `demo` and `bench` compare.
+The commands never do what `offload()` and its optimizer do not offer to everybody, and never change a store that they
+only look at.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memascend import memory
-from memascend.cli.storage import Finding, examine_ring, examine_storage
+from memascend.cli.storage import Finding, examine_ring, examine_storage, registration_of
 from memascend.errors import MemascendError
 from memascend.text import bytes_shown, table
 
@@ -34,14 +34,7 @@ def examine_registration() -> Finding:
     except MemascendError as error:
         return Finding(subject=subject, found="no memory for it", verdict="fails", advice=str(error))
     with region:
-        if region.pinned == "cuda":
-            return Finding(subject=subject, found="possible")
-        return Finding(
-            subject=subject,
-            found=f"refused; {region.pinned or 'nothing'} instead",
-            verdict="slower",
-            advice=f"{region.why_not}; {memory.UNREGISTERED}",
-        )
+        return registration_of(region, subject, "possible")
 
 
 # The instruction sets that the kernels are written for, widest first, as /proc/cpuinfo names them.
@@ -65,8 +58,7 @@ def run(options: argparse.Namespace) -> int:
     if options.gpu:
         from memascend.cli import gpu_check
 
-        options.output = options.output or _GPU_FILE
-        return gpu_check.run(options)
+        return gpu_check.run(Path(options.output or _GPU_FILE), as_json=options.json)
     if options.output is not None:
         raise argparse.ArgumentError(None, "--output is the file that --gpu writes: give both, or neither")
     findings = list(examine(options.storage))

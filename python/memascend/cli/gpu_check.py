@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from memascend import kernels, memory
-from memascend.cli.storage import Finding
+from memascend.cli.storage import Finding, registration_of
 from memascend.memory import Region
 from memascend.session.offload import offload
 from memascend.tensors import rounded, same_bits, total
 from memascend.text import table
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable, Iterator, Sequence
 
 _PINNED_BYTES = 256 << 20
@@ -38,19 +37,17 @@ _SIZES = (1, 2047, 2049, 32_769, 1_000_003)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDTH, _BLOCKS, _BATCH, _STEPS = 256, 4, 64, 4
 _LR, _BETAS, _EPS, _DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.1
-
 Figures = dict[str, Any]
 Waits = Literal["fused", "ssd", "ram"]
 
 
-def run(options: argparse.Namespace) -> int:
+def run(output: Path, *, as_json: bool) -> int:
     """Check the first device, print what was found, and write the file; 2 where there is no device, 1 for a failure."""
     # Before the context is made: cuBLAS takes what it says for the same bits in each run.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if (missing := _missing()) is not None:
         print(f"memascend doctor --gpu: {missing}; nothing was checked, and nothing written", file=sys.stderr)
         return 2
-    output = Path(options.output)
     if not output.parent.is_dir():
         print(f"memascend doctor --gpu: there is no folder {output.parent} for --output", file=sys.stderr)
         return 2
@@ -60,8 +57,8 @@ def run(options: argparse.Namespace) -> int:
     partial = output.with_name(f".{output.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(output)
-    print(text if options.json else shown(report), end="")
-    print(f"{output}: attach this file to a report", file=sys.stderr if options.json else sys.stdout)
+    print(text if as_json else shown(report), end="")
+    print(f"{output}: attach this file to a report", file=sys.stderr if as_json else sys.stdout)
     return 0 if report["ok"] else 1
 
 
@@ -158,19 +155,8 @@ def _pinning(device: torch.device) -> Iterator[tuple[Finding, Figures]]:
     with Region(_PINNED_BYTES, owner="doctor") as region:
         seconds = time.perf_counter() - began
         figures = {"pinned": region.pinned, "why_not": region.why_not, "bytes": _PINNED_BYTES, "seconds": seconds}
-        rate = _PINNED_BYTES / seconds / 1e9
-        if region.pinned == "cuda":
-            yield Finding(subject="pinning", found=f"registered with CUDA, {rate:.1f} GB/s"), figures
-            return
-        yield (
-            Finding(
-                subject="pinning",
-                found=f"refused; {region.pinned or 'nothing'} instead",
-                verdict="slower",
-                advice=f"{region.why_not}; {memory.UNREGISTERED}",
-            ),
-            figures,
-        )
+        found = f"registered with CUDA, {_PINNED_BYTES / seconds / 1e9:.1f} GB/s"
+        yield registration_of(region, "pinning", found), figures
 
 
 def _copies(device: torch.device) -> Iterator[tuple[Finding, Figures]]:

@@ -34,6 +34,18 @@ class Finding:
     advice: str = ""
 
 
+def registration_of(region: memory.Region, subject: str, found: str) -> Finding:
+    """Whether CUDA took a region that was made in a process with its context; `found` is said where it did."""
+    if region.pinned == "cuda":
+        return Finding(subject=subject, found=found)
+    return Finding(
+        subject=subject,
+        found=f"refused; {region.pinned or 'nothing'} instead",
+        verdict="slower",
+        advice=f"{region.why_not}; {memory.UNREGISTERED}",
+    )
+
+
 Pattern = Literal["read", "write", "mixed"]
 
 
@@ -106,19 +118,11 @@ def _cpu_seconds() -> float:
 
 # What is written and read to see the speed: enough to leave a drive's own cache behind a little, gone in seconds.
 _TRIAL_BYTES = 512 << 20
-
-
 _TRIAL_SECONDS = 1.5
-
-
 # The transfer that every disk measured was fastest with.
 _BLOCK_BYTES, _DEPTH = 1 << 20, 8
-
-
 # Below this a step of a small model takes minutes.
 _SLOW_GB_PER_SECOND = 0.5
-
-
 # File systems without a disk.
 _MEMORY = {"tmpfs", "ramfs"}
 
@@ -156,14 +160,11 @@ def _fails(path: Path, advice: str) -> Finding:
 
 
 def _folder(path: Path, folder: Path) -> Iterator[Finding]:
-    kind = file_system(folder)
-    room = os.statvfs(folder)
-    free = room.f_bavail * room.f_frsize
+    kind, (free, trial) = file_system(folder), _room(folder)
     if kind in _MEMORY:
         yield _fails(path, f"{folder} is a {kind}, which lives in RAM and so defeats offloading; choose a disk")
         return
     yield Finding(subject="storage", found=f"{path}, {kind}, {bytes_shown(free)} free")
-    trial = min(_TRIAL_BYTES, free // 4) // _BLOCK_BYTES * _BLOCK_BYTES
     if trial == 0:
         yield Finding(
             subject="room", found=bytes_shown(free), verdict="fails", advice="free some, or choose another disk"
@@ -177,6 +178,13 @@ def _folder(path: Path, folder: Path) -> Iterator[Finding]:
                 yield from _speed(volume, write=True)
         except MemascendError as error:
             yield Finding(subject="storage trial", found="failed", verdict="fails", advice=str(error))
+
+
+def _room(folder: Path) -> tuple[int, int]:
+    """Bytes that are free there, and how many of them a trial takes."""
+    room = os.statvfs(folder)
+    free = room.f_bavail * room.f_frsize
+    return free, min(_TRIAL_BYTES, free // 4) // _BLOCK_BYTES * _BLOCK_BYTES
 
 
 def _device(path: Path) -> Iterator[Finding]:
@@ -220,11 +228,6 @@ def _measured(volume: Volume, patterns: Sequence[Pattern]) -> dict[str, Speed]:
     return speeds
 
 
-def bandwidth(path: Path) -> dict[str, float]:
-    """GB/s where `path` is, as `speeds_at` measures them."""
-    return {pattern: speed.gb_per_second for pattern, speed in speeds_at(path).items()}
-
-
 def speeds_at(path: Path) -> dict[str, Speed]:
     """Where `path` is, of reads, of writes, and of both in turn ("mixed"); of a raw device of reads alone.
 
@@ -239,8 +242,7 @@ def speeds_at(path: Path) -> dict[str, Speed]:
         raise StorageError(f"{folder} does not exist: make it")
     if file_system(folder) in _MEMORY:
         raise StorageError(f"{folder} lives in RAM, which defeats offloading; choose a disk")
-    room = os.statvfs(folder)
-    trial = min(_TRIAL_BYTES, room.f_bavail * room.f_frsize // 4) // _BLOCK_BYTES * _BLOCK_BYTES
+    _, trial = _room(folder)
     if trial == 0:
         raise StorageError(f"{folder} is full: free disk space, or choose another disk")
     with (

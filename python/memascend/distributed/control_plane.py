@@ -7,284 +7,82 @@ import hashlib
 import json
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import distributed
 
-from memascend.errors import RankError
+from memascend.distributed.groups import Line, at_fault, left_by, let_go, make_group
+from memascend.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
+    from memascend.errors import MemascendError
     from memascend.storage import Store
     from memascend.storage.store import CommitOfRank
 
 
-_Answer = TypeVar("_Answer")
-
-
-# How often who waits for others looks for them.
-_LOOK_SECONDS = 0.01
-
-
-# How long those that did not meet are waited for, of all the time: each has waited as long as the others.
-_PART_AFTER = 0.25
-
-
-_SECONDS_AFTER_MAX = 5.0
-
-
-# How long the word of a rank is waited for that may just have left; one that died sends none.
-_WORD_SECONDS = 0.5
-
-
-# The number of ranks of which each has one other.
-_PAIR = 2
-
-
-# What a rank says that has met all others.
-_MADE = "made"
-
-
-class _Next:
-    """The number of the group that is made next; all ranks count alike."""
-
-    number = 0
-
-
-def make_group(timeout: float, ranks: Sequence[int] | None = None) -> Any:
-    """A group; all ranks make it together.
-
-    gloo does not say who is missing, so the ranks look for each other first, over the store that torch's own group was
-    made with, and once more where they did not meet all the same.
-
-    Args:
-        timeout: seconds that one waits for another, those included in which they look for who is missing.
-        ranks: in their order; None: all.
-
-    Raises:
-        RankError: they do not meet; it names who is missing, unless the store is gone, too.
-    """
-    members = None if ranks is None else list(ranks)
-    number, group, why = _Next.number, None, "it did not come"
-    _Next.number += 1
-    after = min(timeout * _PART_AFTER, _SECONDS_AFTER_MAX)
-    missing: tuple[int, ...] = ()
-    try:
-        missing = _missing(number, "begins", "here", timeout)
-        until = time.monotonic() + timeout
-        if not missing:
-            group, why = _met(members, timeout - after)
-            # One that has met all others may be ahead of one that waits for who died.
-            seconds = max(after, until - time.monotonic())
-            missing = _missing(number, "ends", why if group is None else _MADE, seconds)
-            if not missing and _all_said(number, "ends", _MADE):
-                return group
-    except RuntimeError as error:
-        why = f"{why}; the store of the process group does not answer: {str(error).splitlines()[0][:200]}"
-    let_go(group)
-    left_by(missing)
-    named = ", ".join(f"rank {rank}" for rank in missing) or "a rank"
-    raise RankError(
-        f"{named} is gone, or did not come within {timeout:g} s, before all ranks could talk; nothing was changed "
-        f"({why})",
-        ranks=missing,
-    )
-
-
-def left_by(blamed: Iterable[int]) -> None:
-    """Say that this rank takes part in nothing any more, because of others: who waits for it in vain names those."""
-    key, said = _left(_Next.number, distributed.get_rank()), json.dumps(sorted(blamed))
-    # Where the store is gone nobody waits.
-    with contextlib.suppress(RuntimeError):
-        _answered(lambda: _store().set(key, said), 2 * _WORD_SECONDS)
-
-
-def at_fault(missing: Iterable[int], number: int | None = None) -> tuple[int, ...]:
-    """Of ranks that are missing those that did not leave because of others, and those because of whom the rest left.
-
-    Call `left_by()` first, where others may ask the same about this one.
-
-    Args:
-        missing: there is one at least.
-        number: of the group for which they were waited; None: of the next, for ranks that talk in one they have.
-    """
-    gone, own = {*missing}, distributed.get_rank()
-    if distributed.get_world_size() == _PAIR:
-        # There is nobody else.
-        return tuple(gone)
-    asked = _Next.number if number is None else number
-    left: dict[int, list[int]] = {}
-
-    def silent() -> set[int]:
-        known = dict(left)
-        return gone.union(*known.values()) - known.keys() - {own}
-
-    def listen() -> None:
-        # Where the store is gone what is known has to do.
-        with contextlib.suppress(RuntimeError):
-            store, until = _store(), time.monotonic() + _WORD_SECONDS
-            while silent() and time.monotonic() < until:
-                for rank in silent():
-                    if store.check([_left(asked, rank)]):
-                        left[rank] = json.loads(store.get(_left(asked, rank)))
-                time.sleep(_LOOK_SECONDS)
-
-    # The store may be in a process that hangs.
-    listening = threading.Thread(target=listen, daemon=True)
-    listening.start()
-    listening.join(2 * _WORD_SECONDS)
-    return tuple(sorted(silent() or gone))
-
-
-def _met(members: list[int] | None, seconds: float) -> tuple[Any, str]:
-    """The group, or why there is none. gloo may try for several times as long as it is told."""
-    # Of whoever comes first: the group, or None, which gives it up.
-    met: dict[str, Any] = {}
-    why = f"no group within {seconds:g} s"
-
-    def make() -> None:
-        nonlocal why
-        try:
-            group = distributed.new_group(members, backend="gloo", timeout=timedelta(seconds=seconds))
-        except RuntimeError as error:
-            why = str(error).splitlines()[0][:200]
-            return
-        if met.setdefault("group", group) is not group:
-            let_go(group)
-
-    making = threading.Thread(target=make, daemon=True)
-    making.start()
-    making.join(seconds)
-    return met.setdefault("group", None), why
-
-
-def _missing(number: int, moment: str, said: str, seconds: float) -> tuple[int, ...]:
-    """The ranks that do not come to this moment of making a group within so many seconds; others hear what is said."""
-    keys, until = _keys(number, moment), time.monotonic() + seconds
-
-    def look() -> list[int]:
-        store = _store()
-        store.set(keys[distributed.get_rank()], said)
-        while not store.check(keys):
-            if time.monotonic() > until:
-                return [rank for rank, key in enumerate(keys) if not store.check([key])]
-            time.sleep(_LOOK_SECONDS)
-        return []
-
-    missing = _answered(look, seconds + _WORD_SECONDS)
-    return at_fault(missing, number) if missing else ()
-
-
-def _all_said(number: int, moment: str, said: str) -> bool:
-    keys = _keys(number, moment)
-    return _answered(lambda: all(_store().get(key) == said.encode() for key in keys), _WORD_SECONDS)
-
-
-def _answered(ask: Callable[[], _Answer], seconds: float) -> _Answer:
-    """What the store of the process group answers: it may be in a process that hangs, and then waits for ever.
-
-    Raises:
-        RuntimeError: it does not answer within so many seconds, or failed.
-    """
-    answers: list[_Answer] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            answers.append(ask())
-        except BaseException as error:  # noqa: BLE001 - it is raised where it was asked
-            errors.append(error)
-
-    asking = threading.Thread(target=run, daemon=True)
-    asking.start()
-    asking.join(seconds)
-    if errors:
-        raise errors[0]
-    if not answers:
-        raise RuntimeError(f"no answer within {seconds:g} s")
-    return answers[0]
-
-
-def _left(number: int, rank: int) -> str:
-    return f"memascend/{number}/left/{rank}"
-
-
-def _keys(number: int, moment: str) -> list[str]:
-    return [f"memascend/{number}/{moment}/{rank}" for rank in range(distributed.get_world_size())]
-
-
-def _store() -> Any:
-    return distributed.distributed_c10d._get_default_store()  # noqa: SLF001
-
-
-def let_go(group: Any) -> None:
-    """Leave a group; who waits in it for this rank waits no longer. None, and twice, are fine."""
-    if group is not None:
-        # Of what the user destroyed nothing is left.
-        with contextlib.suppress(ValueError, AssertionError):
-            distributed.destroy_process_group(group)
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's memory, as gloo moves it."""
-    return tensor.reshape(-1).view(torch.uint8)
-
-
+_T = TypeVar("_T")
 # The way on after a step that no rank has committed.
 DISCARDED = "the step is discarded on all ranks: call zero_grad() on each, and continue"
-
-
 # Bytes of a message that is sent as one: a few numbers, and the text of an error. What is longer follows.
 _MESSAGE_BYTES = 4096
-
-
 # In front of it: how many bytes there are in all.
 _LENGTH_BYTES = 8
-
-
 _TEXT_CHARACTERS_MAX = 600
-
-
 # How often a wait for others looks whether somebody pressed Ctrl-C.
 _INTERRUPT_SECONDS = 0.05
-
-
 # What is waited for at least where others took all of the time: their messages may be there.
 _SECONDS_MIN = 0.01
-
-
 _TAG = 23
-
-
 _Works = dict[int, "distributed.Work | RuntimeError | None"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one rank sends to all others as its message of one number."""
+
+    count: int  # its number
+    kind: Literal["said", "failed", "lost"]  # failed: an error on this rank; lost: the others did not come
+    about: str | None  # what it is said about; all ranks must talk of the same
+    value: Any  # a JSON value, or what happened, in words
+
+
+class Failure(NamedTuple):
+    """What ranks reported in place of what was asked."""
+
+    ranks: tuple[int, ...]  # those that failed; none where ranks lost others alone
+    reasons: str  # of each rank, in words
 
 
 class Exchange:
     """What ranks say to each other beside their computing, over a group of gloo of its own.
 
     Every rank sends to every other one, so a rank that died or hangs is known by its number. After that no message
-    counts any more: some ranks may have heard what others have not.
+    counts any more: some ranks may have heard what others have not. torch's TCPStore would not do: who waits on it for
+    a rank that died waits for all of the time.
+
+    Attributes:
+        rank: which one this is.
+        size: how many there are.
+        timeout: seconds that a rank waits for the others.
+        broken: what is raised from now on, since the ranks talk no more.
+        failure: the last that some rank reported.
     """
 
     def __init__(self, timeout: float) -> None:
-        """Make the group; all ranks do so together.
-
-        Args:
-            timeout: seconds that a rank waits for the others.
-        """
+        """Make the group; all ranks do so together."""
         self.rank = distributed.get_rank()
         self.size = distributed.get_world_size()
         self.timeout = timeout
+        self.broken: RankError | None = None
+        self.failure: Failure | None = None
         self._group: Any = make_group(timeout)
         self._others = [rank for rank in range(self.size) if rank != self.rank]
-        self.broken: RankError | None = None
-        # How often some rank told the others of a failure; of the last one, whose it was, and what was said.
-        self.failures = 0
-        self.failed: tuple[int, ...] = ()
-        self.reasons = ""
+        self._line: Line | None = None
         self._count = 0
 
     def tell(self, about: str, said: Any, *, remedy: str = DISCARDED) -> list[Any]:
@@ -299,28 +97,74 @@ class Exchange:
             RankError: a rank did not answer in time, is gone, or speaks of something else; or it failed, after which
                 they talk on.
         """
-        told = self._told({"about": about, "said": said})
-        if any(one["failed"] is not None for one in told):
-            raise RankError(f"{_named(self.failed)} failed, and {remedy} ({self.reasons})", ranks=self.failed)
-        return [one["said"] for one in told]
+        heard = self._heard("said", about, said)
+        if any(one.kind == "failed" for one in heard):
+            assert self.failure is not None
+            ranks, reasons = self.failure
+            raise RankError(f"{_named(ranks)} failed, and {remedy} ({reasons})", ranks=ranks)
+        return [one.value for one in heard]
+
+    def everyone(self, mine: Any) -> list[Any]:
+        """What each rank has found, a JSON value, in the order of ranks; all ranks ask it together."""
+        return self.tell("the findings", mine)
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on some rank."""
+        return any(self.everyone(flag))
+
+    def union(self, words: Iterable[str]) -> set[str]:
+        """What any rank says."""
+        return {word for theirs in self.everyone(sorted(words)) for word in theirs}
+
+    def together(self, do: Callable[[], _T], other: Callable[[str], MemascendError] = ConfigError) -> _T:
+        """Do what may be refused. Where one rank's is, no rank goes on, and each says whose it was.
+
+        Raises:
+            MemascendError: another rank refused; as `other` makes it.
+        """
+        known = self.failure
+        try:
+            done = do()
+            self.everyone(None)
+        except BaseException as error:
+            if self.failure is known:
+                self.fail(error)
+            elif isinstance(error, RankError) and self.rank not in error.ranks:
+                assert self.failure is not None
+                who = f"rank {error.ranks[0]} refused, and so do all ranks"
+                raise other(f"{who} ({self.failure.reasons})") from error
+            raise
+        return done
+
+    @contextlib.contextmanager
+    def part(self) -> Iterator[None]:
+        """What this rank does among others: where it fails by itself, they hear of it instead of waiting."""
+        known = self.failure
+        try:
+            yield
+        except BaseException as error:
+            if self.failure is known:
+                self.fail(error)
+            raise
 
     def fail(self, error: BaseException) -> None:
         """Tell the others what happened here, whatever they wait for; it is raised anyway, and nothing by this."""
         if self.broken is not None:
             return
         try:
-            told = self._told({"failed": shortened(error)})
+            heard = self._heard("failed", None, shortened(error))
         except RankError as others:
             error.add_note(f"the other ranks: {others}")
             return
-        if sum(one["failed"] is not None for one in told) > 1:
-            error.add_note(f"several ranks failed: {self.reasons}")
+        if sum(one.kind == "failed" for one in heard) > 1:
+            assert self.failure is not None
+            error.add_note(f"several ranks failed: {self.failure.reasons}")
 
     def lost(self, where: str, within: float) -> RankError:
         """Tell the others that they did not come, and hear within so many seconds where they are; what to raise."""
         if self.broken is None:
             try:
-                self._told({"lost": where}, within)
+                self._heard("lost", None, where, within)
             except RankError as error:
                 return error
         assert self.broken is not None
@@ -332,19 +176,34 @@ class Exchange:
             self.broken = RankError(
                 "the step ended on all ranks, and none commits any more: start all of them again, and the run resumes "
                 f"at the last step of all ({why})",
-                ranks=self.failed,
+                ranks=() if self.failure is None else self.failure.ranks,
             )
 
-    def _told(self, message: dict[str, Any], within: float | None = None) -> list[dict[str, Any]]:
+    def line(self) -> Line:
+        """How rows go to the first rank; all ranks make it together.
+
+        Raises:
+            RankError: a rank was gone when rows were gathered before.
+        """
+        if self._line is None:
+            self._line = Line(self.timeout)
+        if self._line.broken is not None:
+            raise self._line.broken
+        return self._line
+
+    def _heard(
+        self, kind: Literal["said", "failed", "lost"], about: str | None, value: Any, within: float | None = None
+    ) -> list[Message]:
         """What each rank has sent as its message of this number."""
         if self.broken is not None:
             raise self.broken
         self._count += 1
-        own = {"count": self._count, "about": None, "said": None, "failed": None, "lost": None, **message}
-        heard: dict[int, dict[str, Any]] = {}
+        own = Message(self._count, kind, about, value)
+        heard: dict[int, Message] = {self.rank: own}
+        # Of the ranks that did not take part, why.
         lost: dict[int, str] = {}
         until = time.monotonic() + (self.timeout if within is None else within)
-        talk = threading.Thread(target=self._talk, args=(_encoded(own), heard, lost, until), daemon=True)
+        talk = threading.Thread(target=self._talk, args=(_encoded(vars(own)), heard, lost, until), daemon=True)
         talk.start()
         try:
             while talk.is_alive():
@@ -352,36 +211,41 @@ class Exchange:
         except BaseException:
             self.broken = RankError(f"rank {self.rank} was interrupted while all ranks talked", ranks=(self.rank,))
             raise
-        heard[self.rank] = own
-        # Who failed, or lost the others, says so whatever they ask.
-        asked = {one["about"] for one in heard.values()} - {None}
-        strange = {
-            rank: f"it is at message {one['count']}, {one['about']!r}, and this one, {self.rank}, at {self._count}, "
-            f"{own['about']!r}: every rank must make the same calls"
-            for rank, one in heard.items()
-            if one["count"] != self._count or (len(asked) > 1 and one["about"] != own["about"])
-        }
-        if lost or strange:
-            # Others that lose this one ask because of whom, while it asks the same of those it lost.
-            left_by(lost)
-            self.broken = self._gone(lost, strange, str(own["about"] or own["lost"] or own["failed"]))
-            raise self.broken
-        said = {rank: one["failed"] or one["lost"] for rank, one in sorted(heard.items())}
-        if any(said.values()):
-            self.failures += 1
-            self.failed = tuple(rank for rank, one in sorted(heard.items()) if one["failed"] is not None)
-            told = {rank: said[rank] for rank in self.failed or said if said[rank] is not None}
-            self.reasons = "; ".join(f"rank {rank}: {words}" for rank, words in told.items())
-        if any(one["lost"] is not None for one in heard.values()):
-            self.end(self.reasons)
+        self._require_all(own, heard, lost)
+        told = {rank: one for rank, one in sorted(heard.items()) if one.kind != "said"}
+        if told:
+            failed = tuple(rank for rank, one in told.items() if one.kind == "failed")
+            reasons = "; ".join(f"rank {rank}: {told[rank].value}" for rank in failed or told)
+            self.failure = Failure(failed, reasons)
+        if any(one.kind == "lost" for one in told.values()):
+            assert self.failure is not None
+            self.end(self.failure.reasons)
             assert self.broken is not None
             raise self.broken
         return [heard[rank] for rank in range(self.size)]
 
+    def _require_all(self, own: Message, heard: dict[int, Message], lost: dict[int, str]) -> None:
+        """Talk no more where ranks are lost, or speak of something else."""
+        # Who failed, or lost the others, says so whatever they ask.
+        asked = {one.about for one in heard.values()} - {None}
+        strange = {
+            rank: f"it is at message {one.count}, {one.about!r}, and this one, {self.rank}, at {own.count}, "
+            f"{own.about!r}: every rank must make the same calls"
+            for rank, one in heard.items()
+            if one.count != own.count or (len(asked) > 1 and one.about != own.about)
+        }
+        if lost or strange:
+            # Others that lose this one ask because of whom, while it asks the same of those it lost.
+            left_by(lost)
+            self.broken = self._gone(lost, strange, str(own.about or own.value))
+            raise self.broken
+
     def close(self) -> None:
-        """Let the group go: others that still talk hear that this rank is gone."""
+        """Let all groups go: others that still talk hear that this rank is gone."""
         if self._group is None:
             return
+        if self._line is not None:
+            self._line.close()
         group, self._group = self._group, None
         self.broken = self.broken or RankError("the ranks do not talk any more: the run was closed", ranks=())
         let_go(group)
@@ -401,9 +265,7 @@ class Exchange:
             ranks=ranks,
         )
 
-    def _talk(
-        self, message: torch.Tensor, heard: dict[int, dict[str, Any]], lost: dict[int, str], until: float
-    ) -> None:
+    def _talk(self, message: torch.Tensor, heard: dict[int, Message], lost: dict[int, str], until: float) -> None:
         """Fill `heard` and `lost`; a thread of its own, as gloo's waits do not look at signals."""
         rooms = {rank: torch.empty(_MESSAGE_BYTES, dtype=torch.uint8) for rank in self._others}
         first, rest = message[:_MESSAGE_BYTES], message[_MESSAGE_BYTES:]
@@ -412,7 +274,7 @@ class Exchange:
         rests = {rank: torch.empty(length, dtype=torch.uint8) for rank, length in lengths.items() if length > 0}
         self._move(rests, dict.fromkeys(lengths, rest) if rest.numel() else {}, lost, until)
         for rank in lengths.keys() - lost.keys():
-            heard[rank] = _decoded(torch.cat([rooms[rank], *([rests[rank]] if rank in rests else [])]))
+            heard[rank] = Message(**_decoded(torch.cat([rooms[rank], *([rests[rank]] if rank in rests else [])])))
 
     def _move(
         self, into: dict[int, torch.Tensor], out: dict[int, torch.Tensor], lost: dict[int, str], until: float
@@ -431,6 +293,17 @@ class Exchange:
             return begin(memory, rank, group=self._group, tag=_TAG)
         except RuntimeError as error:
             return error
+
+
+class Alone:
+    """The only rank: what it says it hears."""
+
+    rank, size = 0, 1
+
+    def tell(self, about: str, said: Any) -> list[Any]:
+        """What each rank says; see `Exchange.tell`."""
+        del about
+        return [said]
 
 
 def _waited(work: distributed.Work | RuntimeError | None, until: float) -> str | None:
@@ -473,8 +346,6 @@ def shortened(error: BaseException) -> str:
 
 
 _IDENTITY_BYTES = 16
-
-
 # The way on after a commit of which some ranks may have the root.
 _UNKNOWN = "some ranks may have the step: start all of them again, and the run resumes at the last that all have"
 
@@ -512,12 +383,10 @@ class Agreement:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """What leads to a commit: where it fails on this rank, the others hear of it instead of waiting."""
-        known = self.exchange.failures
         try:
-            yield
-        except BaseException as error:
-            if self.exchange.failures == known:
-                self.exchange.fail(error)
+            with self.exchange.part():
+                yield
+        except BaseException:
             if self.exchange.broken is not None:
                 self._end()
             raise

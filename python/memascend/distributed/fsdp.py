@@ -17,7 +17,7 @@ from memascend.distributed.rows import Rows
 from memascend.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from memascend.params.offloaded_param import Place
@@ -25,28 +25,15 @@ if TYPE_CHECKING:
 
 
 __all__ = ["AllGather", "FsdpGroup", "FsdpParameter", "ReduceScatter", "groups_of", "reshard"]
-
-
-# What is used of torch's parameter groups, and of the parameters in them.
-_OF_GROUPS = ("fsdp_params", "modules", "mesh_info", "post_forward_mesh_info", "_reset_sharded_params")
-
-
-_OF_GROUPS_TOO = (
-    "_all_gather_comm",
-    "_reduce_scatter_comm",
-    "gradient_divide_factor",
-    "force_sum_reduction_for_comms",
+# What is used of torch's parameter groups, and of the parameters in them, that has no public name.
+_OF_GROUPS = (
+    "fsdp_params", "mesh_info", "post_forward_mesh_info", "_reset_sharded_params", "gradient_divide_factor",
     "offload_policy",
-)
-
-
-_OF_PARAMETERS = ("sharded_param", "_sharded_param_data", "padded_sharded_param_size", "sharded_size", "mp_policy")
-
-
-_OF_PARAMETERS_TOO = ("_module_info", "reset_sharded_param")
-
-
-_CALLED = ("_init_extensions", "to_sharded_dtensor")
+)  # fmt: skip
+_OF_PARAMETERS = (
+    "sharded_param", "_sharded_param_data", "padded_sharded_param_size", "sharded_size", "mp_policy", "_module_info",
+    "reset_sharded_param", "_init_extensions", "to_sharded_dtensor",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,8 +121,9 @@ class FsdpParameter:
 class FsdpGroup:
     """Parameters that are gathered and reduced together."""
 
-    name: str  # of the module, or the first of the modules, that it was made for
+    name: str  # of the module
     parameters: tuple[FsdpParameter, ...]  # in the order in which they are gathered
+    module: FSDPModule  # that it was made for, or the first of several
     _torch: Any
 
     @property
@@ -168,13 +156,13 @@ class FsdpGroup:
 
     def gather_by(self, gather: AllGather) -> None:
         """Let rows be gathered by this."""
-        self._torch._all_gather_comm = gather  # noqa: SLF001
+        self.module.set_custom_all_gather(gather)
 
     def reduce_by(self, reduction: ReduceScatter, *, sums: bool) -> None:
         """Let gradients be reduced by this; what `sums` has its sum divided after it."""
-        self._torch._reduce_scatter_comm = reduction  # noqa: SLF001
+        self.module.set_custom_reduce_scatter(reduction)
         if sums:
-            self._torch.force_sum_reduction_for_comms = True
+            self.module.set_force_sum_reduction_for_comms(enable=True)
 
     def factor_after(self, dtype: torch.dtype) -> float | None:
         """What torch divides a sum of this dtype by, after it was made; None: by nothing."""
@@ -187,11 +175,6 @@ class FsdpGroup:
         )
         after: float | None = found[1]
         return after
-
-    @property
-    def state(self) -> Any:
-        """What tells two groups apart."""
-        return self._torch
 
 
 def reshard(model: torch.nn.Module) -> None:
@@ -213,41 +196,42 @@ def groups_of(model: torch.nn.Module) -> list[FsdpGroup]:
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
-        for group in _groups_of_module(module):
-            if id(group) in seen:
-                continue
-            seen.add(id(group))
-            _require_known(group, _OF_GROUPS + _OF_GROUPS_TOO)
-            parameters = []
-            for one in group.fsdp_params:
-                _require_known(one, _OF_PARAMETERS + _OF_PARAMETERS_TOO + _CALLED)
-                leaf: Any = one.sharded_param
-                if id(leaf) not in names or not isinstance(leaf, DTensor):
-                    raise ConfigError(
-                        f"a parameter of {name or 'the model'} was replaced after fully_shard(): call offload() before "
-                        "it is, or fully_shard() after it was"
-                    )
-                if tuple(leaf.placements) != (Shard(0),):
-                    raise ConfigError(
-                        f"{names[id(leaf)]} is divided as {leaf.placements}, and offload() takes parameters whose rows "
-                        "are divided (Shard(0)) over one mesh: leave out shard_placement_fn, tensor parallelism and "
-                        "a mesh of two dimensions"
-                    )
-                parameters.append(FsdpParameter(names[id(leaf)], one.sharded_param, one))
-            found.append(FsdpGroup(name or "root", tuple(parameters), group))
+        groups = _groups_of_module(module)
+        if not groups or id(groups[0]) in seen:
+            continue
+        group = groups[0]
+        seen.add(id(group))
+        _require_known(group, _OF_GROUPS)
+        parameters = []
+        for one in group.fsdp_params:
+            _require_known(one, _OF_PARAMETERS)
+            leaf: Any = one.sharded_param
+            if id(leaf) not in names or not isinstance(leaf, DTensor):
+                raise ConfigError(
+                    f"a parameter of {name or 'the model'} was replaced after fully_shard(): call offload() before it "
+                    "is, or fully_shard() after it was"
+                )
+            if tuple(leaf.placements) != (Shard(0),) or len(groups) > 1:
+                raise ConfigError(
+                    f"{names[id(leaf)]} is divided as {leaf.placements}, and offload() takes parameters whose rows "
+                    "are divided (Shard(0)) over one mesh: leave out shard_placement_fn, tensor parallelism and "
+                    "a mesh of two dimensions"
+                )
+            parameters.append(FsdpParameter(names[id(leaf)], one.sharded_param, one))
+        found.append(FsdpGroup(name or "root", tuple(parameters), module, group))
     return found
 
 
-def _groups_of_module(module: Any) -> Iterator[Any]:
+def _groups_of_module(module: Any) -> list[Any]:
+    """What torch gathers for a module; several groups where it is divided over several meshes."""
     _require_known(module, ("_get_fsdp_state",))
     state = module._get_fsdp_state()  # noqa: SLF001
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        # Before torch 2.12 there was one at most.
-        _require_known(state, ("_fsdp_param_group",))
-        one = state._fsdp_param_group  # noqa: SLF001
-        groups = [] if one is None else [one]
-    return iter(groups)
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return groups
+    # Before torch 2.12 there was one at most.
+    _require_known(state, ("_fsdp_param_group",))
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # noqa: SLF001
 
 
 def _require_known(kept: Any, names: tuple[str, ...]) -> None:
@@ -269,25 +253,19 @@ class RowSource:
 
     def __init__(
         self,
-        name: str,
-        shape: torch.Size,
-        padded_shape: torch.Size,
-        dtype: torch.dtype,
+        sharded: FsdpParameter,
+        place: Place | None,
+        residency: Residency,
         alone: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """`padded_shape` is what each rank gives to a gather; `alone` is around what it does before."""
-        self._alone = alone
-        self.name = name
-        self.shape = shape
-        self.dtype = dtype
-        self._padded_shape = padded_shape
-        self._place: Place | None = None
-        self._residency: Residency | None = None
-
-    def connect(self, place: Place | None, residency: Residency) -> None:
-        """They come from the unit of `place`; None: this rank has no rows of it."""
+        """They come from the unit of `place`; None: this rank has none. `alone` is around what it does by itself."""
+        self.name = sharded.name
+        self.shape = sharded.shape
+        self.dtype = sharded.local.dtype
+        self._padded_shape = sharded.padded_shape
         self._place = place
         self._residency = residency
+        self._alone = alone
 
     def gathered(self, dtype: torch.dtype | None) -> torch.Tensor:
         """The rows for a gather, in `dtype`, filled up to as many as each rank gives.
@@ -300,7 +278,6 @@ class RowSource:
     def _gathered(self, dtype: torch.dtype | None) -> torch.Tensor:
         wanted = self.dtype if dtype is None or not self.dtype.is_floating_point else dtype
         residency, place = self._residency, self._place
-        assert residency is not None
         residency.units.require_open()
         residency.transfers.settle()
         if not residency.reached.computes:
@@ -324,7 +301,6 @@ class RowSource:
     def copy(self) -> torch.Tensor:
         """The rows, in an unlinked file of their own; or the memory that somebody has of them."""
         residency, place = self._residency, self._place
-        assert residency is not None
         residency.units.require_open()
         if place is None:
             return torch.empty(self.shape, dtype=self.dtype)
@@ -339,7 +315,6 @@ class RowSource:
             UsageError: the model computes, or a step is staged and `written` says that it is written to.
         """
         residency, place = self._residency, self._place
-        assert residency is not None
         reached = residency.reached
         if reached.computes:
             raise UsageError(

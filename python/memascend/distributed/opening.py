@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -24,12 +23,8 @@ if TYPE_CHECKING:
 
 # In the hyperparameters of a first commit: the stores that it stands for, the ones that were read first.
 EARLIER = "earlier"
-
-
 # The number of a run's first commit; that of a single process has none.
 _FIRST = 1
-
-
 _OF_ONE = 1
 
 
@@ -117,27 +112,14 @@ def outlived_by(found: Iterable[Stores], said: Mapping[int, Mapping[str, Any] | 
 
 
 Existing = Literal["refuse", "resume", "replace", "previous"]
-
-
 _Path = str | os.PathLike[str]
-
-
 _NOTHING = "holds no store"
-
-
 _UNFILLED = "its first write did not finish, so it holds no state; give existing='replace'"
-
-
+_NOT_OPENED = "the stores were not opened"
 _ANEW = "give existing='replace' to begin anew on all ranks, or bring back what is missing"
-
-
 _AS_THEY_WERE = "number the ranks as before (torchrun --node-rank), or move each store to where its rank looks for it"
-
-
 # The identity of commits that an earlier version made.
 _NO_IDENTITY = bytes(16)
-
-
 _log = logging.getLogger("memascend")
 
 
@@ -161,20 +143,15 @@ class Opening:
         Raises:
             RankError: another rank could not open its store; nothing was changed on any.
         """
-        store, about, told = None, "opened", False
+        store = None
         try:
-            store = make(self.existing)
-            self._require_unchanged(store)
-            told = True
-            _told(self.exchange, about, None)
-            about, told = "went back", False
-            store.go_back()
-            told = True
-            _told(self.exchange, about, None)
-        except BaseException as error:
-            with contextlib.suppress(RankError):
-                if not told:
-                    _told(self.exchange, about, error)
+            with self.exchange.part():
+                store = make(self.existing)
+                self._require_unchanged(store)
+                self.exchange.tell("opened", None, remedy=_NOT_OPENED)
+                store.go_back()
+                self.exchange.tell("went back", None, remedy=_NOT_OPENED)
+        except BaseException:
             if store is not None:
                 if store.created:
                     store.forsake()
@@ -399,14 +376,6 @@ def _common(seen: list[dict[str, Any]], existing: Existing) -> tuple[bytes, int,
         raise ConfigError(f"no commit is there on every rank{why}: {_listed(of)}; nothing was changed: {_ANEW}")
     number, identity = max(both)
     return bytes.fromhex(run), number, bytes.fromhex(identity)
-
-
-def _told(exchange: Exchange, about: str, error: BaseException | None) -> None:
-    """Hear whether all ranks have come so far."""
-    answers = exchange.tell(about, None if error is None else shortened(error))
-    failed = {rank: answer for rank, answer in enumerate(answers) if answer is not None}
-    if failed and error is None:
-        raise RankError(f"the stores were not opened: {_listed(failed)}", ranks=tuple(failed))
 
 
 def _listed(ranks: dict[int, str]) -> str:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import distributed
 
-from memascend.distributed.control_plane import let_go, make_group
 from memascend.distributed.fsdp import AllGather, ReduceScatter
+from memascend.distributed.groups import let_go, make_group
 from memascend.errors import UsageError
 from memascend.storage import Checksum
 
@@ -26,12 +26,8 @@ if TYPE_CHECKING:
 
 # What is told of a step that is refused by name.
 _NAMES_MAX = 4096
-
-
 # The part of the time that is waited for rows; in the rest the ranks say where they are.
 _PART = 0.9
-
-
 _SECONDS_MIN = 0.5
 
 
@@ -189,7 +185,7 @@ class Taken(NamedTuple):
             values.add_(part.to(values.dtype))
 
 
-class OrderedReduction(ReduceScatter):
+class OrderedReduction(_Met, ReduceScatter):
     """Exchanges the parts of one group's gradients, and lets each parameter have those of all ranks.
 
     FSDP2 takes what the call leaves for the whole gradient, and calls the hooks of one parameter after the other. Those
@@ -197,8 +193,8 @@ class OrderedReduction(ReduceScatter):
     """
 
     def __init__(self, group: FsdpGroup, collectives: Collectives) -> None:
+        super().__init__(collectives, group.name)
         self._group = group
-        self._collectives = collectives
         # Of the round that is being reduced, by rank.
         self._parts: torch.Tensor | None = None
         self._at = 0
@@ -217,15 +213,11 @@ class OrderedReduction(ReduceScatter):
         if abs(math.frexp(factor)[0]) == 0.5:
             return factor
         raise UsageError(
-            f"FSDP2 divides the gradients of {self._group.name} by {factor:g}, which rounds each round by itself, and "
+            f"FSDP2 divides the gradients of {self._name} by {factor:g}, which rounds each round by itself, and "
             "reduction='ordered' has the bits of one process: divide the loss yourself, by the micro-batches of all "
             "ranks, and call set_gradient_divide_factor(1.0) on each module that fully_shard() was applied to (each "
             "FSDPModule in model.modules()), or pass reduction='native' to offload()"
         )
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for what is sent, or for what is left."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
@@ -235,7 +227,7 @@ class OrderedReduction(ReduceScatter):
         factor = self.exact_factor(input_tensor.dtype)
         parts = torch.empty_like(input_tensor)
         self._collectives.meet(
-            f"in the reduction of {self._group.name}",
+            f"in the reduction of {self._name}",
             group,
             lambda group: distributed.all_to_all_single(parts, input_tensor, group=group),
         )

@@ -6,14 +6,18 @@ import contextlib
 import logging
 import os
 import re
+import traceback
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import distributed
 
+from memascend.distributed.control_plane import Alone
+from memascend.distributed.groups import bytes_of, let_go, make_group
 from memascend.distributed.opening import EARLIER, Stores, common_of, is_at, outlived_by, require_own, seen_at, told_by
-from memascend.distributed.row_transfer import Passed, Transfer
-from memascend.distributed.rows import BLOCK_ELEMENTS
+from memascend.distributed.rows import BLOCK_ELEMENTS, is_in_blocks
 from memascend.errors import ConfigError
 from memascend.storage import Store, order_of
 
@@ -27,14 +31,8 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("memascend")
-
-
 _FOLDER = re.compile(r"rank-(\d{1,5})-of-(\d{1,5})")
-
-
 _FILE = "memascend.store"
-
-
 # A parameter's count of updates goes with its rows.
 _STEP = "\0step"
 
@@ -50,7 +48,7 @@ class Earlier:
     Attributes:
         files: by the old rank; none where the run goes on with the stores of now, and only has others to remove.
         owners: by the old rank, which of now reads it.
-        exchange: how the ranks of now talk; None for one.
+        exchange: how the ranks of now talk.
         stores: by the old rank, those that are open here.
         stands_for: what the first commit of the stores of now says that it stands for; known once these are open.
         identity: of the commit that they are opened at, which the new stores go on from.
@@ -61,11 +59,11 @@ class Earlier:
         folder: str,
         source: Stores | None,
         outlived: Sequence[tuple[Stores, Mapping[str, Any]]],
-        exchange: Exchange | None,
+        exchange: Exchange | Alone,
     ) -> None:
         """`outlived` are stores that others stand for, and what they are known by: nobody reads them."""
         self.exchange = exchange
-        self.rank, self.count = (0, 1) if exchange is None else (exchange.rank, exchange.size)
+        self.rank, self.count = exchange.rank, exchange.size
         self.owners = [] if source is None else source.owned
         self.files = [file_of_rank(folder, rank, len(self.owners)) for rank in range(len(self.owners))]
         self.stores: dict[int, Store] = {}
@@ -94,14 +92,10 @@ class Earlier:
             self._open.callback(store.close)
             self.stores[number] = store
         own = self.stores.get(0)
-        ids = self.tell("what they are", None if own is None else [own.info()["uuid"], own.step])
+        ids = self.exchange.tell("what they are", None if own is None else [own.info()["uuid"], own.step])
         uuid, step = ids[self.owners[0]]
         run, number = (uuid, step) if common is None else (source.seen[0]["commits"][0]["run"], common)
         self.stands_for = [source.named(run, number), *self.stands_for]
-
-    def tell(self, about: str, said: Any) -> list[Any]:
-        """What each rank says."""
-        return [said] if self.exchange is None else self.exchange.tell(about, said)
 
     def close(self) -> None:
         """Let them go."""
@@ -133,14 +127,14 @@ def _flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def find_earlier(folder: str, existing: str, exchange: Exchange | None) -> Earlier | None:
+def find_earlier(folder: str, existing: str, exchange: Exchange | Alone) -> Earlier | None:
     """The stores that a run is to go on from which had another number of ranks; None where there are none.
 
     Raises:
         ConfigError: they are there and cannot be gone on from; nothing was changed.
     """
-    count = 1 if exchange is None else exchange.size
-    found = _found(folder, count, exchange)
+    count = exchange.size
+    found = _found(folder, exchange)
     for one in [one for one in found.values() if one.is_unfilled]:
         if one.count != count:
             _log.warning(
@@ -178,16 +172,13 @@ def find_earlier(folder: str, existing: str, exchange: Exchange | None) -> Earli
     return Earlier(folder, source, outlived, exchange)
 
 
-def _found(folder: str, count: int, exchange: Exchange | None) -> dict[int, Stores]:
+def _found(folder: str, exchange: Exchange | Alone) -> dict[int, Stores]:
     """What is in the folder, by the number of ranks; nothing where all of it is of as many as now."""
-    rank = 0 if exchange is None else exchange.rank
-    there = _there(folder)
-    told = [there] if exchange is None else exchange.tell("which stores are there", there)
     seers: dict[int, dict[int, list[int]]] = {}
-    for seer, each in enumerate(told):
+    for seer, each in enumerate(exchange.tell("which stores are there", _there(folder))):
         for number, of in each:
             seers.setdefault(of, {}).setdefault(number, []).append(seer)
-    if not seers.keys() - {count}:
+    if not seers.keys() - {exchange.size}:
         return {}
     # A store is looked at by one rank alone, which locks it meanwhile.
     owners = {of: {number: who[number % len(who)] for number, who in each.items()} for of, each in seers.items()}
@@ -195,27 +186,22 @@ def _found(folder: str, count: int, exchange: Exchange | None) -> dict[int, Stor
         [of, number, seen_at(str(file_of_rank(folder, number, of)))]
         for of, each in sorted(owners.items())
         for number, owner in sorted(each.items())
-        if owner == rank
+        if owner == exchange.rank
     ]
     all_seen: dict[int, dict[int, Any]] = {of: {} for of in owners}
-    for of, number, one in (one for each in _told("what they name", seen, exchange) for one in each):
+    for of, number, one in (one for each in exchange.tell("what they name", seen) for one in each):
         all_seen[of][number] = one
     return {of: Stores(count=of, owners=owners[of], seen=all_seen[of]) for of in sorted(owners)}
 
 
-def _outlived(folder: str, found: Mapping[int, Stores], exchange: Exchange | None) -> dict[int, Mapping[str, Any]]:
-    rank = 0 if exchange is None else exchange.rank
+def _outlived(folder: str, found: Mapping[int, Stores], exchange: Exchange | Alone) -> dict[int, Mapping[str, Any]]:
     said = {}
     for of, one in found.items():
         number = min(number for number, seen in one.seen.items() if seen["commits"] or seen["error"])
-        if one.owners[number] == rank:
+        if one.owners[number] == exchange.rank:
             said[str(of)] = told_by(file_of_rank(folder, number, of))
-    told = _told("what they stand for", said, exchange)
+    told = exchange.tell("what they stand for", said)
     return outlived_by(found.values(), {int(of): one for each in told for of, one in each.items()})
-
-
-def _told(about: str, said: Any, exchange: Exchange | None) -> list[Any]:
-    return [said] if exchange is None else exchange.tell(about, said)
 
 
 def _require_harmless(unfilled: Stores, filled: Sequence[Stores], existing: str) -> None:
@@ -238,6 +224,71 @@ def _there(folder: str) -> list[list[int]]:
             if match and Path(folder, name, _FILE).is_file():
                 found.append([int(match[1]), int(match[2])])
     return found
+
+
+class Passed(NamedTuple):
+    """What goes from one rank to another."""
+
+    source: int  # the rank that has it
+    target: int  # the rank that gets it
+    sent: torch.Tensor | None  # the tensor, at the source
+    got: torch.Tensor | None  # where it comes to, at the target
+
+
+class Transfer:
+    """Moves pieces over a group of gloo of its own; a rank that closes it in the midst is missed by name."""
+
+    def __init__(self, exchange: Exchange | Alone) -> None:
+        """Make the group; all ranks do so together."""
+        self._exchange = exchange
+        self._rank = exchange.rank
+        self._group: Any = None if isinstance(exchange, Alone) else make_group(exchange.timeout)
+
+    def move(self, pieces: Sequence[Passed]) -> None:
+        """Move all pieces that this rank sends or gets. Those of two ranks are in the same order on both.
+
+        Raises:
+            RankError: a rank failed, or is gone.
+        """
+        try:
+            coming = self._moved(pieces)
+        except RuntimeError as error:
+            if isinstance(self._exchange, Alone):
+                raise
+            # Whoever waits for this one hears of it: connections close with the last of who knows the group.
+            traceback.clear_frames(error.__traceback__)
+            self.close()
+            raise self._exchange.lost(f"moving rows ({str(error).splitlines()[0][:200]})", 5.0) from error
+        for got, memory in coming:
+            got.copy_(memory.view(got.dtype).view(got.shape))
+
+    def _moved(self, pieces: Sequence[Passed]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What came from other ranks, beside where it belongs."""
+        works, coming = [], []
+        tags: Counter[tuple[int, int]] = Counter()
+        for piece in pieces:
+            if piece.source == piece.target:
+                if piece.source == self._rank and piece.got is not None and piece.sent is not None:
+                    piece.got.copy_(piece.sent)
+                continue
+            tag = tags[piece.source, piece.target]
+            tags[piece.source, piece.target] += 1
+            if piece.source == self._rank and piece.sent is not None:
+                memory = bytes_of(piece.sent.contiguous())
+                works.append((distributed.isend(memory, piece.target, group=self._group, tag=tag), memory))
+            elif piece.target == self._rank and piece.got is not None:
+                memory = torch.empty(piece.got.nbytes, dtype=torch.uint8)
+                works.append((distributed.irecv(memory, piece.source, group=self._group, tag=tag), memory))
+                coming.append((piece.got, memory))
+        for work, _ in works:
+            if work is not None:
+                work.wait()
+        return coming
+
+    def close(self) -> None:
+        """Let the group go; who waits in it for this rank waits no longer."""
+        group, self._group = self._group, None
+        let_go(group)
 
 
 class EarlierValues:
@@ -275,7 +326,9 @@ class EarlierValues:
             str(number): [store.step, store.user_state, store.hyperparameters]
             for number, store in earlier.stores.items()
         }
-        of = {int(number): one for each in earlier.tell("where they stand", said) for number, one in each.items()}
+        of = {
+            int(number): one for each in earlier.exchange.tell("where they stand", said) for number, one in each.items()
+        }
         self.step, self.user_state, self._hyperparameters = of[0]
         if earlier.rank in of:
             self.user_state = of[earlier.rank][1]
@@ -284,7 +337,7 @@ class EarlierValues:
         """Refuse stores of another model or optimizer, before anything is written."""
         first = self._earlier.stores.get(0)
         said = None if first is None else [first.info()["optimizer"], _described(first)]
-        optimizer, there = next(one for one in self._earlier.tell("what they hold", said) if one is not None)
+        optimizer, there = next(one for one in self._earlier.exchange.tell("what they hold", said) if one is not None)
         if optimizer != self._optimizer:
             raise ConfigError(f"the earlier stores are of {optimizer}, and the optimizer is {self._optimizer}")
         for name, own in self._named.items():
@@ -379,14 +432,10 @@ def _rows(rows: int, count: int, rank: int) -> tuple[int, int]:
     return min(rows, rank * size), min(rows, (rank + 1) * size)
 
 
-def _is_in_blocks(of: str) -> bool:
-    return of.endswith("_absmax")
-
-
 def _together(of: str) -> int:
     """How many elements have one number of this state; 0 where each has its own, or all have one."""
     # A bit for each: which way a compact master was rounded.
-    return BLOCK_ELEMENTS if _is_in_blocks(of) else 8 if of == "rounded_up" else 0
+    return BLOCK_ELEMENTS if is_in_blocks(of) else 8 if of == "rounded_up" else 0
 
 
 def _is_divided(tensors: Mapping[str, torch.Tensor], of: str) -> bool:
@@ -407,7 +456,7 @@ def _description(values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> lis
     """What is the same of a parameter's rows whatever their number."""
     kinds = sorted([of, str(tensor.dtype), tensor.shape == values.shape] for of, tensor in state.items())
     # Blocks of another order are of other elements.
-    reordered = any(map(_is_in_blocks, state)) and order_of(values) is not None
+    reordered = any(map(is_in_blocks, state)) and order_of(values) is not None
     return [str(values.dtype), list(values.shape[1:]), kinds, reordered]
 
 
@@ -418,6 +467,6 @@ def _described(store: Store) -> dict[str, list[Any]]:
             continue
         shape, state = list(entry["shape"]), entry["state"]
         kinds = sorted([of, f"torch.{dtype}", list(own) == shape] for of, dtype, own in state)
-        reordered = any(_is_in_blocks(of) for of, _, _ in state) and entry["order"] is not None
+        reordered = any(is_in_blocks(of) for of, _, _ in state) and entry["order"] is not None
         found[entry["name"]] = [f"torch.{entry['dtype']}", shape[1:], kinds, reordered]
     return found

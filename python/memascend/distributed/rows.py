@@ -43,22 +43,22 @@ class Rows:
         """These rows of a whole tensor; `state` is its name where it is the parameter's state, else ""."""
         if tensor.shape == self.whole:
             return tensor[self.first : self.first + self.count]
-        if _is_in_blocks(state):
+        if is_in_blocks(state):
             start = self.first_element // BLOCK_ELEMENTS
-            return tensor[start : start + _blocks(self.shape)]
+            return tensor[start : start + blocks_of(self.shape)[0]]
         return tensor
 
     def first_of(self, state: str, part: torch.Tensor) -> int | None:
         """Where the part of a tensor that belongs to these rows begins in all of it; None: it is not divided."""
         if part.shape == self.shape:
             return self.first_element
-        return self.first_element // BLOCK_ELEMENTS if _is_in_blocks(state) else None
+        return self.first_element // BLOCK_ELEMENTS if is_in_blocks(state) else None
 
     def whole_of(self, state: str, part: torch.Tensor) -> torch.Size:
         """The shape of the tensor of which this is the part that belongs to these rows."""
         if part.shape == self.shape:
             return self.whole
-        return torch.Size([_blocks(self.whole)]) if _is_in_blocks(state) else part.shape
+        return blocks_of(self.whole) if is_in_blocks(state) else part.shape
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,14 @@ def require_divisible(
             )
 
 
-def _is_in_blocks(state: str) -> bool:
+def is_in_blocks(state: str) -> bool:
+    """Whether a state tensor has one number for each block of elements, by its name."""
     return state.endswith("_absmax")
 
 
-def _blocks(shape: torch.Size) -> int:
-    return -(-shape.numel() // BLOCK_ELEMENTS)
+def blocks_of(shape: torch.Size) -> torch.Size:
+    """The shape of such a tensor, for a parameter of `shape`."""
+    return torch.Size([-(-shape.numel() // BLOCK_ELEMENTS)])
 
 
 def units_of_gathers(

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     import contextlib
     from collections.abc import Sequence
 
+    from memascend.distributed.control_plane import Exchange
     from memascend.distributed.reshard import Earlier
-    from memascend.distributed.row_transfer import Figures
     from memascend.distributed.sharding import Sharding
     from memascend.optim.rules import Arithmetic
     from memascend.plan.options import Options
@@ -124,14 +124,14 @@ def candidates(paths: Sequence[str], rank: int, count: int) -> list[list[str]]:
     return [[own], *([file] for file in sorted(there) if file != own)]
 
 
-def require_own(places: Sequence[str], figures: Figures) -> None:
+def require_own(places: Sequence[str], exchange: Exchange) -> None:
     """No two ranks have one file or device; asked of all ranks.
 
     Raises:
         StorageError: two have; it names both.
     """
     owner: dict[str, int] = {}
-    for rank, theirs in enumerate(figures.everyone([_identity(place) for place in places])):
+    for rank, theirs in enumerate(exchange.everyone([_identity(place) for place in places])):
         for identity in theirs:
             if identity in owner:
                 path = identity.split(":", 1)[1]
@@ -159,7 +159,7 @@ def divide(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     units: Sequence[str] | None,
-    figures: Figures,
+    exchange: Exchange,
     undo: contextlib.ExitStack,
 ) -> None:
     """Divide a model's rows among all ranks, and let its optimizer own what then stands for the parameters.
@@ -168,14 +168,14 @@ def divide(
         model: stays divided, also where the rest of `offload()` is refused: torch cannot take it back.
         optimizer: has no state yet.
         units: names of modules that are gathered as one each; None: found from the model.
-        figures: what ranks tell each other.
+        exchange: how the ranks talk.
         undo: takes back what is changed of the optimizer.
 
     Raises:
         ConfigError: it cannot be divided so; nothing was changed.
     """
-    modules = figures.together(lambda: _found(model, optimizer, units))
-    told = figures.everyone(_checksum(model))
+    modules = exchange.together(lambda: _found(model, optimizer, units))
+    told = exchange.everyone(_checksum(model))
     other = next((rank for rank, checksum in enumerate(told) if checksum != told[0]), None)
     if other is not None:
         raise ConfigError(
@@ -194,7 +194,7 @@ def divide(
     _log.info(
         "fully_shard() was applied to %d modules and to the model, which divides its rows among %d ranks",
         len(modules),
-        figures.world_size,
+        exchange.size,
     )
 
 
@@ -252,37 +252,37 @@ def begin(
         return None, *_earlier_of_others(options, undo)
     _refuse_wrappers(model)
     if not several:
-        return _sharding(model, optimizer, options, undo, None), *_earlier_of_others(options, undo)
+        refuse_options(options)
+        return _sharding(model, optimizer, options.reduction, undo, None), *_earlier_of_others(options, undo)
     from memascend.distributed.control_plane import Exchange
     from memascend.distributed.opening import choose
     from memascend.distributed.reshard import find_earlier
-    from memascend.distributed.row_transfer import Figures
 
     exchange = Exchange(options.timeout or _TIMEOUT_SECONDS)
     undo.callback(exchange.close)
-    figures = Figures(exchange)
-    if figures.any(not _is_sharded(model)):
-        figures.together(lambda: refuse_options(replace(options, units=None)))
-        divide(model, optimizer, options.unit_names, figures, undo)
-        options = replace(options, units=None)
-    asked = options
+    divides = exchange.any(not _is_sharded(model))
+    if divides:
+        exchange.together(lambda: refuse_options(options, divides=True))
+        divide(model, optimizer, options.unit_names, exchange, undo)
 
     def found() -> tuple[Sharding, Options]:
-        sharding = _sharding(model, optimizer, asked, undo, figures)
-        return sharding, replace(asked, storage=places_of_rank(asked))
+        if not divides:
+            refuse_options(options)
+        sharding = _sharding(model, optimizer, options.reduction, undo, exchange)
+        # What is divided here is gathered by its units.
+        return sharding, replace(options, storage=places_of_rank(options), units=None if divides else options.units)
 
-    sharding, own = figures.together(found)
+    sharding, own = exchange.together(found)
     if options.weights is None and options.checkpoint is None:
         sharding.require_same_generators()
-    require_own(own.paths or (), figures)
-    folder = shared_folder(asked)
-    earlier = None if folder is None else find_earlier(folder, asked.existing, exchange)
+    require_own(own.paths or (), exchange)
+    folder = shared_folder(options)
+    earlier = None if folder is None else find_earlier(folder, options.existing, exchange)
     if earlier is not None:
         undo.callback(earlier.close)
-        if earlier.files:
-            # What lies there of now was never filled, or the earlier ones stand for it.
-            own = replace(own, existing="replace")
-    opening = choose(own.paths, exchange, own.existing, places_of_others(asked))
+    # What lies there of now was never filled, or the earlier ones stand for it.
+    existing = "replace" if earlier is not None and earlier.files else options.existing
+    opening = choose(own.paths, exchange, existing, places_of_others(options))
     sharding.open_by(opening)
     # A rank that is ahead of others goes back.
     return sharding, replace(own, existing=opening.existing), earlier
@@ -293,9 +293,10 @@ def _earlier_of_others(options: Options, undo: contextlib.ExitStack) -> tuple[Op
     storage = options.storage
     if not isinstance(storage, (str, os.PathLike)) or not any(Path(expanded(storage)).glob("rank-*-of-*")):
         return options, None
+    from memascend.distributed.control_plane import Alone
     from memascend.distributed.reshard import find_earlier
 
-    earlier = find_earlier(expanded(storage), options.existing, None)
+    earlier = find_earlier(expanded(storage), options.existing, Alone())
     if earlier is None:
         return options, None
     undo.callback(earlier.close)
@@ -305,9 +306,9 @@ def _earlier_of_others(options: Options, undo: contextlib.ExitStack) -> tuple[Op
 def _sharding(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    options: Options,
+    reduction: str,
     undo: contextlib.ExitStack,
-    figures: Figures | None,
+    exchange: Exchange | None,
 ) -> Sharding:
     try:
         from memascend.distributed.sharding import Sharding
@@ -316,8 +317,7 @@ def _sharding(
             f"torch {torch.__version__} keeps what fully_shard() divides in another way: {error}"
         ) from error
 
-    refuse_options(options)
-    sharding = Sharding(model, options.reduction, figures)
+    sharding = Sharding(model, reduction, exchange)
     for member in members_of(optimizer):
         sharding.stand_in(member, undo)
     return sharding
@@ -349,11 +349,14 @@ def _refuse_wrappers(model: torch.nn.Module) -> None:
             )
 
 
-def refuse_options(options: Options) -> None:
-    """What this version does with one rank only."""
+def refuse_options(options: Options, *, divides: bool = False) -> None:
+    """What this version does with one rank only; `units` are for a model that is divided here (`divides`)."""
     refused = {
         "activations": (options.activations != "device", "leave it out, and checkpoint activations"),
-        "units": (options.units is not None, "what fully_shard() was called on is a unit: leave it out"),
+        "units": (
+            options.units is not None and not divides,
+            "what fully_shard() was called on is a unit: leave it out",
+        ),
     }
     for name, (is_refused, instead) in refused.items():
         if is_refused:
@@ -372,7 +375,7 @@ class PlannedSharding:
     """
 
     # There is nobody to talk to.
-    figures = None
+    exchange = None
 
     def __init__(self, model: torch.nn.Module, count: int, options: Options) -> None:
         """Divide a model on meta among `count` ranks; `options` are those of `offload()`.
@@ -380,7 +383,7 @@ class PlannedSharding:
         Raises:
             ConfigError: a parameter cannot be divided, or an option does not work with several ranks.
         """
-        refuse_options(replace(options, units=None))
+        refuse_options(options, divides=True)
         self.world_size = count
         whole = dict(model.named_parameters())
         for name, parameter in whole.items():

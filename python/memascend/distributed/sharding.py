@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
+    from memascend.distributed.control_plane import Exchange
     from memascend.distributed.fsdp import FsdpGroup, FsdpParameter
     from memascend.distributed.opening import Opening
-    from memascend.distributed.row_transfer import Figures
     from memascend.optim.rules import Arithmetic
     from memascend.params.offloaded_param import Place
     from memascend.params.residency import Residency
@@ -37,15 +37,15 @@ class Sharding:
     Attributes:
         named: by the names of the model's parameters, those of which this rank has rows, in the model's order.
         rows: by the same names, which rows those are.
-        figures: what ranks tell each other; None where there is one.
+        exchange: how the ranks talk; None where there is one.
         collectives: where they meet in a forward and a backward; None where there is one.
         opening: how their stores are opened at one commit; None where there is one.
         world_size: the number of ranks.
         rank: which one this is.
     """
 
-    def __init__(self, model: torch.nn.Module, reduction: str, figures: Figures | None = None) -> None:
-        """Nothing of the model has changed; `reduction` is "ordered" or "native", and `figures` None for one rank.
+    def __init__(self, model: torch.nn.Module, reduction: str, exchange: Exchange | None = None) -> None:
+        """Nothing of the model has changed; `reduction` is "ordered" or "native", and `exchange` None for one rank.
 
         Raises:
             ConfigError: it is divided in a way that cannot be offloaded.
@@ -54,7 +54,7 @@ class Sharding:
         self._ordered = reduction == "ordered"
         sharded = {one.name: one for group in self._groups for one in group.parameters}
         _refuse_others(model, sharded)
-        self.figures = figures
+        self.exchange = exchange
         self.opening: Opening | None = None
         self.world_size = distributed.get_world_size()
         self.rank = distributed.get_rank()
@@ -72,12 +72,12 @@ class Sharding:
         self.rows = {name: local.sharded.rows for name, local in self.named.items()}
         self._local = {id(self._sharded[name].leaf): local for name, local in self.named.items()}
         self.collectives: Collectives | None = None
-        if figures is not None:
+        if exchange is not None:
             ranks = distributed.get_process_group_ranks(self._groups[0].process_group)
             device = next(iter(self.named.values())).device
-            self.collectives = Collectives(figures.exchange, ranks, device)
+            self.collectives = Collectives(exchange, ranks, device)
         self._reductions: dict[int, OrderedReduction] = {}
-        self._of: dict[int, FsdpParameter] = {id(one.leaf): one for one in self._sharded.values()}
+        self._of = {id(one.leaf): one for one in self._sharded.values()}
         self._heard: Any = None
 
     # --- before there is a store ---------------------------------------------------------
@@ -150,11 +150,11 @@ class Sharding:
         Raises:
             ConfigError: torch's generators are in different states.
         """
-        if self.figures is None or not any(one.leaf.is_meta for one in self._sharded.values()):
+        if self.exchange is None or not any(one.leaf.is_meta for one in self._sharded.values()):
             return
         state = Checksum()
         state.update(torch.get_rng_state())
-        told = self.figures.everyone(str(state))
+        told = self.exchange.everyone(str(state))
         other = next((rank for rank, one in enumerate(told) if one != told[0]), None)
         if other is not None:
             raise ConfigError(
@@ -190,12 +190,12 @@ class Sharding:
 
     def leaving(self) -> Callable[[], None]:
         """What ends all talk with the other ranks; it knows nothing of the model."""
-        collectives, figures = self.collectives, self.figures
+        collectives, exchange = self.collectives, self.exchange
 
         def leave() -> None:
-            if collectives is not None and figures is not None:
+            if collectives is not None and exchange is not None:
                 collectives.close()
-                figures.close()
+                exchange.close()
 
         return leave
 
@@ -219,9 +219,7 @@ class Sharding:
             self._let_meet(group)
             for one in group.parameters:
                 place = places.get(one.name)
-                local = one.local
-                source = RowSource(one.name, one.shape, one.padded_shape, local.dtype, self._alone)
-                source.connect(place, residency)
+                source = RowSource(one, place, residency, self._alone)
                 one.replace_local(LocalRows(source, one.device))
                 one.leaf.__dict__["_memascend"] = place
                 if one.leaf.requires_grad:
@@ -274,16 +272,14 @@ class Sharding:
         heard = self._heard()
         if heard is None:
             return
-        if taken is None:
-            heard(local, None, ())
-            return
-        if taken.before is None:
-            taken.sum_into(local.grad)
-            heard(local, None, ())
-        else:
+        if taken is not None and taken.before is not None:
             leaf.grad = taken.before
             rows = local.grad
             heard(local, rows, [part.to(rows.dtype) for part in taken.parts])
+            return
+        if taken is not None:
+            taken.sum_into(local.grad)
+        heard(local, None, ())
 
 
 def _local_part(value: Any) -> Any:

@@ -492,9 +492,9 @@ class Updates:
             given,
             first=is_first,
             method=method,
-            ended=own.shared.ended(kept.name, kept.group - own.first_group),
+            ended=own.runs.ended(kept.name, kept.group - own.first_group),
         )
-        return own.rehearsals.followed(function, group, kept.dtype, is_first, given.gradient is not None)
+        return own.runs.followed(function, group, kept.dtype, is_first, given.gradient is not None)
 
     def _own_numbers(self, kept: Gradient, step: int, scale: float) -> Adam | Momentum | None:
         """The numbers of an update on the engine, of state as its optimizer keeps it; None where that runs itself."""

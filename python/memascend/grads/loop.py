@@ -11,7 +11,7 @@ from memascend.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from memascend.distributed.row_transfer import Figures
+    from memascend.distributed.control_plane import Exchange
 
 
 # What changes gradients, or the values that they update, between their arrival and step() as often as it is done.
@@ -26,7 +26,7 @@ class Loop:
         accumulation_steps: backwards that make a step.
     """
 
-    def __init__(self, mode: str, accumulation_steps: int, *, keeps: bool, figures: Figures | None = None) -> None:
+    def __init__(self, mode: str, accumulation_steps: int, *, keeps: bool, figures: Exchange | None = None) -> None:
         """`mode` may be "auto", too; `keeps`: it is known to need its gradients until step(), and nothing is learnt.
 
         `figures` is what ranks tell each other, where there are several.

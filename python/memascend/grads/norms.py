@@ -12,7 +12,7 @@ from memascend.tensors import flat, rounded, total
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from memascend.distributed.row_transfer import Figures
+    from memascend.distributed.control_plane import Exchange
     from memascend.grads.gradient import Gradient, Measure, Numbers
 
 
@@ -43,7 +43,7 @@ _ROWS = 64
 class Norms:
     """The norm of all gradients of a step, from a measure that was taken once of each."""
 
-    def __init__(self, kernels: Kernels, figures: Figures | None = None) -> None:
+    def __init__(self, kernels: Kernels, figures: Exchange | None = None) -> None:
         """Measure by the kernels; `figures` is what ranks tell each other, where there are several."""
         self._kernels = kernels
         self._figures = figures

@@ -43,23 +43,13 @@ class Manner:
 
 
 PLAIN = Manner()
-
-
 _STEPS = 4
-
-
 # Tried parameters have at most so many elements in each dimension.
 _TRIAL_DIM_MAX = 6
-
-
 # At most so many of each group are tried.
 _TRIED_MAX = 4
-
-
 # Of a stack at its true size: matrices, and bytes of all of them (two at least).
 _STACK_MAX, _STACK_BYTES_MAX = 4, 256 << 20
-
-
 # What an optimizer may have beside step(), to change its parameters between training and evaluation.
 MODES = ("train", "eval")
 
@@ -80,6 +70,10 @@ class Member:
     def drawn(self, generator: torch.Generator) -> torch.Tensor:
         """Values for it."""
         return torch.randn(self.shape, generator=generator).to(self.dtype)
+
+    def begin_at(self, generator: torch.Generator) -> None:
+        """Draw the values that it begins with."""
+        self.begin = self.drawn(generator)
 
 
 class _Joint:

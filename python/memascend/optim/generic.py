@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,7 +33,8 @@ from memascend.optim.trial import known
 from memascend.tensors import flat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+    import contextlib
+    from collections.abc import Callable, Hashable, Iterable, Mapping
 
     from memascend.storage import Chunk, Late
 
@@ -339,12 +339,42 @@ def export_state(layout: StateLayout, state: Mapping[str, torch.Tensor]) -> dict
     return layout.state_from({name: state[name] for name in layout.tensors if name != "master"})
 
 
-class Rehearsals:
-    """The kinds of runs of one optimizer that have come to their end."""
+def _kind(value: Any) -> object:
+    """What of an option decides which code runs."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.device
+    if isinstance(value, list | tuple):
+        return type(value), *map(_kind, value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return type(value), bool(value)
+    if value is None or isinstance(value, bool | str):
+        return value
+    return type(value)
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+
+class Runs:
+    """The runs of one optimizer's own code: which kinds came to their end, and what those of a step changed.
+
+    What they change beside their parameters is kept until all of them have ended, and is then adopted.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        examples: Mapping[SharedName, Any],
+        manner: Manner = PLAIN,
+        *,
+        runs: bool = True,
+    ) -> None:
+        """`examples`: values that steps are known to change, as a step leaves them; `runs`: its own code does run."""
+        self._optimizer = optimizer
+        self._scratch = manner.scratch
         self._known = known(optimizer)
-        self._ended: set[Hashable] = set()
+        self._changes = runs and not self._known
+        self.examples = dict(examples)
+        self._kinds_ended: set[Hashable] = set()
+        # By the parameter: the number of its group, and what its last run changed.
+        self._ends: dict[str, tuple[int, Mapping[SharedName, Any]]] = {}
 
     def followed(
         self, function: Callable[[Chunk], None], group: Mapping[str, Any], *traits: Hashable
@@ -363,42 +393,9 @@ class Rehearsals:
         def heard(chunk: Chunk) -> None:
             function(chunk)
             if chunk.last:
-                self._ended.add(kind)
+                self._kinds_ended.add(kind)
 
-        return heard, "always" if kind in self._ended else "rehearsed"
-
-
-def _kind(value: Any) -> object:
-    """What of an option decides which code runs."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.shape, value.device
-    if isinstance(value, list | tuple):
-        return type(value), *map(_kind, value)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return type(value), bool(value)
-    if value is None or isinstance(value, bool | str):
-        return value
-    return type(value)
-
-
-class Adoption:
-    """What the runs of a step changed beside their parameters, until all of them have ended."""
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        examples: Mapping[SharedName, Any],
-        manner: Manner = PLAIN,
-        *,
-        runs: bool = True,
-    ) -> None:
-        """`examples`: values that steps are known to change, as a step leaves them; `runs`: its own code does run."""
-        self._optimizer = optimizer
-        self._scratch = manner.scratch
-        self._changes = runs and not known(optimizer)
-        self.examples = dict(examples)
-        # By the parameter: the number of its group, and what its last run changed.
-        self._ends: dict[str, tuple[int, Mapping[SharedName, Any]]] = {}
+        return heard, "always" if kind in self._kinds_ended else "rehearsed"
 
     def ended(self, name: str, group: int) -> Callable[[dict[SharedName, Any]], None]:
         """What hears of the end of a parameter's run, on the engine's thread."""
@@ -489,58 +486,3 @@ class Adoption:
             undo.callback(put, self._home(place), name, copied(own))
             example = self.examples.setdefault(place, None if own is GONE else own)
             put(self._home(place), name, restored(value, example))
-
-
-class Adoptions:
-    """Those of all optimizers of a run. Of several, each has its own."""
-
-    def __init__(self, members: Sequence[tuple[Adoption, int]]) -> None:
-        """Each comes with the number that its first group has among those of all."""
-        self._members = members
-
-    @property
-    def examples(self) -> dict[SharedName, Any]:
-        """Options that steps change, by the numbers that groups have among those of all."""
-        return {
-            SharedName(place.group + first, place.name): value
-            for member, first in self._members
-            for place, value in member.examples.items()
-            if place.group is not None
-        }
-
-    def adopt(
-        self,
-        names: Sequence[str],
-        finish: Callable[[], None],
-        changed: Mapping[int, Mapping[SharedName, Any]] | None = None,
-    ) -> Callable[[], None]:
-        """Set what the runs of these parameters changed; what gives the old values back. See `Adoption.adopt`.
-
-        Args:
-            names: of the parameters.
-            finish: waits until all runs have ended.
-            changed: what `switched` said; None: a step was made.
-        """
-        with contextlib.ExitStack() as undo:
-            for number, (member, _) in enumerate(self._members):
-                if changed is None or number in changed:
-                    undo.callback(member.adopt(names, finish, None if changed is None else changed[number]))
-            return undo.pop_all().close
-
-    def switched(self, mode: str) -> dict[int, Mapping[SharedName, Any]]:
-        """What `train()` or `eval()` changes for all alike, by the number of each optimizer in the other mode."""
-        found = {number: member.switched(mode) for number, (member, _) in enumerate(self._members) if member.has(mode)}
-        return {number: changes for number, changes in found.items() if changes}
-
-    def attributes(self) -> dict[str, Any]:
-        """The attributes that steps change, as JSON; of several optimizers by their numbers."""
-        found = [member.attributes() for member, _ in self._members]
-        if len(found) == 1:
-            return found[0]
-        return {str(number): attributes for number, attributes in enumerate(found) if attributes}
-
-    def restore(self, attributes: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
-        """Set attributes that were stored; `undo` gives the optimizers back their own."""
-        for number, (member, _) in enumerate(self._members):
-            own = attributes if len(self._members) == 1 else attributes.get(str(number), {})
-            member.restore(own, undo)

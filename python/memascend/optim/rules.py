@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,8 +13,9 @@ from memascend.memory import whole_pages
 from memascend.optim import generic
 from memascend.optim import state as bitsandbytes_state
 from memascend.optim.comparison import PLAIN
-from memascend.optim.generic import Adoption, Adoptions, Rehearsals
+from memascend.optim.generic import Runs
 from memascend.optim.members import joined, members_of, require_roster, roster_of
+from memascend.optim.shared import SharedName
 from memascend.optim.state import (
     StateFormats,
     StateTrials,
@@ -26,7 +28,7 @@ from memascend.params.offloaded_param import dense_strides
 from memascend.storage import Adam, Momentum, state_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from memascend.optim.state import StateLayout
 
@@ -50,10 +52,8 @@ class MemberArithmetic:
         self._formats = formats.of(optimizer, master_dtype)
         self._rule = rule_of(optimizer)
         self._taken = bool(self._formats) and bitsandbytes_state.is_8bit_adam(optimizer)
-        # What its steps change for all parameters alike.
         examples, self.manner = ({}, PLAIN) if self._taken else require_streamable(optimizer, master_dtype)
-        self.shared = Adoption(optimizer, examples, self.manner, runs=not self._taken)
-        self.rehearsals = Rehearsals(optimizer)
+        self.runs = Runs(optimizer, examples, self.manner, runs=not self._taken)
         self.optimizer = optimizer
         self.first_group = first_group
         self.master_dtype = master_dtype
@@ -97,14 +97,12 @@ class MemberArithmetic:
         layout = self.layouts[id(parameter)]
         if layout is not None:
             return dict(layout.tensors)
-        given = self.format_of(parameter)
+        given, strides = self.format_of(parameter), dense_strides(parameter)
         if given is not None:
-            strides = dense_strides(parameter)
             meta = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device="meta")
             return state_tensors(meta, given, self._rule or "adam")
         moments = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
         masters = {torch.float32: {}, torch.bfloat16: {"rest": torch.int16}, torch.float16: {"master": torch.float32}}
-        strides = dense_strides(parameter)
         return {
             name: torch.empty_strided(parameter.shape, strides, dtype=dtype, device="meta")
             for name, dtype in {**masters[parameter.dtype], **moments}.items()
@@ -208,7 +206,6 @@ class Arithmetic:
         # By parameter, as of each member.
         self.layouts = {key: layout for member in members for key, layout in member.layouts.items()}
         self._of = {key: member for member in members for key in member.layouts}
-        self.shared = Adoptions([(member.shared, member.first_group) for member in members])
         self._roster = roster_of(optimizer, names)
 
     def of(self, parameter: torch.Tensor) -> MemberArithmetic:
@@ -247,6 +244,54 @@ class Arithmetic:
         """Whether updates need the values, for the plan: "resident", "read" or "never"."""
         needs = {member.update_values for member in self.members}
         return "read" if "read" in needs else "resident" if "resident" in needs else "never"
+
+    @property
+    def examples(self) -> dict[SharedName, Any]:
+        """Options that steps change, by the numbers that groups have among those of all."""
+        return {
+            SharedName(place.group + member.first_group, place.name): value
+            for member in self.members
+            for place, value in member.runs.examples.items()
+            if place.group is not None
+        }
+
+    def adopt(
+        self,
+        names: Sequence[str],
+        finish: Callable[[], None],
+        changed: Mapping[int, Mapping[SharedName, Any]] | None = None,
+    ) -> Callable[[], None]:
+        """Set what the runs of these parameters changed; what gives the old values back. See `Runs.adopt`.
+
+        Args:
+            names: of the parameters.
+            finish: waits until all runs have ended.
+            changed: what `switched` said; None: a step was made.
+        """
+        with contextlib.ExitStack() as undo:
+            for number, member in enumerate(self.members):
+                if changed is None or number in changed:
+                    undo.callback(member.runs.adopt(names, finish, None if changed is None else changed[number]))
+            return undo.pop_all().close
+
+    def switched(self, mode: str) -> dict[int, Mapping[SharedName, Any]]:
+        """What `train()` or `eval()` changes for all alike, by the number of each optimizer in the other mode."""
+        members = enumerate(self.members)
+        found = {number: member.runs.switched(mode) for number, member in members if member.runs.has(mode)}
+        return {number: changes for number, changes in found.items() if changes}
+
+    def attributes(self) -> dict[str, Any]:
+        """The attributes that steps change, as JSON; of several optimizers by their numbers."""
+        found = [member.runs.attributes() for member in self.members]
+        if len(found) == 1:
+            return found[0]
+        return {str(number): attributes for number, attributes in enumerate(found) if attributes}
+
+    def restore(self, attributes: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
+        """Set attributes that were stored; `undo` gives the optimizers back their own."""
+        for number, member in enumerate(self.members):
+            own = attributes if len(self.members) == 1 else attributes.get(str(number), {})
+            member.runs.restore(own, undo)
 
     def committed(self) -> dict[str, Any]:
         """What each commit says of the optimizers: the seed, where it is drawn from; of several, which they are."""
@@ -309,8 +354,6 @@ def _are_same(params: Sequence[torch.Tensor], members: Sequence[torch.Tensor]) -
 
 
 _ACCELERATED = ("accelerate.optimizer", "AcceleratedOptimizer")
-
-
 _OF_FABRIC = (("lightning.fabric.wrappers", "_FabricOptimizer"), ("lightning_fabric.wrappers", "_FabricOptimizer"))
 
 

@@ -190,8 +190,6 @@ def _begin_adagrad(copy: torch.optim.Adagrad) -> None:
 
 
 _UNCHANGED = object()
-
-
 # In the place of a value: there is none, or a step took it away.
 GONE = object()
 

@@ -20,16 +20,10 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("memascend")
-
-
 # Steps without memory, or on little: state that first appears after some, or grows, is seen.
 _STEPS = 7
-
-
 # Steps on memory of the true size, which may be large.
 _TRUE_STEPS = 2
-
-
 # Dimensions of the small tensors that stand for large ones: unlike, so that each can be told in a state's shape.
 _SMALL_DIMS = (3, 5, 7, 11, 13, 17, 19, 23)
 
@@ -191,8 +185,6 @@ def _scaled(optimizer: torch.optim.Optimizer, name: str, value: Any, size: Seque
 
 # Python's numbers in a state, and how the store holds each.
 _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
-
-
 _MASTER = "master"
 
 
@@ -361,26 +353,16 @@ def in_order(tensor: torch.Tensor, layout: StateLayout) -> torch.Tensor:
     return torch.empty_strided(layout.shape, layout.stride, dtype=tensor.dtype).copy_(tensor)
 
 
-# Elements that share a scale.
-BLOCK = 256
-
-
 # Parameters of fewer elements keep 32 bits, unless its user said otherwise.
 MIN_8BIT_SIZE = 4096
-
-
 _CLASSES = frozenset(
     (f"bitsandbytes.optim.{name.lower()}", f"{paged}{name}{bits}")
     for name in ("Adam", "AdamW")
     for paged in ("", "Paged")
     for bits in ("", "8bit")
 )
-
-
 # What may be said of one parameter alone.
 _OVERRIDDEN = frozenset({"optim_bits", "min_8bit_size"})
-
-
 _NAMES = {"state1": "exp_avg", "state2": "exp_avg_sq", "absmax1": "exp_avg_absmax", "absmax2": "exp_avg_sq_absmax"}
 
 

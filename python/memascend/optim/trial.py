@@ -226,7 +226,7 @@ def _tried(
         warnings.simplefilter("ignore")
         generator = torch.Generator().manual_seed(1)
         for member in members:
-            member.begin = member.drawn(generator)
+            member.begin_at(generator)
         every = Comparison(optimizer, begin, members, manner, spread=False)
         after = every.follow(all_present(optimizer, members), generator)
         some = Comparison(optimizer, begin, members, manner, spread=True)
@@ -235,7 +235,7 @@ def _tried(
             for group in sorted(every.stacked_groups):
                 whole = members_at_size(optimizer, group, master_dtype)
                 for member in whole:
-                    member.begin = member.drawn(generator)
+                    member.begin_at(generator)
                 whole += [member for member in members if member.group != group]
                 true = Comparison(optimizer, begin, whole, manner, spread=False)
                 true.follow([("step", [True] * len(whole))] * 2, generator)
@@ -289,8 +289,6 @@ _ELEMENTWISE = frozenset(
         torch.optim.Rprop,
     }
 )
-
-
 # The update of a parameter needs all of it, and nothing else.
 _WHOLE = frozenset({torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam})
 

@@ -84,8 +84,6 @@ class Host:
 # One thread's seconds for AdamW on a parameter and for the checksum of a byte, where nobody measured them. Measured on
 # a server's processor of 2023 in training: 1.9 ns a parameter for both.
 _UPDATE_SECONDS, _CHECK_SECONDS = 1.1e-9, 0.03e-9
-
-
 # So many of them share the update of what is held, of processors that nobody measured: with more, the 26 bytes that it
 # moves for a parameter wait for the memory of a desktop.
 _HELD_THREADS = 4

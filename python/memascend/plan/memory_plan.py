@@ -68,8 +68,6 @@ def arena_bytes(classes: Mapping[int, int]) -> int:
 # Each entry is written whole once in so many steps: of 12 bytes a parameter, three quarters of one a step. Twice as
 # many would save three eighths of a byte, and take twice the room and twice as long to replay.
 _STEPS = 16
-
-
 # Unless it was asked for by a number, a log leaves the rest of what is free to others.
 _SHARE = 2
 

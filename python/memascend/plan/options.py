@@ -24,22 +24,12 @@ _UNITS = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
-
-
 # Two digits of an exponent are more than any memory has.
 _PART = re.compile(r"\s*(\d{1,3}(?:\.\d*)?)\s*%\s*", re.ASCII)
-
-
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)(?:e\+?(\d{1,2}))?\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
-
-
 # More would be replayed for longer than anybody waits, and take more room than anybody has.
 _LOG_STEPS_MAX = 4096
-
-
 _Path = str | os.PathLike[str]
-
-
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "existing": ("refuse", "resume", "replace", "previous"),
     "gradients": ("auto", "fused", "ssd", "ram"),

@@ -171,22 +171,14 @@ class Plan:
         """The plan with more slots for units, {bytes: count}, which take `nbytes` in all."""
         if not slots:
             return self
-        classes = {bound: count + slots.get(bound, 0) for bound, count in self.classes.items()}
-        if self.device:
-            return replace(
-                self,
-                classes=classes,
-                device={**self.device, "units": self.device["units"] + nbytes},
-                device_peak=self.device_peak + nbytes,
-                device_budget=self.device_budget + nbytes,
-            )
-        return replace(
-            self,
-            classes=classes,
-            host={**self.host, "units": self.host["units"] + nbytes},
-            host_peak=self.host_peak + nbytes,
-            budget=self.budget + nbytes,
-        )
+        where, budget = ("device", "device_budget") if self.device else ("host", "budget")
+        owners, peak = getattr(self, where), f"{where}_peak"
+        changed: dict[str, Any] = {
+            "classes": {bound: count + slots.get(bound, 0) for bound, count in self.classes.items()},
+            where: {**owners, "units": owners["units"] + nbytes},
+            **{total: getattr(self, total) + nbytes for total in (peak, budget)},
+        }
+        return replace(self, **changed)
 
     def logging(self, steps: int, nbytes: int) -> Plan:
         """The plan with the log that there is room for, of so many steps."""
@@ -296,10 +288,10 @@ def _note(plan: Plan, owner: str) -> str:
 
 
 def _advice(plan: Plan) -> str:
-    host = ("host_memory", plan.budget, plan.smallest, plan.comfortable, plan.ample)
-    there = (plan.device_budget, plan.device_smallest, plan.device_comfortable, plan.device_ample)
-    device = ("device_memory", *there)
-    for option, budget, smallest, comfortable, _ in [host, device]:
+    for option, budget, smallest, comfortable in (
+        ("host_memory", plan.budget, plan.smallest, plan.comfortable),
+        ("device_memory", plan.device_budget, plan.device_smallest, plan.device_comfortable),
+    ):
         if budget < comfortable:
             return (
                 f"{option}={comfortable} ({bytes_shown(comfortable)}) would keep disk and compute busy; "
@@ -307,9 +299,8 @@ def _advice(plan: Plan) -> str:
             )
     saved = f"the budget saves {bytes_shown(plan.saved_bytes)} of that; " if plan.saved_bytes else ""
     if plan.device_savable_bytes:
-        option, *_, ample = device
-        saves = bytes_shown(plan.device_savable_bytes)
-        return f"{saved}{option}={ample} ({bytes_shown(ample)}) would save {saves} of reads a step"
+        ample, saves = plan.device_ample, bytes_shown(plan.device_savable_bytes)
+        return f"{saved}device_memory={ample} ({bytes_shown(ample)}) would save {saves} of reads a step"
     if not plan.larger:
         return f"{saved}a larger budget would save nothing"
     lines = [

@@ -34,6 +34,18 @@ class UnitDraft:
     around: dict[str, None] = field(default_factory=dict)
     around_again: dict[str, None] = field(default_factory=dict)
 
+    def pack(self, other: UnitDraft) -> None:
+        """Take the parameters of another one, too: no module's call binds all of them."""
+        self.parameters += other.parameters
+        self.module = None
+
+    def name_among(self, taken: set[str]) -> None:
+        """Have a name that is not taken, and take it: a module may be called "root" or "rest"."""
+        self.name = self.name or "root"
+        while self.name in taken:
+            self.name += "'"
+        taken.add(self.name)
+
 
 class ModuleTree:
     """The modules and parameters of a model by name, shared ones by the first of their names."""
@@ -168,12 +180,8 @@ class _Around:
 
 # Blocks above this are divided, unless what a single module owns is larger anyway: that much an arena needs.
 _BOUND_BYTES = 1 << 30
-
-
 # What is left over and smaller than this part of the largest block is kept resident, up to a few of them together.
 _SMALL_PART = 16
-
-
 _REST_PART = 4
 
 
@@ -330,8 +338,7 @@ def _divided(tree: ModuleTree, piece: UnitDraft, bound: int) -> list[UnitDraft]:
             parts.append(part)
         elif packed is not None and (packed_bytes + nbytes) * _REST_PART <= bound:
             # Norms, or many small experts: one of them alone is not worth a read.
-            packed.parameters += part.parameters
-            packed.module = None
+            packed.pack(part)
             packed_bytes += nbytes
         else:
             packed, packed_bytes = part, nbytes
@@ -366,11 +373,7 @@ def _ordered(tree: ModuleTree, pieces: list[UnitDraft]) -> tuple[Unit, ...]:
     pieces = sorted(pieces, key=place)
     taken: set[str] = set()
     for piece in pieces:
-        piece.name = piece.name or "root"
-        # A module may be called "root" or "rest".
-        while piece.name in taken:
-            piece.name += "'"
-        taken.add(piece.name)
+        piece.name_among(taken)
     note_ties(tree, pieces)
     return tuple(
         Unit(

@@ -88,7 +88,7 @@ class Assembly:
         record = Record(resources.store, position, subject.buffers, subject.arithmetic, scale)
         run = Run(resources=resources, residency=residency, frames=frames, gradients=gradients, record=record)
         edits = Edits(run)
-        reached_values = ReachedValues(run, edits, None if subject.sharding is None else subject.sharding.figures)
+        reached_values = ReachedValues(run, edits, None if subject.sharding is None else subject.sharding.exchange)
         loads = Loads(run, edits)
         state_dicts = StateDicts(subject.model, run, loads, sharded=subject.sharding is not None)
         attachment = Attachment(
@@ -181,7 +181,7 @@ class Assembly:
     def _arrivals(self, residency: Residency, meter: Meter, scale: LossScale) -> Arrivals:
         subject, plan, resources = self.subject, self.decision.plan, self.resources
         options = subject.options
-        figures = None if subject.sharding is None else subject.sharding.figures
+        figures = None if subject.sharding is None else subject.sharding.exchange
         loop = Loop(options.gradients, options.accumulation_steps, keeps=options.keeps, figures=figures)
         speculation = Speculation(loop, frozenset(plan.held), residency.reached)
         # Where one unit at a time is held, an update must not keep it from making room.

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, cast
 
-from memascend.checkpoint.contents import StoreContents, WeightContents
+from memascend.checkpoint.contents import StoreContents
 from memascend.checkpoint.writer import save, save_weights
 from memascend.errors import RankError, UsageError
 from memascend.params.unit import NOBODY
@@ -162,7 +162,7 @@ class Saving:
         self._reached_values = reached_values
         self._newcomers = newcomers
         # Where ranks share the parameters, and there are several.
-        self._sharding = None if sharding is None or sharding.figures is None else sharding
+        self._sharding = None if sharding is None or sharding.exchange is None else sharding
 
     def save(self, folder: str | os.PathLike[str], *, among_others: bool) -> None:
         """Write what is committed, with the options that the groups have now; all ranks do so together."""
@@ -188,10 +188,10 @@ class Saving:
         """
         sharding = self._sharding
         assert sharding is not None
-        figures = sharding.figures
+        figures = sharding.exchange
         assert figures is not None
         figures.together(self._settle, UsageError)
-        own = figures.together(lambda: WeightContents(self._contents()))
+        own = figures.together(lambda: self._contents(values_alone=True))
         self._gather(sharding, own, lambda contents: save_weights(cast("Path", folder), contents, self._model))
 
     def _settle(self) -> None:
@@ -199,8 +199,9 @@ class Saving:
         self._loads.settle()
         self._reached_values.write_between_steps()
 
-    def _contents(self) -> StoreContents:
-        return StoreContents(self._run.resources.store, self._run.gradients.by_name.keys())
+    def _contents(self, *, values_alone: bool = False) -> StoreContents:
+        run = self._run
+        return StoreContents(run.resources.store, run.gradients.by_name.keys(), values_alone=values_alone)
 
     def _write(
         self, folder: str | os.PathLike[str], contents: Contents, more: dict[str, Any], *, among_others: bool
@@ -208,7 +209,7 @@ class Saving:
         save(folder, contents, self._model, {**self._run.record.facts(), **more}, among_others=among_others)
 
     def _save_together(self, sharding: Sharding, folder: str | os.PathLike[str], *, among_others: bool) -> None:
-        figures = sharding.figures
+        figures = sharding.exchange
         assert figures is not None
         figures.together(self._settle, UsageError)
         own = figures.together(self._contents)
@@ -221,9 +222,9 @@ class Saving:
         """Have the first rank write what all have."""
         # One process needs nothing of these.
         from memascend.checkpoint.contents import GatheredContents, send_contents
-        from memascend.distributed.row_transfer import StoppedError
+        from memascend.distributed.groups import StoppedError
 
-        figures = sharding.figures
+        figures = sharding.exchange
         assert figures is not None
         line = figures.line()
 
@@ -247,9 +248,7 @@ class Saving:
                 # The first rank names whom it misses; who sends may wait for it while it waits for another.
                 if not sharding.rank:
                     raise
-                raise figures.exchange.lost(
-                    f"sending rows to the first rank ({error})", figures.exchange.timeout
-                ) from error
+                raise figures.lost(f"sending rows to the first rank ({error})", figures.timeout) from error
             return True
 
         if not figures.together(do_part, _not_saved):

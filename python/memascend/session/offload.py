@@ -218,7 +218,7 @@ def _offloaded(subject: Subject) -> tuple[OffloadedOptimizer, Forecast | None]:
 
 def _together(sharding: Sharding | None, do: Callable[[], _Done]) -> _Done:
     """Do what may be refused on all ranks or on none."""
-    figures = None if sharding is None else sharding.figures
+    figures = None if sharding is None else sharding.exchange
     return do() if figures is None else figures.together(do)
 
 
@@ -284,11 +284,10 @@ def _begun(
     with Watch(store) as watch:
         stored = first.write(engine, decision) if store.created else first.read(store, plan.held)
     seconds = watch.forecast(plan, engine, host_computes=subject.device is None)
-    shared = subject.arithmetic.shared
     subject.arithmetic.require_members(stored, f"the store at {store.info()['devices'][0]}")
     subject.arithmetic.take_seed(stored)
-    take_options(subject.original.param_groups, stored.get("groups"), undo, shared.examples)
-    shared.restore(stored.get("attributes") or {}, undo)
+    take_options(subject.original.param_groups, stored.get("groups"), undo, subject.arithmetic.examples)
+    subject.arithmetic.restore(stored.get("attributes") or {}, undo)
     first.let_go()
     resources = _resources(subject, decision, store, engine, folder, undo)
     return Assembly(subject, decision, resources, scratch_of(options) or folder), seconds

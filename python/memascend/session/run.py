@@ -248,7 +248,7 @@ class Record:
         self.buffers = buffers
         # The optimizer's own, which a scheduler changes.
         self.groups = arithmetic.optimizer.param_groups
-        self.shared = arithmetic.shared
+        self.arithmetic = arithmetic
         self._constant = arithmetic.committed()
         self.scale = scale
         self.user_state: Any = store.user_state
@@ -256,7 +256,7 @@ class Record:
     def hyperparameters(self) -> dict[str, Any]:
         """The groups' options, attributes of the optimizer that its steps change, and the loss scale, as JSON."""
         found = {"groups": [options_of(group) for group in self.groups], "loss_scale": self.scale.state()}
-        attributes = self.shared.attributes()
+        attributes = self.arithmetic.attributes()
         line = self.position.line
         return {
             **found,

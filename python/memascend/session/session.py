@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from memascend.distributed.row_transfer import Figures
+    from memascend.distributed.control_plane import Exchange
     from memascend.distributed.sharding import Sharding
     from memascend.grads.gradient import Gradient
     from memascend.grads.microbatches import Accumulation
@@ -188,7 +188,7 @@ class Session:
         step = record.position.step + 1
         record.buffers.stage(store, step)
         updated = [name for name, kept in gradients.by_name.items() if kept.state.staged]
-        give_back = record.shared.adopt(updated, engine.finish)
+        give_back = record.arithmetic.adopt(updated, engine.finish)
         before = record.scale.state()
         record.scale.update(overflowed=False)
 
@@ -204,9 +204,9 @@ class Session:
         return True
 
     @property
-    def figures(self) -> Figures | None:
+    def figures(self) -> Exchange | None:
         """What the ranks of the run tell each other; None where there is one."""
-        return None if self.sharding is None else self.sharding.figures
+        return None if self.sharding is None else self.sharding.exchange
 
     def _told(self, present: bool) -> list[list[bool]]:
         """Of each rank, whether it has gradients, and `ReachedValues.told`: one may have no rows of what has.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from memascend.distributed.row_transfer import Figures
+    from memascend.distributed.control_plane import Exchange
     from memascend.optim.rules import Arithmetic
     from memascend.params.offloaded_param import Place
     from memascend.session.run import Run
@@ -282,7 +282,7 @@ class ReachedValues:
     `save()` and `close()`, and, where updates do not wait for the step, in the first gather of a forward.
     """
 
-    def __init__(self, run: Run, edits: Edits, figures: Figures | None = None) -> None:
+    def __init__(self, run: Run, edits: Edits, figures: Exchange | None = None) -> None:
         """`figures` is what ranks tell each other, where there are several."""
         self._run = run
         self._edits = edits
@@ -366,8 +366,8 @@ class ReachedValues:
             return
         reached.look()
         try:
-            if figures.exchange.broken is not None:
-                raise figures.exchange.broken
+            if figures.broken is not None:
+                raise figures.broken
             # What ends because of an error waits for nobody.
             if sys.exc_info()[0] is None:
                 self._write_together(buffers=True)
@@ -433,7 +433,7 @@ class Rollback:
             edit.undo.callback(self._run.resources.engine.discard)
             counts = self._stage(source)
             hyperparameters = {**self._arithmetic.committed(), **source.hyperparameters([])}
-            self._arithmetic.shared.restore(hyperparameters.get("attributes") or {}, edit.undo)
+            self._arithmetic.restore(hyperparameters.get("attributes") or {}, edit.undo)
             line = self._run.resources.store.info()["generation"]
             hyperparameters["line"] = line
 
@@ -494,14 +494,14 @@ class Modes:
         run = self._run
         run.require_quiet()
         record, engine = run.record, run.resources.engine
-        changed = record.shared.switched(mode)
+        changed = record.arithmetic.switched(mode)
         if not changed:
             # It is in that mode.
             return
         with run.residency.turns.alone(), self._edits.edit(with_buffers=False) as edit:
             edit.undo.callback(engine.discard)
             names = run.gradients.rule.switch(mode, run.gradients.by_name.values(), changed)
-            edit.undo.callback(record.shared.adopt(names, engine.finish, changed))
+            edit.undo.callback(record.arithmetic.adopt(names, engine.finish, changed))
             if not names:
                 # The next step commits the mode.
                 edit.undo.pop_all()

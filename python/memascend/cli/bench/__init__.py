@@ -19,7 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         subject = importlib.import_module(f"memascend.cli.bench.{name}")
         subject_parser = subjects.add_parser(name, help=subject.SUMMARY, description=subject.SUMMARY)
         subject_parser.add_argument("--json", action="store_true", help="print JSON")
-        subject_parser.add_argument("--picture", metavar="PNG", help="draw the result into this file")
         subject.add_arguments(subject_parser)
         subject_parser.set_defaults(measure=subject.run)
 

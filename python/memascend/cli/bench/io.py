@@ -8,29 +8,24 @@ import json
 import os
 import platform
 import random
-import resource
 import shutil
 import statistics
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from memascend import memory, nvme
-from memascend.cli.show import bars
 from memascend.cli.storage import Speed, blocks, transfer
 from memascend.errors import ConfigError
-from memascend.text import Progress, bytes_shown, table
+from memascend.text import Progress, table
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
-
-    import torch
 
 
 def described() -> dict[str, str | int]:
@@ -57,14 +52,8 @@ def _fio_version() -> str:
 
 # Over the file in one measurement, ours and fio's: the start of either is then a small part of it.
 PASSES = 2
-
-
 _FIO_PATTERNS = {"read": "read", "write": "write", "mixed": "rw"}
-
-
 _HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
-
-
 _HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -122,96 +111,12 @@ def fio(
     return Speed(nbytes=moved, seconds=seconds, cpu_seconds=(job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds)
 
 
-WEIGHT_CASES = ("a file per tensor", "volume")
-
-
-_WEIGHT_BYTES, _COUNT = 16 << 20, 16
-
-
-def weight_cases(folder: Path, stack: ExitStack) -> dict[str, Callable[[], Speed]]:
-    """As ZeRO-Infinity keeps parameters (a file each), and as we do; both write all, make it durable and read all.
-
-    The page cache is dropped before reading, as a model larger than memory would find it.
-    """
-    from memascend.tensors import memory_of
-
-    tensors = stack.enter_context(blocks(_WEIGHT_BYTES, _COUNT))
-    volume = stack.enter_context(nvme.open(folder / "weights", size=_WEIGHT_BYTES * _COUNT))
-
-    def files() -> None:
-        paths = [folder / f"weight{index}" for index in range(_COUNT)]
-        for path, tensor in zip(paths, tensors, strict=True):
-            with path.open("wb") as file:
-                file.write(memory_of(tensor))
-                file.flush()
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        for path, tensor in zip(paths, tensors, strict=True):
-            with path.open("rb", buffering=0) as file:
-                _fill(file.fileno(), tensor)
-
-    def engine() -> None:
-        for begin in (volume.write, volume.read):
-            tickets = [begin(tensor, index * _WEIGHT_BYTES) for index, tensor in enumerate(tensors)]
-            for ticket in tickets:
-                ticket.wait()
-            if begin == volume.write:
-                volume.flush()
-
-    return {name: _timed(work) for name, work in zip(WEIGHT_CASES, (files, engine), strict=True)}
-
-
-def _fill(descriptor: int, tensor: torch.Tensor) -> None:
-    from memascend.tensors import memory_of
-
-    view = memory_of(tensor)
-    done = 0
-    while done < len(view):
-        done += os.readv(descriptor, [view[done:]])
-
-
-def _timed(work: Callable[[], None]) -> Callable[[], Speed]:
-    def case() -> Speed:
-        before, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-        work()
-        took, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
-        cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-        return Speed(nbytes=2 * _WEIGHT_BYTES * _COUNT, seconds=took, cpu_seconds=cpu)
-
-    return case
-
-
 SUMMARY = "bandwidth and processor time of storage, beside fio"
-
-
-_MIB = 1 << 20
-
-
-_PATTERNS = ("read", "write", "mixed")
-
-
+MIB = 1 << 20
+PATTERNS = ("read", "write", "mixed")
 # What the headline compares: the size and depth at which every disk measured was fastest.
-_BLOCK_BYTES, _DEPTH = _MIB, 8
-
-
-_GRID_BLOCKS = (128 << 10, 256 << 10, _MIB, 4 * _MIB, 16 * _MIB)
-
-
-_GRID_DEPTHS = (1, 4, 8, 16, 32)
-
-
-# Hundreds of measurements: more rounds would take an hour.
-_GRID_ROUNDS_MAX = 3
-
-
-# fio's buffers are bounded by the huge pages that a machine can spare.
-_FLYING_BYTES_MAX = 256 * _MIB
-
-
-_Case = Callable[[], Speed]
-
-
-_Results = dict[str, dict[str, Speed]]
+BLOCK_BYTES, DEPTH = MIB, 8
+Case = Callable[[], Speed]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -219,60 +124,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--storage", metavar="FOLDER", default=".", help="where the files are made (default: here)")
     parser.add_argument("--size", type=int, metavar="MIB", default=1024, help="of each file, in MiB (default 1024)")
     parser.add_argument("--rounds", type=int, metavar="N", default=5, help="medians of so many rounds (default 5)")
-    parser.add_argument("--grid", action="store_true", help="also 128 KiB to 16 MiB and depth 1 to 32; takes a while")
-    parser.add_argument("--raw", action="store_true", help="also a loop device as a raw one (needs root)")
 
 
-class Other(Protocol):
-    """Another system at the same file, with one of our sizes and depths."""
+def require_measurable(options: argparse.Namespace) -> None:
+    """Refuse sizes that the start of a measurement would decide.
 
-    name: str
-
-    def run(self, pattern: str) -> Speed:
-        """Read or write all of the file."""
-
-    def close(self) -> None:
-        """End it."""
-
-
-def run(options: argparse.Namespace, begin: Callable[[Path, int, int, int], Other] | None = None) -> int:
-    """Measure and print; beside what `begin` gives for a file, bytes of a request, a depth and bytes in all."""
+    Raises:
+        ConfigError: --size or --rounds is too small.
+    """
     if options.size < 64 or options.rounds < 1:
         raise ConfigError("--size is at least 64 MiB and --rounds at least 1")
+
+
+def about(options: argparse.Namespace, bench: Bench) -> dict[str, Any]:
+    """What the figures are of, as JSON values."""
+    return {
+        "machine": described(),
+        "size_bytes": bench.nbytes,
+        "rounds": options.rounds,
+        "left_out": bench.left_out,
+    }
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and print."""
+    require_measurable(options)
     with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-bench-") as folder, ExitStack() as stack:
-        bench = _Bench(Path(folder), options, stack, begin)
-        results = {"files": bench.headline()}
-        if options.raw:
-            results["raw device"] = bench.raw()
-        if options.grid:
-            results |= bench.grid()
-        weights = _medians(weight_cases(Path(folder), stack), options.rounds, "weights")
+        bench = Bench(Path(folder), options, stack)
+        found = bench.headline()
     if options.json:
-        shown = {group: {name: _plain(speed) for name, speed in cases.items()} for group, cases in results.items()}
-        about = {
-            "machine": described(),
-            "size_bytes": bench.nbytes,
-            "rounds": options.rounds,
-            "left_out": bench.left_out,
-        }
-        print(
-            json.dumps(
-                {**about, **shown, "weights": {name: _plain(speed) for name, speed in weights.items()}}, indent=2
-            )
-        )
-    else:
-        for group, cases in results.items():
-            print(f"\n{group}\n\n{_table(cases)}")
-        print(f"\n16-bit weights, 16 MiB each, made durable\n\n{_weight_table(weights)}")
-        for line in bench.left_out:
-            print(f"\nleft out: {line}")
-    if options.picture:
-        series = _series(results["files"])
-        bars(Path(options.picture), "1 MiB, depth 8, one file unless said", "GB a second", series)
+        files = {name: plain(speed) for name, speed in found.items()}
+        print(json.dumps({**about(options, bench), "files": files}, indent=2))
+        return 0
+    print(shown(found))
+    for line in bench.left_out:
+        print(f"\nleft out: {line}")
     return 0
 
 
-class _Bench:
+class Bench:
     """What the measurements share: folder, sizes, peers."""
 
     def __init__(
@@ -280,90 +170,45 @@ class _Bench:
         folder: Path,
         options: argparse.Namespace,
         stack: ExitStack,
-        begin: Callable[[Path, int, int, int], Other] | None,
+        flying: int = BLOCK_BYTES * DEPTH,
     ) -> None:
-        self.folder, self.rounds, self.nbytes = folder, options.rounds, options.size * _MIB
+        """`flying`: the most bytes that are in flight at once, for which fio has huge pages."""
+        self.folder, self.rounds, self.nbytes = folder, options.rounds, options.size * MIB
         self.stack = stack
         self.left_out: list[str] = []
-        self.huge = stack.enter_context(huge_pages(_FLYING_BYTES_MAX if options.grid else _BLOCK_BYTES * _DEPTH))
+        self.huge = stack.enter_context(huge_pages(flying))
         if self.huge is None:
             self.left_out.append("fio with huge pages: this process may not mount a hugetlbfs (run as root)")
-        self.file = self._made("one")
-        self.other: Other | None = None
-        if begin is not None:
-            self.other = begin(self.file, _BLOCK_BYTES, _DEPTH, min(self.nbytes, 512 * _MIB))
-            stack.callback(self.other.close)
+        self.file = self.made("one")
 
-    def headline(self) -> dict[str, Speed]:
-        """All ways at the size and depth that are best."""
-        halves = [self._made(f"half{index}", self.nbytes // 2) for index in range(2)]
-        cases: dict[str, _Case] = {}
-        for pattern in _PATTERNS:
-            cases |= self._pair([self.file], pattern, _BLOCK_BYTES, _DEPTH)
-            ours = self._ours
-            cases[f"{pattern}: threads"] = ours([self.file], pattern, _BLOCK_BYTES, _DEPTH, backend="threads")
-            cases[f"{pattern}: two files, striped"] = ours(halves, pattern, _BLOCK_BYTES, _DEPTH)
-            cases[f"{pattern}: unaligned memory"] = ours([self.file], pattern, _BLOCK_BYTES, _DEPTH, first=64)
-            shifted = ours([self.file], pattern, _BLOCK_BYTES - 200, _DEPTH, first=100)
+    def headline(self, others: dict[str, Case] | None = None) -> dict[str, Speed]:
+        """All ways at the size and depth that are best; `others` are measured beside them."""
+        halves = [self.made(f"half{index}", self.nbytes // 2) for index in range(2)]
+        cases: dict[str, Case] = {}
+        for pattern in PATTERNS:
+            cases |= self.pair([self.file], pattern, BLOCK_BYTES, DEPTH)
+            ours = self.ours
+            cases[f"{pattern}: threads"] = ours([self.file], pattern, BLOCK_BYTES, DEPTH, backend="threads")
+            cases[f"{pattern}: two files, striped"] = ours(halves, pattern, BLOCK_BYTES, DEPTH)
+            cases[f"{pattern}: unaligned memory"] = ours([self.file], pattern, BLOCK_BYTES, DEPTH, first=64)
+            shifted = ours([self.file], pattern, BLOCK_BYTES - 200, DEPTH, first=100)
             cases[f"{pattern}: unaligned offsets too"] = shifted
-            if self.other is not None and pattern != "mixed":
-                cases[f"{pattern}: {self.other.name}"] = partial(self.other.run, pattern)
-        return _medians(cases, self.rounds, "files")
+        return medians({**cases, **(others or {})}, self.rounds, "files")
 
-    def grid(self) -> _Results:
-        """Sizes and depths, files and a raw device, one and two, ring and threads, with fio beside each."""
-        results = {}
-        halves = [self._made(f"grid-half{index}", self.nbytes // 2) for index in range(2)]
-        device = self._raw_device()
-        for block in _GRID_BLOCKS:
-            for depth in _GRID_DEPTHS:
-                if block * depth > _FLYING_BYTES_MAX:
-                    continue
-                name = f"{bytes_shown(block)}, depth {depth}"
-                cases: dict[str, _Case] = {}
-                for pattern in _PATTERNS:
-                    cases |= self._pair([self.file], pattern, block, depth)
-                    if self.huge is not None:
-                        del cases[f"{pattern}: fio"]
-                    ours = self._ours
-                    cases[f"{pattern}: threads"] = ours([self.file], pattern, block, depth, backend="threads")
-                    cases[f"{pattern}: two files, striped"] = ours(halves, pattern, block, depth)
-                    if device is not None:
-                        cases[f"{pattern}: raw device"] = ours([device], pattern, block, depth)
-                results[name] = _medians(cases, min(self.rounds, _GRID_ROUNDS_MAX), name)
-        return results
-
-    def raw(self) -> dict[str, Speed]:
-        """A loop device, which is a raw device to us and to fio."""
-        device = self._raw_device()
-        if device is None:
-            return {}
-        cases: dict[str, _Case] = {}
-        for pattern in _PATTERNS:
-            cases |= self._pair([device], pattern, _BLOCK_BYTES, _DEPTH)
-        return _medians(cases, self.rounds, "raw")
-
-    def _raw_device(self) -> Path | None:
-        try:
-            return self.stack.enter_context(_loop(self._made("backing")))
-        except ConfigError as error:
-            self.left_out.append(f"a raw device: {error}")
-            return None
-
-    def _pair(self, paths: list[Path], pattern: str, block: int, depth: int) -> dict[str, _Case]:
+    def pair(self, paths: list[Path], pattern: str, block: int, depth: int) -> dict[str, Case]:
         """Ours and both ways of running fio."""
         path, nbytes = paths[0], self.nbytes
-        cases: dict[str, _Case] = {
-            f"{pattern}: io_uring": self._ours(paths, pattern, block, depth),
+        cases: dict[str, Case] = {
+            f"{pattern}: io_uring": self.ours(paths, pattern, block, depth),
             f"{pattern}: fio": partial(fio, path, pattern, block, depth, nbytes, None),
         }
         if self.huge is not None:
             cases[f"{pattern}: fio, huge pages"] = partial(fio, path, pattern, block, depth, nbytes, self.huge)
         return cases
 
-    def _ours(
+    def ours(
         self, paths: list[Path], pattern: Any, block: int, depth: int, backend: Any = "auto", first: int = 0
-    ) -> _Case:
+    ) -> Case:
         """Ours, from memory that begins `first` bytes after an aligned place, one block after the other."""
         size = block + 4096 if first else block
         # Half as many more than the device gets at once: tickets are waited for in the order they began in,
@@ -383,29 +228,16 @@ class _Bench:
 
         return case
 
-    def _made(self, name: str, nbytes: int | None = None) -> Path:
+    def made(self, name: str, nbytes: int | None = None) -> Path:
         """A file whose every block was written once: what was only reserved is slower the first time."""
         path = self.folder / name
-        with nvme.open(path, size=nbytes or self.nbytes) as volume, blocks(_BLOCK_BYTES, _DEPTH) as tensors:
+        with nvme.open(path, size=nbytes or self.nbytes) as volume, blocks(BLOCK_BYTES, DEPTH) as tensors:
             transfer(volume, tensors, "write", volume.size)
             volume.flush()
         return path
 
 
-@contextmanager
-def _loop(backing: Path) -> Iterator[Path]:
-    words = ["losetup", "--find", "--show", "--direct-io=on", str(backing)]
-    done = subprocess.run(words, check=False, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise ConfigError(f"no loop device can be had: {done.stderr.strip()}")
-    device = done.stdout.strip()
-    try:
-        yield Path(device)
-    finally:
-        subprocess.run(["losetup", "--detach", device], check=False)
-
-
-def _medians(cases: dict[str, _Case], rounds: int, what: str) -> dict[str, Speed]:
+def medians(cases: dict[str, Case], rounds: int, what: str) -> dict[str, Speed]:
     """Each case once in every round, shuffled; the medians of bandwidth and of processor time, each by itself."""
     samples: dict[str, list[Speed]] = {name: [] for name in cases}
     with Progress(what, rounds * len(cases), unit="measurements") as progress:
@@ -426,7 +258,7 @@ def _median(speeds: list[Speed]) -> Speed:
     )
 
 
-def _table(cases: dict[str, Speed]) -> str:
+def shown(cases: dict[str, Speed]) -> str:
     """Every case; those with a ring of ours in their pattern are compared with it."""
     rows = []
     for name, speed in cases.items():
@@ -445,23 +277,6 @@ def _table(cases: dict[str, Speed]) -> str:
     return table(("pattern", "way", "GB/s", "ours is x as fast", "CPU ms/GB", "ours takes x of it"), rows)
 
 
-def _weight_table(weights: dict[str, Speed]) -> str:
-    pages, ours = (weights[name] for name in WEIGHT_CASES)
-    ratio = ours.gb_per_second / pages.gb_per_second
-    rows = [(name, f"{speed.gb_per_second:.2f}", f"{speed.cpu_ms_per_gb:.1f}") for name, speed in weights.items()]
-    return f"{table(('way', 'GB/s', 'CPU ms/GB'), rows)}\n\nours is {ratio:.2f} times as fast"
-
-
-def _series(cases: dict[str, Speed]) -> dict[str, dict[str, float | None]]:
-    ways = list(dict.fromkeys(name.partition(": ")[2] for name in cases))
-    return {
-        way: {
-            pattern: cases[name].gb_per_second if (name := f"{pattern}: {way}") in cases else None
-            for pattern in _PATTERNS
-        }
-        for way in ways
-    }
-
-
-def _plain(speed: Speed) -> dict[str, float]:
+def plain(speed: Speed) -> dict[str, float]:
+    """A measurement as JSON values."""
     return {"gb_per_second": speed.gb_per_second, "cpu_ms_per_gb": speed.cpu_ms_per_gb}

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from memascend import nvme
 from memascend.cli.bench import bag
 from memascend.cli.bench.io import PASSES, fio, huge_pages
-from memascend.cli.show import bars
 from memascend.cli.storage import blocks
 from memascend.text import bytes_shown, seconds_shown, table
 
@@ -32,23 +31,11 @@ if TYPE_CHECKING:
 
 
 SUMMARY = "a step of AdamW on SSD, against pure I/O of the same bytes and fio"
-
-
 _MEGA = 1_000_000
-
-
 _MIB = 1 << 20
-
-
 _VALUE_BYTES = 2
-
-
 _BLOCK = 4096
-
-
 _FORMS = {"own": "", "fp32": "compact", "bf16": "compact bf16", "8bit": "compact 8bit"}
-
-
 _STATE_HELP = (
     "format of the state: as `offload(state=...)` has it, or own: fp32 master weights beside the values (default)"
 )
@@ -82,14 +69,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure and print."""
     with tempfile.TemporaryDirectory(dir=options.storage or ".", prefix="memascend-bench-") as folder:
         result = measure(Path(folder), options)
-    if options.json:
-        print(json.dumps(result, indent=2))
-    else:
-        print(shown(result))
-    if options.picture:
-        rates = {"update": "update_gb_per_second", "the same bytes without arithmetic": "pure_gb_per_second"}
-        series = {"memascend": {words: result[name] for words, name in rates.items()}}
-        bars(Path(options.picture), "A step of AdamW on SSD", "GB a second", series)
+    print(json.dumps(result, indent=2) if options.json else shown(result))
     return 0
 
 

@@ -50,8 +50,6 @@ def batch(text: torch.Tensor, step: int, rows: int, length: int) -> torch.Tensor
 
 
 _BYTES = 256
-
-
 _HEAD_WIDTH = 64
 
 

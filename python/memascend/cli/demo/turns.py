@@ -27,8 +27,6 @@ _HEADS = (
     "in memory holds",
     "offloaded",
 )
-
-
 _WIDTHS = tuple(max(len(head), 9) for head in _HEADS)
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from memascend.cli.plan.answer import Answer, Question, Takeover
     from memascend.cli.plan.model import DescribedModel
 
+    Measure = Callable[[Question, tuple[int, int]], Question]
+
 _TYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
           "float16": "float16", "fp16": "float16"}  # fmt: skip
 _TOKENS, _LENGTH = 8192, 2048
@@ -110,7 +112,7 @@ def _speed(text: str) -> float:
     return value
 
 
-def run(options: argparse.Namespace, measure: Callable[[Question, tuple[int, int]], Question] | None = None) -> int:
+def run(options: argparse.Namespace, measure: Measure | None = None) -> int:
     """Print the plan; 1 where it does not fit the GPU or the storage that is named.
 
     Args:
@@ -118,33 +120,28 @@ def run(options: argparse.Namespace, measure: Callable[[Question, tuple[int, int
         measure: puts what computes into a question, for so many sequences of so many tokens.
     """
     from memascend.cli.plan import text
-    from memascend.cli.plan import text as formats
     from memascend.cli.plan.answer import answer, larger
 
     source, question, speeds = _asked(options, measure)
     if options.fit:
         return _fit(options, question)
     found = answer(question)
-    compared = formats.formats_compared(question, found.plan.budget)
+    compared = text.formats_compared(question, found.plan.budget)
     more = None if found.plan.all_held <= found.plan.budget else larger(question, found)
     if options.picture is not None:
-        from memascend.cli.plan.text import draw
-
-        draw(options.picture, found)
+        text.draw(options.picture, found)
     if options.json:
         described = _values(options, source, question, found, more, speeds)
-        print(json.dumps({**described, "formats": formats.format_values(compared)}, indent=2))
+        print(json.dumps({**described, "formats": [asdict(cost) for cost in compared]}, indent=2))
     else:
         head = f"{options.model}: {{parameters}}, described by {source.by}; {options.optimizer}"
-        fewer = formats.next_format(compared, options.state)
+        fewer = text.next_format(compared, options.state)
         choices = text.Choices(more=more, fewer=fewer, takeover=_takes_over(options, question))
-        print(text.shown(head, question, found, choices, speeds) + formats.formats_shown(compared, found.plan.budget))
+        print(text.shown(head, question, found, choices, speeds) + text.formats_shown(compared, found.plan.budget))
     return int(bool(found.problems))
 
 
-def _asked(
-    options: argparse.Namespace, measure: Callable[[Question, tuple[int, int]], Question] | None
-) -> tuple[DescribedModel, Question, dict[str, float]]:
+def _asked(options: argparse.Namespace, measure: Measure | None) -> tuple[DescribedModel, Question, dict[str, float]]:
     """What the command line asks, and the measured speed of its storage."""
     import torch
 
@@ -192,11 +189,7 @@ def _asked(
     return source, _traced(options, question, measure), speeds
 
 
-def _traced(
-    options: argparse.Namespace,
-    question: Question,
-    measure: Callable[[Question, tuple[int, int]], Question] | None,
-) -> Question:
+def _traced(options: argparse.Namespace, question: Question, measure: Measure | None) -> Question:
     """The question with what torch takes for its tokens, and how fast what computes is where that is measured."""
     from memascend.cli.plan.model import trace
 
@@ -222,14 +215,14 @@ def _takes_over(options: argparse.Namespace, question: Question) -> Takeover | N
 
 
 def _fit(options: argparse.Namespace, question: Question) -> int:
-    from memascend.cli.plan import answer as fit
     from memascend.cli.plan import text
+    from memascend.cli.plan.answer import described_fit, find
 
     if question.gpu is None:
         raise ConfigError("--fit finds batches that fit a GPU: name it, as --gpu 4090")
-    found = fit.find(question, options.length, recomputes=not options.keep_activations)
+    found = find(question, options.length, recomputes=not options.keep_activations)
     if options.json:
-        print(json.dumps([fit.described_fit(one) for one in found], indent=2))
+        print(json.dumps([described_fit(one) for one in found], indent=2))
     else:
         print(text.fitting(found))
     return int(not any(one.fits for one in found))

@@ -42,17 +42,11 @@ if TYPE_CHECKING:
 
 
 _CARD_GB, _GIB, _T = 10**9, 1 << 30, 10**12
-
-
 # Of a GPU's dense 16-bit peak, what training of large blocks reaches: large products alone reach 0.7 and more, the
 # operations between them are bound by memory.
 REACHED = 0.5
-
-
 # What CUDA, its libraries and the allocator's gaps take of a card beside tensors.
 _CONTEXT = 1 << 30
-
-
 # What a link of 16 lanes moves one way, of 31.5 and 63 GB/s in its specification.
 _PCIE_4, _PCIE_5 = 25e9, 50e9
 
@@ -109,8 +103,6 @@ CARDS = {
     "mi300x": Gpu("MI300X", 1307, 192 * _CARD_GB, _PCIE_5),
     "mi325x": Gpu("MI325X", 1307, 256 * _CARD_GB, _PCIE_5),
 }
-
-
 # What good drives sustain, after any cache, by the generation of PCIe that they speak on four lanes, which bounds
 # reading at 3.9, 7.9 and 15.8 GB/s: somewhat below the data sheets of servers' drives of 4 TB, read and written in
 # sequence: Samsung PM983 (3.2 and 2.0 GB/s), Micron 7450 PRO (6.8 and 5.3), Micron 9550 PRO (14 and 10). Many drives of
@@ -120,15 +112,9 @@ DRIVES = {
     "gen4": Drive(read=5e9, write=4e9),
     "gen5": Drive(read=10e9, write=8e9),
 }
-
-
 _GB = 10**9
-
-
 # Python, torch and transformers in host memory, before there is a model.
 IMPORTS = 740 << 20
-
-
 # Terabytes written that consumer drives are warranted for, for each terabyte of size; those of servers have 2 to 10
 # times as much.
 ENDURANCE_PER_TB = 600
@@ -179,8 +165,6 @@ def _positive(text: str, count: int) -> list[float]:
 
 
 _MORE = 16 << 30
-
-
 _TB = 10**12
 
 
@@ -437,15 +421,9 @@ def described(one: Answer) -> dict[str, Any]:
 
 
 _LENGTHS = (8192, 2048, 512)
-
-
 _BATCH_MAX = 256
-
-
 # More sequences are in no step.
 _SEQUENCES_MAX = 1 << 20
-
-
 # Where none is asked for: as torch has it, and what moves fewer bytes.
 _STATES: tuple[Literal["bf16", "8bit"] | None, ...] = (None, "bf16", "8bit")
 

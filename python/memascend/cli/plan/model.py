@@ -28,24 +28,14 @@ if TYPE_CHECKING:
 
 
 _CONFIG = "config.json"
-
-
 _CONFIG_BYTES_MAX = 16 << 20
-
-
 # The deepest models that were published have some hundreds, DeepNet 1,000. torch takes a millisecond or more to make
 # one of transformers' layers, and some hundred kilobytes, also on "meta".
 _LAYERS_MAX = 10_000
-
-
 # How configs call it: num_hidden_layers, n_layer, decoder_layers, num_blocks, depth.
 _DEPTH = re.compile(r"(^|_)(n?layers?|blocks?|depths?)$")
-
-
 # What is computed last, whatever the order of names says.
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|head|classifier|score|qa_outputs)\.")
-
-
 # Statistics, and not parameters.
 _BUFFERS = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked|inv_freq)$")
 
@@ -255,6 +245,10 @@ class Pass:
 
     flops: int = 0  # floating-point operations of matrix products and attention; of causal attention what is not masked
 
+    def add(self, flops: int) -> None:
+        """Count so many more."""
+        self.flops += flops
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -279,7 +273,7 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = Pass()
+        self._now = Pass()
         self.peak = 0
         self.at_peak: list[tuple[int, tuple[int, ...]]] = []
         self._bytes = 0
@@ -298,8 +292,12 @@ class _Watch(TorchDispatchMode):
         if function.is_view or not made:
             return out
         args, kwargs = _unmasked(function, args, kwargs or {})
-        self.now.flops += _flops(function, args, kwargs, out)
+        self._now.add(_flops(function, args, kwargs, out))
         return out
+
+    def begin(self, now: Pass) -> None:
+        """Count what is computed from here on in this pass."""
+        self._now = now
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -385,12 +383,12 @@ def trace(model: nn.Module, batch: int, length: int, *, recomputes: bool) -> Tra
     forward, backward, kept = Pass(), Pass(), 0
     failed = ""
     with fake, without_gradients_kept(model), watch, _without_torchs_log():
-        watch.now = forward
+        watch.begin(forward)
         try:
             tokens = torch.zeros(batch, length, dtype=torch.long)
             loss = model(input_ids=tokens, labels=tokens).loss
             kept = _kinds(model, watch.living)["activations"]
-            watch.now = backward
+            watch.begin(backward)
             loss.backward()
             del loss
         except Exception as error:  # noqa: BLE001

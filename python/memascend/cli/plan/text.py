@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from memascend.cli.plan.answer import (
@@ -55,17 +55,8 @@ def formats_shown(costs: list[FormatCost], budget: int) -> str:
     )
 
 
-def format_values(costs: list[FormatCost]) -> list[dict[str, Any]]:
-    """The same as JSON values."""
-    return [asdict(cost) for cost in costs]
-
-
 Row = tuple[str, str, str]
-
-
 _YEAR_DAYS = 365
-
-
 # A larger budget is shown where a step then takes at most this part of its time.
 _FASTER = 0.99
 

@@ -32,15 +32,9 @@ if TYPE_CHECKING:
 
 # Templates that say which day it is; formats are always written out.
 _TIME = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-
-
 _MARKED = re.compile(r"\{%-?\s*generation\b")
-
-
 # For private use: no text has them, and no template looks for them.
 _WORDS = tuple(chr(first) + chr(first + 1) for first in range(0xE000, 0xE010, 2))
-
-
 # The text, and from where to where the assistant wrote.
 Rendered = tuple[str, list[tuple[int, int]]]
 
@@ -181,6 +175,26 @@ class Counts:
     shape: str = ""
     packs_text: bool = False
 
+    def begin(self, shape: shapes.Shape) -> None:
+        """All rows have this shape."""
+        self.shape, self.packs_text = shape.name, shape is shapes.TEXT
+
+    def read(self, rows: int = 1) -> None:
+        """So many more were read."""
+        self.rows += rows
+
+    def cut(self, *, left_out: bool) -> None:
+        """One was cut, or had nothing left to learn."""
+        self.truncated += 1
+        self.left_out += left_out
+
+    def take(self, tokens: Tokens) -> None:
+        """One more sequence is trained on."""
+        self.sequences += 1
+        self.tokens += len(tokens.ids)
+        # Nothing foretells the first one.
+        self.learnt += sum(tokens.learnt[1:])
+
     def said(self, max_length: int) -> str:
         """In words."""
         text = f"{counted(self.rows, 'example')} of {self.shape}: {counted(self.tokens, 'token')}, "
@@ -221,7 +235,7 @@ class Encoder:
         """Encode rows of one kind; texts are packed."""
         rows = iter(rows)
         first = next(rows)
-        counts.shape, counts.packs_text = first.shape.name, first.shape is shapes.TEXT
+        counts.begin(first.shape)
         every = itertools.chain([first], rows)
         made = self._packed(every, counts) if counts.packs_text else self._each(every, counts)
         told = time.monotonic()
@@ -229,10 +243,7 @@ class Encoder:
             if time.monotonic() - told > _TOLD_SECONDS:
                 told = time.monotonic()
                 self.tell(f"{counted(counts.rows, 'example')} read so far")
-            counts.sequences += 1
-            counts.tokens += len(tokens.ids)
-            # Nothing foretells the first one.
-            counts.learnt += sum(tokens.learnt[1:])
+            counts.take(tokens)
             yield tokens
         if not counts.learnt:
             raise ConfigError(
@@ -242,7 +253,7 @@ class Encoder:
 
     def _each(self, rows: Iterable[Row], counts: Counts) -> Iterator[Tokens]:
         for row in rows:
-            counts.rows += 1
+            counts.read()
             try:
                 whole = self._row(row)
             except ConfigError as error:
@@ -250,10 +261,10 @@ class Encoder:
             if not any(whole.learnt[1:]):
                 raise ConfigError(f"{row.place}: this example has no token to train on: remove it")
             if len(whole.ids) > self.max_length:
-                counts.truncated += 1
                 whole = Tokens(whole.ids[: self.max_length], whole.learnt[: self.max_length])
-                if not any(whole.learnt[1:]):
-                    counts.left_out += 1
+                is_left_out = not any(whole.learnt[1:])
+                counts.cut(left_out=is_left_out)
+                if is_left_out:
                     continue
             yield whole
 
@@ -265,7 +276,7 @@ class Encoder:
             text = row.values["text"]
             if not isinstance(text, str):
                 raise ConfigError(f"{row.place}: `text` must be a text, not {type(text).__name__}")
-            counts.rows += not goes_on
+            counts.read(not goes_on)
             # A piece of a text has no beginning of its own.
             waiting += self._ids(text, special=not goes_on)
             goes_on = bool(row.values.get(GOES_ON))
@@ -326,8 +337,6 @@ def _is_within(token: tuple[int, int], span: tuple[int, int]) -> bool:
 
 
 _TOKEN_BYTES = 4
-
-
 # What no loss is taken on, by torch's default.
 _IGNORED = -100
 

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
 # Of a weights file: its header is there, and values that no other model has.
 _SAMPLE_BYTES = 1 << 20
-
-
 _ANEW = "start a new run with another --output and --storage (and --model {output}, to continue from its weights)"
 
 
@@ -322,8 +320,8 @@ class Job(Closing):
             # What can be refused at once comes before the data, which may take minutes.
             self._described = describe_model(self._folder, settings)
             self._optimizer()
-            self._data, self._counts, self._batches = self._read(settings.data)
-            self._held_out = self._read(settings.eval, held_out=True)[2] if settings.eval else None
+            self._data, self._batches = self._read(settings.data)
+            self._held_out = self._read(settings.eval, held_out=True)[1] if settings.eval else None
             self._require_tokens()
             self._digests = {"model": model_digest(self._folder), "data": self._batches.sequences.digest}
             self._require_same_on_all()
@@ -365,7 +363,7 @@ class Job(Closing):
         if self._beginning.existing is None and self._batches.steps != record.steps:
             raise gone(self._output, self._settings.storage)
 
-    def _read(self, texts: tuple[str, ...], *, held_out: bool = False) -> tuple[str, Counts, Batches]:
+    def _read(self, texts: tuple[str, ...], *, held_out: bool = False) -> tuple[str, Batches]:
         """Rows, in words too, and the batches of them."""
         settings = self._settings
         paths, left_out = self._of_first(lambda: find_files(texts, held_out=held_out))
@@ -393,7 +391,7 @@ class Job(Closing):
             said += f"; packed into {counted(len(packs), 'sequence')}, with attention within each example"
         elif settings.packing and not counts.packs_text:
             said += f"; not packed: {type(self._described.own).__name__} would mix examples that share a sequence"
-        return f"{said}; {left_out}" if left_out else said, counts, batches
+        return f"{said}; {left_out}" if left_out else said, batches
 
     def _require_same_on_all(self) -> None:
         told = self._ranks.everyone(self._digests)
@@ -442,7 +440,7 @@ class Job(Closing):
                 lines.append(f"other versions than before, so results may differ from here on: {'; '.join(others)}")
         return "\n".join(lines)
 
-    def _optimizer(self) -> torch.optim.Optimizer:
+    def _optimizer(self) -> list[torch.optim.Optimizer]:
         return make_optimizer(self._settings, self._described)
 
     # --- the run -----------------------------------------------------------------------

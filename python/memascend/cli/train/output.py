@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 # How long ranks wait for each other while they look at data and model: they have about the same to read.
 _TIMEOUT_SECONDS = 3600.0
-
-
 _NEEDED = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -56,7 +54,7 @@ class Ranks(Closing):
         self.rank, self.count = 0, _number("WORLD_SIZE", 1)
         if self.count < 1:
             raise ConfigError(f"WORLD_SIZE is {self.count}, and must be at least 1: unset it")
-        self._figures: Any = None
+        self._exchange: Any = None
         if self.count == 1:
             return
         missing = [name for name in _NEEDED if not os.environ.get(name)]
@@ -71,14 +69,13 @@ class Ranks(Closing):
         _number("MASTER_PORT", 0)
         # One process needs nothing of these.
         from memascend.distributed.control_plane import Exchange
-        from memascend.distributed.row_transfer import Figures
 
         try:
             torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-            self._figures = Figures(Exchange(_TIMEOUT_SECONDS))
+            self._exchange = Exchange(_TIMEOUT_SECONDS)
         except RuntimeError as error:
             raise RankError(f"the {self.count} ranks of this run cannot connect: {error}", ranks=()) from error
-        self.rank = self._figures.rank
+        self.rank = self._exchange.rank
 
     def of_this(self, settings: Settings) -> Settings:
         """The settings as this rank has them: each computes on a device of its own.
@@ -117,13 +114,13 @@ class Ranks(Closing):
 
     def everyone(self, mine: Any) -> list[Any]:
         """What each rank says, a JSON value, in the order of ranks."""
-        return [mine] if self._figures is None else list(self._figures.everyone(mine))
+        return [mine] if self._exchange is None else list(self._exchange.everyone(mine))
 
     def together(self, do: Callable[[], _T]) -> _T:
         """Do what may fail. Where it does on one rank, all raise, and each says whose it was."""
-        if self._figures is None:
+        if self._exchange is None:
             return do()
-        done: _T = self._figures.together(do)
+        done: _T = self._exchange.together(do)
         return done
 
     def note(self, text: str) -> None:
@@ -138,10 +135,10 @@ class Ranks(Closing):
 
     def talk_through(self, optimizer: OffloadedOptimizer) -> None:
         """Talk as the run itself does from now on, so that what fails in one is heard in the other."""
-        figures = session_of(optimizer).figures
-        if self._figures is not None and figures is not None:
-            self._figures.close()
-            self._figures = figures
+        exchange = session_of(optimizer).figures
+        if self._exchange is not None and exchange is not None:
+            self._exchange.close()
+            self._exchange = exchange
 
     def divide_nothing(self, model: torch.nn.Module) -> None:
         """Let gradients be sums: the loss is divided by the tokens of all ranks, as one process divides it."""
@@ -154,9 +151,9 @@ class Ranks(Closing):
 
     def close(self) -> None:
         """Leave the others."""
-        if self._figures is not None:
-            self._figures.close()
-            self._figures = None
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
         if self.count > 1 and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
@@ -173,27 +170,13 @@ def _number(name: str, default: int) -> int:
 
 
 _RECORD = "memascend-train.json"
-
-
 _NEW = f".{_RECORD}.new"
-
-
 LOGS = "logs"
-
-
 LOG = "log.jsonl"
-
-
 # All options of the last start, as --config takes them.
 _RESOLVED = "run.yaml"
-
-
 _MERGED, _BEST = "merged", "best"
-
-
 _FORMAT = 1
-
-
 _RECORD_BYTES_MAX = 1 << 20
 
 

@@ -18,24 +18,12 @@ if TYPE_CHECKING:
 
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
-
-
 # What lies beside rows and is none.
 _ABOUT = {"dataset_info.json", "dataset_infos.json", "state.json", "config.json"}
-
-
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?:/.+)?")
-
-
 _SPLIT = re.compile(r"(?:^|[-_./])(train|training|validation|valid|val|dev|eval|test)(?=[-_./\d]|$)")
-
-
 _TRAIN = ("train", "training")
-
-
 _HELD_OUT = ("validation", "valid", "val", "dev", "eval", "test")
-
-
 _MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "tokenizer*", "*.txt"]
 
 
@@ -176,32 +164,16 @@ class Shape:
 
 
 MESSAGES = Shape("`messages`", ("messages",), ("tools",))
-
-
 SHARED = Shape("`conversations` (ShareGPT)", ("conversations",), ("system", "tools"))
-
-
 COMPLETED = Shape("`prompt` and `completion`", ("prompt", "completion"), ("tools",))
-
-
 INSTRUCTED = Shape("`instruction` and `output` (Alpaca)", ("instruction", "output"), ("input", "system", "history"))
-
-
 TEXT = Shape("`text`", ("text",))
-
-
 SHAPES = (MESSAGES, SHARED, COMPLETED, INSTRUCTED, TEXT)
-
-
 KEYS = tuple(dict.fromkeys(key for shape in SHAPES for key in (*shape.keys, *shape.others)))
-
-
 _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "model": "assistant", "system": "system", "tool": "tool", "observation": "tool",
 }  # fmt: skip
-
-
 # Of Stanford's Alpaca, for tokenizers without a chat template.
 _ALPACA = (
     "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request."
@@ -375,16 +347,10 @@ def _turn(turn: Any, number: int) -> dict[str, Any]:
 
 # A line, or an object of an array, is read at once.
 _LINE_BYTES_MAX = 64 << 20
-
-
 # Python's JSON lets these bytes pass, which UTF-8 does not have.
 _SURROGATE = b"\xed"
-
-
 # A text of any length is read in pieces of whole lines; an array, in pieces of this size.
 _PIECE_CHARACTERS = 1 << 20
-
-
 # Of a piece of a text that has another behind it; no column has this name.
 GOES_ON = "\0goes on"
 

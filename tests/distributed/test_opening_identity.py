@@ -14,7 +14,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 
 import memascend
-from memascend.distributed.control_plane import Agreement
+from memascend.distributed.control_plane import Agreement, Alone, Exchange
 from memascend.distributed.opening import choose, require_own, seen_at
 from memascend.distributed.reshard import find_earlier
 from memascend.distributed.setup import places_of_others
@@ -38,8 +38,8 @@ class Talk:
 
 
 class Talker:
-    broken = None
-    failures = 0
+    broken = failure = None
+    part = Exchange.part
 
     def __init__(self, talk, rank):
         self.talk, self.rank, self.size = talk, rank, len(talk.said)
@@ -309,13 +309,13 @@ def test_earlier_stores_are_those_of_their_ranks(tmp_path):
     paths = [tmp_path / f"rank-{rank}-of-2" / "memascend.store" for rank in range(2)]
     [path.parent.mkdir() for path in paths]
     Life(tmp_path, 3, paths=dict(enumerate(paths)))
-    earlier = find_earlier(str(tmp_path), "resume", None)
+    earlier = find_earlier(str(tmp_path), "resume", Alone())
     earlier.open()
     earlier.close()
     assert earlier.identity == commits(paths[0])[0][0].identity
     swap(*paths)
     with pytest.raises(memascend.ConfigError, match=r"rank 0: .* is the store of rank 1 of 2"):
-        find_earlier(str(tmp_path), "resume", None).open()
+        find_earlier(str(tmp_path), "resume", Alone()).open()
     # Nor is one that was copied to where that of a single process is.
     with pytest.raises(memascend.ConfigError, match=r"rank 0: .* is the store of rank 1 of 2"):
         require_own([seen_at(paths[0])])

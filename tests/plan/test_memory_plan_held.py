@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from plan.test_budget import PAGE, model, sizes_of
+from plan.test_memory_plan_budget import PAGE, model, sizes_of
 
 from memascend.plan.cost import Drive, assumed_host, forecast, said, storage_seconds
 from memascend.plan.memory_plan import Requirements, make_plan

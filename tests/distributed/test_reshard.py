@@ -13,6 +13,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import memascend
+from memascend.distributed.control_plane import Alone
 from memascend.distributed.reshard import find_earlier
 
 MICRO_BATCHES = 12
@@ -261,10 +262,10 @@ def test_stores_that_were_never_filled_are_ignored_and_damaged_ones_are_not(tmp_
     loaded(UNFILLED, *paths)
     # One of them has a commit.
     with pytest.raises(memascend.ConfigError, match="its first write did not finish"):
-        find_earlier(str(tmp_path), "resume", None)
-    assert find_earlier(str(tmp_path), "replace", None) is None
+        find_earlier(str(tmp_path), "resume", Alone())
+    assert find_earlier(str(tmp_path), "replace", Alone()) is None
     paths[1].write_bytes(b"another file")
-    assert find_earlier(str(tmp_path), "resume", None).files == paths
+    assert find_earlier(str(tmp_path), "resume", Alone()).files == paths
 
 
 def begun_by_three(tmp_path):

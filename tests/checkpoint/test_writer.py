@@ -132,8 +132,8 @@ def test_killed_at_any_moment_there_is_a_whole_one(tmp_path, loaded, kills):
         import pathlib, sys, torch
         torch.set_num_threads(1)
         sys.path.insert(0, sys.argv[1])
-        from checkpoint import test_checkpoint_saves
-        test_checkpoint_saves.killed_at_random_moments(pathlib.Path(sys.argv[2]), int(sys.argv[3]))
+        from checkpoint import test_writer
+        test_writer.killed_at_random_moments(pathlib.Path(sys.argv[2]), int(sys.argv[3]))
     """
     tests = Path(__file__).parent.parent
     seconds = 100 if kills < 10 else 580

@@ -1,4 +1,4 @@
-"""Formats what commands print: sizes, durations, tables and pictures."""
+"""Draws bars and curves, one colour for one system in every picture."""
 
 from __future__ import annotations
 
