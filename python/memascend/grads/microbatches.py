@@ -271,8 +271,7 @@ class Accumulation:
     @contextlib.contextmanager
     def _watched(self) -> Iterator[Recorder]:
         """Learn the order in which units are used, and whether a module keeps something for the next micro-batch."""
-        kept, numbers = KeptValues(self.model), _random_states()
-        recorder = Recorder()
+        recorder, numbers = Recorder(KeptValues(self.model)), _random_states()
         self.residency.stages = recorder
         self.arrivals.parts = recorder
         try:
@@ -280,8 +279,8 @@ class Accumulation:
         finally:
             self.residency.stages = None
             self.arrivals.parts = None
-        changed = kept.changed()
-        self.never = changed or (None if numbers == _random_states() else _OTHER_NUMBERS)
+        recorder.look()
+        self.never = recorder.keeps or (None if numbers == _random_states() else _OTHER_NUMBERS)
         if recorder.unfit:
             name, reason = next(iter(recorder.unfit.items()))
             self.never = f"the gradient of {name!r} {reason}"
@@ -330,11 +329,11 @@ class Accumulation:
             torch.manual_seed(seed)
             states.append(self._generators.states())
         assert self._course is not None
-        baton = Baton(self._course, self._generators, states)
+        kept, numbers = KeptValues(self.model), _random_states()
+        baton = Baton(self._course, self._generators, states, lambda: self._require_nothing_kept(kept.changed()))
         backwards = self.arrivals.backwards
         whole = backwards.declared == 1 or backwards.is_last(len(batches))
         self._sums = PartialSums(self.arrivals, self._course, baton, self.limit, self._make_room, whole=whole)
-        kept, numbers = KeptValues(self.model), _random_states()
         self.residency.stages, self.arrivals.parts = baton, self._sums
         try:
             self.arrivals.begin_backward()
