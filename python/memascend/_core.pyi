@@ -305,7 +305,14 @@ class Engine:
     def read_spilled(self, entry: int, into: _Held) -> None: ...
     def drop_spilled(self, entry: int) -> None: ...
     def apply(
-        self, entry: int, adapter: _Adapter, nbytes: int, step: int, spilled: bool, how: tuple[bool, bool, bool]
+        self,
+        entry: int,
+        adapter: _Adapter,
+        nbytes: int,
+        step: int,
+        spilled: bool,
+        values: _Held | None,
+        how: tuple[bool, bool, bool, bool],
     ) -> None: ...
     def fill(
         self,

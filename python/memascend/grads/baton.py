@@ -149,7 +149,7 @@ def _merged(first: list[int], second: list[int]) -> list[int]:
 
 
 class KeptValues:
-    """Finds the modules that keep something beyond the stage that they compute: attributes, buffers, what these hold."""
+    """Finds modules that keep something beyond the stage that they compute: in attributes, buffers, what these hold."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Note what they keep now."""
@@ -208,8 +208,7 @@ class _Kept:
         self._versions = [
             (place, value, value._version)  # noqa: SLF001
             for place, value in enumerate(self._items)
-            if isinstance(value, torch.Tensor)
-            and not (isinstance(value, torch.nn.Parameter) or value.is_inference())
+            if isinstance(value, torch.Tensor) and not (isinstance(value, torch.nn.Parameter) or value.is_inference())
         ]
 
     def changed(self) -> str | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from memascend import _core
 from memascend.errors import ConfigError
 from memascend.storage.entries import Lent, dtype_of, place_of, require, stored_order
-from memascend.storage.formats import wide_parts
+from memascend.storage.formats import is_widened, wide_parts, wide_state
 from memascend.tensors import summed
 from memascend.text import Closing
 
@@ -62,6 +62,7 @@ def adapter(
     """
     import torch
 
+    described = wide_state(entry) if whole and is_widened(entry) else entry["state"]
     part_of = _parts(gradient, entry["order"], whole=whole)
     threads = torch.get_num_threads()
 
@@ -79,8 +80,7 @@ def adapter(
             values=tensor(values, entry["dtype"], entry["shape"]),
             gradient=part_of(start, count) if spilled is None else tensor(spilled, entry["spill"], entry["shape"]),
             state={
-                name: tensor(lent, dtype, shape)
-                for (name, dtype, shape), lent in zip(entry["state"], state, strict=True)
+                name: tensor(lent, dtype, shape) for (name, dtype, shape), lent in zip(described, state, strict=True)
             },
             start=start,
             count=count,
@@ -369,7 +369,7 @@ class Engine(Closing):
         """Forget the spilled gradient, after what is queued of the entry. Fine where there is none."""
         self._core.drop_spilled(self.store.index(name))
 
-    def apply(
+    def apply(  # noqa: PLR0913 - options are keywords
         self,
         name: str,
         function: Callable[[Chunk], object],
@@ -377,6 +377,7 @@ class Engine(Closing):
         step: int,
         gradient: torch.Tensor | Lent | None = None,
         whole: bool = False,
+        values: torch.Tensor | None = None,
         late: Late = "never",
     ) -> None:
         """Queue arithmetic that is not ours, and return when its gradient has room in the queue.
@@ -390,7 +391,10 @@ class Engine(Closing):
             function: called once for each chunk, or once with all of the entry.
             step: the entry's count of updates, this one included.
             gradient: held until it was used, and must not change meanwhile; None takes the one that is spilled.
-            whole: give all of the entry in one piece, of its shape, in the memory that `Engine(whole=)` set aside.
+            whole: give all of the entry in one piece, of its shape, in the memory that `Engine(whole=)` set aside. State
+                in a format of its own is then given in float32: "master" of 16-bit values, and moments. It is written
+                in its format again, and 16-bit values are their master, rounded. (Not without masters, nor "compact".)
+            values: as in `update`; they are held like the gradient.
             late: where nothing is durable before the end, and the entry is held, it may be called once the step is
                 committed ("always"), on the entry in memory, of which then nothing is read or written. What it raises
                 ends the run. "rehearsed": it is called on a copy before, too, which is dropped, so that what it raises
@@ -408,7 +412,9 @@ class Engine(Closing):
         nbytes = 0 if given is None else given.nbytes
         before = gradient.order if isinstance(gradient, Lent) else None
         call = adapter(function, entry, given, whole=whole, before=before)
-        self._core.apply(index, call, nbytes, step, gradient is None, (whole, late != "never", late == "rehearsed"))
+        live = self.store.descriptions.live(name, values)
+        how = whole, whole and is_widened(entry), late != "never", late == "rehearsed"
+        self._core.apply(index, call, nbytes, step, gradient is None, live, how)
 
     def probe(self, nbytes: int, seconds: float) -> tuple[int, float]:
         """Read what storage has of the state, for at most so many bytes and seconds, while nothing else is begun.

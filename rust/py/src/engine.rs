@@ -165,16 +165,19 @@ impl Engine {
         nbytes: usize,
         step: u64,
         spilled: bool,
-        how: (bool, bool, bool),
+        values: Option<Tensor>,
+        how: (bool, bool, bool, bool),
     ) -> PyResult<()> {
-        let (whole, late, rehearsed) = how;
+        let (whole, wide, late, rehearsed) = how;
         let late = match (late, rehearsed) {
             (false, _) => Late::Never,
             (true, true) => Late::Rehearsed,
             (true, false) => Late::Always,
         };
-        let application = Application { function: Box::new(Applied { adapter }), nbytes, step, spilled, whole, late };
-        waiting(py, None, |wait| self.inner.apply(entry, application, wait))?.map_err(|error| engine_error(py, &error))
+        let (function, values) = (Box::new(Applied { adapter }), values.map(held));
+        let application = Application { function, nbytes, step, spilled, whole, wide, late };
+        waiting(py, None, |wait| self.inner.apply(entry, application, values, wait))?
+            .map_err(|error| engine_error(py, &error))
     }
 
     /// Reads what storage has for at most so many bytes and seconds: how many bytes that were, and the seconds.
