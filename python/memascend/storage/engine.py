@@ -369,7 +369,7 @@ class Engine(Closing):
         """Forget the spilled gradient, after what is queued of the entry. Fine where there is none."""
         self._core.drop_spilled(self.store.index(name))
 
-    def apply(  # noqa: PLR0913 - options are keywords
+    def apply(
         self,
         name: str,
         function: Callable[[Chunk], object],
@@ -391,9 +391,9 @@ class Engine(Closing):
             function: called once for each chunk, or once with all of the entry.
             step: the entry's count of updates, this one included.
             gradient: held until it was used, and must not change meanwhile; None takes the one that is spilled.
-            whole: give all of the entry in one piece, of its shape, in the memory that `Engine(whole=)` set aside. State
-                in a format of its own is then given in float32: "master" of 16-bit values, and moments. It is written
-                in its format again, and 16-bit values are their master, rounded. (Not without masters, nor "compact".)
+            whole: give all of the entry in one piece, of its shape, in the memory that `Engine(whole=)` set aside. Its
+                state in a format of its own is then given in float32 ("master" of 16-bit values, and moments), unless
+                there is no master. It is written in its format again, and 16-bit values are their master, rounded.
             values: as in `update`; they are held like the gradient.
             late: where nothing is durable before the end, and the entry is held, it may be called once the step is
                 committed ("always"), on the entry in memory, of which then nothing is read or written. What it raises
