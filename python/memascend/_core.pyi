@@ -886,7 +886,8 @@ class Engine:
         adapter: _Adapter,
         gradient: torch.Tensor | Lent | None,
         step: int,
-        how: tuple[bool, bool, bool],
+        values: torch.Tensor | None,
+        how: tuple[bool, bool, bool, bool],
     ) -> None: ...
     def probe(self, nbytes: int, seconds: float) -> tuple[int, float]:
         """Read what storage has of the state, for at most so many bytes and seconds, while nothing else is begun.

@@ -399,6 +399,110 @@ class Normed(Stack):
         return super().forward(self.norm(x))
 
 
+class Gathers(Stack):
+    """Blocks leave something for the end of the forward, which takes it away again."""
+
+    def __init__(self, way="attribute"):
+        super().__init__()
+        self.way = way
+        for block in self.blocks:
+            block.left, block.kept, block.listed, block.noted = None, {"left": None}, [None], Note()
+        self.head.register_buffer("total", torch.zeros(()), persistent=False)
+
+    def leave(self, block, x):
+        if self.way == "attribute":
+            block.left = x
+        elif self.way == "dict":
+            block.kept["left"] = x
+        elif self.way == "list":
+            block.listed[0] = x
+        elif self.way == "object":
+            block.noted.left = x
+        elif self.way == "new attribute":
+            block.new = x
+        else:
+            self.head.total = x
+
+    def taken(self, block):
+        found = {
+            "attribute": block.left,
+            "dict": block.kept["left"],
+            "list": block.listed[0],
+            "object": block.noted.left,
+            "new attribute": getattr(block, "new", None),
+            "buffer": self.head.total,
+        }[self.way]
+        if self.way == "new attribute":
+            del block.new
+        elif self.way != "buffer":
+            self.leave(block, None)
+        return found
+
+    def forward(self, x):
+        zeros = self.head.total
+        for block in self.blocks:
+            x = block(x)
+            self.leave(block, x.square().mean())
+        x = self.head(x) + sum(self.taken(block) for block in self.blocks)
+        self.head.total = zeros
+        return x
+
+
+class Note:
+    left = None
+
+    def __init__(self):
+        self.left = None
+
+
+WAYS = {"attribute": "left", "dict": "kept", "list": "listed", "object": "noted", "new attribute": "new",
+        "buffer": "total"}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_module_keeps_within_a_micro_batch_is_seen_too(tmp_path, caplog, way):
+    """Another micro-batch would come in between, and it is gone before the call ends."""
+    batches = rows(COUNT)
+    with caplog.at_level(logging.INFO, "memascend"):
+        layers, turns = (
+            trained(tmp_path, lambda: Gathers(way), batches, square, by_layer=by_layer, fits=False)
+            for by_layer in (True, False)
+        )
+    require_same(layers, turns)
+    assert f"changes {WAYS[way]!r}" in caplog.text
+
+
+@pytest.mark.parametrize("hides", [False, True])
+def test_a_module_that_begins_to_keep_something_within_a_micro_batch_is_refused_once(tmp_path, hides):
+    model, optimizer = by_layer_run(tmp_path)
+    with optimizer:
+        before = values(model)
+
+        def keeping(batch):
+            def leave(block, _, out):
+                block.left = out
+
+            hooks = [block.register_forward_hook(leave) for block in model.blocks]
+            try:
+                return square(model, batch)
+            except Exception:
+                if not hides:
+                    raise
+                return square(model, batch)
+            finally:
+                for block, hook in zip(model.blocks, hooks, strict=True):
+                    vars(block).pop("left", None)
+                    hook.remove()
+
+        with pytest.raises(memascend.UsageError, match=r"module 'blocks\.\d' changes 'left'"):
+            optimizer.accumulate(keeping, rows(COUNT))
+        assert all(one.grad is None for one in model.parameters())
+        optimizer.zero_grad()
+        require_same(before, values(model))
+        optimizer.accumulate(keeping, rows(COUNT))
+        optimizer.step()
+
+
 @pytest.mark.parametrize(("make", "words"), [(Keeps, "aux_loss"), (Normed, "'norm' changes")])
 def test_what_a_module_keeps_is_seen_and_named(tmp_path, caplog, make, words):
     with caplog.at_level(logging.INFO, "memascend"):
@@ -440,6 +544,47 @@ def test_hooks_of_the_users_on_accumulated_gradients_see_whole_backwards(tmp_pat
         model.get_parameter(name).register_post_accumulate_grad_hook(lambda _: seen.append(threading.get_ident()))
         optimizer.accumulate(lambda batch: square(model, batch), rows(COUNT))
         assert seen == [threading.get_ident()] * COUNT
+
+
+def test_hooks_of_the_users_on_gradients_see_micro_batches_in_order(tmp_path):
+    """Each has its own count, which decides what it makes of a gradient."""
+
+    def make():
+        model = Stack()
+        for parameter in model.parameters():
+            counted = itertools.count(1)
+            parameter.register_hook(lambda gradient, counted=counted: gradient * next(counted))
+        return model
+
+    layers, turns = (
+        trained(tmp_path, make, rows(COUNT), square, by_layer=by_layer, gradients="fused") for by_layer in (True, False)
+    )
+    require_same(layers, turns)
+
+
+def test_one_that_waits_for_another_is_named_with_its_stage(tmp_path, caplog, monkeypatch):
+    """It says so while it waits, and nothing hangs once it goes on, or is interrupted."""
+    monkeypatch.setattr("memascend.grads.baton._STAGE_SECONDS", 0.3)
+    model, optimizer = by_layer_run(tmp_path)
+    with optimizer, caplog.at_level(logging.WARNING, "memascend"):
+        others = threading.Semaphore(0)
+
+        def waiting(module, _, out):
+            del module, out
+            # The first of them waits until another one has come as far, which it never does.
+            others.release()
+            if not others.acquire(timeout=3) or not others.acquire(timeout=3):
+                raise Odd
+
+        hook = model.blocks[1].register_forward_hook(waiting)
+        with pytest.raises(Odd):
+            optimizer.accumulate(lambda batch: square(model, batch), rows(COUNT))
+        hook.remove()
+        assert "micro-batch 0 has computed one stage" in caplog.text
+        assert "loss_of must not wait for the result of another micro-batch" in caplog.text
+        optimizer.zero_grad()
+        optimizer.accumulate(lambda batch: square(model, batch), rows(COUNT))
+        optimizer.step()
 
 
 def test_tuples_come_back_detached_and_one_batch_is_plain(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import signal
 
 import pytest
@@ -388,3 +389,102 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path, moment, monke
     calm = run(tmp_path / "ssd", "ssd", scales)
     assert len(after[1]) == len(scales) - at
     require_same((calm[0], calm[1][at:]), after)
+
+
+def drawn(seed):
+    """A run: what each step's losses are multiplied by, options, and where its process is killed, if it is."""
+    generator = random.Random(seed)
+    # Of norms around the limit, some of them far away.
+    spread = generator.choice([0.3, 1.0, 3.0])
+    micro_batches = [generator.choice([1, 1, 2, 3]) for _ in range(generator.randint(4, 8))]
+    scales = [[generator.lognormvariate(generator.choice([-2, 0, 2]), spread) for _ in range(m)] for m in micro_batches]
+    options = {
+        "dtype": generator.choice([torch.bfloat16, torch.float32]),
+        "optimizer": generator.choice([adamw, adamw, sgd, rmsprop]),
+        "host_memory": generator.choice([None, None, "600KiB", "64MiB"]),
+        "durability": generator.choice(["step", "step", "close"]),
+    }
+    if options["optimizer"] is not rmsprop:
+        options["state"] = generator.choice([None, None, "bf16", "8bit"])
+    if generator.random() < 0.25:
+        options["loss_scale"] = generator.choice([1024.0, "dynamic"])
+    killed = generator.choice(["backward", "update_spilling", "update_spilled", "take_back", "commit", None, None])
+    return scales, options, (killed, generator.randrange(len(scales)), generator.randint(1, 6))
+
+
+def micro_batches_of(folder, gradients, scales, options, killed=(None, 0, 0)):
+    """As `run`, of steps of several backwards."""
+    model, optimizer = offloaded(folder, gradients, **options)
+    kind, at, calls = killed
+    norms = []
+    with optimizer:
+        for index in range(optimizer.steps, len(scales)):
+            optimizer.zero_grad()
+            if kind not in (None, "backward") and index == at:
+                _kill_in(kind, calls)
+            for number, scale in enumerate(scales[index]):
+                backward(model, optimizer, 10 * index + number, scale)
+                if kind == "backward" and index == at and number + 1 == min(calls, len(scales[index])):
+                    os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.step()
+            norms.append((optimizer.grad_norm, optimizer.overflowed))
+        return states(model, optimizer), norms, optimizer.report()
+
+
+def _kill_in(method, calls):
+    """Die at one of the next calls of a method of the engine, if so many come."""
+    own = getattr(memascend.engine.Engine, method)
+    left = [calls]
+
+    def counted(*given, **options):
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return own(*given, **options)
+
+    setattr(memascend.engine.Engine, method, counted)
+
+
+def lives(folder, scales, options, killed):
+    """A process trains until it is killed, or to its end without closing; whether it was killed."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            micro_batches_of(folder, "auto", scales, options, killed)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitpid(pid, 0)[1]
+    assert status in (0, signal.SIGKILL), f"the child failed: {status}"
+    return status == signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(range(6), id="6"),
+        pytest.param(range(6, 206), id="200", marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning", "ignore:rounding:UserWarning")
+def test_random_runs_are_those_that_wait(tmp_path, seeds):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    early = anew = kills = 0
+    try:
+        for seed in seeds:
+            scales, options, killed = drawn(seed)
+            calm = micro_batches_of(tmp_path / f"ssd{seed}", "ssd", scales, options)
+            folder = tmp_path / f"auto{seed}"
+            if killed[0] is not None and options["durability"] == "step" and lives(folder, scales, options, killed):
+                kills += 1
+            after = micro_batches_of(folder, "auto", scales, options)
+            done = len(scales) - len(after[1])
+            require_same((calm[0], calm[1][done:]), after)
+            early, anew = early + after[2].early, anew + after[2].anew
+    finally:
+        torch.set_num_threads(threads)
+    if len(seeds) > 100:
+        assert early > 100
+        assert anew > 20
+        assert kills > 20

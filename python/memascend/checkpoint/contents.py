@@ -238,14 +238,14 @@ def _plain(
     entry: Mapping[str, Any], values: torch.Tensor, state: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The state of a compact entry, or of a part of it, as a checkpoint has it."""
-    if _in_fewer_bits(entry):
-        return plain_parts(values, state, entry["format"])
-    return master_of(values, state)
+    if entry["compact"]:
+        return master_of(values, state)
+    return plain_parts(values, state, entry["format"])
 
 
 def _is_composed(entry: Mapping[str, Any]) -> bool:
     """Whether a checkpoint has other tensors of it than the store."""
-    return entry["compact"] or _in_fewer_bits(entry)
+    return entry["compact"] or bool(entry["format"])
 
 
 def _in_fewer_bits(entry: Mapping[str, Any]) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import logging
 import math
+import operator
 import queue
 import threading
 import time
@@ -14,6 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +25,7 @@ from memascend.params import module_hooks
 from memascend.params.threads import working_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from memascend.grads.gradient import Gradient
     from memascend.params.unit import Home
@@ -62,8 +64,12 @@ def unit_in(use: int) -> int:
 class Recorder:
     """Follows micro-batches that are computed one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: KeptValues) -> None:
+        """`kept`: what modules keep before the first."""
         self.paths: list[Path] = []
+        # What a module keeps from one stage to another, or for the next micro-batch, in words.
+        self.keeps: str | None = None
+        self._kept = kept
         # Parameters whose gradient cannot be summed by layer, with the reason.
         self.unfit: dict[str, str] = {}
 
@@ -73,7 +79,12 @@ class Recorder:
 
     def arrive(self, homes: Iterable[Home]) -> None:
         """A module or a backward is about to use units."""
-        self.paths[-1].reach(homes)
+        if self.paths[-1].reach(homes):
+            self.look()
+
+    def look(self) -> None:
+        """Find what a module keeps."""
+        self.keeps = self.keeps or self._kept.changed()
 
     def take(self, gradient: Gradient) -> bool:
         """A gradient has arrived, which is left where it is."""
@@ -138,46 +149,95 @@ def _merged(first: list[int], second: list[int]) -> list[int]:
 
 
 class KeptValues:
-    """Finds the modules that keep something from one micro-batch for the next: attributes, buffers."""
+    """Finds modules that keep something beyond the stage that they compute: in attributes, buffers, what these hold."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._seen = self._look()
+        """Note what they keep now."""
+        self._kept: list[_Kept] = []
+        # What several modules hold, as a configuration, is looked at once.
+        seen: set[int] = set()
+        for name, module in model.named_modules():
+            title = f"module {name!r}" if name else "the model"
+            for values in (vars(module), module._buffers):  # noqa: SLF001
+                self._kept.append(_Kept(title, values))
+                for attribute, value in values.items():
+                    inner = None if attribute in _OF_MODULES or id(value) in seen else _inner(value)
+                    if inner is not None:
+                        seen.add(id(value))
+                        self._kept.append(_Kept(title, inner, attribute))
 
     def changed(self) -> str | None:
-        """What changed since the last look, in words; None where nothing did."""
-        now = self._look()
-        before, self._seen = self._seen, now
-        for name, values in now.items():
-            for attribute, value in values.items():
-                other = before.get(name, {}).get(attribute)
-                if other is None or not _same(value, other):
-                    return f"module {name!r} changes {attribute!r}" if name else f"the model changes {attribute!r}"
+        """What is not as it was, in words; None where all is."""
+        for kept in self._kept:
+            attribute = kept.changed()
+            if attribute is not None:
+                return f"{kept.title} changes {attribute!r}"
         return None
-
-    def _look(self) -> dict[str, dict[str, tuple[Any, Any]]]:
-        found = {}
-        for name, module in self._model.named_modules():
-            own = {attribute: _mark(value) for attribute, value in vars(module).items() if attribute not in _OF_MODULES}
-            own.update((attribute, _mark(value)) for attribute, value in module._buffers.items())  # noqa: SLF001
-            found[name] = own
-        return found
 
 
 # What torch keeps in every module.
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 
 
-def _mark(value: Any) -> tuple[Any, Any]:
-    """The value itself, so that nothing else takes its identity, and what tells of a change in place."""
-    if isinstance(value, torch.Tensor):
-        return value, None if value.is_inference() else value._version  # noqa: SLF001
-    return value, len(value) if isinstance(value, list | dict | set) else None
+# Of a longer list only the length is looked at.
+_ITEMS_MAX = 256
 
 
-def _same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    plain = isinstance(one[0], int | float | str | bool) and type(one[0]) is type(other[0])
-    return (one[0] is other[0] or (plain and one[0] == other[0])) and one[1] == other[1]
+def _inner(value: Any) -> Any:
+    """The values that a value holds; None where it holds none that a module would change."""
+    if isinstance(value, list | set | dict):
+        return value
+    if isinstance(value, torch.Tensor | torch.nn.Module | type | ModuleType) or callable(value):
+        return None
+    # What torch's own objects hold is of torch: of what it has compiled, for instance.
+    return None if type(value).__module__.partition(".")[0] == "torch" else getattr(value, "__dict__", None)
+
+
+class _Kept:
+    """The attributes of a module, or what one of them holds, as they were."""
+
+    def __init__(self, title: str, values: Any, attribute: str | None = None) -> None:
+        """`attribute` holds them; None: they are the module's own."""
+        self.title = title
+        self._attribute = attribute
+        self._values = values
+        self._names = list(values) if attribute is None else []
+        # The values themselves, so that nothing else takes their identity.
+        self._items = list(self._now())
+        # What tells of a change in place; of weights it also tells that they come and go.
+        self._versions = [
+            (place, value, value._version)  # noqa: SLF001
+            for place, value in enumerate(self._items)
+            if isinstance(value, torch.Tensor) and not (isinstance(value, torch.nn.Parameter) or value.is_inference())
+        ]
+
+    def changed(self) -> str | None:
+        """The attribute that is not as it was; None where all are."""
+        items = self._now()
+        if len(items) != len(self._items):
+            names = set(self._values) ^ set(self._names) if self._attribute is None else ()
+            return min(names, default=self._attribute)
+        if not all(map(operator.is_, items, self._items)):
+            for place, (one, other) in enumerate(zip(items, self._items, strict=True)):
+                if one is not other and not _is_same_number(one, other):
+                    return self._named(place)
+        for place, value, version in self._versions:
+            if value._version != version:  # noqa: SLF001
+                return self._named(place)
+        return None
+
+    def _now(self) -> Collection[Any]:
+        if self._attribute is not None and len(self._values) > _ITEMS_MAX:
+            return (len(self._values),)
+        return self._values.values() if isinstance(self._values, dict) else self._values
+
+    def _named(self, place: int) -> str:
+        return self._names[place] if self._attribute is None else self._attribute
+
+
+def _is_same_number(one: Any, other: Any) -> bool:
+    """Whether both are one number or text, which may be another object each time."""
+    return isinstance(one, int | float | str) and type(one) is type(other) and bool(one == other)
 
 
 _log = logging.getLogger("memascend")
@@ -333,13 +393,23 @@ class Baton:
         strayed: one of them used units in an order that no earlier call has shown.
     """
 
-    def __init__(self, course: Course, generators: Generators, states: list[list[torch.Tensor]]) -> None:
-        """`states` are those of the random numbers that each micro-batch begins with."""
+    def __init__(
+        self, course: Course, generators: Generators, states: list[list[torch.Tensor]], look: Callable[[], None]
+    ) -> None:
+        """Begin with none of them.
+
+        Args:
+            course: the stages.
+            generators: of random numbers.
+            states: of the random numbers that each micro-batch begins with.
+            look: raises what forbids that another micro-batch goes on while one is in the midst of its own.
+        """
         self.micro_batches = [MicroBatch(index, own) for index, own in enumerate(states)]
         self.low: float = -1
         self.strayed = False
         self._course = course
         self._generators = generators
+        self._look = look
         self._local = threading.local()
         self._passed_at = time.monotonic()
         self._runs = self.micro_batches[0]
@@ -375,6 +445,12 @@ class Baton:
         chosen = self._choose()
         if chosen is own or chosen is None:
             return
+        try:
+            self._look()
+        except BaseException as error:
+            # Code around the module might take it for its own.
+            self._fail(error)
+            raise
         own.pause(self._generators)
         self._hand_to(chosen)
         own.turn.acquire()

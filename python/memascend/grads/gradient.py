@@ -549,8 +549,8 @@ class Updates:
         sparse = gradient.cpu() if gradient.is_sparse else None
         function, late = self._run(kept, layout, generic.Given(gradient=sparse, grad_scale=scale))
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        whole = layout.whole or sparse is not None
-        self.engine.apply(kept.name, function, step=step, gradient=dense, whole=whole, late=late)
+        whole, values = layout.whole or sparse is not None, self._resident(kept)
+        self.engine.apply(kept.name, function, step=step, gradient=dense, whole=whole, values=values, late=late)
 
     def update_spilled(self, kept: Gradient, factors: Sequence[float], scale: float) -> None:
         """Begin the update by the gradient that was spilled."""
@@ -609,13 +609,14 @@ class Updates:
     def state(self, kept: Gradient) -> dict[str, torch.Tensor]:
         """A copy of the state, by torch's names, and the master."""
         values, state = self._store.read(kept.name)
-        layout = self._layout(kept)
+        layout, given = self._layout(kept), self._arithmetic.format_of(kept.place.parameter)
         if layout is not None:
+            if given is not None:
+                state = decode_state(values, state, given)
             master = {"master": state.pop("master", values)}
             if kept.step == 0:
                 return master
             return {**generic.export_state(layout, state), **master}
-        given = self._arithmetic.format_of(kept.place.parameter)
         whole = master_of(values, state) if given is None else decode_state(values, state, given)
         master = {"master": whole.pop("master")}
         if kept.step == 0:

@@ -304,12 +304,11 @@ class Accumulation:
     @contextlib.contextmanager
     def _watched(self) -> Iterator[Recorder]:
         """Learn the order in which units are used, and whether a module keeps something for the next micro-batch."""
-        kept, numbers = KeptValues(self.model), _random_states()
-        recorder = Recorder()
+        recorder, numbers = Recorder(KeptValues(self.model)), _random_states()
         with self.arrivals.summed_by(recorder):
             yield recorder
-        changed = kept.changed()
-        self.never = changed or (None if numbers == _random_states() else _OTHER_NUMBERS)
+        recorder.look()
+        self.never = recorder.keeps or (None if numbers == _random_states() else _OTHER_NUMBERS)
         if recorder.unfit:
             name, reason = next(iter(recorder.unfit.items()))
             self.never = f"the gradient of {name!r} {reason}"
@@ -358,12 +357,12 @@ class Accumulation:
             torch.manual_seed(seed)
             states.append(self._generators.states())
         assert self._course is not None
-        baton = Baton(self._course, self._generators, states)
+        kept, numbers = KeptValues(self.model), _random_states()
+        baton = Baton(self._course, self._generators, states, lambda: self._require_nothing_kept(kept.changed()))
         backwards = self.arrivals.backwards
         whole = backwards.declared == 1 or backwards.is_last(len(batches))
         stream = CallerStream(self.device)
         sums = PartialSums(self.arrivals, self._course, baton, self.limit, self._make_room, stream=stream, whole=whole)
-        kept, numbers = KeptValues(self.model), _random_states()
         self.meter.count(sums)
         try:
             with self.arrivals.summed_by(sums):

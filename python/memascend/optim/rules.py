@@ -19,6 +19,7 @@ from memascend.optim.shared import SharedName
 from memascend.optim.state import (
     StateFormats,
     StateTrials,
+    compact_format,
     describe,
     momentum_options,
     rule_of,
@@ -66,6 +67,9 @@ class MemberArithmetic:
                 rust = self.rust_options(group, parameter)
                 layout = None if rust is not None else describe(optimizer, parameter, master_dtype, trials)
                 self.layouts[id(parameter)] = layout
+                compact = None if layout is None else compact_format(optimizer, parameter, layout)
+                if compact is not None:
+                    self._formats.setdefault(id(parameter), compact)
 
     def rust_options(self, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any] | None:
         """The numbers of an update on the engine; None where torch's own code has to run."""
@@ -94,13 +98,13 @@ class MemberArithmetic:
 
     def describe(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state tensors of a parameter, on meta."""
-        layout = self.layouts[id(parameter)]
-        if layout is not None:
-            return dict(layout.tensors)
-        given, strides = self.format_of(parameter), dense_strides(parameter)
+        layout, given = self.layouts[id(parameter)], self.format_of(parameter)
+        strides = dense_strides(parameter)
         if given is not None:
             meta = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device="meta")
-            return state_tensors(meta, given, self._rule or "adam")
+            return state_tensors(meta, given, self._rule or ("adam" if layout is None else "momentum"))
+        if layout is not None:
+            return dict(layout.tensors)
         moments = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
         masters = {torch.float32: {}, torch.bfloat16: {"rest": torch.int16}, torch.float16: {"master": torch.float32}}
         return {
@@ -165,10 +169,14 @@ class MemberArithmetic:
         own = {parameter.dtype for _, parameter in trained if self.layouts[id(parameter)] is not None}
         if any(
             self.layouts[id(parameter)] is not None
+            and parameter.dtype != torch.float32
+            and self.format_of(parameter) is None
             and (id(parameter) in self._sparse or self.own_options(group, parameter, first=False) is None)
             for group, parameter in trained
         ):
             return "read"
+        if any(map(self.format_of, (parameter for _, parameter in trained if self.layouts[id(parameter)] is not None))):
+            return "resident"
         if torch.float32 in rust | own or torch.bfloat16 in rust or any(map(_has_no_master, self._formats.values())):
             return "resident"
         return "never"

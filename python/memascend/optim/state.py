@@ -449,6 +449,27 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Literal["adam", "momentum"] | N
     return None
 
 
+def keeps_momentum_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it runs its own code on a momentum that may be kept in bfloat16."""
+    return type(optimizer) is torch.optim.Muon
+
+
+def compact_format(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, layout: StateLayout) -> str | None:
+    """The engine's format of a parameter that its optimizer's own code updates whole, with a master and a momentum.
+
+    The same bits in fewer bytes: the values are the upper halves of their master. None where it keeps anything else.
+    """
+    if elementwise(optimizer) or not layout.whole or not layout.master or parameter.dtype != torch.bfloat16:
+        return None
+    if layout.numbers or layout.parted or layout.tensors.keys() != {_MASTER, "momentum_buffer"}:
+        return None
+    same_shape = all(
+        tensor.dtype == torch.float32 and tensor.shape == layout.shape and tensor.stride() == layout.stride
+        for tensor in layout.tensors.values()
+    )
+    return "compact fp32" if same_shape and layout.shape.numel() else None
+
+
 def momentum_options(group: Mapping[str, Any]) -> dict[str, Any] | None:
     """The numbers of `engine.Momentum` for a group of SGD; None where it keeps no momentum now."""
     if not group["momentum"]:
@@ -500,7 +521,8 @@ class StateFormats:
         if not taken and self.state in (None, "fp32") and not self.stochastic:
             self._require_fp32(optimizer, master_dtype)
             return {}
-        self._require_rule(optimizer, taken=taken)
+        if not self._narrows_momentum(optimizer):
+            self._require_rule(optimizer, taken=taken)
         found = {}
         for number, group in enumerate(optimizer.param_groups):
             if group.get("amsgrad"):
@@ -522,7 +544,7 @@ class StateFormats:
 
     def of_each(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[StateFormats]:
         """What they are for each of several optimizers: those that have no such format keep their state as it is."""
-        capable = [rule_of(optimizer) is not None for optimizer in optimizers]
+        capable = [rule_of(one) is not None or self._narrows_momentum(one) for one in optimizers]
         asked = self.stochastic or self.state is not None
         if not asked or len(optimizers) == 1 or not any(capable):
             return [self] * len(optimizers)
@@ -546,6 +568,10 @@ class StateFormats:
         if self.stochastic and self.state in (None, "fp32"):
             return "rounding='stochastic'"
         return f"state={self.state or '8bit'!r}"
+
+    def _narrows_momentum(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether its own code runs on a momentum in bfloat16."""
+        return self.state == "bf16" and not self.stochastic and keeps_momentum_alone(optimizer)
 
     def _require_fp32(self, optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None) -> None:
         """state="fp32" is what is there without it, or refused."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from memascend import _core
 from memascend.errors import ConfigError
 from memascend.storage.entries import Lent, place_of, require, stored_order
-from memascend.storage.formats import wide_parts
+from memascend.storage.formats import is_widened, wide_parts, wide_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -55,6 +55,7 @@ def adapter(
     """
     import torch
 
+    described = wide_state(entry) if whole and is_widened(entry) else entry["state"]
     part_of = _parts(gradient, entry["order"], whole=whole)
     threads = torch.get_num_threads()
 
@@ -72,8 +73,7 @@ def adapter(
             values=tensor(values, entry["dtype"], entry["shape"]),
             gradient=part_of(start, count) if spilled is None else tensor(spilled, entry["spill"], entry["shape"]),
             state={
-                name: tensor(lent, dtype, shape)
-                for (name, dtype, shape), lent in zip(entry["state"], state, strict=True)
+                name: tensor(lent, dtype, shape) for (name, dtype, shape), lent in zip(described, state, strict=True)
             },
             start=start,
             count=count,
@@ -214,6 +214,7 @@ class Engine(_core.Engine):
         step: int,
         gradient: torch.Tensor | Lent | None = None,
         whole: bool = False,
+        values: torch.Tensor | None = None,
         late: Late = "never",
     ) -> None:
         """Queue arithmetic that is not ours, and return when its gradient has room in the queue.
@@ -227,7 +228,10 @@ class Engine(_core.Engine):
             function: called once for each chunk, or once with all of the entry.
             step: the entry's count of updates, this one included.
             gradient: held until it was used, and must not change meanwhile; None takes the one that is spilled.
-            whole: give all of the entry in one piece, of its shape, in the memory that `Engine(whole=)` set aside.
+            whole: give all of the entry in one piece, of its shape, in the memory that `Engine(whole=)` set aside. Its
+                state in a format of its own is then given in float32 ("master" of 16-bit values, and moments), unless
+                there is no master. It is written in its format again, and 16-bit values are their master, rounded.
+            values: as in `update`; they are held like the gradient.
             late: where nothing is durable before the end, and the entry is held, it may be called once the step is
                 committed ("always"), on the entry in memory, of which then nothing is read or written. What it raises
                 ends the run. "rehearsed": it is called on a copy before, too, which is dropped, so that what it raises
@@ -241,8 +245,10 @@ class Engine(_core.Engine):
         """
         given = gradient.tensor if isinstance(gradient, Lent) else gradient
         before = gradient.order if isinstance(gradient, Lent) else None
-        call = adapter(function, self.store.entry(name), given, whole=whole, before=before)
-        self.apply_at(name, call, gradient, step, (whole, late != "never", late == "rehearsed"))
+        entry = self.store.entry(name)
+        call = adapter(function, entry, given, whole=whole, before=before)
+        how = whole, whole and is_widened(entry), late != "never", late == "rehearsed"
+        self.apply_at(name, call, gradient, step, values, how)
 
     def commit(self, step: int, *, user_state: Any = None, hyperparameters: Any = None) -> int:
         """Wait for every update and make the step live, all of it at once. Returns the generation."""

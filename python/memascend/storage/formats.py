@@ -150,6 +150,7 @@ FORMATS = (
     "bf16",
     "8bit",
     "compact",
+    "compact fp32",
     "compact bf16",
     "compact 8bit",
     "stochastic",
@@ -170,7 +171,7 @@ def state_tensors(values: torch.Tensor, form: str, rule: Rule = "adam") -> dict[
     Args:
         values: the parameter; only its dtype, shape and strides count.
         form: one of `FORMATS`.
-        rule: "adam" has two moments, "momentum" (SGD) one.
+        rule: "adam" has two moments, "momentum" (SGD, Muon) one.
 
     Raises:
         ConfigError: values of this dtype have no such state.
@@ -284,6 +285,19 @@ def wide_parts(
     rule: Rule = "momentum" if "momentum_buffer" in described else "adam"
     master, first, second = _taken(described, state, rule)
     return master, first, second
+
+
+def is_widened(entry: Mapping[str, Any]) -> bool:
+    """Whether a whole entry's state is given in float32: its format is one of its own, and it has a master."""
+    return bool(entry["format"]) and not entry["compact"] and not entry["format"].startswith("stochastic")
+
+
+def wide_state(entry: Mapping[str, Any]) -> list[tuple[str, str, list[int]]]:
+    """Name, dtype and shape of the tensors that it is given as."""
+    names = {name for name, _, _ in entry["state"]}
+    moments = _MOMENTS["momentum" if "momentum_buffer" in names else "adam"]
+    wide = moments if entry["dtype"] == "float32" else ("master", *moments)
+    return [(name, "float32", entry["shape"]) for name in wide]
 
 
 def _taken(described: Mapping[str, Any], state: dict[str, torch.Tensor], rule: Rule) -> list[torch.Tensor | None]:

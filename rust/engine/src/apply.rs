@@ -10,6 +10,7 @@ use crate::{
     bench::{Bench, Read, Write},
     held::Kept,
     job::{Turn, Work},
+    live::Live,
     spill::required,
     whole::{self, Plan},
 };
@@ -23,7 +24,7 @@ pub struct Chunk {
     pub values: Shared,
     /// The spilled gradient, where that was asked for; alike.
     pub gradient: Option<Shared>,
-    /// The state as it is described: alike where it has the entry's shape; the items of these elements where it has one for
+    /// The state as it is described, unless it is widened: alike where it has the entry's shape; the items of these elements where it has one for
     /// several; else all of it, the same memory in each call.
     pub state: Vec<Shared>,
     /// The first element.
@@ -56,6 +57,8 @@ pub struct Application {
     pub spilled: bool,
     /// Whether it is called once, with all of the entry.
     pub whole: bool,
+    /// Whether it gets state in a format of its own in float32, whole: the master of 16-bit values, one moment or two.
+    pub wide: bool,
     /// When it is called on an entry that is held, where nothing is to be durable before the end.
     pub late: Late,
 }
@@ -137,6 +140,8 @@ pub(crate) struct Apply {
     asked: Arc<Application>,
     /// The gradient that is kept in memory instead of spilled, where the entry is held.
     kept: Option<Arc<Kept>>,
+    /// The values that it starts from, where the caller has them and they lie nowhere else in memory.
+    live: Option<Live>,
     on: On,
     /// The tensors of other shapes, once it has begun.
     others: RefCell<Option<Shared>>,
@@ -158,13 +163,16 @@ enum On {
 impl Apply {
     pub(crate) fn new(store: &Store, entry: usize, asked: Application, whole_bytes: usize) -> Result<Self> {
         let described = &store.description().entries[entry];
-        if let Some(tensor) = described.state.iter().find(|tensor| asked.whole && tensor.grain > 1) {
+        if asked.wide && !asked.whole {
+            return Err(Error::Invalid("state is widened of whole entries alone".into()));
+        }
+        if let Some(tensor) = described.state.iter().find(|tensor| asked.whole && !asked.wide && tensor.grain > 1) {
             let (name, of, grain) = (&described.name, &tensor.name, tensor.grain);
             return Err(Error::Invalid(format!(
                 "{of:?} of {name:?} has an item for each {grain} elements, not for each: it is not given in one piece"
             )));
         }
-        let needed = Plan::new(store, entry, asked.spilled)?.bytes;
+        let needed = Plan::new(store, entry, asked.spilled, asked.wide)?.bytes;
         if asked.whole && needed > whole_bytes {
             let name = &store.description().entries[entry].name;
             return Err(Error::Invalid(format!(
@@ -172,12 +180,17 @@ impl Apply {
             )));
         }
         let asked = Arc::new(asked);
-        Ok(Self { asked, kept: None, on: On::Storage, others: RefCell::default(), all: RefCell::default() })
+        Ok(Self { asked, kept: None, live: None, on: On::Storage, others: RefCell::default(), all: RefCell::default() })
     }
 
     /// The same, with a gradient that is kept in memory instead of spilled.
     pub(crate) fn by_kept(self, kept: Option<Arc<Kept>>) -> Self {
         Self { kept, ..self }
+    }
+
+    /// The same, on values that the caller has.
+    pub(crate) fn on_live(self, live: Option<Live>) -> Self {
+        Self { live, ..self }
     }
 
     /// The same, on an entry that is held, once its step is committed.
@@ -188,7 +201,7 @@ impl Apply {
     /// The same on copies of what memory has, which are dropped.
     pub(crate) fn rehearsal(&self) -> Self {
         let (asked, kept) = (Arc::clone(&self.asked), self.kept.clone());
-        Self { asked, kept, on: On::Copies, others: RefCell::default(), all: RefCell::default() }
+        Self { asked, kept, live: None, on: On::Copies, others: RefCell::default(), all: RefCell::default() }
     }
 }
 
@@ -245,7 +258,7 @@ impl Work for Apply {
         let mut reads = Vec::new();
         let mut pieces = if index == 0 { self.other_pieces(bench, entry)? } else { Vec::new() };
         if index < bench.chunks_of(entry) {
-            for piece in bench.pieces_of_chunk(entry, index) {
+            for piece in bench.pieces_of_chunk(entry, index).skip(usize::from(self.live.is_some())) {
                 pieces.push((piece, bench.part(entry, piece, memory)?));
             }
         }
@@ -268,18 +281,21 @@ impl Work for Apply {
         if let Some(kept) = self.kept.as_ref().filter(|_| index < chunks) {
             kept.lay(bench, turn)?;
         }
+        if let Some(live) = self.live.as_ref().filter(|_| index < chunks) {
+            live.take(bench, turn)?;
+        }
         if !self.asked.whole {
             return self.call(bench, entry, self.of_chunk(bench, turn)?);
         }
         // An entry without elements takes no memory.
         let all = self.all.borrow().clone();
         let all = all.as_ref().unwrap_or(memory);
-        let plan = Plan::new(bench.store, entry, self.asked.spilled)?;
+        let plan = Plan::new(bench.store, entry, self.asked.spilled, self.asked.wide)?;
         if index == chunks {
             let (values, state, gradient) = plan.parts(all)?;
             let count = bench.store.description().entries[entry].elements();
             let count = usize::try_from(count).unwrap_or(usize::MAX);
-            let state = self.state(bench, entry, state)?;
+            let state = if self.asked.wide { state } else { self.state(bench, entry, state)? };
             return self.call(bench, entry, Chunk { values, gradient, state, start: 0, count, last: true });
         }
         if index < chunks {

@@ -19,6 +19,7 @@ use crate::{
     fill::Fill,
     held::{HeldGradients, Waiting},
     job::{Job, Leaves},
+    live::Live,
     pipeline::{CHUNKS_DEFAULT, Pipeline, lose_spilled},
     queue::Queue,
     spill::{Forget, Spill, Unspill, nothing, spill_dtype},
@@ -242,9 +243,15 @@ impl Engine {
 
     /// Begins to apply a function to an entry: to a chunk after the other, or to all of it at once.
     ///
-    /// Returns as [`Engine::update`] does. State of another shape than the entry's is read before the first call and
-    /// staged after the last.
-    pub fn apply(&self, entry: usize, application: Application, mut wait: Wait<'_>) -> Result<()> {
+    /// Returns as [`Engine::update`] does, whose `values` these are, too. State of another shape than the entry's is read
+    /// before the first call and staged after the last.
+    pub fn apply(
+        &self,
+        entry: usize,
+        application: Application,
+        values: Option<Box<dyn Buffer>>,
+        mut wait: Wait<'_>,
+    ) -> Result<()> {
         self.known(entry)?;
         let Application { spilled, step, late, .. } = application;
         let apply = Apply::new(&self.shared.store, entry, application, self.whole_bytes)?;
@@ -258,7 +265,8 @@ impl Engine {
             let work = Box::new(if applies { apply.in_memory() } else { apply });
             return self.wait_for_step(Waiting { entry, step, work, applies, rehearsal, rule: None });
         }
-        self.shared.queue.push(Job::new(entry, apply), &mut wait)
+        let live = values.map(|values| Live::new(&self.shared.store, entry, values)).transpose()?.flatten();
+        self.shared.queue.push(Job::new(entry, apply.on_live(live)), &mut wait)
     }
 
     /// Refuses what needs a spilled gradient where there is none, nor one on its way.

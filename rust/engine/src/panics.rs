@@ -214,9 +214,16 @@ impl Function for Faulty {
 fn a_panic_of_a_function_that_is_applied_is_told_too() {
     let disk = SimDisk::new(1 << 20);
     let engine = filled(&disk);
-    let application =
-        Application { function: Box::new(Faulty), nbytes: 0, step: 1, spilled: false, whole: false, late: Late::Never };
-    ok(engine.apply(0, application, Wait::forever()));
+    let application = Application {
+        function: Box::new(Faulty),
+        nbytes: 0,
+        step: 1,
+        spilled: false,
+        whole: false,
+        wide: false,
+        late: Late::Never,
+    };
+    ok(engine.apply(0, application, None, Wait::forever()));
     told(&engine, &disk, "a fault of the caller's");
 }
 

@@ -1,11 +1,14 @@
 //! Gathers a whole entry's tensors from staging chunks, and scatters them again.
 
-use memascend_store::{Buffer, Shared, Store};
+use memascend_math::{WideState, decode, encode};
+use memascend_store::{Buffer, Dtype, Entry, Master, Shared, Store};
 
 use crate::{
-    Result,
+    Error, Result,
     apply::inside,
     bench::{Bench, bytes_mut, clear_from},
+    job::Turn,
+    reduced,
     spill::spill_dtype,
 };
 
@@ -13,20 +16,37 @@ use crate::{
 const ALIGN: usize = 64;
 
 /// Where the tensors of an entry lie in one piece of memory: values, state of the entry's shape, gradient.
+///
+/// Widened state is what [`memascend_math::WideState`] has of it: the master of 16-bit values, one moment or two, in float32.
 pub(crate) struct Plan {
     /// Where each begins, and the bytes of an element.
     tensors: Vec<(usize, usize)>,
     elements: usize,
     spilled: bool,
+    wide: bool,
     pub(crate) bytes: usize,
 }
 
+/// Whether a widened state has a master beside the values.
+fn has_master(described: &Entry) -> bool {
+    described.dtype != Dtype::F32
+}
+
 impl Plan {
-    pub(crate) fn new(store: &Store, entry: usize, spilled: bool) -> Result<Self> {
+    pub(crate) fn new(store: &Store, entry: usize, spilled: bool, wide: bool) -> Result<Self> {
         let described = &store.description().entries[entry];
+        if wide && (!reduced::is_reduced(described) || described.format.master() == Master::None) {
+            let (name, format) = (&described.name, described.format.name());
+            return Err(Error::Invalid(format!("{name:?} has state of the format {format:?}, which is not widened")));
+        }
         let elements = usize::try_from(described.elements()).unwrap_or(usize::MAX);
         let mut dtypes = vec![described.dtype];
-        dtypes.extend(described.chunked().map(|tensor| tensor.dtype));
+        if wide {
+            let moments = if described.has_momentum() { 1 } else { 2 };
+            dtypes.extend(std::iter::repeat_n(Dtype::F32, usize::from(has_master(described)) + moments));
+        } else {
+            dtypes.extend(described.chunked().map(|tensor| tensor.dtype));
+        }
         if spilled {
             dtypes.push(spill_dtype(store, entry)?);
         }
@@ -37,7 +57,7 @@ impl Plan {
             tensors.push((bytes, element));
             bytes = bytes.saturating_add(elements.saturating_mul(element).next_multiple_of(ALIGN));
         }
-        Ok(Self { tensors, elements, spilled, bytes })
+        Ok(Self { tensors, elements, spilled, wide, bytes })
     }
 
     /// Values, state of the entry's shape, gradient.
@@ -52,60 +72,97 @@ impl Plan {
     }
 }
 
-/// The parts of a staging chunk that hold a chunk's tensors, in the order of the plan.
-fn staged(bench: &Bench<'_>, entry: usize, chunk: u32, memory: &Shared, plan: &Plan) -> Result<Vec<Shared>> {
-    let elements = bench.elements(entry, chunk).len();
-    let mut parts = vec![inside(&bench.part(entry, chunk, memory)?, 0, elements * plan.tensors[0].1)?];
-    for (_, at, nbytes) in bench.in_chunk(entry, chunk) {
-        parts.push(inside(memory, at, nbytes)?);
-    }
-    if plan.spilled {
-        let (part, used) = bench.spill_part(entry, chunk, memory)?;
-        parts.push(inside(&part, 0, used)?);
-    }
-    Ok(parts)
+/// The parts of the whole where a chunk's widened tensors lie: master, first and second moment, of `count` elements.
+fn wide_parts<'a>(
+    described: &Entry,
+    plan: &Plan,
+    all: &'a Shared,
+    (start, count): (usize, usize),
+) -> Result<WideState<&'a mut [f32]>> {
+    let places = plan.tensors.iter().skip(1).map(|&(at, element)| {
+        let part = inside(all, at + start * element, count * element)?;
+        // SAFETY: nothing is in flight of the whole, which is this job's; tensors lie apart, aligned to 64 bytes, and the whole
+        // is mapped as long as the caller has it.
+        Ok::<_, Error>(unsafe { std::slice::from_raw_parts_mut(part.as_ptr().as_ptr().cast::<f32>(), count) })
+    });
+    let mut places =
+        places.take(plan.tensors.len() - 1 - usize::from(plan.spilled)).collect::<Result<Vec<_>>>()?.into_iter();
+    let master = if has_master(described) { places.next() } else { None };
+    Ok(WideState { master, first: places.next(), second: places.next() })
 }
 
-/// Copies what was read of a chunk to its place in the whole.
-pub(crate) fn gathered(
+/// The parts of a staging chunk that are copied as they are, and where each of their tensors lies in the whole: values, state
+/// that is not widened, gradient.
+fn staged(
     bench: &Bench<'_>,
     (entry, chunk): (usize, u32),
     memory: &Shared,
     plan: &Plan,
-    all: &Shared,
-) -> Result<()> {
-    let start = bench.elements(entry, chunk).start;
-    for (part, &(at, element)) in staged(bench, entry, chunk, memory, plan)?.iter().zip(&plan.tensors) {
-        let place = inside(all, at + start * element, part.len())?;
+) -> Result<Vec<(Shared, (usize, usize))>> {
+    let elements = bench.elements(entry, chunk).len();
+    let tensors = &plan.tensors;
+    let mut parts = vec![(inside(&bench.part(entry, chunk, memory)?, 0, elements * tensors[0].1)?, tensors[0])];
+    if !plan.wide {
+        for ((_, at, nbytes), &place) in bench.in_chunk(entry, chunk).zip(&tensors[1..]) {
+            parts.push((inside(memory, at, nbytes)?, place));
+        }
+    }
+    if plan.spilled {
+        let (part, used) = bench.spill_part(entry, chunk, memory)?;
+        parts.push((inside(&part, 0, used)?, tensors[tensors.len() - 1]));
+    }
+    Ok(parts)
+}
+
+/// A chunk's turn, and the elements that it has in the whole.
+fn turn_of(bench: &Bench<'_>, (entry, chunk): (usize, u32), memory: &Shared) -> (Turn, (usize, usize)) {
+    let elements = bench.elements(entry, chunk);
+    (Turn { entry, index: chunk, memory: memory.clone() }, (elements.start, elements.len()))
+}
+
+/// Copies what was read of a chunk to its place in the whole.
+pub(crate) fn gathered(bench: &Bench<'_>, of: (usize, u32), memory: &Shared, plan: &Plan, all: &Shared) -> Result<()> {
+    let (turn, elements) = turn_of(bench, of, memory);
+    for (part, (at, element)) in staged(bench, of, memory, plan)? {
+        let place = inside(all, at + elements.0 * element, part.len())?;
         // SAFETY: nothing is in flight of this staging chunk, which is this turn's.
-        let from = unsafe { bytes_mut(part) };
+        let from = unsafe { bytes_mut(&part) };
         // SAFETY: nothing is in flight of the whole, which is this job's and apart from the chunk.
         unsafe { bytes_mut(&place) }.copy_from_slice(from);
+    }
+    if plan.wide {
+        let described = &bench.store.description().entries[of.0];
+        decode(reduced::chunk(bench, &turn)?, wide_parts(described, plan, all, elements)?, bench.exec)?;
     }
     Ok(())
 }
 
 /// Copies a chunk of the whole to where it is written from. The gradient stays: it is not written.
-pub(crate) fn scattered(
-    bench: &Bench<'_>,
-    (entry, chunk): (usize, u32),
-    memory: &Shared,
-    plan: &Plan,
-    all: &Shared,
-) -> Result<()> {
-    let start = bench.elements(entry, chunk).start;
-    for piece in bench.pieces_of_chunk(entry, chunk) {
+pub(crate) fn scattered(bench: &Bench<'_>, of: (usize, u32), memory: &Shared, plan: &Plan, all: &Shared) -> Result<()> {
+    let (turn, elements) = turn_of(bench, of, memory);
+    for piece in bench.pieces_of_chunk(of.0, of.1) {
         // SAFETY: nothing is in flight of this staging chunk, which is this turn's.
-        unsafe { clear_from(&bench.part(entry, piece, memory)?, 0) };
+        unsafe { clear_from(&bench.part(of.0, piece, memory)?, 0) };
     }
-    let written = plan.tensors.len() - usize::from(plan.spilled);
-    let parts = staged(bench, entry, chunk, memory, plan)?;
-    for (part, &(at, element)) in parts.iter().zip(&plan.tensors).take(written) {
-        let place = inside(all, at + start * element, part.len())?;
+    let mut parts = staged(bench, of, memory, plan)?;
+    parts.truncate(parts.len() - usize::from(plan.spilled));
+    for (part, (at, element)) in parts {
+        let place = inside(all, at + elements.0 * element, part.len())?;
         // SAFETY: nothing is in flight of the whole, which is this job's.
         let from = unsafe { bytes_mut(&place) };
         // SAFETY: as for the pieces; the chunk is apart from the whole.
-        unsafe { bytes_mut(part) }.copy_from_slice(from);
+        unsafe { bytes_mut(&part) }.copy_from_slice(from);
+    }
+    if plan.wide {
+        let described = &bench.store.description().entries[of.0];
+        let WideState { master, first, second } = wide_parts(described, plan, all, elements)?;
+        let wide = WideState {
+            master: master.map(|part| &*part),
+            first: first.map(|part| &*part),
+            second: second.map(|part| &*part),
+        };
+        // Values of 16 bits are their master, rounded, whatever was written to them.
+        encode(wide, reduced::chunk(bench, &turn)?, bench.exec)?;
     }
     Ok(())
 }

@@ -206,19 +206,22 @@ impl Engine {
         adapter: Py<PyAny>,
         gradient: Option<&Bound<'_, PyAny>>,
         step: u64,
-        how: (bool, bool, bool),
+        values: Option<&Bound<'_, PyAny>>,
+        how: (bool, bool, bool, bool),
     ) -> PyResult<()> {
         let (py, (entry, described)) = (name.py(), self.entry(name)?);
         let nbytes = gradient.map_or(Ok(0), |gradient| tensors::kept(described, gradient))?;
         let spilled = gradient.is_none();
-        let (whole, late, rehearsed) = how;
+        let (whole, wide, late, rehearsed) = how;
         let late = match (late, rehearsed) {
             (false, _) => Late::Never,
             (true, true) => Late::Rehearsed,
             (true, false) => Late::Always,
         };
-        let application = Application { function: Box::new(Applied { adapter }), nbytes, step, spilled, whole, late };
-        waiting(py, None, |wait| self.inner.apply(entry, application, wait))?.map_err(|error| engine_error(py, &error))
+        let (function, values) = (Box::new(Applied { adapter }), tensors::live(described, values)?);
+        let application = Application { function, nbytes, step, spilled, whole, wide, late };
+        waiting(py, None, |wait| self.inner.apply(entry, application, values, wait))?
+            .map_err(|error| engine_error(py, &error))
     }
 
     /// Read what storage has of the state, for at most so many bytes and seconds, while nothing else is begun.

@@ -15,7 +15,9 @@ pub enum Format {
     /// A float32 master is not stored: the bfloat16 values are its upper half, rounded to nearest even, and the state is
     /// what is needed beside them, [`COMPACT`].
     Compact,
-    /// The same, and moments of bfloat16.
+    /// The same, and one moment, of float32: it has no sign to spare, so that bits say what was rounded up.
+    CompactSingle,
+    /// A compact master, and moments of bfloat16.
     CompactBf16,
     /// The same, and moments of 8 bits.
     CompactEightBit,
@@ -61,11 +63,12 @@ const ADAM: [&str; 2] = ["exp_avg", "exp_avg_sq"];
 const MOMENTUM: [&str; 1] = ["momentum_buffer"];
 
 impl Format {
-    const ALL: [Self; 9] = [
+    const ALL: [Self; 10] = [
         Self::Plain,
         Self::Bf16,
         Self::EightBit,
         Self::Compact,
+        Self::CompactSingle,
         Self::CompactBf16,
         Self::CompactEightBit,
         Self::Stochastic,
@@ -81,6 +84,7 @@ impl Format {
             Self::Bf16 => "bf16",
             Self::EightBit => "8bit",
             Self::Compact => "compact",
+            Self::CompactSingle => "compact fp32",
             Self::CompactBf16 => "compact bf16",
             Self::CompactEightBit => "compact 8bit",
             Self::Stochastic => "stochastic",
@@ -100,7 +104,7 @@ impl Format {
     pub fn master(self) -> Master {
         match self {
             Self::Plain | Self::Bf16 | Self::EightBit => Master::Own,
-            Self::Compact | Self::CompactBf16 | Self::CompactEightBit => Master::Compact,
+            Self::Compact | Self::CompactSingle | Self::CompactBf16 | Self::CompactEightBit => Master::Compact,
             Self::Stochastic | Self::StochasticBf16 | Self::StochasticEightBit => Master::None,
         }
     }
@@ -109,7 +113,7 @@ impl Format {
     #[must_use]
     pub fn moments(self) -> MomentForm {
         match self {
-            Self::Plain | Self::Compact | Self::Stochastic => MomentForm::Single,
+            Self::Plain | Self::Compact | Self::CompactSingle | Self::Stochastic => MomentForm::Single,
             Self::Bf16 | Self::CompactBf16 | Self::StochasticBf16 => MomentForm::Bf16,
             Self::EightBit | Self::CompactEightBit | Self::StochasticEightBit => MomentForm::EightBit,
         }
@@ -117,7 +121,7 @@ impl Format {
 }
 
 impl Entry {
-    /// The state tensors that an entry of this dtype and shape has in a format: of Adam, or of SGD with momentum.
+    /// The state tensors that an entry of this dtype and shape has in a format: of Adam, or of an optimizer with momentum.
     pub fn state_in(&self, format: Format, momentum: bool) -> Result<Vec<StateTensor>> {
         let wanted = named_state(self.dtype, format, momentum).ok_or_else(|| {
             let (name, dtype, of) = (&self.name, self.dtype.name(), format.name());
@@ -135,7 +139,7 @@ impl Entry {
             .collect())
     }
 
-    /// Whether it has one moment, of SGD, and not two, of Adam.
+    /// Whether it has one moment, of SGD or Muon, and not two, of Adam.
     #[must_use]
     pub fn has_momentum(&self) -> bool {
         self.state.iter().any(|tensor| tensor.name == MOMENTUM[0])
@@ -168,7 +172,10 @@ fn named_state(values: Dtype, format: Format, momentum: bool) -> Option<Vec<(Str
         _ => return None,
     };
     let form = format.moments();
-    if (format == Format::Plain) || (format == Format::Compact && momentum) {
+    if format == Format::Plain
+        || (format == Format::Compact && momentum)
+        || (format == Format::CompactSingle && !momentum)
+    {
         return None;
     }
     if format.master() == Master::Compact && (momentum || form == MomentForm::EightBit) {
@@ -232,6 +239,7 @@ mod tests {
             assert_eq!(bytes(dtype, format, true), Some(momentum), "{format:?}");
         }
         assert_eq!(bytes(bf16, Format::Compact, false), Some(10 * 64));
+        assert_eq!(bytes(bf16, Format::CompactSingle, true), Some(6 * 64 + 8));
         for (dtype, format) in [
             (f32, Format::CompactBf16),
             (f16, Format::CompactEightBit),
@@ -241,6 +249,7 @@ mod tests {
             assert_eq!(bytes(dtype, format, false), None, "{format:?}");
         }
         assert_eq!(bytes(bf16, Format::Compact, true), None);
+        assert_eq!(bytes(bf16, Format::CompactSingle, false), None);
     }
 
     #[test]
@@ -249,7 +258,8 @@ mod tests {
             assert_eq!(Format::from_name(format.name()), Some(format));
             let dtype = if format.master() == Master::Own { Dtype::F32 } else { Dtype::Bf16 };
             let mut entry = Entry { format, ..values(dtype) };
-            entry.state = entry.state_in(format, false).unwrap_or_else(|error| panic!("{error}"));
+            entry.state =
+                entry.state_in(format, format == Format::CompactSingle).unwrap_or_else(|error| panic!("{error}"));
             assert!(entry.checked_format().is_ok());
             let mut bytes = Vec::new();
             entry.encode(&mut bytes);

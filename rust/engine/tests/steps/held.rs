@@ -99,7 +99,7 @@ fn step(life: &Life, step: u64, rng: &mut Rng) {
             1 | 2 => ok(engine.update(entry, By::Given(gradient(value)), None, adam(1e-2, count), Wait::forever())),
             choice @ (5 | 6) => {
                 let late = if choice == 5 { Late::Always } else { Late::Rehearsed };
-                ok(engine.apply(entry, halving(late, count, rng.below(2) == 0), Wait::forever()));
+                ok(engine.apply(entry, halving(late, count, rng.below(2) == 0), None, Wait::forever()));
             }
             3 => {
                 ok(engine.spill(entry, gradient(value), false, Wait::forever()));
@@ -159,7 +159,7 @@ fn halving(late: Late, step: u64, whole: bool) -> Application {
 
 fn counted(calls: &Arc<AtomicUsize>, fails_at: usize, late: Late, step: u64, whole: bool) -> Application {
     let function = Box::new(Halving { calls: Arc::clone(calls), fails_at });
-    Application { function, nbytes: 0, step, spilled: false, whole, late }
+    Application { function, nbytes: 0, step, spilled: false, whole, wide: false, values: None, late }
 }
 
 #[test]
@@ -174,7 +174,7 @@ fn a_rehearsal_that_fails_ends_its_step_alone_and_moves_nothing() {
         for entry in [1, 2] {
             let fails_at = if whole { 2 } else { 5 };
             let apply = counted(&calls, fails_at, Late::Rehearsed, 2, whole);
-            ok(life.engine.apply(entry, apply, Wait::forever()));
+            ok(life.engine.apply(entry, apply, None, Wait::forever()));
         }
         let failed = life.engine.commit(Commit { step: 2, ..Commit::default() }, Wait::forever());
         assert!(failed.is_err_and(|error| error.to_string().contains("told to")));
@@ -182,7 +182,7 @@ fn a_rehearsal_that_fails_ends_its_step_alone_and_moves_nothing() {
         assert_eq!(life.state(), before);
     }
     let calls = Arc::new(AtomicUsize::new(0));
-    ok(life.engine.apply(1, counted(&calls, 0, Late::Rehearsed, 2, true), Wait::forever()));
+    ok(life.engine.apply(1, counted(&calls, 0, Late::Rehearsed, 2, true), None, Wait::forever()));
     // Whoever asks what it decided waits for the trial, and the commit does not begin another.
     ok(life.engine.finish(Wait::forever()));
     assert_eq!(calls.load(Relaxed), 1);

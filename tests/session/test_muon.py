@@ -1,0 +1,151 @@
+"""Tests Muon on streamed state: masters stored as halves, a momentum of 16 bits, bytes, checkpoints, refusals."""
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.orthogonal import MuonAlone
+from torch import nn
+
+import memascend
+
+WIDE, NARROW = 200, 136
+KINDS = [torch.optim.Muon, MuonAlone]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def made(dtype):
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDE, NARROW, bias=False), nn.Linear(NARROW, WIDE, bias=False)]
+    return nn.Sequential(*layers, nn.Linear(WIDE, NARROW, bias=False), nn.Linear(NARROW, WIDE, bias=False)).to(dtype)
+
+
+def batch(index, dtype):
+    return torch.randn(4, WIDE, generator=torch.Generator().manual_seed(index)).to(dtype)
+
+
+def in_memory(kind, dtype, steps, momentum=torch.float32):
+    """Values, masters and momenta after training with masters; momenta are rounded after each step."""
+    model = made(dtype)
+    masters = [nn.Parameter(one.detach().float()) for one in model.parameters()]
+    optimizer = kind(masters, lr=0.02)
+    for index in range(steps):
+        model(batch(index, dtype)).float().square().mean().backward()
+        for one, master in zip(model.parameters(), masters, strict=True):
+            master.grad, one.grad = one.grad.float(), None
+        optimizer.step()
+        with torch.no_grad():
+            for one, master in zip(model.parameters(), masters, strict=True):
+                one.copy_(master)
+                kept = optimizer.state[master]["momentum_buffer"]
+                kept.copy_(kept.to(momentum))
+    found = [*model.parameters(), *masters, *(optimizer.state[one]["momentum_buffer"] for one in masters)]
+    return [one.detach().clone() for one in found]
+
+
+def offloaded(storage, kind, dtype, **options):
+    model = made(dtype)
+    return memascend.offload(model, kind(model.parameters(), lr=0.02), storage=storage, **options)
+
+
+def stepped(model, optimizer, dtype, upto):
+    for index in range(optimizer.steps, upto):
+        optimizer.backward(model(batch(index, dtype)).float().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values(model, optimizer):
+    states = [optimizer.state_of(one) for one in model.parameters()]
+    found = [*model.state_dict().values(), *(one["master"] for one in states)]
+    return [one.clone() for one in [*found, *(one["momentum_buffer"] for one in states)]]
+
+
+def require_same(one, other):
+    assert len(one) == len(other)
+    assert all(same_bits(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
+@pytest.mark.parametrize("budget", [None, "64MiB"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_halves_of_masters_have_the_bits_of_memory(tmp_path, kind, gradients, budget):
+    """Streamed and in the RAM tier, through a resume."""
+    dtype, options = torch.bfloat16, {"gradients": gradients, "host_memory": budget}
+    model, optimizer = offloaded(tmp_path / "store", kind, dtype, **options)
+    with optimizer:
+        stepped(model, optimizer, dtype, 2)
+    model, optimizer = offloaded(tmp_path / "store", kind, dtype, existing="resume", **options)
+    with optimizer:
+        stepped(model, optimizer, dtype, 4)
+        require_same(values(model, optimizer), in_memory(kind, dtype, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_a_momentum_of_16_bits_is_rounded_after_each_step(tmp_path, dtype):
+    options = {"state": "bf16", "loss_scale": 1.0} if dtype == torch.float16 else {"state": "bf16"}
+    model, optimizer = offloaded(tmp_path / "store", torch.optim.Muon, dtype, **options)
+    with optimizer:
+        stepped(model, optimizer, dtype, 3)
+        want = in_memory(torch.optim.Muon, dtype, 3, momentum=torch.bfloat16)
+        require_same(values(model, optimizer), want)
+
+
+@pytest.mark.parametrize(("state", "most"), [(None, 18.0), ("bf16", 14.0)])
+def test_a_parameter_moves_18_bytes_a_step(tmp_path, state, most):
+    """Beside what pages are filled up with, of which small parameters have much."""
+    model, optimizer = offloaded(tmp_path / "store", torch.optim.Muon, torch.bfloat16, gradients="fused", state=state)
+    with optimizer:
+        stepped(model, optimizer, torch.bfloat16, 2)
+        before = optimizer.report()
+        stepped(model, optimizer, torch.bfloat16, 4)
+        after = optimizer.report()
+        kinds = ("values", "values, update", "state", "gradients")
+        moved = [sum(one.read.get(kind, 0) + one.written.get(kind, 0) for kind in kinds) / 2 for one in (before, after)]
+        pages = 4096 * 2 * 2 * len(list(model.parameters()))
+        assert moved[1] - moved[0] <= most * sum(one.numel() for one in model.parameters()) + pages
+
+
+@pytest.mark.parametrize("state", [None, "bf16"])
+def test_a_checkpoint_has_masters_and_momenta(tmp_path, state):
+    dtype = torch.bfloat16
+    model, optimizer = offloaded(tmp_path / "store", torch.optim.Muon, dtype, state=state)
+    with optimizer:
+        stepped(model, optimizer, dtype, 2)
+        optimizer.save(tmp_path / "saved")
+        stepped(model, optimizer, dtype, 4)
+        want = values(model, optimizer)
+    model, optimizer = offloaded(
+        tmp_path / "other", torch.optim.Muon, dtype, checkpoint=tmp_path / "saved", state=state
+    )
+    with optimizer:
+        for index in (2, 3):
+            optimizer.backward(model(batch(index, dtype)).float().square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        require_same(values(model, optimizer), want)
+
+
+def test_state_that_the_optimizer_has_already_is_taken(tmp_path):
+    model, dtype = made(torch.bfloat16), torch.bfloat16
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.02)
+    for one in model.parameters():
+        optimizer.state[one]["momentum_buffer"] = torch.randn(one.shape)
+    want = [optimizer.state[one]["momentum_buffer"].clone() for one in model.parameters()]
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "store")
+    with optimizer:
+        require_same([optimizer.state_of(one)["momentum_buffer"] for one in model.parameters()], want)
+        stepped(model, optimizer, dtype, 1)
+
+
+def test_other_formats_are_refused(tmp_path):
+    for options in ({"state": "8bit"}, {"state": "bf16", "master_dtype": None}):
+        with pytest.raises(memascend.ConfigError, match="state="):
+            offloaded(tmp_path / "store", torch.optim.Muon, torch.bfloat16, **options)
+    assert not (tmp_path / "store").exists()
