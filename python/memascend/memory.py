@@ -32,6 +32,7 @@ __all__ = [
     "Region",
     "file_memory",
     "ignore_captures",
+    "is_file_memory",
     "layout",
     "limits",
     "regions",
@@ -322,6 +323,11 @@ def file_memory(descriptor: int, nbytes: int) -> torch.Tensor:
 
     with torch.inference_mode(mode=False):
         return torch.frombuffer(_core.FileMemory(descriptor, nbytes), dtype=torch.uint8)
+
+
+def is_file_memory(address: int) -> bool:
+    """Whether what `file_memory` made begins at this address."""
+    return _core.is_file_memory(address)
 
 
 class Layout:

@@ -206,6 +206,27 @@ def test_what_holds_no_values_is_not_refused(tmp_path, way):
     del kept, scheduler
 
 
+@pytest.mark.parametrize("way", ["deep copy", "state dict"])
+def test_a_copy_of_an_offloaded_model_is_taken_and_what_reaches_it_is_counted(tmp_path, way):
+    made = chain()
+    first, ours = memascend.offload(made, sgd(made), storage=tmp_path / "first.store")
+    (tmp_path / "second").mkdir()
+    with ours:
+        loss_of(first).backward()
+        ours.step()
+        if way == "deep copy":
+            model = copy.deepcopy(first)
+        else:
+            model = chain()
+            model.load_state_dict(first.state_dict(), assign=True)
+            # What was loaded is detached from the state dict, and not tracked.
+            model.requires_grad_(True)
+    kept = model[1].weight.data
+    refused(model, sgd(model), tmp_path / "second", r"1\.weight shares memory")
+    del kept
+    accepted(model, sgd(model), tmp_path / "second")
+
+
 def trained(model=None):
     model = chain() if model is None else model
     optimizer = sgd(model)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.errors import ConfigError
+from memascend.memory import is_file_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -169,6 +170,9 @@ def _foreign(named: Mapping[str, torch.Tensor]) -> list[str]:
             continue
         # numpy() of a tensor makes the memory one that cannot be resized, too.
         if (storage.resizable() and not storage.is_shared()) or _is_torchs_own(storage):
+            continue
+        # A copy of an offloaded model: torch alone has this memory.
+        if is_file_memory(storage.data_ptr()):
             continue
         if maps is None:
             maps = _private_files()

@@ -432,6 +432,7 @@ class Residency:
                     home.holders.clear()
                     home.bound = 0
             self.units.close(why)
+            self.reached.close()
 
     def storage_of(self, home: Home, version: int) -> torch.UntypedStorage:
         """The bytes of a unit as they were at `version`."""

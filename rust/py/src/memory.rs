@@ -28,6 +28,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<FileMemory>()?;
     module.add_class::<Heap>()?;
     module.add_function(wrap_pyfunction!(ignore_captures, module)?)?;
+    module.add_function(wrap_pyfunction!(is_file_memory, module)?)?;
     module.add_function(wrap_pyfunction!(memory_layout, module)?)?;
     module.add_function(wrap_pyfunction!(memory_limits, module)?)?;
     module.add_function(wrap_pyfunction!(memory_regions, module)?)
@@ -185,6 +186,12 @@ impl FileMemory {
         // SAFETY: the interpreter passes a valid view; the bytes live as long as `slf`, which the view comes to hold.
         unsafe { fill(slf, view, (memory.as_ptr(), memory.len()), flags) }
     }
+}
+
+/// Whether a `FileMemory` begins at this address.
+#[pyfunction]
+fn is_file_memory(address: usize) -> bool {
+    mem::is_file_memory(address)
 }
 
 #[pyfunction]
