@@ -38,13 +38,12 @@ impl<B: Buffer + Sync> Shared<B> {
     #[must_use]
     pub fn part(&self, start: usize, nbytes: usize) -> Option<Self> {
         let end = start.checked_add(nbytes)?;
-        let inside = end <= self.bytes;
+        if end > self.bytes {
+            return None;
+        }
         // SAFETY: inside the memory, where this part is.
-        inside.then(|| Self {
-            memory: Arc::clone(&self.memory),
-            first: unsafe { self.first.add(start) },
-            bytes: nbytes,
-        })
+        let first = unsafe { self.first.add(start) };
+        Some(Self { memory: Arc::clone(&self.memory), first, bytes: nbytes })
     }
 }
 
