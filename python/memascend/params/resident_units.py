@@ -416,6 +416,7 @@ class ResidentUnits:
                 home.pending = None
                 home.weak = None
             self.written.update(self.sums.changed(home))
+            self.sums.leave(home)
             home.views = None
             home.base = None
             home.in_place = False
@@ -447,13 +448,21 @@ class ResidentUnits:
         """Look for values in memory that are not what was read, as far as they are compared."""
         with self._lock:
             for home in self.homes:
-                self.find_written_in(home)
+                self.find_written_in(home, [place.name for place in home.places if place.written])
+            self.written.update(self.sums.changed_since())
 
     def find_written_in(self, home: Home, seen: Iterable[str] = ()) -> None:
         """The same for one unit; `seen` are parameters of it that were seen to be written to."""
         written = {*seen, *self.sums.changed(home)}
+        if home.in_place and home.base is not None and home.base.data_ptr() != home.held_at:
+            # Its memory was moved, so that no step would change what the model computes with.
+            written.update(place.name for place in home.places)
         if written:
             self.written.update(written)
+            # Told once, by whichever of the two it was found.
+            for place in home.places:
+                if place.written:
+                    place.note_version()
             # Who wrote to one through its storage may have written to all of them.
             for place in home.places if home.held else ():
                 self._memory.spoil(place.name)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from memascend.errors import ConfigError, StorageError
 from memascend.memory import file_memory
@@ -19,8 +20,6 @@ from memascend.tensors import bytes_of, memory_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
-
-    from torch.multiprocessing.reductions import StorageWeakRef
 
     from memascend.memory import Arena
     from memascend.params.offloaded_param import Place
@@ -316,6 +315,15 @@ def wanted() -> bool:
     return os.environ.get("MEMASCEND_DEBUG", "") not in ("", "0")
 
 
+@dataclass(frozen=True)
+class Left:
+    """Bytes that a unit has let go, and what parameters were in them."""
+
+    home: Home
+    weak: StorageWeakRef
+    sums: dict[str, str]
+
+
 class Sums:
     """What the parameters in memory were when they were read, or when their `.data` was taken."""
 
@@ -323,11 +331,16 @@ class Sums:
         """`everything`: compare all parameters, and not only those that somebody took the data of."""
         self._everything = everything
         self._read: dict[str, str] = {}
+        # Bytes that units have no more, and that views may keep.
+        self._left: dict[int, Left] = {}
         self._told: set[str] = set()
 
     def note(self, home: Home) -> None:
-        """A unit was read."""
+        """A unit was read, or has the bytes again that it had."""
         self.forget(home)
+        left = None if home.base is None else self._left.pop(home.base.untyped_storage()._cdata, None)  # noqa: SLF001
+        if left is not None:
+            self._read.update(left.sums)
         if self._everything:
             for place in home.places:
                 self.take(home, place)
@@ -341,6 +354,32 @@ class Sums:
         """Somebody is about to have a parameter's memory."""
         if home.base is not None and place.name not in self._read:
             self._read[place.name] = _sum(home.base, place.offset, place.nothing.nbytes)
+
+    def leave(self, home: Home) -> None:
+        """The unit lets its bytes go: what somebody took of them is compared for as long as it lives."""
+        sums = {place.name: self._read[place.name] for place in home.places if place.name in self._read}
+        # Where it is held, the store has its memory, and checks it.
+        if sums and home.base is not None and not home.in_place:
+            weak = StorageWeakRef(home.base.untyped_storage())
+            self._left = {key: left for key, left in self._left.items() if not left.weak.expired()}
+            self._left[weak.cdata] = Left(home, weak, sums)
+
+    def changed_since(self) -> list[str]:
+        """The parameters whose bytes were written to since their unit let them go; each is told once."""
+        names = []
+        for key, left in list(self._left.items()):
+            storage = alive(left.weak)
+            if storage is None:
+                del self._left[key]
+                continue
+            base = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            for place in left.home.places:
+                if place.name in left.sums:
+                    now = _sum(base, place.offset, place.nothing.nbytes)
+                    if now != left.sums[place.name]:
+                        names.append(place.name)
+                        left.sums[place.name] = now
+        return names
 
     def changed(self, home: Home) -> list[str]:
         """The parameters of a unit in memory that are not what was read."""
