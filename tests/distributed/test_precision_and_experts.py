@@ -95,7 +95,7 @@ def doubles_of_three(folder):
 
 @pytest.mark.slow
 def test_float64_on_three_ranks_is_that_of_one_process_and_fused_is_that_of_fsdp2(tmp_path):
-    """torch's fused kernel rounds the end of a tensor differently, and a rank's tensor is its rows."""
+    """Torch's fused kernel rounds the end of a tensor differently, and a rank's tensor is its rows."""
     assert on_ranks(3, doubles_of_three, tmp_path) == [[True] * 2] * 3
 
 

@@ -131,6 +131,18 @@ def test_a_view_in_an_attribute_is_refused_with_its_name(tmp_path):
     refused(model, sgd(model), tmp_path, "attribute 'others' of 0")
 
 
+@pytest.mark.parametrize("export", [torch.from_dlpack, torch.utils.dlpack.to_dlpack, np.from_dlpack])
+def test_an_exported_weight_that_is_frozen_is_refused(tmp_path, export):
+    """DLPack holds the very tensor, not another one on its memory."""
+    model = chain(3)
+    model[0].requires_grad_(False)
+    kept = export(model[0].weight)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    refused(model, optimizer, tmp_path, r"0\.weight shares memory")
+    del kept
+    memascend.offload(model, optimizer, storage=tmp_path / "run.store")[1].close()
+
+
 def test_what_is_garbage_holds_nothing(tmp_path):
     model = chain()
     cycle = [view := model[0].weight.data]
@@ -242,6 +254,8 @@ HELD_STATE = {
     "view": lambda optimizer, p: optimizer.state[p]["momentum_buffer"].view(-1),
     "numpy": lambda optimizer, p: optimizer.state[p]["momentum_buffer"].numpy(),
     "storage": lambda optimizer, p: optimizer.state[p]["momentum_buffer"].untyped_storage(),
+    "dlpack": lambda optimizer, p: torch.from_dlpack(optimizer.state[p]["momentum_buffer"]),
+    "capsule": lambda optimizer, p: torch.utils.dlpack.to_dlpack(optimizer.state[p]["momentum_buffer"]),
 }
 
 
