@@ -150,7 +150,7 @@ def _base_of(tensor: torch.Tensor) -> torch.Tensor | None:
 def _holders(tensor: torch.Tensor) -> int:
     """How many of C++ hold a tensor, and the object that it is in Python."""
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-        return int(tensor._use_count())  # type: ignore[attr-defined] # noqa: SLF001
+        return int(tensor._use_count())  # noqa: SLF001
 
 
 def _computed_anew(model: torch.nn.Module) -> Iterator[torch.Tensor]:
