@@ -19,6 +19,11 @@ PLACES = ("python/memascend", "triton_kernels")
 BEGIN = "<!-- made by `make refused`; what stands below is written anew -->"
 # The text of an error of Rust's, and the name that it has there.
 _RUST = re.compile(r'#\[error\(\s*"((?:[^"\\]|\\.)*)".*?\)\]\s*(\w+)', re.DOTALL)
+# What the extension raises by itself: wrong arguments, whose texts are formatted there, and calls that cannot be made.
+_ARGUMENT = re.compile(
+    r'(?<!new_err\()(?:format!|refused|config_error)\((?:\s*py,)?\s*"((?:[^"\\(]|\\.)(?:[^"\\]|\\.)*)"'
+)
+_CALL = re.compile(r'usage_error\(\s*py,\s*"((?:[^"\\]|\\.)*)"')
 
 
 def messages() -> Iterator[tuple[Path, str, str]]:
@@ -46,7 +51,11 @@ def said(node: ast.expr) -> str:
 def messages_of_rust() -> Iterator[tuple[Path, str, str]]:
     """Those of the crates, likewise."""
     for path in sorted((ROOT / "rust").glob("*/src/*.rs")):
-        for text, name in _RUST.findall(path.read_text(encoding="utf-8")):
+        code = path.read_text(encoding="utf-8")
+        raised = [(text, "UsageError") for text in _CALL.findall(code)]
+        if path.is_relative_to(ROOT / "rust/py"):
+            raised += [(text, "ConfigError") for text in _ARGUMENT.findall(code) if not re.match(r"\w+\(", text)]
+        for text, name in [*_RUST.findall(code), *raised]:
             joined = re.sub(r"\\\n\s*", "", text).replace('\\"', '"')
             yield path.relative_to(ROOT), name, re.sub(r"\{[^}]*\}", "...", joined)
 

@@ -8,7 +8,7 @@ import torch
 
 from memascend import _core
 from memascend.errors import ConfigError
-from memascend.tensors import summed
+from memascend.tensors import rounded
 
 from .arguments import FLOATS, factor_of, flat, require, require_apart, threads_of
 from .routes import route
@@ -83,8 +83,7 @@ def checked(values: torch.Tensor) -> tuple[bool, Squares]:
     """What `check_and_unscale` finds in a tensor in host memory, without tensors for it and without rounding."""
     require("values", values)
     place = values.data_ptr(), FLOATS.index(values.dtype), values.numel()
-    found, squares = _core.kernel_check([place] if values.numel() else [], 1.0, torch.get_num_threads())
-    return found, summed(*squares)
+    return _core.kernel_check([place] if values.numel() else [], 1.0, torch.get_num_threads())
 
 
 def begin_check(tensors: Sequence[torch.Tensor], sums: torch.Tensor) -> None:
@@ -107,9 +106,9 @@ def begin_check(tensors: Sequence[torch.Tensor], sums: torch.Tensor) -> None:
 
 def _check_rust(tensors: Sequence[torch.Tensor], factor: float, threads: int) -> tuple[torch.Tensor, torch.Tensor]:
     places = [(t.data_ptr(), FLOATS.index(t.dtype), t.numel()) for t in tensors]
-    found, (_, squares) = _core.kernel_check(places, factor, threads)
+    found, squares = _core.kernel_check(places, factor, threads)
     # Not where a default device says.
-    return torch.tensor(found, device="cpu"), torch.tensor(squares, dtype=torch.float64, device="cpu")
+    return torch.tensor(found, device="cpu"), torch.tensor(rounded(squares), dtype=torch.float64, device="cpu")
 
 
 def check_and_unscale_reference(

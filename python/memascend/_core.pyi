@@ -1,9 +1,18 @@
-"""Declares the types of the Rust extension `memascend._core`."""
+"""Declares and documents the Rust extension `memascend._core`: what `memascend.memory` and its like hand on."""
 
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, Self, TypeAlias, final
+
+import torch
+from typing_extensions import Buffer, disjoint_base
+
+from memascend.storage.engine import Adam, Momentum
+from memascend.storage.entries import Lent
+from memascend.storage.store import Store as _Store
+from memascend.tensors import Squares
 
 __all__ = [
     "Arena",
@@ -14,16 +23,19 @@ __all__ = [
     "Fetch",
     "FileMemory",
     "Heap",
+    "HostArena",
+    "Layout",
     "Lease",
     "LeaseBuffer",
     "LentBuffer",
     "PartFetch",
-    "Parts",
     "Region",
     "Store",
     "Ticket",
+    "UnitParts",
     "Volume",
     "__version__",
+    "checksum_of",
     "dlpack",
     "ignore_captures",
     "io_uring_why_not",
@@ -36,15 +48,14 @@ __all__ = [
     "kernel_scalars",
     "kernel_simd",
     "kernel_split_master",
-    "memory_layout",
-    "memory_limits",
-    "memory_regions",
+    "layout",
+    "limits",
+    "regions",
     "state_convert",
     "state_update",
     "store_commits",
     "store_examine",
     "store_log_bytes",
-    "store_look",
     "store_sizes",
     "store_state_in",
 ]
@@ -53,48 +64,191 @@ __version__: str
 
 @final
 class Region:
+    """Page-aligned memory on huge pages, pinned as well as can be had, populated before use.
+
+    Exactly `nbytes`, rounded up to the page and to nothing else. The memory goes back to the system when the region is
+    closed and the last tensor in it is gone.
+    """
+
     def __new__(
         cls,
         nbytes: int,
-        pin: Literal["auto", "mlock", "cuda", False],
-        on_fork: Literal["copy", "wipe"],
-        owner: str,
-    ) -> Region: ...
+        pin: Literal["auto", "mlock", "cuda", False] = "auto",
+        *,
+        on_fork: Literal["copy", "wipe"] = "copy",
+        owner: str = "region",
+    ) -> Region:
+        """Map the memory.
+
+        Args:
+            nbytes: how much.
+            pin: "auto" takes the best that can be had (`pinned` says what, `why_not` why no more); "mlock" or "cuda"
+                insists, and is a ConfigError with the reason and the remedy where it cannot be had; False pins nothing.
+            on_fork: what a forked child sees of it: "copy" as of all other memory; "wipe" zeros, and this process
+                keeps its huge pages and shares nothing with the child.
+            owner: the name under which `regions()` lists it.
+
+        Raises:
+            MemoryLimitError: the machine or its cgroup does not have the memory. Nothing was taken.
+        """
+
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes asked for."""
+
     @property
-    def mapped_bytes(self) -> int: ...
+    def mapped_bytes(self) -> int:
+        """Bytes mapped: `nbytes` rounded up to the page."""
+
     @property
-    def pinned(self) -> Literal["mlock", "cuda", False]: ...
+    def pinned(self) -> Literal["mlock", "cuda", False]:
+        """How it is pinned."""
+
     @property
-    def why_not(self) -> str | None: ...
+    def why_not(self) -> str | None:
+        """Why it is not pinned better, where more was wished for."""
+
     @property
-    def huge_bytes(self) -> int: ...
+    def huge_bytes(self) -> int:
+        """Bytes that lie on huge pages now. Asks the kernel, which takes milliseconds."""
+
     @property
-    def why_not_huge(self) -> str | None: ...
+    def why_not_huge(self) -> str | None:
+        """Why fewer bytes lie on huge pages than could; None where all do."""
+
     @property
-    def closed(self) -> bool: ...
-    def close(self) -> None: ...
+    def closed(self) -> bool:
+        """Whether `close()` was called."""
+
+    def close(self) -> None:
+        """End new leases and every wait for one; unmap now, or with the last tensor. Twice is fine."""
+    def __enter__(self) -> Region: ...
+    def __exit__(self, *_raised: object) -> None: ...
 
 @final
 class Arena:
-    def __new__(cls, region: Region, classes: dict[int, int]) -> Arena: ...
-    def lease(self, nbytes: int, seconds: float | None, owner: str) -> Lease: ...
-    def free_slots(self, nbytes: int) -> int: ...
+    """A region divided into exact-size slots, planned once: leasing never allocates, fragments or surprises.
+
+    A lease takes a slot of the smallest class that holds it and never one of a larger class, so leases that the plan
+    admits are granted in every order.
+    """
+
+    def __new__(cls, region: Region, classes: Mapping[int, int]) -> Arena:
+        """Divide `region` into `classes`, given as {bytes: count}. A region belongs to one living arena.
+
+        Raises:
+            BudgetError: the region is too small; `smallest` is the region that works.
+            UsageError: the region is closed or belongs to an arena that lives.
+        """
+
+    def lease(self, nbytes: int, timeout: float | None = None, owner: str = "user") -> Lease:
+        """Take `nbytes`, waiting up to `timeout` seconds (None: until there are). Ctrl-C ends the wait.
+
+        Raises:
+            ConfigError: no class is large enough: it could never be granted.
+            TimeoutExpired: all slots stayed taken; the message says by whom.
+            UsageError: the region was closed, also while waiting.
+        """
+
+    def free_slots(self, nbytes: int) -> int:
+        """How many slots are free that `lease(nbytes)` may take: at 0 it would wait.
+
+        Raises:
+            ConfigError: no class is large enough.
+        """
+
     @property
-    def in_use_bytes(self) -> int: ...
+    def in_use_bytes(self) -> int:
+        """Bytes of the slots that are taken now, "in_use" of `stats()`."""
+
     @property
-    def table_bytes(self) -> int: ...
-    def stats(self) -> dict[str, Any]: ...
+    def table_bytes(self) -> int:
+        """Bytes of the arena's own records, "tables" of `stats()`."""
+
+    def stats(self) -> dict[str, Any]:
+        """What is held and was waited for.
+
+        "capacity" (bytes planned), "reserved" (with alignment), "in_use" (of the slots taken), "bytes" (asked for by
+        the living leases) and its "peak", "leases", "waits", "wait_seconds", "tables" (bytes of the arena's own
+        records), "classes" (a list of "bytes", "count", "in_use", "peak") and "owners" (by name: "bytes", "peak",
+        "leases", "waits", "wait_seconds").
+        """
+
+@final
+class HostArena:
+    """An arena of the planned classes, {bytes: count}; each slot that is added has a region of its own."""
+
+    def __new__(cls, classes: Mapping[int, int]) -> HostArena:
+        """Take the planned memory.
+
+        Raises:
+            MemoryLimitError: the machine or its cgroup does not have it.
+        """
+
+    def add(self, nbytes: int) -> int:
+        """Take memory for one more lease of `nbytes`; how many bytes that took.
+
+        Raises:
+            MemoryLimitError: the machine or its cgroup does not have it.
+        """
+
+    @property
+    def added(self) -> dict[int, int]:
+        """The slots beyond the planned ones, {bytes: count}."""
+
+    @property
+    def added_bytes(self) -> int:
+        """The memory that they took: what the plan did not have."""
+
+    def lease(self, nbytes: int, timeout: float | None = None, owner: str = "user") -> Lease:
+        """As `Arena.lease`; only for a planned slot is waited."""
+
+    def free_slots(self, nbytes: int) -> int:
+        """How many slots are free that `lease(nbytes)` may take."""
+
+    @property
+    def in_use_bytes(self) -> int:
+        """Bytes of the slots that are taken now."""
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the arenas' own records."""
+
+    @property
+    def held_bytes(self) -> int:
+        """All memory that is held, 0 once it was closed."""
+
+    def close(self) -> None:
+        """Let the memory go."""
 
 @final
 class ChunkRing:
-    def __new__(cls, region: Region, chunk_bytes: int, count: int) -> ChunkRing: ...
-    def lease(self, seconds: float | None, owner: str) -> Lease: ...
-    def stats(self) -> dict[str, Any]: ...
+    """Equal chunks for staging, handed between threads."""
+
+    def __new__(cls, chunk_bytes: int, count: int, pin: Literal["auto", "mlock", "cuda", False] = "auto") -> ChunkRing:
+        """Make `count` chunks of `chunk_bytes` in a region of their own, pinned as `Region` says.
+
+        A forked child sees zeros in them: what is being staged is no business of a child's.
+        """
+
+    def lease(self, timeout: float | None = None, owner: str = "user") -> Lease:
+        """Take a chunk; waiting and errors as `Arena.lease`."""
+
+    def stats(self) -> dict[str, Any]:
+        """As `Arena.stats`."""
+
+    def close(self) -> None:
+        """Close the ring's region; see `Region.close`."""
+    def __enter__(self) -> ChunkRing: ...
+    def __exit__(self, *_raised: object) -> None: ...
+    @property
+    def region(self) -> Region:
+        """The region that the chunks lie in."""
 
 @final
 class FileMemory:
+    """The bytes of a file as a writable buffer, as long as this object lives; see `memascend.memory.file_memory`."""
+
     def __new__(cls, descriptor: int, nbytes: int) -> FileMemory: ...
     # The buffer protocol has been visible from Python since 3.12.
     if sys.version_info >= (3, 12):
@@ -102,12 +256,39 @@ class FileMemory:
 
 @final
 class Lease:
+    """A hold on bytes of an arena or a ring. It goes back when it and every tensor in it are gone."""
+
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes asked for."""
+
+    def tensor(self, shape: int | tuple[int, ...] | list[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in the leased bytes, without a copy; its contents are what was there before.
+
+        The lease lives exactly as long as the last view of the tensor, whatever becomes of this object.
+
+        Raises:
+            ConfigError: the tensor does not fit.
+            UsageError: the lease was returned.
+        """
+
+    def release(self) -> None:
+        """Return an unused lease at once.
+
+        Raises:
+            UsageError: a tensor still lives in it, or it was returned before.
+        """
+
+    def close(self) -> None:
+        """As `release`, unless it was returned before."""
+    def __enter__(self) -> Lease: ...
+    def __exit__(self, *_raised: object) -> None: ...
     @property
-    def returned(self) -> bool: ...
-    def buffer(self) -> LeaseBuffer: ...
-    def release(self) -> None: ...
+    def returned(self) -> bool:
+        """Whether it was returned."""
+
+    def buffer(self) -> LeaseBuffer:
+        """The leased bytes as a writable buffer, which holds the lease as a tensor does."""
 
 @final
 class LeaseBuffer:
@@ -117,55 +298,184 @@ class LeaseBuffer:
 
 @final
 class Heap:
-    def __new__(cls) -> Heap: ...
-    def take_holes(self) -> None: ...
-    def trim(self) -> None: ...
-    def close(self) -> None: ...
+    """The C library's heap while a model is trained: it maps allocations from 1 MiB on, and gives back what is free.
 
-def ignore_captures() -> bool: ...
-def is_file_memory(address: int) -> bool: ...
-def memory_layout(classes: dict[int, int]) -> tuple[int, int]: ...
-def memory_limits() -> dict[str, Any]: ...
-def memory_regions() -> list[dict[str, Any]]: ...
+    glibc raises that threshold by itself, and its heap grows with the depth of a model then. A model that was made in
+    the heap leaves holes, which gradients would fill one after another: they are taken, and free again after `close()`.
+    `MEMASCEND_MALLOC=system` in the environment leaves the heap alone; glibc's own variables, by which somebody chose,
+    leave their thresholds and the holes.
+    """
+
+    def take_holes(self) -> None:
+        """Give back what is free, and take the holes: large memory was freed that does not come again."""
+
+    def trim(self) -> None:
+        """Give back to the system what is free."""
+
+    def close(self) -> None:
+        """Make the holes free for anybody."""
+
+    def __new__(cls) -> Heap: ...
+    def __enter__(self) -> Heap: ...
+    def __exit__(self, *_raised: object) -> None: ...
+
+@final
+class Layout:
+    """What a plan takes: bytes asked for, and bytes reserved once every slot is aligned for I/O."""
+
+    @property
+    def asked(self) -> int:
+        """Bytes asked for."""
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that a region needs for it."""
+
+def ignore_captures() -> bool:
+    """Let what this thread does from now on leave alone what other threads capture into CUDA graphs.
+
+    Else a capture fails as soon as this one asks whether a copy is over. Whether that could be said to the driver;
+    where the process has not loaded it, nobody captures.
+    """
+
+def is_file_memory(address: int) -> bool:
+    """Whether what `file_memory` made begins at this address."""
+
+def layout(classes: Mapping[int, int]) -> Layout:
+    """What an arena of `classes` ({bytes: count}) takes: `Region(layout(classes).reserved)` fits it."""
+
+def limits() -> dict[str, Any]:
+    """The limits on this process's memory now, in bytes.
+
+    "available" and what it is "limited_by"; "cgroup_limit" and "cgroup" (None without one); "memlock_soft" and
+    "memlock_hard" (None: unlimited); the sizes of a "page" and a "huge_page" (None: switched off).
+    """
+
+def regions() -> list[dict[str, Any]]:
+    """Every region that is mapped now: its "owner", "bytes" and how it is "pinned"."""
 
 @final
 class Volume:
+    """One address space over one or several devices; `open()` makes it. Any thread may use it.
+
+    Operations on different bytes never disturb each other, also inside one block of the device. Of operations on the
+    same bytes, wait for one before beginning the next. Closing, dropping and the end of the interpreter wait for what
+    is in flight.
+    """
+
+    def read(self, into: torch.Tensor | Buffer, offset: int) -> Ticket:
+        """Begin to fill `into`, a contiguous CPU tensor or a writable buffer, with the bytes from `offset` on.
+
+        Offset, length and address that are multiples of `alignment` go straight; others are right, and are copied.
+
+        Raises:
+            ConfigError: the range does not lie in the volume, or the memory cannot be read into.
+        """
+
+    def write(self, data: torch.Tensor | Buffer, offset: int) -> Ticket:
+        """Begin to write `data`, a contiguous CPU tensor or a buffer, to `offset`.
+
+        Done means that the device has the bytes; `flush()` makes them survive a loss of power.
+
+        Raises:
+            ConfigError: the range does not lie in the volume, or the memory cannot be written from.
+        """
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Make every write that was begun before survive a loss of power, on every device. Waits for them first.
+
+        Raises:
+            StorageError: a device failed to. It stays so: every later flush fails too, because the system has dropped
+                what it could not write. Or a write failed whose ticket was dropped; that is raised once.
+            TimeoutExpired: it was not done in time; it goes on.
+        """
+
+    def close(self) -> None:
+        """Wait for what is in flight, then let go of the devices. Twice is fine. Does not flush.
+
+        Raises:
+            StorageError: a write failed whose ticket was dropped. The volume is closed all the same.
+        """
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that it holds."""
+
+    @property
+    def alignment(self) -> int:
+        """What offset, length and address must be multiples of to go straight to the device; 1: all do."""
+
+    @property
+    def backend(self) -> str:
+        """Who carries the requests: "io_uring" or "threads"."""
+
+    @property
+    def why_not(self) -> str | None:
+        """Why the backend is no better; None where it is the best or was asked for."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether every device bypasses the page cache; `devices()` says why one does not."""
+
+    @property
+    def queue_depth(self) -> int:
+        """Requests of at most 1 MiB that the kernel has at once, for each device."""
+
+    def devices(self) -> list[dict[str, Any]]:
+        """Its devices: "path", "kind" ("file" or "raw"), "bytes", "why_buffered" (None where it is direct)."""
+
+    def stats(self) -> dict[str, Any]:
+        """What it has done since it was opened.
+
+        "read" and "written" (each "bytes", "operations", "requests"), "flushes", "failed" operations, transfers that
+        were "continued" after stopping short, requests "retried", "bounced_bytes" (copied because they were not
+        aligned), operations "in_flight".
+        """
+    def __enter__(self) -> Volume: ...
+    def __exit__(self, *_raised: object) -> None: ...
     def __new__(
         cls,
         paths: Sequence[str],
-        nbytes: int | None,
+        size: int | None,
         queue_depth: int | None,
         stripe: int | None,
         backend: str,
     ) -> Volume: ...
-    def begin_at(self, write: bool, address: int, nbytes: int, keep: object, offset: int) -> Ticket: ...
-    def begin_buffer(self, write: bool, view: memoryview, offset: int) -> Ticket: ...
-    def flush(self, seconds: float | None = None) -> None: ...
-    def close(self) -> None: ...
     @property
-    def closed(self) -> bool: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def alignment(self) -> int: ...
-    @property
-    def backend(self) -> str: ...
-    @property
-    def why_not(self) -> str | None: ...
-    @property
-    def direct(self) -> bool: ...
-    @property
-    def queue_depth(self) -> int: ...
-    def devices(self) -> list[dict[str, Any]]: ...
-    def stats(self) -> dict[str, Any]: ...
+    def paths(self) -> tuple[str, ...]:
+        """The paths of its devices, as they were given."""
 
 @final
 class Ticket:
-    def wait(self, seconds: float | None = None) -> int: ...
-    def done(self) -> bool: ...
+    """One operation in flight. Dropping it cancels nothing: the operation goes on and its memory lives until the end.
+
+    If a write fails after its ticket was dropped, the next `Volume.flush()` or `Volume.close()` raises its error, once.
+    """
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end, without the GIL; Ctrl-C ends the wait, not the operation.
+
+        Args:
+            timeout: seconds; None waits for ever.
+
+        Returns:
+            The bytes moved, which is all of them. Waiting again says the same again.
+
+        Raises:
+            StorageError: the device failed it.
+            TimeoutExpired: it was not done in time; it goes on.
+        """
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not; `wait()` then returns or raises at once."""
 
 def dlpack(address: int, nbytes: int, kind: int, index: int, owner: object) -> object: ...
-def io_uring_why_not() -> str | None: ...
+def io_uring_why_not() -> str | None:
+    """Why there is no io_uring for this process; None where there is."""
 
 # A tensor of a description: name, dtype, shape.
 _Tensor: TypeAlias = tuple[str, str, list[int]]
@@ -176,8 +486,10 @@ _Run: TypeAlias = tuple[bytes, int, bytes, int, int]
 # None, weight decay, nesterov, and so on.
 _Numbers: TypeAlias = tuple[float, tuple[float, float], float | None, float, bool, int, float, bool, int]
 
-@final
+@disjoint_base
 class Store:
+    """Makes or opens a store of training state; `memascend.engine.Store` adds what reads and writes tensors."""
+
     def __new__(
         cls,
         paths: Sequence[str],
@@ -189,31 +501,121 @@ class Store:
         durability: str,
         stripe: int | None,
         backend: str,
-    ) -> Store: ...
+    ) -> Self: ...
     @property
-    def created(self) -> bool: ...
-    def difference(
+    def created(self) -> bool:
+        """Whether it was made now."""
+
+    @property
+    def step(self) -> int:
+        """Committed steps."""
+
+    def difference_of(
         self, entries: Sequence[_Described], units: Sequence[str], optimizer: str, chunk_elements: int
     ) -> str | None: ...
-    def go_back(self) -> None: ...
-    def info(self) -> dict[str, Any]: ...
-    def count(self) -> int: ...
-    def entry(self, index: int) -> dict[str, Any]: ...
-    def stage(self, entry: int, step: int, tensors: Sequence[tuple[int, int]]) -> None: ...
-    def read(self, entry: int, tensors: Sequence[tuple[int, int]]) -> int: ...
-    def scan(self, entries: list[int], visit: Callable[[int, list[tuple[int, int, LentBuffer]]], object]) -> None: ...
-    def hold(self, entries: list[int], registered: bool) -> None: ...
-    def refresh(self, entries: list[int], progress: Callable[[int, int], object] | None) -> None: ...
-    def keep_log(self, entries: list[int], steps: int) -> int: ...
-    def write_applied(self, progress: Callable[[int, int], object] | None) -> None: ...
-    def give_up(self) -> None: ...
-    def held_unit(self, unit: int) -> LentBuffer | None: ...
+    def go_back(self) -> None:
+        """Give the newest commit up for good, where the one before it was opened without that."""
+
+    def info(self) -> dict[str, Any]:
+        """What is known of it: "uuid", "generation", "step", "optimizer", "units", "devices" and sizes in bytes.
+
+        Of a store of several ranks also "run", "common" and "identity": the run's id, the commit's number and what
+        tells it from that of another continuation, the same on all ranks; and "rank" of "ranks".
+        """
+
+    def index(self, name: str) -> int:
+        """The number of an entry."""
+
+    def entry(self, name: str) -> dict[str, Any]:
+        """One of them."""
+
+    def entry_at(self, index: int) -> dict[str, Any]:
+        """The same by its number."""
+
+    def count(self) -> int:
+        """How many entries there are."""
+
+    def stage_at(self, entry: int, step: int, tensors: Sequence[tuple[int, int]]) -> None: ...
+    def read_at(self, entry: int, tensors: Sequence[tuple[int, int]]) -> int: ...
+    def scan_at(
+        self, entries: list[int], visit: Callable[[int, list[tuple[int, int, LentBuffer]]], object]
+    ) -> None: ...
+    def hold(self, names: Sequence[str], *, registered: bool = False) -> None:
+        """Hold entries in memory from now on; what was held before is not any more. Nothing is read before `refresh`.
+
+        It takes "entry_bytes" of `sizes` for each, until the store is closed: `registered`, in memory that a device
+        copies from, where that can be had.
+
+        Raises:
+            ConfigError: there is no such entry.
+            MemoryLimitError: the machine or its cgroup does not have the memory; nothing is held.
+        """
+
+    def refresh(self, names: Sequence[str], progress: Callable[[int, int], object] | None = None) -> None:
+        """Read what is held of some entries where it is not in memory; `progress(done, all)` hears of bytes.
+
+        Raises:
+            CorruptionError: what is on storage is not what was written.
+        """
+
+    def keep_log(self, names: Sequence[str], steps: int) -> int:
+        """Log the gradients of held entries from now on, instead of writing them each step; how many steps find room.
+
+        Each of these entries is then written whole once in so many steps. Files grow by what the log lacks; with less
+        room there are fewer steps, and 0 means that there is none. The entries have `spill`, gradients of that dtype,
+        and updates of the engine's own kernels.
+
+        Raises:
+            UsageError: with durability "none" a store keeps no log.
+        """
+
+    def write_applied(self, progress: Callable[[int, int], object] | None = None) -> None:
+        """Write what only memory and the log have of held entries, as a part of the last step: the log ends with it."""
+
+    def give_up(self) -> None:
+        """Give up what only memory has, where it has something: the store stays unclosed, which opening it says."""
+
+    def held_unit(self, unit: str) -> torch.Tensor | None:
+        """The values of a unit where they are held, as the last commit left them; None where not all of it is held.
+
+        Each entry is at its "unit_offset" of the bytes. An update changes them where they lie.
+        """
+
     @property
-    def held_epoch(self) -> int: ...
-    def spoil(self, entry: int) -> None: ...
-    def fetch(self, unit: int, address: int, nbytes: int, keep: object) -> Fetch: ...
-    def counters(self) -> dict[str, Any]: ...
-    def commit(
+    def held_epoch(self) -> int:
+        """While it stays the same, what `held_unit` gave is what the last commit left."""
+
+    def spoil(self, name: str) -> None:
+        """Say that somebody wrote to the values of a held entry in memory: `refresh` reads them again."""
+
+    def fetch(self, unit: str, into: torch.Tensor) -> Fetch:
+        """Begin to read the values of a unit, as the last commit left them, before all other I/O that waits.
+
+        They go `into` a contiguous uint8 CPU tensor of as many bytes as `sizes` says, which begins on a page. Each
+        entry is at its "unit_offset". It is held until the end, and must not be touched before.
+
+        Raises:
+            ConfigError: there is no such unit, or the memory does not fit.
+            StorageError: the device refused; or the store is closed (UsageError).
+        """
+
+    def parts(self, unit: str, bytes_max: int, checkers: Checkers | None = None) -> UnitParts:
+        """The values of a unit, as the last commit left them, in parts of at most so many bytes; reads nothing yet.
+
+        `checkers` check them as they come; without, whoever waits for one does.
+
+        Raises:
+            ConfigError: there is no such unit, or a piece of it is larger than a part may be.
+        """
+
+    def counters(self) -> dict[str, Any]:
+        """Since it was opened: "fetches", "fetched_bytes", "held_bytes", "wait_seconds" in `Fetch.wait`, and all I/O.
+
+        "held_bytes" were taken from held entries, and not read from storage. "read_bytes" and "written_bytes" count
+        every transfer of the volume, those of fetches and updates too.
+        """
+
+    def commit_as(
         self,
         step: int,
         user: str | None,
@@ -221,51 +623,119 @@ class Store:
         run: _Run | None,
         agree: Callable[[], object] | None,
     ) -> int: ...
-    def set_first_elements(self, firsts: Sequence[int]) -> None: ...
-    def end(self) -> None: ...
-    def discard(self, entry: int | None = None) -> None: ...
-    def lost(self) -> tuple[Path, str] | None: ...
-    def forsake(self) -> None: ...
-    def trace(self, path: str) -> None: ...
-    def trace_end(self) -> None: ...
-    def check_log(self) -> None: ...
-    def verify(self, progress: Callable[[int, int], object] | None) -> tuple[int, int]: ...
-    def damaged(self) -> list[str]: ...
-    def close(self) -> None: ...
+    def set_first_elements_at(self, firsts: Sequence[int]) -> None: ...
+    def end(self) -> None:
+        """Have nothing written any more, by `close()` either: what is committed stays as it is."""
+
+    def discard(self, name: str | None = None) -> None:
+        """Forget all that is staged, or what is staged of one entry."""
+
+    def check_log(self) -> None:
+        """Check what `Engine.replay` reads, which does it too: where others have to know it before any of them writes.
+
+        Raises:
+            CorruptionError: a gradient of the log, or the state that it is applied to, is not what was written.
+        """
+
+    def verify(self, progress: Callable[[int, int], object] | None = None) -> tuple[int, int]:
+        """Read and check everything that is live: pieces and bytes. `progress(done, all)` hears of bytes.
+
+        Raises:
+            CorruptionError: the first piece that is not.
+        """
+
+    def damaged(self) -> list[str]:
+        """Damaged copies of labels and description, in words; the first commit after an open repairs them."""
+
+    def forsake(self) -> None:
+        """Have what was made for it, where there was nothing, removed by `close()`, before anybody else can have it."""
+
+    def lost_file(self) -> tuple[Path, str] | None: ...
+    def close(self) -> None:
+        """Keep what was committed, drop what is only staged, and let go of the devices. Twice is fine."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_raised: object) -> None: ...
 
 @final
 class Checksum:
+    """XXH3-64 of bytes that come one after the other, as `xxhsum -H3` gives it."""
+
     def __new__(cls) -> Checksum: ...
-    def update(self, address: int, nbytes: int) -> None: ...
-    def value(self) -> int: ...
+    def update(self, tensor: torch.Tensor) -> None:
+        """Take the bytes of a contiguous CPU tensor."""
+
+def checksum_of(tensor: torch.Tensor) -> str:
+    """The checksum of the bytes of one contiguous CPU tensor, which may have none."""
 
 @final
 class Fetch:
-    def wait(self) -> int: ...
-    def done(self) -> bool: ...
+    """A unit on its way into memory; `Store.fetch` makes it. Any thread may use it.
+
+    Until the device is done with it the slots that it reads are not written: the step after the next commit waits for
+    that. Dropping it waits for the device.
+    """
+
+    def wait(self) -> int:
+        """Wait for the device, without the GIL, and check every byte. Ctrl-C ends the wait, not the read.
+
+        Returns:
+            The newest version among its entries (the generation that wrote it). Waiting again says the same again.
+
+        Raises:
+            StorageError: the device failed.
+            CorruptionError: what is on storage is not what was written; the message names entry and chunk.
+        """
+
+    def done(self) -> bool:
+        """Whether the device is done with it, well or not. Never waits."""
 
 @final
-class Parts:
-    def __new__(cls, store: Store, unit: int, bytes_max: int) -> Parts: ...
-    def places(self) -> list[tuple[int, int]]: ...
-    def begin(self, index: int, address: int, nbytes: int, keep: object, checkers: Checkers | None) -> PartFetch: ...
+class UnitParts:
+    """A unit that is read part by part; `Store.parts` makes it. All parts are of one commit.
 
-@final
-class Checkers:
-    def __new__(cls, threads: int) -> Checkers: ...
-    @property
-    def threads(self) -> int: ...
+    Until each was read once, or it and every read of it are gone, the slots that it reads are not written: the step
+    after the next commit waits for that.
+    """
+
+    def places(self) -> list[tuple[int, int]]:
+        """Where each part begins in the unit, and its bytes."""
+
+    def begin(self, index: int, into: torch.Tensor) -> PartFetch:
+        """Begin to read a part into a contiguous uint8 CPU tensor of its size, before all other I/O that waits.
+
+        The tensor is held until the end. What comes back has `wait()`, which checks every byte and raises as
+        `Fetch.wait` does, and `done()`; dropping it waits for the device.
+        """
 
 @final
 class PartFetch:
-    def wait(self) -> None: ...
-    def done(self) -> bool: ...
+    """A part on its way into memory. Dropping it waits for the device."""
+
+    def wait(self) -> None:
+        """Wait for the device, and check every byte; raises as `Fetch.wait` does."""
+
+    def done(self) -> bool:
+        """Whether the device is done with it, well or not. Never waits."""
+
+@final
+class Checkers:
+    """Threads that check parts of units as they come, so that nobody computes checksums who has copies to begin.
+
+    They end when this and every part that they check are gone.
+    """
+
+    def __new__(cls, threads: int) -> Checkers:
+        """As many threads, or as many as can be had; with none, whoever waits for a part checks it."""
+
+    @property
+    def threads(self) -> int:
+        """Threads that there are."""
 
 def store_commits(paths: Sequence[str], backend: str) -> tuple[list[tuple[int, _Run, bool]], str | None] | None: ...
 def store_examine(
     paths: Sequence[str], backend: str, progress: Callable[[int, int], object] | None
 ) -> list[dict[str, Any]]: ...
-def store_look(paths: Sequence[str], backend: str) -> Store: ...
 def store_state_in(
     of_values: str, shape: list[int], of_state: str, momentum: bool
 ) -> list[tuple[str, str, list[int]]]: ...
@@ -291,25 +761,45 @@ class LentBuffer:
     if sys.version_info >= (3, 12):
         def __buffer__(self, flags: int, /) -> memoryview: ...
 
-@final
+@disjoint_base
 class Engine:
-    def __new__(cls, store: Store, chunks: int, queue_bytes: int, whole_bytes: int, threads: int) -> Engine: ...
-    def replay(self, progress: Callable[[int, int], object] | None) -> bool: ...
-    def update(
-        self, entry: int, gradient: _Held, of_gradient: str, values: _Held | None, numbers: _Numbers
-    ) -> None: ...
-    def update_spilling(
-        self, entry: int, gradient: _Held, of_gradient: str, values: _Held | None, numbers: _Numbers
-    ) -> None: ...
-    def update_spilled(self, entry: int, factors: list[float], values: _Held | None, numbers: _Numbers) -> None: ...
-    def spill(self, entry: int, gradient: _Held, of_gradient: str, add: bool) -> None: ...
-    def spilled(self, entry: int) -> tuple[bool, _Summed]: ...
-    def read_spilled(self, entry: int, into: _Held) -> None: ...
-    def drop_spilled(self, entry: int) -> None: ...
-    def apply(
-        self, entry: int, adapter: _Adapter, nbytes: int, step: int, spilled: bool, how: tuple[bool, bool, bool]
-    ) -> None: ...
-    def fill(
+    """The pipelined update: state is read, computed and written in chunks, beside whatever else runs."""
+
+    def __new__(
+        cls, store: Store, *, chunks: int = 12, queue: int = 268435456, whole: int = 0, threads: int = 1
+    ) -> Self:
+        """Start one on a store.
+
+        Args:
+            store: what it updates.
+            chunks: staging chunks (2 to 64). Twelve keep a disk as busy as I/O alone does; four reach 0.8 of it.
+            queue: bytes of gradients that may wait; a larger one is let in alone.
+            whole: bytes for an entry in one piece, for `apply(whole=True)`.
+            threads: that the updates of held entries run on at the end of a step.
+        """
+
+    @property
+    def store(self) -> _Store:
+        """What it updates."""
+
+    def replay(self, progress: Callable[[int, int], object] | None = None) -> bool:
+        """End the log that a store has which was not closed: apply its gradients, and write and commit their entries.
+
+        Before anything else is done with the store. It is the state of its last step then, as it was in memory, and
+        interrupting it leaves the store as it was.
+
+        Args:
+            progress: called with bytes of gradients done and of all; what it raises ends the work.
+
+        Returns:
+            Whether there was a log.
+
+        Raises:
+            CorruptionError: a gradient of the log, or the state that it is applied to, is not what was written.
+            ConfigError: another version wrote the log, with arithmetic that is not known here.
+        """
+
+    def fill_at(
         self,
         entry: int,
         values: _Held,
@@ -317,10 +807,105 @@ class Engine:
         wide: tuple[_Held | None, _Held | None, _Held | None],
         step: int,
     ) -> None: ...
-    def probe(self, nbytes: int, seconds: float) -> tuple[int, float]: ...
-    def finish(self) -> None: ...
-    def settle(self) -> None: ...
-    def commit(
+    def update(
+        self, name: str, gradient: torch.Tensor | Lent, numbers: Adam | Momentum, *, values: torch.Tensor | None = None
+    ) -> None:
+        """Begin the update of a parameter, and return when its gradient has room in the queue.
+
+        The gradient is held until it was used, and must not change meanwhile.
+
+        `values` may be given where the parameter is resident, as the last commit left it: where the update starts from
+        them (float32 or compact), they are then not read. They are held like the gradient and checked like what is
+        read; nothing writes to them.
+
+        Raises:
+            ConfigError: the gradient, the values or a number do not fit; nothing was begun.
+            UsageError: the values of an update of this step were not those of the last commit; the step can only be
+                discarded.
+            StorageError: an update of this step failed; the step can only be discarded.
+        """
+
+    def update_spilling(
+        self, name: str, gradient: torch.Tensor | Lent, numbers: Adam | Momentum, *, values: torch.Tensor | None = None
+    ) -> None:
+        """As `update`, of an entry that is not held, and as `spill`: the gradient is written as it is used.
+
+        `take_back` discards the update and leaves the gradient, for another one.
+
+        Raises:
+            ConfigError: also where the entry is held, or was described without `spill`; nothing was begun.
+        """
+
+    def spill(self, name: str, gradient: torch.Tensor | Lent, *, add: bool = False) -> None:
+        """Queue a gradient to wait on storage; with `add`, add it to the one that is there, with the bits of `add_`.
+
+        Returns when the gradient has room in the queue. It is held until it was used, and must not change meanwhile.
+        What is spilled is no part of a step: commits leave it, and it is forgotten when the store is closed.
+        A job of this kind that fails or is discarded leaves nothing there.
+
+        Raises:
+            ConfigError: the entry was described without `spill`, or the gradient has another dtype or shape.
+            UsageError: nothing is there to add to.
+            StorageError: a job of this step failed; the step can only be discarded.
+        """
+
+    def spilled(self, name: str) -> tuple[bool, Squares]:
+        """Of the spilled gradient: whether a non-finite is in it, and the sum of its squares, not rounded.
+
+        Waits for what is queued of the entry; both were computed as the gradient was written.
+
+        Raises:
+            UsageError: nothing is spilled of it.
+        """
+
+    def read_spilled(self, name: str, into: torch.Tensor) -> None:
+        """Read the spilled gradient into a tensor of its shape and dtype, after what is queued of the entry.
+
+        Raises:
+            UsageError: nothing is spilled of it.
+            CorruptionError: what is on storage is not what was written; the step can only be discarded.
+        """
+
+    def update_spilled(
+        self, name: str, numbers: Adam | Momentum, *, factors: Sequence[float] = (), values: torch.Tensor | None = None
+    ) -> None:
+        """As `update`, by the gradient that is spilled, which stays there.
+
+        Args:
+            name: of which parameter.
+            numbers: as in `update`.
+            factors: the gradient is multiplied by each in turn first, with the bits of torch's `mul_`.
+            values: as in `update`.
+
+        Raises:
+            UsageError: nothing is spilled of it.
+        """
+
+    def drop_spilled(self, name: str) -> None:
+        """Forget the spilled gradient, after what is queued of the entry. Fine where there is none."""
+
+    def apply_at(
+        self,
+        name: str,
+        adapter: _Adapter,
+        gradient: torch.Tensor | Lent | None,
+        step: int,
+        how: tuple[bool, bool, bool],
+    ) -> None: ...
+    def probe(self, nbytes: int, seconds: float) -> tuple[int, float]:
+        """Read what storage has of the state, for at most so many bytes and seconds, while nothing else is begun.
+
+        Returns:
+            The bytes that were read, and how long that took.
+        """
+
+    def finish(self) -> None:
+        """Wait until every update is staged."""
+
+    def drain(self) -> None:
+        """As `finish`, but for updates of held entries, which begin with that or with `commit()`."""
+
+    def commit_as(
         self,
         step: int,
         user: str | None,
@@ -328,16 +913,52 @@ class Engine:
         run: _Run | None,
         agree: Callable[[], object] | None,
     ) -> int: ...
-    def take_back(self, entry: int) -> None: ...
-    def discard(self, entry: int | None) -> None: ...
+    def discard(self, name: str | None = None) -> None:
+        """Drop what waits, drain what is in flight, forget what was staged: all of it, or of one entry alone.
+
+        A step that failed is over when all of it was discarded, and not before.
+        """
+
+    def take_back(self, name: str) -> None:
+        """Forget what was staged of an entry once it has ended: unlike after `discard`, what it spilled is there."""
+
     @property
-    def staging_bytes(self) -> int: ...
+    def staging_bytes(self) -> int:
+        """Bytes of host memory that it holds, beside the gradients in its queue."""
+
     @property
-    def queued_bytes(self) -> int: ...
+    def queued_bytes(self) -> int:
+        """Bytes of gradients that wait or are being used now, "queued" of `counters()`."""
+
     @property
-    def waiting_bytes(self) -> int: ...
-    def counters(self) -> dict[str, Any]: ...
-    def close(self) -> None: ...
+    def waiting_bytes(self) -> int:
+        """Bytes of gradients of held entries that wait for their step, "waiting" of `counters()`."""
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Record what happens to the store, until `trace_end`, into a new file for Perfetto or chrome://tracing.
+
+        Reads, writes and flushes; what the engine's thread computes and waits for; waits for fetched units. Some 150
+        bytes of file for each, and nothing is spent on it while no trace is recorded.
+
+        Raises:
+            StorageError: the file exists, or cannot be made.
+            ConfigError: a trace is being recorded already.
+        """
+
+    def trace_end(self) -> None:
+        """End the trace, as closing the store does too. Nothing happens where there is none.
+
+        Raises:
+            StorageError: the file could not be written whole.
+        """
+
+    def counters(self) -> dict[str, Any]:
+        """Jobs and chunks, bytes by kind, bytes "queued" and the most of them, and "seconds" by what its thread did."""
+
+    def close(self) -> None:
+        """Drain what is in flight and end its thread; what was not committed is lost. Twice is fine."""
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_raised: object) -> None: ...
 
 # An address and the place of its dtype in memascend.kernels.arguments.FLOATS.
 _Place: TypeAlias = tuple[int, int]
@@ -355,11 +976,7 @@ def kernel_scalars(
     grad_scale: float,
     maximize: bool,
 ) -> _Scalars: ...
-
-# Of a sum of squares: whole units, and the nearest float.
-_Summed: TypeAlias = tuple[bytes | None, float]
-
-def kernel_check(grads: list[tuple[int, int, int]], inv_scale: float, threads: int) -> tuple[bool, _Summed]: ...
+def kernel_check(grads: list[tuple[int, int, int]], inv_scale: float, threads: int) -> tuple[bool, Squares]: ...
 def kernel_adam(
     master: int,
     grad: _Place,

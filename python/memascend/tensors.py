@@ -51,11 +51,6 @@ Squares = int | float
 _UNITS = 1 << 298
 
 
-def summed(units: bytes | None, value: float) -> Squares:
-    """As rust/math gives it: in units, where it is a number of them."""
-    return value if units is None else int.from_bytes(units, "little")
-
-
 def total(squares: Iterable[Squares]) -> Squares:
     """The sum of them all. What was rounded is added in the order given."""
     whole, rest, exact = 0, 0.0, True

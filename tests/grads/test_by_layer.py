@@ -368,6 +368,21 @@ def test_ctrl_c_at_random_ends_all_and_the_run_goes_on_exactly(tmp_path, attempt
     require_same(found, want)
 
 
+def test_ctrl_c_as_gradients_are_disabled_leaves_them_as_the_caller_had_them(tmp_path, monkeypatch):
+    model, optimizer = by_layer_run(tmp_path)
+
+    def interrupted():
+        torch.set_grad_enabled(False)
+        raise KeyboardInterrupt
+
+    with optimizer:
+        with monkeypatch.context() as patch:
+            patch.setattr(optimizer._session.run.gradients._arrivals, "begin_backward", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.accumulate(lambda batch: square(model, batch), rows(COUNT))
+        assert torch.is_grad_enabled()
+
+
 class Keeps(Stack):
     def forward(self, x):
         x = super().forward(x)

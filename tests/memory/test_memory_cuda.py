@@ -110,7 +110,7 @@ def test_the_memory_stays_registered_until_the_last_lease_is_gone(cuda):
         + """
 region = Region(4096)
 arena = Arena(region, {4096: 1})
-buffer = arena.lease(4096)._core.buffer()
+buffer = arena.lease(4096).buffer()
 region.close()
 log = Path(os.environ["FAKE_CUDA_LOG"])
 assert "unregister" not in log.read_text()

@@ -60,7 +60,7 @@ GROUND = {
     "errors": set(),
     "text": {"errors"},
     "tensors": {"_core"},
-    "memory": {"errors", "text", "_core"},
+    "memory": {"_core"},
     "nvme": {"errors", "text", "_core"},
     "engine": {"storage"},
 }

@@ -166,7 +166,7 @@ def test_no_picture_without_matplotlib(tmp_path, monkeypatch):
 
 
 def test_samples_are_bounded():
-    meter = Meter(lambda: 1, lambda: 2)
+    meter = Meter(SimpleNamespace(in_use_bytes=1), SimpleNamespace(queued_bytes=2, waiting_bytes=0))
     for _ in range(10 * _SAMPLES_MAX):
         meter.used()
     assert _SAMPLES_MAX // 2 <= len(meter.samples) <= _SAMPLES_MAX

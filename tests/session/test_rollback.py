@@ -92,6 +92,35 @@ def test_what_comes_after_is_what_came_before(tmp_path, monkeypatch, units, debu
         assert_same(everything(model, made), later)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupt_leaves_all_of_one_step(tmp_path, monkeypatch, when):
+    """Of the checkpoint where its commit stands by then, else of the step that was committed before."""
+    model, optimizer = offloaded(tmp_path)
+    with optimizer:
+        trained(model, optimizer, range(2))
+        optimizer.save(tmp_path / "saved")
+        then, there = optimizer.state_dict(), everything(model, optimizer)
+        trained(model, optimizer, range(2, 4))
+        here = everything(model, optimizer)
+        commit = memascend.engine.Engine.commit
+
+        def interrupted(*args, **options):
+            if when == "after":
+                commit(*args, **options)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(memascend.engine.Engine, "commit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.load_state_dict(then)
+        # The groups' options are taken last, and were not.
+        expected = there if when == "after" else here
+        optimizer.param_groups[0]["lr"] = expected[1][2]
+        assert_same(everything(model, optimizer), expected)
+        trained(model, optimizer, [5])
+        assert optimizer.steps == expected[1][0] + 1
+
+
 def test_a_step_of_the_line_that_was_left_is_another(tmp_path):
     model, optimizer = offloaded(tmp_path)
     with optimizer:

@@ -170,7 +170,7 @@ def test_what_is_there_is_refused_resumed_or_replaced(tmp_path):
     with pytest.raises(ConfigError, match="a store is there already"):
         made(tmp_path)
     with made(tmp_path, existing="resume") as store:
-        assert not store._core.created
+        assert not store.created
         with pytest.raises(StorageError, match="has it open already"):
             made(tmp_path, existing="resume")
     before = path.read_bytes()

@@ -10,7 +10,6 @@ from support import blockwise
 
 from memascend import _core, engine
 from memascend.errors import ConfigError
-from memascend.storage.engine import _listed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,6 +39,15 @@ def _numbers(rule: str, step: int) -> engine.Adam | engine.Momentum:
     if rule == "adam":
         return engine.Adam(lr=3e-3, weight_decay=0.02, step=step, seed=5)
     return engine.Momentum(lr=0.1, momentum=0.9, weight_decay=0.01, step=step, seed=5)
+
+
+def _listed(numbers: engine.Adam | engine.Momentum) -> tuple[Any, ...]:
+    """In the order in which `state_update` takes them; where there is no eps, it is momentum."""
+    both = (numbers.step, numbers.grad_scale, numbers.maximize, numbers.seed)
+    if isinstance(numbers, engine.Adam):
+        return (numbers.lr, numbers.betas, numbers.eps, numbers.weight_decay, numbers.decoupled, *both)
+    of_momentum = (numbers.momentum, numbers.dampening)
+    return (numbers.lr, of_momentum, None, numbers.weight_decay, numbers.nesterov, *both)
 
 
 def _in_memory(

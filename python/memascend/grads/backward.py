@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from memascend.grads.norms import Norms
     from memascend.grads.speculation import Speculation
     from memascend.params.offloaded_param import Place
+    from memascend.params.residency import Residency
     from memascend.storage import Engine
 
 
@@ -208,6 +209,13 @@ class Parts(Protocol):
         """Refuse a part of a gradient whose sum was complete."""
 
 
+class GradientMeter(Protocol):
+    """Measures what is held; `Meter`, which is in a room above this."""
+
+    def arrived(self, name: str, nbytes: int, began: float) -> None:
+        """A gradient of so many bytes was handed on, which began at this time of `perf_counter`."""
+
+
 class Arrivals:
     """All gradients, and what becomes of each when it arrives.
 
@@ -225,8 +233,8 @@ class Arrivals:
         loop: Loop,
         speculation: Speculation,
         norms: Norms,
-        on_arrived: Callable[[str, int, float], None],
-        on_begins: Callable[[], None],
+        meter: GradientMeter,
+        residency: Residency,
     ) -> None:
         """Nothing has arrived.
 
@@ -236,8 +244,8 @@ class Arrivals:
             loop: what is known of the training loop.
             speculation: whether updates by gradients that are kept begin early.
             norms: of the gradients of a step.
-            on_arrived: hears of each gradient that was handed on: its name, its bytes, and when that began.
-            on_begins: hears of each backward, before anything of it is taken.
+            meter: measures each gradient that was handed on.
+            residency: of the parameters; its listener hears of each backward before anything of it is taken.
         """
         self.by_name: dict[str, Gradient] = {}
         self.engine: Engine = rule.engine
@@ -253,8 +261,8 @@ class Arrivals:
         self.parts: Parts | None = None
         # More parts of the gradient that arrives follow, and it is not the first part.
         self._more = self._continued = False
-        self._on_arrived = on_arrived
-        self._on_begins = on_begins
+        self._meter = meter
+        self._residency = residency
         self._of: dict[int, Gradient] = {}
         self._hooks = AccumulationHooks(self._hear)
         # What stood in `p.grad` when a failed backward was seen.
@@ -289,7 +297,9 @@ class Arrivals:
                 self._arrive(gradient, values, lasting=assigned or not alone)
             elif values is not None:
                 self.backwards.enter()
-        self._on_arrived(gradient.name, gradient.place.nothing.nbytes, began)
+        self._meter.arrived(gradient.name, gradient.place.nothing.nbytes, began)
+        # Updates may have let go of units since the last one was used.
+        self._residency.units.look_ahead()
 
     def heard_parts(self, parameter: torch.Tensor, before: torch.Tensor | None, parts: Sequence[torch.Tensor]) -> None:
         """A gradient came in parts, which are added one by one to what was there `before`; None: the sum is there."""
@@ -446,7 +456,8 @@ class Arrivals:
     def begin_backward(self) -> None:
         """A backward begins, or a call that makes several at once."""
         self.require_no_failure()
-        self._on_begins()
+        self._residency.transfers.settle()
+        self._residency.listener.backward_begins()
         if self.scale.enabled and not self.scaled:
             raise UsageError("there is a loss scale: begin the backward by optimizer.backward(loss)")
         if self.backwards.count and self.loop.mode == "fused" and self._all_dropped():

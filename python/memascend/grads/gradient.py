@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from memascend.optim.rules import Arithmetic, MemberArithmetic
     from memascend.optim.state import StateLayout
     from memascend.params.offloaded_param import Place
+    from memascend.params.resident_units import ResidentUnits
     from memascend.storage import Adam, Chunk, Engine, Late, Momentum, Store
 
 
@@ -285,6 +286,10 @@ class Gradient:
         self._move("end")
         self.step += 1
 
+    def restart_at(self, step: int) -> None:
+        """Storage has the parameter as so many updates made it."""
+        self.step = step
+
     def skip(self) -> None:
         """The step that had its update is skipped."""
         if self.state is State.EARLY:
@@ -457,13 +462,13 @@ class Updates:
         arithmetic: Arithmetic,
         engine: Engine,
         store: Store,
-        values: Callable[[Gradient], torch.Tensor | None],
+        units: ResidentUnits | None,
     ) -> None:
-        """`values` gives the values of a parameter where they are resident."""
+        """Updates begin from the values of `units` that are in memory; None: they are read, and hold no unit."""
         self._arithmetic = arithmetic
         self.engine = engine
         self._store = store
-        self._values = values
+        self._units = units
         self._groups = arithmetic.optimizer.param_groups
         # The last ones of each group: parameters whose options are equal share them.
         self._options: dict[int, dict[str, Any]] = {}
@@ -523,6 +528,9 @@ class Updates:
         """Whether the engine's own arithmetic updates this parameter, with the options that its group has now."""
         return self._layout(kept) is None or self._own_numbers(kept, kept.step + 1, 1.0) is not None
 
+    def _resident(self, kept: Gradient) -> torch.Tensor | None:
+        return None if self._units is None else self._units.values_of(kept.place)
+
     def update(self, kept: Gradient, gradient: torch.Tensor, scale: float, *, spilling: bool = False) -> None:
         """Begin the update by a gradient in memory, multiplied by `scale`.
 
@@ -538,11 +546,11 @@ class Updates:
                     f"{kept.name!r} has one; use SparseAdam or SGD, or an embedding without sparse=True"
                 )
             numbers = self._arithmetic.numbers(kept.options, step, scale)
-            by_engine(kept.name, gradient, numbers, values=self._values(kept))
+            by_engine(kept.name, gradient, numbers, values=self._resident(kept))
             return
         own = None if gradient.is_sparse else self._own_numbers(kept, step, scale)
         if own is not None:
-            by_engine(kept.name, gradient, own, values=self._values(kept))
+            by_engine(kept.name, gradient, own, values=self._resident(kept))
             return
         # Its rows are few, and looked up by the engine's thread.
         sparse = gradient.cpu() if gradient.is_sparse else None

@@ -7,7 +7,7 @@ import logging
 import random
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -198,6 +198,13 @@ _log = logging.getLogger("memascend")
 _OWN_HOOK = "memascend"
 
 
+class SumsMeter(Protocol):
+    """Measures what is held; `Meter`, which is in a room above this."""
+
+    def count(self, sums: PartialSums | None) -> None:
+        """Count these sums as memory from now on; None: there are none."""
+
+
 @dataclass(kw_only=True, eq=False)
 class Accumulation:
     """The micro-batches of a run, and what earlier calls have shown of them."""
@@ -206,6 +213,7 @@ class Accumulation:
     arrivals: Arrivals  # of its gradients
     residency: Residency  # of its units
     engine: Engine  # whose queue of gradients has the same bound as their sums
+    meter: SumsMeter  # counts these sums as memory
     device: torch.device  # the one that computes
     limit: int  # bytes of gradients that may be summed in memory
     strict: bool  # the user gave a budget: sums and queue together stay within `limit`
@@ -217,13 +225,7 @@ class Accumulation:
         self._threads = Threads()
         # What the calls so far have shown; None before the first.
         self._course: Course | None = None
-        self._sums: PartialSums | None = None
         self._told: set[str] = set()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of gradients that are summed in memory now."""
-        return 0 if self._sums is None else self._sums.nbytes
 
     def run(
         self,
@@ -333,20 +335,21 @@ class Accumulation:
         baton = Baton(self._course, self._generators, states)
         backwards = self.arrivals.backwards
         whole = backwards.declared == 1 or backwards.is_last(len(batches))
-        self._sums = PartialSums(self.arrivals, self._course, baton, self.limit, self._make_room, whole=whole)
+        sums = PartialSums(self.arrivals, self._course, baton, self.limit, self._make_room, whole=whole)
         kept, numbers = KeptValues(self.model), _random_states()
-        self.residency.stages, self.arrivals.parts = baton, self._sums
+        self.residency.stages, self.arrivals.parts = baton, sums
+        self.meter.count(sums)
         try:
             self.arrivals.begin_backward()
             baton.run(lambda own: computed(batches[own.index]), CallerModes(self.device), self._threads)
             self._require_nothing_kept(kept.changed() or (None if numbers == _random_states() else _OTHER_NUMBERS))
         except BaseException:
-            self._abandon()
+            self._abandon(sums)
             raise
         finally:
             self.residency.stages = self.arrivals.parts = None
-            self.peak = max(self.peak, self._sums.peak)
-            self._sums = None
+            self.peak = max(self.peak, sums.peak)
+            self.meter.count(None)
         backwards.count += len(batches)
         if baton.strayed:
             before = Path(self._course.units, self._course.arrivals)
@@ -362,10 +365,9 @@ class Accumulation:
                 "step is kept; call accumulate() again, which takes one after the other from now on"
             )
 
-    def _abandon(self) -> None:
+    def _abandon(self, sums: PartialSums) -> None:
         """Forget all that the call has brought; before it there was nothing."""
-        assert self._sums is not None
-        self._sums.drop()
+        sums.drop()
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             self.arrivals.drop_all()
             for gradient in self.arrivals.by_name.values():

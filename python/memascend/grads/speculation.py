@@ -6,9 +6,10 @@ import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
+    from collections.abc import Container
 
     from memascend.grads.loop import Loop
+    from memascend.params.weight_access import ReachedWeights
 
 
 _log = logging.getLogger("memascend")
@@ -30,13 +31,13 @@ class Speculation:
         anew: those of them some of whose updates were discarded, and made anew where a step came of it.
     """
 
-    def __init__(self, loop: Loop, held: Container[str] = (), is_settled: Callable[[], bool] = lambda: True) -> None:
-        """`held` are parameters whose updates wait in any case; `is_settled`: storage has the values of all others."""
+    def __init__(self, loop: Loop, held: Container[str], reached: ReachedWeights) -> None:
+        """`held` are parameters whose updates wait in any case; of `reached` ones storage may not have the values."""
         self.early = 0
         self.anew = 0
         self._loop = loop
         self._held = held
-        self._is_settled = is_settled
+        self._reached = reached
         # Steps in a row that changed no gradient, and how many of them it takes.
         self._unchanged = 0
         self._wanted = 1
@@ -50,7 +51,7 @@ class Speculation:
             and not self._paused
             and name not in self._held
             and self._loop.speculates
-            and self._is_settled()
+            and self._reached.is_stored_whole
         )
 
     def begun(self) -> None:

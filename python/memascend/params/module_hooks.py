@@ -16,7 +16,7 @@ from memascend.errors import UsageError
 from memascend.params.threads import works_for_another
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
     from types import FrameType
 
     from memascend.params.residency import Residency
@@ -116,10 +116,8 @@ class _Frame:
 class Frames:
     """The modules that are being computed, outermost first, of each thread."""
 
-    def __init__(self, residency: Residency, entered: Callable[[torch.nn.Module], None]) -> None:
-        """`entered` hears of every module that is entered."""
+    def __init__(self, residency: Residency) -> None:
         self._residency = residency
-        self._entered = entered
         self._local = threading.local()
         # Those of all threads; an interrupted one may end without having left its modules.
         self._stacks: list[tuple[threading.Thread, list[_Frame]]] = []
@@ -149,7 +147,7 @@ class Frames:
             self.unwind()
         if self._residency.stages is not None:
             self._residency.stages.arrive(gate.homes)
-        self._entered(module)
+        self._residency.listener.entered(module, outermost=not stack)
         if stack and stack[-1].module is module:
             stack[-1].again += 1
             return

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from memascend.params.offloaded_param import Place
-    from memascend.params.unit import Copies, Home, Limits, Listener, Memory, Moment, Stages, Sums
+    from memascend.params.unit import Copies, Home, Limits, Listener, Memory, Stages, Sums, UseMeter
+    from memascend.storage import Engine
 
 
 _CHECKPOINT = "torch.utils.checkpoint"
@@ -245,34 +246,42 @@ class Residency:
         transfers: state dicts that are being made or loaded.
         reached: weights that have memory of their own between forwards.
         stages: hears of each unit before it is used, while micro-batches are computed; None otherwise.
+        listener: the session.
     """
+
+    listener: Listener
 
     def __init__(
         self,
         memory: Memory,
         limits: Limits,
-        listener: Listener,
+        engine: Engine,
         copies: Copies,
-        moment: Moment,
+        meter: UseMeter,
         *,
         keeper: Keeper | None = None,
         sums: Sums,
     ) -> None:
-        """Begin with nothing resident.
+        """Begin with nothing resident. Before anything is used, `listen` says who hears of it.
 
-        `keeper` keeps what autograd saves and lies in no unit; `sums` finds what was written to past torch's counters.
+        `engine` has the updates, which may hold units until they are done. `keeper` keeps what autograd saves and lies
+        in no unit; `sums` finds what was written to past torch's counters.
         """
         self._memory = memory
         self._limits = limits
-        self._listener = listener
+        self._meter = meter
         self._copies = copies
         self.lock = ProcessLock()
         self.turns = Turns(self.lock)
-        self.units = ResidentUnits(memory, limits, copies, self.turns, moment.busy, sums)
+        self.units = ResidentUnits(memory, limits, copies, self.turns, engine, sums)
         self.hooks = SavedTensorHooks(self, keeper)
         self.transfers = Transfers()
-        self.reached = ReachedWeights(self, copies, moment)
+        self.reached = ReachedWeights(self, copies)
         self.stages: Stages | None = None
+
+    def listen(self, listener: Listener) -> None:
+        """Have a session hear of what is done from now on; it is made of this, so that it comes later."""
+        self.listener = listener
 
     # --- binding ---------------------------------------------------------------
 
@@ -312,7 +321,7 @@ class Residency:
                 return
             self._take_away(home)
             home.count(here, -1)
-        self._listener.used()
+        self._meter.used()
 
     def release(self, holder: int) -> None:
         """End what a thread has bound: it computes nothing, and interrupts may come between any two lines."""
@@ -360,7 +369,7 @@ class Residency:
         """Bind the units of some parameters for one operation."""
         self.units.require_open()
         self.transfers.settle()
-        self._listener.borrowed(places)
+        self.listener.borrowed(places)
         homes = list({id(home): home for home in (self.units.home_of[place.name] for place in places)}.values())
         bound: list[Home] = []
         pushed = False

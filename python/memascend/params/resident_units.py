@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from memascend.params.offloaded_param import Place
     from memascend.params.threads import Turns
     from memascend.params.unit import Copies, Limits, Memory, Sums
+    from memascend.storage import Engine
 
 
 _NEVER = 1 << 60
@@ -202,10 +203,10 @@ class ResidentUnits:
         limits: Limits,
         copies: Copies,
         turns: Turns,
-        busy: Callable[[], bool],
+        engine: Engine,
         sums: Sums,
     ) -> None:
-        """See `Residency`; `busy` says whether updates are under way, which may hold units."""
+        """See `Residency`."""
         self._memory = memory
         self._arena = memory.arena
         self._limits = limits
@@ -213,7 +214,7 @@ class ResidentUnits:
         self._copies = copies
         self._turns = turns
         self._lock = turns.lock
-        self._busy = busy
+        self._engine = engine
         self.sums = sums
         self.homes: list[Home] = []
         self.home_of: dict[str, Home] = {}
@@ -373,7 +374,7 @@ class ResidentUnits:
                 try:
                     return self._arena.lease(home.nbytes, timeout=patience, owner="units")
                 except TimeoutExpired:
-                    if patience == _LAST_SECONDS and not self._busy():
+                    if patience == _LAST_SECONDS and not self._engine.queued_bytes:
                         if self._limits.add is None:
                             raise crowded(home, self.homes, self._limits) from None
                         self._add_room(home, self._limits.add)
@@ -382,7 +383,7 @@ class ResidentUnits:
             if not must and (evicted or leaving):
                 # It is asked for again soon; waiting here would keep compute from going on.
                 return None
-            if leaving and patience != _LAST_SECONDS and (self._busy() or not patience):
+            if leaving and patience != _LAST_SECONDS and (self._engine.queued_bytes or not patience):
                 # Whoever read it lets go in a moment; an update that works on it, when it is done.
                 patience = _RELEASE_SECONDS
                 continue

@@ -181,21 +181,32 @@ class Stages(Protocol):
         """A module or a backward is about to use units; other micro-batches may be computed before it goes on."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Listener:
-    """Who hears of what is done with units."""
+class Listener(Protocol):
+    """Hears what is done with parameters, and knows what the run does now; the session, which is in a room above."""
 
-    borrowed: Callable[[Iterable[Place]], None]  # parameters are touched outside of their modules
-    used: Callable[[], None]  # the use of a unit has ended
+    @property
+    def has_updates(self) -> bool:
+        """Whether an update has begun of a step that is not committed."""
+
+    @property
+    def computes(self) -> bool:
+        """Whether this thread is inside of the model's forward."""
+
+    def entered(self, module: torch.nn.Module, *, outermost: bool) -> None:
+        """A module is entered; the outermost one begins a forward, or a part of the model that is called alone."""
+
+    def borrowed(self, places: Iterable[Place]) -> None:
+        """Parameters are touched outside of their modules."""
+
+    def backward_begins(self) -> None:
+        """A backward begins, and nothing of it was taken."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Moment:
-    """What the run does now."""
+class UseMeter(Protocol):
+    """Measures memory each time that a unit was used; `Meter`, which is in a room above."""
 
-    busy: Callable[[], bool]  # updates are under way, which may hold units until they are done
-    computes: Callable[[], bool]  # this thread is inside of the model's forward
-    updates: Callable[[], bool]  # an update has begun of a step that is not committed
+    def used(self) -> None:
+        """The use of a unit has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)

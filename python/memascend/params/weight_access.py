@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from memascend.params.offloaded_param import Place
     from memascend.params.resident_units import ResidentUnits
     from memascend.params.threads import ProcessLock, Turns
-    from memascend.params.unit import Copies, Moment
+    from memascend.params.unit import Copies, Listener
 
 
 # What torch calls a tensor with elements that share bytes, as expand() makes it.
@@ -180,6 +180,10 @@ class Bound(Protocol):
     def transfers(self) -> Transfers:
         """State dicts that are made or loaded."""
 
+    @property
+    def listener(self) -> Listener:
+        """Knows what the run does when a weight is touched."""
+
     def copy_of(self, place: Place) -> torch.Tensor:
         """The values of a parameter in an unlinked file."""
 
@@ -196,12 +200,10 @@ _STAGED = "a step is staged, and its updates began from other values: call step(
 class ReachedWeights:
     """The parameters of one model that were reached since the last commit that changed them."""
 
-    def __init__(self, residency: Bound, copies: Copies, moment: Moment) -> None:
-        """`copies` is where memory lies, and `moment` says what the run does when a weight is touched."""
+    def __init__(self, residency: Bound, copies: Copies) -> None:
+        """`copies` is where memory lies."""
         self._residency = residency
         self._copies = copies
-        self._moment = moment
-        self._has_updates = moment.updates
         self._now: dict[str, Reached] = {}
         # Somebody had memory of rows that ranks share.
         self.handed_out = False
@@ -215,7 +217,7 @@ class ReachedWeights:
     @property
     def computes(self) -> bool:
         """Whether this thread is inside of a forward or a backward."""
-        return bool(torch._C._current_graph_task_id() != -1) or self._moment.computes()  # noqa: SLF001
+        return bool(torch._C._current_graph_task_id() != -1) or self._residency.listener.computes  # noqa: SLF001
 
     @property
     def is_stored_whole(self) -> bool:
@@ -322,7 +324,7 @@ class ReachedWeights:
     def require_writable(self, place: Place) -> None:
         """Refuse a write once an update has begun from the values."""
         self._residency.units.require_open()
-        if self._has_updates():
+        if self._residency.listener.has_updates:
             raise UsageError(f"{place.name!r} cannot be changed now: {_STAGED}")
 
     # --- what was written -------------------------------------------------------------------
@@ -344,7 +346,7 @@ class ReachedWeights:
         now = one.checksum()
         written = now != one.seen
         if written:
-            if self._has_updates():
+            if self._residency.listener.has_updates:
                 self._late.add(one.place.name)
                 return True
             one.seen = now

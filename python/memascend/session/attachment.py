@@ -16,7 +16,7 @@ from memascend.errors import ConfigError
 from memascend.params.module_hooks import close_gates, open_gates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from memascend.params.module_hooks import Frames
     from memascend.params.residency import Residency
@@ -30,15 +30,23 @@ class Newcomers:
     They are judged where the model is used, not where they come: peft registers an adapter first and freezes it then.
     """
 
-    def __init__(self, model: torch.nn.Module, registrations: Callable[[], int]) -> None:
-        """`registrations` counts what any module of the process was given."""
+    # How many modules and parameters any module of the process was given.
+    _registrations = 0
+
+    def __init__(self, model: torch.nn.Module, *, look: bool) -> None:
+        """`look`: False where others register parameters all the time, as FSDP2 does; then all of them pass."""
         self._model = model
-        self._registrations = registrations
-        self._judged = registrations()
+        self._look = look
+        self._judged = self._registrations
+
+    @classmethod
+    def note_registration(cls) -> None:
+        """A module of the process was given a module or a parameter."""
+        cls._registrations += 1
 
     def judge(self) -> None:
         """Before a forward: refuse those that would be trained; without gradients nothing is, and it can wait."""
-        if self._judged != self._registrations() and torch.is_grad_enabled():
+        if self._judged != self._registrations and torch.is_grad_enabled():
             self.require_none()
 
     def unsaved(self, buffers: Collection[str]) -> list[str]:
@@ -52,8 +60,8 @@ class Newcomers:
         Raises:
             ConfigError: there is one; nothing was changed.
         """
-        now = self._registrations()
-        if self._judged == now:
+        now = self._registrations
+        if self._judged == now or not self._look:
             return
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and "_memascend" not in parameter.__dict__:
@@ -74,7 +82,7 @@ class AutocastWatch:
 
     def __init__(self, parameters: Iterable[torch.Tensor], device: str) -> None:
         """`device` is the type of the one that computes."""
-        self._device = device
+        self.device = device
         every = list(parameters)
         # What autocast makes copies of: the weights of matrix products and convolutions.
         copied = sum(p.numel() for p in every if p.dtype == torch.float32 and p.dim() > 1)
@@ -83,7 +91,7 @@ class AutocastWatch:
 
     def look(self) -> None:
         """A module is entered."""
-        if self._silent or not torch.is_autocast_enabled(self._device):
+        if self._silent or not torch.is_autocast_enabled(self.device):
             return
         self._silent = True
         warnings.warn(

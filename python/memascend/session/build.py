@@ -9,7 +9,6 @@ import torch
 
 from memascend import kernels
 from memascend.checkpoint.init import embody, move_buffers
-from memascend.device.device import refuse_graphs
 from memascend.grads.backward import Arrivals
 from memascend.grads.gradient import Updates
 from memascend.grads.gradients import Gradients
@@ -21,23 +20,21 @@ from memascend.optim.members import members_of
 from memascend.params.module_hooks import Frames
 from memascend.params.offloaded_param import Place
 from memascend.params.residency import Residency
-from memascend.params.unit import Copies, Limits, Listener, Moment, Sums, wanted
+from memascend.params.unit import Copies, Limits, Sums, wanted
 from memascend.session import original_state
 from memascend.session.attachment import Attachment, AutocastWatch, Newcomers
 from memascend.session.materialize import Materializer, Saving
 from memascend.session.optimizer import OffloadedOptimizer
-from memascend.session.process_hooks import ProcessHooks
 from memascend.session.report import Measurements, Meter
 from memascend.session.run import Position, Record, Run
 from memascend.session.session import Session
-from memascend.session.value_edits import Loads, Modes, ReachedValues, Rewrites, Rollback, StateDicts
+from memascend.session.value_edits import Edits, Loads, Modes, ReachedValues, Rollback, StateDicts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
     from typing import Any
 
-    from memascend.grads.gradient import Gradient
     from memascend.params.unit import Home
     from memascend.session.decide import Decision, Subject
     from memascend.session.run import Resources
@@ -80,63 +77,42 @@ class Assembly:
     def _session(self) -> Session:
         # What lives as long as the run holds these, and not all that is known of each parameter here.
         subject, plan, resources = self.subject, self.decision.plan, self.resources
-        engine, arena, mode = resources.engine, resources.units.arena, subject.options.gradients
-        meter = Meter(
-            lambda: arena.in_use_bytes,
-            lambda: engine.queued_bytes + accumulation.nbytes,
-            lambda: engine.waiting_bytes,
-            keeps_all=mode == "ram",
-        )
-
-        def borrowed(places: Iterable[Place]) -> None:
-            gradients.touched(places)
-
-        def begins() -> None:
-            residency.transfers.settle()
-            reached_values.write_before_backward()
-
-        def forward_begins() -> None:
-            reached_values.forward_begins()
-
-        def updates() -> bool:
-            return gradients.has_updates
-
-        moment = Moment(busy=lambda: engine.queued_bytes > 0, computes=lambda: frames.inside, updates=updates)
-        residency = self._residency(Listener(borrowed=borrowed, used=meter.used), moment)
+        meter = Meter(resources.units.arena, resources.engine, keeps_all=subject.options.gradients == "ram")
+        residency = self._residency(meter)
         scale = self._scale()
-        arrivals = self._arrivals(residency, meter, scale, begins)
+        arrivals = self._arrivals(residency, meter, scale)
         gradients = Gradients(arrivals, frozenset(plan.held))
-        accumulation = self._accumulation(arrivals, residency)
-        # FSDP2 registers parameters all the time.
-        registrations = (lambda: ProcessHooks.registrations) if subject.sharding is None else (lambda: 0)
-        newcomers = Newcomers(subject.model, registrations)
-        frames = self._frames(residency, gradients, newcomers, forward_begins)
+        newcomers = Newcomers(subject.model, look=subject.sharding is None)
+        frames = Frames(residency)
         position = Position(resources.store, subject.options.checkpoint)
         record = Record(resources.store, position, subject.buffers, subject.arithmetic, scale)
         run = Run(resources=resources, residency=residency, frames=frames, gradients=gradients, record=record)
-        reached_values = ReachedValues(run, None if subject.sharding is None else subject.sharding.figures)
-        rewrites = Rewrites(run)
-        loads = Loads(run, rewrites)
+        edits = Edits(run)
+        reached_values = ReachedValues(run, edits, None if subject.sharding is None else subject.sharding.figures)
+        loads = Loads(run, edits)
         state_dicts = StateDicts(subject.model, run, loads, sharded=subject.sharding is not None)
         attachment = Attachment(
             subject.model, self._gates(residency), residency, frames, state_dicts, on_device=self._on_device
         )
-        return Session(
+        session = Session(
             run=run,
             newcomers=newcomers,
-            modes=Modes(run),
+            watch=AutocastWatch(subject.named.values(), self._device.type),
+            modes=Modes(run, edits),
             loads=loads,
             reached_values=reached_values,
             state_dicts=state_dicts,
-            materializer=Materializer(run, rewrites, attachment, sharded=subject.sharding is not None),
+            materializer=Materializer(run, edits, attachment, sharded=subject.sharding is not None),
             saving=Saving(subject.model, run, loads, reached_values, newcomers, subject.sharding),
-            rollback=Rollback(subject.model, subject.arithmetic, run),
+            rollback=Rollback(subject.model, subject.arithmetic, run, edits),
             attachment=attachment,
             measurements=Measurements(resources, residency, plan, position, meter, arrivals.speculation),
-            accumulation=accumulation,
+            accumulation=self._accumulation(arrivals, residency, meter),
             max_grad_norm=subject.options.max_grad_norm,
             sharding=subject.sharding,
         )
+        residency.listen(session)
+        return session
 
     @property
     def _grows(self) -> bool:
@@ -154,7 +130,7 @@ class Assembly:
         device = self.resources.units.device
         return torch.device("cpu") if device is None else device.torch_device
 
-    def _residency(self, listener: Listener, moment: Moment) -> Residency:
+    def _residency(self, meter: Meter) -> Residency:
         """The units' homes, and the order in which they are expected to be used."""
         plan, resources = self.decision.plan, self.resources
         limits = Limits(
@@ -167,9 +143,9 @@ class Assembly:
         residency = Residency(
             resources.units,
             limits,
-            listener,
+            resources.engine,
             Copies(self.scratch),
-            moment,
+            meter,
             keeper=resources.activations,
             sums=Sums(everything=wanted()),
         )
@@ -188,62 +164,31 @@ class Assembly:
         residency.units.order.expect(forward + forward[::-1])
         return residency
 
-    def _accumulation(self, arrivals: Arrivals, residency: Residency) -> Accumulation:
+    def _accumulation(self, arrivals: Arrivals, residency: Residency, meter: Meter) -> Accumulation:
         plan = self.decision.plan
         return Accumulation(
             model=self.subject.model,
             arrivals=arrivals,
             residency=residency,
             engine=self.resources.engine,
+            meter=meter,
             device=self._device,
             limit=plan.queue_bytes,
             strict=not self._grows,
             never=None if self.subject.sharding is None else "several ranks share the model",
         )
 
-    def _arrivals(
-        self, residency: Residency, meter: Meter, scale: LossScale, backward_begins: Callable[[], None]
-    ) -> Arrivals:
+    def _arrivals(self, residency: Residency, meter: Meter, scale: LossScale) -> Arrivals:
         subject, plan, resources = self.subject, self.decision.plan, self.resources
-        engine = resources.units.engine(resources.engine)
-
-        def resident(kept: Gradient) -> torch.Tensor | None:
-            # Where one unit at a time is held, an update must not keep it from making room.
-            return residency.units.values_of(kept.place) if plan.window > 1 and not plan.device else None
-
-        def arrived(name: str, nbytes: int, began: float) -> None:
-            meter.arrived(name, nbytes, began)
-            # Updates may have let go of units since the last one was used.
-            residency.units.look_ahead()
-
         options = subject.options
         figures = None if subject.sharding is None else subject.sharding.figures
         loop = Loop(options.gradients, options.accumulation_steps, keeps=options.keeps, figures=figures)
-        speculation = Speculation(loop, frozenset(plan.held), lambda: residency.reached.is_stored_whole)
-        rule = Updates(subject.arithmetic, engine, resources.store, resident)
-        norms = Norms(kernels, figures)
-        return Arrivals(rule, scale, loop, speculation, norms, arrived, backward_begins)
-
-    def _frames(
-        self, residency: Residency, gradients: Gradients, newcomers: Newcomers, begins: Callable[[], None]
-    ) -> Frames:
-        model, on_device, sharding = self.subject.model, self._on_device, self.subject.sharding
-        watch = AutocastWatch(self.subject.named.values(), self._device.type)
-
-        def entered(module: torch.nn.Module) -> None:
-            # Elsewhere torch makes none.
-            if on_device and not frames.stack:
-                refuse_graphs(module, whole=module is model)
-            if not frames.stack:
-                newcomers.judge()
-                if sharding is not None and torch.is_grad_enabled():
-                    sharding.require_exact()
-                begins()
-            watch.look()
-            gradients.entered(module)
-
-        frames = Frames(residency, entered)
-        return frames
+        speculation = Speculation(loop, frozenset(plan.held), residency.reached)
+        # Where one unit at a time is held, an update must not keep it from making room.
+        units = residency.units if plan.window > 1 and not plan.device else None
+        engine = resources.units.engine(resources.engine)
+        rule = Updates(subject.arithmetic, engine, resources.store, units)
+        return Arrivals(rule, scale, loop, speculation, Norms(kernels, figures), meter, residency)
 
     def _gates(self, residency: Residency) -> list[tuple[torch.nn.Module, tuple[Home, ...]]]:
         """Every module that owns a parameter, and every unit that is one module, with the units that it binds."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memascend.params.unit import Home
     from memascend.session.attachment import Attachment, Newcomers
     from memascend.session.run import Run
-    from memascend.session.value_edits import Loads, ReachedValues, Rewrites
+    from memascend.session.value_edits import Edits, Loads, ReachedValues
 
 
 # Models whose parameters are real now.
@@ -37,11 +37,11 @@ MATERIALIZED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 class Materializer:
     """Makes an offloaded model a plain one, and takes it back."""
 
-    def __init__(self, run: Run, rewrites: Rewrites, attachment: Attachment, *, sharded: bool) -> None:
+    def __init__(self, run: Run, edits: Edits, attachment: Attachment, *, sharded: bool) -> None:
         """`sharded`: ranks share the parameters."""
         self._sharded = sharded
         self._run = run
-        self._rewrites = rewrites
+        self._edits = edits
         self._attachment = attachment
 
     @contextlib.contextmanager
@@ -72,7 +72,7 @@ class Materializer:
             MATERIALIZED.add(model)
             # What is copied or pickled in there is a plain model.
             self._attachment.leave()
-            self._run.resources.unread = False
+            self._run.resources.read_out()
             yield
             if checksums is None:
                 self._run.require_open()
@@ -112,13 +112,12 @@ class Materializer:
         values = {place.name: place.parameter.detach() for home in homes for place in home.places}
         self._release(homes)
         places = [place for home in self._run.residency.units.homes for place in home.places]
-        try:
-            changed = [place.name for place in places if self._rewrites.stage(place, values.pop(place.name))]
-            if changed:
-                self._rewrites.commit(changed)
-        except BaseException:
-            self._run.discard(place.name for place in places)
-            raise
+        with self._edits.edit(with_buffers=True) as edit:
+            for place in places:
+                self._edits.stage(edit, place, values.pop(place.name))
+            if edit.names:
+                with self._run.residency.turns.alone():
+                    self._edits.commit([edit])
 
     def _release(self, homes: list[Home]) -> None:
         with self._run.residency.turns.alone(), self._run.residency.lock:
@@ -173,7 +172,7 @@ class Saving:
         else:
             self._save_together(self._sharding, folder, among_others=among_others)
         self._run.record.position.save_to(folder)
-        self._run.resources.unread = False
+        self._run.resources.read_out()
         missing = self._newcomers.unsaved(self._run.record.buffers.names)
         if missing:
             warnings.warn(

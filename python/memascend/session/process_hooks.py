@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.utils._foreach_utils
@@ -15,7 +15,7 @@ from memascend.grads.lazy_grad import GradientHandle
 from memascend.params.module_hooks import refuse_moved, refuse_wrapper
 from memascend.params.offloaded_param import HANDED_OUT
 from memascend.params.unit import STORAGES
-from memascend.session.attachment import copy_module
+from memascend.session.attachment import Newcomers, copy_module
 from memascend.session.optimizer import OffloadedOptimizer
 
 if TYPE_CHECKING:
@@ -34,21 +34,21 @@ class ProcessHooks:
 
     _lock = threading.Lock()
     _runs = 0
-    _handles: tuple[RemovableHandle, ...] = ()
-    # Modules and parameters that any module was given; see `run.newcomers`.
-    registrations = 0
+    _handles: ClassVar[list[RemovableHandle]] = []
 
     def __init__(self) -> None:
         self._held = True
         with self._lock:
-            ProcessHooks._runs += 1
+            self._count(1)
             if self._runs == 1:
-                ProcessHooks._handles = (
-                    torch.nn.modules.module.register_module_module_registration_hook(refuse_wrapper),
-                    torch.nn.modules.module.register_module_module_registration_hook(_note_registration),
-                    torch.nn.modules.module.register_module_parameter_registration_hook(refuse_moved),
-                    torch.nn.modules.module.register_module_parameter_registration_hook(_note_registration),
-                    register_optimizer_step_pre_hook(_refuse_foreign_step),
+                self._handles.extend(
+                    (
+                        torch.nn.modules.module.register_module_module_registration_hook(refuse_wrapper),
+                        torch.nn.modules.module.register_module_module_registration_hook(_note_registration),
+                        torch.nn.modules.module.register_module_parameter_registration_hook(refuse_moved),
+                        torch.nn.modules.module.register_module_parameter_registration_hook(_note_registration),
+                        register_optimizer_step_pre_hook(_refuse_foreign_step),
+                    )
                 )
                 # torch picks list kernels by exact type, and on a GPU a list's norm has other bits than a tensor's.
                 _LISTED.append(GradientHandle)
@@ -57,17 +57,21 @@ class ProcessHooks:
                     setattr(torch.nn.Parameter, name, _watching(name))
                 torch.nn.Parameter.data = property(_data, _set_data)  # type: ignore[assignment]
 
+    @classmethod
+    def _count(cls, more: int) -> None:
+        cls._runs += more
+
     def release(self) -> None:
         """The run is over. Twice is fine."""
         with self._lock:
             if not self._held:
                 return
             self._held = False
-            ProcessHooks._runs -= 1
+            self._count(-1)
             if self._runs == 0:
                 for handle in self._handles:
                     handle.remove()
-                ProcessHooks._handles = ()
+                self._handles.clear()
                 _LISTED.remove(GradientHandle)
                 del torch.nn.Module.__deepcopy__  # type: ignore[attr-defined]
                 del torch.nn.Parameter.data
@@ -108,7 +112,7 @@ def _set_data(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
 def _note_registration(module: torch.nn.Module, name: str, given: Any) -> None:
     del module, name
     if given is not None:
-        ProcessHooks.registrations += 1
+        Newcomers.note_registration()
 
 
 def _refuse_foreign_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:

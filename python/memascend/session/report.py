@@ -16,12 +16,15 @@ from memascend.text import IN_MEMORY, bytes_shown, open_pyplot, seconds_shown, t
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
+    from memascend.grads.microbatches import PartialSums
     from memascend.grads.speculation import Speculation
+    from memascend.memory import Arena
     from memascend.params.residency import Residency
     from memascend.plan.table import Plan
     from memascend.session.run import Position, Resources
+    from memascend.storage import Engine
 
 
 # Enough for a picture; a step that has more is kept every second, then every fourth time, and so on.
@@ -42,42 +45,34 @@ class Meter:
     """Bounded in memory, and some microseconds for each sample."""
 
     __slots__ = (
+        "_arena",
         "_arrived",
         "_arrived_bytes",
         "_began",
+        "_engine",
         "_events",
         "_every",
         "_held_peak",
         "_keeps_all",
         "_last",
-        "_queued",
         "_samples",
         "_stale",
-        "_units",
-        "_waiting",
+        "_sums",
         "handing_seconds",
     )
 
-    def __init__(
-        self,
-        units: Callable[[], int],
-        queued: Callable[[], int],
-        waiting: Callable[[], int] = int,
-        *,
-        keeps_all: bool = False,
-    ) -> None:
+    def __init__(self, arena: Arena, engine: Engine, *, keeps_all: bool = False) -> None:
         """Begin.
 
         Args:
-            units: bytes of the arena that are lent now.
-            queued: bytes of gradients that wait for the engine now.
-            waiting: bytes of gradients of held parameters that wait for `step()` now.
+            arena: lends units their bytes.
+            engine: has the gradients that wait for an update.
             keeps_all: gradients stay in memory until step().
         """
-        self._units = units
-        self._queued = queued
-        self._waiting = waiting
+        self._arena = arena
+        self._engine = engine
         self._keeps_all = keeps_all
+        self._sums: PartialSums | None = None
         # What backward spent in handing on gradients, waiting for room among them.
         self.handing_seconds = 0.0
         # Of the last step that was whole, and of this one. As numbers one after another: a tuple for each would be
@@ -89,6 +84,10 @@ class Meter:
         self._stale = False
         self._held_peak = 0
         self._restart()
+
+    def count(self, sums: PartialSums | None) -> None:
+        """Count the sums of micro-batches, too, while there are some."""
+        self._sums = sums
 
     def used(self) -> None:
         """A unit was used."""
@@ -136,8 +135,9 @@ class Meter:
     @property
     def gradients(self) -> int:
         """Bytes of gradients that are held now."""
+        queued = self._engine.queued_bytes + (0 if self._sums is None else self._sums.nbytes)
         # Those that are kept in memory wait for the engine in that same memory.
-        return max(self._queued(), self._arrived_bytes if self._keeps_all else 0)
+        return max(queued, self._arrived_bytes if self._keeps_all else 0)
 
     @property
     def gradients_peak(self) -> int:
@@ -156,7 +156,8 @@ class Meter:
             self._samples = array("d", (number for sample in zip(*kept, strict=True) for number in sample))
             self._every *= 2
         now = time.perf_counter() - self._began
-        self._samples.extend((now, self._units(), self.gradients, self._arrived_bytes, self._waiting()))
+        units, waiting = self._arena.in_use_bytes, self._engine.waiting_bytes
+        self._samples.extend((now, units, self.gradients, self._arrived_bytes, waiting))
 
 
 _MIB = 1 << 20

@@ -58,7 +58,7 @@ class Resources:
         self._release = release
         self.temporary = temporary
         # Steps were committed that nobody has read out.
-        self.unread = False
+        self._unread = False
         self.closed = False
         self._told_of_loss = False
         self._first: Callable[[], None] | None = None
@@ -107,6 +107,14 @@ class Resources:
             self._told_of_loss = True
             warnings.warn(str(lost), stacklevel=5)
 
+    def step_made(self) -> None:
+        """A step was committed, which only storage has."""
+        self._unread = True
+
+    def read_out(self) -> None:
+        """Somebody has the values of the last step."""
+        self._unread = False
+
     def finish_first(self, finish: Callable[[], None] | None) -> None:
         """Have something done at the beginning of close(); it must know neither model nor optimizer."""
         self._first = finish
@@ -130,7 +138,7 @@ class Resources:
             last_first.callback(self.engine.close)
             if self._first is not None:
                 last_first.callback(self._first)
-        if self.temporary and self.unread:
+        if self.temporary and self._unread:
             warnings.warn(
                 "the trained weights were in a temporary store and are gone, for nobody read them out: give storage=, "
                 "or save model.state_dict() before close()",
@@ -264,6 +272,14 @@ class Record:
         if size > _USER_BYTES_MAX:
             raise ConfigError(f"user_state has {size} bytes as JSON, at most {_USER_BYTES_MAX} are kept")
         self.user_state = value
+
+    def go_back(self, step: int, user_state: Any, hyperparameters: Mapping[str, Any]) -> None:
+        """What a checkpoint holds was committed, with these hyperparameters."""
+        self.user_state = user_state
+        scale = hyperparameters.get("loss_scale")
+        if scale and scale.get("mode") == self.scale.mode:
+            self.scale.load(scale)
+        self.position.go_back(step, hyperparameters["origin"], hyperparameters["line"])
 
     def find(self, state_dict: Mapping[str, Any]) -> str | os.PathLike[str] | None:
         """The checkpoint to go back to for an optimizer's state dict; None where the store holds its step.

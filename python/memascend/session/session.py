@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend.device.device import refuse_graphs
 from memascend.errors import ConfigError, MemascendError, UsageError
 from memascend.memory import Heap
 from memascend.params import module_hooks
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from memascend.distributed.sharding import Sharding
     from memascend.grads.gradient import Gradient
     from memascend.grads.microbatches import Accumulation
-    from memascend.session.attachment import Attachment, Newcomers
+    from memascend.params.offloaded_param import Place
+    from memascend.session.attachment import Attachment, AutocastWatch, Newcomers
     from memascend.session.materialize import Materializer, Saving
     from memascend.session.report import Measurements, Report
     from memascend.session.run import Run
@@ -48,6 +50,7 @@ class Session:
 
     run: Run
     newcomers: Newcomers
+    watch: AutocastWatch
     loads: Loads
     modes: Modes
     reached_values: ReachedValues
@@ -63,6 +66,43 @@ class Session:
     sharding: Sharding | None = None
     outcome: Outcome = field(default_factory=Outcome)
     heap: Heap = field(default_factory=Heap)
+
+    # --- what is done with the model ----------------------------------------------------
+
+    def entered(self, module: torch.nn.Module, *, outermost: bool) -> None:
+        """A module of the model is entered; the outermost one begins a forward."""
+        if outermost:
+            self._begin_forward(module)
+        if torch.is_autocast_enabled(self.watch.device):
+            self.watch.look()
+        self.run.gradients.entered(module)
+
+    def _begin_forward(self, module: torch.nn.Module) -> None:
+        if self.run.resources.units.device is not None:
+            # Elsewhere torch makes none.
+            refuse_graphs(module, whole=module is self.attachment.model)
+        self.newcomers.judge()
+        if self.sharding is not None and torch.is_grad_enabled():
+            self.sharding.require_exact()
+        self.reached_values.forward_begins()
+
+    def borrowed(self, places: Iterable[Place]) -> None:
+        """Parameters are touched outside of their modules."""
+        self.run.gradients.touched(places)
+
+    def backward_begins(self) -> None:
+        """A backward begins."""
+        self.reached_values.write_before_backward()
+
+    @property
+    def has_updates(self) -> bool:
+        """Whether an update has begun of a step that is not committed."""
+        return self.run.gradients.has_updates
+
+    @property
+    def computes(self) -> bool:
+        """Whether this thread is inside of the model's forward."""
+        return self.run.frames.inside
 
     # --- the loop --------------------------------------------------------------------
 
@@ -90,8 +130,14 @@ class Session:
             loss = loss if scale == 1.0 else loss * scale
             (loss * loss_scale.scale if loss_scale.enabled else loss).backward()
 
-        with self.run.gradients.scaled():
-            return self.accumulation.run(loss_of, batches, begin, by_layer=by_layer)
+        grad = torch.is_grad_enabled()
+        try:
+            with self.run.gradients.scaled():
+                return self.accumulation.run(loss_of, batches, begin, by_layer=by_layer)
+        except BaseException:
+            # Ctrl-C while torch.no_grad() is entered or left leaves gradients disabled.
+            torch.set_grad_enabled(grad)
+            raise
 
     def step(self) -> None:
         """Commit the step, or skip it where a scaled gradient overflowed."""
@@ -205,7 +251,7 @@ class Session:
         self.run.record.position.advance()
         if not self._norm_comes_first:
             self.outcome = Outcome(self.run.gradients.norm(present))
-        self.run.resources.unread = True
+        self.run.resources.step_made()
         self.run.record.buffers.committed()
         self.run.changed(self.run.gradients.committed(present))
 

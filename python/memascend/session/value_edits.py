@@ -17,7 +17,7 @@ from memascend.tensors import flat
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from memascend.distributed.row_transfer import Figures
     from memascend.optim.rules import Arithmetic
@@ -29,14 +29,64 @@ if TYPE_CHECKING:
 _PIECE_BYTES = 8 << 20
 
 
-class Rewrites:
-    """Other values of parameters, which belong to no step."""
+@dataclass(eq=False)
+class Edit:
+    """What one change of values has staged. It knows neither model nor run, so that `close()` may commit it later."""
+
+    # Persistent buffers are committed with it, so that new weights never stand beside old statistics.
+    with_buffers: bool
+    # The values that persistent buffers had before, where it changes them.
+    before: Mapping[str, torch.Tensor]
+    # torch's list of what did not fit; where it is not empty, the load has raised, and is dropped.
+    errors: Sequence[str]
+    # The parameters that get other values.
+    names: list[str] = field(default_factory=list)
+    # What else has to be taken back.
+    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    # It was committed, or dropped.
+    is_over: bool = False
+
+    def end(self) -> bool:
+        """It is committed, or about to be dropped; False where it was before."""
+        ended, self.is_over = not self.is_over, True
+        return ended
+
+
+class Edits:
+    """Changes of values outside of a step: each is staged, and becomes live in one commit, or is dropped whole.
+
+    Loads, materialized(modify=True), writes of user code, rollbacks and an optimizer's modes all go this way. A commit
+    is a part of the step that is committed, so none may come while a step is staged, but by what makes the step.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
 
-    def stage(self, place: Place, values: torch.Tensor) -> bool:
-        """Stage other values of a parameter and its master; moments stay. False where no bit differs: nothing is."""
+    def begin(self, *, with_buffers: bool, changes_buffers: bool = False, errors: Sequence[str] = ()) -> Edit:
+        """One edit, of nothing yet."""
+        buffers = self._run.record.buffers
+        before = {name: buffers.target(name).clone() for name in buffers.names} if changes_buffers else {}
+        return Edit(with_buffers, before, errors)
+
+    @contextlib.contextmanager
+    def edit(self, *, with_buffers: bool, changes_buffers: bool = False) -> Iterator[Edit]:
+        """One edit, which is committed inside; an exception before that drops it."""
+        edit = self.begin(with_buffers=with_buffers, changes_buffers=changes_buffers)
+        try:
+            yield edit
+        except BaseException:
+            self.drop([edit])
+            raise
+
+    def rewrite(self, edit: Edit, place: Place, values: torch.Tensor) -> None:
+        """Stage other values of a parameter and its master; moments stay."""
+        # Before it is staged: what an interrupt leaves is dropped, too.
+        edit.names.append(place.name)
+        kept = self._run.gradients.by_name.get(place.name)
+        self._run.gradients.rule.rewrite(place.name, values, kept.step if kept else 0)
+
+    def stage(self, edit: Edit, place: Place, values: torch.Tensor) -> None:
+        """The same with values as they were given; nothing is staged where no bit differs."""
         given = _as_stored(place, values)
         reached = self._run.residency.reached
         there = reached.is_stored(place, given)
@@ -44,24 +94,62 @@ class Rewrites:
             # What user code wrote there is overwritten; memory that has the same values stays the parameter's.
             if not reached.has_values(place, given):
                 reached.forget([place.name])
-            return False
-        kept = self._run.gradients.by_name.get(place.name)
-        self._run.gradients.rule.rewrite(place.name, given, kept.step if kept else 0)
-        return True
+            return
+        self.rewrite(edit, place, given)
 
-    def commit(self, names: Collection[str], failed: Callable[[], None] = lambda: None) -> None:
-        """Make what was staged of these live, as a part of the step that is committed; or call `failed`."""
-        run, buffers = self._run, self._run.record.buffers
+    def commit(
+        self,
+        edits: Sequence[Edit],
+        stands: Callable[[], None] | None = None,
+        *,
+        step: int | None = None,
+        user_state: Any = None,
+        hyperparameters: Any = None,
+    ) -> None:
+        """Make what was staged live, all at once; or drop it, with the exception.
 
-        def stands() -> None:
-            buffers.committed()
-            run.changed(names)
+        Args:
+            edits: in the order in which they were made.
+            stands: called once it is live; None: memory that has the values of before is old, so none may be in use.
+            step: another step than the one that is committed.
+            user_state: what is committed beside the values; None leaves what there is, as of `hyperparameters`.
+            hyperparameters: see `Record.hyperparameters`.
+        """
+        run, names = self._run, [name for edit in edits for name in edit.names]
+        buffers, with_buffers = run.record.buffers, any(edit.with_buffers for edit in edits)
+        step = run.record.position.step if step is None else step
 
-        with run.residency.turns.alone(), run.committing(stands, failed):
-            run.residency.require_idle("this")
-            # Both are of one moment: new weights never stand beside old statistics.
-            buffers.stage(run.resources.store, run.record.position.step)
-            run.resources.engine.commit(run.record.position.step)
+        def stood() -> None:
+            for edit in edits:
+                edit.end()
+                edit.undo.pop_all()
+            if with_buffers:
+                buffers.committed()
+            if stands is None:
+                run.changed(names)
+            else:
+                stands()
+
+        with run.committing(stood, lambda: self.drop(edits)):
+            if stands is None:
+                run.residency.require_idle("this")
+            if with_buffers:
+                buffers.stage(run.resources.store, step)
+            run.resources.engine.commit(step, user_state=user_state, hyperparameters=hyperparameters)
+
+    def drop(self, edits: Iterable[Edit]) -> None:
+        """Forget what was staged, the last edit first; values are what they were before."""
+        buffers = self._run.record.buffers
+        for edit in reversed(list(edits)):
+            if not edit.end():
+                continue
+            self._run.discard(edit.names)
+            if edit.with_buffers:
+                buffers.unstage(self._run.resources.store)
+            with torch.no_grad():
+                for name, values in edit.before.items():
+                    buffers.target(name).copy_(values)
+            edit.undo.close()
 
     def _is_there(self, place: Place, given: torch.Tensor) -> bool:
         home = self._run.residency.units.home_of[place.name]
@@ -90,15 +178,6 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return all(torch.equal(mine.cpu(), theirs.cpu()) for mine, theirs in pieces)
 
 
-@dataclass
-class _Load:
-    """One call of a model's `load_state_dict()`."""
-
-    errors: Sequence[str]  # torch's list of what did not fit; where it is not empty, the call has raised
-    buffers: Mapping[str, torch.Tensor]  # the values that persistent buffers had before
-    staged: list[str] = field(default_factory=list)  # the parameters that get other values
-
-
 class Loads:
     """What was loaded into the model and is staged, but not committed yet.
 
@@ -107,16 +186,16 @@ class Loads:
     hands it its own one in between.
     """
 
-    def __init__(self, run: Run, rewrites: Rewrites) -> None:
+    def __init__(self, run: Run, edits: Edits) -> None:
         self._run = run
-        self._rewrites = rewrites
-        self._held: list[_Load] = []
-        self._now: _Load | None = None
+        self._edits = edits
+        self._held: list[Edit] = []
+        self._now: Edit | None = None
 
     @property
     def changed(self) -> list[str]:
         """Parameters whose loaded values differ from what is committed, and are held back."""
-        return [name for load in self._held for name in load.staged]
+        return [name for load in self._held for name in load.names]
 
     # --- one call of load_state_dict() ---------------------------------------------------------
 
@@ -135,20 +214,15 @@ class Loads:
             if any(name in given and id(p) in changed for name, p in module.named_parameters(remove_duplicate=False)):
                 self.settle()
         self._run.residency.transfers.begin_loading(self._load)
-        buffers = self._run.record.buffers
-        self._now = _Load(errors, {name: buffers.target(name).clone() for name in buffers.names})
+        self._now = self._edits.begin(with_buffers=True, changes_buffers=True, errors=errors)
 
     def _load(self, place: Place, values: torch.Tensor) -> None:
         assert self._now is not None
-        name, load = place.name, self._now
-        if name in load.staged:
+        if place.name in self._now.names:
             # By another name of the same parameter.
-            load.staged.remove(name)
-            self._run.discard([name])
-        # Before it is staged: what an interrupt leaves is dropped, too.
-        load.staged.append(name)
-        if not self._rewrites.stage(place, values):
-            load.staged.remove(name)
+            self._now.names.remove(place.name)
+            self._run.discard([place.name])
+        self._edits.stage(self._now, place, values)
 
     def end(self) -> None:
         """All of it is staged: hold it back."""
@@ -165,7 +239,7 @@ class Loads:
         """Drop a load that was interrupted."""
         if self._now is not None:
             load, self._now = self._now, None
-            self._take_back([load])
+            self._edits.drop([load])
             self._run.residency.transfers.end_loading(self.settle if self._held else None)
 
     # --- all of them -----------------------------------------------------------------------------
@@ -177,40 +251,27 @@ class Loads:
         with self._run.residency.turns.alone():
             held = self._taken()
             fine = [load for load in held if not load.errors]
-            self._take_back(load for load in held if load.errors)
-            changed = [name for load in fine for name in load.staged]
-            if changed:
-                self._rewrites.commit(changed, lambda: self._take_back(fine))
+            self._edits.drop(load for load in held if load.errors)
+            if any(load.names for load in fine):
+                self._edits.commit(fine)
 
     def drop(self) -> None:
         """Let the model be as it was before."""
-        self._take_back(self._taken())
+        self._edits.drop(self._taken())
 
-    def _take_back(self, loads: Iterable[_Load]) -> None:
-        for load in reversed(list(loads)):
-            self._run.discard(load.staged)
-            self._restore(load)
-
-    def _taken(self) -> list[_Load]:
+    def _taken(self) -> list[Edit]:
         held, self._held = self._held, []
         self._run.residency.transfers.end_loading(None)
         self._run.resources.finish_first(None)
         return held
 
-    def _restore(self, load: _Load) -> None:
-        buffers = self._run.record.buffers
-        buffers.unstage(self._run.resources.store)
-        with torch.no_grad():
-            for name, values in load.buffers.items():
-                buffers.target(name).copy_(values)
 
-
-def _commit(engine: Engine, held: list[_Load], step: int) -> None:
+def _commit(engine: Engine, held: list[Edit], step: int) -> None:
     for load in held:
         if load.errors:
-            for name in load.staged:
+            for name in load.names:
                 engine.discard(name)
-    if any(load.staged and not load.errors for load in held):
+    if any(load.names and not load.errors for load in held):
         engine.commit(step)
 
 
@@ -221,9 +282,10 @@ class ReachedValues:
     `save()` and `close()`, and, where updates do not wait for the step, in the first gather of a forward.
     """
 
-    def __init__(self, run: Run, figures: Figures | None = None) -> None:
+    def __init__(self, run: Run, edits: Edits, figures: Figures | None = None) -> None:
         """`figures` is what ranks tell each other, where there are several."""
         self._run = run
+        self._edits = edits
         self._figures = figures
         # A forward has begun, and the ranks did not meet in it yet.
         self._begun = False
@@ -327,25 +389,14 @@ class ReachedValues:
             self._write(buffers=buffers)
 
     def _write(self, *, buffers: bool) -> None:
-        run = self._run
-        record, gradients, reached = run.record, run.gradients, run.residency.reached
-        gradients.take_back()
+        reached = self._run.residency.reached
+        self._run.gradients.take_back()
         unwritten = reached.unwritten()
         reached.require_seen()
-        names = [place.name for place, _ in unwritten]
-
-        def stands() -> None:
-            reached.written(names)
-            if buffers:
-                record.buffers.committed()
-
-        with run.committing(stands, lambda: run.discard(names)):
+        with self._edits.edit(with_buffers=buffers) as edit:
             for place, values in unwritten:
-                gradient = gradients.by_name.get(place.name)
-                gradients.rule.rewrite(place.name, values, gradient.step if gradient else 0)
-            if buffers:
-                record.buffers.stage(run.resources.store, record.position.step)
-            run.resources.engine.commit(record.position.step)
+                self._edits.rewrite(edit, place, values)
+            self._edits.commit([edit], lambda: reached.written(edit.names))
 
 
 # What may wait for the engine at once; a larger parameter is let in alone.
@@ -359,10 +410,11 @@ class _Unit(NamedTuple):
 class Rollback:
     """Lets a run stand where a checkpoint of it was written."""
 
-    def __init__(self, model: torch.nn.Module, arithmetic: Arithmetic, run: Run) -> None:
+    def __init__(self, model: torch.nn.Module, arithmetic: Arithmetic, run: Run, edits: Edits) -> None:
         self._model = model
         self._arithmetic = arithmetic
         self._run = run
+        self._edits = edits
 
     def go_to(self, folder: str | os.PathLike[str]) -> None:
         """Commit what a checkpoint holds: values, state, counts, buffers, loss scale and `user_state`.
@@ -374,28 +426,26 @@ class Rollback:
         source = self._source(Checkpoint(folder))
         source.check()
         self._run.require_quiet()
-        record, engine, buffers = self._run.record, self._run.resources.engine, self._run.record.buffers
-        with contextlib.ExitStack() as undo, self._run.residency.turns.alone():
-            for name in buffers.names:
-                undo.callback(_restore, buffers.target(name), buffers.target(name).clone())
-            undo.callback(engine.discard)
+        with (
+            self._run.residency.turns.alone(),
+            self._edits.edit(with_buffers=True, changes_buffers=True) as edit,
+        ):
+            edit.undo.callback(self._run.resources.engine.discard)
             counts = self._stage(source)
             hyperparameters = {**self._arithmetic.committed(), **source.hyperparameters([])}
-            self._arithmetic.shared.restore(hyperparameters.get("attributes") or {}, undo)
+            self._arithmetic.shared.restore(hyperparameters.get("attributes") or {}, edit.undo)
             line = self._run.resources.store.info()["generation"]
             hyperparameters["line"] = line
-            engine.commit(source.step, user_state=source.user_state, hyperparameters=hyperparameters)
-            undo.pop_all()
-            names = [place.name for home in self._run.residency.units.homes for place in home.places]
-            self._run.changed(names)
-            for name, count in counts.items():
-                self._run.gradients.by_name[name].step = count
-            buffers.committed()
-            record.user_state = source.user_state
-            scale = hyperparameters.get("loss_scale")
-            if scale and scale.get("mode") == record.scale.mode:
-                record.scale.load(scale)
-            record.position.go_back(source.step, hyperparameters["origin"], line)
+
+            def stands() -> None:
+                self._run.changed(place.name for home in self._run.residency.units.homes for place in home.places)
+                for name, count in counts.items():
+                    self._run.gradients.by_name[name].restart_at(count)
+                self._run.record.go_back(source.step, source.user_state, hyperparameters)
+
+            self._edits.commit(
+                [edit], stands, step=source.step, user_state=source.user_state, hyperparameters=hyperparameters
+            )
 
     def _source(self, checkpoint: Checkpoint) -> CheckpointValues:
         places = {place.name: place.parameter for home in self._run.residency.units.homes for place in home.places}
@@ -419,21 +469,16 @@ class Rollback:
                     waiting = 0
         for name in record.buffers.names:
             source.buffer(name, record.buffers.target(name))
-        record.buffers.stage(self._run.resources.store, source.step)
         engine.finish()
         return counts
-
-
-def _restore(target: torch.Tensor, values: torch.Tensor) -> None:
-    with torch.no_grad():
-        target.copy_(values)
 
 
 class Modes:
     """What an optimizer does to its parameters between training and evaluation."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, edits: Edits) -> None:
         self._run = run
+        self._edits = edits
 
     def switch(self, mode: str) -> None:
         """Run `train` or `eval`, and commit what it changed, as a part of the step that is committed.
@@ -453,24 +498,20 @@ class Modes:
         if not changed:
             # It is in that mode.
             return
-        with run.residency.turns.alone():
-            try:
-                names = run.gradients.rule.switch(mode, run.gradients.by_name.values(), changed)
-                give_back = record.shared.adopt(names, engine.finish, changed)
-            except BaseException:
-                engine.discard()
-                raise
+        with run.residency.turns.alone(), self._edits.edit(with_buffers=False) as edit:
+            edit.undo.callback(engine.discard)
+            names = run.gradients.rule.switch(mode, run.gradients.by_name.values(), changed)
+            edit.undo.callback(record.shared.adopt(names, engine.finish, changed))
             if not names:
                 # The next step commits the mode.
+                edit.undo.pop_all()
                 return
-
-            def failed() -> None:
-                give_back()
-                engine.discard()
-
-            with run.committing(lambda: run.residency.units.changed(names), failed):
-                recorded = record.hyperparameters()
-                engine.commit(record.position.step, user_state=record.user_state, hyperparameters=recorded)
+            self._edits.commit(
+                [edit],
+                lambda: run.residency.units.changed(names),
+                user_state=record.user_state,
+                hyperparameters=record.hyperparameters(),
+            )
 
 
 _KEY = "memascend"
@@ -533,7 +574,7 @@ class StateDicts:
         if self._making is module:
             self._making = None
             self._run.residency.transfers.end_making()
-            self._run.resources.unread = False
+            self._run.resources.read_out()
 
     # --- loading ------------------------------------------------------------------------------
 

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from memascend import _core
 from memascend.errors import ConfigError
-from memascend.storage.entries import Lent, dtype_of, place_of, require, stored_order
+from memascend.storage.entries import Lent, place_of, require, stored_order
 from memascend.storage.formats import wide_parts
-from memascend.tensors import summed
-from memascend.text import Closing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     import torch
-
-    from memascend.storage.store import Store
-    from memascend.tensors import Squares
 
 
 @dataclass(kw_only=True, eq=False)
@@ -131,16 +124,6 @@ def _parts(gradient: Any, order: Sequence[int] | None, *, whole: bool) -> Callab
     return lambda start, count: flat[start : start + count].cpu()
 
 
-# Gradients that may wait in the queue, in bytes, unless the caller says otherwise.
-_QUEUE_BYTES = 256 << 20
-
-
-_CHUNKS = 12
-
-
-_Path = str | os.PathLike[str]
-
-
 Late = Literal["never", "rehearsed", "always"]
 
 
@@ -179,59 +162,10 @@ class Momentum:
     """As in `Adam`."""
 
 
-# In the order in which Rust takes them; where there is no eps, it is momentum.
-_of_adam = attrgetter("lr", "betas", "eps", "weight_decay", "decoupled", "step", "grad_scale", "maximize", "seed")
-
-
-_of_both = attrgetter("step", "grad_scale", "maximize", "seed")
-
-
-def _listed(numbers: Adam | Momentum) -> tuple[Any, ...]:
-    if isinstance(numbers, Adam):
-        return _of_adam(numbers)
-    of_momentum = (numbers.momentum, numbers.dampening)
-    return (numbers.lr, of_momentum, None, numbers.weight_decay, numbers.nesterov, *_of_both(numbers))
-
-
-class Engine(Closing):
+class Engine(_core.Engine):
     """The pipelined update: state is read, computed and written in chunks, beside whatever else runs."""
 
-    __slots__ = ("_core", "store")
-
-    store: Store
-
-    def __init__(
-        self, store: Store, *, chunks: int = _CHUNKS, queue: int = _QUEUE_BYTES, whole: int = 0, threads: int = 1
-    ) -> None:
-        """Start one on a store.
-
-        Args:
-            store: what it updates.
-            chunks: staging chunks (2 to 64). Twelve keep a disk as busy as I/O alone does; four reach 0.8 of it.
-            queue: bytes of gradients that may wait; a larger one is let in alone.
-            whole: bytes for an entry in one piece, for `apply(whole=True)`.
-            threads: that the updates of held entries run on at the end of a step.
-        """
-        self.store = store
-        self._core = _core.Engine(store._core, chunks, queue, whole, threads)  # noqa: SLF001
-
-    def replay(self, progress: Callable[[int, int], object] | None = None) -> bool:
-        """End the log that a store has which was not closed: apply its gradients, and write and commit their entries.
-
-        Before anything else is done with the store. It is the state of its last step then, as it was in memory, and
-        interrupting it leaves the store as it was.
-
-        Args:
-            progress: called with bytes of gradients done and of all; what it raises ends the work.
-
-        Returns:
-            Whether there was a log.
-
-        Raises:
-            CorruptionError: a gradient of the log, or the state that it is applied to, is not what was written.
-            ConfigError: another version wrote the log, with arithmetic that is not known here.
-        """
-        return self._core.replay(progress)
+    __slots__ = ()
 
     def fill(
         self, name: str, values: torch.Tensor, state: Mapping[str, torch.Tensor] | None = None, *, step: int = 0
@@ -254,8 +188,7 @@ class Engine(Closing):
             ConfigError: a tensor does not fit; nothing was begun.
             StorageError: a job of this step failed; the step can only be discarded.
         """
-        index = self.store.index(name)
-        entry = self.store.descriptions[index]
+        entry = self.store.entry(name)
         given = dict(state or {})
         require(name, values, entry["dtype"], entry["shape"], entry["order"])
         wide = wide_parts(entry, given)
@@ -271,103 +204,7 @@ class Engine(Closing):
         if given:
             raise ConfigError(f"{name!r} has no state called {next(iter(given))!r}")
         master, first, second = (None if tensor is None else place_of(tensor) for tensor in wide)
-        self._core.fill(index, place_of(values), places, (master, first, second), step)
-
-    def update(
-        self, name: str, gradient: torch.Tensor | Lent, numbers: Adam | Momentum, *, values: torch.Tensor | None = None
-    ) -> None:
-        """Begin the update of a parameter, and return when its gradient has room in the queue.
-
-        The gradient is held until it was used, and must not change meanwhile.
-
-        `values` may be given where the parameter is resident, as the last commit left it: where the update starts from
-        them (float32 or compact), they are then not read. They are held like the gradient and checked like what is
-        read; nothing writes to them.
-
-        Raises:
-            ConfigError: the gradient, the values or a number do not fit; nothing was begun.
-            UsageError: the values of an update of this step were not those of the last commit; the step can only be
-                discarded.
-            StorageError: an update of this step failed; the step can only be discarded.
-        """
-        index = self.store.descriptions.gradient(name, gradient)
-        live = self.store.descriptions.live(name, values)
-        self._core.update(index, place_of(gradient), dtype_of(gradient), live, _listed(numbers))
-
-    def update_spilling(
-        self, name: str, gradient: torch.Tensor | Lent, numbers: Adam | Momentum, *, values: torch.Tensor | None = None
-    ) -> None:
-        """As `update`, of an entry that is not held, and as `spill`: the gradient is written as it is used.
-
-        `take_back` discards the update and leaves the gradient, for another one.
-
-        Raises:
-            ConfigError: also where the entry is held, or was described without `spill`; nothing was begun.
-        """
-        index = self.store.descriptions.gradient(name, gradient)
-        live = self.store.descriptions.live(name, values)
-        self._core.update_spilling(index, place_of(gradient), dtype_of(gradient), live, _listed(numbers))
-
-    def spill(self, name: str, gradient: torch.Tensor | Lent, *, add: bool = False) -> None:
-        """Queue a gradient to wait on storage; with `add`, add it to the one that is there, with the bits of `add_`.
-
-        Returns when the gradient has room in the queue. It is held until it was used, and must not change meanwhile.
-        What is spilled is no part of a step: commits leave it, and it is forgotten when the store is closed.
-        A job of this kind that fails or is discarded leaves nothing there.
-
-        Raises:
-            ConfigError: the entry was described without `spill`, or the gradient has another dtype or shape.
-            UsageError: nothing is there to add to.
-            StorageError: a job of this step failed; the step can only be discarded.
-        """
-        index = self.store.descriptions.gradient(name, gradient)
-        self._core.spill(index, place_of(gradient), dtype_of(gradient), add)
-
-    def spilled(self, name: str) -> tuple[bool, Squares]:
-        """Of the spilled gradient: whether a non-finite is in it, and the sum of its squares, not rounded.
-
-        Waits for what is queued of the entry; both were computed as the gradient was written.
-
-        Raises:
-            UsageError: nothing is spilled of it.
-        """
-        found, squares = self._core.spilled(self.store.index(name))
-        return found, summed(*squares)
-
-    def read_spilled(self, name: str, into: torch.Tensor) -> None:
-        """Read the spilled gradient into a tensor of its shape and dtype, after what is queued of the entry.
-
-        Raises:
-            UsageError: nothing is spilled of it.
-            CorruptionError: what is on storage is not what was written; the step can only be discarded.
-        """
-        index = self.store.descriptions.gradient(name, into)
-        wanted = self.store.descriptions[index]["spill"]
-        if wanted is not None and dtype_of(into) != wanted:
-            raise ConfigError(f"the gradient of {name!r} spills as {wanted}, not {dtype_of(into)}")
-        self._core.read_spilled(index, place_of(into))
-
-    def update_spilled(
-        self, name: str, numbers: Adam | Momentum, *, factors: Sequence[float] = (), values: torch.Tensor | None = None
-    ) -> None:
-        """As `update`, by the gradient that is spilled, which stays there.
-
-        Args:
-            name: of which parameter.
-            numbers: as in `update`.
-            factors: the gradient is multiplied by each in turn first, with the bits of torch's `mul_`.
-            values: as in `update`.
-
-        Raises:
-            UsageError: nothing is spilled of it.
-        """
-        live = self.store.descriptions.live(name, values)
-        index = self.store.index(name)
-        self._core.update_spilled(index, [float(factor) for factor in factors], live, _listed(numbers))
-
-    def drop_spilled(self, name: str) -> None:
-        """Forget the spilled gradient, after what is queued of the entry. Fine where there is none."""
-        self._core.drop_spilled(self.store.index(name))
+        self.fill_at(self.store.index(name), place_of(values), places, (master, first, second), step)
 
     def apply(
         self,
@@ -402,84 +239,11 @@ class Engine(Closing):
             UsageError: no gradient was given and none is spilled. Also, from a later call: the function raised; what it
                 raised is the cause, and the step can only be discarded.
         """
-        index = self.store.index(name) if gradient is None else self.store.descriptions.gradient(name, gradient)
-        entry = self.store.descriptions[index]
         given = gradient.tensor if isinstance(gradient, Lent) else gradient
-        nbytes = 0 if given is None else given.nbytes
         before = gradient.order if isinstance(gradient, Lent) else None
-        call = adapter(function, entry, given, whole=whole, before=before)
-        self._core.apply(index, call, nbytes, step, gradient is None, (whole, late != "never", late == "rehearsed"))
-
-    def probe(self, nbytes: int, seconds: float) -> tuple[int, float]:
-        """Read what storage has of the state, for at most so many bytes and seconds, while nothing else is begun.
-
-        Returns:
-            The bytes that were read, and how long that took.
-        """
-        return self._core.probe(nbytes, seconds)
-
-    def finish(self) -> None:
-        """Wait until every update is staged."""
-        self._core.finish()
-
-    def drain(self) -> None:
-        """As `finish`, but for updates of held entries, which begin with that or with `commit()`."""
-        self._core.settle()
+        call = adapter(function, self.store.entry(name), given, whole=whole, before=before)
+        self.apply_at(name, call, gradient, step, (whole, late != "never", late == "rehearsed"))
 
     def commit(self, step: int, *, user_state: Any = None, hyperparameters: Any = None) -> int:
         """Wait for every update and make the step live, all of it at once. Returns the generation."""
-        return self.store.make_live(self._core.commit, step, user_state, hyperparameters)
-
-    def discard(self, name: str | None = None) -> None:
-        """Drop what waits, drain what is in flight, forget what was staged: all of it, or of one entry alone.
-
-        A step that failed is over when all of it was discarded, and not before.
-        """
-        self._core.discard(None if name is None else self.store.index(name))
-
-    def take_back(self, name: str) -> None:
-        """Forget what was staged of an entry once it has ended: unlike after `discard`, what it spilled is there."""
-        self._core.take_back(self.store.index(name))
-
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes of host memory that it holds, beside the gradients in its queue."""
-        return self._core.staging_bytes
-
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes of gradients that wait or are being used now, "queued" of `counters()`."""
-        return self._core.queued_bytes
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of gradients of held entries that wait for their step, "waiting" of `counters()`."""
-        return self._core.waiting_bytes
-
-    def trace(self, path: _Path) -> None:
-        """Record what happens to the store, until `trace_end`, into a new file for Perfetto or chrome://tracing.
-
-        Reads, writes and flushes; what the engine's thread computes and waits for; waits for fetched units. Some 150
-        bytes of file for each, and nothing is spent on it while no trace is recorded.
-
-        Raises:
-            StorageError: the file exists, or cannot be made.
-            ConfigError: a trace is being recorded already.
-        """
-        self.store._core.trace(os.fspath(path))  # noqa: SLF001
-
-    def trace_end(self) -> None:
-        """End the trace, as closing the store does too. Nothing happens where there is none.
-
-        Raises:
-            StorageError: the file could not be written whole.
-        """
-        self.store._core.trace_end()  # noqa: SLF001
-
-    def counters(self) -> dict[str, Any]:
-        """Jobs and chunks, bytes by kind, bytes "queued" and the most of them, and "seconds" by what its thread did."""
-        return self._core.counters()
-
-    def close(self) -> None:
-        """Drain what is in flight and end its thread; what was not committed is lost. Twice is fine."""
-        self._core.close()
+        return self.store.make_live(self.commit_as, step, user_state, hyperparameters)

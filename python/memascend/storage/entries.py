@@ -13,7 +13,7 @@ from memascend.memory import PAGE_BYTES
 from memascend.storage.formats import compact_of, encode_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -41,17 +41,9 @@ class Lent(NamedTuple):
     order: Callable[[], None]
 
 
-def place_of(tensor: torch.Tensor | Lent) -> tuple[int, int, object]:
-    """Address, bytes, and what keeps them valid; of what is lent no address, and the function that lends it."""
-    if isinstance(tensor, Lent):
-        return 0, tensor.tensor.nbytes, tensor.window
+def place_of(tensor: torch.Tensor) -> tuple[int, int, object]:
+    """Address, bytes, and what keeps them valid."""
     return tensor.data_ptr(), tensor.nbytes, tensor.untyped_storage()
-
-
-def dtype_of(tensor: torch.Tensor | Lent) -> str:
-    """The type of its elements, as descriptions name it."""
-    of = tensor.tensor if isinstance(tensor, Lent) else tensor
-    return str(of.dtype).removeprefix("torch.")
 
 
 def stored_order(entry: Mapping[str, Any], shape: Sequence[int]) -> tuple[int, ...] | None:
@@ -63,11 +55,6 @@ def require_laid_out(name: str, tensor: torch.Tensor, order: Sequence[int] | Non
     """Refuse a tensor that is not on the CPU, or not without gaps in this order."""
     if tensor.device.type != "cpu":
         raise ConfigError(f"the tensors of {name!r} must be on the CPU, not on {tensor.device}")
-    require_order(name, tensor, order)
-
-
-def require_order(name: str, tensor: torch.Tensor, order: Sequence[int] | None) -> None:
-    """Refuse a tensor that has gaps in this order."""
     if order is None and not tensor.is_contiguous():
         raise ConfigError(f"the tensors of {name!r} must be contiguous")
     if order is not None and not (len(order) == tensor.dim() and tensor.permute(tuple(order)).is_contiguous()):
@@ -90,30 +77,6 @@ def json_of(value: Any) -> str | None:
         return json.dumps(value)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"only JSON values can be committed: {error}") from error
-
-
-class Checksum:
-    """XXH3-64 of bytes that come one after the other, as `xxhsum -H3` gives it."""
-
-    __slots__ = ("_core",)
-
-    def __init__(self) -> None:
-        self._core = _core.Checksum()
-
-    def update(self, tensor: torch.Tensor) -> None:
-        """Take the bytes of a contiguous CPU tensor."""
-        self._core.update(tensor.data_ptr(), tensor.nbytes)
-
-    def __str__(self) -> str:
-        return f"{self._core.value():016x}"
-
-
-def checksum_of(tensor: torch.Tensor) -> str:
-    """The checksum of the bytes of one contiguous CPU tensor, which may have none."""
-    checksum = Checksum()
-    if tensor.numel():
-        checksum.update(tensor)
-    return str(checksum)
 
 
 # Bytes of the largest request. Of a smaller one a disk moves less in the same time; a state a little larger than one
@@ -300,77 +263,31 @@ def _described(name: str, tensor: torch.Tensor) -> tuple[str, str, list[int]]:
     return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
 
 
-class Descriptions:
-    """The entries of a store: "dtype", "shape", "order", "spill", "compact", "format" and "state" of each."""
+def tensors_of(entry: Mapping[str, Any], values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """All tensors of an entry in the order in which they are stored; what its format narrows may be in float32."""
+    name = entry["name"]
+    if entry["format"]:
+        state = encode_state(values, state, entry["format"])
+    wanted = [of for of, _, _ in entry["state"]]
+    if sorted(state) != sorted(wanted):
+        raise ConfigError(f"the state of {name!r} is {wanted}, not {list(state)}")
+    tensors = [values, *(state[of] for of in wanted)]
+    described = [(entry["dtype"], entry["shape"]), *((dtype, shape) for _, dtype, shape in entry["state"])]
+    for tensor, (dtype, shape) in zip(tensors, described, strict=True):
+        require(name, tensor, dtype, shape, stored_order(entry, shape))
+    return tensors
 
-    __slots__ = ("_entries", "_names")
 
-    def __init__(self, entries: Iterable[dict[str, Any]]) -> None:
-        self._names: dict[str, int] = {}
-        # One for all that are alike by type and shape: a model has thousands of some tens of kinds.
-        self._entries: list[dict[str, Any]] = []
-        kinds: dict[str, dict[str, Any]] = {}
-        for index, entry in enumerate(entries):
-            self._names[entry["name"]] = index
-            kind = {name: entry[name] for name in ("dtype", "shape", "order", "spill", "compact", "format", "state")}
-            self._entries.append(kinds.setdefault(repr(kind), kind))
+def room_for(entry: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Tensors for an entry's values and state, in the order of dimensions in which they are stored."""
+    import torch
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._entries[index]
+    def empty(dtype: str, shape: list[int]) -> torch.Tensor:
+        order = stored_order(entry, shape) or tuple(range(len(shape)))
+        laid_out = torch.empty([shape[dim] for dim in order], dtype=getattr(torch, dtype), device="cpu")
+        return laid_out.permute([order.index(dim) for dim in range(len(shape))])
 
-    def index(self, name: str) -> int:
-        """The number of an entry."""
-        if name not in self._names:
-            raise ConfigError(f"the store has no entry {name!r}")
-        return self._names[name]
-
-    def gradient(self, name: str, gradient: torch.Tensor | Lent) -> int:
-        """The number of an entry that this is a gradient of, or an error."""
-        index = self.index(name)
-        entry = self._entries[index]
-        if isinstance(gradient, Lent):
-            gradient = gradient.tensor
-            require_order(name, gradient, entry["order"])
-        else:
-            require_laid_out(name, gradient, entry["order"])
-        if list(gradient.shape) != entry["shape"]:
-            raise ConfigError(f"the gradient of {name!r} has shape {list(gradient.shape)}, not {entry['shape']}")
-        return index
-
-    def live(self, name: str, values: torch.Tensor | None) -> tuple[int, int, object] | None:
-        """Where the values of an entry are that an update starts from."""
-        if values is None:
-            return None
-        entry = self._entries[self.index(name)]
-        require(name, values, entry["dtype"], entry["shape"], entry["order"])
-        return place_of(values)
-
-    def tensors(self, name: str, values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """All tensors of an entry in the order in which they are stored; what its format narrows may be in float32."""
-        entry = self._entries[self.index(name)]
-        if entry["format"]:
-            state = encode_state(values, state, entry["format"])
-        wanted = [of for of, _, _ in entry["state"]]
-        if sorted(state) != sorted(wanted):
-            raise ConfigError(f"the state of {name!r} is {wanted}, not {list(state)}")
-        tensors = [values, *(state[of] for of in wanted)]
-        described = [(entry["dtype"], entry["shape"]), *((dtype, shape) for _, dtype, shape in entry["state"])]
-        for tensor, (dtype, shape) in zip(tensors, described, strict=True):
-            require(name, tensor, dtype, shape, stored_order(entry, shape))
-        return tensors
-
-    def room(self, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Tensors for an entry's values and state, in the order of dimensions in which they are stored."""
-        import torch
-
-        entry = self._entries[self.index(name)]
-
-        def empty(dtype: str, shape: list[int]) -> torch.Tensor:
-            order = stored_order(entry, shape) or tuple(range(len(shape)))
-            laid_out = torch.empty([shape[dim] for dim in order], dtype=getattr(torch, dtype), device="cpu")
-            return laid_out.permute([order.index(dim) for dim in range(len(shape))])
-
-        return empty(entry["dtype"], entry["shape"]), {of: empty(dtype, shape) for of, dtype, shape in entry["state"]}
+    return empty(entry["dtype"], entry["shape"]), {of: empty(dtype, shape) for of, dtype, shape in entry["state"]}
 
 
 class Part(NamedTuple):
@@ -387,16 +304,15 @@ class Part(NamedTuple):
     values: torch.Tensor
 
 
-def scan_of(
-    descriptions: Descriptions, names: Sequence[str], visit: Callable[[str, list[Part]], object]
-) -> tuple[list[int], Callable[[int, list[tuple[int, int, Any]]], None]]:
-    """The numbers of entries, and a function that shows what is lent of them to `visit`."""
+def shown_to(
+    visit: Callable[[str, list[Part]], object], entries: Mapping[int, Mapping[str, Any]]
+) -> Callable[[int, list[tuple[int, int, Any]]], None]:
+    """A function that shows what is lent of entries, which have these numbers, to `visit`."""
     import torch
 
-    names_of = {descriptions.index(name): name for name in names}
     tensors = {
         index: [("", entry["dtype"]), *((of, dtype) for of, dtype, _ in entry["state"])]
-        for index, entry in ((index, descriptions[index]) for index in names_of)
+        for index, entry in entries.items()
     }
 
     def show(index: int, lent: list[tuple[int, int, Any]]) -> None:
@@ -405,6 +321,6 @@ def scan_of(
             of, dtype = tensors[index][tensor]
             values = torch.frombuffer(memory, dtype=getattr(torch, dtype))
             parts.append(Part(of, first // values.itemsize, values))
-        visit(names_of[index], parts)
+        visit(entries[index]["name"], parts)
 
-    return list(names_of), show
+    return show

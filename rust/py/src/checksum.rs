@@ -2,14 +2,17 @@
 
 use pyo3::prelude::*;
 
-use crate::bytes::bytes;
+use memascend_nvme::Buffer;
+
+use crate::tensors::held;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<Checksum>()
+    module.add_class::<Checksum>()?;
+    module.add_function(wrap_pyfunction!(checksum_of, module)?)
 }
 
-/// XXH3-64 of bytes that come one after the other. See `memascend.engine.Checksum`.
-#[pyclass(module = "memascend._core")]
+/// XXH3-64 of bytes that come one after the other, as `xxhsum -H3` gives it.
+#[pyclass(module = "memascend.engine")]
 #[derive(Default)]
 struct Checksum(memascend_store::Checksum);
 
@@ -20,13 +23,24 @@ impl Checksum {
         Self::default()
     }
 
-    fn update(&mut self, py: Python<'_>, address: usize, nbytes: usize) {
-        // SAFETY: `memascend.engine` has checked it; it is alive during the call.
-        let bytes = unsafe { bytes((address, nbytes)) };
-        py.detach(|| self.0.update(bytes));
+    /// Take the bytes of a contiguous CPU tensor.
+    fn update(&mut self, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
+        let memory = held(tensor)?;
+        // SAFETY: the caller gives a tensor on the CPU, which it leaves alone; `memory` keeps it alive.
+        let bytes = unsafe { std::slice::from_raw_parts(memory.as_ptr(), memory.len()) };
+        tensor.py().detach(|| self.0.update(bytes));
+        Ok(())
     }
 
-    fn value(&self) -> u64 {
-        self.0.value()
+    fn __str__(&self) -> String {
+        format!("{:016x}", self.0.value())
     }
+}
+
+/// The checksum of the bytes of one contiguous CPU tensor, which may have none.
+#[pyfunction]
+fn checksum_of(tensor: &Bound<'_, PyAny>) -> PyResult<String> {
+    let mut checksum = Checksum::default();
+    checksum.update(tensor)?;
+    Ok(checksum.__str__())
 }

@@ -1,22 +1,25 @@
 //! Translates `rust/engine` for Python: the pipelined update.
 
-use std::{num::NonZeroUsize, sync::Arc, time::Duration};
+use std::{num::NonZeroUsize, path::PathBuf, sync::Arc, time::Duration};
 
-use memascend_engine::{Application, By, First, Gradient, Hyperparameters, Late, Momentum, Options, Rule, WideState};
-use memascend_store::{Buffer, Commit};
-use pyo3::{prelude::*, types::PyDict};
+use memascend_engine::{Application, By, First, Hyperparameters, Late, Momentum, Options, Rule, WideState};
+use memascend_store::{Buffer, Commit, Entry};
+use pyo3::{
+    PyTraverseError, PyVisit,
+    prelude::*,
+    types::{PyDict, PyString, PyTuple},
+};
 
 use crate::{
     agreement::{SharedRun, agreed, shared},
-    described::dtype,
-    errors::engine_error,
+    errors::{engine_error, nvme_error},
     examination::watched,
     function::Applied,
-    kernels::{Summed, summed},
+    kernels::summed,
     nvme::Held,
     slow_drop::Detached,
-    source::Lending,
     store::Store,
+    tensors,
     waiting::waiting,
 };
 
@@ -24,41 +27,60 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Engine>()
 }
 
-/// Address and bytes of a tensor, and what keeps them valid. Of a gradient, address 0 says that this is what lends it
-/// and the bytes that are held meanwhile.
+/// Address and bytes of a tensor, and what keeps them valid.
 type Tensor = (usize, usize, Py<PyAny>);
 /// lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize, seed. Of momentum: lr, (momentum, dampening),
 /// nothing, weight decay, nesterov, and so on.
 pub(crate) type Numbers = (f64, (f64, f64), Option<f64>, f64, bool, u64, f64, bool, u64);
 
-/// Updates of a store. See `memascend.engine.Engine`.
-#[pyclass(frozen, module = "memascend._core")]
+/// Gradients that may wait in the queue, in bytes, unless the caller says otherwise.
+const QUEUE_BYTES: usize = 256 << 20;
+/// Staging chunks: twelve keep a disk as busy as I/O alone does; four reach 0.8 of it.
+const CHUNKS: usize = 12;
+const ONE: NonZeroUsize = NonZeroUsize::MIN;
+
+/// The pipelined update: state is read, computed and written in chunks, beside whatever else runs.
+#[pyclass(frozen, subclass, module = "memascend._core")]
 struct Engine {
     inner: Detached<memascend_engine::Engine>,
+    store: Py<Store>,
 }
 
 #[pymethods]
 impl Engine {
     #[new]
+    #[pyo3(
+        signature = (store, *, chunks=CHUNKS, queue=QUEUE_BYTES, whole=0, threads=ONE),
+        text_signature = "(store, *, chunks=12, queue=268435456, whole=0, threads=1)"
+    )]
     fn new(
         py: Python<'_>,
-        store: &Store,
+        store: Py<Store>,
         chunks: usize,
-        queue_bytes: usize,
-        whole_bytes: usize,
+        queue: usize,
+        whole: usize,
         threads: NonZeroUsize,
     ) -> PyResult<Self> {
         let mut options = Options::default();
         options.chunks = chunks;
-        options.queue_bytes_max = queue_bytes;
-        options.whole_bytes = whole_bytes;
+        options.queue_bytes_max = queue;
+        options.whole_bytes = whole;
         options.threads = threads;
-        let store = Arc::clone(&store.inner);
-        let inner = py.detach(|| memascend_engine::Engine::new(store, &options));
-        Ok(Self { inner: Detached::new(inner.map_err(|error| engine_error(py, &error))?) })
+        let updated = Arc::clone(&store.get().inner);
+        let inner = py.detach(|| memascend_engine::Engine::new(updated, &options));
+        Ok(Self { inner: Detached::new(inner.map_err(|error| engine_error(py, &error))?), store })
     }
 
-    /// Ends the log that the store was found with; `progress(done, all)` may raise. Whether there was one.
+    /// What it updates.
+    #[getter]
+    fn store<'py>(&self, py: Python<'py>) -> &Bound<'py, Store> {
+        self.store.bind(py)
+    }
+
+    /// End the log that a store has which was not closed: apply its gradients, and write and commit their entries.
+    ///
+    /// `progress(done, all)` is called with bytes of gradients; what it raises ends the work. Whether there was a log.
+    #[pyo3(signature = (progress=None))]
     fn replay(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<bool> {
         let mut replayed = None;
         watched(py, progress, |progress| {
@@ -70,7 +92,7 @@ impl Engine {
 
     /// Begins an entry's first values; a state tensor that is None is zeros, or the values where it is their master. In
     /// float32, master and moments may be given that the entry's format has otherwise.
-    fn fill(
+    fn fill_at(
         &self,
         py: Python<'_>,
         entry: usize,
@@ -86,87 +108,109 @@ impl Engine {
         waiting(py, None, |wait| self.inner.fill(entry, first, wait))?.map_err(|error| engine_error(py, &error))
     }
 
-    /// Begins an update by a gradient; values that are given are not read.
+    /// Begin the update of a parameter, and return when its gradient has room in the queue.
+    ///
+    /// The gradient is held until it was used, and must not change meanwhile. `values` may be given where the parameter is
+    /// resident, as the last commit left it: they are then not read.
+    #[pyo3(signature = (name, gradient, numbers, *, values=None))]
     fn update(
         &self,
-        py: Python<'_>,
-        entry: usize,
-        gradient: Tensor,
-        of_gradient: &str,
-        values: Option<Tensor>,
-        numbers: Numbers,
+        name: &Bound<'_, PyString>,
+        gradient: &Bound<'_, PyAny>,
+        numbers: &Bound<'_, PyAny>,
+        values: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let (gradient, values) = (typed(py, gradient, of_gradient)?, values.map(held));
-        waiting(py, None, |wait| self.inner.update(entry, By::Given(gradient), values, rule(numbers), wait))?
+        let (py, (entry, described)) = (name.py(), self.entry(name)?);
+        let (gradient, values) = (tensors::gradient(described, gradient)?, tensors::live(described, values)?);
+        let rule = rule_of(numbers)?;
+        waiting(py, None, |wait| self.inner.update(entry, By::Given(gradient), values, rule, wait))?
             .map_err(|error| engine_error(py, &error))
     }
 
-    /// Begins an update by a gradient that is spilled with it.
+    /// As `update`, of an entry that is not held, and as `spill`: the gradient is written as it is used.
+    ///
+    /// `take_back` discards the update and leaves the gradient, for another one.
+    #[pyo3(signature = (name, gradient, numbers, *, values=None))]
     fn update_spilling(
         &self,
-        py: Python<'_>,
-        entry: usize,
-        gradient: Tensor,
-        of_gradient: &str,
-        values: Option<Tensor>,
-        numbers: Numbers,
+        name: &Bound<'_, PyString>,
+        gradient: &Bound<'_, PyAny>,
+        numbers: &Bound<'_, PyAny>,
+        values: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let (gradient, values) = (typed(py, gradient, of_gradient)?, values.map(held));
-        waiting(py, None, |wait| self.inner.update_spilling(entry, gradient, values, rule(numbers), wait))?
+        let (py, (entry, described)) = (name.py(), self.entry(name)?);
+        let (gradient, values) = (tensors::gradient(described, gradient)?, tensors::live(described, values)?);
+        let rule = rule_of(numbers)?;
+        waiting(py, None, |wait| self.inner.update_spilling(entry, gradient, values, rule, wait))?
             .map_err(|error| engine_error(py, &error))
     }
 
-    /// Begins an update by the gradient that is spilled.
+    /// As `update`, by the gradient that is spilled, which stays there; multiplied by each of `factors` in turn first.
+    #[pyo3(
+        signature = (name, numbers, *, factors=vec![], values=None),
+        text_signature = "(self, name, numbers, *, factors=(), values=None)"
+    )]
     fn update_spilled(
         &self,
-        py: Python<'_>,
-        entry: usize,
+        name: &Bound<'_, PyString>,
+        numbers: &Bound<'_, PyAny>,
         factors: Vec<f64>,
-        values: Option<Tensor>,
-        numbers: Numbers,
+        values: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
+        let (py, (entry, described)) = (name.py(), self.entry(name)?);
         #[expect(clippy::cast_possible_truncation, reason = "as torch multiplies by a scalar")]
         let factors = factors.into_iter().map(|factor| factor as f32).collect();
-        let (values, numbers) = (values.map(held), rule(numbers));
-        waiting(py, None, |wait| self.inner.update(entry, By::Spilled(factors), values, numbers, wait))?
+        let (values, rule) = (tensors::live(described, values)?, rule_of(numbers)?);
+        waiting(py, None, |wait| self.inner.update(entry, By::Spilled(factors), values, rule, wait))?
             .map_err(|error| engine_error(py, &error))
     }
 
-    /// Begins to spill a gradient, or to add it to the spilled one.
-    fn spill(&self, py: Python<'_>, entry: usize, gradient: Tensor, of_gradient: &str, add: bool) -> PyResult<()> {
-        let gradient = typed(py, gradient, of_gradient)?;
+    /// Queue a gradient to wait on storage; with `add`, add it to the one that is there, with the bits of `add_`.
+    ///
+    /// What is spilled is no part of a step: commits leave it, and it is forgotten when the store is closed.
+    #[pyo3(signature = (name, gradient, *, add=false))]
+    fn spill(&self, name: &Bound<'_, PyString>, gradient: &Bound<'_, PyAny>, add: bool) -> PyResult<()> {
+        let (py, (entry, described)) = (name.py(), self.entry(name)?);
+        let gradient = tensors::gradient(described, gradient)?;
         waiting(py, None, |wait| self.inner.spill(entry, gradient, add, wait))?
             .map_err(|error| engine_error(py, &error))
     }
 
-    /// Whether a non-finite is in what is spilled, and the sum of its squares. See `memascend.tensors`.
-    fn spilled(&self, py: Python<'_>, entry: usize) -> PyResult<(bool, Summed)> {
+    /// Of the spilled gradient: whether a non-finite is in it, and the sum of its squares, not rounded.
+    ///
+    /// Waits for what is queued of the entry; both were computed as the gradient was written.
+    fn spilled<'py>(&self, name: &Bound<'py, PyString>) -> PyResult<(bool, Bound<'py, PyAny>)> {
+        let (py, (entry, _)) = (name.py(), self.entry(name)?);
         let spilled = waiting(py, None, |wait| self.inner.spilled(entry, wait))?;
         let spilled = spilled.map_err(|error| engine_error(py, &error))?;
-        Ok((spilled.nonfinite, summed(&spilled.squares)))
+        Ok((spilled.nonfinite, summed(py, &spilled.squares)?))
     }
 
-    fn read_spilled(&self, py: Python<'_>, entry: usize, into: Tensor) -> PyResult<()> {
-        let into = held(into);
+    /// Read the spilled gradient into a tensor of its shape and dtype, after what is queued of the entry.
+    fn read_spilled(&self, name: &Bound<'_, PyString>, into: &Bound<'_, PyAny>) -> PyResult<()> {
+        let (py, (entry, described)) = (name.py(), self.entry(name)?);
+        let into = Box::new(tensors::into_spilled(described, into)?);
         waiting(py, None, |wait| self.inner.read_spilled(entry, into, wait))?.map_err(|error| engine_error(py, &error))
     }
 
-    fn drop_spilled(&self, py: Python<'_>, entry: usize) -> PyResult<()> {
+    /// Forget the spilled gradient, after what is queued of the entry. Fine where there is none.
+    fn drop_spilled(&self, name: &Bound<'_, PyString>) -> PyResult<()> {
+        let (py, (entry, _)) = (name.py(), self.entry(name)?);
         waiting(py, None, |wait| self.inner.drop_spilled(entry, wait))?.map_err(|error| engine_error(py, &error))
     }
 
-    /// Begins to apply a function; `nbytes` are what it holds.
-    #[expect(clippy::too_many_arguments, reason = "a function and how it is called")]
-    fn apply(
+    /// Begins to apply a function, by a gradient that it knows, or by the one that is spilled.
+    fn apply_at(
         &self,
-        py: Python<'_>,
-        entry: usize,
+        name: &Bound<'_, PyString>,
         adapter: Py<PyAny>,
-        nbytes: usize,
+        gradient: Option<&Bound<'_, PyAny>>,
         step: u64,
-        spilled: bool,
         how: (bool, bool, bool),
     ) -> PyResult<()> {
+        let (py, (entry, described)) = (name.py(), self.entry(name)?);
+        let nbytes = gradient.map_or(Ok(0), |gradient| tensors::kept(described, gradient))?;
+        let spilled = gradient.is_none();
         let (whole, late, rehearsed) = how;
         let late = match (late, rehearsed) {
             (false, _) => Late::Never,
@@ -177,23 +221,27 @@ impl Engine {
         waiting(py, None, |wait| self.inner.apply(entry, application, wait))?.map_err(|error| engine_error(py, &error))
     }
 
-    /// Reads what storage has for at most so many bytes and seconds: how many bytes that were, and the seconds.
+    /// Read what storage has of the state, for at most so many bytes and seconds, while nothing else is begun.
+    ///
+    /// Returns the bytes that were read, and how long that took.
     fn probe(&self, py: Python<'_>, nbytes: u64, seconds: f64) -> PyResult<(u64, f64)> {
         let most = Duration::try_from_secs_f64(seconds).unwrap_or_default();
         let (read, took) = py.detach(|| self.inner.probe(nbytes, most)).map_err(|error| engine_error(py, &error))?;
         Ok((read, took.as_secs_f64()))
     }
 
+    /// Wait until every update is staged.
     fn finish(&self, py: Python<'_>) -> PyResult<()> {
         waiting(py, None, |wait| self.inner.finish(wait))?.map_err(|error| engine_error(py, &error))
     }
 
     /// As `finish`, but for updates of held entries, which begin with that or with the commit.
-    fn settle(&self, py: Python<'_>) -> PyResult<()> {
+    fn drain(&self, py: Python<'_>) -> PyResult<()> {
         waiting(py, None, |wait| self.inner.settle(wait))?.map_err(|error| engine_error(py, &error))
     }
 
-    fn commit(
+    /// Commits, with the values as JSON; `agree` is called when all is flushed, and ends it by raising.
+    fn commit_as(
         &self,
         py: Python<'_>,
         step: u64,
@@ -209,13 +257,18 @@ impl Engine {
         })
     }
 
-    /// Forgets what was staged of one entry, once it has ended.
-    fn take_back(&self, py: Python<'_>, entry: usize) -> PyResult<()> {
+    /// Forget what was staged of an entry once it has ended: unlike after `discard`, what it spilled is there.
+    fn take_back(&self, name: &Bound<'_, PyString>) -> PyResult<()> {
+        let (py, (entry, _)) = (name.py(), self.entry(name)?);
         waiting(py, None, |wait| self.inner.take_back(entry, wait))?.map_err(|error| engine_error(py, &error))
     }
 
-    /// Forgets the step, or what was staged of one entry.
-    fn discard(&self, py: Python<'_>, entry: Option<usize>) -> PyResult<()> {
+    /// Drop what waits, drain what is in flight, forget what was staged: all of it, or of one entry alone.
+    ///
+    /// A step that failed is over when all of it was discarded, and not before.
+    #[pyo3(signature = (name=None))]
+    fn discard(&self, py: Python<'_>, name: Option<&Bound<'_, PyString>>) -> PyResult<()> {
+        let entry = name.map(|name| self.entry(name)).transpose()?.map(|(entry, _)| entry);
         waiting(py, None, |wait| match entry {
             None => self.inner.discard(wait),
             Some(entry) => self.inner.discard_entry(entry, wait),
@@ -223,21 +276,39 @@ impl Engine {
         .map_err(|error| engine_error(py, &error))
     }
 
+    /// Bytes of host memory that it holds, beside the gradients in its queue.
     #[getter]
     fn staging_bytes(&self) -> usize {
         self.inner.staging_bytes()
     }
 
+    /// Bytes of gradients that wait or are being used now, "queued" of `counters()`.
     #[getter]
     fn queued_bytes(&self) -> usize {
         self.inner.queued_bytes()
     }
 
+    /// Bytes of gradients of held entries that wait for their step, "waiting" of `counters()`.
     #[getter]
     fn waiting_bytes(&self) -> usize {
         self.inner.waiting_bytes()
     }
 
+    /// Record what happens to the store, until `trace_end`, into a new file for Perfetto or `chrome://tracing`.
+    ///
+    /// Reads, writes and flushes; what the engine's thread computes and waits for; waits for fetched units.
+    #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
+    fn trace(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
+        let volume = self.store.get().inner.volume();
+        py.detach(|| volume.trace().begin(&path)).map_err(|error| nvme_error(py, &error))
+    }
+
+    /// End the trace, as closing the store does too. Nothing happens where there is none.
+    fn trace_end(&self, py: Python<'_>) -> PyResult<()> {
+        self.store.get().trace_end(py)
+    }
+
+    /// Jobs and chunks, bytes by kind, bytes "queued" and the most of them, and "seconds" by what its thread did.
     fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let counters = self.inner.counters();
         let dict = PyDict::new(py);
@@ -269,22 +340,36 @@ impl Engine {
         Ok(dict)
     }
 
+    /// Drain what is in flight and end its thread; what was not committed is lost. Twice is fine.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.inner.close());
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.store)
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_raised))]
+    fn __exit__(slf: &Bound<'_, Self>, _raised: &Bound<'_, PyTuple>) -> PyResult<()> {
+        slf.call_method0("close").map(drop)
+    }
+}
+
+impl Engine {
+    /// The number of an entry, and its description.
+    fn entry(&self, name: &Bound<'_, PyString>) -> PyResult<(usize, &Entry)> {
+        let store = self.store.get();
+        let index = store.index(name)?;
+        Ok((index, &store.inner.description().entries[index]))
     }
 }
 
 fn held((address, nbytes, keep): Tensor) -> Box<dyn Buffer> {
     Box::new(Held::new(address, nbytes, keep))
-}
-
-fn typed(py: Python<'_>, gradient: Tensor, name: &str) -> PyResult<Gradient> {
-    let dtype = dtype(py, name)?;
-    let made = match gradient {
-        (0, nbytes, lender) if nbytes > 0 => Gradient::lent(Box::new(Lending { function: lender }), nbytes, dtype),
-        gradient => Gradient::new(held(gradient), dtype),
-    };
-    made.map_err(|error| engine_error(py, &error))
 }
 
 pub(crate) fn rule(numbers: Numbers) -> Rule {
@@ -295,4 +380,21 @@ pub(crate) fn rule(numbers: Numbers) -> Rule {
     };
     let decoupled = other;
     Hyperparameters { lr, beta1, beta2, eps, weight_decay, decoupled, step, grad_scale, maximize, seed }.into()
+}
+
+/// The numbers of an update, from a `memascend.engine.Adam` or `Momentum`.
+fn rule_of(numbers: &Bound<'_, PyAny>) -> PyResult<Rule> {
+    let number = |name: &str| numbers.getattr(name)?.extract::<f64>();
+    let flag = |name: &str| numbers.getattr(name)?.extract::<bool>();
+    let (step, seed) = (numbers.getattr("step")?.extract()?, numbers.getattr("seed")?.extract()?);
+    let (lr, weight_decay, grad_scale) = (number("lr")?, number("weight_decay")?, number("grad_scale")?);
+    let maximize = flag("maximize")?;
+    let Some(decays) = numbers.getattr_opt("betas")? else {
+        let (momentum, dampening, nesterov) = (number("momentum")?, number("dampening")?, flag("nesterov")?);
+        return Ok(
+            Momentum { lr, momentum, dampening, weight_decay, nesterov, step, grad_scale, maximize, seed }.into()
+        );
+    };
+    let ((beta1, beta2), eps, decoupled) = (decays.extract()?, number("eps")?, flag("decoupled")?);
+    Ok(Hyperparameters { lr, beta1, beta2, eps, weight_decay, decoupled, step, grad_scale, maximize, seed }.into())
 }

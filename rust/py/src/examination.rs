@@ -1,6 +1,6 @@
 //! Translates the examination of whole stores for Python, with progress.
 
-use std::{path::PathBuf, sync::Arc};
+use std::path::PathBuf;
 
 use memascend_store::{Create, Error, Examined};
 use pyo3::{prelude::*, types::PyDict};
@@ -8,13 +8,11 @@ use pyo3::{prelude::*, types::PyDict};
 use crate::{
     agreement::{SharedRun, named_run},
     errors::store_error,
-    store::Store,
 };
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(store_examine, module)?)?;
-    module.add_function(wrap_pyfunction!(store_commits, module)?)?;
-    module.add_function(wrap_pyfunction!(store_look, module)?)
+    module.add_function(wrap_pyfunction!(store_commits, module)?)
 }
 
 /// Reads and checks both commits; `progress(done, all)` may raise. Of each: "generation", "step", "pieces", "bytes",
@@ -56,17 +54,6 @@ fn store_commits(py: Python<'_>, paths: Vec<PathBuf>, backend: &str) -> PyResult
 
 /// Generation, run, whether it is kept.
 type Named = (u64, SharedRun, bool);
-
-/// Opens a store to be looked at, damaged or not: nothing can be staged, and nothing is written.
-#[pyfunction]
-#[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
-fn store_look(py: Python<'_>, paths: Vec<PathBuf>, backend: &str) -> PyResult<Store> {
-    let how = how(py, backend)?;
-    let found = py.detach(|| memascend_store::Store::look(&paths, &how));
-    let inner = Arc::new(found.map_err(|error| store_error(py, &error))?);
-    memascend_engine::apply_logs(&inner);
-    Ok(Store { inner, created: false })
-}
 
 fn how(py: Python<'_>, backend: &str) -> PyResult<Create> {
     let mut how = Create::default();

@@ -7,7 +7,10 @@
 use std::{num::NonZeroUsize, slice};
 
 use memascend_math::{self as math, Bf16, Exec, F16, Floats, FloatsMut, Hyperparameters, Scalars, Simd, State};
-use pyo3::prelude::*;
+use pyo3::{
+    prelude::*,
+    types::{PyBytes, PyFloat, PyInt},
+};
 
 use crate::errors::math_error;
 
@@ -75,11 +78,12 @@ fn kernel_scalars(
     ))
 }
 
-/// A sum of squares: as whole units, where it is a number of them, and rounded. See `memascend.tensors`.
-pub(crate) type Summed = (Option<Vec<u8>>, f64);
-
-pub(crate) fn summed(squares: &math::Squares) -> Summed {
-    (squares.units().map(Vec::from), squares.value())
+/// A sum of squares: whole units, where it is a number of them, or a float. See `memascend.tensors.Squares`.
+pub(crate) fn summed<'py>(py: Python<'py>, squares: &math::Squares) -> PyResult<Bound<'py, PyAny>> {
+    match squares.units() {
+        Some(units) => py.get_type::<PyInt>().call_method1("from_bytes", (PyBytes::new(py, &units), "little")),
+        None => Ok(PyFloat::new(py, squares.value()).into_any()),
+    }
 }
 
 /// Checks and unscales each of several gradients; the flag of any, the sum of all.
@@ -89,9 +93,9 @@ fn kernel_check(
     grads: Vec<(usize, u8, usize)>,
     inv_scale: f32,
     threads: NonZeroUsize,
-) -> PyResult<(bool, Summed)> {
+) -> PyResult<(bool, Bound<'_, PyAny>)> {
     let exec = exec(py, threads)?;
-    py.detach(|| {
+    let checked = py.detach(|| {
         let mut found = false;
         let mut squares = math::Squares::ZERO;
         for (address, dtype, numel) in grads {
@@ -101,9 +105,10 @@ fn kernel_check(
             found |= one.nonfinite;
             squares.merge(&one.squares);
         }
-        Ok((found, summed(&squares)))
-    })
-    .map_err(|error| math_error(py, &error))
+        Ok((found, squares))
+    });
+    let (found, squares) = checked.map_err(|error| math_error(py, &error))?;
+    Ok((found, summed(py, &squares)?))
 }
 
 /// One step of `AdamW` or `Adam`.

@@ -7,11 +7,16 @@ use std::{
 };
 
 use memascend_mem::{self as mem, Wait};
-use pyo3::{ffi, prelude::*};
+use pyo3::{
+    exceptions::{PyOverflowError, PyTypeError},
+    ffi,
+    prelude::*,
+    types::{PyDict, PyInt, PyTuple},
+};
 
 use crate::{
-    arguments::Seconds,
-    errors::{memory_error, usage_error},
+    arguments::{Seconds, shown},
+    errors::{config_error, memory_error, usage_error},
     slow_drop::Detached,
     waiting::waiting,
 };
@@ -21,8 +26,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<LeaseBuffer>()
 }
 
-/// A hold on a slot; the buffers made of it hold it too. See `memascend.memory.Lease`.
-#[pyclass(frozen, module = "memascend._core")]
+/// A hold on bytes of an arena or a ring. It goes back when it and every tensor in it are gone.
+#[pyclass(frozen, module = "memascend.memory")]
 pub(crate) struct Lease {
     nbytes: usize,
     /// `None` once returned.
@@ -34,16 +39,73 @@ const IN_USE: &str = "a tensor still lives in this lease; drop every view of it,
 
 #[pymethods]
 impl Lease {
+    /// Bytes asked for.
     #[getter]
     fn nbytes(&self) -> usize {
         self.nbytes
     }
 
+    /// Whether it was returned.
     #[getter]
     fn returned(&self) -> bool {
         self.held().is_none()
     }
 
+    /// A tensor in the leased bytes, without a copy; its contents are what was there before.
+    ///
+    /// The lease lives exactly as long as the last view of the tensor, whatever becomes of this object.
+    fn tensor<'py>(&self, shape: &Bound<'py, PyAny>, dtype: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let py = shape.py();
+        let torch = py.import("torch")?;
+        let shape = sizes(shape)?;
+        if !dtype.is_instance(&torch.getattr("dtype")?)? {
+            return Err(config_error(py, format!("dtype must be a torch.dtype, not {}", shown(dtype))));
+        }
+        if dtype.to_string().starts_with("torch.q") {
+            // torch crashes on a quantized view of plain bytes.
+            let message = format!("a lease cannot hold the quantized type {dtype}; take the integers underneath");
+            return Err(config_error(py, message));
+        }
+        let width: usize = dtype.getattr("itemsize")?.extract()?;
+        let elements = shape.iter().fold(1_u128, |elements, size| elements.saturating_mul(size.unsigned_abs().into()));
+        let needed = elements.saturating_mul(width as u128);
+        let tuple = PyTuple::new(py, &shape)?;
+        if needed > self.nbytes as u128 {
+            let nbytes = self.nbytes;
+            let message =
+                format!("a tensor of shape {tuple} and {dtype} needs {needed} bytes; the lease holds {nbytes}");
+            return Err(config_error(py, message));
+        }
+        let buffer = self.buffer(py)?;
+        let options = PyDict::new(py);
+        options.set_item("dtype", dtype)?;
+        if elements == 0 {
+            // torch makes no empty tensor of a buffer; it would hold nothing anyway.
+            options.set_item("device", "cpu")?;
+            return torch.call_method("empty", (tuple,), Some(&options));
+        }
+        options.set_item("count", elements)?;
+        // A tensor that is made inside inference_mode could never be written outside of it.
+        let within = torch.call_method0("is_inference_mode_enabled")?.is_truthy()?;
+        let outside = if within { Some(torch.call_method1("inference_mode", (false,))?) } else { None };
+        if let Some(outside) = &outside {
+            outside.call_method0("__enter__")?;
+        }
+        let tensor = torch.call_method("frombuffer", (buffer,), Some(&options));
+        if let Some(outside) = &outside {
+            outside.call_method1("__exit__", (py.None(), py.None(), py.None()))?;
+        }
+        let tensor = tensor?;
+        if !tensor.call_method0("data_ptr")?.extract::<usize>()?.is_multiple_of(width) {
+            let message =
+                format!("this slot is not aligned for {dtype}: plan its class as a multiple of {width} bytes");
+            return Err(config_error(py, message));
+        }
+        // In place, so that it is a tensor of its own and no view, as one that torch allocates.
+        tensor.call_method1("resize_", (tuple,))
+    }
+
+    /// The leased bytes as a writable buffer, which holds the lease as a tensor does.
     fn buffer(&self, py: Python<'_>) -> PyResult<LeaseBuffer> {
         let held = self.held().as_ref().map(Arc::clone);
         // The lock is given back before an exception is made: that may collect garbage, which may run Python code, which
@@ -51,6 +113,7 @@ impl Lease {
         held.map(|lease| LeaseBuffer { lease: Some(lease) }).ok_or_else(|| usage_error(py, RETURNED))
     }
 
+    /// Return an unused lease at once.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
         let returned = {
             let mut held = self.held();
@@ -71,6 +134,50 @@ impl Lease {
             Err(why) => Err(usage_error(py, why)),
         }
     }
+
+    /// As `release`, unless it was returned before.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        if self.returned() { Ok(()) } else { self.release(py) }
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_raised))]
+    fn __exit__(&self, py: Python<'_>, _raised: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Lease({} bytes{})", self.nbytes, if self.returned() { ", returned" } else { "" })
+    }
+}
+
+/// The sizes of a tensor, from an integer or a sequence of integers; past the largest there is, the largest.
+fn sizes(shape: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
+    let py = shape.py();
+    let one = |size: &Bound<'_, PyAny>| match size.extract::<i64>() {
+        Err(error) if error.is_instance_of::<PyOverflowError>(py) => Ok(i64::MAX),
+        size => size,
+    };
+    let found: PyResult<Vec<i64>> = if shape.is_instance_of::<PyInt>() {
+        one(shape).map(|size| vec![size])
+    } else {
+        shape.try_iter().and_then(|sizes| sizes.map(|size| one(&size?)).collect())
+    };
+    let found = found.map_err(|error| {
+        if !error.is_instance_of::<PyTypeError>(py) {
+            return error;
+        }
+        let message = format!("a tensor's shape is an integer or a sequence of integers, not {}", shown(shape));
+        config_error(py, message)
+    })?;
+    if found.iter().any(|&size| size < 0) {
+        let given = PyTuple::new(py, &found)?;
+        return Err(config_error(py, format!("a tensor's sizes are 0 or more, not {given}")));
+    }
+    Ok(found)
 }
 
 impl Lease {

@@ -23,6 +23,7 @@ mod slow_drop;
 mod source;
 mod state;
 mod store;
+mod tensors;
 mod waiting;
 
 use pyo3::prelude::*;

@@ -1,6 +1,7 @@
 //! Translates `rust/mem` for Python: regions, arenas, rings, files in memory.
 
 use std::{
+    collections::BTreeMap,
     ffi::c_int,
     os::fd::{BorrowedFd, RawFd},
     sync::{Mutex, MutexGuard},
@@ -8,9 +9,9 @@ use std::{
 
 use memascend_mem::{self as mem, ArenaStats, Layout, OnFork, OwnerStats, Pin, Pinned};
 use pyo3::{
-    ffi,
+    Borrowed, ffi,
     prelude::*,
-    types::{PyBool, PyDict, PyString},
+    types::{PyBool, PyDict, PyString, PyTuple},
 };
 
 use crate::{
@@ -27,78 +28,109 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<ChunkRing>()?;
     module.add_class::<FileMemory>()?;
     module.add_class::<Heap>()?;
+    module.add_class::<HostArena>()?;
+    module.add_class::<LayoutBytes>()?;
     module.add_function(wrap_pyfunction!(ignore_captures, module)?)?;
     module.add_function(wrap_pyfunction!(is_file_memory, module)?)?;
-    module.add_function(wrap_pyfunction!(memory_layout, module)?)?;
-    module.add_function(wrap_pyfunction!(memory_limits, module)?)?;
-    module.add_function(wrap_pyfunction!(memory_regions, module)?)
+    module.add_function(wrap_pyfunction!(layout, module)?)?;
+    module.add_function(wrap_pyfunction!(limits, module)?)?;
+    module.add_function(wrap_pyfunction!(regions, module)?)
 }
 
-/// Page-aligned memory outside Python's heap. See `memascend.memory.Region`.
-#[pyclass(frozen, module = "memascend._core")]
-struct Region {
+/// Page-aligned memory on huge pages, pinned as well as can be had, populated before use.
+///
+/// Exactly `nbytes`, rounded up to the page and to nothing else. The memory goes back to the system when the region is
+/// closed and the last tensor in it is gone. `pinned` says how it is pinned, `why_not` why no better.
+#[pyclass(frozen, module = "memascend.memory")]
+pub(crate) struct Region {
     inner: Detached<mem::Region>,
 }
 
 #[pymethods]
 impl Region {
     #[new]
-    #[pyo3(signature = (nbytes, pin, on_fork, owner))]
-    fn new(
-        nbytes: &Bound<'_, PyAny>,
-        pin: &Bound<'_, PyAny>,
-        on_fork: &Bound<'_, PyAny>,
-        owner: &str,
-    ) -> PyResult<Self> {
-        let py = nbytes.py();
-        let nbytes = size("nbytes", nbytes)?;
-        let (pin, on_fork) = (pin_wish(pin)?, fork_wish(on_fork)?);
-        let made = interruptible(py, |keep_going| mem::Region::interruptible(nbytes, pin, on_fork, owner, keep_going))?;
-        Ok(Self { inner: Detached::new(made.map_err(|error| memory_error(py, &error))?) })
+    #[pyo3(
+        signature = (nbytes, pin=PinWish(Pin::Auto), *, on_fork=ForkWish(OnFork::Copy), owner="region"),
+        text_signature = "(nbytes, pin='auto', *, on_fork='copy', owner='region')"
+    )]
+    fn new(nbytes: &Bound<'_, PyAny>, pin: PinWish, on_fork: ForkWish, owner: &str) -> PyResult<Self> {
+        Self::mapped(nbytes.py(), size("nbytes", nbytes)?, pin.0, on_fork.0, owner)
     }
 
+    /// Bytes asked for.
     #[getter]
     fn nbytes(&self) -> usize {
         self.inner.asked_bytes()
     }
 
+    /// Bytes mapped: `nbytes` rounded up to the page.
     #[getter]
     fn mapped_bytes(&self) -> usize {
         self.inner.bytes()
     }
 
+    /// How it is pinned: "mlock", "cuda" or False.
     #[getter]
     fn pinned<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
         pinned_shown(py, self.inner.pinned())
     }
 
+    /// Why it is not pinned better, where more was wished for.
     #[getter]
     fn why_not(&self) -> Option<&str> {
         self.inner.why_not()
     }
 
+    /// Bytes that lie on huge pages now. Asks the kernel, which takes milliseconds.
     #[getter]
     fn huge_bytes(&self, py: Python<'_>) -> usize {
         py.detach(|| self.inner.huge_bytes())
     }
 
+    /// Why fewer bytes lie on huge pages than could; None where all do.
     #[getter]
     fn why_not_huge(&self, py: Python<'_>) -> Option<String> {
         py.detach(|| self.inner.why_not_huge())
     }
 
+    /// Whether `close()` was called.
     #[getter]
     fn closed(&self) -> bool {
         self.inner.is_closed()
     }
 
+    /// End new leases and every wait for one; unmap now, or with the last tensor. Twice is fine.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.inner.close());
     }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_raised))]
+    fn __exit__(&self, py: Python<'_>, _raised: &Bound<'_, PyTuple>) {
+        self.close(py);
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> String {
+        let state = if self.closed() { "closed".into() } else { format!("pinned={}", shown(&self.pinned(py))) };
+        format!("Region({} bytes, {state})", self.nbytes())
+    }
 }
 
-/// A region divided into slots. See `memascend.memory.Arena`.
-#[pyclass(frozen, module = "memascend._core")]
+impl Region {
+    fn mapped(py: Python<'_>, nbytes: usize, pin: Pin, on_fork: OnFork, owner: &str) -> PyResult<Self> {
+        let made = interruptible(py, |keep_going| mem::Region::interruptible(nbytes, pin, on_fork, owner, keep_going))?;
+        Ok(Self { inner: Detached::new(made.map_err(|error| memory_error(py, &error))?) })
+    }
+}
+
+/// A region divided into exact-size slots, planned once: leasing never allocates, fragments or surprises.
+///
+/// A lease takes a slot of the smallest class that holds it and never one of a larger class, so leases that the plan
+/// admits are granted in every order.
+#[pyclass(frozen, module = "memascend.memory")]
 struct Arena {
     inner: Detached<mem::Arena>,
 }
@@ -106,62 +138,166 @@ struct Arena {
 #[pymethods]
 impl Arena {
     #[new]
-    fn new(py: Python<'_>, region: &Region, classes: &Bound<'_, PyDict>) -> PyResult<Self> {
+    fn new(py: Python<'_>, region: &Region, classes: &Bound<'_, PyAny>) -> PyResult<Self> {
         let inner = mem::Arena::new(&region.inner, &planned(classes)?);
         Ok(Self { inner: Detached::new(inner.map_err(|error| memory_error(py, &error))?) })
     }
 
-    fn lease(&self, nbytes: &Bound<'_, PyAny>, seconds: Option<Seconds>, owner: &str) -> PyResult<Lease> {
+    /// Take `nbytes`, waiting up to `timeout` seconds (None: until there are). Ctrl-C ends the wait.
+    #[pyo3(signature = (nbytes, timeout=None, owner="user"))]
+    fn lease(&self, nbytes: &Bound<'_, PyAny>, timeout: Option<Seconds>, owner: &str) -> PyResult<Lease> {
         let py = nbytes.py();
         let nbytes = size("nbytes", nbytes)?;
         let owner = self.inner.owner(owner).map_err(|error| memory_error(py, &error))?;
-        leased(py, seconds, |wait| self.inner.lease(nbytes, owner, wait))
+        leased(py, timeout, |wait| self.inner.lease(nbytes, owner, wait))
     }
 
+    /// How many slots are free that `lease(nbytes)` may take: at 0 it would wait.
     fn free_slots(&self, py: Python<'_>, nbytes: usize) -> PyResult<usize> {
         self.inner.free_slots(nbytes).map_err(|error| memory_error(py, &error))
     }
 
+    /// Bytes of the slots that are taken now, `"in_use"` of `stats()`.
     #[getter]
     fn in_use_bytes(&self) -> usize {
         self.inner.in_use_bytes()
     }
 
+    /// Bytes of the arena's own records, "tables" of `stats()`.
     #[getter]
     fn table_bytes(&self) -> usize {
         self.inner.table_bytes()
     }
 
+    /// What is held and was waited for: "capacity", "reserved", `"in_use"`, "bytes", "peak", "classes", "owners" and more.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         stats(py, &self.inner.stats())
     }
 }
 
-/// Chunks of one size. See `memascend.memory.ChunkRing`.
-#[pyclass(frozen, module = "memascend._core")]
+/// An arena of the planned classes, {bytes: count}; each slot that is added has a region of its own.
+#[pyclass(frozen, module = "memascend.memory")]
+struct HostArena {
+    inner: Detached<mem::GrowingArena>,
+}
+
+#[pymethods]
+impl HostArena {
+    #[new]
+    fn new(classes: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let (py, classes) = (classes.py(), planned(classes)?);
+        let made = interruptible(py, |keep_going| mem::GrowingArena::new(&classes, keep_going))?;
+        Ok(Self { inner: Detached::new(made.map_err(|error| memory_error(py, &error))?) })
+    }
+
+    /// Take memory for one more lease of `nbytes`; how many bytes that took.
+    fn add(&self, py: Python<'_>, nbytes: usize) -> PyResult<usize> {
+        interruptible(py, |keep_going| self.inner.add(nbytes, keep_going))?.map_err(|error| memory_error(py, &error))
+    }
+
+    /// The slots beyond the planned ones, {bytes: count}.
+    #[getter]
+    fn added(&self) -> BTreeMap<usize, usize> {
+        self.inner.added_slots()
+    }
+
+    /// The memory that they took: what the plan did not have.
+    #[getter]
+    fn added_bytes(&self) -> usize {
+        self.inner.added_bytes()
+    }
+
+    /// As `Arena.lease`; only for a planned slot is waited.
+    #[pyo3(signature = (nbytes, timeout=None, owner="user"))]
+    fn lease(&self, py: Python<'_>, nbytes: usize, timeout: Option<Seconds>, owner: &str) -> PyResult<Lease> {
+        leased(py, timeout, |wait| self.inner.lease(nbytes, owner, wait))
+    }
+
+    /// How many slots are free that `lease(nbytes)` may take.
+    fn free_slots(&self, py: Python<'_>, nbytes: usize) -> PyResult<usize> {
+        self.inner.free_slots(nbytes).map_err(|error| memory_error(py, &error))
+    }
+
+    /// Bytes of the slots that are taken now.
+    #[getter]
+    fn in_use_bytes(&self) -> usize {
+        self.inner.in_use_bytes()
+    }
+
+    /// Bytes of the arenas' own records.
+    #[getter]
+    fn table_bytes(&self) -> usize {
+        self.inner.table_bytes()
+    }
+
+    /// All memory that is held, 0 once it was closed.
+    #[getter]
+    fn held_bytes(&self) -> usize {
+        self.inner.held_bytes()
+    }
+
+    /// Let the memory go.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.inner.close());
+    }
+}
+
+/// Equal chunks for staging, handed between threads, in a region of their own, pinned as `Region` says.
+///
+/// A forked child sees zeros in them: what is being staged is no business of a child's.
+#[pyclass(frozen, module = "memascend.memory")]
 struct ChunkRing {
     inner: Detached<mem::ChunkRing>,
+    /// The region that the chunks lie in.
+    #[pyo3(get)]
+    region: Py<Region>,
 }
 
 #[pymethods]
 impl ChunkRing {
     #[new]
-    fn new(region: &Region, chunk_bytes: &Bound<'_, PyAny>, count: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let inner = mem::ChunkRing::new(&region.inner, size("chunk_bytes", chunk_bytes)?, size("count", count)?);
-        Ok(Self { inner: Detached::new(inner.map_err(|error| memory_error(count.py(), &error))?) })
+    #[pyo3(
+        signature = (chunk_bytes, count, pin=PinWish(Pin::Auto)),
+        text_signature = "(chunk_bytes, count, pin='auto')"
+    )]
+    fn new(chunk_bytes: &Bound<'_, PyAny>, count: &Bound<'_, PyAny>, pin: PinWish) -> PyResult<Self> {
+        let py = count.py();
+        let (chunk_bytes, count) = (size("chunk_bytes", chunk_bytes)?, size("count", count)?);
+        let layout = Layout::unbounded(&[(chunk_bytes, count)]).map_err(|error| memory_error(py, &error))?;
+        let region = Region::mapped(py, layout.reserved_bytes(), pin.0, OnFork::Wipe, "chunk ring")?;
+        let inner = mem::ChunkRing::new(&region.inner, chunk_bytes, count);
+        let inner = Detached::new(inner.map_err(|error| memory_error(py, &error))?);
+        Ok(Self { inner, region: Py::new(py, region)? })
     }
 
-    fn lease(&self, py: Python<'_>, seconds: Option<Seconds>, owner: &str) -> PyResult<Lease> {
+    /// Take a chunk; waiting and errors as `Arena.lease`.
+    #[pyo3(signature = (timeout=None, owner="user"))]
+    fn lease(&self, py: Python<'_>, timeout: Option<Seconds>, owner: &str) -> PyResult<Lease> {
         let owner = self.inner.owner(owner).map_err(|error| memory_error(py, &error))?;
-        leased(py, seconds, |wait| self.inner.lease(owner, wait))
+        leased(py, timeout, |wait| self.inner.lease(owner, wait))
     }
 
+    /// As `Arena.stats`.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         stats(py, &self.inner.stats())
     }
+
+    /// Close the ring's region; see `Region.close`.
+    fn close(&self, py: Python<'_>) {
+        self.region.get().close(py);
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_raised))]
+    fn __exit__(&self, py: Python<'_>, _raised: &Bound<'_, PyTuple>) {
+        self.close(py);
+    }
 }
 
-/// The bytes of a file as a writable buffer, which lives as long as this object. See `memascend.memory.file_memory`.
+/// The bytes of a file as a writable buffer, which lives as long as this object; see `memascend.memory.file_memory`.
 #[pyclass(frozen, module = "memascend._core")]
 struct FileMemory {
     inner: Detached<mem::FileMemory>,
@@ -188,26 +324,49 @@ impl FileMemory {
     }
 }
 
-/// Whether a `FileMemory` begins at this address.
+/// Whether what `file_memory` made begins at this address.
 #[pyfunction]
 fn is_file_memory(address: usize) -> bool {
     mem::is_file_memory(address)
 }
 
+/// Let what this thread does from now on leave alone what other threads capture into CUDA graphs.
+///
+/// Else a capture fails as soon as this one asks whether a copy is over. Whether that could be said to the driver; where
+/// the process has not loaded it, nobody captures.
 #[pyfunction]
 fn ignore_captures() -> bool {
     mem::ignore_captures()
 }
 
-/// Where the slots of a plan would lie: (bytes asked for, bytes reserved).
-#[pyfunction]
-fn memory_layout(classes: &Bound<'_, PyDict>) -> PyResult<(usize, usize)> {
-    let layout = Layout::unbounded(&planned(classes)?).map_err(|error| memory_error(classes.py(), &error))?;
-    Ok((layout.asked_bytes(), layout.reserved_bytes()))
+/// What an arena of classes takes: bytes asked for, and bytes reserved once every slot is aligned for I/O.
+#[pyclass(frozen, get_all, name = "Layout", module = "memascend.memory")]
+struct LayoutBytes {
+    asked: usize,
+    reserved: usize,
 }
 
-/// The C library's heap while a model is trained. See `memascend.memory.Heap`.
-#[pyclass(frozen, module = "memascend._core")]
+#[pymethods]
+impl LayoutBytes {
+    fn __repr__(&self) -> String {
+        format!("Layout(asked={}, reserved={})", self.asked, self.reserved)
+    }
+}
+
+/// What an arena of `classes` ({bytes: count}) takes: `Region(layout(classes).reserved)` fits it.
+#[pyfunction]
+fn layout(classes: &Bound<'_, PyAny>) -> PyResult<LayoutBytes> {
+    let layout = Layout::unbounded(&planned(classes)?).map_err(|error| memory_error(classes.py(), &error))?;
+    Ok(LayoutBytes { asked: layout.asked_bytes(), reserved: layout.reserved_bytes() })
+}
+
+/// The C library's heap while a model is trained: it maps allocations from 1 MiB on, and gives back what is free.
+///
+/// glibc raises that threshold by itself, and its heap grows with the depth of a model then. A model that was made in the
+/// heap leaves holes, which gradients would fill one after another: they are taken, and free again after `close()`.
+/// `MEMASCEND_MALLOC=system` in the environment leaves the heap alone; glibc's own variables, by which somebody chose,
+/// leave their thresholds and the holes.
+#[pyclass(frozen, module = "memascend.memory")]
 struct Heap {
     inner: Mutex<Option<mem::Heap>>,
 }
@@ -219,16 +378,28 @@ impl Heap {
         Self { inner: Mutex::new(Some(mem::Heap::new())) }
     }
 
+    /// Give back what is free, and take the holes: large memory was freed that does not come again.
     fn take_holes(&self, py: Python<'_>) {
         py.detach(|| self.held().as_mut().map(mem::Heap::take_holes));
     }
 
+    /// Give back to the system what is free.
     fn trim(&self, py: Python<'_>) {
         py.detach(|| self.held().as_ref().map(mem::Heap::trim));
     }
 
+    /// Make the holes free for anybody. Twice is fine.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.held().take());
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_raised))]
+    fn __exit__(&self, py: Python<'_>, _raised: &Bound<'_, PyTuple>) {
+        self.close(py);
     }
 }
 
@@ -238,9 +409,9 @@ impl Heap {
     }
 }
 
-/// The limits on this process's memory, as they are now.
+/// The limits on this process's memory now, in bytes: "available", what it is `"limited_by"`, and each of them.
 #[pyfunction]
-fn memory_limits(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+fn limits(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let limits = py.detach(mem::memory_limits);
     let dict = PyDict::new(py);
     dict.set_item("available", limits.headroom.available_bytes)?;
@@ -258,9 +429,9 @@ fn memory_limits(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     Ok(dict)
 }
 
-/// The regions that are mapped now.
+/// Every region that is mapped now: its "owner", "bytes" and how it is "pinned".
 #[pyfunction]
-fn memory_regions(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
+fn regions(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
     let region = |stats: mem::RegionStats| {
         let dict = PyDict::new(py);
         dict.set_item("owner", stats.owner)?;
@@ -271,26 +442,45 @@ fn memory_regions(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
     mem::regions().into_iter().map(region).collect()
 }
 
-fn pin_wish(pin: &Bound<'_, PyAny>) -> PyResult<Pin> {
-    let word = pin.cast::<PyString>().ok().map(ToString::to_string);
-    let no = pin.cast::<PyBool>().is_ok_and(|wish| !wish.is_true());
-    match word.as_deref() {
-        Some("auto") => Ok(Pin::Auto),
-        Some("mlock") => Ok(Pin::Mlock),
-        Some("cuda") => Ok(Pin::Cuda),
-        None if no => Ok(Pin::Off),
-        _ => Err(config_error(
-            pin.py(),
-            format!("pin must be \"auto\", \"mlock\", \"cuda\" or False, not {}", shown(pin)),
-        )),
+/// How memory is to be pinned, as Python says it.
+#[derive(Clone, Copy)]
+struct PinWish(Pin);
+
+impl<'py> FromPyObject<'_, 'py> for PinWish {
+    type Error = PyErr;
+
+    fn extract(pin: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let word = pin.cast::<PyString>().ok().map(|word| word.to_string());
+        let no = pin.cast::<PyBool>().is_ok_and(|wish| !wish.is_true());
+        match word.as_deref() {
+            Some("auto") => Ok(Self(Pin::Auto)),
+            Some("mlock") => Ok(Self(Pin::Mlock)),
+            Some("cuda") => Ok(Self(Pin::Cuda)),
+            None if no => Ok(Self(Pin::Off)),
+            _ => Err(config_error(
+                pin.py(),
+                format!("pin must be \"auto\", \"mlock\", \"cuda\" or False, not {}", shown(&pin)),
+            )),
+        }
     }
 }
 
-fn fork_wish(on_fork: &Bound<'_, PyAny>) -> PyResult<OnFork> {
-    match on_fork.cast::<PyString>().ok().map(ToString::to_string).as_deref() {
-        Some("copy") => Ok(OnFork::Copy),
-        Some("wipe") => Ok(OnFork::Wipe),
-        _ => Err(config_error(on_fork.py(), format!("on_fork must be \"copy\" or \"wipe\", not {}", shown(on_fork)))),
+/// What a forked child is to see, as Python says it.
+#[derive(Clone, Copy)]
+struct ForkWish(OnFork);
+
+impl<'py> FromPyObject<'_, 'py> for ForkWish {
+    type Error = PyErr;
+
+    fn extract(on_fork: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        match on_fork.cast::<PyString>().ok().map(|word| word.to_string()).as_deref() {
+            Some("copy") => Ok(Self(OnFork::Copy)),
+            Some("wipe") => Ok(Self(OnFork::Wipe)),
+            _ => Err(config_error(
+                on_fork.py(),
+                format!("on_fork must be \"copy\" or \"wipe\", not {}", shown(&on_fork)),
+            )),
+        }
     }
 }
 
@@ -302,7 +492,9 @@ fn pinned_shown(py: Python<'_>, pinned: Pinned) -> Bound<'_, PyAny> {
     }
 }
 
-fn planned(classes: &Bound<'_, PyDict>) -> PyResult<Vec<(usize, usize)>> {
+/// Classes of an arena, from any mapping of bytes to counts.
+fn planned(classes: &Bound<'_, PyAny>) -> PyResult<Vec<(usize, usize)>> {
+    let classes = classes.py().get_type::<PyDict>().call1((classes,))?.cast_into::<PyDict>()?;
     classes
         .iter()
         .map(|(bytes, count)| Ok((size("a class's bytes", &bytes)?, size("a class's count", &count)?)))

@@ -3,10 +3,14 @@
 use std::{path::PathBuf, ptr::NonNull};
 
 use memascend_nvme::{self as nvme, BackendChoice, Buffer, DeviceKind, Moved, NotBegun, Options};
-use pyo3::{buffer::PyBuffer, prelude::*, types::PyDict};
+use pyo3::{
+    buffer::PyBuffer,
+    prelude::*,
+    types::{PyDict, PyMemoryView, PyTuple},
+};
 
 use crate::{
-    arguments::{Seconds, size},
+    arguments::{Seconds, size as number},
     errors::{config_error, nvme_error},
     slow_drop::Detached,
     waiting::waiting,
@@ -18,109 +22,131 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(io_uring_why_not, module)?)
 }
 
-/// One address space over one or several devices. See `memascend.nvme.Volume`.
-#[pyclass(frozen, module = "memascend._core")]
+/// One address space over one or several devices; `memascend.nvme.open()` makes it. Any thread may use it.
+///
+/// Operations on different bytes never disturb each other, also inside one block of the device. Of operations on the same
+/// bytes, wait for one before beginning the next. Closing, dropping and the end of the interpreter wait for what is in
+/// flight.
+#[pyclass(frozen, weakref, module = "memascend.nvme")]
 struct Volume {
     inner: Detached<nvme::Volume>,
+    paths: Vec<PathBuf>,
 }
 
 #[pymethods]
 impl Volume {
     #[new]
+    #[pyo3(signature = (paths, size, queue_depth, stripe, backend))]
     fn new(
         py: Python<'_>,
         paths: Vec<PathBuf>,
-        nbytes: Option<&Bound<'_, PyAny>>,
+        size: Option<&Bound<'_, PyAny>>,
         queue_depth: Option<&Bound<'_, PyAny>>,
         stripe: Option<&Bound<'_, PyAny>>,
         backend: &str,
     ) -> PyResult<Self> {
+        let whole = |name, value: Option<&Bound<'_, PyAny>>| value.map(|value| number(name, value)).transpose();
         let mut options = Options::default();
-        options.size_bytes = nbytes.map(|nbytes| size("size", nbytes)).transpose()?.map(|nbytes| nbytes as u64);
-        options.queue_depth = queue_depth.map(|depth| size("queue_depth", depth)).transpose()?;
-        options.stripe_bytes = stripe.map(|stripe| size("stripe", stripe)).transpose()?.map(|stripe| stripe as u64);
+        options.size_bytes = whole("size", size)?.map(|nbytes| nbytes as u64);
+        options.queue_depth = whole("queue_depth", queue_depth)?;
+        options.stripe_bytes = whole("stripe", stripe)?.map(|nbytes| nbytes as u64);
         options.backend = chosen(py, backend)?;
-        let inner = py.detach(move || nvme::Volume::open(&paths, &options));
-        Ok(Self { inner: Detached::new(inner.map_err(|error| nvme_error(py, &error))?) })
+        let inner = py.detach(|| nvme::Volume::open(&paths, &options));
+        Ok(Self { inner: Detached::new(inner.map_err(|error| nvme_error(py, &error))?), paths })
     }
 
-    /// Begins a transfer of `nbytes` at `address`, which stay valid as long as `keep` lives.
+    /// The paths of its devices, as they were given.
+    #[getter]
+    fn paths<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.paths.iter().map(|path| path.as_os_str()))
+    }
+
+    /// Begin to fill `into`, a contiguous CPU tensor or a writable buffer, with the bytes from `offset` on.
     ///
-    /// Only `memascend.nvme` calls it, with the address of a tensor and its storage.
-    fn begin_at(
-        &self,
-        py: Python<'_>,
-        write: bool,
-        address: usize,
-        nbytes: usize,
-        keep: Py<PyAny>,
-        offset: &Bound<'_, PyAny>,
-    ) -> PyResult<Ticket> {
-        self.begin(py, write, Held::new(address, nbytes, keep), offset)
+    /// Offset, length and address that are multiples of `alignment` go straight; others are right, and are copied.
+    fn read(&self, into: &Bound<'_, PyAny>, offset: &Bound<'_, PyAny>) -> PyResult<Ticket> {
+        let held = Held::of(into, false)?;
+        begun(into.py(), self.inner.read(held, number("offset", offset)? as u64))
     }
 
-    /// Begins a transfer of a contiguous buffer of bytes, writable unless `write`.
-    fn begin_buffer(
-        &self,
-        py: Python<'_>,
-        write: bool,
-        view: &Bound<'_, PyAny>,
-        offset: &Bound<'_, PyAny>,
-    ) -> PyResult<Ticket> {
-        // The view that is kept holds the export of the memory; this second one tells where it is.
-        let buffer = PyBuffer::<u8>::get(view)?;
-        if !buffer.is_c_contiguous() || (buffer.readonly() && !write) {
-            return Err(config_error(py, "the buffer is not contiguous, or is read-only".into()));
-        }
-        let address = NonNull::new(buffer.buf_ptr().cast()).unwrap_or(NonNull::dangling());
-        let nbytes = buffer.len_bytes();
-        self.begin(py, write, Held { address, nbytes, _keep: view.clone().unbind() }, offset)
+    /// Begin to write `data`, a contiguous CPU tensor or a buffer, to `offset`.
+    ///
+    /// Done means that the device has the bytes; `flush()` makes them survive a loss of power.
+    fn write(&self, data: &Bound<'_, PyAny>, offset: &Bound<'_, PyAny>) -> PyResult<Ticket> {
+        let held = Held::of(data, true)?;
+        begun(data.py(), self.inner.write(held, number("offset", offset)? as u64))
     }
 
-    #[pyo3(signature = (seconds=None))]
-    fn flush(&self, py: Python<'_>, seconds: Option<Seconds>) -> PyResult<()> {
-        waiting(py, seconds, |wait| self.inner.flush(wait))?.map_err(|error| nvme_error(py, &error))
+    /// Make every write that was begun before survive a loss of power, on every device. Waits for them first.
+    #[pyo3(signature = (timeout=None))]
+    fn flush(&self, py: Python<'_>, timeout: Option<Seconds>) -> PyResult<()> {
+        waiting(py, timeout, |wait| self.inner.flush(wait))?.map_err(|error| nvme_error(py, &error))
     }
 
+    /// Wait for what is in flight, then let go of the devices. Twice is fine. Does not flush.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         waiting(py, None, |wait| self.inner.close(wait))?.map_err(|error| nvme_error(py, &error))
     }
 
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_raised))]
+    fn __exit__(&self, py: Python<'_>, _raised: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
+    }
+
+    /// Whether it was closed.
     #[getter]
     fn closed(&self) -> bool {
         self.inner.is_closed()
     }
 
+    /// Bytes that it holds.
     #[getter]
     fn size(&self) -> u64 {
         self.inner.size_bytes()
     }
 
+    /// What offset, length and address must be multiples of to go straight to the device; 1: all do.
     #[getter]
     fn alignment(&self) -> usize {
         self.inner.alignment()
     }
 
+    /// Who carries the requests: `"io_uring"` or "threads".
     #[getter]
     fn backend(&self) -> &'static str {
         self.inner.backend().name()
     }
 
+    /// Why the backend is no better; None where it is the best or was asked for.
     #[getter]
     fn why_not(&self) -> Option<&str> {
         self.inner.why_not()
     }
 
+    /// Whether every device bypasses the page cache; `devices()` says why one does not.
     #[getter]
     fn direct(&self) -> bool {
         self.inner.is_direct()
     }
 
+    /// Requests of at most 1 MiB that the kernel has at once, for each device.
     #[getter]
     fn queue_depth(&self) -> usize {
         self.inner.queue_depth()
     }
 
+    fn __repr__(&self) -> String {
+        let how = if self.direct() { "direct" } else { "buffered" };
+        let state = if self.closed() { "closed".into() } else { format!("{}, {how}", self.backend()) };
+        let paths: Vec<_> = self.paths.iter().map(|path| path.to_string_lossy()).collect();
+        format!("Volume({}: {} bytes, {state})", paths.join(", "), self.size())
+    }
+
+    /// Its devices: "path", "kind" ("file" or "raw"), "bytes", `"why_buffered"` (None where it is direct).
     fn devices<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
         let device = |device: &nvme::DeviceInfo| {
             let dict = PyDict::new(py);
@@ -133,6 +159,7 @@ impl Volume {
         self.inner.devices().iter().map(device).collect()
     }
 
+    /// What it has done since it was opened: "read", "written", "flushes", "failed", `"in_flight"` and more.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.inner.stats();
         let dict = PyDict::new(py);
@@ -148,15 +175,8 @@ impl Volume {
     }
 }
 
-impl Volume {
-    fn begin(&self, py: Python<'_>, write: bool, held: Held, offset: &Bound<'_, PyAny>) -> PyResult<Ticket> {
-        let offset = size("offset", offset)? as u64;
-        let begun = if write { self.inner.write(held, offset) } else { self.inner.read(held, offset) };
-        match begun {
-            Ok(inner) => Ok(Ticket { inner }),
-            Err(NotBegun { error, .. }) => Err(nvme_error(py, &error)),
-        }
-    }
+fn begun(py: Python<'_>, begun: Result<nvme::Ticket<Held>, NotBegun<Held>>) -> PyResult<Ticket> {
+    begun.map(|inner| Ticket { inner }).map_err(|NotBegun { error, .. }| nvme_error(py, &error))
 }
 
 /// Memory of a Python object.
@@ -172,6 +192,64 @@ impl Held {
     pub(crate) fn new(address: usize, nbytes: usize, keep: Py<PyAny>) -> Self {
         let address = NonNull::new(std::ptr::with_exposed_provenance_mut(address)).unwrap_or(NonNull::dangling());
         Self { address, nbytes, _keep: keep }
+    }
+
+    /// That of a contiguous CPU tensor or of a buffer, to be written from or read into.
+    fn of(memory: &Bound<'_, PyAny>, write: bool) -> PyResult<Self> {
+        // A tensor exists only if torch was imported; who reads into a bytearray need not wait for that.
+        let modules = memory.py().import("sys")?.getattr("modules")?.cast_into::<PyDict>()?;
+        match modules.get_item("torch")? {
+            Some(torch) if memory.is_instance(&torch.getattr("Tensor")?)? => Self::of_tensor(memory),
+            _ => Self::of_buffer(memory, write),
+        }
+    }
+
+    fn of_tensor(tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let refused = |message: &str| Err(config_error(tensor.py(), message.into()));
+        let is = |question: &str| tensor.call_method0(question)?.is_truthy();
+        let device = tensor.getattr("device")?;
+        if device.getattr("type")?.extract::<String>()? != "cpu" {
+            return refused(&format!(
+                "only CPU tensors can be read and written, and this one is on {device}; copy it first"
+            ));
+        }
+        if tensor.getattr("layout")?.to_string() != "torch.strided" || !is("is_contiguous")? {
+            return refused(
+                "the tensor is not contiguous; pass tensor.contiguous(), or a tensor to read into and copy from",
+            );
+        }
+        if is("is_conj")? || is("is_neg")? {
+            return refused(
+                "the tensor is a lazy conjugate or negative, whose memory holds other values; resolve it first",
+            );
+        }
+        let address = tensor.call_method0("data_ptr")?.extract()?;
+        let nbytes = tensor.getattr("nbytes")?.extract()?;
+        Ok(Self::new(address, nbytes, tensor.call_method0("untyped_storage")?.unbind()))
+    }
+
+    fn of_buffer(memory: &Bound<'_, PyAny>, write: bool) -> PyResult<Self> {
+        let py = memory.py();
+        let Ok(view) = PyMemoryView::from(memory) else {
+            let kind = memory.get_type().name()?;
+            let message = format!("only contiguous CPU tensors and buffers can be read and written, not {kind}");
+            return Err(config_error(py, message));
+        };
+        if !view.getattr("c_contiguous")?.is_truthy()? {
+            return Err(config_error(py, "the buffer is not contiguous; make a contiguous copy".into()));
+        }
+        if !write && view.getattr("readonly")?.is_truthy()? {
+            return Err(config_error(py, "the buffer is read-only, so nothing can be read into it".into()));
+        }
+        let nbytes: usize = view.getattr("nbytes")?.extract()?;
+        if nbytes == 0 {
+            // A view of no bytes cannot be cast.
+            return Ok(Self::new(0, 0, py.None()));
+        }
+        let bytes = view.call_method1("cast", ("B",))?;
+        // The view that is kept holds the export of the memory; this second one tells where it is.
+        let buffer = PyBuffer::<u8>::get(&bytes)?;
+        Ok(Self::new(buffer.buf_ptr().expose_provenance(), nbytes, bytes.unbind()))
     }
 }
 
@@ -196,22 +274,26 @@ unsafe impl Buffer for Held {
     }
 }
 
-/// One operation in flight. See `memascend.nvme.Ticket`.
-#[pyclass(frozen, module = "memascend._core")]
+/// One operation in flight. Dropping it cancels nothing: the operation goes on and its memory lives until the end.
+///
+/// If a write fails after its ticket was dropped, the next `Volume.flush()` or `Volume.close()` raises its error, once.
+#[pyclass(frozen, module = "memascend.nvme")]
 struct Ticket {
     inner: nvme::Ticket<Held>,
 }
 
 #[pymethods]
 impl Ticket {
-    #[pyo3(signature = (seconds=None))]
-    fn wait(&self, py: Python<'_>, seconds: Option<Seconds>) -> PyResult<usize> {
-        waiting(py, seconds, |wait| self.inner.wait_until(wait))?.map_err(|error| nvme_error(py, &error))?;
+    /// Wait for the end, without the GIL, up to `timeout` seconds; the bytes moved, which is all of them.
+    #[pyo3(signature = (timeout=None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<Seconds>) -> PyResult<usize> {
+        waiting(py, timeout, |wait| self.inner.wait_until(wait))?.map_err(|error| nvme_error(py, &error))?;
         self.let_go();
         let outcome = self.inner.outcome().unwrap_or(Err(nvme::Error::Closed));
         outcome.map_err(|error| nvme_error(py, &error))
     }
 
+    /// Whether it has ended, well or not; `wait()` then returns or raises at once.
     fn done(&self) -> bool {
         let done = self.inner.is_done();
         if done {
@@ -228,7 +310,7 @@ impl Ticket {
     }
 }
 
-/// Why there is no `io_uring` here; None where there is.
+/// Why there is no `io_uring` for this process; None where there is.
 #[pyfunction]
 fn io_uring_why_not(py: Python<'_>) -> Option<String> {
     py.detach(nvme::why_no_io_uring)

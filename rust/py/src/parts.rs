@@ -2,52 +2,57 @@
 
 use std::sync::Arc;
 
-use pyo3::prelude::*;
+use memascend_store::Buffer;
+use pyo3::{exceptions::PyIndexError, prelude::*};
 
-use crate::{errors::store_error, nvme::Held, slow_drop::Detached, store::Store, waiting::waiting};
+use crate::{
+    errors::{config_error, store_error},
+    nvme::Held,
+    slow_drop::Detached,
+    tensors::bytes_into,
+    waiting::waiting,
+};
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Checkers>()?;
-    module.add_class::<Parts>()?;
+    module.add_class::<UnitParts>()?;
     module.add_class::<PartFetch>()
 }
 
-/// The values of a unit in parts. See `memascend.store.Parts`.
-#[pyclass(frozen, module = "memascend._core")]
-struct Parts {
+/// A unit that is read part by part; `Store.parts` makes it. All parts are of one commit.
+///
+/// Until each was read once, or it and every read of it are gone, the slots that it reads are not written: the step after
+/// the next commit waits for that.
+#[pyclass(frozen, module = "memascend.engine")]
+pub(crate) struct UnitParts {
     inner: Arc<memascend_store::Parts>,
+    checkers: Option<Py<Checkers>>,
 }
 
 #[pymethods]
-impl Parts {
-    #[new]
-    fn new(py: Python<'_>, store: &Store, unit: usize, bytes_max: u64) -> PyResult<Self> {
-        let inner = py.detach(|| store.inner.parts(unit, bytes_max)).map_err(|error| store_error(py, &error))?;
-        Ok(Self { inner: Arc::new(inner) })
-    }
-
-    /// Where each begins in the unit, and its bytes.
+impl UnitParts {
+    /// Where each part begins in the unit, and its bytes.
     fn places(&self) -> Vec<(u64, u64)> {
         self.inner.places().collect()
     }
 
-    /// Begins to read a part into `nbytes` at `address`, which stay valid as long as `keep` lives. It is checked by
-    /// `checkers`, or by whoever waits.
-    #[pyo3(signature = (index, address, nbytes, keep, checkers))]
-    fn begin(
-        &self,
-        py: Python<'_>,
-        index: usize,
-        address: usize,
-        nbytes: usize,
-        keep: Py<PyAny>,
-        checkers: Option<&Checkers>,
-    ) -> PyResult<PartFetch> {
-        let memory = Held::new(address, nbytes, keep);
+    /// Begin to read a part into a contiguous uint8 CPU tensor of its size, before all other I/O that waits.
+    ///
+    /// The tensor is held until the end.
+    fn begin(&self, index: usize, into: &Bound<'_, PyAny>) -> PyResult<PartFetch> {
+        let py = into.py();
+        let Some((_, nbytes)) = self.inner.places().nth(index) else {
+            return Err(PyIndexError::new_err(format!("there is no part {index}")));
+        };
+        let refusal = || format!("a part is read into a contiguous uint8 tensor of {nbytes} bytes on the CPU");
+        let memory = bytes_into(into, refusal)?;
+        if Buffer::len(&memory) as u64 != nbytes {
+            return Err(config_error(py, refusal()));
+        }
         let begun = py.detach(|| {
             let part = self.inner.begin(index, memory)?;
-            Ok(match checkers {
-                Some(checkers) => checkers.inner.check(part),
+            Ok(match &self.checkers {
+                Some(checkers) => checkers.get().inner.check(part),
                 None => memascend_store::Checking::from(part),
             })
         });
@@ -55,9 +60,17 @@ impl Parts {
     }
 }
 
-/// Threads that check parts. See `memascend.store.Checkers`.
-#[pyclass(frozen, module = "memascend._core")]
-struct Checkers {
+impl UnitParts {
+    pub(crate) fn new(inner: memascend_store::Parts, checkers: Option<Py<Checkers>>) -> Self {
+        Self { inner: Arc::new(inner), checkers }
+    }
+}
+
+/// Threads that check parts of units as they come, so that nobody computes checksums who has copies to begin.
+///
+/// They end when this and every part that they check are gone.
+#[pyclass(frozen, module = "memascend.engine")]
+pub(crate) struct Checkers {
     inner: Detached<memascend_store::Checkers<Held>>,
 }
 
@@ -68,24 +81,27 @@ impl Checkers {
         Self { inner: Detached::new(memascend_store::Checkers::new(threads)) }
     }
 
+    /// Threads that there are.
     #[getter]
     fn threads(&self) -> usize {
         self.inner.threads()
     }
 }
 
-/// A part on its way into memory. See `memascend.store.PartFetch`.
-#[pyclass(frozen, module = "memascend._core")]
+/// A part on its way into memory; `UnitParts.begin` makes it. Dropping it waits for the device.
+#[pyclass(frozen, module = "memascend.engine")]
 struct PartFetch {
     inner: Detached<memascend_store::Checking<Held>>,
 }
 
 #[pymethods]
 impl PartFetch {
+    /// Wait for the device, and check every byte, as `Fetch.wait` does.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
         waiting(py, None, |wait| self.inner.wait(wait))?.map_err(|error| store_error(py, &error))
     }
 
+    /// Whether the device is done with it, well or not. Never waits.
     fn done(&self) -> bool {
         self.inner.is_done()
     }

@@ -3,26 +3,29 @@
 //! Tensors arrive as addresses that `memascend.engine` has checked: each points to as many bytes as is said, on the CPU,
 //! alive during the call. Nothing but `memascend.engine` calls them.
 
-use std::{path::PathBuf, sync::Arc};
+use std::{collections::HashMap, path::PathBuf, sync::Arc};
 
 use memascend_mem::Pin;
 use memascend_nvme::Lost;
-use memascend_store::{Commit, Create, Durability, Existing, Part};
+use memascend_store::{Buffer, Commit, Create, Durability, Existing, Part};
 use pyo3::{
     prelude::*,
-    types::{PyDict, PyList},
+    types::{IntoPyDict, PyDict, PyList, PyString, PyTuple},
 };
 
 use crate::{
     agreement::{SharedRun, agreed, shared},
+    arguments::shown,
     bytes::{bytes, bytes_mut},
     described::{Described, described},
     errors::{config_error, nvme_error, store_error},
     examination::watched,
-    function::{Lender, LentBuffer},
+    function::Lender,
     info,
     nvme::Held,
+    parts::{Checkers, UnitParts},
     slow_drop::Detached,
+    tensors::bytes_into,
     waiting::{interruptible, waiting},
 };
 
@@ -31,16 +34,22 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Fetch>()
 }
 
-/// State on SSD. See `memascend.engine.Store`.
-#[pyclass(frozen, module = "memascend._core")]
+/// What a unit is fetched into begins on a page.
+const PAGE_BYTES: usize = 4096;
+
+/// State on SSD: every commit is all of a step or none of it, and every byte that is read was checked.
+#[pyclass(frozen, subclass, module = "memascend._core")]
 pub(crate) struct Store {
     pub(crate) inner: Arc<memascend_store::Store>,
-    pub(crate) created: bool,
+    created: bool,
+    /// The numbers of entries.
+    names: HashMap<String, usize>,
 }
 
 #[pymethods]
 impl Store {
-    /// Makes a store, or opens what is there; without entries it only opens. "previous" waits for `go_back`.
+    /// Makes a store, or opens what is there; without entries it only opens. "previous" waits for `go_back`, and "look"
+    /// opens it to be looked at, damaged or not: nothing can be staged, and nothing is written.
     #[new]
     #[expect(clippy::too_many_arguments, reason = "a description and how to open it")]
     #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
@@ -57,6 +66,12 @@ impl Store {
         backend: &str,
     ) -> PyResult<Self> {
         let mut how = Create::default();
+        how.volume.stripe_bytes = stripe;
+        how.volume.backend = crate::nvme::chosen(py, backend)?;
+        if existing == "look" {
+            let found = py.detach(|| memascend_store::Store::look(&paths, &how));
+            return Ok(Self::found(found.map_err(|error| store_error(py, &error))?, false));
+        }
         how.existing = chosen(
             py,
             "existing",
@@ -75,20 +90,17 @@ impl Store {
             &[("step", Durability::Step), ("close", Durability::Close), ("none", Durability::None)],
         )?;
         how.goes_back_later = true;
-        how.volume.stripe_bytes = stripe;
-        how.volume.backend = crate::nvme::chosen(py, backend)?;
         let description =
             entries.map(|entries| described(py, entries, units, optimizer, chunk_elements)).transpose()?;
         let (inner, created) = watched(py, None, |progress| match description {
             Some(description) => memascend_store::Store::create_watched(&paths, description, &how, progress),
             None => memascend_store::Store::open_watched(&paths, &how, progress).map(|store| (store, false)),
         })?;
-        memascend_engine::apply_logs(&inner);
-        Ok(Self { inner: Arc::new(inner), created })
+        Ok(Self::found(inner, created))
     }
 
     /// In which way it is no store of these entries; `None` where it is one.
-    fn difference(
+    fn difference_of(
         &self,
         py: Python<'_>,
         entries: Vec<Described>,
@@ -100,25 +112,45 @@ impl Store {
         Ok(self.inner.description().difference(&wanted))
     }
 
-    /// Gives the newest commit up, where the one before it was opened.
+    /// Give the newest commit up for good, where the one before it was opened without that.
     fn go_back(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.inner.go_back()).map_err(|error| store_error(py, &error))
     }
 
-    /// Whether it was made now, and has to be filled.
+    /// Whether it was made now.
     #[getter]
     fn created(&self) -> bool {
         self.created
     }
 
+    /// Committed steps.
+    #[getter]
+    fn step(&self) -> u64 {
+        self.inner.info().step
+    }
+
+    /// What is known of it: "uuid", "generation", "step", "optimizer", "units", "devices" and sizes in bytes.
     fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         info::of_store(py, &self.inner)
     }
 
-    fn entry<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Bound<'py, PyDict>> {
+    /// The number of an entry.
+    pub(crate) fn index(&self, name: &Bound<'_, PyString>) -> PyResult<usize> {
+        let found = self.names.get(&*name.to_cow()?).copied();
+        found.ok_or_else(|| config_error(name.py(), format!("the store has no entry {}", shown(name))))
+    }
+
+    /// What is known of an entry: "name", "buffer", "unit", "dtype", "shape", "step", "version", "staged", "state" ...
+    fn entry<'py>(&self, name: &Bound<'py, PyString>) -> PyResult<Bound<'py, PyDict>> {
+        info::of_entry(name.py(), &self.inner, self.index(name)?)
+    }
+
+    /// The same by its number.
+    fn entry_at<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Bound<'py, PyDict>> {
         info::of_entry(py, &self.inner, index)
     }
 
+    /// Since it was opened: "fetches", `"fetched_bytes"`, `"held_bytes"`, `"wait_seconds"` in `Fetch.wait`, and all I/O.
     fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         info::counters(py, &self.inner)
     }
@@ -129,7 +161,7 @@ impl Store {
     }
 
     /// Stages a whole entry from (address, bytes) of its values and its state tensors.
-    fn stage(&self, py: Python<'_>, entry: usize, step: u64, tensors: Vec<(usize, usize)>) -> PyResult<()> {
+    fn stage_at(&self, py: Python<'_>, entry: usize, step: u64, tensors: Vec<(usize, usize)>) -> PyResult<()> {
         waiting(py, None, |wait| {
             // SAFETY: the module's contract.
             let tensors: Vec<&[u8]> = tensors.into_iter().map(|place| unsafe { bytes(place) }).collect();
@@ -139,7 +171,7 @@ impl Store {
     }
 
     /// Reads a whole live entry into (address, bytes) of its values and its state tensors.
-    fn read(&self, py: Python<'_>, entry: usize, tensors: Vec<(usize, usize)>) -> PyResult<u64> {
+    fn read_at(&self, py: Python<'_>, entry: usize, tensors: Vec<(usize, usize)>) -> PyResult<u64> {
         py.detach(|| {
             // SAFETY: the module's contract; the tensors are apart.
             let mut tensors: Vec<&mut [u8]> = tensors.into_iter().map(|place| unsafe { bytes_mut(place) }).collect();
@@ -148,66 +180,96 @@ impl Store {
         .map_err(|error| store_error(py, &error))
     }
 
-    /// Holds entries in memory from now on; `refresh` reads them. `registered`: in memory that a device copies from.
-    #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
-    fn hold(&self, py: Python<'_>, entries: Vec<usize>, registered: bool) -> PyResult<()> {
+    /// Hold entries in memory from now on; what was held before is not any more. Nothing is read before `refresh`.
+    ///
+    /// `registered`: in memory that a device copies from, where that can be had.
+    #[pyo3(signature = (names, *, registered=false))]
+    fn hold(&self, names: &Bound<'_, PyAny>, registered: bool) -> PyResult<()> {
+        let (py, entries) = (names.py(), self.indices(names)?);
         let pin = if registered { Pin::Auto } else { Pin::Off };
         interruptible(py, |keep_going| self.inner.hold(&entries, pin, keep_going))?
             .map_err(|error| store_error(py, &error))
     }
 
-    /// Reads what is held of some entries and is stale; `progress(done, all)` may raise.
-    #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
-    fn refresh(&self, py: Python<'_>, entries: Vec<usize>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        watched(py, progress, |progress| self.inner.refresh(&entries, progress))
+    /// Read what is held of some entries where it is not in memory; `progress(done, all)` hears of bytes.
+    #[pyo3(signature = (names, progress=None))]
+    fn refresh(&self, names: &Bound<'_, PyAny>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let entries = self.indices(names)?;
+        watched(names.py(), progress, |progress| self.inner.refresh(&entries, progress))
     }
 
-    /// Makes room for a log of gradients of entries, of so many steps; for how many there is room.
-    fn keep_log(&self, py: Python<'_>, entries: Vec<usize>, steps: u32) -> PyResult<u32> {
+    /// Log the gradients of held entries from now on, instead of writing them each step; how many steps find room.
+    fn keep_log(&self, names: &Bound<'_, PyAny>, steps: u32) -> PyResult<u32> {
+        let py = names.py();
         let described = &self.inner.description().entries;
         let spills = |entry: usize| Some((entry, described.get(entry)?.spill?));
-        let entries: Vec<_> = entries.into_iter().filter_map(spills).collect();
+        let entries: Vec<_> = self.indices(names)?.into_iter().filter_map(spills).collect();
         py.detach(|| self.inner.keep_log(&entries, steps)).map_err(|error| store_error(py, &error))
     }
 
-    /// Writes what only memory has; `progress(done, all)` may raise.
+    /// Write what only memory and the log have of held entries, as a part of the last step: the log ends with it.
+    #[pyo3(signature = (progress=None))]
     fn write_applied(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         watched(py, progress, |progress| self.inner.write_applied(progress))
     }
 
-    /// Gives up what only memory has.
+    /// Give up what only memory has, where it has something: the store stays unclosed, which opening it says.
     fn give_up(&self, py: Python<'_>) {
         py.detach(|| self.inner.give_up_applied());
     }
 
-    /// The values of a unit where they are held, all of them, as the last commit left them; None where they are not.
-    fn held_unit(&self, py: Python<'_>, unit: usize) -> PyResult<Option<Py<LentBuffer>>> {
+    /// The values of a unit where they are held, as the last commit left them; None where not all of it is held.
+    ///
+    /// Each entry is at its `"unit_offset"` of the bytes. An update changes them where they lie.
+    fn held_unit<'py>(&self, unit: &Bound<'py, PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let (py, unit) = (unit.py(), self.unit(unit)?);
         let entries: Vec<usize> = self.inner.entries_of(unit).collect();
         let Some(memory) = self.inner.held_unit(unit) else { return Ok(None) };
         watched(py, None, |progress| self.inner.refresh(&entries, progress))?;
-        Lender::default().lend(py, memory).map(Some)
+        let torch = py.import("torch")?;
+        let options = [("dtype", torch.getattr("uint8")?)].into_py_dict(py)?;
+        torch.call_method("frombuffer", (Lender::default().lend(py, memory)?,), Some(&options)).map(Some)
     }
 
-    /// Counts what made held pieces stale.
+    /// While it stays the same, what `held_unit` gave is what the last commit left.
     #[getter]
     fn held_epoch(&self) -> u64 {
         self.inner.held_epoch()
     }
 
-    /// Somebody wrote to the values of an entry in memory.
-    fn spoil(&self, entry: usize) {
-        self.inner.spoil(entry);
+    /// Say that somebody wrote to the values of a held entry in memory: `refresh` reads them again.
+    fn spoil(&self, name: &Bound<'_, PyString>) -> PyResult<()> {
+        self.inner.spoil(self.index(name)?);
+        Ok(())
     }
 
-    /// Begins to read a unit into `nbytes` at `address`, which stay valid as long as `keep` lives.
-    fn fetch(&self, py: Python<'_>, unit: usize, address: usize, nbytes: usize, keep: Py<PyAny>) -> PyResult<Fetch> {
-        let memory = Held::new(address, nbytes, keep);
+    /// Begin to read the values of a unit, as the last commit left them, before all other I/O that waits.
+    ///
+    /// They go `into` a contiguous uint8 CPU tensor that begins on a page. It is held until the end.
+    fn fetch(&self, unit: &Bound<'_, PyString>, into: &Bound<'_, PyAny>) -> PyResult<Fetch> {
+        let (py, unit) = (unit.py(), self.unit(unit)?);
+        let memory = bytes_into(into, || "a unit is fetched into a contiguous uint8 tensor on the CPU".into())?;
+        if !memory.as_ptr().addr().is_multiple_of(PAGE_BYTES) {
+            let message = format!("the memory that a unit is fetched into must begin on a page of {PAGE_BYTES} bytes");
+            return Err(config_error(py, message));
+        }
         let inner = py.detach(|| self.inner.fetch(unit, memory)).map_err(|error| store_error(py, &error))?;
         Ok(Fetch { inner: Detached::new(inner) })
     }
 
-    /// `run`: the id and the number that all ranks share; `agree` is called when all is flushed, and ends it by raising.
-    fn commit(
+    /// The values of a unit, as the last commit left them, in parts of at most so many bytes; reads nothing yet.
+    ///
+    /// `checkers` check them as they come; without, whoever waits for one does.
+    #[pyo3(signature = (unit, bytes_max, checkers=None))]
+    fn parts(&self, unit: &Bound<'_, PyString>, bytes_max: u64, checkers: Option<Py<Checkers>>) -> PyResult<UnitParts> {
+        let (py, unit) = (unit.py(), self.unit(unit)?);
+        let parts = py.detach(|| self.inner.parts(unit, bytes_max)).map_err(|error| store_error(py, &error))?;
+        Ok(UnitParts::new(parts, checkers))
+    }
+
+    /// Commits, with the values as JSON. `run`: the id and the number that all ranks share; `agree` is called when all is
+    /// flushed, and ends it by raising.
+    fn commit_as(
         &self,
         py: Python<'_>,
         step: u64,
@@ -223,17 +285,19 @@ impl Store {
         })
     }
 
-    fn set_first_elements(&self, py: Python<'_>, firsts: Vec<u64>) -> PyResult<()> {
+    fn set_first_elements_at(&self, py: Python<'_>, firsts: Vec<u64>) -> PyResult<()> {
         self.inner.set_first_elements(firsts).map_err(|error| store_error(py, &error))
     }
 
-    /// Has nothing be written any more, by `close` either.
+    /// Have nothing written any more, by `close()` either: what is committed stays as it is.
     fn end(&self) {
         self.inner.end();
     }
 
-    #[pyo3(signature = (entry=None))]
-    fn discard(&self, py: Python<'_>, entry: Option<usize>) -> PyResult<()> {
+    /// Forget all that is staged, or what is staged of one entry.
+    #[pyo3(signature = (name=None))]
+    fn discard(&self, py: Python<'_>, name: Option<&Bound<'_, PyString>>) -> PyResult<()> {
+        let entry = name.map(|name| self.index(name)).transpose()?;
         waiting(py, None, |wait| match entry {
             Some(entry) => self.inner.discard_entry(entry, wait),
             None => self.inner.discard(wait),
@@ -241,31 +305,32 @@ impl Store {
         .map_err(|error| store_error(py, &error))
     }
 
-    /// Checks what a replay reads, and what it is applied to.
+    /// Check what `Engine.replay` reads, which does it too: where others have to know it before any of them writes.
     fn check_log(&self, py: Python<'_>) -> PyResult<()> {
         interruptible(py, |keep_going| self.inner.check_log(keep_going))?.map_err(|error| store_error(py, &error))
     }
 
-    /// Checks every live piece; `progress(done, all)` may raise. Returns (pieces, bytes).
+    /// Read and check everything that is live: pieces and bytes. `progress(done, all)` hears of bytes.
+    #[pyo3(signature = (progress=None))]
     fn verify(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<(u64, u64)> {
         let verified = watched(py, progress, |progress| self.inner.verify(progress))?;
         Ok((verified.pieces, verified.bytes))
     }
 
-    /// Damaged copies of labels and description, in words.
+    /// Damaged copies of labels and description, in words; the first commit after an open repairs them.
     fn damaged(&self, py: Python<'_>) -> PyResult<Vec<String>> {
         py.detach(|| self.inner.damaged()).map_err(|error| store_error(py, &error))
     }
 
     /// Shows live entries in parts: `visit(entry, [(tensor, first byte, memory)])`, whose memory is lent for the call.
     #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
-    fn scan(&self, py: Python<'_>, entries: Vec<usize>, visit: Py<PyAny>) -> PyResult<()> {
+    fn scan_at(&self, py: Python<'_>, entries: Vec<usize>, visit: Py<PyAny>) -> PyResult<()> {
         let mut raised = None;
         let scanned = py.detach(|| {
             self.inner.scan(&entries, &mut |entry, parts| {
                 let told = Python::attach(|py| {
                     py.check_signals()?;
-                    shown(py, &visit, entry, parts)
+                    show(py, &visit, entry, parts)
                 });
                 told.map_err(|error| raised = Some(error)).is_ok()
             })
@@ -277,7 +342,7 @@ impl Store {
     }
 
     /// The first file that its path does not name any more, and what became of it: "deleted", "moved" or "replaced".
-    fn lost(&self, py: Python<'_>) -> Option<(PathBuf, &'static str)> {
+    fn lost_file(&self, py: Python<'_>) -> Option<(PathBuf, &'static str)> {
         let (path, what) = py.detach(|| self.inner.volume().lost())?;
         let word = match what {
             Lost::Deleted => "deleted",
@@ -288,21 +353,12 @@ impl Store {
         Some((path.to_path_buf(), word))
     }
 
-    /// Has what was made for it removed when it is closed.
+    /// Have what was made for it, where there was nothing, removed by `close()`, before anybody else can have it.
     fn forsake(&self) {
         self.inner.volume().forsake();
     }
 
-    /// Begins to record a trace into a new file.
-    #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
-    fn trace(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
-        py.detach(|| self.inner.volume().trace().begin(&path)).map_err(|error| nvme_error(py, &error))
-    }
-
-    fn trace_end(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.inner.volume().trace().end()).map_err(|error| nvme_error(py, &error))
-    }
-
+    /// Keep what was committed, drop what is only staged, and let go of the devices. Twice is fine.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         // The devices are let go even where the last words could not be written to them.
         let said =
@@ -312,9 +368,43 @@ impl Store {
         let_go?;
         self.trace_end(py)
     }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_raised))]
+    fn __exit__(slf: &Bound<'_, Self>, _raised: &Bound<'_, PyTuple>) -> PyResult<()> {
+        slf.call_method0("close").map(drop)
+    }
 }
 
-fn shown(py: Python<'_>, visit: &Py<PyAny>, entry: usize, parts: Vec<Part>) -> PyResult<()> {
+impl Store {
+    fn found(inner: memascend_store::Store, created: bool) -> Self {
+        memascend_engine::apply_logs(&inner);
+        let entries = &inner.description().entries;
+        let names = entries.iter().enumerate().map(|(index, entry)| (entry.name.clone(), index)).collect();
+        Self { inner: Arc::new(inner), created, names }
+    }
+
+    /// The numbers of entries.
+    fn indices(&self, names: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
+        names.try_iter()?.map(|name| self.index(name?.cast::<PyString>()?)).collect()
+    }
+
+    /// The number of a unit.
+    fn unit(&self, name: &Bound<'_, PyString>) -> PyResult<usize> {
+        let units = &self.inner.description().units;
+        let found = units.iter().position(|unit| name == unit.as_str());
+        found.ok_or_else(|| config_error(name.py(), format!("the store has no unit {}", shown(name))))
+    }
+
+    pub(crate) fn trace_end(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.inner.volume().trace().end()).map_err(|error| nvme_error(py, &error))
+    }
+}
+
+fn show(py: Python<'_>, visit: &Py<PyAny>, entry: usize, parts: Vec<Part>) -> PyResult<()> {
     let lender = Lender::default();
     let lent = PyList::empty(py);
     for Part { tensor, start, memory } in parts {
@@ -326,18 +416,25 @@ fn shown(py: Python<'_>, visit: &Py<PyAny>, entry: usize, parts: Vec<Part>) -> P
     lender.require_back(py)
 }
 
-/// A unit on its way into memory. See `memascend.engine.Fetch`.
-#[pyclass(frozen, module = "memascend._core")]
+/// A unit on its way into memory; `Store.fetch` makes it. Any thread may use it.
+///
+/// Until the device is done with it the slots that it reads are not written: the step after the next commit waits for
+/// that. Dropping it waits for the device.
+#[pyclass(frozen, module = "memascend.engine")]
 pub(crate) struct Fetch {
     inner: Detached<memascend_store::Fetch<Held>>,
 }
 
 #[pymethods]
 impl Fetch {
+    /// Wait for the device, without the GIL, and check every byte. Ctrl-C ends the wait, not the read.
+    ///
+    /// The newest version among its entries (the generation that wrote it). Waiting again says the same again.
     fn wait(&self, py: Python<'_>) -> PyResult<u64> {
         waiting(py, None, |wait| self.inner.wait(wait))?.map_err(|error| store_error(py, &error))
     }
 
+    /// Whether the device is done with it, well or not. Never waits.
     fn done(&self) -> bool {
         self.inner.is_done()
     }

@@ -120,7 +120,7 @@ def test_values_that_no_version_wrote_are_damage(offloaded, tmp_path, user, hype
     path = tmp_path / "run.store"
     pictures = trained(offloaded, 2)
     with engine.Store.open(path) as store:
-        store._core.commit(3, user, hyperparameters, None, None)
+        store.commit_as(3, user, hyperparameters, None, None)
     before = path.read_bytes()
     with pytest.raises(CorruptionError, match="The checksum is right, so another program wrote that"):
         again(offloaded, "resume")

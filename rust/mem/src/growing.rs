@@ -1,0 +1,166 @@
+//! An arena to which slots may be added that nobody planned, each in a region of its own.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Mutex, MutexGuard},
+};
+
+use crate::{Arena, KeepGoing, Layout, Lease, OnFork, Pin, Region, Result, Wait, locked};
+
+/// The planned slots, and those that were added.
+#[derive(Debug)]
+pub struct GrowingArena {
+    planned: Part,
+    added: Mutex<Vec<Part>>,
+}
+
+#[derive(Debug)]
+struct Part {
+    /// Bytes of its slots, where it was added.
+    bound: usize,
+    region: Region,
+    arena: Arena,
+}
+
+impl Part {
+    fn new(classes: &[(usize, usize)], keep_going: KeepGoing<'_>) -> Result<Self> {
+        let reserved = Layout::unbounded(classes)?.reserved_bytes();
+        let region = Region::interruptible(reserved, Pin::Off, OnFork::Wipe, "units", keep_going)?;
+        let arena = Arena::new(&region, classes)?;
+        Ok(Self { bound: classes.first().map_or(0, |&(bytes, _)| bytes), region, arena })
+    }
+
+    fn bytes(&self) -> usize {
+        self.region.bytes() + self.arena.table_bytes()
+    }
+
+    fn held_bytes(&self) -> usize {
+        if self.region.is_closed() { 0 } else { self.bytes() }
+    }
+}
+
+impl GrowingArena {
+    /// Takes the memory of the planned slots, as (bytes, count).
+    pub fn new(classes: &[(usize, usize)], keep_going: KeepGoing<'_>) -> Result<Self> {
+        Ok(Self { planned: Part::new(classes, keep_going)?, added: Mutex::default() })
+    }
+
+    /// Takes memory for one more lease of so many bytes; how many bytes that took.
+    pub fn add(&self, nbytes: usize, keep_going: KeepGoing<'_>) -> Result<usize> {
+        let part = Part::new(&[(self.bound(nbytes)?, 1)], keep_going)?;
+        let taken = part.bytes();
+        self.added().push(part);
+        Ok(taken)
+    }
+
+    /// The slots that were added, by their bytes.
+    #[must_use]
+    pub fn added_slots(&self) -> BTreeMap<usize, usize> {
+        let mut slots = BTreeMap::new();
+        for part in self.added().iter() {
+            *slots.entry(part.bound).or_default() += 1;
+        }
+        slots
+    }
+
+    /// The memory that they took.
+    #[must_use]
+    pub fn added_bytes(&self) -> usize {
+        self.added().iter().map(Part::bytes).sum()
+    }
+
+    /// As of [`Arena`]; only for a planned slot is waited.
+    pub fn lease(&self, nbytes: usize, owner: &str, wait: Wait<'_>) -> Result<Lease> {
+        if self.planned.arena.free_slots(nbytes)? == 0 {
+            let bound = self.bound(nbytes)?;
+            for part in self.added().iter().filter(|part| part.bound == bound) {
+                if part.arena.free_slots(nbytes)? > 0 {
+                    return part.arena.lease(nbytes, part.arena.owner(owner)?, Wait::never());
+                }
+            }
+        }
+        self.planned.arena.lease(nbytes, self.planned.arena.owner(owner)?, wait)
+    }
+
+    /// How many slots are free that such a lease may take.
+    pub fn free_slots(&self, nbytes: usize) -> Result<usize> {
+        let planned = self.planned.arena.free_slots(nbytes)?;
+        let bound = self.bound(nbytes)?;
+        let added = self.added();
+        let free: Result<Vec<usize>> =
+            added.iter().filter(|part| part.bound == bound).map(|part| part.arena.free_slots(nbytes)).collect();
+        Ok(planned + free?.into_iter().sum::<usize>())
+    }
+
+    /// Bytes of the slots that are taken now.
+    #[must_use]
+    pub fn in_use_bytes(&self) -> usize {
+        self.planned.arena.in_use_bytes() + self.added().iter().map(|part| part.arena.in_use_bytes()).sum::<usize>()
+    }
+
+    /// Bytes of the arenas' own tables.
+    #[must_use]
+    pub fn table_bytes(&self) -> usize {
+        self.planned.arena.table_bytes() + self.added().iter().map(|part| part.arena.table_bytes()).sum::<usize>()
+    }
+
+    /// All memory that is held; 0 once it was closed.
+    #[must_use]
+    pub fn held_bytes(&self) -> usize {
+        self.planned.held_bytes() + self.added().iter().map(Part::held_bytes).sum::<usize>()
+    }
+
+    /// Ends new leases and every wait for one; memory goes with its last lease.
+    pub fn close(&self) {
+        self.planned.region.close();
+        self.added().iter().for_each(|part| part.region.close());
+    }
+
+    /// The bytes of the slot that such a lease takes.
+    fn bound(&self, nbytes: usize) -> Result<usize> {
+        let layout = self.planned.arena.layout();
+        Ok(layout.classes()[layout.class_for(nbytes)?].bytes)
+    }
+
+    fn added(&self) -> MutexGuard<'_, Vec<Part>> {
+        locked(&self.added)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lease(arena: &GrowingArena, nbytes: usize) -> Result<Lease> {
+        arena.lease(nbytes, "test", Wait::never())
+    }
+
+    #[test]
+    fn an_added_slot_is_taken_once_the_planned_ones_are() {
+        let arena = GrowingArena::new(&[(4096, 1), (16384, 1)], &mut || true).unwrap();
+        let held = arena.held_bytes();
+        let planned = lease(&arena, 4000).unwrap();
+        assert!(lease(&arena, 4000).is_err(), "no larger slot is taken");
+        let taken = arena.add(4000, &mut || true).unwrap();
+        assert_eq!((arena.added_bytes(), arena.held_bytes()), (taken, held + taken));
+        assert_eq!(arena.added_slots(), BTreeMap::from([(4096, 1)]));
+        assert_eq!(arena.free_slots(4000).unwrap(), 1);
+        let added = lease(&arena, 4000).unwrap();
+        assert_eq!((arena.free_slots(1).unwrap(), arena.in_use_bytes()), (0, 2 * 4096));
+        drop(planned);
+        assert_eq!(arena.free_slots(1).unwrap(), 1);
+        drop(added);
+        assert_eq!((arena.free_slots(1).unwrap(), arena.in_use_bytes()), (2, 0));
+    }
+
+    #[test]
+    fn what_no_class_holds_is_refused_and_nothing_added() {
+        let arena = GrowingArena::new(&[(4096, 1)], &mut || true).unwrap();
+        assert!(arena.add(4097, &mut || true).is_err());
+        assert!(arena.free_slots(4097).is_err());
+        assert_eq!(arena.added_bytes(), 0);
+        arena.close();
+        assert_eq!(arena.held_bytes(), 0);
+        assert!(lease(&arena, 1).is_err());
+    }
+}

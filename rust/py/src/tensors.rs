@@ -1,0 +1,146 @@
+//! Takes tensors from Python: checks that they are what is described, and where their memory is.
+
+use memascend_engine::Gradient;
+use memascend_store::{Buffer, Entry};
+use pyo3::{
+    prelude::*,
+    types::{PyString, PyTuple},
+};
+
+use crate::{
+    arguments::shown,
+    described::dtype,
+    errors::{config_error, engine_error},
+    nvme::Held,
+    source::Lending,
+};
+
+/// The memory of a tensor on the CPU that has been checked; it is held until the end.
+pub(crate) fn held(tensor: &Bound<'_, PyAny>) -> PyResult<Held> {
+    let address = tensor.call_method0("data_ptr")?.extract()?;
+    Ok(Held::new(address, nbytes_of(tensor)?, tensor.call_method0("untyped_storage")?.unbind()))
+}
+
+fn nbytes_of(tensor: &Bound<'_, PyAny>) -> PyResult<usize> {
+    tensor.getattr("nbytes")?.extract()
+}
+
+fn dtype_of(tensor: &Bound<'_, PyAny>) -> PyResult<String> {
+    Ok(tensor.getattr("dtype")?.to_string().trim_start_matches("torch.").into())
+}
+
+fn shape_of(tensor: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
+    tensor.getattr("shape")?.extract()
+}
+
+fn refused<T>(py: Python<'_>, name: &str, what: &dyn Fn(&str) -> String) -> PyResult<T> {
+    Err(config_error(py, what(&shown(&PyString::new(py, name)))))
+}
+
+/// Refuses a tensor that has gaps in the order in which the entry's dimensions are stored; without one, row-major.
+fn require_order(tensor: &Bound<'_, PyAny>, name: &str, order: &[u8]) -> PyResult<()> {
+    let py = tensor.py();
+    if order.is_empty() {
+        if tensor.call_method0("is_contiguous")?.is_truthy()? {
+            return Ok(());
+        }
+        return refused(py, name, &|name| format!("the tensors of {name} must be contiguous"));
+    }
+    let dimensions: usize = tensor.call_method0("dim")?.extract()?;
+    let whole = dimensions == order.len()
+        && tensor.call_method1("permute", (PyTuple::new(py, order)?,))?.call_method0("is_contiguous")?.is_truthy()?;
+    if whole {
+        return Ok(());
+    }
+    refused(py, name, &|name| {
+        format!("the tensors of {name} must have their dimensions in memory in the order {order:?}")
+    })
+}
+
+/// Refuses a tensor that is not on the CPU, or has gaps in this order.
+fn require_laid_out(tensor: &Bound<'_, PyAny>, name: &str, order: &[u8]) -> PyResult<()> {
+    let device = tensor.getattr("device")?;
+    if device.getattr("type")?.extract::<String>()? != "cpu" {
+        return refused(tensor.py(), name, &|name| {
+            format!("the tensors of {name} must be on the CPU, not on {device}")
+        });
+    }
+    require_order(tensor, name, order)
+}
+
+/// The values of an entry as they are described, from which an update starts.
+pub(crate) fn live(entry: &Entry, values: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Box<dyn Buffer>>> {
+    let Some(values) = values else { return Ok(None) };
+    require_laid_out(values, &entry.name, &entry.order)?;
+    let (of, shape) = (dtype_of(values)?, shape_of(values)?);
+    if of != entry.dtype.name() || shape != entry.shape {
+        let (wanted, of_shape) = (entry.dtype.name(), &entry.shape);
+        return refused(values.py(), &entry.name, &|name| {
+            format!("a tensor of {name} is {of} of shape {shape:?}, not {wanted} of {of_shape:?}")
+        });
+    }
+    Ok(Some(Box::new(held(values)?)))
+}
+
+/// A gradient of an entry: a tensor, or a `memascend.storage.entries.Lent` that lends it window by window.
+pub(crate) fn gradient(entry: &Entry, given: &Bound<'_, PyAny>) -> PyResult<Gradient> {
+    let py = given.py();
+    let tensor = checked(entry, given)?;
+    let dtype = dtype(py, &dtype_of(&tensor)?)?;
+    let nbytes = nbytes_of(&tensor)?;
+    let made = if is_lent(given) && nbytes > 0 {
+        Gradient::lent(Box::new(Lending { function: given.getattr("window")?.unbind() }), nbytes, dtype)
+    } else {
+        Gradient::new(Box::new(held(&tensor)?), dtype)
+    };
+    made.map_err(|error| engine_error(py, &error))
+}
+
+/// Refuses what is no gradient of an entry, as [`gradient`] does, where Python keeps it; its bytes.
+pub(crate) fn kept(entry: &Entry, given: &Bound<'_, PyAny>) -> PyResult<usize> {
+    nbytes_of(&checked(entry, given)?)
+}
+
+/// The tensor of a gradient, once it was checked.
+fn checked<'py>(entry: &Entry, given: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let tensor = if is_lent(given) { given.getattr("tensor")? } else { given.clone() };
+    if is_lent(given) {
+        require_order(&tensor, &entry.name, &entry.order)?;
+    } else {
+        require_laid_out(&tensor, &entry.name, &entry.order)?;
+    }
+    require_shape(entry, &tensor)?;
+    Ok(tensor)
+}
+
+fn is_lent(gradient: &Bound<'_, PyAny>) -> bool {
+    gradient.is_instance_of::<PyTuple>()
+}
+
+fn require_shape(entry: &Entry, gradient: &Bound<'_, PyAny>) -> PyResult<()> {
+    let (shape, wanted) = (shape_of(gradient)?, &entry.shape);
+    if shape == *wanted {
+        return Ok(());
+    }
+    refused(gradient.py(), &entry.name, &|name| format!("the gradient of {name} has shape {shape:?}, not {wanted:?}"))
+}
+
+/// A tensor that a spilled gradient of an entry is read into.
+pub(crate) fn into_spilled(entry: &Entry, into: &Bound<'_, PyAny>) -> PyResult<Held> {
+    require_laid_out(into, &entry.name, &entry.order)?;
+    require_shape(entry, into)?;
+    let of = dtype_of(into)?;
+    if let Some(spill) = entry.spill.filter(|spill| spill.name() != of) {
+        let wanted = spill.name();
+        return refused(into.py(), &entry.name, &|name| format!("the gradient of {name} spills as {wanted}, not {of}"));
+    }
+    held(into)
+}
+
+/// A contiguous uint8 tensor on the CPU that bytes are read into; `refusal` says what else it is.
+pub(crate) fn bytes_into(into: &Bound<'_, PyAny>, refusal: impl FnOnce() -> String) -> PyResult<Held> {
+    let fits = dtype_of(into)? == "uint8"
+        && into.getattr("device")?.getattr("type")?.extract::<String>()? == "cpu"
+        && into.call_method0("is_contiguous")?.is_truthy()?;
+    if fits { held(into) } else { Err(config_error(into.py(), refusal())) }
+}
