@@ -39,6 +39,7 @@ __all__ = [
     "dlpack",
     "ignore_captures",
     "io_uring_why_not",
+    "is_file_memory",
     "kernel_accumulate",
     "kernel_adam",
     "kernel_cast",
@@ -336,6 +337,9 @@ def ignore_captures() -> bool:
     Else a capture fails as soon as this one asks whether a copy is over. Whether that could be said to the driver;
     where the process has not loaded it, nobody captures.
     """
+
+def is_file_memory(address: int) -> bool:
+    """Whether what `file_memory` made begins at this address."""
 
 def layout(classes: Mapping[int, int]) -> Layout:
     """What an arena of `classes` ({bytes: count}) takes: `Region(layout(classes).reserved)` fits it."""

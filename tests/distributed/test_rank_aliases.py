@@ -1,11 +1,13 @@
-"""Tests aliases of weights on several ranks: those of one rank are refused on all, and without them all go on."""
+"""Tests aliases on several ranks: of weights, which are refused on all, and of gradients, which are followed."""
 
 import gc
 
 import torch
+from support.bits import same_bits
 from support.rank_models import adamw, loss_of, model, sharded
 from support.ranks import on_ranks
 from torch import distributed
+from torch.distributed.tensor import DTensor
 
 import memascend
 
@@ -43,3 +45,50 @@ def test_an_alias_on_one_rank_is_refused_on_all(tmp_path):
             assert "0.weight shares memory" in found[name], (name, found[name])
             assert rank or "rank 1 refused" in found[name]
         assert found["divided"] == found["whole"]
+
+
+def flat_views(trained):
+    """One buffer of this rank's rows of all gradients, of which each gradient is a view."""
+    parameters = list(trained.parameters())
+    flat = torch.zeros(sum(one.to_local().numel() for one in parameters))
+    begin = 0
+    for one in parameters:
+        rows = one.to_local()
+        own = flat[begin : begin + rows.numel()].view(rows.shape)
+        one.grad = DTensor.from_local(own, one.device_mesh, one.placements, shape=one.shape, stride=one.stride())
+        begin += rows.numel()
+    return flat
+
+
+def flat_gradients(folder, modes):
+    """What a loop sees of a buffer of gradients, and the weights at its end: in memory, and in each mode."""
+    found = []
+    for mode in (None, *modes):
+        trained = sharded(torch.float32)
+        # Its bits do not depend on where in a vector an element lies.
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
+        if mode is not None:
+            trained, optimizer = memascend.offload(trained, optimizer, storage=f"{folder}/{mode}", gradients=mode)
+        flat, seen = flat_views(trained), []
+        for step in range(3):
+            loss_of(trained, step, distributed.get_rank()).backward()
+            seen.append(flat.clone())
+            flat.mul_(0.5)
+            optimizer.step()
+            if step:
+                flat.zero_()
+            else:
+                optimizer.zero_grad(set_to_none=False)
+        found.append([*seen, *(one.full_tensor().detach() for one in trained.parameters())])
+        if mode is not None:
+            optimizer.close()
+    return found
+
+
+def test_gradients_of_rows_that_are_views_of_one_buffer_are_that_buffer(tmp_path):
+    modes = ["ssd", "ram", "auto", "fused"]
+    for in_memory, *others in on_ranks(2, flat_gradients, tmp_path, modes):
+        assert all(one.any() for one in in_memory[:3])
+        for mode, found in zip(modes, others, strict=True):
+            same = [same_bits(one, other) for one, other in zip(in_memory, found, strict=True)]
+            assert all(same), (mode, same)

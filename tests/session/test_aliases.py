@@ -131,6 +131,18 @@ def test_a_view_in_an_attribute_is_refused_with_its_name(tmp_path):
     refused(model, sgd(model), tmp_path, "attribute 'others' of 0")
 
 
+@pytest.mark.parametrize("export", [torch.from_dlpack, torch.utils.dlpack.to_dlpack, np.from_dlpack])
+def test_an_exported_weight_that_is_frozen_is_refused(tmp_path, export):
+    """DLPack holds the very tensor, not another one on its memory."""
+    model = chain(3)
+    model[0].requires_grad_(False)
+    kept = export(model[0].weight)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    refused(model, optimizer, tmp_path, r"0\.weight shares memory")
+    del kept
+    memascend.offload(model, optimizer, storage=tmp_path / "run.store")[1].close()
+
+
 def test_what_is_garbage_holds_nothing(tmp_path):
     model = chain()
     cycle = [view := model[0].weight.data]
@@ -206,6 +218,27 @@ def test_what_holds_no_values_is_not_refused(tmp_path, way):
     del kept, scheduler
 
 
+@pytest.mark.parametrize("way", ["deep copy", "state dict"])
+def test_a_copy_of_an_offloaded_model_is_taken_and_what_reaches_it_is_counted(tmp_path, way):
+    made = chain()
+    first, ours = memascend.offload(made, sgd(made), storage=tmp_path / "first.store")
+    (tmp_path / "second").mkdir()
+    with ours:
+        loss_of(first).backward()
+        ours.step()
+        if way == "deep copy":
+            model = copy.deepcopy(first)
+        else:
+            model = chain()
+            model.load_state_dict(first.state_dict(), assign=True)
+            # What was loaded is detached from the state dict, and not tracked.
+            model.requires_grad_(True)
+    kept = model[1].weight.data
+    refused(model, sgd(model), tmp_path / "second", r"1\.weight shares memory")
+    del kept
+    accepted(model, sgd(model), tmp_path / "second")
+
+
 def trained(model=None):
     model = chain() if model is None else model
     optimizer = sgd(model)
@@ -221,6 +254,8 @@ HELD_STATE = {
     "view": lambda optimizer, p: optimizer.state[p]["momentum_buffer"].view(-1),
     "numpy": lambda optimizer, p: optimizer.state[p]["momentum_buffer"].numpy(),
     "storage": lambda optimizer, p: optimizer.state[p]["momentum_buffer"].untyped_storage(),
+    "dlpack": lambda optimizer, p: torch.from_dlpack(optimizer.state[p]["momentum_buffer"]),
+    "capsule": lambda optimizer, p: torch.utils.dlpack.to_dlpack(optimizer.state[p]["momentum_buffer"]),
 }
 
 

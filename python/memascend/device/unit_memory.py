@@ -73,8 +73,12 @@ class HostUnits:
         with torch.inference_mode(mode=False):
             found = self._store.held_unit(name)
         assert found is not None, f"unit {name!r} is not held"
-        # Tensors are found by their storage: it is one for as long as the unit is held.
-        return self._held.setdefault(name, found)
+        # Tensors are found by their storage: it is one for as long as the unit is held, unless somebody moves it
+        # (share_memory_()).
+        kept = self._held.setdefault(name, found)
+        if kept.data_ptr() != found.data_ptr():
+            kept = self._held[name] = found
+        return kept
 
     @property
     def held_epoch(self) -> int:

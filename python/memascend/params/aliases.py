@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.errors import ConfigError
+from memascend.memory import is_file_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -85,11 +87,19 @@ class _Counts:
             if found is not None:
                 self._memory.setdefault(found._cdata, _Memory(tensor)).tensors.add(id(tensor))  # noqa: SLF001
         self._alone = _uses(torch.empty(1, device="cpu"))
+        self._one = _holders(torch.empty(1, device="cpu"))
+        self._views = Counter(id(base) for base in map(_base_of, self._known) if base is not None)
 
     def others(self, tensor: torch.Tensor) -> bool:
         """Whether anything else holds its memory."""
         memory = self._of(tensor)
-        return memory is not None and _uses(memory.tensor) > self._alone + len(memory.tensors) - 1
+        if memory is None:
+            return False
+        return _uses(memory.tensor) > self._alone + len(memory.tensors) - 1 or self._is_exported(tensor)
+
+    def _is_exported(self, tensor: torch.Tensor) -> bool:
+        """Whether C++ holds the very tensor, as DLPack does; one that is trained it takes as detach() alone."""
+        return not tensor.requires_grad and _holders(tensor) > self._one + self._views[id(tensor)]
 
     def is_alias(self, tensor: torch.Tensor, other: Any) -> bool:
         """Whether something is a tensor in this memory, and not a known one."""
@@ -127,10 +137,20 @@ def _with_bases(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The tensors, and those that they are views of, which lie in the same memory."""
     for tensor in tensors:
         yield tensor
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            base = tensor._base  # noqa: SLF001
+        base = _base_of(tensor)
         if base is not None:
             yield base
+
+
+def _base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        return tensor._base  # noqa: SLF001
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    """How many of C++ hold a tensor, and the object that it is in Python."""
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        return int(tensor._use_count())  # noqa: SLF001
 
 
 def _computed_anew(model: torch.nn.Module) -> Iterator[torch.Tensor]:
@@ -169,6 +189,9 @@ def _foreign(named: Mapping[str, torch.Tensor]) -> list[str]:
             continue
         # numpy() of a tensor makes the memory one that cannot be resized, too.
         if (storage.resizable() and not storage.is_shared()) or _is_torchs_own(storage):
+            continue
+        # A copy of an offloaded model: torch alone has this memory.
+        if is_file_memory(storage.data_ptr()):
             continue
         if maps is None:
             maps = _private_files()

@@ -357,7 +357,7 @@ def _leave(module: torch.nn.Module, gate: Gate, result: Any) -> None:
 
 def _refuse_wrappers() -> None:
     if torch._C._is_tracing():  # noqa: SLF001
-        raise UsageError("torch.jit.trace would record placeholders; trace the model before offload()")
+        raise UsageError("torch.jit.trace would record placeholders; trace copy.deepcopy(model), a plain copy")
     if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001
         raise UsageError("torch.func transforms do not work on an offloaded model; use autograd's own functions")
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined] # noqa: SLF001
@@ -371,7 +371,7 @@ COPIED = (
 
 
 def _refuse_script() -> Any:
-    raise UsageError("torch.jit.script would record placeholders; script the model before offload()")
+    raise UsageError("torch.jit.script would record placeholders; script copy.deepcopy(model), a plain copy")
 
 
 def _hooks_moved(module: torch.nn.Module, name: str) -> UsageError:

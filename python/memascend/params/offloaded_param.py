@@ -234,8 +234,7 @@ def _apply(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...],
             raise _refused(places[0], _MEMORY[func])
         if written:
             raise _refused(written[0], f"written to by {func.__name__}()")
-        with source.borrowed(places):
-            return func(*args, **kwargs)
+        return _computed(func, places, args, kwargs)
     if written:
         source.reached.require_writable(written[0])
     if not (written or func in _MEMORY):
@@ -248,6 +247,18 @@ def _apply(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...],
             with source.reached.bound(places):
                 return func(*args, **kwargs)
     return _stand_in(func, places, args, kwargs)
+
+
+def _computed(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function gives while the model computes; memory that it hands out is watched."""
+    source = places[0].source
+    with source.borrowed(places):
+        found = func(*args, **kwargs)
+        note = source.note_storage if getattr(func, "__name__", "") in HANDED_OUT else source.note_data
+        if any(isinstance(leaf, torch.Tensor) and source.hooks.lies_in_unit(leaf) for leaf in tree_leaves(found)):
+            for place in places:
+                note(place)
+        return found
 
 
 # What no function returns.
@@ -361,8 +372,7 @@ def _detach(func: Callable[..., Any], tensor: Any) -> Any:
     if copy is not None:
         return copy
     if place.source.reached.computes:
-        with place.source.borrowed([place]):
-            return func(tensor)
+        return _computed(func, [place], (tensor,), {})
     return _stand_in(func, [place], (tensor,), {})
 
 

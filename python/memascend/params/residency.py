@@ -447,6 +447,7 @@ class Residency:
                     self._take_away(home)
                     home.abandon()
             self.units.close(why)
+            self.reached.close()
 
     def storage_of(self, home: Home, version: int) -> torch.UntypedStorage:
         """The bytes of a unit as they were at `version`."""

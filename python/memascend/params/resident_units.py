@@ -408,6 +408,7 @@ class ResidentUnits:
         with self._lock:
             if self.sums.compares:
                 self.written.update(self.sums.changed(home))
+                self.sums.leave(home)
             home.leave()
             self.counters["evictions"] += 1
 
@@ -434,16 +435,22 @@ class ResidentUnits:
 
     def find_written(self) -> None:
         """Look for values in memory that are not what was read, as far as they are compared."""
-        if self.sums.compares:
-            with self._lock:
-                for home in self.homes:
-                    self.drop_written(home, ())
+        with self._lock:
+            for home in self.homes:
+                self.drop_written(home, home.written)
+            if self.sums.compares:
+                self.written.update(self.sums.changed_since())
 
     def drop_written(self, home: Home, seen: Iterable[str]) -> None:
         """The same for one unit; `seen` are parameters of it that torch has counted as written to."""
         written = {*seen, *self.sums.changed(home)}
+        if home.is_moved:
+            # No step would change what the model computes with.
+            written.update(place.name for place in home.places)
         if written:
             self.written.update(written)
+            # Told once, by whichever of the two it was found.
+            home.note_written()
             # Who wrote to one through its storage may have written to all of them.
             for place in home.places if home.held else ():
                 self._memory.spoil(place.name)

@@ -212,6 +212,11 @@ class Home:
         """Whether a step has changed the bytes where they are held, as of an epoch of the store, and nobody else."""
         return self.state is Bytes.IN_PLACE and self._epoch != epoch
 
+    @property
+    def is_moved(self) -> bool:
+        """Whether somebody moved its bytes from where they are held, as `share_memory_()` does."""
+        return self.state is Bytes.IN_PLACE and self.base is not None and self.base.data_ptr() != self._address
+
     def is_at(self, address: int) -> bool:
         """Whether its bytes are at an address where they were, of a unit that is held: other files come there."""
         if self._address == address:
@@ -259,6 +264,12 @@ class Home:
                 for place in self.places
                 if place.bound_version is not None and place.parameter._version != place.bound_version  # noqa: SLF001
             ]
+
+    def note_written(self) -> None:
+        """What somebody wrote in place is told: count from now on."""
+        for place in self.places:
+            if place.bound_version is not None:
+                place.note_version()
 
     # --- its users ---------------------------------------------------------------------
 
@@ -473,6 +484,15 @@ def wanted() -> bool:
     return os.environ.get("MEMASCEND_DEBUG", "") not in ("", "0")
 
 
+@dataclass(frozen=True)
+class Left:
+    """Bytes that a unit has let go, and what parameters were in them."""
+
+    home: Home
+    weak: StorageWeakRef
+    sums: dict[str, str]
+
+
 class Sums:
     """What the parameters in memory were when they were read, or when their `.data` was taken."""
 
@@ -482,11 +502,16 @@ class Sums:
         # Some parameter is compared, or was: without one nothing else is called.
         self.compares = everything
         self._read: dict[str, str] = {}
+        # Bytes that units have no more, and that views may keep.
+        self._left: dict[int, Left] = {}
         self._told: set[str] = set()
 
     def note(self, home: Home) -> None:
-        """A unit was read."""
+        """A unit was read, or has the bytes again that it had."""
         self.forget(home)
+        left = None if home.base is None else self._left.pop(home.base.untyped_storage()._cdata, None)  # noqa: SLF001
+        if left is not None:
+            self._read.update(left.sums)
         if self._everything:
             for place in home.places:
                 self.take(home, place)
@@ -501,6 +526,32 @@ class Sums:
         self.compares = True
         if home.base is not None and place.name not in self._read:
             self._read[place.name] = _sum(home.base, place.offset, place.nothing.nbytes)
+
+    def leave(self, home: Home) -> None:
+        """The unit lets its bytes go: what somebody took of them is compared for as long as it lives."""
+        sums = {place.name: self._read[place.name] for place in home.places if place.name in self._read}
+        # Where it is held, the store has its memory, and checks it.
+        if sums and home.base is not None and home.state is not Bytes.IN_PLACE:
+            weak = StorageWeakRef(home.base.untyped_storage())
+            self._left = {key: left for key, left in self._left.items() if not left.weak.expired()}
+            self._left[weak.cdata] = Left(home, weak, sums)
+
+    def changed_since(self) -> list[str]:
+        """The parameters whose bytes were written to since their unit let them go; each is told once."""
+        names = []
+        for key, left in list(self._left.items()):
+            storage = alive(left.weak)
+            if storage is None:
+                del self._left[key]
+                continue
+            base = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            for place in left.home.places:
+                if place.name in left.sums:
+                    now = _sum(base, place.offset, place.nothing.nbytes)
+                    if now != left.sums[place.name]:
+                        names.append(place.name)
+                        left.sums[place.name] = now
+        return names
 
     def changed(self, home: Home) -> list[str]:
         """The parameters of a unit in memory that are not what was read."""

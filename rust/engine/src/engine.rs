@@ -211,10 +211,10 @@ impl Engine {
     }
 
     /// Reads a spilled gradient into memory that nobody else uses meanwhile, after the jobs that were begun before.
-    pub fn read_spilled(&self, entry: usize, into: Box<dyn Buffer>, mut wait: Wait<'_>) -> Result<()> {
+    pub fn read_spilled(&self, entry: usize, mut into: Box<dyn Buffer>, mut wait: Wait<'_>) -> Result<()> {
         self.known(entry)?;
         if let Some(kept) = self.held.kept(entry) {
-            return kept.read(&self.shared.store, entry, &*into);
+            return kept.read(&self.shared.store, entry, &mut *into);
         }
         let unspill = Unspill::new(&self.shared.store, entry, into)?;
         self.will_be_spilled(entry)?;

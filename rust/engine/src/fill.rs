@@ -69,7 +69,7 @@ impl Fill {
                 && matches!(described.dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16)
         };
         let element = usize::try_from(described.dtype.bytes()).unwrap_or(1);
-        if !first.values.is_empty() && !(first.values.as_ptr().as_ptr() as usize).is_multiple_of(element) {
+        if !first.values.is_empty() && !first.values.as_ptr().addr().is_multiple_of(element) {
             return Err(Error::Invalid(format!("the values of {name:?} are not aligned for their dtype")));
         }
         require_wide(described, &first.wide)?;
@@ -253,7 +253,7 @@ fn require_wide(described: &Entry, wide: &WideState<Box<dyn Buffer>>) -> Result<
     ];
     for (what, tensor, fits) in given {
         let Some(tensor) = tensor else { continue };
-        let aligned = (tensor.as_ptr().as_ptr() as usize).is_multiple_of(align_of::<f32>());
+        let aligned = tensor.as_ptr().addr().is_multiple_of(align_of::<f32>());
         if !fits || tensor.len() != nbytes || !(aligned || tensor.is_empty()) {
             let (got, format) = (tensor.len(), described.format.name());
             return Err(Error::Invalid(format!(
@@ -285,7 +285,7 @@ fn is_nan(dtype: Dtype, bytes: &[u8]) -> bool {
 pub(crate) fn copied(memory: &dyn Buffer, start: usize, out: &mut [u8]) {
     assert!(start + out.len() <= memory.len(), "bytes past the end of a tensor");
     // SAFETY: inside the memory, which is mapped while it is held.
-    let first = unsafe { memory.as_ptr().as_ptr().add(start) };
+    let first = unsafe { memory.as_ptr().add(start) };
     // SAFETY: as above; nobody writes to what was handed over, and `out` is ours alone.
     unsafe { std::ptr::copy_nonoverlapping(first, out.as_mut_ptr(), out.len()) };
 }

@@ -79,7 +79,7 @@ impl Gradient {
     pub fn new(memory: Box<dyn Buffer>, dtype: Dtype) -> Result<Self> {
         let element = require_float(dtype)?;
         if !memory.is_empty()
-            && (!(memory.as_ptr().as_ptr() as usize).is_multiple_of(element) || !memory.len().is_multiple_of(element))
+            && (!memory.as_ptr().addr().is_multiple_of(element) || !memory.len().is_multiple_of(element))
         {
             return Err(Error::Invalid(format!("the gradient's memory is not aligned for {}", dtype.name())));
         }
@@ -164,11 +164,11 @@ impl Gradient {
                 };
                 assert!(holds(&lent), "a source lent other bytes than it was asked for");
                 window.set(Some(lent));
-                (lent.address, lent.start)
+                (lent.address.as_ptr().cast_const(), lent.start)
             }
         };
         // SAFETY: inside the memory.
-        Ok(unsafe { memory.as_ptr().add(start - from) })
+        Ok(unsafe { memory.add(start - from) })
     }
 }
 
@@ -192,7 +192,7 @@ pub(crate) fn require_update(dtype: Dtype) -> Result<()> {
 pub(crate) fn doubles(memory: &dyn Buffer, start: usize, count: usize) -> &[f64] {
     assert!((start + count) * size_of::<f64>() <= memory.len(), "elements past the end of a tensor");
     // SAFETY: as in `floats`.
-    unsafe { elements(memory.as_ptr().as_ptr(), start, count) }
+    unsafe { elements(memory.as_ptr(), start, count) }
 }
 
 /// `count` elements from `start` on of memory that is aligned for its dtype, one of the three that kernels know.
@@ -200,7 +200,7 @@ pub(crate) fn floats(memory: &dyn Buffer, dtype: Dtype, start: usize, count: usi
     assert!((start + count) as u64 * dtype.bytes() <= memory.len() as u64, "elements past the end of a tensor");
     // SAFETY: inside the memory, which is mapped while it is held and aligned; nobody writes to a tensor that was handed
     // over.
-    unsafe { floats_at(memory.as_ptr().as_ptr(), dtype, start, count) }
+    unsafe { floats_at(memory.as_ptr(), dtype, start, count) }
 }
 
 /// # Safety

@@ -218,13 +218,13 @@ impl Kept {
     }
 
     /// Copies all of it to memory that nobody else uses.
-    pub(crate) fn read(&self, store: &Store, entry: usize, into: &dyn Buffer) -> Result<()> {
+    pub(crate) fn read(&self, store: &Store, entry: usize, into: &mut dyn Buffer) -> Result<()> {
         if into.len() != self.memory.len() {
             let (name, wanted, got) = (&store.description().entries[entry].name, self.memory.len(), into.len());
             return Err(Error::Invalid(format!("the gradient of {name:?} has {wanted} bytes, not {got}")));
         }
         // SAFETY: both are mapped while they are held, and of one length; `into` is the caller's.
-        unsafe { std::ptr::copy_nonoverlapping(self.memory.as_ptr().as_ptr(), into.as_ptr().as_ptr(), into.len()) };
+        unsafe { std::ptr::copy_nonoverlapping(self.memory.as_ptr(), into.as_mut_ptr().as_ptr(), into.len()) };
         Ok(())
     }
 }
@@ -280,8 +280,12 @@ impl Own {
 
 // SAFETY: the words stay where they are for as long as it lives.
 unsafe impl Buffer for Own {
-    fn as_ptr(&self) -> NonNull<u8> {
-        NonNull::from(self.words.as_slice()).cast()
+    fn as_ptr(&self) -> *const u8 {
+        self.words.as_ptr().cast()
+    }
+
+    fn as_mut_ptr(&mut self) -> NonNull<u8> {
+        NonNull::from(self.words.as_mut_slice()).cast()
     }
 
     fn len(&self) -> usize {

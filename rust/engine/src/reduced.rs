@@ -1,7 +1,7 @@
 //! Updates an entry whose state is reduced: moments of 16 or 8 bits, a compact master, or none.
 
 use memascend_math::{Bf16, Codes, F16, Floats, FloatsMut, Moments, Place, Random, Reduced, Rule, Weights, update};
-use memascend_store::{BLOCK, Buffer as _, Dtype, Entry, Format, Master, MomentForm, key_of};
+use memascend_store::{BLOCK, Dtype, Entry, Format, Master, MomentForm, key_of};
 
 use crate::{
     Error, Result,

@@ -1,6 +1,6 @@
 //! Spills gradients to storage: writes, adds, reads back and drops them.
 
-use std::cell::Cell;
+use std::{cell::Cell, ptr::NonNull};
 
 use memascend_math::{Check, Exec, Squares, add, add_doubles, check, check_doubles};
 use memascend_store::{Buffer, Dtype, Spilled, Store};
@@ -112,19 +112,24 @@ impl Work for Spill {
 
 /// A spilled gradient on its way to memory of the caller's.
 pub(crate) struct Unspill {
+    /// Of the memory.
+    first: NonNull<u8>,
     into: Box<dyn Buffer>,
 }
 
+// SAFETY: the memory may go to another thread, and `first` is a place in it.
+unsafe impl Send for Unspill {}
+
 impl Unspill {
     /// Into memory that nobody else uses until the job has ended.
-    pub(crate) fn new(store: &Store, entry: usize, into: Box<dyn Buffer>) -> Result<Self> {
+    pub(crate) fn new(store: &Store, entry: usize, mut into: Box<dyn Buffer>) -> Result<Self> {
         let described = &store.description().entries[entry];
         let wanted = described.elements() * spill_dtype(store, entry)?.bytes();
         if into.len() as u64 != wanted {
             let (name, got) = (&described.name, into.len());
             return Err(Error::Invalid(format!("the gradient of {name:?} has {wanted} bytes, not {got}")));
         }
-        Ok(Self { into })
+        Ok(Self { first: into.as_mut_ptr(), into })
     }
 }
 
@@ -143,7 +148,7 @@ impl Work for Unspill {
         let start = elements.start * (used / elements.len().max(1));
         assert!(start + used <= self.into.len(), "a gradient past the end of its memory");
         // SAFETY: inside the memory, see above.
-        let first = unsafe { self.into.as_ptr().as_ptr().add(start) };
+        let first = unsafe { self.first.as_ptr().add(start) };
         // SAFETY: nobody else uses the memory, see `new`, and nothing is in flight of the chunk.
         unsafe { std::ptr::copy_nonoverlapping(part.as_ptr().as_ptr(), first, used) };
         Ok(())

@@ -68,6 +68,12 @@ impl FileMemory {
     }
 }
 
+/// Whether a file in memory begins at this address.
+#[must_use]
+pub fn is_file_memory(address: usize) -> bool {
+    living().files.contains_key(&address)
+}
+
 impl Drop for FileMemory {
     fn drop(&mut self) {
         // First from the list: a child must not move anything to addresses that are another's by then.

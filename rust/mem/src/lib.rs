@@ -27,7 +27,7 @@ mod users;
 pub use arena::{Arena, ArenaStats, ClassStats};
 pub use cuda::ignore_captures;
 pub use error::{Error, Holder, Result};
-pub use file_memory::FileMemory;
+pub use file_memory::{FileMemory, is_file_memory};
 pub use fork::fork_generation;
 pub use growing::GrowingArena;
 pub use guarded::{Ended, Guarded, Wait, locked};

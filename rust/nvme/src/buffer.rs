@@ -11,10 +11,12 @@ use crate::{Error, Result};
 /// # Safety
 /// From the moment it is handed over until it is dropped or handed back, the bytes at `as_ptr()` up to `len()` must
 /// stay mapped at that address, also while the value itself moves, and nothing else may touch them except as the
-/// implementor's own contract allows. For reads from a device they must be writable.
+/// implementor's own contract allows. `as_mut_ptr()` is the same address. For reads from a device they must be writable.
 pub unsafe trait Buffer: Send + 'static {
-    /// The first byte.
-    fn as_ptr(&self) -> NonNull<u8>;
+    /// The first byte, to read from.
+    fn as_ptr(&self) -> *const u8;
+    /// The first byte, to write to; the pointer stays good for that while the value moves.
+    fn as_mut_ptr(&mut self) -> NonNull<u8>;
     /// How many bytes.
     fn len(&self) -> usize;
     /// Whether there are none.
@@ -25,7 +27,11 @@ pub unsafe trait Buffer: Send + 'static {
 
 // SAFETY: a lease's slot stays where it is and is the lease's alone until it is dropped.
 unsafe impl Buffer for Lease {
-    fn as_ptr(&self) -> NonNull<u8> {
+    fn as_ptr(&self) -> *const u8 {
+        Lease::as_ptr(self).as_ptr()
+    }
+
+    fn as_mut_ptr(&mut self) -> NonNull<u8> {
         Lease::as_ptr(self)
     }
 
@@ -36,8 +42,12 @@ unsafe impl Buffer for Lease {
 
 // SAFETY: a vector's heap bytes do not move with it, and it is owned meanwhile.
 unsafe impl Buffer for Vec<u8> {
-    fn as_ptr(&self) -> NonNull<u8> {
-        NonNull::from(self.as_slice()).cast()
+    fn as_ptr(&self) -> *const u8 {
+        Vec::as_ptr(self)
+    }
+
+    fn as_mut_ptr(&mut self) -> NonNull<u8> {
+        NonNull::from(self.as_mut_slice()).cast()
     }
 
     fn len(&self) -> usize {
@@ -72,9 +82,14 @@ impl<B: Buffer> Part<B> {
 
 // SAFETY: the range lies inside the buffer, whose own promise this is.
 unsafe impl<B: Buffer> Buffer for Part<B> {
-    fn as_ptr(&self) -> NonNull<u8> {
+    fn as_ptr(&self) -> *const u8 {
         // SAFETY: `start` is at most the buffer's length.
         unsafe { self.buffer.as_ptr().add(self.start) }
+    }
+
+    fn as_mut_ptr(&mut self) -> NonNull<u8> {
+        // SAFETY: as above.
+        unsafe { self.buffer.as_mut_ptr().add(self.start) }
     }
 
     fn len(&self) -> usize {

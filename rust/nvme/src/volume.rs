@@ -302,14 +302,17 @@ impl Volume {
     fn begin<B: Buffer>(
         &self,
         what: (Kind, Lane),
-        buffer: B,
+        mut buffer: B,
         offset: u64,
     ) -> std::result::Result<Ticket<B>, NotBegun<B>> {
         if let Err(error) = self.context.owned.check() {
             return Err(NotBegun { buffer, error });
         }
         let running = self.running();
-        let address = Address(buffer.as_ptr().as_ptr());
+        let address = Address(match what.0 {
+            Kind::Read => buffer.as_mut_ptr().as_ptr(),
+            Kind::Write { .. } | Kind::Flush => buffer.as_ptr().cast_mut(),
+        });
         match self.prepare(running.as_ref(), what, address, offset, buffer.len()) {
             Err(error) => Err(NotBegun { buffer, error }),
             Ok(prepared) => Ok(Ticket::new(prepared.start(&self.context, Box::new(buffer)))),

@@ -27,7 +27,7 @@ impl Checksum {
     fn update(&mut self, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
         let memory = held(tensor)?;
         // SAFETY: the caller gives a tensor on the CPU, which it leaves alone; `memory` keeps it alive.
-        let bytes = unsafe { std::slice::from_raw_parts(memory.as_ptr().as_ptr(), memory.len()) };
+        let bytes = unsafe { std::slice::from_raw_parts(memory.as_ptr(), memory.len()) };
         tensor.py().detach(|| self.0.update(bytes));
         Ok(())
     }

@@ -31,6 +31,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<HostArena>()?;
     module.add_class::<LayoutBytes>()?;
     module.add_function(wrap_pyfunction!(ignore_captures, module)?)?;
+    module.add_function(wrap_pyfunction!(is_file_memory, module)?)?;
     module.add_function(wrap_pyfunction!(layout, module)?)?;
     module.add_function(wrap_pyfunction!(limits, module)?)?;
     module.add_function(wrap_pyfunction!(regions, module)?)
@@ -321,6 +322,12 @@ impl FileMemory {
         // SAFETY: the interpreter passes a valid view; the bytes live as long as `slf`, which the view comes to hold.
         unsafe { fill(slf, view, (memory.as_ptr(), memory.len()), flags) }
     }
+}
+
+/// Whether what `file_memory` made begins at this address.
+#[pyfunction]
+fn is_file_memory(address: usize) -> bool {
+    mem::is_file_memory(address)
 }
 
 /// Let what this thread does from now on leave alone what other threads capture into CUDA graphs.

@@ -261,7 +261,11 @@ unsafe impl Sync for Held {}
 // SAFETY: `_keep` holds an export of the memory (a memoryview), or the storage that it is part of, so it stays mapped
 // where it is; who else touches the bytes meanwhile is said in the documentation of `memascend.nvme`.
 unsafe impl Buffer for Held {
-    fn as_ptr(&self) -> NonNull<u8> {
+    fn as_ptr(&self) -> *const u8 {
+        self.address.as_ptr()
+    }
+
+    fn as_mut_ptr(&mut self) -> NonNull<u8> {
         self.address
     }
 

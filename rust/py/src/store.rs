@@ -249,7 +249,7 @@ impl Store {
     fn fetch(&self, unit: &Bound<'_, PyString>, into: &Bound<'_, PyAny>) -> PyResult<Fetch> {
         let (py, unit) = (unit.py(), self.unit(unit)?);
         let memory = bytes_into(into, || "a unit is fetched into a contiguous uint8 tensor on the CPU".into())?;
-        if !memory.as_ptr().addr().get().is_multiple_of(PAGE_BYTES) {
+        if !memory.as_ptr().addr().is_multiple_of(PAGE_BYTES) {
             let message = format!("the memory that a unit is fetched into must begin on a page of {PAGE_BYTES} bytes");
             return Err(config_error(py, message));
         }

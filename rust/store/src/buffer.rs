@@ -9,39 +9,61 @@ pub use memascend_nvme::Buffer;
 #[derive(Debug)]
 pub struct Shared<B = Lease> {
     memory: Arc<B>,
-    start: usize,
+    /// Of this part.
+    first: NonNull<u8>,
     bytes: usize,
 }
 
+// SAFETY: the memory may go to other threads and be shared by them, and `first` is a place in it.
+unsafe impl<B: Send + Sync> Send for Shared<B> {}
+// SAFETY: as above.
+unsafe impl<B: Send + Sync> Sync for Shared<B> {}
+
 impl<B> Clone for Shared<B> {
     fn clone(&self) -> Self {
-        Self { memory: Arc::clone(&self.memory), start: self.start, bytes: self.bytes }
+        Self { memory: Arc::clone(&self.memory), first: self.first, bytes: self.bytes }
     }
 }
 
 impl<B: Buffer + Sync> Shared<B> {
     /// The whole of a lease.
     #[must_use]
-    pub fn new(memory: B) -> Self {
-        let bytes = memory.len();
-        Self { memory: Arc::new(memory), start: 0, bytes }
+    pub fn new(mut memory: B) -> Self {
+        // Taken while it is ours alone, so that it is one to write to.
+        let (first, bytes) = (memory.as_mut_ptr(), memory.len());
+        Self { memory: Arc::new(memory), first, bytes }
     }
 
     /// `nbytes` from `start` on; `None` where that is not inside.
     #[must_use]
     pub fn part(&self, start: usize, nbytes: usize) -> Option<Self> {
         let end = start.checked_add(nbytes)?;
-        let inside = end <= self.bytes;
-        inside.then(|| Self { memory: Arc::clone(&self.memory), start: self.start + start, bytes: nbytes })
+        if end > self.bytes {
+            return None;
+        }
+        // SAFETY: inside the memory, where this part is.
+        let first = unsafe { self.first.add(start) };
+        Some(Self { memory: Arc::clone(&self.memory), first, bytes: nbytes })
+    }
+}
+
+impl<B> Shared<B> {
+    /// The first byte.
+    #[must_use]
+    pub fn as_ptr(&self) -> NonNull<u8> {
+        self.first
     }
 }
 
 // SAFETY: the memory stays where it is until its last part is dropped. Parts that overlap are the business of
 // whoever made them: this crate reads into parts that are disjoint, and nothing looks at a part before its read is done.
 unsafe impl<B: Buffer + Sync> Buffer for Shared<B> {
-    fn as_ptr(&self) -> NonNull<u8> {
-        // SAFETY: `start` is inside the memory, see `part`.
-        unsafe { self.memory.as_ptr().add(self.start) }
+    fn as_ptr(&self) -> *const u8 {
+        self.first.as_ptr()
+    }
+
+    fn as_mut_ptr(&mut self) -> NonNull<u8> {
+        self.first
     }
 
     fn len(&self) -> usize {
@@ -52,5 +74,5 @@ unsafe impl<B: Buffer + Sync> Buffer for Shared<B> {
 /// The bytes of a buffer that no operation uses.
 pub(crate) fn bytes_of(buffer: &impl Buffer) -> &[u8] {
     // SAFETY: a buffer's bytes are mapped while it lives; the callers have it back from its operation, or not begun one.
-    unsafe { std::slice::from_raw_parts(buffer.as_ptr().as_ptr(), buffer.len()) }
+    unsafe { std::slice::from_raw_parts(buffer.as_ptr(), buffer.len()) }
 }

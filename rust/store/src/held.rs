@@ -217,7 +217,7 @@ impl Store {
         held: Option<&Held>,
         (entry, piece): (usize, u32),
         version: u64,
-        into: &impl Buffer,
+        into: &mut impl Buffer,
     ) -> bool {
         let Some((held, of_entry)) = held.and_then(|held| Some((held, held.entries.get(&entry)?))) else {
             return false;
@@ -229,7 +229,7 @@ impl Store {
         let from = held.part(self, entry, piece);
         assert_eq!(into.len(), from.len(), "room of another size than the piece");
         // SAFETY: both have room for the piece; the memory is the lock's holder's, and `into` the caller's.
-        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr().as_ptr(), into.as_ptr().as_ptr(), into.len()) };
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr().as_ptr(), into.as_mut_ptr().as_ptr(), into.len()) };
         self.counters.took_held(into.len() as u64);
         true
     }

@@ -152,7 +152,7 @@ impl Parts {
             let hold = &self.reading.holds[piece.hold];
             let into = flying.memory.part(piece.at as usize, bytes as usize);
             let is_held =
-                |into| self.store.copy_held(cache.as_deref(), (hold.entry, piece.number), hold.version, &into);
+                |mut into| self.store.copy_held(cache.as_deref(), (hold.entry, piece.number), hold.version, &mut into);
             if into.is_some_and(is_held) {
                 continue;
             }

@@ -50,12 +50,12 @@ impl Store {
         memory: Option<&Held>,
         entry: usize,
         piece: u32,
-        buffer: B,
+        mut buffer: B,
     ) -> Result<PieceRead<'_, B>> {
         let layout = self.fitting_piece(entry, piece, buffer.len())?;
         let hold = Hold::live(self, &mut self.index.lock(), entry, piece..piece + 1);
         let place = (self.layout.offset(&layout, hold.slot), layout.bytes());
-        let source = if self.copy_held(memory, (entry, piece), hold.version, &buffer) {
+        let source = if self.copy_held(memory, (entry, piece), hold.version, &mut buffer) {
             Source::Memory(buffer)
         } else if hold.alone {
             return Err(self.lost(entry));

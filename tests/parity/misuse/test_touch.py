@@ -217,6 +217,83 @@ def test_a_write_that_torch_does_not_count_is_found(offloaded, monkeypatch, capl
     assert training.optimizer.steps == 2
 
 
+def transposed(weight):
+    with torch.no_grad():
+        weight.t().mul_(0.5)
+
+
+# Through a weight that the model computes with no more, or not yet.
+LATER = {
+    "detach": lambda weight: weight.detach().mul_(0.5),
+    **{way: WRITES[way] for way in ("numpy", "flat numpy", "dlpack", "apply", "storage of detached")},
+    "transposed": transposed,
+}
+
+
+@pytest.mark.parametrize("when", ["register_forward_hook", "register_full_backward_hook"])
+@pytest.mark.parametrize("way", LATER)
+def test_a_write_after_a_module_has_computed_is_found(offloaded, when, way):
+    training = offloaded(steps=1, host_memory=None, gradients="ssd")
+    expected = training.loss(1).detach()
+    handle = getattr(training.model.blocks[1].up, when)(lambda module, *_: (LATER[way](module.weight), None)[1])
+    training.loss(1).backward()
+    handle.remove()
+    with pytest.raises(UsageError, match=r"of .*blocks\.1\.up\.weight were"):
+        training.optimizer.step()
+    training.optimizer.zero_grad()
+    assert torch.equal(training.loss(1), expected)
+    training.step(1)
+    assert training.optimizer.steps == 2
+
+
+@pytest.mark.parametrize("budget", ["64MiB", "smallest"])
+@pytest.mark.parametrize("way", ["numpy", "dlpack"])
+def test_memory_that_is_kept_from_a_backward_and_written_to_before_step_is_found(offloaded, tmp_path, budget, way):
+    if budget == "smallest":
+        model = Stack()
+        with pytest.raises(memascend.BudgetError) as refused:
+            memascend.offload(model, adamw(model), storage=tmp_path / "none.store", host_memory=1)
+        budget = refused.value.smallest
+    training = offloaded(steps=1, host_memory=budget, gradients="ssd")
+    taken = []
+    take = {
+        "numpy": lambda weight: weight.detach().numpy(),
+        "dlpack": lambda weight: torch.from_dlpack(weight.detach()),
+    }
+    # The last block that the backward comes to: nothing has room beside it, or comes after it.
+    handle = training.model.blocks[0].up.register_full_backward_hook(
+        lambda module, *_: taken.append(take[way](module.weight))
+    )
+    training.loss(1).backward()
+    handle.remove()
+    kept = taken.pop()
+    # It is let go by the unit, and kept by us.
+    units = training.optimizer._session.run.residency.units
+    units.evict(units.home_of["blocks.0.up.weight"])
+    kept[:1] = 7.0
+    with pytest.raises(UsageError, match=r"blocks\.0\.up\.weight"):
+        training.optimizer.step()
+    del kept
+    training.optimizer.zero_grad()
+    training.step(1)
+    assert training.optimizer.steps == 2
+
+
+def test_memory_that_is_moved_in_a_forward_is_found(offloaded):
+    training = offloaded(steps=1, host_memory="64MiB")
+    expected = training.loss(1).detach()
+    handle = training.model.blocks[1].up.register_forward_pre_hook(
+        lambda module, _: (module.weight.share_memory_(), None)[1]
+    )
+    training.loss(1).backward()
+    handle.remove()
+    with pytest.raises(UsageError, match=r"of .*blocks\.1\.up\.weight.* were"):
+        training.optimizer.step()
+    training.optimizer.zero_grad()
+    assert torch.equal(training.loss(1), expected)
+    training.step(1)
+
+
 def test_data_that_is_read_in_a_forward_is_no_write(training):
     """And what is taken there and written outside is told."""
     taken = []

@@ -101,8 +101,11 @@ pub(crate) struct Borrowed(pub(crate) Arc<Vec<u8>>);
 
 // SAFETY: the vector lives as long as any clone, and nobody writes to it.
 unsafe impl Buffer for Borrowed {
-    fn as_ptr(&self) -> std::ptr::NonNull<u8> {
-        std::ptr::NonNull::from(self.0.as_slice()).cast()
+    fn as_ptr(&self) -> *const u8 {
+        self.0.as_ptr()
+    }
+    fn as_mut_ptr(&mut self) -> std::ptr::NonNull<u8> {
+        unreachable!("a gradient is only read")
     }
     fn len(&self) -> usize {
         self.0.len()

@@ -325,7 +325,7 @@ fn values_that_somebody_wrote_to_are_put_together_anew_from_slot_and_log() {
     for unit in 0..2 {
         let memory = store.held_unit(unit).unwrap_or_else(|| panic!("all of it is held"));
         // SAFETY: nothing computes with it now.
-        unsafe { memascend_store::Buffer::as_ptr(&memory).as_ptr().write(0xAB) };
+        unsafe { memory.as_ptr().as_ptr().write(0xAB) };
     }
     for entry in ALL {
         store.spoil(entry);

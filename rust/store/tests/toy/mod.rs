@@ -165,7 +165,11 @@ unsafe impl Sync for Seen {}
 
 // SAFETY: the bytes stay where they are while any clone lives, and may be written to through a shared reference.
 unsafe impl memascend_store::Buffer for Seen {
-    fn as_ptr(&self) -> NonNull<u8> {
+    fn as_ptr(&self) -> *const u8 {
+        self.0.as_ptr().cast()
+    }
+
+    fn as_mut_ptr(&mut self) -> NonNull<u8> {
         NonNull::from(&*self.0).cast()
     }
 
