@@ -6,7 +6,7 @@ use memascend_store::{Buffer, Dtype, Entry, Master, Shared, Store};
 use crate::{
     Error, Result,
     apply::inside,
-    bench::{Bench, bytes_mut, clear_from},
+    bench::{Bench, bytes_mut, clear_from, elements_mut},
     job::Turn,
     reduced,
     spill::spill_dtype,
@@ -73,22 +73,23 @@ impl Plan {
 }
 
 /// The parts of the whole where a chunk's widened tensors lie: master, first and second moment, of `count` elements.
-fn wide_parts<'a>(
+///
+/// # Safety
+/// Nothing is in flight of the whole, and nothing else looks at these elements while the slices live.
+#[expect(clippy::mut_from_ref, reason = "the whole is shared memory; the caller says that it is alone")]
+unsafe fn wide_parts<'a>(
     described: &Entry,
     plan: &Plan,
     all: &'a Shared,
     (start, count): (usize, usize),
-) -> Result<WideState<&'a mut [f32]>> {
-    let places = plan.tensors.iter().skip(1).map(|&(at, element)| {
-        let part = inside(all, at + start * element, count * element)?;
-        // SAFETY: nothing is in flight of the whole, which is this job's; tensors lie apart, aligned to 64 bytes, and the whole
-        // is mapped as long as the caller has it.
-        Ok::<_, Error>(unsafe { std::slice::from_raw_parts_mut(part.as_ptr().as_ptr().cast::<f32>(), count) })
+) -> WideState<&'a mut [f32]> {
+    let tensors = plan.tensors.iter().skip(1).take(plan.tensors.len() - 1 - usize::from(plan.spilled));
+    let mut places = tensors.map(|&(at, element)| {
+        // SAFETY: as above; tensors lie apart, aligned to 64 bytes.
+        unsafe { elements_mut(all, at + start * element, count) }
     });
-    let mut places =
-        places.take(plan.tensors.len() - 1 - usize::from(plan.spilled)).collect::<Result<Vec<_>>>()?.into_iter();
     let master = if has_master(described) { places.next() } else { None };
-    Ok(WideState { master, first: places.next(), second: places.next() })
+    WideState { master, first: places.next(), second: places.next() }
 }
 
 /// The parts of a staging chunk that are copied as they are, and where each of their tensors lies in the whole: values, state
@@ -132,7 +133,9 @@ pub(crate) fn gathered(bench: &Bench<'_>, of: (usize, u32), memory: &Shared, pla
     }
     if plan.wide {
         let described = &bench.store.description().entries[of.0];
-        decode(reduced::chunk(bench, &turn)?, wide_parts(described, plan, all, elements)?, bench.exec)?;
+        // SAFETY: nothing is in flight of the whole, which is this job's.
+        let wide = unsafe { wide_parts(described, plan, all, elements) };
+        decode(reduced::chunk(bench, &turn)?, wide, bench.exec)?;
     }
     Ok(())
 }
@@ -155,7 +158,8 @@ pub(crate) fn scattered(bench: &Bench<'_>, of: (usize, u32), memory: &Shared, pl
     }
     if plan.wide {
         let described = &bench.store.description().entries[of.0];
-        let WideState { master, first, second } = wide_parts(described, plan, all, elements)?;
+        // SAFETY: nothing is in flight of the whole, which is this job's.
+        let WideState { master, first, second } = unsafe { wide_parts(described, plan, all, elements) };
         let wide = WideState {
             master: master.map(|part| &*part),
             first: first.map(|part| &*part),

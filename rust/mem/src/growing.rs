@@ -131,31 +131,35 @@ impl GrowingArena {
 mod tests {
     use super::*;
 
+    fn ok<T>(result: Result<T>) -> T {
+        result.unwrap_or_else(|error| panic!("{error}"))
+    }
+
     fn lease(arena: &GrowingArena, nbytes: usize) -> Result<Lease> {
         arena.lease(nbytes, "test", Wait::never())
     }
 
     #[test]
     fn an_added_slot_is_taken_once_the_planned_ones_are() {
-        let arena = GrowingArena::new(&[(4096, 1), (16384, 1)], &mut || true).unwrap();
+        let arena = ok(GrowingArena::new(&[(4096, 1), (16384, 1)], &mut || true));
         let held = arena.held_bytes();
-        let planned = lease(&arena, 4000).unwrap();
+        let planned = ok(lease(&arena, 4000));
         assert!(lease(&arena, 4000).is_err(), "no larger slot is taken");
-        let taken = arena.add(4000, &mut || true).unwrap();
+        let taken = ok(arena.add(4000, &mut || true));
         assert_eq!((arena.added_bytes(), arena.held_bytes()), (taken, held + taken));
         assert_eq!(arena.added_slots(), BTreeMap::from([(4096, 1)]));
-        assert_eq!(arena.free_slots(4000).unwrap(), 1);
-        let added = lease(&arena, 4000).unwrap();
-        assert_eq!((arena.free_slots(1).unwrap(), arena.in_use_bytes()), (0, 2 * 4096));
+        assert_eq!(ok(arena.free_slots(4000)), 1);
+        let added = ok(lease(&arena, 4000));
+        assert_eq!((ok(arena.free_slots(1)), arena.in_use_bytes()), (0, 2 * 4096));
         drop(planned);
-        assert_eq!(arena.free_slots(1).unwrap(), 1);
+        assert_eq!(ok(arena.free_slots(1)), 1);
         drop(added);
-        assert_eq!((arena.free_slots(1).unwrap(), arena.in_use_bytes()), (2, 0));
+        assert_eq!((ok(arena.free_slots(1)), arena.in_use_bytes()), (2, 0));
     }
 
     #[test]
     fn what_no_class_holds_is_refused_and_nothing_added() {
-        let arena = GrowingArena::new(&[(4096, 1)], &mut || true).unwrap();
+        let arena = ok(GrowingArena::new(&[(4096, 1)], &mut || true));
         assert!(arena.add(4097, &mut || true).is_err());
         assert!(arena.free_slots(4097).is_err());
         assert_eq!(arena.added_bytes(), 0);

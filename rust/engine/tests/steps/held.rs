@@ -159,7 +159,7 @@ fn halving(late: Late, step: u64, whole: bool) -> Application {
 
 fn counted(calls: &Arc<AtomicUsize>, fails_at: usize, late: Late, step: u64, whole: bool) -> Application {
     let function = Box::new(Halving { calls: Arc::clone(calls), fails_at });
-    Application { function, nbytes: 0, step, spilled: false, whole, wide: false, values: None, late }
+    Application { function, nbytes: 0, step, spilled: false, whole, wide: false, late }
 }
 
 #[test]
