@@ -198,8 +198,8 @@ def _outcome(case: Case) -> str:
 
 
 def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
-    # One moment whose last bits fall into the next of 256 codes is 4e-6; another update of these steps is 1e-3.
-    return torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+    # A last bit that falls into the next of 256 codes of a moment grows to 6e-5 in these steps; one update is 1e-3.
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
 def _reason(message: str) -> str:
