@@ -155,6 +155,23 @@ def test_a_recomputed_block_with_frozen_weights_has_the_same_gradients(tmp_path,
                 assert same_bits(wanted, got)
 
 
+def test_what_a_unit_takes_to_be_read_again_is_no_part_of_a_selective_checkpoint(tmp_path):
+    plain = Recomputed(WAYS["selective"])
+    model = copy.deepcopy(plain)
+    model, optimizer = memascend.offload(model, torch.optim.SGD(model.parameters(), lr=0.1), storage=tmp_path / "s")
+    with optimizer:
+        units = optimizer._session.run.residency.units
+        for _ in range(2):
+            x = torch.ones(4, WIDTH)
+            (want := plain(x)).backward()
+            loss = model(x)
+            for home in units.homes:
+                units.evict(home)
+                home.forget()
+            loss.backward()
+            assert same_bits(want, loss)
+
+
 class Changed(nn.Module):
     """A layer whose input is changed in place after the layer saved it."""
 

@@ -439,7 +439,7 @@ def test_what_cannot_be_joined_is_refused(tmp_path):
     refused(
         tmp_path, lambda named: [LowRank(parts(named)[0]), torch.optim.AdamW(parts(named)[1])], "LowRank.*draws random"
     )
-    refused(tmp_path, lambda named: [torch.optim.Muon(parts(named)[0]), torch.optim.Rprop(parts(named)[1])],
+    refused(tmp_path, lambda named: [torch.optim.Adagrad(parts(named)[0]), torch.optim.Rprop(parts(named)[1])],
             "the optimizer is", state="bf16")  # fmt: skip
     assert not list(tmp_path.iterdir())
 
@@ -541,16 +541,23 @@ def test_a_checkpoint_has_all_members_and_a_run_goes_back_to_it(tmp_path, optimi
 
 def test_formats_are_of_the_members_that_have_them(tmp_path, caplog):
     model = made(torch.bfloat16)
+    matrices, rest = parts(dict(model.named_parameters()))
+    optimizers = [
+        torch.optim.Adagrad(matrices[:1]),
+        torch.optim.Muon(matrices[1:], lr=0.02),
+        torch.optim.AdamW(rest, lr=1e-2, fused=True),
+    ]
     with caplog.at_level(logging.WARNING, "memascend"):
-        model, optimizer = memascend.offload(
-            model, muon_and_adamw(dict(model.named_parameters())), storage=tmp_path / "store", state="bf16"
-        )
-    assert "state='bf16' does not apply to torch.optim.Muon" in caplog.text
+        model, optimizer = memascend.offload(model, optimizers, storage=tmp_path / "store", state="bf16")
+    assert "state='bf16' does not apply to torch.optim.Adagrad" in caplog.text
+    assert "Muon" not in caplog.text
     turn(optimizer, model, 0)
-    entries = {entry["name"]: entry for entry in optimizer._session.run.resources.store.entries()}
-    assert entries["0.weight"]["format"] == "compact bf16"
-    assert not entries["1.0.weight"]["format"]
-    assert {name: dtype for name, dtype, _ in entries["1.0.weight"]["state"]}["momentum_buffer"] == "float32"
+    entries = {
+        id(model.get_parameter(entry["name"])): entry for entry in optimizer._session.run.resources.store.entries()
+    }
+    assert entries[id(rest[0])]["format"] == entries[id(matrices[1])]["format"] == "compact bf16"
+    assert not entries[id(matrices[0])]["format"]
+    assert {name: dtype for name, dtype, _ in entries[id(matrices[0])]["state"]}["sum"] == "float32"
     optimizer.close()
 
 

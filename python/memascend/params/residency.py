@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memascend.errors import UsageError
 from memascend.params.offloaded_param import said
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 
 
 _CHECKPOINT = "torch.utils.checkpoint"
+
+
+def _unseen() -> AbstractContextManager[Any]:
+    """Out of sight of dispatch modes: a selective checkpoint counts operations, and ours depend on what is cached."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()  # noqa: SLF001
 
 
 class Note(NamedTuple):
@@ -302,12 +308,13 @@ class Residency:
             if home.bound == 0:
                 # Through views that were taken while the model computed.
                 self._find_written(home)
-                self.units.use(home)
-                try:
-                    home.bind(here, guarded=self.turns.several or others_alive(self.turns.first))
-                except BaseException:
-                    self.unbind(home)
-                    raise
+                with _unseen():
+                    self.units.use(home)
+                    try:
+                        home.bind(here, guarded=self.turns.several or others_alive(self.turns.first))
+                    except BaseException:
+                        self.unbind(home)
+                        raise
             else:
                 home.count(here, 1)
 

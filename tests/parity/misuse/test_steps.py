@@ -361,7 +361,7 @@ def test_a_refused_resume_gives_the_options_back(offloaded, tmp_path, unchanged)
     optimizer = adamw(model)
     check = unchanged(model, optimizer)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memascend.memory, "Region", lambda *_, **__: (_ for _ in ()).throw(MemoryError))
+        patch.setattr("memascend.device.unit_memory.HostArena", lambda *_, **__: (_ for _ in ()).throw(MemoryError))
         with pytest.raises(MemoryError):
             memascend.offload(model, optimizer, storage=tmp_path / "run.store", existing="resume")
     check()
