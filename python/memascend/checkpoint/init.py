@@ -13,7 +13,7 @@ import torch
 from memascend.checkpoint.files import Names, each_buffer
 from memascend.distributed.rows import Partition
 from memascend.errors import ConfigError
-from memascend.params.offloaded_param import dense_strides, laid_out
+from memascend.params.offloaded_param import dense_strides
 from memascend.storage import checksum_of
 from memascend.text import listed
 
@@ -461,7 +461,7 @@ class ModelValues:
                 parameter = self._named[name]
                 if not parameter.is_meta:
                     state, step = self._arithmetic.initial(parameter) if name in self._trained else ({}, 0)
-                    yield FirstValue(name, laid_out(parameter.detach().cpu()), state, step)
+                    yield FirstValue(name, _laid_out(parameter.detach().cpu()), state, step)
                 elif self._weights is not None:
                     whole = self._weights.tensor(name, self._partition.whole(name, parameter))
                     yield FirstValue(name, as_laid(self._partition.part(name, whole), parameter), {}, 0)
@@ -603,3 +603,11 @@ def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
         places.append((module, short, tensor))
     for module, short, tensor in places:
         module._buffers[short] = moved[id(tensor)]  # noqa: SLF001
+
+
+def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without gaps: itself, or a copy."""
+    strides = dense_strides(tensor)
+    if tuple(tensor.stride()) == strides or tensor.numel() <= 1:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

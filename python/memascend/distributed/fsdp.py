@@ -321,7 +321,7 @@ class RowSource:
                 f"the values of {self.name!r} are on storage, on each rank its rows, and {what}() needs their memory "
                 "while the model computes: call it between forwards, or clone() them"
             )
-        reached.handed_out = True
+        reached.note_handed_out()
         if place is None:
             residency.units.require_open()
             return torch.empty(self.shape, dtype=self.dtype)

@@ -644,11 +644,3 @@ def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     # The stride of a dimension of one element says nothing.
     wanted = strides_of(shape)
     return all(length == 1 or got == want for length, got, want in zip(shape, stride, wanted, strict=True))
-
-
-def laid_out(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without gaps: itself, or a copy."""
-    strides = dense_strides(tensor)
-    if tuple(tensor.stride()) == strides or tensor.numel() <= 1:
-        return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
