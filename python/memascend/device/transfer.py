@@ -412,11 +412,12 @@ class DeviceEngine:
         step: int,
         gradient: torch.Tensor | None = None,
         whole: bool = False,
+        values: torch.Tensor | None = None,
         late: Late = "never",
     ) -> None:
         """See `Engine.apply`."""
         given = None if gradient is None else self._lend(name, gradient)
-        self._engine.apply(name, function, step=step, gradient=given, whole=whole, late=late)
+        self._engine.apply(name, function, step=step, gradient=given, whole=whole, values=values, late=late)
 
     def read_spilled(self, name: str, into: torch.Tensor) -> None:
         """See `Engine.read_spilled`; by way of host memory of its size, as whoever reads a gradient asks for."""

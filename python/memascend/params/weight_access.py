@@ -259,11 +259,11 @@ class ReachedWeights:
         # The backward that was looked at last.
         self._walked = -1
 
-    @property
     def note_handed_out(self) -> None:
         """Somebody gets memory of rows that ranks share."""
         self.handed_out = True
 
+    @property
     def computes(self) -> bool:
         """Whether this thread is inside of a forward or a backward."""
         return bool(torch._C._current_graph_task_id() != -1) or self._residency.listener.computes  # noqa: SLF001

@@ -103,7 +103,10 @@ WAITS = {
         ["activations:Activations._save", "activations:Activations._mark"],
         _skipped(Activations, "_mark", "Activations._save", result=[]),
     ),
-    "a checkpoint's memory after its copy": (["chunks:Chunks._copied"], _replaced(Chunks, fill=_filled_from_nothing)),
+    "a checkpoint's memory after its copy": (
+        ["chunks:ActivationChunk.end_copy"],
+        _replaced(Chunks, fill=_filled_from_nothing),
+    ),
     "memory for a checkpoint after its last use": (
         ["activations:Activations._bring"],
         _skipped(Activations, "_mark", "Activations._bring", result=[]),

@@ -35,7 +35,8 @@ LR, MOMENTUM = 0.01, 0.9
 class Block(torch.nn.Module):
     def __init__(self, name, check):
         super().__init__()
-        self.name, self.check = name, check
+        # Not the check itself, which keeps what it finds: micro-batches by layer refuse modules that keep values.
+        self.name, self.use = name, check.use
         shapes = [(LARGE,), (ROWS, COLUMNS)]
         self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(shape)) for shape in shapes)
 
@@ -45,7 +46,7 @@ class Block(torch.nn.Module):
 
     def forward(self, x, before):
         for name, (_, weight) in zip(self.uses(), self.named_parameters(remove_duplicate=False), strict=True):
-            x, before = self.check.use(x, weight, name, before)
+            x, before = self.use(x, weight, name, before)
         return x
 
 
@@ -54,7 +55,8 @@ class Recurrent(torch.nn.LSTM):
 
     def __init__(self, name, check):
         super().__init__(64, 64, num_layers=2)
-        self.name, self.check = name, check
+        # Not the check itself, which keeps what it finds: micro-batches by layer refuse modules that keep values.
+        self.name, self.use = name, check.use
 
     def uses(self):
         return [f"{self.name}.{name}" for name, _ in self.named_parameters()] * 2
@@ -62,7 +64,7 @@ class Recurrent(torch.nn.LSTM):
     def forward(self, x, before):
         self.flatten_parameters()
         for name in self.uses():
-            x, before = self.check.use(x, getattr(self, name.rpartition(".")[2]), name, before)
+            x, before = self.use(x, getattr(self, name.rpartition(".")[2]), name, before)
         return x
 
 

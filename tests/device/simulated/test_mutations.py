@@ -71,7 +71,8 @@ NOT_TAKEN = {
     "transfer:Staging.dropped": "the thread's, by a lock",
     "transfer:Staging._work": "the thread's, by a lock",
     "transfer:Staging._copy_one": "storage's",
-    "transfer:DeviceEngine._fill": "holds memory that is read while it is copied, to where nobody looks",
+    "transfer:_Window.fill": "holds memory that is read while it is copied, to where nobody looks",
+    "transfer:_Window.let_go": "holds memory that is read while it is copied, to where nobody looks",
     "chunks:ActivationChunk.idle": "prefers what need not be waited for",
     "chunks:Chunks.write_ahead": "prefers what need not be waited for",
     "chunks:Chunks.at_hand": "prefers what need not be waited for",
@@ -116,4 +117,4 @@ def test_every_wait_has_a_test(simulated):
     taken = {function for functions in waits.values() for function in functions}
     there = set(waiting())
     assert there - taken == set(NOT_TAKEN) - taken, "a wait that is new here needs a mutation in mutations.py"
-    assert set(NOT_TAKEN) <= there
+    assert taken | set(NOT_TAKEN) <= there

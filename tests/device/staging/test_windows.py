@@ -38,6 +38,24 @@ def test_gradients_are_lent_in_windows(store, device, tmp_path):
         assert all(torch.equal(state[name], ours[name]) for name in state)
 
 
+@EITHER
+def test_arithmetic_of_others_has_lent_gradients_and_given_values(store, device):
+    gradient, given = torch.randn(ELEMENTS // 2), store.read("first.0")[0]
+    found = torch.empty_like(gradient)
+
+    def update(chunk):
+        found[chunk.start : chunk.start + chunk.count] = chunk.gradient
+        chunk.values -= chunk.gradient
+
+    with engine.Engine(store) as updates:
+        lent = DeviceEngine(updates, device, [pages(24 << 10) for _ in range(2)])
+        lent.apply("first.0", update, step=1, gradient=gradient.to(device.torch_device), values=given + 1)
+        lent.commit(1)
+    assert torch.equal(found, gradient)
+    # Those are not read that are in memory.
+    assert torch.equal(store.read("first.0")[0], given + 1 - gradient)
+
+
 def test_python_is_asked_for_few_windows(device, tmp_path):
     """Of a step's time on the engine's thread, windows are to be little: 7 B parameters have 14 GB of them."""
     elements = 2_600_000
