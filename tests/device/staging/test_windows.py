@@ -10,7 +10,7 @@ from support.staged_units import EITHER, ELEMENTS, pages
 
 from memascend import engine
 from memascend.device.transfer import WINDOWS, DeviceEngine
-from memascend.errors import DeviceError
+from memascend.errors import DeviceError, UsageError
 from memascend.storage.entries import CHUNK_ELEMENTS
 
 
@@ -49,11 +49,13 @@ def test_arithmetic_of_others_has_lent_gradients_and_given_values(store, device)
 
     with engine.Engine(store) as updates:
         lent = DeviceEngine(updates, device, [pages(24 << 10) for _ in range(2)])
-        lent.apply("first.0", update, step=1, gradient=gradient.to(device.torch_device), values=given + 1)
+        lent.apply("first.0", update, step=1, gradient=gradient.to(device.torch_device), values=given)
         lent.commit(1)
-    assert torch.equal(found, gradient)
-    # Those are not read that are in memory.
-    assert torch.equal(store.read("first.0")[0], given + 1 - gradient)
+        assert torch.equal(found, gradient)
+        assert torch.equal(store.read("first.0")[0], given - gradient)
+        lent.apply("first.0", update, step=2, gradient=gradient.to(device.torch_device), values=given)
+        with pytest.raises(UsageError, match="not those of its last commit"):
+            lent.commit(2)
 
 
 def test_python_is_asked_for_few_windows(device, tmp_path):
