@@ -353,7 +353,7 @@ def _in_memory(device: torch.device, dtype: torch.dtype, clip: float | None) -> 
             )  # fmt: skip
             with torch.no_grad():
                 p.copy_(master if out is None else out)
-            p.grad = None
+        model.zero_grad()
         said.append((loss.item(), norm))
     return said, [p.detach().cpu() for p in parameters]
 

@@ -433,8 +433,7 @@ class DeviceEngine:
         # Of a device that is lost, nothing is on its way.
         with self._lock, contextlib.suppress(DeviceError), failures_named(self._device):
             for window in self._windows:
-                window.wait()
-                window.gradient = None
+                window.let_go()
 
     def _lend(self, name: str, gradient: torch.Tensor) -> torch.Tensor | Lent:
         """What the engine is given for a gradient: itself where the engine can read it."""

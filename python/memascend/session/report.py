@@ -106,8 +106,7 @@ class Meter:
         if name not in self._arrived:
             self._arrived.add(name)
             self._arrived_bytes += nbytes
-            if self._keeps_all:
-                self._held_peak = max(self._held_peak, self._arrived_bytes)
+            self._held_peak = max(self._held_peak, self._arrived_bytes if self._keeps_all else 0)
         self.handing_seconds += time.perf_counter() - began
         self.used()
 
