@@ -81,7 +81,7 @@ WAITS = {
         ["transfer:DeviceEngine._window", "transfer:_Window.wait"],
         _skipped(_Window, "wait", "DeviceEngine._window"),
     ),
-    "the end after downloads": (["transfer:DeviceEngine.end"], _skipped(_Window, "wait", "DeviceEngine.end")),
+    "the end after downloads": (["transfer:_Window.let_go"], _skipped(_Window, "wait", "_Window.let_go")),
     "an optimizer's own code after the gradient": (
         ["transfer:DeviceEngine._order"],
         _skipped(_Event, "order", "DeviceEngine._order"),

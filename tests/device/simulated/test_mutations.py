@@ -72,7 +72,6 @@ NOT_TAKEN = {
     "transfer:Staging._work": "the thread's, by a lock",
     "transfer:Staging._copy_one": "storage's",
     "transfer:_Window.fill": "holds memory that is read while it is copied, to where nobody looks",
-    "transfer:_Window.let_go": "holds memory that is read while it is copied, to where nobody looks",
     "chunks:ActivationChunk.idle": "prefers what need not be waited for",
     "chunks:Chunks.write_ahead": "prefers what need not be waited for",
     "chunks:Chunks.at_hand": "prefers what need not be waited for",
