@@ -300,7 +300,7 @@ def test_what_goes_wrong_leaves_the_earlier_stores(tmp_path):
 @pytest.mark.timeout(400)
 def test_what_is_refused_leaves_the_earlier_stores(tmp_path):
     whole, run = begun_by_three(tmp_path)
-    for existing, words in (("refuse", "existing='resume' goes on"), ("replace", "move them away")):
+    for existing, words in (("refuse", "existing='resume' resumes from them"), ("replace", "move them away")):
         for error, left in run(2, refused, 2, existing=existing):
             assert words in error, error
             assert set(stores(3)) <= set(left)

@@ -112,7 +112,7 @@ def test_the_table_says_what_is_held_and_what_more_would_move():
     everything = make_plan(run, budget=first.all_held)
     assert "held entries" in str(everything)
     assert "a larger budget would save nothing" in str(everything)
-    assert said(everything, None).startswith(f"{len(everything.held)} parameters are held")
+    assert said(everything, None).startswith(f"{len(everything.held)} parameters are kept in RAM")
     assert everything.to_dict()["held_units"] == sorted(each.name for each in run.units)
     assert everything.saved_bytes == first.moved_bytes - everything.moved_bytes
 

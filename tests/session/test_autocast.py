@@ -24,7 +24,7 @@ def test_it_is_said_at_the_first_forward_that_sees_it(tmp_path):
     with optimizer:
         model(torch.ones(2, 32)).sum().backward()
         optimizer.zero_grad()
-        with pytest.warns(UserWarning, match=r"autocast.*bfloat16.*masters"):
+        with pytest.warns(UserWarning, match=r"autocast.*bfloat16.*fp32 master weights"):
             forward(model, torch.float32)
         optimizer.step()
         optimizer.zero_grad()

@@ -61,7 +61,7 @@ def test_one_interrupt_of_close_loses_nothing(tmp_path, progress, caplog):
     saved, optimizer = stepped(tmp_path / "store")
     with caplog.at_level(logging.WARNING, "memascend"), pytest.raises(KeyboardInterrupt):
         optimizer.close()
-    assert "another Ctrl-C gives them up" in caplog.text
+    assert "another Ctrl-C drops them" in caplog.text
     # It went on where it was.
     done = [one[0] for one in progress.heard]
     assert done[1] >= done[0]

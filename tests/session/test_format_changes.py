@@ -121,7 +121,7 @@ def test_a_master_that_is_given_up_is_said(tmp_path):
     train(trained, optimizer, range(2))
     optimizer.save(tmp_path / "saved")
     optimizer.close()
-    with pytest.warns(UserWarning, match="masters go"):
+    with pytest.warns(UserWarning, match="fp32 master weights are dropped"):
         trained, optimizer = begin(
             tmp_path / "two", "bf16", checkpoint=tmp_path / "saved", master_dtype=None, rounding="stochastic"
         )

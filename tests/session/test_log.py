@@ -89,8 +89,8 @@ def test_a_step_writes_gradients_and_a_part_of_the_rest(tmp_path):
         assert 2.7 < planned < 2.8
         assert report.read["values"] == report.read["state"] == report.read["values, update"] == 0
         assert report.to_dict()["log"] == {"steps": 16, "bytes": optimizer.plan.log_bytes}
-        assert "a log of 16 steps" in str(optimizer.plan)
-        assert "a log of 16 steps" in str(report)
+        assert "a gradient log of 16 steps" in str(optimizer.plan)
+        assert "a gradient log of 16 steps" in str(report)
 
 
 @pytest.mark.parametrize(
