@@ -139,7 +139,7 @@ def test_it_has_the_bits_of_a_plain_loop(folders, tmp_path, capfd, dtype):
     assert all(step["grad_norm"] > 0 and step["written_bytes"] > 0 and step["tokens"] > 0 for step in steps)
     assert same_states(weights_of(tmp_path / "out"), weights)
     assert lines[-1]["event"] == "save"
-    assert "6 of 2 x 2 rows" in err
+    assert "6 of 2 x 2 examples" in err
     # Beside the weights is all that a tokenizer and a chat need.
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.chat_template
@@ -246,7 +246,7 @@ def test_what_is_of_another_run_is_refused(folders, tmp_path, capfd):
     (tmp_path / "foreign/out").mkdir(parents=True)
     (tmp_path / "foreign/out/thesis.txt").write_text("mine")
     _, err = ran(capfd, *arguments(folders, tmp_path / "foreign", *short), status=1)
-    assert "no run of memascend train wrote it" in err
+    assert "memascend train did not write it" in err
     ran(capfd, *arguments(folders, tmp_path / "one", *short))
     before = contents(tmp_path / "one")
     # Its storage with another folder, its folder with another storage.
@@ -262,7 +262,7 @@ def test_what_is_of_another_run_is_refused(folders, tmp_path, capfd):
     # Other options: which, and what to do.
     changed = ["--lr", "0.5", "--seed", "1", "--data", folders / "eval.jsonl", "--model", folders / "bfloat16"]
     _, err = ran(capfd, *arguments(folders, tmp_path / "one", *short, *changed), status=1)
-    for words in ("--lr 0.001 -> 0.5", "--seed 0 -> 1", "--data: other tokens", "--model: another", "name another"):
+    for words in ("--lr 0.001 -> 0.5", "--seed 0 -> 1", "--data: other tokens", "--model: another", "start a new run"):
         assert words in err
     assert contents(tmp_path / "one") == before
 
@@ -314,14 +314,14 @@ def test_a_dry_run_shows_the_plan_and_changes_nothing(folders, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--batch", 0], "--batch is at least 1"),
-        (["--lr", 0], "--lr is a number above 0"),
-        (["--warmup", 1.5], "--warmup is the part"),
-        (["--lora", 0], "--lora is the rank"),
-        (["--host-memory", "much"], "host_memory"),
+        (["--batch", 0], "--batch must be at least 1, not 0"),
+        (["--lr", 0], "--lr must be a number above 0, not 0"),
+        (["--warmup", 1.5], "--warmup must be a fraction of all steps"),
+        (["--lora", 0], "--lora must be a rank of at least 1, not 0"),
+        (["--host-memory", "much"], "--host-memory is a number of bytes"),
         (["--model", "/nowhere"], "hf download"),
         (["--data", "/nowhere.jsonl"], "/nowhere.jsonl does not exist"),
-        (["--max-length", 4], "too short for what comes before it"),
+        (["--max-length", 4], "none of 10 examples has a token to train on within --max-length 4"),
         (["--host-memory", "1MiB"], "too small"),
     ],
 )
@@ -342,11 +342,11 @@ def test_several_ranks_are_started_by_torchrun(folders, tmp_path, capfd, monkeyp
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("WORLD_SIZE", "abc", "WORLD_SIZE is 'abc' in the environment, and no number"),
+        ("WORLD_SIZE", "abc", "the environment has WORLD_SIZE='abc', which is not a number"),
         ("WORLD_SIZE", "-1", "WORLD_SIZE is -1"),
-        ("RANK", "abc", "RANK is 'abc' in the environment, and no number"),
+        ("RANK", "abc", "the environment has RANK='abc', which is not a number"),
         ("RANK", "2", "RANK is 2 of WORLD_SIZE 2"),
-        ("MASTER_PORT", "abc", "MASTER_PORT is 'abc'"),
+        ("MASTER_PORT", "abc", "the environment has MASTER_PORT='abc', which is not a number"),
     ],
 )
 def test_what_is_no_number_of_the_environment_is_named(folders, tmp_path, capfd, monkeypatch, name, value, said):
@@ -361,8 +361,8 @@ def test_what_is_no_number_of_the_environment_is_named(folders, tmp_path, capfd,
 @pytest.mark.parametrize(
     ("file", "text", "said"),
     [
-        ("generation_config.json", "[]", "generation_config.json is no configuration that transformers reads"),
-        ("generation_config.json", "{", "generation_config.json is no configuration that transformers reads"),
+        ("generation_config.json", "[]", "generation_config.json: TypeError"),
+        ("generation_config.json", "{", "generation_config.json: OSError"),
         ("config.json", '{"model_type": "qwen2", "num_hidden_layers": 1000000000}', "more than 10000 layers"),
         ("config.json", "[]", "is no config: it holds a list"),
     ],

@@ -69,8 +69,12 @@ def of_two_groups(model):
 
 
 OTHERS = {
-    "shape": (of_another_shape, adamw, r"does not fit: .*1\.weight.*the run that has it open continues"),
-    "optimizer": (plain, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), r"does not fit: .*SGD.*the run that has it open continues"),
+    "shape": (of_another_shape, adamw, r"does not fit: .*1\.weight.*the run .* continues"),
+    "optimizer": (
+        plain,
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        r"does not fit: .*SGD.*the run .* continues",
+    ),
     "groups": (plain, of_two_groups, r"1 parameter groups, and the optimizer has 2 \(group 0: 2, group 1: 2 param"),
 }
 
