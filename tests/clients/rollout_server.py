@@ -30,7 +30,7 @@ class Handler(BaseHTTPRequestHandler):
         for row in input_ids:
             tokens, told = list(row), []
             for _ in range(sampling_params["max_new_tokens"]):
-                logits = Handler.model(torch.tensor([tokens])).logits[0, -1] / sampling_params["temperature"]
+                logits = Handler.model(torch.tensor([tokens])).logits[0, -1] / sampling_params.get("temperature", 1.0)
                 logprobs = logits.log_softmax(-1)
                 token = int(torch.multinomial(logprobs.exp(), 1))
                 told.append([float(logprobs[token]), token, None])
