@@ -17,7 +17,7 @@ from memascend.errors import UsageError
 from memascend.grads.gradient import Gradient
 from memascend.grads.lazy_grad import GradientHandle
 from memascend.params import module_hooks
-from memascend.params.threads import current, is_autograds
+from memascend.params.threads import current, is_autograds, works_for_another
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -138,6 +138,9 @@ class BackwardTasks:
 
     def entered(self) -> None:
         """The model is entered; by another thread than the one that has a backward open, this says nothing of it."""
+        if works_for_another():
+            # Another micro-batch of the call may be in its backward, and the call itself sees which fails.
+            return
         here = current()
         if not self.inside():
             self._last = here
