@@ -20,6 +20,10 @@ def offloaded(folder, **options):
     for block in model:
         fully_shard(block)
     fully_shard(model)
+    if distributed.get_world_size() == 3:
+        # A mean over three is no exact one: the loss is divided.
+        for module in (*model, model):
+            module.set_gradient_divide_factor(1.0)
     kind = options.pop("kind", torch.optim.AdamW)
     return memascend.offload(
         model, kind(model.parameters(), lr=1e-2), storage=folder, **{"timeout": TIMEOUT, **options}
@@ -29,7 +33,8 @@ def offloaded(folder, **options):
 def backward(model, step):
     generator = torch.Generator().manual_seed(100 * step + distributed.get_rank())
     tokens = torch.randint(0, 32, (4, 6), generator=generator)
-    nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten()).backward()
+    loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+    (loss / 3 if distributed.get_world_size() == 3 else loss).backward()
 
 
 def train(model, optimizer, until):
