@@ -31,7 +31,7 @@ RULES = {
     r"\bdivided by (?:`?fully_shard|torch)": "sharded",
     r"\bbrings? (?:them |all )?together\b|\bhears? (?:of|from)\b": "rendezvous, is notified",
     r"\btold\b|\btells?\b": "report, print, log",
-    r"\bis let go\b|\blet go of\b": "release",
+    r"\blet go\b": "release",
     r"\b(?:is|are) given up\b|\bgives? up\b": "abandon, drop",
     r"\brefused? by (?:its |the )?name": "rejected with an error that names it",
     r"\bposes? as\b|\bposing as\b": "simulated or mock device",

@@ -208,7 +208,7 @@ class Plan:
 def _table(plan: Plan) -> str:
     """What the plan decided, and what that costs."""
     elements = sum(unit.elements for unit in plan.units)
-    lines = [f"Units, which are read and let go together: {len(plan.units)}, with {elements:,} parameters"]
+    lines = [f"Units, which are read and evicted together: {len(plan.units)}, with {elements:,} parameters"]
     lines += _rows(_unit_rows(plan))
     lines += ["", f"Host memory: {bytes_shown(plan.host_peak)} of a budget of {bytes_shown(plan.budget)}"]
     lines += _rows([(owner, bytes_shown(nbytes), _note(plan, owner)) for owner, nbytes in plan.host.items() if nbytes])
@@ -276,8 +276,8 @@ def _note(plan: Plan, owner: str) -> str:
     through = "chunks through which they go to storage and come back"
     return {
         "update staging": f"{plan.chunks} chunks through which state streams to its update",
-        "catalog": "what the store knows of itself",
-        "index": "where each piece lies, and its checksum",
+        "catalog": "the description of the store",
+        "index": "where each extent lies, and its checksum",
         "gradients": "all of them" if plan.gradients == "ram" else "that wait for their update",
         "activations": stay if plan.activation_groups else through,
         "held entries": f"{len(plan.held)} parameters with their state: read once",

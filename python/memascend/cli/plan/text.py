@@ -232,7 +232,7 @@ def _bought(now: float, choices: Choices) -> list[Row]:
     more, fewer = choices.more, choices.fewer
     if more is not None and more.seconds is not None:
         gained = 1 - more.seconds / now
-        rows.append(("16 GiB more of host memory", seconds_shown(more.seconds), f"a step, {gained:.0%} less"))
+        rows.append(("16 GiB more of host memory", seconds_shown(more.seconds), f"a step, {max(gained, 0):.0%} less"))
     if fewer is not None and fewer.step_seconds is not None:
         gained = 1 - fewer.step_seconds / now
         note = f"a step, {gained:.0%} less, with other numerics (below)"
@@ -299,7 +299,7 @@ def _taken_over(at: Takeover | None) -> list[Row]:
         return []
     note = f"{at.tokens_per_second:,.0f} tokens a second there"
     if at.problem:
-        note += f", but {at.problem}: take less memory for each token"
+        note += f", but {at.problem}"
     return [("compute takes over at", f"{at.tokens:,} tokens a step", note)]
 
 
