@@ -17,13 +17,28 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/refused.md"
 PLACES = ("python/memascend", "triton_kernels")
 BEGIN = "<!-- made by `make refused`; what stands below is written anew -->"
-# The text of an error of Rust's, and the name that it has there.
-_RUST = re.compile(r'#\[error\(\s*"((?:[^"\\]|\\.)*)".*?\)\]\s*(\w+)', re.DOTALL)
-# What the extension raises by itself: wrong arguments, whose texts are formatted there, and calls that cannot be made.
+# A text of Rust's, its lines joined by backslashes.
+_TEXT = r'"((?:[^"\\]|\\.)*)"'
+# The text of an error of Rust's, and the name of its variant.
+_RUST = re.compile(rf"#\[error\(\s*{_TEXT}.*?\)\]\s*(\w+)", re.DOTALL)
+# Errors whose texts are formatted where they are made, in closures too: wrong arguments, and calls that cannot be made.
+_MADE = re.compile(rf"\b(?:Error|Self)::(Invalid|Usage)\(\s*(?:format!\(\s*)?{_TEXT}")
+# What the extension raises by itself, likewise.
 _ARGUMENT = re.compile(
     r'(?<!new_err\()(?:format!|refused|config_error)\((?:\s*py,)?\s*"((?:[^"\\(]|\\.)(?:[^"\\]|\\.)*)"'
 )
-_CALL = re.compile(r'usage_error\(\s*py,\s*"((?:[^"\\]|\\.)*)"')
+_CALL = re.compile(rf"usage_error\(\s*[\w.()]+,\s*(?:{_TEXT}|([A-Z_]+)\))")
+_NAMED = r"const {}: &str = " + _TEXT
+# The exception of Python that a variant becomes (rust/py/src/errors.rs); all others are a ConfigError.
+_PYTHON = {
+    "BudgetError": ("RegionTooSmall",),
+    "CorruptionError": ("Corrupt",),
+    "MemascendError": ("Panicked",),
+    "MemoryLimitError": ("OutOfMemory", "System", "Memory"),
+    "StorageError": ("Broken", "Device", "Ended", "Refused", "Unfilled"),
+    "TimeoutExpired": ("TimedOut",),
+    "UsageError": ("Closed", "Forked", "Function", "Interrupted", "RegionTaken", "TooMany", "Usage"),
+}
 
 
 def messages() -> Iterator[tuple[Path, str, str]]:
@@ -50,14 +65,19 @@ def said(node: ast.expr) -> str:
 
 def messages_of_rust() -> Iterator[tuple[Path, str, str]]:
     """Those of the crates, likewise."""
+    exceptions = {variant: error for error, variants in _PYTHON.items() for variant in variants}
     for path in sorted((ROOT / "rust").glob("*/src/*.rs")):
-        code = path.read_text(encoding="utf-8")
-        raised = [(text, "UsageError") for text in _CALL.findall(code)]
+        # Tests of a file stand at its end.
+        code = path.read_text(encoding="utf-8").partition("#[cfg(test)]")[0]
+        found = _RUST.findall(code) + [(text, variant) for variant, text in _MADE.findall(code)]
+        for text, constant in _CALL.findall(code):
+            named = re.search(_NAMED.format(constant), code) if constant else None
+            found.append((named[1] if named else text, "Usage"))
         if path.is_relative_to(ROOT / "rust/py"):
-            raised += [(text, "ConfigError") for text in _ARGUMENT.findall(code) if not re.match(r"\w+\(", text)]
-        for text, name in [*_RUST.findall(code), *raised]:
+            found += [(text, "Invalid") for text in _ARGUMENT.findall(code) if not re.match(r"\w+\(", text)]
+        for text, variant in found:
             joined = re.sub(r"\\\n\s*", "", text).replace('\\"', '"')
-            yield path.relative_to(ROOT), name, re.sub(r"\{[^}]*\}", "...", joined)
+            yield path.relative_to(ROOT), exceptions.get(variant, "ConfigError"), re.sub(r"\{[^}]*\}+", "...", joined)
 
 
 def section() -> str:

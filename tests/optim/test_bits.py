@@ -168,7 +168,7 @@ def run_and_compare(streamed_part):
 def test_streamed_parts_get_the_bits_of_torch_in_memory(run_and_compare, name, options, dtype):
     dtype, master_dtype = DTYPES[dtype]
     if name == "SGD" and "fused" in options and master_dtype is None and not trial._fused_sgd_updates(dtype):
-        with pytest.raises(ConfigError, match="fused=True is refused for SGD"):
+        with pytest.raises(ConfigError, match="fused=True is rejected for SGD"):
             run_and_compare(name, parameters(name, dtype), options, master_dtype)
         return
     streamed = run_and_compare(name, parameters(name, dtype), options, master_dtype)
@@ -187,7 +187,9 @@ def test_a_fused_sgd_that_skips_whole_vectors_is_refused(monkeypatch):
             if dtype == torch.float32 or master_dtype or not fused:
                 require_streamable(optimizer, master_dtype)
                 continue
-            with pytest.raises(ConfigError, match=r"fused=True is refused for SGD on parameters of .* set fused=False"):
+            with pytest.raises(
+                ConfigError, match=r"fused=True is rejected for SGD on parameters of .* set fused=False"
+            ):
                 require_streamable(optimizer, master_dtype)
     finally:
         trial._fused_sgd_updates.cache_clear()

@@ -250,7 +250,7 @@ def test_lbfgs_and_what_is_no_optimizer_are_refused():
 def test_options_without_a_meaning_here_are_refused_by_name(option):
     for kind in (torch.optim.AdamW, torch.optim.NAdam):
         optimizer = kind([torch.nn.Parameter(torch.zeros(3))], **{option: True})
-        with pytest.raises(ConfigError, match=f"{option}=True is refused"):
+        with pytest.raises(ConfigError, match=f"{option}=True is rejected"):
             require_streamable(optimizer)
 
 

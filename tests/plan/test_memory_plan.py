@@ -52,6 +52,6 @@ def test_many_sizes_are_no_burden_and_wrong_ones_are_refused():
     classes = arena_classes([[size] for size in range(1, 401)])
     assert classes == {400: 1}
     for size in (0, -1):
-        with pytest.raises(memascend.ConfigError, match="at least one byte"):
+        with pytest.raises(memascend.ConfigError, match="at least 1 byte"):
             arena_classes([[size, 5]])
     assert arena_classes([]) == {}

@@ -155,9 +155,9 @@ def test_a_user_says_what_travels_together():
     [
         (["layers.9", "layers.0"], "not 'layers.9'"),
         (["head"], "tied"),
-        (["layers.0", "layers.0.up"], "one unit only"),
-        (["layers.0", "layers.0"], "one unit only"),
-        (["", "layers.0"], "one unit only"),
+        (["layers.0", "layers.0.up"], "read with one unit"),
+        (["layers.0", "layers.0"], "read with one unit"),
+        (["", "layers.0"], "read with one unit"),
     ],
 )
 def test_units_that_cannot_be(given, says):

@@ -75,7 +75,7 @@ def test_a_number_that_has_no_room_is_refused_with_one_that_has(tmp_path, room):
 
 
 def test_where_nothing_lasts_a_log_is_refused(tmp_path):
-    with pytest.raises(memascend.ConfigError, match="durability='none' there is no log"):
+    with pytest.raises(memascend.ConfigError, match="durability='none' there is no gradient log"):
         begun(tmp_path / "store", log_steps=4, durability="none")
     with pytest.raises(memascend.ConfigError, match="temporary store"):
         begun(None, log_steps=4, existing="refuse")

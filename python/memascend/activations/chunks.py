@@ -456,7 +456,9 @@ class Chunks:
                 assert place is not None
                 raise CorruptionError(
                     f"a checkpointed activation is not what was written: {piece.nbytes} bytes at {place.offset} of "
-                    f"{place.path} have the checksum {found}, not {piece.checksum}; no step was committed from it",
+                    f"{place.path} have the checksum {found}, not {piece.checksum}. No step was committed from "
+                    "it: check the "
+                    "drive, and resume",
                     path=place.path,
                     offset=place.offset,
                     nbytes=piece.nbytes,

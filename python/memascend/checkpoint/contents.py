@@ -171,7 +171,10 @@ class StoreContents:
         state = plain_tensors(stored)
         if name in self._trained:
             if UPDATES in state:
-                raise ConfigError(f"the optimizer keeps state called 'updates' for {name!r}, which cannot be saved")
+                raise ConfigError(
+                    f"the optimizer keeps state called 'updates' for {name!r}, which cannot be saved: a checkpoint has "
+                    "the number of updates under that name. Give that state another name in the optimizer"
+                )
             state[UPDATES] = _meta("int64", [])
         # Blocks are counted as the elements lie, which is not told by row-major tensors.
         in_blocks = entry["order"] is not None and any(map(is_in_blocks, stored))

@@ -65,7 +65,9 @@ def new_folder(target: Path) -> Iterator[Path]:
                 break
             shutil.rmtree(new)
         else:
-            raise UsageError(f"other processes keep saving to {target}")
+            raise UsageError(
+                f"other processes keep saving to {target}, so that it never becomes free: save to another folder"
+            )
         try:
             if target.is_dir():
                 ours.append(_lock(target, target, held))
@@ -82,7 +84,10 @@ def _lock(folder: Path, target: Path, held: contextlib.ExitStack) -> int:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UsageError(f"another process is saving to {target} now") from None
+        raise UsageError(
+            f"another process is saving to {target} now, and both would write the same files: wait for it, or save "
+            "to another folder"
+        ) from None
     return descriptor
 
 
@@ -174,7 +179,10 @@ class FileLayout:
         for name in names:
             tensor = self.tensors[name]
             if tensor.dtype not in _NAMES:
-                raise ConfigError(f"{name!r} is {tensor.dtype}, which safetensors has no name for")
+                raise ConfigError(
+                    f"{name!r} is {tensor.dtype}, which safetensors has no name for, so that it cannot be saved: give "
+                    "it another dtype, or register it as a buffer with persistent=False"
+                )
             nbytes = tensor.numel() * tensor.element_size()
             described[name] = {
                 "dtype": _NAMES[tensor.dtype],

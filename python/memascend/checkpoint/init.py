@@ -112,7 +112,10 @@ class Initialiser:
             walk.put_back()
         changed = [name for name, version in versions.items() if named[name]._version != version]  # noqa: SLF001
         if changed:
-            raise ConfigError(f"initialising what is on meta wrote to {changed[0]}, which has values of its own")
+            raise ConfigError(
+                f"initialising the parameters on meta wrote to {changed[0]}, which has values of its own, and they "
+                "would be lost: make the whole model on meta, or give weights="
+            )
 
 
 class _Walk:
@@ -269,7 +272,8 @@ def require_plain(named: Mapping[str, torch.nn.Parameter]) -> None:
     for name, parameter in named.items():
         if parameter.is_meta and weakref.getweakrefs(parameter):
             raise ConfigError(
-                f"{name} is on meta and something holds a weak reference to it; call offload() before what made that"
+                f"{name} is on meta, and a weak reference to it exists, which would not follow it to its values: call "
+                "offload() before the code that made the reference"
             )
         used: Any = parameter
         if parameter.is_meta and (parameter.grad is not None or used._use_count() > 1):  # noqa: SLF001

@@ -86,11 +86,15 @@ class Checkpoint:
                 nbytes = path.stat().st_size
             except OSError as error:
                 raise CorruptionError(
-                    f"the checkpoint {self.folder} is partial: {name} is missing", errno=error.errno, path=str(path)
+                    f"the checkpoint {self.folder} is partial: {name} is missing. Copy the whole folder again",
+                    errno=error.errno,
+                    path=str(path),
                 ) from error
             if nbytes != said["bytes"]:
                 raise CorruptionError(
-                    f"{path} has {nbytes} bytes, and the checkpoint's manifest says {said['bytes']}", path=str(path)
+                    f"{path} has {nbytes} bytes, and the checkpoint's manifest says {said['bytes']}: it was cut off or "
+                    "replaced. Copy it again, or begin from another checkpoint",
+                    path=str(path),
                 )
 
     def verify(self, rank: int = 0, count: int = 1) -> None:
@@ -127,7 +131,11 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{folder} is no checkpoint: it has no {FOLDER}/{MANIFEST}, which optimizer.save() writes")
     with file_errors(path, "cannot be read"):
         if path.stat().st_size > _MANIFEST_BYTES_MAX:
-            raise CorruptionError(f"{path} is larger than {_MANIFEST_BYTES_MAX} bytes", path=str(path))
+            raise CorruptionError(
+                f"{path} is larger than {_MANIFEST_BYTES_MAX} bytes, so it is no manifest of a checkpoint: begin from "
+                "another checkpoint",
+                path=str(path),
+            )
         text = path.read_bytes()
     try:
         manifest: dict[str, Any] = json.loads(text)
@@ -135,11 +143,13 @@ def _manifest(folder: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CorruptionError(f"{path} is damaged: {error}", path=str(path)) from error
     if not whole:
-        raise CorruptionError(f"{path} is damaged: its checksum is not that of what it says", path=str(path))
+        raise CorruptionError(
+            f"{path} is damaged: its checksum is not that of its content. Begin from another checkpoint", path=str(path)
+        )
     if manifest.get("format") != FORMAT or manifest.get("version") not in (VERSION, VERSION_OF_FORMATS):
         raise CorruptionError(
-            f"{path} is {manifest.get('format')!r} version {manifest.get('version')!r}; this memascend reads "
-            f"{FORMAT!r} versions {VERSION} and {VERSION_OF_FORMATS}",
+            f"{path} is {manifest.get('format')!r} version {manifest.get('version')!r}, and this memascend reads "
+            f"{FORMAT!r} versions {VERSION} and {VERSION_OF_FORMATS}: use the memascend that wrote it",
             path=str(path),
         )
     problem = _malformed(manifest)
@@ -195,18 +205,23 @@ def _verify(path: Path, said: Mapping[str, Any], mine: Callable[[], bool], progr
         length = int.from_bytes(file.read(8), "little")
         if length > said["bytes"] - 8 or checksum(0, 8 + length) != said["header"]:
             raise CorruptionError(
-                f"the header of {path} is damaged: its checksum is not the manifest's", path=str(path)
+                f"the header of {path} is damaged: its checksum is not the manifest's. Begin from another checkpoint",
+                path=str(path),
             )
         file.seek(8)
         header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         if header.keys() != said["tensors"].keys():
-            raise CorruptionError(f"{path} does not hold the tensors that the manifest names", path=str(path))
+            raise CorruptionError(
+                f"{path} does not hold the tensors that the manifest names, so one of the two is of another "
+                "checkpoint: copy the whole folder again, or begin from another checkpoint",
+                path=str(path),
+            )
         for name, described in header.items():
             start, end = described["data_offsets"]
             if mine() and checksum(8 + length + start, end - start) != said["tensors"][name]:
                 raise CorruptionError(
-                    f"{name!r} in {path} is damaged: its checksum is not the manifest's",
+                    f"{name!r} in {path} is damaged: its checksum is not the manifest's. Begin from another checkpoint",
                     path=str(path),
                     offset=8 + length + start,
                     nbytes=end - start,
@@ -249,12 +264,16 @@ class CheckpointValues:
         where, manifest = self._checkpoint.folder, self._checkpoint.manifest
         here = title_of(self._arithmetic.optimizer)
         if manifest["optimizer"] != here:
-            raise ConfigError(f"the checkpoint {where} is of {manifest['optimizer']}, and the optimizer is {here}")
+            raise ConfigError(
+                f"the checkpoint {where} is of {manifest['optimizer']}, and the optimizer is {here}, which keeps other "
+                "state: give the optimizer of the checkpoint, or begin from its weights alone with weights="
+            )
         self._arithmetic.require_members(manifest, f"the checkpoint {where}")
         groups = self._arithmetic.optimizer.param_groups
         if len(manifest["groups"]) != len(groups):
             raise ConfigError(
-                f"the checkpoint {where} has {len(manifest['groups'])} parameter groups, the optimizer {len(groups)}"
+                f"the checkpoint {where} has {len(manifest['groups'])} parameter groups, the optimizer {len(groups)}, "
+                "so that their options have no place: make the optimizer with the groups that were saved"
             )
         whole = {name: self._partition.whole(name, parameter) for name, parameter in self._named.items()}
         self._weights.check(Names(self._model), {**whole, **self._buffers})
@@ -262,7 +281,7 @@ class CheckpointValues:
         if problems:
             raise ConfigError(
                 f"the state in the checkpoint {where} is not that of this optimizer and master_dtype: "
-                f"{listed(problems, '; ')}"
+                f"{listed(problems, '; ')}. Give the options that it was saved with"
             )
         self._checkpoint.verify(self._partition.rank, self._partition.count)
         words = conversion_warning(where, self._conversions.values())

@@ -200,10 +200,14 @@ def part_offsets(file: Any, path: Path) -> dict[str, tuple[int, ...]] | None:
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptionError(
-            f"{path} does not say where its parts of tensors begin: {error}", path=str(path)
+            f"{path} does not say where its parts of tensors begin ({error}), so they cannot be joined: save again",
+            path=str(path),
         ) from error
     if not well:
-        raise CorruptionError(f"{path} does not say where its parts of tensors begin", path=str(path))
+        raise CorruptionError(
+            f"{path} does not say where its parts of tensors begin, so they cannot be joined: save again",
+            path=str(path),
+        )
     return found
 
 
@@ -304,9 +308,15 @@ class WeightFunction:
         """What the function returns, if it fits."""
         values = self._function(name, like)
         if not isinstance(values, torch.Tensor) or values.layout != torch.strided or values.is_meta:
-            raise ConfigError(f"weights({name!r}, ...) must return a dense tensor with values, not {_kind(values)}")
+            raise ConfigError(
+                f"weights({name!r}, ...) must return a dense tensor with values, not {_kind(values)}, from which no "
+                "values can be read"
+            )
         if values.shape != like.shape or values.dtype != like.dtype:
-            raise ConfigError(f"weights({name!r}, ...) returned {_described(values)}, not {_described(like)}")
+            raise ConfigError(
+                f"weights({name!r}, ...) returned {_described(values)}, not {_described(like)}: return values of the "
+                "parameter's shape and dtype, as values.to(parameter.dtype)"
+            )
         return values.detach().cpu()
 
 
@@ -340,7 +350,9 @@ class WeightFiles:
             held = set(file.opened.keys())
             lost = [key for key in file.keys or () if key not in held]
             if lost:
-                raise ConfigError(f"{path} says that {lost[0]!r} is in {file.path.name}, and it is not")
+                raise ConfigError(
+                    f"{path} says that {lost[0]!r} is in {file.path.name}, and it is not: fetch both again"
+                )
             tensors = {key: _FileTensor(file.opened, key) for key in (held if file.keys is None else file.keys)}
             if file.offsets is None:
                 self._where.update(tensors)
@@ -373,7 +385,10 @@ class WeightFiles:
             problems.append(_untying(found, self._untied(found, wanted)))
         problems = [problem for problem in problems if problem]
         if problems:
-            raise ConfigError(f"{self.path} does not fit the model; " + "; ".join(problems))
+            raise ConfigError(
+                f"{self.path} does not fit the model; {'; '.join(problems)}. Give the files of this model, or a "
+                "function as weights="
+            )
         # Buffers that are not saved as a rule, and are there all the same.
         self._of.update({name: keys[0] for name, keys in found.of.items() if name not in self._of})
 
@@ -406,7 +421,10 @@ class WeightFiles:
         """The values, on the mapped file."""
         values = self.at(self._of[name])
         if values.shape != like.shape or values.dtype != like.dtype:
-            raise ConfigError(f"{self._of[name]} is {_described(values)}, not {_described(like)}")
+            raise ConfigError(
+                f"{self._of[name]} is {_described(values)}, not {_described(like)}: give the files of this model, or "
+                "a function as weights= that converts"
+            )
         return values
 
     def at(self, key: str) -> torch.Tensor:
@@ -492,15 +510,23 @@ def _indexed(index: Path) -> list[_File]:
     with file_errors(index, "cannot be read"):
         _require_file(index)
         if index.stat().st_size > _INDEX_BYTES_MAX:
-            raise CorruptionError(f"{index} is larger than {_INDEX_BYTES_MAX} bytes", path=str(index))
+            raise CorruptionError(
+                f"{index} is larger than {_INDEX_BYTES_MAX} bytes, so it is no index of safetensors: fetch it again",
+                path=str(index),
+            )
         text = index.read_bytes()
     try:
         places = json.loads(text)["weight_map"]
         well = isinstance(places, dict) and all(isinstance(file, str) for file in places.values())
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptionError(f"{index} is not an index of safetensors: {error}", path=str(index)) from error
+        raise CorruptionError(
+            f"{index} is not an index of safetensors ({error}): fetch it again", path=str(index)
+        ) from error
     if not well or any(Path(file).name != file for file in places.values()):
-        raise CorruptionError(f"{index} names something else than files beside it", path=str(index))
+        raise CorruptionError(
+            f"{index} names something else than files beside it, and no others are read: fetch the model again",
+            path=str(index),
+        )
     keys: dict[Path, list[str]] = {}
     for key, file in places.items():
         keys.setdefault(index.parent / file, []).append(key)
@@ -517,7 +543,9 @@ def _opened(file: Path) -> Any:
             return safe_open(file, framework="pt").__enter__()  # type: ignore[no-untyped-call]
     except SafetensorError as error:
         raise CorruptionError(
-            f"{file} is no whole safetensors file: {error}", path=str(file), nbytes=file.stat().st_size
+            f"{file} is no whole safetensors file ({error}): fetch it again",
+            path=str(file),
+            nbytes=file.stat().st_size,
         ) from error
 
 

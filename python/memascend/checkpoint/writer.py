@@ -71,7 +71,8 @@ def save(
     why = refusal_of(folder)
     if why is not None:
         raise ConfigError(
-            f"the checkpoint's folder is no path that a file can have ({why}): {os.fspath(folder)!r:.100}"
+            f"the checkpoint's folder is no path that a file can have ({why}): {os.fspath(folder)!r:.100}. Give "
+            "another one"
         )
     target = Path(os.path.abspath(expanded(folder)))  # noqa: PTH100
     order = {name: position for position, (name, _) in enumerate(model.named_parameters())}

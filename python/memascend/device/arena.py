@@ -71,7 +71,7 @@ class DeviceLease:
         """A tensor there, which the lease lives as long as any view of; to be had once."""
         hold, self._hold = self._hold, None
         if hold is None:
-            raise UsageError("this lease was handed to a tensor already")
+            raise UsageError("this lease was handed to a tensor already, and memory has one owner: take another lease")
         if dtype != torch.uint8 or shape != (self.nbytes,):
             raise ConfigError(f"a lease on a device is a tensor of {self.nbytes} uint8, not {shape} of {dtype}")
         return self._arena.made(hold, self.nbytes)
@@ -176,7 +176,10 @@ class DeviceArena:
         """
         at = bisect_left(self._bounds, nbytes)
         if at == len(self._bounds):
-            raise ConfigError(f"{nbytes} bytes are more than the largest slot of the device's arena")
+            raise ConfigError(
+                f"{nbytes} bytes are more than the largest slot of the device's arena, so no lease can have them: "
+                "plan a slot of that size"
+            )
         bound = self._bounds[at]
         deadline = None if timeout is None else time.monotonic() + timeout
         self._take_back()
@@ -188,7 +191,10 @@ class DeviceArena:
                     return DeviceLease(self, _Hold(self, slot), nbytes)
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
-                raise TimeoutExpired(f"no slot of {bound} bytes for {owner} on {self._device.torch_device}")
+                raise TimeoutExpired(
+                    f"no slot of {bound} bytes became free for {owner} on {self._device.torch_device}: its tensors are "
+                    "still used. Drop them, or pass a larger device_memory="
+                )
             self._take_back(wait=left)
 
     def made(self, hold: _Hold, nbytes: int) -> torch.Tensor:

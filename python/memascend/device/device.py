@@ -101,7 +101,9 @@ def open_device(device: torch.device) -> Device | None:
     count = torch.cuda.device_count()
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= count:
-        raise ConfigError(f"there is no device {str(device)!r}: torch sees {count}, from cuda:0 to cuda:{count - 1}")
+        raise ConfigError(
+            f"there is no device {str(device)!r}: torch sees {count}, from cuda:0 to cuda:{count - 1}. Pass one of them"
+        )
     return Cuda(torch.device("cuda", index))
 
 

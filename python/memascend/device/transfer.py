@@ -204,7 +204,7 @@ class Staging:
         if self._broken is not None:
             raise self._broken
         if self._closing:
-            raise UsageError("the staging of units was closed")
+            raise UsageError("the staging of units was closed with its run: call offload() again")
 
     def dropped(self, unit: _UnitUpload) -> None:
         """See `Staged`."""

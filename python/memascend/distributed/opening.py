@@ -167,7 +167,10 @@ class Opening:
         found = store.info()
         there = (found["run"], found["common"], found["identity"] or _NO_IDENTITY.hex())
         if self.number and there != (self.run.hex(), self.number, self.identity.hex()):
-            raise StorageError("the store was changed while the ranks agreed on what to open")
+            raise StorageError(
+                "the store was changed while the ranks agreed on which commit to open, so another run uses it: end "
+                "that run, and start again"
+            )
 
 
 def choose(
@@ -202,7 +205,10 @@ def choose(
         raise RankError(f"{_listed(unread)}; nothing was changed on any rank", ranks=tuple(unread))
     if len(missing) == len(seen):
         if existing == "previous":
-            raise ConfigError("there is no store on any rank: existing='previous' opens one that is there")
+            raise ConfigError(
+                "there is no store on any rank, and existing='previous' opens one that exists: correct storage=, or "
+                "leave existing= out"
+            )
         return anew
     if existing == "refuse":
         there = {rank: "a store is there already" for rank, one in enumerate(seen) if one["there"]}

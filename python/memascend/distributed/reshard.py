@@ -339,16 +339,23 @@ class EarlierValues:
         said = None if first is None else [first.info()["optimizer"], _described(first)]
         optimizer, there = next(one for one in self._earlier.exchange.tell("what they hold", said) if one is not None)
         if optimizer != self._optimizer:
-            raise ConfigError(f"the earlier stores are of {optimizer}, and the optimizer is {self._optimizer}")
+            raise ConfigError(
+                f"the earlier stores are of {optimizer}, and the optimizer is {self._optimizer}, which keeps other "
+                "state: give the optimizer that the run had. Nothing was changed"
+            )
         for name, own in self._named.items():
             here = _description(own, self._describe(name))
             if there.get(name) != here:
                 raise ConfigError(
-                    f"{name!r} is {here} and was {there.get(name)} in the earlier stores: nothing was changed"
+                    f"{name!r} is {here} and was {there.get(name)} in the earlier stores: give the model that the run "
+                    "had. Nothing was changed"
                 )
         gone = there.keys() - self._shapes.keys()
         if gone:
-            raise ConfigError(f"the model has no {min(gone)!r}, which the earlier stores have: nothing was changed")
+            raise ConfigError(
+                f"the model has no {min(gone)!r}, which the earlier stores have: give the model that the run had. "
+                "Nothing was changed"
+            )
         for number, store in self._earlier.stores.items():
             store.set_first_elements({name: self._first_element(name, number) for name in self._shapes})
 

@@ -314,7 +314,8 @@ def _sharding(
         from memascend.distributed.sharding import Sharding
     except ImportError as error:
         raise ConfigError(
-            f"torch {torch.__version__} keeps what fully_shard() divides in another way: {error}"
+            f"torch {torch.__version__} stores sharded parameters in another way than this memascend knows "
+            f"({error}): use a torch version that the documentation names"
         ) from error
 
     sharding = Sharding(model, reduction, exchange)
@@ -388,7 +389,10 @@ class PlannedSharding:
         whole = dict(model.named_parameters())
         for name, parameter in whole.items():
             if not parameter.dim():
-                raise ConfigError(f"{name} is a single number without rows, which fully_shard() does not divide")
+                raise ConfigError(
+                    f"{name} is a single number without rows, which fully_shard() does not divide: give it one "
+                    "dimension, as torch.ones(1)"
+                )
         self.named = {name: _rows(parameter, count) for name, parameter in whole.items()}
         self._whole = {name: parameter.numel() for name, parameter in whole.items()}
         self._local = {id(parameter): self.named[name] for name, parameter in whole.items()}

@@ -67,7 +67,8 @@ class Sharding:
         }
         if not self.named:
             raise ConfigError(
-                f"rank {self.rank} has no rows of any parameter: the model is too small for {self.world_size} ranks"
+                f"rank {self.rank} has no rows of any parameter: the model is too small for {self.world_size} ranks. "
+                "Start fewer"
             )
         self.rows = {name: local.sharded.rows for name, local in self.named.items()}
         self._local = {id(self._sharded[name].leaf): local for name, local in self.named.items()}
@@ -307,7 +308,9 @@ def _refuse_kind(group: FsdpGroup, world_size: int, *, ordered: bool) -> None:
             "the rows are divided among all of them: fully_shard(module) without mesh="
         )
     if group.offloads:
-        raise ConfigError("offload() does what CPUOffloadPolicy does, and more: leave offload_policy out")
+        raise ConfigError(
+            "fully_shard() was given CPUOffloadPolicy, and offload() moves parameters itself: leave offload_policy out"
+        )
     kept = group.kept_after_forward
     if kept is not None:
         raise ConfigError(f"{group.name}: {kept}")

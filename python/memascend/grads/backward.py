@@ -497,7 +497,10 @@ class Arrivals:
         self._residency.transfers.settle()
         self._residency.listener.backward_begins()
         if self.scale.enabled and not self._scaled:
-            raise UsageError("there is a loss scale: begin the backward by optimizer.backward(loss)")
+            raise UsageError(
+                "there is a loss scale, which loss.backward() leaves out: begin the backward by "
+                "optimizer.backward(loss)"
+            )
         if self.backwards.count and self.loop.mode == "fused" and self._all_dropped():
             # By p.grad = None, as model.zero_grad() does: the count begins again.
             self.backwards.restart()

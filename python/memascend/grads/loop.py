@@ -156,7 +156,10 @@ class LossScale:
         """
         mode, scale, good_steps = state.get("mode"), state.get("scale"), state.get("good_steps")
         if mode not in {"dynamic", "fixed", "off"}:
-            raise ConfigError(f"the stored loss scale has the mode {mode!r}: dynamic, fixed and off are known")
+            raise ConfigError(
+                f"the stored loss scale has the mode {mode!r}, and dynamic, fixed and off are known: use a "
+                "newer memascend"
+            )
         # A dynamic scale that only ever saw overflows ends at 0, as torch's does.
         scale = 0.0 if mode == "dynamic" and scale == 0 else _checked(scale)
         if isinstance(good_steps, bool) or not isinstance(good_steps, int) or not 0 <= good_steps < GROWTH_STEPS:

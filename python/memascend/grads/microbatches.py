@@ -123,7 +123,10 @@ class PartialSums:
         gradient.put(None)
         if values.requires_grad or values.is_sparse:
             kind = "a sparse" if values.is_sparse else "backward(create_graph=True) leaves a graph on the"
-            raise UsageError(f"{kind} gradient of {gradient.name!r} is not summed by layer: pass by_layer=False")
+            raise UsageError(
+                f"{kind} gradient of {gradient.name!r} is not summed by layer, where gradients are dense "
+                "and without a graph: pass by_layer=False"
+            )
         if shares_memory(values):
             # A view of memory that somebody else may write to.
             values = values.clone()

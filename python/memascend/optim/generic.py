@@ -197,7 +197,10 @@ class Update:
         if self._ended is not None:
             self._ended(changes)
         elif changes:
-            raise UsageError(f"{named(copy)} changed {next(iter(changes))}, which is not followed here")
+            raise UsageError(
+                f"{named(copy)} changed {next(iter(changes))}, which would not be committed with the step: use an "
+                "optimizer whose step changes parameters and state alone"
+            )
 
     def _laid(self, tensor: torch.Tensor, whole: bool) -> torch.Tensor:
         """A tensor of the parameter's shape, laid out as the parameter is; a part of it has no shape."""
@@ -210,7 +213,10 @@ class Update:
     def _gradient_of(self, chunk: Chunk, target: torch.Tensor, whole: bool) -> torch.Tensor:
         gradient = chunk.gradient if self._whole_gradient is None else self._whole_gradient
         if gradient is None:
-            raise UsageError(f"an update by {named(self._optimizer)} was begun without a gradient")
+            raise UsageError(
+                f"an update by {named(self._optimizer)} was begun without a gradient, from which it would be computed: "
+                "give it one"
+            )
         if gradient.layout == torch.strided:
             if self._whole_gradient is not None and not whole:
                 self._whole_gradient = in_order(gradient, self._layout)
@@ -255,7 +261,9 @@ class Update:
         if made.keys() != set(wanted):
             raise UsageError(
                 f"{named(self._optimizer)} now keeps {sorted(made)} for a parameter and kept {sorted(wanted)} when "
-                "offload() looked: options that decide what it keeps (momentum, amsgrad, ...) must not change"
+                "offload() looked: options that decide what it keeps (momentum, amsgrad, ...) must not change. "
+                "Set them "
+                "before offload()"
             )
         for name, value in made.items():
             parts = layout.parted.get(name)
@@ -408,13 +416,16 @@ class Runs:
         if lost is not None:
             raise UsageError(
                 f"{named(self._optimizer)} changed {lost} to a {type(changes[lost]).__qualname__}, which cannot be "
-                "committed with the step: only numbers and text can"
+                "committed with the step: only numbers and text can. Keep it in one of these, or use another optimizer"
             )
         _, before = self._ends.get(name, (group, changes))
         if not same(dict(before), changes):
             raise UsageError(
-                f"{named(self._optimizer)} changed its options in another way when its update of {name!r} ran again, "
-                "after a trial on a copy: an update has to do the same with the same state and gradient"
+                f"{named(self._optimizer)} changed its options in another way when its update of {name!r} ran "
+                "again, "
+                "after a trial on a copy: an update has to do the same with the same state and gradient. Use "
+                "an optimizer "
+                "that does"
             )
         self._ends[name] = group, changes
 

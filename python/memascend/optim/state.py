@@ -97,7 +97,7 @@ class _Trial:
             return {name: _scaled(self.optimizer, name, value, way.size, shape) for name, value in state.items()}
         raise ConfigError(
             f"what {named(self.optimizer)} keeps for a parameter of shape {list(shape)} could not be found out: its "
-            f"step failed ({type(failed).__name__}: {failed})"
+            f"step failed ({type(failed).__name__}: {failed}). Use another optimizer: docs/optimizers.md"
         ) from failed
 
     def _refuse_kinds_by_value(self, small: torch.Size) -> None:
@@ -112,7 +112,7 @@ class _Trial:
         if differs is not None:
             raise ConfigError(
                 f"{named(self.optimizer)} keeps {differs!r} as another kind of value where the parameter is zero; "
-                "only one kind of state can be streamed"
+                "only one kind of state can be streamed. Use another optimizer: docs/optimizers.md"
             )
 
     def _after(self, way: _Way) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def _steady(optimizer: torch.optim.Optimizer, states: Iterator[dict[str, Any]]) 
         if not same(shapes, _shapes(later)):
             raise ConfigError(
                 f"{named(optimizer)} keeps other state after step {number} than after its first; only state that is "
-                "there from the first step on can be streamed"
+                "there from the first step on can be streamed. Use another optimizer: docs/optimizers.md"
             )
     return first
 
@@ -178,7 +178,8 @@ def _scaled(optimizer: torch.optim.Optimizer, name: str, value: Any, size: Seque
     dims = {1: 1, torch.Size(size).numel(): shape.numel(), **dict(zip(size, shape, strict=True))}
     if parts_of(value) is not None or any(dim not in dims for dim in value.shape):
         raise ConfigError(
-            f"the shape of {name!r}, which {named(optimizer)} keeps, does not follow from that of the parameter"
+            f"the shape of {name!r}, which {named(optimizer)} keeps, does not follow from that of the parameter, so no "
+            "place can be planned for it: use another optimizer (docs/optimizers.md)"
         )
     return torch.empty([dims[dim] for dim in value.shape], dtype=value.dtype, device="meta")
 
@@ -263,7 +264,7 @@ def describe(
         None,
     )
     if group is None:
-        raise ConfigError("the optimizer does not own this parameter")
+        raise ConfigError("the optimizer does not own this parameter, so it has no state: ask for one that it owns")
     dtype = arithmetic_dtype(parameter.dtype, master_dtype)
     master = dtype != parameter.dtype
     # Where elements are repeated or left out there is no such layout, and this is the next best.
@@ -317,7 +318,9 @@ class _Found:
         if value is None:
             return
         if not isinstance(name, str) or name == _MASTER or name in self.tensors:
-            raise ConfigError(f"{named(self._optimizer)} keeps state under {name!r}, a name that cannot be stored")
+            raise ConfigError(
+                f"{named(self._optimizer)} keeps state under {name!r}, which cannot be stored: call it by a text"
+            )
         parts = parts_of(value)
         if type(value) in _NUMBERS:
             self.numbers[name] = type(value)

@@ -322,18 +322,21 @@ def require_streamable(
         raise ConfigError(f"the optimizer must be a torch.optim.Optimizer, not a {type(optimizer).__qualname__}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
-            f"{named(optimizer)} is refused: its step evaluates the model several times, and its state spans all "
-            "parameters; use AdamW, or any optimizer whose state is per parameter"
+            f"{named(optimizer)} is rejected: its step evaluates the model several times, and its state spans all "
+            "parameters. Use AdamW, or any optimizer whose state is per parameter"
         )
     for group in optimizer.param_groups:
         for option in ("capturable", "differentiable"):
             if group.get(option):
                 raise ConfigError(
-                    f"{option}=True is refused: updates run outside of autograd and CUDA graphs; set {option}=False"
+                    f"{option}=True is rejected: updates run outside of autograd and CUDA graphs; set {option}=False"
                 )
         for parameter in group["params"]:
             if parameter.is_complex():
-                raise ConfigError(f"a parameter of {parameter.dtype} cannot be streamed: it must be of a real float")
+                raise ConfigError(
+                    f"a parameter of {parameter.dtype} cannot be streamed, since only real floats are updated: freeze "
+                    "it with requires_grad_(False), or take it from the optimizer"
+                )
             if group.get("fused") and master_dtype is None and type(optimizer) is torch.optim.SGD:
                 _require_updated_vectors(parameter.dtype)
     if known(optimizer):
@@ -346,7 +349,7 @@ def _require_updated_vectors(dtype: torch.dtype) -> None:
     """Refuse torch's fused SGD of 16-bit parameters where its kernel skips whole vectors, as torch 2.11's does."""
     if dtype.itemsize == 2 and not _fused_sgd_updates(dtype):
         raise ConfigError(
-            f"fused=True is refused for SGD on parameters of {dtype}: torch {torch.__version__} leaves most elements "
+            f"fused=True is rejected for SGD on parameters of {dtype}: torch {torch.__version__} leaves most elements "
             "as they are, and reads momentum past its end; set fused=False, leave master_dtype at torch.float32, or "
             "take a newer torch"
         )

@@ -357,11 +357,14 @@ def _leave(module: torch.nn.Module, gate: Gate, result: Any) -> None:
 
 def _refuse_wrappers() -> None:
     if torch._C._is_tracing():  # noqa: SLF001
-        raise UsageError("torch.jit.trace would record placeholders; trace copy.deepcopy(model), a plain copy")
+        raise UsageError("torch.jit.trace would record placeholders, which have no values: trace copy.deepcopy(model)")
     if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001
         raise UsageError("torch.func transforms do not work on an offloaded model; use autograd's own functions")
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined] # noqa: SLF001
-        raise UsageError("saved-tensor hooks are disabled here, and an offloaded model needs them")
+        raise UsageError(
+            "saved-tensor hooks are disabled here, and an offloaded model reads weights again by them in the backward: "
+            "compute it outside of disable_saved_tensors_hooks()"
+        )
 
 
 COPIED = (
@@ -371,7 +374,7 @@ COPIED = (
 
 
 def _refuse_script() -> Any:
-    raise UsageError("torch.jit.script would record placeholders; script copy.deepcopy(model), a plain copy")
+    raise UsageError("torch.jit.script would record placeholders, which have no values: script copy.deepcopy(model)")
 
 
 def _hooks_moved(module: torch.nn.Module, name: str) -> UsageError:
@@ -442,7 +445,9 @@ def refuse_wrapper(wrapper: torch.nn.Module, name: str, module: torch.nn.Module 
     for kind in ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"):
         if kind in kinds:
             raise UsageError(
-                f"{kind} does not work with an offloaded model: offload() works in one process, on one device"
+                f"{kind} does not work with an offloaded model: offload() works in one process, on one device. "
+                "Call the "
+                "model itself; for several ranks, start torchrun and call offload() on each"
             )
 
 

@@ -174,7 +174,7 @@ class _Saved:
         if self._name is not None:
             raise UsageError(
                 f"a graph needs {self._name!r} as it was before step(), or before it was written to: call backward() "
-                "before that, or compute what it is of again"
+                "before that, or compute the graph again"
             )
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "

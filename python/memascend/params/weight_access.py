@@ -309,7 +309,10 @@ class ReachedWeights:
         values = [self._reach(place).values for place in places]
         with residency.turns.alone():
             if any(residency.units.home_of[place.name].bound for place in places):
-                raise UsageError("another thread computes the model: take views of its weights there, or afterwards")
+                raise UsageError(
+                    "another thread computes the model, which may evict the weights of a view: take views in that "
+                    "thread, or afterwards"
+                )
             pushed = residency.hooks.push()
             try:
                 for place, one in zip(places, values, strict=True):

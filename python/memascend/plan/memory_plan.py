@@ -36,7 +36,7 @@ def arena_classes(windows: Sequence[Sequence[int]]) -> dict[int, int]:
     contents = {tuple(sorted(window)) for window in windows}
     sizes = sorted({size for content in contents for size in content})
     if sizes and sizes[0] < 1:
-        raise ConfigError(f"host_memory keeps at least one byte in RAM, not {sizes[0]}")
+        raise ConfigError(f"host_memory= must be at least 1 byte, not {sizes[0]}")
     # best[count]: what the `count` smallest sizes cost; how many of them their largest class leaves; its slots.
     best = [(0, 0, 0)]
     for count in range(1, len(sizes) + 1):
@@ -460,7 +460,7 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
         BudgetError: a budget is too small; `smallest` is the one that works, to the byte.
     """
     if run.segment < 1:
-        raise ConfigError(f"a checkpoint segment has at least one unit, not {run.segment}")
+        raise ConfigError(f"a checkpoint segment must have at least one unit, not {run.segment}")
     planner = MemoryPlanner(run)
     steps = rungs(planner)
     comfortable, ample = steps[-1], planner.widened(steps[-1], None)

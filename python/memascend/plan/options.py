@@ -117,7 +117,7 @@ class Options:
         except (RuntimeError, TypeError) as error:
             raise ConfigError(f"device is None, 'cpu', 'cuda' or 'cuda:1', not {self.device!r}") from error
         if device.type not in ("cpu", "cuda"):
-            raise ConfigError(f"device {str(device)!r} cannot be computed on: pass None, 'cpu', 'cuda' or 'cuda:1'")
+            raise ConfigError(f"device {str(device)!r} cannot compute the model: pass None, 'cpu', 'cuda' or 'cuda:1'")
         _ = self.device_bytes
         if device.type == "cuda":
             return
@@ -152,7 +152,9 @@ class Options:
             raise ConfigError(f"storage names each file, folder or device once, and at least one: not {self.storage!r}")
         if paths is None and self.resumes:
             raise ConfigError(
-                f"existing={self.existing!r} needs storage=: without it the store is a new temporary file each time"
+                f"existing={self.existing!r} needs storage=: without it the store is a new temporary file each "
+                "time. Pass "
+                "the path of the run"
             )
 
     def _check_formats(self) -> None:
@@ -176,7 +178,7 @@ class Options:
             raise ConfigError(f"log_steps is an integer from 0 to {_LOG_STEPS_MAX}, or None, not {logged!r}")
         if logged and (self.durability == "none" or not self.paths):
             why = "with durability='none'" if self.paths else "a temporary store (storage=None) keeps nothing, and"
-            raise ConfigError(f"{why} there is no log: leave log_steps out, or ask for a store that lasts")
+            raise ConfigError(f"{why} there is no gradient log: leave log_steps out, or ask for a store that lasts")
         if self.max_grad_norm is not None and not (_is_number(self.max_grad_norm) and self.max_grad_norm > 0):
             raise ConfigError(f"max_grad_norm is a number above 0, or None, not {self.max_grad_norm!r}")
         if self.timeout is not None and not (_is_number(self.timeout) and 0 < self.timeout < math.inf):
@@ -217,7 +219,8 @@ class Options:
         percent = float(part[1])
         if not 0 < percent <= 100:
             raise ConfigError(
-                f"host_memory is more than 0% and at most 100% of what there is, not {self.host_memory!r}"
+                "host_memory must be more than 0% and at most 100% of the memory that is free, not "
+                f"{self.host_memory!r}"
             )
         available: int = memory.limits()["available"]
         return max(1, int(available * percent / 100))
@@ -245,7 +248,7 @@ class Options:
 def _require_possible(name: str, path: object) -> None:
     why = refusal_of(path) if isinstance(path, (str, os.PathLike)) else None
     if why is not None:
-        raise ConfigError(f"{name} is no path that a file can have ({why}): {os.fspath(path)!r:.100}")  # type: ignore[call-overload]
+        raise ConfigError(f"{name} is no path that a file can have ({why}), give another: {os.fspath(path)!r:.80}")  # type: ignore[call-overload]
 
 
 def _is_number(value: object) -> bool:

@@ -55,7 +55,7 @@ class ModuleTree:
         self.modules = dict(model.named_modules())
         self.parameters = dict(model.named_parameters())
         if not self.parameters:
-            raise ConfigError("the model has no parameters, so there is nothing to offload")
+            raise ConfigError("the model has no parameters, so there is nothing to offload: pass a model that has some")
         lazy = [name for name, parameter in self.parameters.items() if is_lazy(parameter)]
         if lazy:
             raise ConfigError(f"the shape of {lazy[0]!r} is not known yet: run one forward before offload()")
@@ -245,13 +245,13 @@ def _checked(tree: ModuleTree, names: Sequence[str]) -> Sequence[str]:
     unknown = [name for name in names if name not in tree.modules]
     if unknown:
         raise ConfigError(
-            "units names modules of the model, as model.named_modules() gives them, and not "
-            f"{', '.join(map(repr, unknown))}"
+            "units names modules of the model, as model.named_modules() gives them, and the model has no "
+            f"{', '.join(map(repr, unknown))}: correct it"
         )
     for name in names:
         if not tree.below(name):
             raise ConfigError(
-                f"units names {name!r}, which has no parameters, or only such as are tied to earlier ones"
+                f"units names {name!r}, which has no parameters, or only such as are tied to earlier ones: leave it out"
             )
     for index, name in enumerate(names):
         for other in names[:index]:
@@ -262,7 +262,10 @@ def _checked(tree: ModuleTree, names: Sequence[str]) -> Sequence[str]:
                 or f"{name}.".startswith(f"{other}.")
                 or f"{other}.".startswith(f"{name}.")
             ):
-                raise ConfigError(f"units names {other!r} and {name!r}, and a parameter travels in one unit only")
+                raise ConfigError(
+                    f"units names {other!r} and {name!r}, which share parameters, and each is read with one unit: name "
+                    "one of the two"
+                )
     return names
 
 

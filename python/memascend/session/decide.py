@@ -69,7 +69,7 @@ def temporary(create: Callable[[str], Store]) -> tuple[Store, Path]:
             # Nobody else knows the folder.
             (Path(folder) / "memascend.store").unlink(missing_ok=True)
             Path(folder).rmdir()
-    raise StorageError(f"there is no place for a temporary store: {refused}; give storage=")
+    raise StorageError(f"there is no place for a temporary store: {refused}. Give storage= a folder on a disk")
 
 
 def room_beside(paths: Sequence[str] | None, total_bytes: int) -> int | None:
@@ -141,7 +141,7 @@ def find_owned(
     if named is None:
         named = dict(model.named_parameters())
     if not named:
-        raise ConfigError("the model has no parameters: there is nothing to offload")
+        raise ConfigError("the model has no parameters, so there is nothing to offload: pass a model that has some")
     require_one_owner(optimizer, named)
     groups = {
         id(parameter): number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
@@ -150,8 +150,9 @@ def find_owned(
     for name, parameter in named.items():
         if parameter.device.type not in ("cpu", "meta") and parameter.device != device:
             raise ConfigError(
-                f"{name} is on {parameter.device}; offload() takes models on the CPU, on meta, or on the device= that "
-                "computes; load it without device_map= if that divided it"
+                f"{name} is on {parameter.device}, and offload() takes models on the CPU, on meta, or on the "
+                "device= that "
+                "computes: move it there, or load it without device_map= if that divided it"
             )
         if torch.nn.parameter.is_lazy(parameter):
             raise ConfigError(f"{name} is not initialised yet: run the model once before offload()")
@@ -179,15 +180,15 @@ def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> N
     if replaced is not None:
         raise ConfigError(
             f"step() of this {type(replaced).__name__} was replaced on the object, and offload() runs that of its "
-            "class: register_step_pre_hook() and register_step_post_hook() are heard, or make it a subclass"
+            "class: use register_step_pre_hook() or register_step_post_hook(), or make it a subclass"
         )
     if any(isinstance(one, OffloadedOptimizer) for one in members) or gated(model) or is_materialized(model):
         raise ConfigError("this model or optimizer is offloaded already; close() it first")
     wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     if isinstance(model, wrappers) or type(model).__name__ == "FullyShardedDataParallel":
         raise ConfigError(
-            f"{type(model).__name__} does not work with offload(); give the module inside it, on several processes "
-            "after torch.distributed.fsdp.fully_shard() on each block and on the model"
+            f"{type(model).__name__} does not work with offload(), which computes the module itself: give the module "
+            "inside it, on several ranks after torch.distributed.fsdp.fully_shard() on each block and on the model"
         )
     _refuse_placed(model)
 
@@ -229,7 +230,10 @@ def _refuse_owners(named: Mapping[str, torch.nn.Parameter], groups: Mapping[int,
             "them with requires_grad_(False), or give them to it, or to another one: offload(model, [one, other])"
         )
     if not groups:
-        raise ConfigError("the optimizer owns no parameters of this model")
+        raise ConfigError(
+            "the optimizer owns no parameters of this model, so nothing would be updated: make it from "
+            "model.parameters()"
+        )
 
 
 def _refuse_shared(model: torch.nn.Module, named: Mapping[str, torch.nn.Parameter]) -> None:

@@ -54,7 +54,9 @@ class Materializer:
                 "values, parameter.full_tensor() gathers those of one, and model.state_dict() has the rows of all"
             )
         if model in MATERIALIZED:
-            raise UsageError("materialized() within materialized(): the parameters are real already")
+            raise UsageError(
+                "materialized() within materialized(): the parameters are real already. Leave the inner one out"
+            )
         if modify:
             self._run.require_quiet()
         self._run.require_open()

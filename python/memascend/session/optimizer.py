@@ -379,11 +379,16 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only before offload()."""
         if hasattr(self, "_session"):
-            raise UsageError("parameters cannot be added to an offloaded optimizer; add the group before offload()")
+            raise UsageError(
+                "parameters cannot be added to an offloaded optimizer: its store is made. Add the group before "
+                "offload()"
+            )
         super().add_param_group(param_group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UsageError("an offloaded optimizer cannot be pickled or copied: its state is on storage; use save()")
+        raise UsageError(
+            "an offloaded optimizer cannot be pickled or copied: its state is on storage. Use optimizer.save(folder)"
+        )
 
     # --- the end ---------------------------------------------------------------------------
 
@@ -408,8 +413,13 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> contextlib.Abs
     """
     offloaded = model.__dict__.get("_memascend")
     if model in MATERIALIZED:
-        raise UsageError("materialized() within materialized(): the parameters are real already")
+        raise UsageError(
+            "materialized() within materialized(): the parameters are real already. Leave the inner one out"
+        )
     if offloaded is None:
-        raise UsageError("this model is not offloaded, or its optimizer was closed")
+        raise UsageError(
+            "this model is not offloaded, or its optimizer was closed, so it has no values on storage: give the model "
+            "that offload() returned, before close()"
+        )
     materializer: Materializer = session_of(offloaded).materializer
     return materializer.materialized(modify=modify)

@@ -270,9 +270,13 @@ class Record:
         try:
             size = len(json.dumps(value).encode())
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"user_state must be a JSON value: {error}") from error
+            raise ConfigError(
+                f"user_state must be a JSON value, such as numbers, text, lists and dicts: {error}"
+            ) from error
         if size > _USER_BYTES_MAX:
-            raise ConfigError(f"user_state has {size} bytes as JSON, at most {_USER_BYTES_MAX} are kept")
+            raise ConfigError(
+                f"user_state has {size} bytes as JSON, and at most {_USER_BYTES_MAX} are kept: put the rest in a file"
+            )
         self.user_state = value
 
     def go_back(self, step: int, user_state: Any, hyperparameters: Mapping[str, Any]) -> None:
@@ -326,7 +330,7 @@ class Run:
         """Refuse where a step is staged or a unit is in use; wait for what is in flight."""
         self.require_open()
         if self.gradients.is_staged():
-            raise UsageError("a step is staged: call step() or zero_grad() first")
+            raise UsageError("a step is staged, which this would mix with: call step() or zero_grad() first")
         self.residency.require_idle("this")
         self.resources.engine.finish()
 

@@ -121,7 +121,9 @@ class Session:
         self.run.resources.require_open()
         self.loads.settle()
         if self.run.frames.inside:
-            raise UsageError("accumulate() was called inside of the model's forward: call it outside")
+            raise UsageError(
+                "accumulate() was called inside of the model's forward, which it would run again: call it outside"
+            )
         if not math.isfinite(scale):
             raise ConfigError(f"scale is {scale!r}: give a finite number, as 1 / the number of micro-batches")
         loss_scale = self.run.record.scale
@@ -156,7 +158,7 @@ class Session:
         self.run.resources.units.require_usable()
         if self.run.frames.inside:
             raise UsageError(
-                "step() was called inside of the model's forward, which uses the parameters; call it after"
+                "step() was called inside of the model's forward, which uses the parameters: call it after the forward"
             )
         self.newcomers.require_none()
         self.run.frames.unwind()
@@ -233,7 +235,8 @@ class Session:
             return present
         if not gradients.is_staged():
             raise UsageError(
-                "step() again, and the gradients in p.grad were used by the last one: call zero_grad() after each "
+                "step() was called again, and the gradients in p.grad were used by the last one: call "
+                "zero_grad() after each "
                 "step, and backward() before the next"
             )
         run.residency.require_idle("step()")
@@ -306,7 +309,9 @@ class Session:
         for kept in self.run.gradients.by_name.values():
             if kept.place.parameter is rows:
                 return self.run.gradients.rule.state(kept)
-        raise ConfigError("this tensor is no parameter that the optimizer updates")
+        raise ConfigError(
+            "this tensor is no parameter that the optimizer updates, so it has no state: pass one of its own"
+        )
 
     def report(self) -> Report:
         """What was measured so far."""

@@ -163,7 +163,9 @@ class Edits:
 def _as_stored(place: Place, values: torch.Tensor) -> torch.Tensor:
     """A copy of values, laid out and of the dtype in which the parameter is stored."""
     if tuple(values.shape) != place.shape:
-        raise UsageError(f"{place.name!r} has shape {list(place.shape)}, and was given {list(values.shape)}")
+        raise UsageError(
+            f"{place.name!r} has shape {list(place.shape)}, and was given {list(values.shape)}: give its shape"
+        )
     return torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="cpu").copy_(values.detach())
 
 
@@ -591,7 +593,10 @@ class StateDicts:
     ) -> None:
         del strict, missing, unexpected
         if local_metadata.get("assign_to_params_buffers"):
-            raise UsageError("load_state_dict(assign=True) would replace offloaded parameters; leave assign out")
+            raise UsageError(
+                "load_state_dict(assign=True) would replace offloaded parameters, which are on storage: leave "
+                "assign out"
+            )
         if not self._loading:
             self._run.require_quiet()
         if self._sharded:
