@@ -153,7 +153,7 @@ def test_a_user_says_what_travels_together():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (["layers.9", "layers.0"], "not 'layers.9'"),
+        (["layers.9", "layers.0"], "no 'layers.9'"),
         (["head"], "tied"),
         (["layers.0", "layers.0.up"], "read with one unit"),
         (["layers.0", "layers.0"], "read with one unit"),

@@ -94,8 +94,7 @@ class Scratch:
         except StorageError as error:
             raise StorageError(
                 f"no disk space for {self._what} ({size} bytes more than the {self.file_bytes} that it has): "
-                f"{error}; give "
-                "offload(scratch=) a folder with more",
+                f"{error}; give offload(scratch=) a folder with more",
                 errno=error.errno,
                 path=error.path,
             ) from error
@@ -457,8 +456,7 @@ class Chunks:
                 raise CorruptionError(
                     f"a checkpointed activation is not what was written: {piece.nbytes} bytes at {place.offset} of "
                     f"{place.path} have the checksum {found}, not {piece.checksum}. No step was committed from "
-                    "it: check the "
-                    "drive, and resume",
+                    "it: check the drive, and resume",
                     path=place.path,
                     offset=place.offset,
                     nbytes=piece.nbytes,

@@ -363,8 +363,7 @@ class MetaBuffers:
             raise ConfigError(
                 f"the values of these buffers are not known: {', '.join(lost)}. They are on meta, no weights have "
                 "them, and no reset_parameters() or _init_weights() of the modules computes them; register them "
-                "outside of "
-                "torch.device('meta'), or give weights= a function that returns them"
+                "outside of torch.device('meta'), or give weights= a function that returns them"
             )
         self._require_no_others()
 

@@ -319,6 +319,5 @@ def _refuse_kind(group: FsdpGroup, world_size: int, *, ordered: bool) -> None:
         if ordered and wide is not None and wide.itemsize > one.leaf.dtype.itemsize:
             raise ConfigError(
                 f"{one.name} is {one.leaf.dtype} and its gradient is reduced in {wide}: in the order of ranks it is "
-                "added in its own type, as one process accumulates: leave reduce_dtype out, or pass "
-                "reduction='native'"
+                "added in its own type, as one process accumulates: leave reduce_dtype out, or pass reduction='native'"
             )

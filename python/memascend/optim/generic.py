@@ -262,8 +262,7 @@ class Update:
             raise UsageError(
                 f"{named(self._optimizer)} now keeps {sorted(made)} for a parameter and kept {sorted(wanted)} when "
                 "offload() looked: options that decide what it keeps (momentum, amsgrad, ...) must not change. "
-                "Set them "
-                "before offload()"
+                "Set them before offload()"
             )
         for name, value in made.items():
             parts = layout.parted.get(name)
@@ -421,11 +420,9 @@ class Runs:
         _, before = self._ends.get(name, (group, changes))
         if not same(dict(before), changes):
             raise UsageError(
-                f"{named(self._optimizer)} changed its options in another way when its update of {name!r} ran "
-                "again, "
+                f"{named(self._optimizer)} changed its options in another way when its update of {name!r} ran again, "
                 "after a trial on a copy: an update has to do the same with the same state and gradient. Use "
-                "an optimizer "
-                "that does"
+                "an optimizer that does"
             )
         self._ends[name] = group, changes
 

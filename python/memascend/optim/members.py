@@ -98,7 +98,9 @@ def require_roster(own: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[st
     groups = [one["groups"] for one in own], [one["groups"] for one in stored]
     if kinds[0] != kinds[1] or groups[0] != groups[1]:
         had, has = _listed(stored), _listed(own)
-        raise ConfigError(f"{where} was made with {had}, and offload() was given {has}: give the same, in this order")
+        raise ConfigError(
+            f"{where} was made with {had}, and offload() was given {has}: give those of the run, in their order"
+        )
     for one, other in zip(own, stored, strict=True):
         if one.get("parameters", other.get("parameters")) != other.get("parameters", one.get("parameters")):
             raise ConfigError(

@@ -446,8 +446,7 @@ def refuse_wrapper(wrapper: torch.nn.Module, name: str, module: torch.nn.Module 
         if kind in kinds:
             raise UsageError(
                 f"{kind} does not work with an offloaded model: offload() works in one process, on one device. "
-                "Call the "
-                "model itself; for several ranks, start torchrun and call offload() on each"
+                "Call the model itself; for several ranks, start torchrun and call offload() on each"
             )
 
 

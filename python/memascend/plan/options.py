@@ -153,8 +153,7 @@ class Options:
         if paths is None and self.resumes:
             raise ConfigError(
                 f"existing={self.existing!r} needs storage=: without it the store is a new temporary file each "
-                "time. Pass "
-                "the path of the run"
+                "time. Pass the path of the run"
             )
 
     def _check_formats(self) -> None:
@@ -163,8 +162,7 @@ class Options:
         if self.rounding == "stochastic" and self.master_dtype is not None:
             raise ConfigError(
                 "rounding='stochastic' is for 16-bit parameters without fp32 master weights: pass master_dtype=None "
-                "with it, or "
-                "leave it out"
+                "with it, or leave it out"
             )
 
     def _check_numbers(self) -> None:

@@ -151,8 +151,7 @@ def find_owned(
         if parameter.device.type not in ("cpu", "meta") and parameter.device != device:
             raise ConfigError(
                 f"{name} is on {parameter.device}, and offload() takes models on the CPU, on meta, or on the "
-                "device= that "
-                "computes: move it there, or load it without device_map= if that divided it"
+                "device= that computes: move it there, or load it without device_map= if that divided it"
             )
         if torch.nn.parameter.is_lazy(parameter):
             raise ConfigError(f"{name} is not initialised yet: run the model once before offload()")

@@ -236,8 +236,7 @@ class Session:
         if not gradients.is_staged():
             raise UsageError(
                 "step() was called again, and the gradients in p.grad were used by the last one: call "
-                "zero_grad() after each "
-                "step, and backward() before the next"
+                "zero_grad() after each step, and backward() before the next"
             )
         run.residency.require_idle("step()")
         run.record.buffers.require_same_kinds()

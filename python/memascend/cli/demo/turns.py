@@ -111,7 +111,10 @@ class Side(Closing):
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise MemascendError(f"the training ended with status {self._process.wait()}; what it said is above")
+            raise MemascendError(
+                f"the training ended with exit code {self._process.wait()}, so nothing can be "
+                "compared: see its output above"
+            )
         found: dict[str, Any] = json.loads(line)
         if "error" in found:
             raise MemascendError(found["error"])

@@ -163,7 +163,7 @@ def _asked(options: argparse.Namespace, measure: Measure | None) -> tuple[Descri
         state=options.state,
     )
     if options.network is not None and options.ranks == 1:
-        raise ConfigError("--network is between ranks: also give --ranks")
+        raise ConfigError("--network is the speed between ranks, and there is one: also give --ranks")
     if gpu is not None and asked.where.type == "cpu":
         raise ConfigError("--gpu names a GPU, and --device says that the CPU computes: give one of them")
     source = describe(options.model, None if options.dtype is None else getattr(torch, _TYPES[options.dtype]))

@@ -135,13 +135,18 @@ def read_config(config: Path) -> dict[str, Any]:
         ConfigError: it is none, or the model would have more layers than can be made.
     """
     if config.stat().st_size > _CONFIG_BYTES_MAX:
-        raise ConfigError(f"{config} is larger than {_CONFIG_BYTES_MAX} bytes: this is no config")
+        raise ConfigError(
+            f"{config} is larger than {_CONFIG_BYTES_MAX} bytes, so it is no config: give the model's config.json"
+        )
     try:
         values = json.loads(config.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{config} is no JSON: {error}") from error
+        raise ConfigError(f"{config} is no JSON ({error}): fetch it again") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{config} is no config: it holds a {type(values).__name__}, and no object")
+        raise ConfigError(
+            f"{config} is no config: it has a {type(values).__name__} in place of an object. Give "
+            "the model's config.json"
+        )
     _require_layers(config, values)
     return values
 
@@ -181,9 +186,12 @@ def _configured(transformers: Any, config: Path, values: dict[str, Any], dtype: 
         raise
     except Exception as error:
         raise ConfigError(
-            f"transformers {transformers.__version__} makes no model of {config}: {type(error).__name__}: {error}"
+            f"transformers {transformers.__version__} makes no model of {config} ({type(error).__name__}: {error}): "
+            "correct the config, or install another transformers"
         ) from error
-    raise ConfigError(f"transformers {transformers.__version__} has no model for {kind!r}")
+    raise ConfigError(
+        f"transformers {transformers.__version__} has no model for {kind!r}: install a newer one, or correct model_type"
+    )
 
 
 def _of_type(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -215,7 +223,9 @@ def described_by_names(path: Path, dtype: torch.dtype | None) -> nn.Module:
     for name in sorted(files.keys, key=_place):
         kind, shape = files.described(name)
         if kind is None:
-            raise ConfigError(f"{name} in {path} is of a type that torch does not have")
+            raise ConfigError(
+                f"{name} in {path} is of a type that torch does not have: give another file, or config.json"
+            )
         *parents, last = name.split(".")
         module: nn.Module = root
         for at, part in enumerate(parents):

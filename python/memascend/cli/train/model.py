@@ -77,7 +77,9 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise ConfigError(f"the tokenizer of {folder} cannot be read: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"the tokenizer of {folder} cannot be read ({type(error).__name__}: {error}): fetch its files again"
+        ) from error
 
 
 def describe_model(folder: Path, settings: Settings) -> Described:
@@ -110,8 +112,8 @@ def _plain(folder: Path) -> tuple[Any, WeightFiles]:
         raise
     except Exception as error:
         raise ConfigError(
-            f"transformers {transformers.__version__} cannot make a causal language model of {folder}: "
-            f"{type(error).__name__}: {error}"
+            f"transformers {transformers.__version__} cannot make a causal language model of {folder} "
+            f"({type(error).__name__}: {error}): give another model, or install another transformers"
         ) from error
     _require_causal(model, folder)
     names = Names(model)
@@ -322,7 +324,7 @@ def _made(kind: Any, groups: Any, options: dict[str, Any]) -> torch.optim.Optimi
     try:
         made: torch.optim.Optimizer = kind(groups, **options)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{kind.__name__} rejects its options: {error}") from error
+        raise ConfigError(f"{kind.__name__} rejects its options: {error}. Correct them") from error
     return made
 
 

@@ -74,7 +74,11 @@ class Ranks(Closing):
             torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
             self._exchange = Exchange(_TIMEOUT_SECONDS)
         except RuntimeError as error:
-            raise RankError(f"the {self.count} ranks of this run cannot connect: {error}", ranks=()) from error
+            raise RankError(
+                f"the {self.count} ranks of this run cannot connect ({error}): start all of them by torchrun, with a "
+                "MASTER_ADDR that each reaches",
+                ranks=(),
+            ) from error
         self.rank = self._exchange.rank
 
     def of_this(self, settings: Settings) -> Settings:
@@ -252,7 +256,9 @@ class Output:
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise CorruptionError(f"{path} is not a record of a run: {error}", path=str(path)) from error
+            raise CorruptionError(
+                f"{path} is not a record of a run ({error}): name another --output", path=str(path)
+            ) from error
 
     def begin(self, record: Record) -> None:
         """Make the folder, with what the run is."""

@@ -89,7 +89,7 @@ def _found(text: str, splits: tuple[str, ...]) -> tuple[list[Path], str]:
 def _matching(pattern: str) -> tuple[list[Path], str]:
     files = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())  # noqa: PTH207
     if not files:
-        raise ConfigError(f"no file matches {pattern}")
+        raise ConfigError(f"no file matches {pattern}: correct --data or --eval")
     return files, ""
 
 
@@ -109,7 +109,7 @@ def _in_folder(folder: Path, splits: tuple[str, ...]) -> tuple[list[Path], str]:
         saved = (
             "; it was written by save_to_disk(): write it by dataset.to_parquet() instead"
             if list(folder.glob("*.arrow"))
-            else ""
+            else ": name another"
         )
         raise ConfigError(f"{folder} has no file with examples ({', '.join(SUFFIXES)}){saved}")
     kinds = sorted({path.suffix.lower() for path in rows})
@@ -266,7 +266,7 @@ def turns(shape: Shape, values: dict[str, Any]) -> tuple[list[dict[str, Any]], i
 def _list(values: dict[str, Any], key: str) -> list[Any]:
     found = values[key]
     if not isinstance(found, list) or not found:
-        raise ConfigError(f"`{key}` must be a list of messages with at least one")
+        raise ConfigError(f"`{key}` must be a list of messages with at least one: correct or remove this example")
     return found
 
 
@@ -284,7 +284,9 @@ def _shared(turn: Any, number: int) -> dict[str, Any]:
         raise ConfigError(f"message {number} must be an object with `from` and `value`, or `role` and `content`")
     role = _ROLES.get(str(turn["from"]).lower())
     if role is None:
-        raise ConfigError(f"message {number} is from {turn['from']!r}, which must be one of {', '.join(_ROLES)}")
+        raise ConfigError(
+            f"message {number} is from {turn['from']!r}, which is no known role: name one of {', '.join(_ROLES)}"
+        )
     return {"role": role, "content": turn["value"]}
 
 
@@ -394,7 +396,7 @@ def read_rows(*paths: Path, columns: str | None = None) -> Iterator[Row]:
                 own[GOES_ON] = True
             yield Row(place, shape, own)
         if not count:
-            raise ConfigError(f"{path} has no examples")
+            raise ConfigError(f"{path} has no examples: give another file")
 
 
 def _rows_of(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -442,7 +444,7 @@ def _require_characters(place: str, values: Any) -> None:
 
 def _object(place: str, values: Any) -> dict[str, Any]:
     if not isinstance(values, dict):
-        raise ConfigError(f"{place}: an example must be a JSON object, not a {type(values).__name__}")
+        raise ConfigError(f"{place}: an example must be a JSON object, {{...}}, not a {type(values).__name__}")
     return values
 
 
@@ -533,7 +535,9 @@ def _parquet(path: Path, wanted: set[str]) -> Iterator[tuple[str, dict[str, Any]
                     number += 1
                     yield f"{path}: example {number}", _without_nothing(values)
     except pa.ArrowException as error:
-        raise ConfigError(f"{path}: example {number + 1}: not readable as parquet: {error}") from error
+        raise ConfigError(
+            f"{path}: example {number + 1}: not readable as parquet ({error}): fetch the file again"
+        ) from error
 
 
 def _without_nothing(value: Any) -> Any:
