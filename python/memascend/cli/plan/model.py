@@ -144,8 +144,7 @@ def read_config(config: Path) -> dict[str, Any]:
         raise ConfigError(f"{config} is no JSON ({error}): fetch it again") from error
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{config} is no config: it has a {type(values).__name__} in place of an object. Give "
-            "the model's config.json"
+            f"{config} is no config: it holds a {type(values).__name__}, and no object. Give the model's config.json"
         )
     _require_layers(config, values)
     return values

@@ -444,7 +444,7 @@ def _require_characters(place: str, values: Any) -> None:
 
 def _object(place: str, values: Any) -> dict[str, Any]:
     if not isinstance(values, dict):
-        raise ConfigError(f"{place}: an example must be a JSON object, {{...}}, not a {type(values).__name__}")
+        raise ConfigError(f"{place}: an example must be a JSON object, not a {type(values).__name__}: write {{...}}")
     return values
 
 
