@@ -115,10 +115,13 @@ class Course:
             self._stages.setdefault(unit, []).append(stage)
         # The last stage at which the gradient of a parameter arrived.
         self.arrivals: dict[str, int] = {}
+        # By the use of a unit: the names of parameters whose gradients arrived during it.
+        self.brought: dict[int | None, set[str]] = {}
         for path in paths:
             stages = self._followed(path)
             for name, at in path.arrivals.items():
                 stage = stages[at] if at >= 0 else -1
+                self.brought.setdefault(path.units[at] if at >= 0 else None, set()).add(name)
                 self.arrivals[name] = max(stage, self.arrivals.get(name, -1))
 
     def next_stage(self, unit: int, stage: int) -> int | None:
@@ -417,10 +420,15 @@ class Baton:
         self._unbegun = threading.Lock()
         self._all_ended = threading.Event()
         self._on_low: Callable[[float], None] = lambda _: None
+        self._may_run: Callable[[MicroBatch], bool] = lambda _: True
 
-    def follow(self, on_low: Callable[[float], None]) -> None:
-        """Have `on_low` hear of each stage that all micro-batches have reached."""
-        self._on_low = on_low
+    def follow(self, on_low: Callable[[float], None], may_run: Callable[[MicroBatch], bool]) -> None:
+        """Call `on_low` with each stage that all micro-batches have reached.
+
+        Where `may_run` is false of the micro-batch that has come least far, the first one runs instead: no gradient
+        of the first one waits for another.
+        """
+        self._on_low, self._may_run = on_low, may_run
 
     @property
     def here(self) -> MicroBatch | None:
@@ -462,7 +470,8 @@ class Baton:
         if low > self.low:
             self.low = low
             self._on_low(low)
-        return next((one for one in running if one.stage == low), None)
+        chosen = next((one for one in running if one.stage == low), None)
+        return chosen if chosen is None or chosen is running[0] or self._may_run(chosen) else running[0]
 
     def _hand_to(self, chosen: MicroBatch) -> None:
         self._generators.load(chosen.states)
