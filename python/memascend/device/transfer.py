@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -109,24 +109,6 @@ class Staged:
         self._staging.dropped(self._unit)
 
 
-class _StagingChunk:
-    __slots__ = ("copy", "memory")
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        # The last copy from it to the device, until that was seen to be over.
-        self.copy: Copy | None = None
-
-    def begin(self, copy: Copy) -> None:
-        """It is being copied to the device."""
-        assert self.copy is None, "a chunk is copied from once"
-        self.copy = copy
-
-    def recycle(self) -> None:
-        """The copy is over."""
-        self.copy = None
-
-
 class Staging:
     """Brings units to a device, through chunks that are its own."""
 
@@ -147,9 +129,10 @@ class Staging:
         """
         self._device = device
         self._chunk_bytes = chunks[0].nbytes
-        self._free = deque(_StagingChunk(memory) for memory in chunks)
-        self._copying: deque[_StagingChunk] = deque()
-        self._reading: deque[tuple[_UnitUpload, int, _StagingChunk, Any]] = deque()
+        self._free = deque(chunks)
+        # Chunks that are copied to the device, in the order of their copies.
+        self._copying: deque[tuple[torch.Tensor, Copy]] = deque()
+        self._reading: deque[tuple[_UnitUpload, int, torch.Tensor, Any]] = deque()
         self._parts_of = parts_of
         self._after = after
         self._changed = threading.Condition(threading.RLock())
@@ -222,11 +205,10 @@ class Staging:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
-        for chunk in self._copying:
-            if chunk.copy is not None:
-                # A device that is lost copies nothing any more.
-                with contextlib.suppress(DeviceError), failures_named(self._device):
-                    chunk.copy.wait()
+        for _, copy in self._copying:
+            # A device that is lost copies nothing any more.
+            with contextlib.suppress(DeviceError), failures_named(self._device):
+                copy.wait()
 
     # --- the thread ----------------------------------------------------------------
 
@@ -258,15 +240,14 @@ class Staging:
     def _recycle(self, *, wait: bool) -> None:
         """Take chunks back that the device has copied, in their order."""
         while self._copying:
-            chunk = self._copying[0]
-            assert chunk.copy is not None
-            if not chunk.copy.done():
+            chunk, copy = self._copying[0]
+            if not copy.done():
                 if not wait:
                     return
-                chunk.copy.wait()
+                copy.wait()
             wait = False
-            chunk.recycle()
-            self._free.append(self._copying.popleft())
+            self._copying.popleft()
+            self._free.append(chunk)
 
     def _begin_reads(self) -> None:
         while self._free:
@@ -282,7 +263,7 @@ class Staging:
                 index = unit.take_part()
             chunk = self._free.popleft()
             try:
-                part = parts.begin(index, chunk.memory[: unit.places[index][1]])
+                part = parts.begin(index, chunk[: unit.places[index][1]])
             except BaseException as error:  # noqa: BLE001
                 self._free.append(chunk)
                 self._ended(unit, error)
@@ -303,13 +284,12 @@ class Staging:
             # come after the first one anyway.
             after = self._after(base) if unit.last is None else ()
             with failures_named(self._device):
-                copy = self._device.bring(chunk.memory[:nbytes], base[start : start + nbytes], after)
+                copy = self._device.bring(chunk[:nbytes], base[start : start + nbytes], after)
         except BaseException as error:  # noqa: BLE001
             self._free.append(chunk)
             self._ended(unit, error)
             return
-        chunk.begin(copy)
-        self._copying.append(chunk)
+        self._copying.append((chunk, copy))
         self._ended(unit, None, copy)
 
     def _ended(self, unit: _UnitUpload, error: BaseException | None, copy: Copy | None = None) -> None:
@@ -324,15 +304,11 @@ class Staging:
 WINDOWS = {4 << 20: 2}
 
 
-class _Gradient:
-    """A gradient on the device, and what made it."""
+class _Gradient(NamedTuple):
+    """A gradient on the device."""
 
-    __slots__ = ("after", "data")
-
-    def __init__(self, data: torch.Tensor, after: Copy) -> None:
-        # Its bytes, in the order in which its parameter is stored.
-        self.data = data
-        self.after = after
+    data: torch.Tensor  # its bytes, in the order in which its parameter is stored
+    after: Copy  # the work that made it
 
 
 class _Window:
