@@ -17,7 +17,7 @@ import torch
 import torch.utils.checkpoint
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memascend.activations.chunks import ChunkPool, Chunks, Scratch
+from memascend.activations.chunks import Chunks, Scratch
 from memascend.errors import UsageError
 from memascend.tensors import bytes_of
 
@@ -297,10 +297,7 @@ def open_activations(folders: Sequence[Path], *, device: Device | None = None, g
         groups: of `MORE` chunks each, which may be taken beyond the first ones; with none, all goes to the files.
     """
     ((chunk_bytes, count),) = CHUNKS.items()
-    room = Scratch(folders, chunk_bytes, what="checkpointed activations")
-    pool = ChunkPool(chunk_bytes, count, [MORE] * groups, pinned=device is not None)
-    # As many as are written at once.
-    chunks = Chunks(room, pool, device=device, spare=count)
+    chunks = Chunks(Scratch(folders, chunk_bytes), chunk_bytes, count, [MORE] * groups, device=device)
     return Activations(chunks, chunk_bytes, device)
 
 

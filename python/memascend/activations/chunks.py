@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -26,43 +26,20 @@ if TYPE_CHECKING:
 _FIRST_BYTES = 64 << 20
 
 
-class ScratchPlace:
-    """One of the places; it is given back as a whole."""
+class ScratchPlace(NamedTuple):
+    """One place in a scratch file; it is given back as a whole."""
 
-    __slots__ = ("_volume", "offset")
-
-    def __init__(self, volume: nvme.Volume, offset: int) -> None:
-        self._volume = volume
-        self.offset = offset
-
-    @property
-    def path(self) -> str:
-        """The file, which has no name any more, for errors."""
-        return ", ".join(self._volume.paths)
-
-    def write(self, memory: torch.Tensor) -> nvme.Ticket:
-        """Begin to write its first bytes."""
-        return self._volume.write(memory, self.offset)
-
-    def read(self, memory: torch.Tensor) -> nvme.Ticket:
-        """Begin to read its first bytes."""
-        return self._volume.read(memory, self.offset)
+    volume: nvme.Volume
+    offset: int
 
 
 class Scratch:
     """Places in files that grow as they are needed, striped over some folders, and are gone with the process."""
 
-    def __init__(self, folders: Sequence[Path], place_bytes: int, *, what: str) -> None:
-        """Begin without a file.
-
-        Args:
-            folders: one file is made in each.
-            place_bytes: the size of a place, a multiple of 4,096.
-            what: what it is for, as errors say it.
-        """
+    def __init__(self, folders: Sequence[Path], place_bytes: int) -> None:
+        """Begin without a file: one is made in each folder. The size of a place is a multiple of 4,096."""
         self._folders = list(folders)
         self._place_bytes = place_bytes
-        self._what = what
         self._volumes: list[nvme.Volume] = []
         self._free: list[ScratchPlace] = []
 
@@ -93,9 +70,8 @@ class Scratch:
             volume = nvme.open(files, size=size, stripe=self._place_bytes if len(files) > 1 else None)
         except StorageError as error:
             raise StorageError(
-                f"no disk space for {self._what} ({size} bytes more than the {self.file_bytes} that it has): "
-                f"{error}; give "
-                "offload(scratch=) a folder with more",
+                f"no disk space for checkpointed activations ({size} bytes more than the {self.file_bytes} that it "
+                f"has): {error}; give offload(scratch=) a folder with more",
                 errno=error.errno,
                 path=error.path,
             ) from error
@@ -185,13 +161,14 @@ class ActivationChunk:
         piece = self.piece
         assert piece is not None, "an empty chunk is not written"
         checksum = checksum_of(self.memory[: piece.nbytes])
-        self.ticket = place.write(self.memory[: whole_pages(piece.nbytes)])
+        self.ticket = place.volume.write(self.memory[: whole_pages(piece.nbytes)], place.offset)
         piece.put(place, checksum)
 
     def read(self, piece: Piece) -> None:
         """Begin to read a piece from storage."""
-        assert piece.place is not None, "it was written"
-        self.ticket = piece.place.read(self.memory[: whole_pages(piece.nbytes)])
+        place = piece.place
+        assert place is not None, "it was written"
+        self.ticket = place.volume.read(self.memory[: whole_pages(piece.nbytes)], place.offset)
         piece.enter(self)
         self.piece, self.reading = piece, True
 
@@ -224,53 +201,6 @@ class ActivationChunk:
         return (self.copy is None or self.copy.done()) and (self.ticket is None or self.ticket.done())
 
 
-class ChunkPool:
-    """The memory of the chunks: a few at the start, and more of it when it is needed, as far as the plan goes."""
-
-    def __init__(self, chunk_bytes: int, count: int, more: Sequence[int], *, pinned: bool) -> None:
-        """Take the first `count` chunks; `more` are the counts of those that may follow."""
-        self._chunk_bytes = chunk_bytes
-        self._pin = "auto" if pinned else False
-        self._rings: list[memory.ChunkRing] = []
-        self._more = list(more)
-        self.first = self._taken(count)
-
-    @property
-    def left(self) -> int:
-        """Chunks that may be taken yet."""
-        return sum(self._more)
-
-    def more(self) -> list[ActivationChunk]:
-        """Further ones; none where there are no more."""
-        if not self._more:
-            return []
-        try:
-            return self._taken(self._more.pop())
-        except MemoryLimitError as error:
-            self._more.clear()
-            _log.warning("checkpointed activations go to storage from here on: %s", error)
-            return []
-
-    def _taken(self, count: int) -> list[ActivationChunk]:
-        ring = memory.ChunkRing(self._chunk_bytes, count, pin=self._pin)  # type: ignore[arg-type]
-        self._rings.append(ring)
-        return [
-            ActivationChunk(ring.lease(0, "activations").tensor(self._chunk_bytes, torch.uint8)) for _ in range(count)
-        ]
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that is held."""
-        return sum(int(ring.region.mapped_bytes + ring.stats()["tables"]) for ring in self._rings)
-
-    def close(self) -> None:
-        """Let it go."""
-        self.first.clear()
-        rings, self._rings = self._rings, []
-        for ring in rings:
-            ring.close()
-
-
 _CHANGED = (
     "a checkpointed activation was changed in place before it was copied off the device, which autograd refuses as "
     "well: compute the new value out of place"
@@ -280,25 +210,39 @@ _CHANGED = (
 class Chunks:
     """All chunks, and what is on its way from and to them."""
 
-    def __init__(self, room: Scratch, pool: ChunkPool, *, device: Device | None, spare: int) -> None:
-        """Begin with nothing in them.
+    def __init__(
+        self, room: Scratch, chunk_bytes: int, count: int, more: Sequence[int] = (), *, device: Device | None
+    ) -> None:
+        """Take the memory of the first chunks, with nothing in them.
 
         Args:
-            room: on storage, in places of a chunk's bytes.
-            pool: the memory. Both are closed by `close()`.
+            room: on storage, in places of a chunk's bytes; it is closed by `close()`.
+            chunk_bytes: the size of a chunk.
+            count: how many are taken now, and are to be had later without waiting for storage, by writing others ahead.
+            more: the counts of those that may follow, when they are needed.
             device: where activations lie; None: in host memory.
-            spare: how many chunks are to be had without waiting for storage, by writing others ahead of need.
         """
         self._room = room
-        self._pool = pool
+        self._chunk_bytes = chunk_bytes
+        self._spare = count
+        self._more = list(more)
         self._device = device
-        self._spare = spare
-        self._free = list(reversed(pool.first))
+        self._rings: list[memory.ChunkRing] = []
+        self._free: list[ActivationChunk] = []
+        self._take(count)
         # With what is not on storage, in the order in which it was saved: what is used last comes first.
         self._held: dict[ActivationChunk, None] = {}
         # With what is on storage or on its way there, or what nobody can ask for any more.
         self._loose: dict[ActivationChunk, None] = {}
         self.counters = {"written": 0, "read": 0}
+
+    def _take(self, count: int) -> None:
+        """Take the memory of so many chunks."""
+        ring = memory.ChunkRing(self._chunk_bytes, count, pin=False if self._device is None else "auto")
+        self._rings.append(ring)
+        taken = [ring.lease(0, "activations").tensor(self._chunk_bytes, torch.uint8) for _ in range(count)]
+        # The first one is used first.
+        self._free += [ActivationChunk(one) for one in reversed(taken)]
 
     # --- in --------------------------------------------------------------------------
 
@@ -328,7 +272,7 @@ class Chunks:
 
     def write_ahead(self, least: int = 0) -> None:
         """Begin to write what is used farthest from now, as far as chunks have to be spare; `least` of them anyway."""
-        wanted = self._spare - len(self._free) - len(self._loose) - self._pool.left
+        wanted = self._spare - len(self._free) - len(self._loose) - sum(self._more)
         for chunk in list(itertools.islice(self._held, max(wanted, least))):
             if least == 0 and chunk.copy is not None and not chunk.copy.done():
                 # The later ones come after it.
@@ -351,8 +295,12 @@ class Chunks:
 
     def _for_write(self) -> ActivationChunk:
         """A chunk that is free, or that of what is used farthest from now."""
-        if not self._free:
-            self._free += reversed(self._pool.more())
+        if not self._free and self._more:
+            try:
+                self._take(self._more.pop())
+            except MemoryLimitError as error:
+                self._more.clear()
+                _log.warning("checkpointed activations go to storage from here on: %s", error)
         if self._free:
             return self._free.pop()
         self.write_ahead()
@@ -454,10 +402,11 @@ class Chunks:
                 self._failed(chunk)
                 place = piece.place
                 assert place is not None
+                path = ", ".join(place.volume.paths)
                 raise CorruptionError(
                     f"a checkpointed activation is not what was written: {piece.nbytes} bytes at {place.offset} of "
-                    f"{place.path} have the checksum {found}, not {piece.checksum}; no step was committed from it",
-                    path=place.path,
+                    f"{path} have the checksum {found}, not {piece.checksum}; no step was committed from it",
+                    path=path,
                     offset=place.offset,
                     nbytes=piece.nbytes,
                 )
@@ -507,7 +456,7 @@ class Chunks:
     @property
     def host_bytes(self) -> int:
         """Host memory that is held."""
-        return self._pool.host_bytes
+        return sum(int(ring.region.mapped_bytes + ring.stats()["tables"]) for ring in self._rings)
 
     def close(self) -> None:
         """Let everything go, once the devices are done with it."""
@@ -525,7 +474,9 @@ class Chunks:
             try:
                 self._room.close()
             finally:
-                self._pool.close()
+                for ring in self._rings:
+                    ring.close()
+                self._rings.clear()
 
 
 def _number_of(chunk: ActivationChunk) -> tuple[bool, int]:
