@@ -19,73 +19,19 @@ if TYPE_CHECKING:
 
 
 def _metadata() -> frozenset[Any]:
-    attributes = [
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "ndim",
-        "is_sparse",
-        "is_sparse_csr",
-        "is_quantized",
-        "is_meta",
-        "is_cpu",
-        "is_cuda",
-        "is_xpu",
-        "is_mps",
-        "is_mkldnn",
-        "is_nested",
-        "is_leaf",
-        "requires_grad",
-        "grad",
-        "grad_fn",
-        "output_nr",
-        "names",
-        "itemsize",
-        "nbytes",
-        "_backward_hooks",
-        "_version",
-        "_grad",
-        "_base",
-        "name",
-        "retains_grad",
-        "_post_accumulate_grad_hooks",
-        "is_mtia",
-        "is_ipu",
-        "is_vulkan",
-        "is_ort",
-        "is_maia",
-        "volatile",
-        "_has_symbolic_sizes_strides",
-    ]
-    methods = [
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-        "nelement",
-        "element_size",
-        "is_floating_point",
-        "is_complex",
-        "is_signed",
-        "get_device",
-        "is_same_size",
-        "is_coalesced",
-        "requires_grad_",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "retain_grad",
-        "__len__",
-        "__hash__",
-        "is_inference",
-        "is_conj",
-        "is_neg",
-        "has_names",
-        "_is_view",
-        "dim_order",
-        "is_distributed",
-        "is_shared",
-    ]
+    attributes = (
+        "shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_sparse_csr", "is_quantized", "is_meta", "is_cpu",
+        "is_cuda", "is_xpu", "is_mps", "is_mkldnn", "is_nested", "is_leaf", "requires_grad", "grad", "grad_fn",
+        "output_nr", "names", "itemsize", "nbytes", "_backward_hooks", "_version", "_grad", "_base", "name",
+        "retains_grad", "_post_accumulate_grad_hooks", "is_mtia", "is_ipu", "is_vulkan", "is_ort", "is_maia",
+        "volatile", "_has_symbolic_sizes_strides",
+    )  # fmt: skip
+    methods = (
+        "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex",
+        "is_signed", "get_device", "is_same_size", "is_coalesced", "requires_grad_", "register_hook",
+        "register_post_accumulate_grad_hook", "retain_grad", "__len__", "__hash__", "is_inference", "is_conj", "is_neg",
+        "has_names", "_is_view", "dim_order", "is_distributed", "is_shared",
+    )  # fmt: skip
     found: set[Any] = set()
     for name in attributes:
         attribute = getattr(torch.Tensor, name, None)
@@ -347,10 +293,12 @@ def _stride(func: Callable[..., Any], tensor: Any, dim: int | None = None) -> An
     return stride if dim is None else stride[dim]
 
 
+def _on_meta(place: Place) -> torch.Tensor:
+    return torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="meta")
+
+
 def _is_contiguous(func: Callable[..., Any], tensor: Any, **kwargs: Any) -> bool:
-    place = tensor._memascend  # noqa: SLF001
-    meta = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="meta")
-    return bool(func(meta, **kwargs))
+    return bool(func(_on_meta(tensor._memascend), **kwargs))  # noqa: SLF001
 
 
 def _storage_offset(func: Callable[..., Any], tensor: Any) -> int:
@@ -384,7 +332,7 @@ def _copy(func: Callable[..., Any], tensor: Any, values: Any, *args: Any, **kwar
 
 def _is_laid_out(place: Place, layout: torch.memory_format) -> bool:
     """Whether a parameter has its elements where a memory format has them."""
-    meta = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="meta")
+    meta = _on_meta(place)
     return meta.to(memory_format=layout) is meta
 
 
@@ -489,6 +437,12 @@ class UnitHooks(Protocol):
 
     def lies_in_unit(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on the memory of a unit."""
+
+    def push(self) -> bool:
+        """Install them; False where they are installed already."""
+
+    def pop(self) -> None:
+        """Remove them."""
 
 
 class Source(Protocol):

@@ -16,7 +16,7 @@ from memascend.params.threads import ProcessLock, Turns, current, others_alive
 from memascend.params.weight_access import ReachedWeights, Transfers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import FrameType
 
     from memascend.params.offloaded_param import Place
@@ -359,17 +359,17 @@ class Residency:
 
     def note_data(self, place: Place) -> None:
         """Somebody takes the `.data` or the memory of a parameter, which is watched from here on where it is bound."""
-        with self.lock:
-            home = self.units.home_of[place.name]
-            if home.bound:
-                self.units.sums.take(home, place)
+        self._note_taken(place, (place,))
 
     def note_storage(self, place: Place) -> None:
         """Somebody takes all of the memory that a parameter lies in, which is that of its unit."""
+        self._note_taken(place, self.units.home_of[place.name].places)
+
+    def _note_taken(self, place: Place, taken: Sequence[Place]) -> None:
         with self.lock:
             home = self.units.home_of[place.name]
             if home.bound:
-                for other in home.places:
+                for other in taken:
                     self.units.sums.take(home, other)
 
     def require_away(self, place: Place) -> None:
@@ -383,7 +383,7 @@ class Residency:
         self.units.require_open()
         self.transfers.settle()
         self.listener.borrowed(places)
-        homes = list({id(home): home for home in (self.units.home_of[place.name] for place in places)}.values())
+        homes = self._homes(places)
         bound: list[Home] = []
         pushed = False
         with self.turns.touching():
@@ -399,10 +399,13 @@ class Residency:
                 for home in reversed(bound):
                     self.unbind(home)
 
+    def _homes(self, places: Iterable[Place]) -> list[Home]:
+        """The units of some parameters, each once."""
+        return list({home.index: home for home in (self.units.home_of[place.name] for place in places)}.values())
+
     def fits(self, places: Iterable[Place]) -> bool:
         """Whether the units of some parameters have room in memory together."""
-        homes = {id(home): home for home in (self.units.home_of[place.name] for place in places)}.values()
-        sizes = [home.slot_bytes for home in homes if not home.held]
+        sizes = [home.slot_bytes for home in self._homes(places) if not home.held]
         return all(sizes.count(size) <= self._limits.slots.get(size, 0) for size in set(sizes))
 
     def detached(self, place: Place) -> torch.Tensor | None:

@@ -130,56 +130,29 @@ def victim_for(home: Home, homes: Iterable[Home], order: Order, current: Home | 
 
 
 def is_leaving(home: Home, homes: Iterable[Home]) -> bool:
-    """Whether the bytes of an evicted unit of the same class are still held by somebody."""
-    for other in homes:
-        if (
-            other.slot_bytes == home.slot_bytes
-            and other is not home
-            and other.state is Bytes.AWAY
-            and other.weak is not None
-            and not other.weak[0].expired()
-        ):
-            return True
-    return False
+    """Whether somebody still holds the bytes of an evicted unit of the same class."""
+    return any(
+        other.slot_bytes == home.slot_bytes
+        and other is not home
+        and other.state is Bytes.AWAY
+        and other.weak is not None
+        and not other.weak[0].expired()
+        for other in homes
+    )
 
 
-def holders_beside(home: Home, homes: Iterable[Home]) -> list[str]:
+def holders_beside(home: Home, homes: Iterable[Home]) -> str:
     """The names of units of the same class whose bytes somebody holds."""
-    return [
+    return ", ".join(
         other.name
         for other in homes
         if other.slot_bytes == home.slot_bytes and other.weak is not None and alive(other.weak[0]) is not None
-    ]
+    )
 
 
 def is_useless(home: Home, order: Order) -> bool:
-    """Whether what is left of the step does not use a unit, and its commit makes the unit's values old."""
+    """Whether the rest of the step does not use a unit, whose values the commit makes old."""
     return home.trained and not order.is_used_again(home.index)
-
-
-def has_useless(home: Home, homes: Iterable[Home], order: Order) -> bool:
-    """Whether a resident of the same class may go without being read again."""
-    for other in homes:
-        if (
-            other.slot_bytes == home.slot_bytes
-            and other.base is not None
-            and not (other.bound or other.pinned)
-            and is_useless(other, order)
-        ):
-            return True
-    return False
-
-
-def crowded(home: Home, homes: Iterable[Home], limits: Limits) -> BudgetError:
-    """The error where nothing can leave for a unit, with a budget that has room."""
-    holders = holders_beside(home, homes)
-    smallest = limits.larger(home.slot_bytes)
-    return BudgetError(
-        f"no memory for unit {home.name!r} ({home.nbytes} bytes): all places of its size are held by views of "
-        f"{', '.join(holders) or 'units in use'}, which a checkpoint segment of several blocks, or your "
-        f"code, keeps; {limits.option}={smallest} has a place for every unit",
-        smallest=smallest,
-    )
 
 
 _log = logging.getLogger("memascend")
@@ -318,7 +291,7 @@ class ResidentUnits:
 
     def _adopt(self, home: Home) -> bool:
         """Take living bytes of the current version again."""
-        adopted = home.weak is not None and home.weak[1] == home.version and home.adopt()
+        adopted = home.adopt()
         self.counters["adopted"] += adopted
         return adopted
 
@@ -329,11 +302,8 @@ class ResidentUnits:
                 self._look_ahead()
 
     def _look_ahead(self) -> None:
-        """Begin to fetch the next units.
-
-        Farther ones, too, where nothing has to leave for them that this step uses again: embeddings and heads have
-        places of their own, and the disk is not to wait until they are next.
-        """
+        # Farther ones, too, where nothing has to leave for them that this step uses again: embeddings and heads have
+        # places of their own, and the disk is not to wait until they are next.
         near = self._limits.lookahead
         if len(self._held) == len(self.homes):
             return
@@ -343,11 +313,19 @@ class ResidentUnits:
                 # One that is useless now is read when the commit has made its values new.
                 # One that is bound without bytes of ours is materialized: they could not leave before it is no more.
                 continue
-            room = count < near or self._arena.free_slots(home.nbytes) or has_useless(home, self.homes, self.order)
-            if not room:
-                continue
-            if not self._start(home, must=False):
+            room = count < near or self._arena.free_slots(home.nbytes) or self._has_useless(home)
+            if room and not self._start(home, must=False):
                 return
+
+    def _has_useless(self, home: Home) -> bool:
+        """Whether a cached unit of the same class can leave without being read again."""
+        return any(
+            other.slot_bytes == home.slot_bytes
+            and other.base is not None
+            and not (other.bound or other.pinned)
+            and is_useless(other, self.order)
+            for other in self.homes
+        )
 
     # --- making room --------------------------------------------------------------------
 
@@ -391,16 +369,23 @@ class ResidentUnits:
 
     def _add_room(self, home: Home) -> None:
         """Take memory beside the planned, where nobody gave a budget: a plan cannot know what code keeps."""
-        if self._limits.add is None:
-            raise crowded(home, self.homes, self._limits) from None
-        added = self._limits.add(home.nbytes)
+        limits, holders = self._limits, holders_beside(home, self.homes) or "units in use"
+        if limits.add is None:
+            smallest = limits.larger(home.slot_bytes)
+            raise BudgetError(
+                f"no memory for unit {home.name!r} ({home.nbytes} bytes): all places of its size are held by views of "
+                f"{holders}, which a checkpoint segment of several blocks, or your code, keeps; "
+                f"{limits.option}={smallest} has a place for every unit",
+                smallest=smallest,
+            ) from None
+        added = limits.add(home.nbytes)
         _log.warning(
             "%d bytes beside the planned %s were added for unit %r: all places of its size are held by views of %s, "
             "which a checkpoint segment of several blocks, or your code, keeps",
             added,
-            self._limits.option,
+            limits.option,
             home.name,
-            ", ".join(holders_beside(home, self.homes)) or "units in use",
+            holders,
         )
 
     def evict(self, home: Home) -> None:

@@ -108,8 +108,8 @@ class OwnProcess:
         return os.getpid() != self._id
 
     def require_here(self) -> None:
-        """Refuse what a fork asks."""
-        if os.getpid() != self._id:
+        """Reject a call in a fork."""
+        if self.is_elsewhere:
             raise UsageError(FORKED)
 
 

@@ -20,7 +20,7 @@ from memascend.tensors import bytes_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from memascend.params.offloaded_param import Place
+    from memascend.params.offloaded_param import Place, UnitHooks
     from memascend.params.resident_units import ResidentUnits
     from memascend.params.threads import ProcessLock, Turns
     from memascend.params.unit import Copies, Listener
@@ -192,42 +192,18 @@ def span(values: torch.Tensor) -> tuple[int, int]:
     return values.data_ptr(), values.data_ptr() + (last + 1) * values.element_size()
 
 
-class PushedHooks(Protocol):
-    """Hooks on the tensors that autograd saves."""
-
-    def push(self) -> bool:
-        """Install them; False where they are installed already."""
-
-    def pop(self) -> None:
-        """Take them away."""
-
-
 class Bound(Protocol):
     """Binds the units that weights lie in."""
 
-    @property
-    def lock(self) -> ProcessLock:
-        """Guards all of it."""
+    lock: ProcessLock  # guards all of it
+    turns: Turns  # of threads that use parameters
+    units: ResidentUnits
+    transfers: Transfers
+    listener: Listener
 
     @property
-    def turns(self) -> Turns:
-        """The turns of threads that use parameters."""
-
-    @property
-    def units(self) -> ResidentUnits:
-        """The units and their bytes."""
-
-    @property
-    def hooks(self) -> PushedHooks:
+    def hooks(self) -> UnitHooks:
         """The hooks on saved tensors."""
-
-    @property
-    def transfers(self) -> Transfers:
-        """State dicts that are made or loaded."""
-
-    @property
-    def listener(self) -> Listener:
-        """Knows what the run does when a weight is touched."""
 
     def copy_of(self, place: Place) -> torch.Tensor:
         """The values of a parameter in an unlinked file."""
