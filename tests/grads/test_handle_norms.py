@@ -130,7 +130,7 @@ def test_grad_scaler_unscales_and_finds(dtype, bad, knows):
     assert sum(handle.backing.reads for handle in handles) == (0 if knows else 2)
     if bad is None:
         assert_all_same(plain, ours)
-        assert handles[0].factors() is not None
+        assert handles[0].gradient.factors() is not None
     found = [sum(v.item() for v in s._found_inf_per_device(optimizer).values()) for s in (our_scaler,)]
     assert found == [0.0 if bad is None else 1.0]
     our_scaler.step(optimizer)

@@ -256,7 +256,7 @@ class Gradient:
     def is_changed(self) -> bool:
         """Whether something was done to one on storage that the update has to do to it, too."""
         assert self.handle is not None, "a gradient on storage has one"
-        factors = self.handle.factors()
+        factors = self.handle.gradient.factors()
         return factors is None or any(one != 1.0 for one in factors)
 
     def stands(self, factor: float) -> bool:
@@ -351,7 +351,7 @@ class Gradient:
     def laid_out(self, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient laid out as the parameter is stored."""
         if isinstance(gradient, GradientHandle):
-            gradient = gradient.materialize()
+            gradient = gradient.gradient.materialize()
         gradient = gradient.detach()
         if gradient.is_sparse:
             return gradient
@@ -417,7 +417,7 @@ class Gradient:
         assert self.handle is not None, "a gradient in memory is measured there"
         if not self.state.stored:
             return self._measured()
-        factors = self.handle.factors()
+        factors = self.handle.gradient.factors()
         assert factors is not None, "a gradient that was changed in another way is measured in memory"
         bad, squared = self._arrivals.engine.spilled(self.name)
         return bad, rounded(squared) * math.prod((*factors, *factors)) if factors else squared
@@ -496,11 +496,13 @@ class Updates:
         )
         return own.runs.followed(function, group, kept.dtype, is_first, given.gradient is not None)
 
-    def _own_numbers(self, kept: Gradient, step: int, scale: float) -> Adam | Momentum | None:
-        """The numbers of an update on the engine, of state as its optimizer keeps it; None where that runs itself."""
-        first = kept.step == 0
-        options = self._member(kept).own_options(self._group(kept), kept.place.parameter, first=first)
-        return None if options is None else self._arithmetic.numbers(options, step, scale)
+    def _numbers(self, kept: Gradient, scale: float) -> Adam | Momentum | None:
+        """The numbers of an update on the engine; None where the optimizer's own code runs."""
+        options = kept.options
+        if self._layout(kept) is not None:
+            first = kept.step == 0
+            options = self._member(kept).own_options(self._group(kept), kept.place.parameter, first=first)
+        return None if options is None else self._arithmetic.numbers(options, kept.step + 1, scale)
 
     def options(self, kept: Gradient) -> dict[str, Any]:
         """The options that an update of this parameter would use now."""
@@ -519,7 +521,7 @@ class Updates:
 
     def is_engines(self, kept: Gradient) -> bool:
         """Whether the engine's own arithmetic updates this parameter, with the options that its group has now."""
-        return self._layout(kept) is None or self._own_numbers(kept, kept.step + 1, 1.0) is not None
+        return self._layout(kept) is None or self._numbers(kept, 1.0) is not None
 
     def _resident(self, kept: Gradient) -> torch.Tensor | None:
         return None if self._units is None else self._units.values_of(kept.place)
@@ -531,41 +533,35 @@ class Updates:
         """
         by_engine = self.engine.update_spilling if spilling else self.engine.update
         layout = self._layout(kept)
-        step = kept.step + 1
-        if layout is None:
-            if gradient.is_sparse:
-                raise UsageError(
-                    f"{type(self._member(kept).optimizer).__name__} does not support sparse gradients, and "
-                    f"{kept.name!r} has one; use SparseAdam or SGD, or an embedding without sparse=True"
-                )
-            numbers = self._arithmetic.numbers(kept.options, step, scale)
+        if layout is None and gradient.is_sparse:
+            raise UsageError(
+                f"{type(self._member(kept).optimizer).__name__} does not support sparse gradients, and "
+                f"{kept.name!r} has one; use SparseAdam or SGD, or an embedding without sparse=True"
+            )
+        numbers = None if gradient.is_sparse else self._numbers(kept, scale)
+        if numbers is not None:
             by_engine(kept.name, gradient, numbers, values=self._resident(kept))
             return
-        own = None if gradient.is_sparse else self._own_numbers(kept, step, scale)
-        if own is not None:
-            by_engine(kept.name, gradient, own, values=self._resident(kept))
-            return
+        assert layout is not None, "the engine has numbers for state without a layout"
         # Its rows are few, and looked up by the engine's thread.
         sparse = gradient.cpu() if gradient.is_sparse else None
         function, late = self._run(kept, layout, generic.Given(gradient=sparse, grad_scale=scale))
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         whole, values = layout.whole or sparse is not None, self._resident(kept)
-        self.engine.apply(kept.name, function, step=step, gradient=dense, whole=whole, values=values, late=late)
+        self.engine.apply(
+            kept.name, function, step=kept.step + 1, gradient=dense, whole=whole, values=values, late=late
+        )
 
     def update_spilled(self, kept: Gradient, factors: Sequence[float], scale: float) -> None:
         """Begin the update by the gradient that was spilled."""
-        layout = self._layout(kept)
-        step = kept.step + 1
-        if layout is None:
-            numbers = self._arithmetic.numbers(kept.options, step, scale)
+        numbers = self._numbers(kept, scale)
+        if numbers is not None:
             self.engine.update_spilled(kept.name, numbers, factors=factors)
             return
-        own = self._own_numbers(kept, step, scale)
-        if own is not None:
-            self.engine.update_spilled(kept.name, own, factors=factors)
-            return
+        layout = self._layout(kept)
+        assert layout is not None, "the engine has numbers for state without a layout"
         function, late = self._run(kept, layout, generic.Given(factors=tuple(factors), grad_scale=scale))
-        self.engine.apply(kept.name, function, step=step, whole=layout.whole, late=late)
+        self.engine.apply(kept.name, function, step=kept.step + 1, whole=layout.whole, late=late)
 
     def switch(self, mode: str, parameters: Iterable[Gradient], switched: Container[int]) -> list[str]:
         """Stage what `train()` or `eval()` does to the parameters of the optimizers of these numbers; their names."""

@@ -120,12 +120,12 @@ class Gradients:
                     f"the gradient of {gradient.name!r} was used by the last step and is gone, and this one needs it: "
                     'call zero_grad() after each step, or pass gradients="ssd"'
                 )
-            factors = gradient.handle.factors()
+            factors = gradient.handle.gradient.factors()
             self._unchanged = self._unchanged and not gradient.is_changed
             if factors is not None:
                 gradient.stage_stored(factors, factor)
                 continue
-            changed = gradient.handle.materialize()
+            changed = gradient.handle.gradient.materialize()
             if gradient.name in self._held:
                 # In place of the one that it was made of: there is no room for both.
                 gradient.handle.gradient.assign(changed)
@@ -160,8 +160,8 @@ class Gradients:
         for gradient, values in present:
             if values is not gradient.handle:
                 self._norms.measure_once(gradient, gradient.laid_out(values))
-            elif gradient.state.stored and gradient.handle.operations:
-                self._norms.measure_once(gradient, gradient.handle.materialize())
+            elif gradient.state.stored and gradient.handle.gradient.operations:
+                self._norms.measure_once(gradient, gradient.handle.gradient.materialize())
         finite, norm = self._norms.of(present)
         return finite, norm * abs(self._scale.inverse)
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memascend.errors import UsageError
-from memascend.grads.operations import UNSCALE, Operation, factors_of, is_recordable
+from memascend.grads.operations import UNSCALE, Operation, is_recordable
 from memascend.tensors import strides_of
 
 if TYPE_CHECKING:
@@ -22,13 +22,9 @@ Notice = Literal["add", "change", "norm", "read", "scaler", "zero"]
 
 # A loop that scales for ever without a step would grow the list for ever; then the gradient is rewritten once.
 OPERATIONS_MAX = 64
-
-
 # How often a gradient that only autograd has is counted while it is being accumulated: by its tensor and by what asks
 # for the count; by autograd's buffer and call, by the dispatcher and by Python.
 STORAGE_USES = 2
-
-
 TENSOR_USES = 4
 
 
@@ -39,17 +35,9 @@ class Backing(Protocol):
     may hold it for as long as it likes; one that goes out belongs to the handle, which writes into it.
     """
 
-    @property
-    def name(self) -> str:
-        """The parameter, for messages."""
-
-    @property
-    def shape(self) -> torch.Size:
-        """The parameter's shape."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The gradient's dtype."""
+    name: str  # of the parameter, for messages
+    shape: torch.Size
+    dtype: torch.dtype
 
     @property
     def fused(self) -> bool:
@@ -142,11 +130,20 @@ class DeferredGradient:
         return tensor
 
     def factors(self) -> tuple[float, ...] | None:
-        """The operations as numbers to multiply by, or None; see GradientHandle.factors()."""
-        return factors_of(self.operations, self.backing.dtype, len(self.backing.shape), self.device)
+        """The operations as fp32 numbers: multiply in fp32 by each, in order, and round to the gradient's dtype.
+
+        None where torch would compute another result: then the update takes materialize().
+        """
+        factors = []
+        for operation in self.operations:
+            factor = operation.factor(self.backing.dtype, len(self.backing.shape), self.device)
+            if factor is None:
+                return None
+            factors.append(factor)
+        return tuple(factors)
 
     def materialize(self) -> Tensor:
-        """The gradient as it is now, in new memory."""
+        """The gradient as it is now, in new memory. Not reported to noticed()."""
         if self.backing.fused:
             raise UsageError(
                 f"the gradient of {self.backing.name} is gone, the update already used it: "
@@ -273,24 +270,10 @@ class DeferredGradient:
 
 
 # These look at shape and dtype alone.
-SHAPE_ONLY = frozenset(
-    {
-        "empty_like",
-        "full_like",
-        "is_pinned",
-        "is_same_size",
-        "new_empty",
-        "new_empty_strided",
-        "new_full",
-        "new_ones",
-        "new_zeros",
-        "ones_like",
-        "rand_like",
-        "randint_like",
-        "randn_like",
-        "zeros_like",
-    }
-)
+SHAPE_ONLY = frozenset((
+    "empty_like", "full_like", "is_pinned", "is_same_size", "new_empty", "new_empty_strided", "new_full", "new_ones",
+    "new_zeros", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like",
+))  # fmt: skip
 
 
 def _refusing(what: str) -> Any:
@@ -345,30 +328,10 @@ class GradientHandle(torch.Tensor):
         """Where the gradient is."""
         return self.gradient.backing
 
-    @property
-    def operations(self) -> tuple[Operation, ...]:
-        """What was done to the gradient since it was stored, and is not in the stored bytes."""
-        return tuple(self.gradient.operations)
-
-    def factors(self) -> tuple[float, ...] | None:
-        """The operations as fp32 numbers: multiply in fp32 by each, in order, and round to the gradient's dtype.
-
-        None where that would not be what torch computes: then the update takes materialize(), or replay().
-        """
-        return self.gradient.factors()
-
     def add_part(self, part: Tensor, *, first: bool, last: bool) -> None:
         """Add one of the parts in which a gradient comes, as add_() does with all of it."""
         addition = Operation(torch.ops.aten.add_.Tensor, "add_", (part,))
         self.gradient.accumulate(addition, part, first=first, last=last)
-
-    def replay(self, tensor: Tensor) -> Tensor:
-        """Do the operations to a tensor, in place, and return it."""
-        return self.gradient.replay(tensor)
-
-    def materialize(self) -> Tensor:
-        """The gradient as it is now, in new memory. Not reported to noticed()."""
-        return self.gradient.materialize()
 
     # --- what torch does to it ----------------------------------------------------
 
@@ -453,11 +416,6 @@ def _handles(values: Any) -> Iterator[GradientHandle]:
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, GradientHandle))
 
 
-def _handles_first(args: tuple[Any, ...]) -> bool:
-    """Whether the first argument, or a list of them, is what is worked on."""
-    return bool(args) and any(True for _ in _handles(args[0]))
-
-
 def _without_values(value: object) -> object:
     return value.gradient.empty() if isinstance(value, GradientHandle) else value
 
@@ -508,7 +466,7 @@ def _through_memory(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -
     name = func._schema.name.removeprefix("aten::")  # noqa: SLF001
     if torch.Tag.inplace_view in func.tags if written else _is_view(func):
         next(_handles((args, options))).gradient.refuse_memory(f"{name}()")
-    if written and _handles_first(args):
+    if written and any(True for _ in _handles(args[:1])):
         return _each(func, args, options, _change)
     return _through_copies(func, args, options, written)
 
@@ -548,12 +506,8 @@ def _each(
     return results if func._schema.returns else None  # noqa: SLF001
 
 
-def _norm(handle: GradientHandle, operation: Operation) -> Tensor:
-    return handle.gradient.norm(operation)
-
-
 def _norms(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    return _each(func, args, options, _norm)
+    return _each(func, args, options, lambda handle, operation: handle.gradient.norm(operation))
 
 
 def _unscale(func: Any, args: tuple[list[Tensor], Tensor, Tensor], options: dict[str, Any]) -> None:
