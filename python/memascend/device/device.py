@@ -177,8 +177,6 @@ _DYNAMO = "torch/_dynamo/eval_frame.py"
 
 # The option of inductor's that mode="reduce-overhead" and mode="max-autotune" set.
 _OPTION = "triton.cudagraphs"
-
-
 _REFUSED = (
     "CUDA graphs do not work with an offloaded model, whose weights are at other addresses each time: compile with "
     'mode="default" or "max-autotune-no-cudagraphs" (not "reduce-overhead" or "max-autotune"), or with '

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 # {bytes: count}. Large enough that a thread of Python keeps up with several drives.
 CHUNKS = {4 << 20: 4}
-
-
 # Threads that check what comes, beside the one that begins copies: each does more than several drives bring.
 CHECKERS = 2
 

@@ -180,8 +180,6 @@ class KeptValues:
 
 # What torch keeps in every module.
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
-
-
 # Of a longer list only the length is looked at.
 _ITEMS_MAX = 256
 
@@ -248,8 +246,6 @@ _log = logging.getLogger("memascend")
 
 # How long one micro-batch may compute one stage before the log names it.
 _STAGE_SECONDS = 120.0
-
-
 # How often the caller looks whether a signal has come.
 _POLL_SECONDS = 0.1
 

@@ -68,8 +68,6 @@ class State(Enum):
 
 
 Move = Literal["store", "change", "take", "begin", "stage", "unstage", "end", "drop"]
-
-
 _MOVES: dict[Move, dict[State, State]] = {
     "store": {State.NONE: State.STORED},
     # More of it came, or it was replaced.

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 
 Notice = Literal["add", "change", "norm", "read", "scaler", "zero"]
-
-
 # A loop that scales for ever without a step would grow the list for ever; then the gradient is rewritten once.
 OPERATIONS_MAX = 64
 # How often a gradient that only autograd has is counted while it is being accumulated: by its tensor and by what asks

@@ -69,17 +69,9 @@ class Loop:
 
 # torch.amp.GradScaler's defaults.
 SCALE_FIRST = 65536.0
-
-
 GROWTH = 2.0
-
-
 BACKOFF = 0.5
-
-
 GROWTH_STEPS = 2000
-
-
 Mode = Literal["dynamic", "fixed", "off"]
 
 

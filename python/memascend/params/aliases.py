@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 # A refusal names as many.
 _NAMED = 3
-
-
 # Words at the beginning of what torch keeps of a storage; where its memory is, and what frees it, are among them.
 _WORDS = 6
 

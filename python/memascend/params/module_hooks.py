@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 
 _local = threading.local()
-
-
 # Later than that, nothing of torch can be called.
 _exiting = False
 
@@ -68,8 +66,6 @@ def _exit() -> None:
 
 
 _KEY = "memascend"
-
-
 # What TorchScript calls first.
 _SCRIPT = "__prepare_scriptable__"
 

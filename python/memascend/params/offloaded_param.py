@@ -50,12 +50,8 @@ def _metadata() -> frozenset[Any]:
 
 
 METADATA = _metadata()
-
-
 # Raised where a parameter that is away is asked for its memory, or written to, and cannot be.
 _HOW = "use memascend.materialized(model) to read it, and materialized(model, modify=True) to change it"
-
-
 # Methods that hand out a parameter's memory, or write to it, past torch's counters.
 HANDED_OUT = (
     "__array__", "__dlpack__", "_typed_storage", "apply_", "detach", "map_", "map2_", "numpy", "ravel", "storage",
@@ -479,8 +475,6 @@ class Source(Protocol):
 
 
 _CPU = torch.device("cpu")
-
-
 # A model has some tens of kinds of parameters; where it has more than this, further ones have a tensor each.
 _KINDS_MAX = 1024
 

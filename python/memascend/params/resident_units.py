@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 
 _NEVER = 1 << 60
-
-
 # A step that uses more units than this (a long generate()) is not learnt beyond it.
 _RECORDED_MAX = 1 << 16
 
@@ -160,11 +158,7 @@ _log = logging.getLogger("memascend")
 
 # How long the bytes of an evicted unit may take to come back, and how long to wait before giving up.
 _RELEASE_SECONDS = 0.05
-
-
 _LAST_SECONDS = 1.0
-
-
 # Units beyond the planned ones that are fetched ahead where there is room anyway.
 _FARTHER = 3
 

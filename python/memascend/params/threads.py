@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 # Threads of these packages carry out their own work, and never touch a model: progress bars, loaders, debuggers.
 _HELPERS = ("torch", "tqdm", "multiprocessing", "ipykernel", "execnet", "memascend")
-
-
 _local = threading.local()
 
 
@@ -88,8 +86,6 @@ def _is_helper(thread: threading.Thread) -> bool:
 
 # How long an operation of another thread on a parameter may take before it is refused as one that does not end.
 _TOUCH_SECONDS = 60.0
-
-
 FORKED = (
     "the model belongs to the process that offloaded it, and this process is a fork of it: compute there, or offload a "
     "model here"

@@ -59,8 +59,6 @@ class Bytes(Enum):
 
 
 Move = Literal["read", "arrive", "adopt", "stand", "copy", "leave"]
-
-
 _MOVES: dict[Move, dict[Bytes, Bytes]] = {
     "read": {Bytes.AWAY: Bytes.READING},
     "arrive": {Bytes.READING: Bytes.CACHED},
