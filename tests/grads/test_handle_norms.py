@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from support.bits import same_bits
-from support.gradient_handles import DTYPES, KeptInMemory, assert_same, gradient, handle_of
+from support.gradient_handles import DTYPES, KeptInMemory, assert_same, gradient, handle_of, handle_over
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from memascend.grads.lazy_grad import GradientHandle
@@ -81,7 +81,7 @@ def test_norms_hold_one_gradient_at_a_time(foreach):
 
     parameters = [torch.nn.Parameter(torch.zeros(50)) for _ in range(6)]
     for parameter in parameters:
-        parameter.grad = GradientHandle(Counting(gradient((50,))))
+        parameter.grad = handle_over(Counting(gradient((50,))))
     clip_grad_norm_(parameters, 0.1, foreach=foreach)
     assert len(alive) == 6
     assert most == 1

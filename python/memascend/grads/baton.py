@@ -490,7 +490,8 @@ class Baton:
                     # A signal may interrupt this at any place: again is no more than once.
                     threads.begin(0, begin)
                     begun = True
-                if not self._all_ended.wait(_POLL_SECONDS) and not told and self._seconds > _STAGE_SECONDS:
+                ended = self._all_ended.wait(_POLL_SECONDS)
+                if not ended and not told and time.monotonic() - self._passed_at > _STAGE_SECONDS:
                     told = True
                     self._tell()
             except BaseException as error:
@@ -510,11 +511,6 @@ class Baton:
             threads.begin(one.index, partial(modes.context.copy().run, live, one))
         self._hand_to(first)
         modes.context.copy().run(live, first)
-
-    @property
-    def _seconds(self) -> float:
-        """For how long one micro-batch has computed."""
-        return time.monotonic() - self._passed_at
 
     def _tell(self) -> None:
         units = self._runs.path.units

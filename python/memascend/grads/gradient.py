@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 import torch
 
 from memascend.errors import ConfigError, UsageError
-from memascend.grads.lazy_grad import GradientHandle
+from memascend.grads.lazy_grad import DeferredGradient, GradientHandle
 from memascend.optim import generic
 from memascend.optim.shared import group_options
 from memascend.params.weight_access import Outlived
@@ -322,7 +322,7 @@ class Gradient:
 
     def _stand_in(self) -> None:
         # torch's `grad` is an edge that Python's collector does not see: what stands in it must not lead back here.
-        self.handle = GradientHandle(weakref.proxy(self), strides=self.place.stride, device=self.place.device)
+        self.handle = GradientHandle(DeferredGradient(weakref.proxy(self), self.place.stride, self.place.device))
         self.put(self.handle)
 
     def stands_in(self, gradient: torch.Tensor | None) -> bool:

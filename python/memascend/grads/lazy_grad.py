@@ -9,7 +9,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from memascend.errors import UsageError
 from memascend.grads.operations import UNSCALE, Operation, is_recordable
-from memascend.tensors import strides_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -284,39 +283,24 @@ def _refusing(what: str) -> Any:
 
 
 class GradientHandle(torch.Tensor):
-    """A gradient without its bytes.
-
-    Args:
-        backing: where they are.
-        strides: of the gradient; None: row-major.
-        device: that the parameter reports.
-    """
+    """A gradient without its bytes."""
 
     gradient: DeferredGradient
 
     @staticmethod
-    def __new__(
-        cls: type[Self],
-        backing: Backing,
-        *,
-        strides: Sequence[int] | None = None,
-        device: torch.device | str = "cpu",
-    ) -> Self:
+    def __new__(cls: type[Self], gradient: DeferredGradient) -> Self:
         """Make a tensor that has all of a tensor but its memory."""
         handle: Self = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
             cls,
-            backing.shape,
-            strides=strides_of(backing.shape) if strides is None else tuple(strides),
-            dtype=backing.dtype,
-            device=torch.device(device),
+            gradient.backing.shape,
+            strides=gradient.strides,
+            dtype=gradient.backing.dtype,
+            device=gradient.device,
         )
         return handle
 
-    def __init__(
-        self, backing: Backing, *, strides: Sequence[int] | None = None, device: torch.device | str = "cpu"
-    ) -> None:
-        del strides, device
-        self.gradient = DeferredGradient(backing, self.stride(), self.device)
+    def __init__(self, gradient: DeferredGradient) -> None:
+        self.gradient = gradient
 
     # Results are plain tensors; torch's default would make handles of them.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001
@@ -349,7 +333,8 @@ class GradientHandle(torch.Tensor):
         options = kwargs or {}
         name = func._schema.name.removeprefix("aten::")  # noqa: SLF001
         if name == "detach":
-            return _alias(args[0])
+            # Another tensor that is the same gradient.
+            return GradientHandle(args[0].gradient)
         if name in SHAPE_ONLY:
             return func(*tree_map(_without_values, args), **tree_map(_without_values, options))
         # Under inference_mode also those arrive that are made of others.
@@ -401,13 +386,6 @@ class GradientHandle(torch.Tensor):
     share_memory_ = _refusing("share_memory_()")
     apply_ = _refusing("apply_()")
     map_ = _refusing("map_()")
-
-
-def _alias(handle: GradientHandle) -> GradientHandle:
-    """Another tensor that is the same gradient, as what detach() returns is."""
-    alias = GradientHandle(handle.backing, strides=handle.stride(), device=handle.device)
-    alias.gradient = handle.gradient
-    return alias
 
 
 def _handles(values: Any) -> Iterator[GradientHandle]:

@@ -92,10 +92,6 @@ class Norms:
             self._measures.update(zip(self._bucket, sums.unbind(), strict=True))
             self._bucket.clear()
 
-    def _measure_of(self, gradient: Gradient) -> Measure:
-        measure = self._measures.get(gradient.name)
-        return gradient.measure() if measure is None else measure
-
     def _row(self, device: torch.device) -> torch.Tensor:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
         rows = self._rows.setdefault((device, stream), [])
@@ -129,7 +125,8 @@ class Norms:
         on storage, as clipping does, counts as a factor.
         """
         self._measure_bucket()
-        numbers = self.read([self._measure_of(gradient) for gradient, _ in gradients])
+        known = self._measures
+        numbers = self.read([known[one.name] if one.name in known else one.measure() for one, _ in gradients])
         # In the order of the parameters, whichever gradient came first.
         bad, squares = any(bad for bad, _ in numbers), total(squared for _, squared in numbers)
         if self._figures is not None:

@@ -36,9 +36,6 @@ class UnitRead(Protocol):
     def wait(self) -> int:
         """Wait for it, and check it."""
 
-    def done(self) -> bool:
-        """Whether the device is done."""
-
 
 class Bytes(Enum):
     """Where the bytes of a unit are."""
