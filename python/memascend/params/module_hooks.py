@@ -170,8 +170,7 @@ class Frames:
     def enter(self, module: torch.nn.Module, gate: Gate) -> None:
         """Bind what a module needs: all of it or, with an exception, nothing."""
         self._residency.units.require_open()
-        if self._residency.transfers.holds_back:
-            self._residency.transfers.settle()
+        self._residency.transfers.settle()
         if not gate.homes:
             # Binding does it otherwise.
             self._residency.turns.note_thread()

@@ -464,8 +464,7 @@ class Residency:
         if self.stages is not None:
             self.stages.arrive((home,))
         self._memory.require_usable()
-        if self.transfers.holds_back:
-            self.transfers.settle()
+        self.transfers.settle()
         self.reached.note_walk()
         with self.lock:
             if home.version != version:

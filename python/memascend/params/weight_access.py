@@ -509,7 +509,6 @@ class Transfers:
         self._write: Callable[[Place, torch.Tensor], None] | None = None
         # Commits what was loaded and is held back, where anything is.
         self._settle: Callable[[], None] | None = None
-        self.holds_back = False
 
     def settle(self) -> None:
         """Somebody is about to use values: those that were loaded and are held back are committed now."""
@@ -541,10 +540,8 @@ class Transfers:
 
     def begin_loading(self, write: Callable[[Place, torch.Tensor], None]) -> None:
         """From here on `write` gets what is copied to a parameter."""
-        self._write = write
-        self._settle, self.holds_back = None, False
+        self._write, self._settle = write, None
 
     def end_loading(self, settle: Callable[[], None] | None) -> None:
         """The state dict is loaded, or was given up; `settle` commits what is held back of it, where there is any."""
-        self._write = None
-        self._settle, self.holds_back = settle, settle is not None
+        self._write, self._settle = None, settle
