@@ -45,11 +45,11 @@ class Scratch:
 
     @property
     def file_bytes(self) -> int:
-        """Room that is taken on storage."""
+        """Disk space that is taken."""
         return sum(volume.size for volume in self._volumes)
 
     def take(self) -> ScratchPlace:
-        """A place that nobody has.
+        """A free place.
 
         Raises:
             StorageError: the file system is full.
@@ -59,7 +59,7 @@ class Scratch:
         return self._free.pop()
 
     def give_back(self, place: ScratchPlace) -> None:
-        """Somebody else may have it; nothing is on its way there any more."""
+        """Free a place, of which no transfer is in flight any more."""
         self._free.append(place)
 
     def _grow(self) -> None:
@@ -111,30 +111,30 @@ class Piece:
         self.chunk: ActivationChunk | None = None
         self.place: ScratchPlace | None = None
         self.checksum = ""
-        # Nobody can ask for it any more.
+        # No graph refers to it any more.
         self.dead = False
 
     def put(self, place: ScratchPlace, checksum: str) -> None:
-        """It lies on storage, or is on its way there."""
+        """Note its place on storage, where it lies or is being written."""
         assert self.place is None, "a piece is written once"
         self.place, self.checksum = place, checksum
 
     def enter(self, chunk: ActivationChunk) -> None:
-        """It is in a chunk, or on its way there."""
+        """Note its chunk, where it lies or is being read."""
         assert self.chunk is None, "a piece is in one chunk"
         self.chunk = chunk
 
     def leave(self) -> None:
-        """It is in no chunk any more."""
+        """Note that it is in no chunk any more."""
         self.chunk = None
 
     def die(self) -> None:
-        """Nobody can ask for it any more."""
+        """Note that no graph refers to it any more."""
         self.dead = True
 
 
 class ActivationChunk:
-    """A chunk of host memory, and what is in it."""
+    """A chunk of host memory, and its content."""
 
     __slots__ = ("copy", "memory", "piece", "reading", "source", "ticket")
 
@@ -146,11 +146,11 @@ class ActivationChunk:
         self.reading = False
         # From a device or to it, the last that was begun.
         self.copy: Copy | None = None
-        # What is being copied from a device, and its version.
+        # The tensor that is being copied from a device, and its version.
         self.source: tuple[torch.Tensor, int] | None = None
 
     def fill(self, piece: Piece, copy: Copy | None, source: torch.Tensor) -> None:
-        """Have a piece, which was copied in, or from a device by `copy`, which `source` has to outlive."""
+        """Hold a piece that was copied in, or is being copied from a device; `source` lives until that copy ends."""
         piece.enter(self)
         self.piece, self.reading = piece, False
         if copy is not None:
@@ -173,11 +173,11 @@ class ActivationChunk:
         self.piece, self.reading = piece, True
 
     def follow(self, copy: Copy) -> None:
-        """A copy to a device was begun, after those before it."""
+        """Note a copy to a device that was begun, behind the copies before it."""
         self.copy = copy
 
     def end_copy(self) -> tuple[torch.Tensor, int] | None:
-        """Wait for the last copy; what it came from, and the version that was copied."""
+        """Wait for the last copy; returns its source, and the version that was copied."""
         if self.copy is None:
             return None
         self.copy.wait()
@@ -185,11 +185,11 @@ class ActivationChunk:
         return source
 
     def end_transfer(self) -> None:
-        """What was on its way from or to storage is there."""
+        """Note that the transfer from or to storage has ended."""
         self.ticket = None
 
     def clear(self) -> Piece | None:
-        """Have nothing; returns what was there."""
+        """Become empty; returns the piece that was in it."""
         piece, self.piece, self.ticket = self.piece, None, None
         if piece is not None:
             piece.leave()
@@ -208,7 +208,7 @@ _CHANGED = (
 
 
 class Chunks:
-    """All chunks, and what is on its way from and to them."""
+    """All chunks, and the transfers from and to them."""
 
     def __init__(
         self, room: Scratch, chunk_bytes: int, count: int, more: Sequence[int] = (), *, device: Device | None
@@ -218,8 +218,8 @@ class Chunks:
         Args:
             room: on storage, in places of a chunk's bytes; it is closed by `close()`.
             chunk_bytes: the size of a chunk.
-            count: how many are taken now, and are to be had later without waiting for storage, by writing others ahead.
-            more: the counts of those that may follow, when they are needed.
+            count: chunks that are taken now. As many are kept spare later, by writing others ahead.
+            more: the counts of chunks that may be taken later, when they are needed.
             device: where activations lie; None: in host memory.
         """
         self._room = room
@@ -230,9 +230,9 @@ class Chunks:
         self._rings: list[memory.ChunkRing] = []
         self._free: list[ActivationChunk] = []
         self._take(count)
-        # With what is not on storage, in the order in which it was saved: what is used last comes first.
+        # Chunks whose content is not on storage, in the order of saving: the backward uses the first one last.
         self._held: dict[ActivationChunk, None] = {}
-        # With what is on storage or on its way there, or what nobody can ask for any more.
+        # Chunks whose content is on storage, is being written, or is of no use any more.
         self._loose: dict[ActivationChunk, None] = {}
         self.counters = {"written": 0, "read": 0}
 
@@ -266,12 +266,12 @@ class Chunks:
         return piece
 
     def wait_for(self, piece: Piece) -> None:
-        """Wait until a piece is there, so that what it was copied from can go."""
+        """Wait until a piece is copied, so that its source can be released."""
         if piece.chunk is not None and piece.chunk.source is not None:
             self._copied(piece.chunk)
 
     def write_ahead(self, least: int = 0) -> None:
-        """Begin to write what is used farthest from now, as far as chunks have to be spare; `least` of them anyway."""
+        """Begin to write the pieces that are used last, until enough chunks are spare; `least` of them anyway."""
         wanted = self._spare - len(self._free) - len(self._loose) - sum(self._more)
         for chunk in list(itertools.islice(self._held, max(wanted, least))):
             if least == 0 and chunk.copy is not None and not chunk.copy.done():
@@ -294,7 +294,7 @@ class Chunks:
         self.counters["written"] += piece.nbytes
 
     def _for_write(self) -> ActivationChunk:
-        """A chunk that is free, or that of what is used farthest from now."""
+        """A free chunk, or the chunk of the piece that is used last."""
         if not self._free and self._more:
             try:
                 self._take(self._more.pop())
@@ -372,7 +372,7 @@ class Chunks:
         self._loose[chunk] = None
         self.counters["read"] += piece.nbytes
 
-    # --- what is on its way ------------------------------------------------------------
+    # --- transfers ---------------------------------------------------------------------
 
     def _copied(self, chunk: ActivationChunk) -> None:
         """Wait for the copies of a chunk from and to a device."""
@@ -384,7 +384,7 @@ class Chunks:
         raise UsageError(_CHANGED)
 
     def _transferred(self, chunk: ActivationChunk) -> None:
-        """Wait for a chunk's way from or to storage, and check what was read."""
+        """Wait for a chunk's transfer from or to storage, and verify the bytes that were read."""
         if chunk.ticket is None:
             return
         try:
@@ -412,14 +412,14 @@ class Chunks:
                 )
 
     def _failed(self, chunk: ActivationChunk) -> None:
-        """What a transfer that failed leaves is nothing."""
+        """Empty the chunk of a failed transfer."""
         chunk.clear()
         self._held.pop(chunk, None)
         self._loose.pop(chunk, None)
         self._free.append(chunk)
 
     def _empty(self, chunk: ActivationChunk) -> None:
-        """Wait for what is on its way, then have nothing in the chunk; what was in it is on storage or dead."""
+        """Wait for its transfers, then empty a chunk, whose content is on storage or of no use any more."""
         self._copied(chunk)
         self._transferred(chunk)
         self._loose.pop(chunk, None)
@@ -430,7 +430,7 @@ class Chunks:
     # --- the end -----------------------------------------------------------------------
 
     def drop(self, piece: Piece) -> None:
-        """Nobody can ask for a piece any more."""
+        """Release a piece, to which no graph refers any more."""
         piece.die()
         chunk = piece.chunk
         if chunk is None:
@@ -459,7 +459,7 @@ class Chunks:
         return sum(int(ring.region.mapped_bytes + ring.stats()["tables"]) for ring in self._rings)
 
     def close(self) -> None:
-        """Let everything go, once the devices are done with it."""
+        """Release everything, once all transfers have ended."""
         copies = [chunk.copy for chunk in (*self._held, *self._loose, *self._free) if chunk.copy is not None]
         try:
             for copy in copies:

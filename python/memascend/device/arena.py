@@ -32,7 +32,7 @@ class _Slot:
 
 
 class _Hold:
-    """What the storage of a lease holds; gone with its last view, on whichever thread."""
+    """Owned by the storage of a lease; destroyed with its last view, on any thread."""
 
     __slots__ = ("_arena", "slot", "streams")
 
@@ -81,7 +81,7 @@ class DeviceArena:
         self._device = device
         self._bounds = sorted(classes)
         self._free: dict[int, list[_Slot]] = {bound: [] for bound in self._bounds}
-        # Those that the memory is not another's before, when it is let go.
+        # Streams whose work ends before the memory is reused, once it is released.
         self._kept_for: set[Any] = set()
         self._pieces: list[torch.Tensor] = []
         self.reserved_bytes = 0
@@ -101,8 +101,8 @@ class DeviceArena:
         device = self._device
         nbytes = sum(whole_pages(bound) * count for bound, count in classes.items())
         memory = self._allocated(max(nbytes, 1))
-        # It may be a block that was let go a moment ago, and torch may fill it with NaN: both on the stream that asked,
-        # which the streams for copies know nothing of.
+        # It may be a block that was released a moment ago, and torch may fill it with NaN: both on the caller's stream,
+        # for which the streams for copies do not wait.
         with failures_named(device):
             taken_on = device.stream()
             taken = device.mark(taken_on)
@@ -148,7 +148,7 @@ class DeviceArena:
 
     @property
     def added_bytes(self) -> int:
-        """What the plan did not have."""
+        """Bytes beyond the plan."""
         return sum(whole_pages(bound) * count for bound, count in self.added.items())
 
     def lease(self, nbytes: int, timeout: float | None = None, owner: str = "user") -> DeviceLease:
@@ -218,7 +218,7 @@ class DeviceArena:
             pass
 
     def _came_back(self, slot: _Slot, streams: Mapping[Any, None]) -> None:
-        # Whatever was begun with these bytes was begun on one of these streams, and before this moment.
+        # All work on these bytes was begun on one of these streams, and before this moment.
         with failures_named(self._device):
             slot.after.extend([self._device.mark(stream) for stream in streams])
             self._device.returned(slot.memory[slot.start : slot.start + slot.nbytes])
@@ -239,6 +239,6 @@ class DeviceArena:
         return self._in_use
 
     def stats(self) -> dict[str, Any]:
-        """What is "in_use" and "reserved", in bytes; "tables" are none, but for a few objects."""
+        """Bytes "in_use" and "reserved"; "tables" are none, but for a few objects."""
         self._take_back()
         return {"in_use": self._in_use, "reserved": self.reserved_bytes, "tables": 0}

@@ -48,7 +48,7 @@ def open_device(device: torch.device) -> Device | None:
 
 @contextmanager
 def failures_named(device: Device) -> Iterator[None]:
-    """Let what a device fails with be a `DeviceError`, which says what stands; but for memory that it has not."""
+    """Turn errors of a device into `DeviceError`, which names the committed step; except a lack of its memory."""
     try:
         yield
     except (MemascendError, torch.OutOfMemoryError):
@@ -202,7 +202,7 @@ def refuse_graphs(module: torch.nn.Module, *, whole: bool) -> None:
 
 
 def _context_of(compiled: Any) -> Any:
-    """What stands in Dynamo's closure."""
+    """The context in the closure that Dynamo makes."""
     code, cells = getattr(compiled, "__code__", None), getattr(compiled, "__closure__", None) or ()
     free = () if code is None else code.co_freevars
     return next((cell.cell_contents for name, cell in zip(free, cells, strict=False) if name == "self"), None)
@@ -221,12 +221,12 @@ def _captures(context: Any) -> bool:
 
 _NAME = "flatten_parameters"
 
-# What cuDNN's caller says in each call, and asks for what does nothing here. `Plan` has the bytes.
+# torch's warning in each call of cuDNN. The call that it recommends does nothing here. `Plan` has the bytes.
 _WARNING = "RNN module weights are not part of single contiguous chunk of memory"
 
 
 def copied_bytes(model: torch.nn.Module) -> int:
-    """What cuDNN's copies take while all of them are there, from the forward of each module to its backward."""
+    """Bytes of all cuDNN's copies together: each lasts from the forward of its module to the backward."""
     of_modules = [parameter for module in _recurrent(model) for parameter in module.parameters(recurse=False)]
     return sum({id(parameter): parameter.nbytes for parameter in of_modules}.values())
 
@@ -236,7 +236,7 @@ class Flattening:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = _recurrent(model)
-        # What a module had of its own in its place.
+        # The attributes of modules that were replaced.
         self._before: dict[torch.nn.Module, Any] = {}
         self._filter: Any = None
 
@@ -256,7 +256,7 @@ class Flattening:
             if before is not None:
                 module.__dict__[_NAME] = before
         self._before.clear()
-        # Whoever put others there may have taken this one away.
+        # Other code that changes the filters may have removed this one.
         with contextlib.suppress(ValueError):
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
 

@@ -41,7 +41,7 @@ class HostUnits:
         with torch.inference_mode(mode=False):
             found = self._store.held_unit(name)
         assert found is not None, f"unit {name!r} is not held"
-        # Tensors are found by their storage: it is one for as long as the unit is held, unless somebody moves it
+        # Tensors are found by their storage: it stays the same while the unit is held, unless user code moves it
         # (share_memory_()).
         kept = self._held.setdefault(name, found)
         if kept.data_ptr() != found.data_ptr():
@@ -85,7 +85,7 @@ class HostUnits:
 class DeviceUnits:
     """Units in an arena on a device. They and their gradients pass through chunks of host memory."""
 
-    # What is held is in host memory, and passes through the chunks from there.
+    # Units of the RAM tier are in host memory, and pass through the chunks from there.
     held_epoch = 0
 
     def __init__(self, store: Store, device: Device, classes: Mapping[int, int], held: Collection[str] = ()) -> None:
@@ -112,7 +112,7 @@ class DeviceUnits:
     def used(self, base: torch.Tensor) -> None:
         """See `Memory`."""
         if self.arena.used(base):
-            # Whoever waited for it may have been on another stream.
+            # The wait for it may have been on another stream.
             self._staging.order(base)
 
     def held(self, name: str) -> torch.Tensor:
