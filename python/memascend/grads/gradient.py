@@ -79,7 +79,7 @@ _MOVES: dict[Move, dict[State, State]] = {
         State.STORED: State.STORED_STAGED,
         State.EARLY: State.STORED_STAGED,
     },
-    # The staged update was discarded, and what it was made of is still there.
+    # The staged update was discarded, and its gradient is still there.
     "unstage": {
         State.MEMORY_STAGED: State.NONE,
         State.STORED_STAGED: State.STORED,
@@ -119,7 +119,7 @@ class Receiver(Protocol):
         """A gradient became another one, which no step has used."""
 
     def numbers(self, measure: Measure) -> Numbers:
-        """What was measured, once it is known."""
+        """The numbers of a measure; waits for them."""
 
     def require_in_order(self, gradient: Gradient) -> None:
         """Refuse more of a gradient whose sum a call took for complete."""
@@ -181,7 +181,7 @@ class Gradient:
         self._given: Outlived | None = None
 
     def expect_pieces(self) -> None:
-        """It comes in several pieces in one backward."""
+        """Note that it comes in several pieces in one backward."""
         self.in_pieces = True
 
     def put(self, values: torch.Tensor | None) -> None:
@@ -197,7 +197,7 @@ class Gradient:
         self._stand_in()
 
     def change(self, gradient: torch.Tensor, *, add: bool) -> None:
-        """Replace what is on storage, or add to it."""
+        """Replace the gradient on storage, or add to it."""
         self.take_back()
         after = moved(self.name, self.state, "change")
         self._arrivals.engine.spill(self.name, gradient, add=add)
@@ -214,17 +214,17 @@ class Gradient:
         self._begin("stage", gradient, factor)
 
     def stage_stored(self, factors: Sequence[float], factor: float) -> None:
-        """Begin the update by what is on storage, multiplied by each of `factors` in turn."""
+        """Begin the update by the gradient on storage, multiplied by each of `factors` in turn."""
         after = moved(self.name, self.state, "stage")
         self.options = self._arrivals.rule.options(self)
         self._arrivals.rule.update_spilled(self, factors, self._arrivals.scale.inverse * factor)
         self.state = after
 
     def begin(self, gradient: torch.Tensor | None = None) -> bool:
-        """Begin the update early by one that came where there was none, which is stored with it, or by what is stored.
+        """Begin the update early, by the stored gradient or by a new one, which is stored with it.
 
-        False: it is not begun, and nothing is stored. Where that is somebody's mistake, step() says so, unless it is
-        made good before.
+        False: it is not begun, and nothing is stored. Where that is due to a user's error, step() raises it, unless it
+        is corrected before.
         """
         arrivals, rule = self._arrivals, self._arrivals.rule
         if not arrivals.speculation.may_begin(self.name):
@@ -343,7 +343,7 @@ class Gradient:
         self._used = (weakref.ref(gradient), gradient._version)  # noqa: SLF001
 
     def is_used(self, gradient: torch.Tensor) -> bool:
-        """Whether a step has used this gradient in memory, which nobody wrote to since."""
+        """Whether a step has used this gradient in memory, which was not written to since."""
         return self._used is not None and self._used[0]() is gradient and self._used[1] == gradient._version  # noqa: SLF001
 
     def laid_out(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -360,11 +360,11 @@ class Gradient:
         return gradient
 
     def note_given(self, values: torch.Tensor) -> None:
-        """It came on memory that somebody else may have."""
+        """Note that it came on memory that other code may have, too."""
         self._given = Outlived(self.place, values)
 
     def require_own(self) -> None:
-        """Refuse to change it where somebody has the memory that it came on, which would change with it."""
+        """Reject a change where other code has the memory that it came on, which would change with it."""
         if self._given is not None and self._given.checksum() is not None:
             self._refuse_given("would be changed with it")
 
@@ -399,18 +399,18 @@ class Gradient:
         return into
 
     def add(self, gradient: torch.Tensor, *, first: bool = True, last: bool = True) -> None:
-        """More of it came."""
+        """Add another gradient of the parameter."""
         self._arrivals.add(self, gradient, first=first, last=last)
 
     def assign(self, gradient: torch.Tensor) -> None:
-        """It is another one now."""
+        """Replace it by another gradient."""
         self.change(gradient, add=False)
         self._arrivals.note_change()
 
     def measure(self) -> Measure:
         """Whether a gradient that has a handle has a value that is not finite, and its squared norm; nothing is read.
 
-        What was done by scalars to one on storage, as clipping does, counts as a factor.
+        Scalar arithmetic on a gradient on storage, as of clipping, counts as factors.
         """
         assert self.handle is not None, "a gradient in memory is measured there"
         if not self.state.stored:
@@ -435,7 +435,7 @@ class Gradient:
         return (False, 0) if self.found is None else self.found
 
     def noticed(self, what: Notice) -> None:
-        """Somebody looked at it, or changed it. A second piece of it is told from accumulation where it is added."""
+        """User code read or changed it. Whether a second piece is accumulation is decided where it is added."""
         if what == "add":
             self._arrivals.require_in_order(self)
         else:
@@ -570,7 +570,7 @@ class Updates:
             if kept.step == 0 or layout is None or self._member(kept) not in owners:
                 # Before its first step there is nothing to do, which offload() has tried.
                 continue
-            # The engine wants a gradient; nothing reads it, and what is not written takes no memory.
+            # The engine takes a gradient. Nothing reads this one, and pages that are never written take no memory.
             unread = torch.empty_strided(kept.place.shape, kept.place.stride, dtype=kept.dtype, device="cpu")
             function, late = self._run(kept, layout, method=mode)
             self.engine.apply(kept.name, function, step=kept.step, gradient=unread, whole=layout.whole, late=late)

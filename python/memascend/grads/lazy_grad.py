@@ -26,7 +26,7 @@ TENSOR_USES = 4
 
 
 class Backing(Protocol):
-    """The gradient behind a handle: where it lies is the keeper's business.
+    """The gradient behind a handle: the keeper decides where it lies.
 
     Tensors go in and out with the handle's shape, dtype and strides. One that comes in belongs to the keeper, which
     may hold it for as long as it likes; one that goes out belongs to the handle, which writes into it.
@@ -60,9 +60,9 @@ class Backing(Protocol):
 
 
 def is_shared(gradient: Tensor) -> bool:
-    """Whether a gradient that reached a handle may be somebody's else, who may write to it while it is being stored.
+    """Whether user code may have a gradient that reached a handle, and may write to it while it is being stored.
 
-    `backward(gradient=mine)` brings such a one where nothing on the way makes another tensor of it.
+    `backward(gradient=mine)` passes on such a tensor where no operation in between makes a new one.
     """
     if torch._C._current_graph_task_id() == -1:  # noqa: SLF001
         return True
@@ -72,7 +72,7 @@ def is_shared(gradient: Tensor) -> bool:
 
 
 class Dropped:
-    """Stands for a gradient that was dropped: whatever else is asked of it is refused."""
+    """Stands for a gradient that was dropped: any other access raises an error."""
 
     def __init__(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
         self.name = name
@@ -87,11 +87,11 @@ class Dropped:
 
 
 class DeferredGradient:
-    """What a handle and everything detached from it share.
+    """The state that a handle shares with all tensors detached from it.
 
     Attributes:
         backing: where the bytes are.
-        operations: what was done to the gradient since, and is not in those bytes.
+        operations: arithmetic on the gradient that its stored bytes do not contain yet.
         strides: of the gradient, and of every tensor that goes to or comes from the keeper.
         device: where results appear.
     """
@@ -109,7 +109,7 @@ class DeferredGradient:
         return torch.empty_strided(self.backing.shape, self.strides, dtype=self.backing.dtype, device=self.device)
 
     def drop(self) -> None:
-        """It is gone: whoever still has a handle is told, and never sees the next gradient of the parameter."""
+        """Drop it: a handle that user code still has raises an error, and never shows the parameter's next gradient."""
         self.backing = cast("Backing", Dropped(self.backing.name, self.backing.shape, self.backing.dtype))
         self.operations.clear()
 
@@ -151,7 +151,7 @@ class DeferredGradient:
         return self.replay(self.backing.read().to(self.device))
 
     def read(self, what: Notice = "read") -> Tensor:
-        """Materialize it for somebody, which is worth a notice."""
+        """Materialize it for user code, which is reported to the backing."""
         self.backing.noticed(what)
         return self.materialize()
 
@@ -174,10 +174,10 @@ class DeferredGradient:
             self.device, dtype or self.backing.dtype
         )
 
-    # --- what changes it ----------------------------------------------------------
+    # --- changes ------------------------------------------------------------------
 
     def assign(self, tensor: Tensor) -> None:
-        """Replace it by a tensor that nobody else writes to."""
+        """Replace it by a tensor to which no other code writes."""
         self.backing.assign(self.laid_out(tensor))
         self.operations.clear()
 
@@ -229,12 +229,12 @@ class DeferredGradient:
             operation.apply(self.materialize())
         elif nonfinite:
             found.fill_(1.0)
-        # The replay finds again, for nobody.
+        # The replay writes its flag again, which is not used.
         own = (torch.zeros_like(found), *operation.arguments[1:])
         self._append(Operation(operation.function, UNSCALE, own, operation.options, listed=True))
 
     def _append(self, operation: Operation) -> None:
-        # Asking a GPU for the number would make every clip wait for it; only what is refused otherwise is worth that.
+        # To read the number from a GPU, every clip would wait for it: only a call that is rejected otherwise does.
         if (self.backing.fused or not operation.is_on_gpu) and operation.changes_nothing():
             return
         if self.backing.fused:
@@ -245,7 +245,7 @@ class DeferredGradient:
         if len(self.operations) > OPERATIONS_MAX:
             self.assign(self.materialize())
 
-    # --- what cannot be -----------------------------------------------------------
+    # --- errors -------------------------------------------------------------------
 
     def refuse_memory(self, what: str) -> NoReturn:
         """Say that something needs memory which is not there."""
@@ -315,7 +315,7 @@ class GradientHandle(torch.Tensor):
         addition = Operation(torch.ops.aten.add_.Tensor, "add_", (part,))
         self.gradient.accumulate(addition, part, first=first, last=last)
 
-    # --- what torch does to it ----------------------------------------------------
+    # --- calls of torch -----------------------------------------------------------
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -327,7 +327,7 @@ class GradientHandle(torch.Tensor):
     ) -> Any:
         """Every operation of torch that gets a handle comes through here."""
         if torch.is_inference_mode_enabled():
-            # What is made under it could not be written to outside it.
+            # A tensor that is made under it could not be written to outside it.
             with torch.inference_mode(False), torch.no_grad():
                 return cls.__torch_dispatch__(func, types, args, kwargs)
         options = kwargs or {}
@@ -337,17 +337,17 @@ class GradientHandle(torch.Tensor):
             return GradientHandle(args[0].gradient)
         if name in SHAPE_ONLY:
             return func(*tree_map(_without_values, args), **tree_map(_without_values, options))
-        # Under inference_mode also those arrive that are made of others.
+        # Under inference_mode composite operations arrive here, too.
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):  # noqa: SLF001
             return func.decompose(*args, **options)
         special = _SPECIAL.get(name)
         return special(func, args, options) if special is not None else _through_memory(func, args, options)
 
-    # --- what does not come through the dispatcher --------------------------------
+    # --- calls outside of the dispatcher ------------------------------------------
 
     @property
     def data(self) -> Tensor:
-        """The same gradient, as torch's `.data` is; what is set is what the gradient becomes."""
+        """The same gradient, as torch's `.data` is; setting it changes the gradient."""
         return self.detach()
 
     @data.setter
@@ -359,7 +359,7 @@ class GradientHandle(torch.Tensor):
         return self.gradient.read().tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A plain tensor: a copy is nobody's gradient yet."""
+        """A plain tensor: a copy is no gradient of a parameter yet."""
         if id(self) not in memo:
             memo[id(self)] = self.gradient.read()
         copy: Tensor = memo[id(self)]
@@ -413,7 +413,7 @@ def _written(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[
 
 
 def _through_copies(func: Any, args: tuple[Any, ...], options: dict[str, Any], written: list[GradientHandle]) -> Any:
-    """Do anything by copies of the gradients, and put back those that it changed."""
+    """Do any operation on copies of the gradients, and write back the copies that it changed."""
     # Two handles of one gradient are one tensor to the operation.
     copies: dict[DeferredGradient, Tensor] = {}
     changed = {handle.gradient: handle for handle in written}

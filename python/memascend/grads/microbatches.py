@@ -1,4 +1,4 @@
-"""Computes the micro-batches of one step layer by layer, with the bits of computing them one after the other."""
+"""Computes the micro-batches of one step layer by layer, bit-identically to one after the other."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class _Sum:
-    """What has come of one parameter's gradient."""
+    """The sum of one parameter's gradient so far."""
 
     __slots__ = ("came", "early", "gradient", "stage", "stored", "values")
 
@@ -51,7 +51,7 @@ class _Sum:
         # Parts that came before one of an earlier micro-batch.
         self.early: dict[int, torch.Tensor] = {}
         self.values: torch.Tensor | None = None
-        # The sum is on storage: memory had no room for it.
+        # The sum is on storage: it did not fit into memory.
         self.stored = False
 
     def begin(self, values: torch.Tensor) -> None:
@@ -89,7 +89,7 @@ class PartialSums:
         """Begin with none.
 
         Args:
-            arrivals: takes what is complete.
+            arrivals: takes complete sums.
             course: at which stage each gradient arrives.
             baton: which micro-batch runs, and how far the others are.
             limit: bytes in memory, of sums and of parts that wait for one of an earlier micro-batch. Other sums lie on
@@ -110,7 +110,7 @@ class PartialSums:
         self._done: set[str] = set()
         # By the stage at which they are complete: the names of gradients that have begun to come.
         self._due: dict[int, list[str]] = {}
-        # Of the sums and parts in memory, and of those parts among them that wait for one of an earlier micro-batch.
+        # Of the sums and parts in memory, and of the parts alone that wait for one of an earlier micro-batch.
         self.nbytes = 0
         self._waiting = 0
         self.arrive = baton.arrive
@@ -128,7 +128,7 @@ class PartialSums:
             kind = "a sparse" if values.is_sparse else "backward(create_graph=True) leaves a graph on the"
             raise UsageError(f"{kind} gradient of {gradient.name!r} is not summed by layer: pass by_layer=False")
         if shares_memory(values):
-            # A view of memory that somebody else may write to.
+            # A view of memory to which other code may write.
             values = values.clone()
         self._stream.take(values)
         with torch.no_grad(), self._stream.entered():
@@ -234,7 +234,7 @@ class PartialSums:
             self._arrivals.deliver(gradient, values, whole=self._whole)
 
     def _reached(self, low: float) -> None:
-        """All micro-batches have come to a stage: what arrives before it is complete, whoever brought nothing."""
+        """All micro-batches have reached a stage: gradients that arrive before it are complete."""
         last = max(self._due, default=-1)
         end = int(min(low, last + 1))
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), self._stream.entered():  # noqa: SLF001
@@ -246,7 +246,7 @@ class PartialSums:
                         self._complete(found)
 
     def drop(self) -> None:
-        """Forget all that is not complete."""
+        """Drop all sums that are not complete."""
         for found in self._open.values():
             if found.stored:
                 found.gradient.put(found.gradient.handle)
@@ -269,7 +269,7 @@ _OWN_HOOK = "memascend"
 
 
 class SumsMeter(Protocol):
-    """Measures what is held; `Meter`, which is in a room above this."""
+    """Measures memory: `Meter`, which is in a package above this."""
 
     def count(self, sums: PartialSums | None) -> None:
         """Count these sums as memory from now on; None: there are none."""
@@ -277,7 +277,7 @@ class SumsMeter(Protocol):
 
 @dataclass(kw_only=True, eq=False)
 class Accumulation:
-    """The micro-batches of a run, and what earlier calls have shown of them."""
+    """The micro-batches of a run, and the order of units in earlier calls."""
 
     model: torch.nn.Module
     arrivals: Arrivals  # of its gradients
@@ -428,7 +428,7 @@ class Accumulation:
             )
 
     def _abandon(self, sums: PartialSums) -> None:
-        """Forget all that the call has brought; before it there was nothing."""
+        """Drop all gradients of the call; before it there were none."""
         sums.drop()
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             self.arrivals.drop_all()
