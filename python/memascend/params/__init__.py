@@ -1,7 +1,7 @@
 """Parameters whose values are on storage: in memory while modules compute, placeholders between.
 
 `offloaded_param` is one parameter, `unit` the parameters that are read together and the state of their bytes,
-`resident_units` the units in memory, `residency` the threads that have bound them, `module_hooks` the modules that bind,
+`resident_units` the units in memory, `residency` the threads that have bound them, `module_hooks` the hooks of modules,
 `weight_access` memory of weights between forwards, `threads` the turns of threads, `aliases` the check before.
 
 Invariant: a module computes with the values of the last commit, or with values that user code wrote since. A call that

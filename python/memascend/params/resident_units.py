@@ -1,4 +1,4 @@
-"""Keeps units' bytes in memory: reads them ahead of their use, evicts others to make room."""
+"""Keeps units' bytes in memory: reads them ahead of their use, evicts others to free memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _NEVER = 1 << 60
-# A step that uses more units than this (a long generate()) is not learnt beyond it.
+# A step that uses more units than this (a long generate()) is not recorded beyond it.
 _RECORDED_MAX = 1 << 16
 
 
@@ -62,7 +62,7 @@ class Order:
             self._recorded.append(index)
         uses = self._uses.get(index, [])
         at = bisect_left(uses, self._position)
-        # Another path than the last step's: go on where this unit is used next, or was used at all.
+        # Another path than the last step's: continue where this unit is used next, or was used at all.
         if at < len(uses):
             self._position = uses[at] + 1
         elif uses:
@@ -95,7 +95,7 @@ class Order:
         return uses[0] + len(self._expected) - self._position
 
     def is_used_again(self, index: int) -> bool:
-        """Whether what is left of the step uses a unit."""
+        """Whether the rest of the step uses a unit."""
         uses = self._uses.get(index, [])
         return bisect_left(uses, self._position) < len(uses)
 
@@ -128,7 +128,7 @@ def victim_for(home: Home, homes: Iterable[Home], order: Order, current: Home | 
 
 
 def is_leaving(home: Home, homes: Iterable[Home]) -> bool:
-    """Whether somebody still holds the bytes of an evicted unit of the same class."""
+    """Whether views still hold the bytes of an evicted unit of the same class."""
     return any(
         other.slot_bytes == home.slot_bytes
         and other is not home
@@ -140,7 +140,7 @@ def is_leaving(home: Home, homes: Iterable[Home]) -> bool:
 
 
 def holders_beside(home: Home, homes: Iterable[Home]) -> str:
-    """The names of units of the same class whose bytes somebody holds."""
+    """The names of units of the same class whose bytes are held by views or updates."""
     return ", ".join(
         other.name
         for other in homes
@@ -159,7 +159,7 @@ _log = logging.getLogger("memascend")
 # How long the bytes of an evicted unit may take to come back, and how long to wait before giving up.
 _RELEASE_SECONDS = 0.05
 _LAST_SECONDS = 1.0
-# Units beyond the planned ones that are fetched ahead where there is room anyway.
+# Units beyond the planned ones that are fetched ahead where memory is free anyway.
 _FARTHER = 3
 
 
@@ -171,7 +171,7 @@ class ResidentUnits:
         home_of: the unit of each parameter, by the parameter's name.
         order: in which units are used.
         closed: why nothing may be used any more, once that is so.
-        written: parameters that somebody wrote to while they were bound.
+        written: parameters that were written to while they were bound.
         overrides: values that are not on storage, and that the model computes with, by parameter.
         counters: what was done, for reports.
     """
@@ -198,7 +198,7 @@ class ResidentUnits:
         self.homes: list[Home] = []
         self.home_of: dict[str, Home] = {}
         self.order = Order()
-        # The places of units that are held: they are always there.
+        # Indices of units in the RAM tier: they are always in memory.
         self._held: set[int] = set()
         self.closed: str | None = None
         self.written: set[str] = set()
@@ -218,14 +218,14 @@ class ResidentUnits:
         self.home_of.update((place.name, home) for place in places)
 
     def require_open(self) -> None:
-        """Refuse what comes after the end, and what a forked child asks."""
+        """Reject calls after the end, and calls of a forked child."""
         if self.closed or os.getpid() != self._process:
             raise UsageError(self.closed or FORKED)
 
     # --- reading ------------------------------------------------------------------------
 
     def use(self, home: Home) -> torch.Tensor:
-        """The bytes of a unit, waited for; and begin to fetch what comes after it."""
+        """The bytes of a unit, waited for; also begins to fetch the next units."""
         with self._lock:
             self.require_open()
             self._current = home
@@ -247,7 +247,7 @@ class ResidentUnits:
     def _bring(self, home: Home) -> None:
         """Have the bytes of a unit in memory; an interrupt leaves one that is brought again."""
         if home.state is Bytes.AWAY and self._adopt(home):
-            # What was compared of these bytes is compared on.
+            # Parameters in these bytes that were compared still are.
             return
         if self.sums.compares:
             self.sums.forget(home)
@@ -256,12 +256,12 @@ class ResidentUnits:
                 self._start(home, must=True)
             home.arrive(self.overrides)
         else:
-            # Asked first: what becomes stale in between is brought again.
+            # Read first: bytes that become stale in between are brought again.
             epoch = self._memory.held_epoch
             held = self._memory.held(home.name)
             self._at[held.data_ptr()] = (home, home.version)
             if any(place.name in self.overrides for place in home.places):
-                # What only the model has is no part of what is held.
+                # Values that only the model has are no part of the RAM tier.
                 base = self._copies.of_bytes(held[: home.nbytes])
                 home.overlay(base, self.overrides)
                 self._at[base.data_ptr()] = (home, home.version)
@@ -290,7 +290,7 @@ class ResidentUnits:
         return adopted
 
     def look_ahead(self) -> None:
-        """Begin to fetch what is used next, where there is room now."""
+        """Begin to fetch the next units, where memory is free now."""
         with self._lock:
             if not self.closed:
                 self._look_ahead()
@@ -321,13 +321,13 @@ class ResidentUnits:
             for other in self.homes
         )
 
-    # --- making room --------------------------------------------------------------------
+    # --- freeing memory -----------------------------------------------------------------
 
     def _room(self, home: Home, *, must: bool) -> Any:
-        """A lease for a unit; None where there is no room now and it is not needed yet."""
+        """A lease for a unit; None where no memory is free now and it is not needed yet."""
         waited, evicted = 0.0, False
         while True:
-            # Where there is no room now, that is asked and not tried: an error with its message takes its time.
+            # A query for free slots comes first: a lease that fails is slower, as an error with its message is made.
             if waited or self._arena.free_slots(home.nbytes):
                 try:
                     return self._arena.lease(home.nbytes, timeout=waited, owner="units")
@@ -335,7 +335,7 @@ class ResidentUnits:
                     if waited == _LAST_SECONDS and not self._engine.queued_bytes:
                         self._add_room(home)
                         continue
-            # No more than one leaves for what is only looked ahead for.
+            # At most one unit is evicted for one that is only fetched ahead.
             way = None if evicted and not must else self._way_to_room(home, waited, must=must)
             if isinstance(way, Home):
                 self.evict(way)
@@ -346,7 +346,7 @@ class ResidentUnits:
                 return None
 
     def _way_to_room(self, home: Home, waited: float, *, must: bool) -> Home | float | None:
-        """How a unit gets room, after `waited` seconds for a lease in vain.
+        """How a unit gets memory, after `waited` seconds for a lease in vain.
 
         Returns:
             A unit that leaves; or how long to wait for a lease; or None, as it is not needed yet, and is asked for
@@ -356,13 +356,13 @@ class ResidentUnits:
             if not must:
                 return None
             if waited != _LAST_SECONDS and (self._engine.queued_bytes or not waited):
-                # Whoever read it lets go in a moment; an update that works on it, when it is done.
+                # Its reader releases it in a moment; an update that works on it, when it is done.
                 return _RELEASE_SECONDS
         victim = victim_for(home, self.homes, self.order, self._current, must=must)
         return _LAST_SECONDS if victim is None and must else victim
 
     def _add_room(self, home: Home) -> None:
-        """Take memory beside the planned, where nobody gave a budget: a plan cannot know what code keeps."""
+        """Take memory beside the planned, where no budget was given: a plan cannot know which views code keeps."""
         limits, holders = self._limits, holders_beside(home, self.homes) or "units in use"
         if limits.add is None:
             smallest = limits.larger(home.slot_bytes)
@@ -383,7 +383,7 @@ class ResidentUnits:
         )
 
     def evict(self, home: Home) -> None:
-        """Let a unit's bytes go; views that others hold keep them until they are gone."""
+        """Release a unit's bytes; views of other code keep them alive."""
         with self._lock:
             if self.sums.compares:
                 self.written.update(self.sums.changed(home))
@@ -394,7 +394,7 @@ class ResidentUnits:
     # --- values that change -------------------------------------------------------------
 
     def override(self, place: Place, values: torch.Tensor | None) -> None:
-        """Let the model compute with these values from now on; None: with those on storage again."""
+        """Let the model compute with these values from now on; None: with the stored ones again."""
         with self._lock:
             self.overrides.pop(place.name, None)
             if values is not None:
@@ -405,7 +405,7 @@ class ResidentUnits:
             home.forget()
 
     def settle_override(self, place: Place) -> None:
-        """The values of an override are on storage now: what is resident is right, what is being read may be old."""
+        """The values of an override are on storage now: bytes in memory are right, bytes being read may be old."""
         with self._lock:
             self.overrides.pop(place.name, None)
             home = self.home_of[place.name]
@@ -413,7 +413,7 @@ class ResidentUnits:
                 self.evict(home)
 
     def find_written(self) -> None:
-        """Look for values in memory that are not what was read, as far as they are compared."""
+        """Look for values in memory that differ from the read ones, as far as they are compared."""
         with self._lock:
             for home in self.homes:
                 self.drop_written(home, home.written)
@@ -428,17 +428,17 @@ class ResidentUnits:
             written.update(place.name for place in home.places)
         if written:
             self.written.update(written)
-            # Told once, by whichever of the two it was found.
+            # Reported once, by whichever of the two found it.
             home.note_written()
-            # Who wrote to one through its storage may have written to all of them.
+            # A write to one through its storage may have reached all of them.
             for place in home.places if home.held else ():
                 self._memory.spoil(place.name)
-            # What it holds now is no step's: it is read again.
+            # Its bytes are no step's: they are read again.
             self.evict(home)
             home.forget()
 
     def changed(self, names: Iterable[str]) -> None:
-        """Parameters have new values on storage: what is resident of their units is old."""
+        """Parameters have new values on storage: the cached bytes of their units are old."""
         with self._lock:
             for index in {self.home_of[name].index for name in names}:
                 home = self.homes[index]
@@ -459,7 +459,7 @@ class ResidentUnits:
         """The values of a parameter where they are resident, as the last commit left them. They hold the unit."""
         with self._lock:
             home = self.home_of[place.name]
-            # What is held the engine has.
+            # The engine has the values of the RAM tier.
             return None if home.base is None or home.held else place.view(home.base)
 
     def home_at(self, address: int) -> tuple[Home, int] | None:
@@ -471,7 +471,7 @@ class ResidentUnits:
         return found
 
     def close(self, why: str) -> None:
-        """Let all bytes go; afterwards a use raises `UsageError(why)`."""
+        """Release all bytes; afterwards a use raises `UsageError(why)`."""
         self.closed = why
         for home in self.homes:
             self.evict(home)
