@@ -181,7 +181,8 @@ class Activations:
             before = self._before(saved.number)
             if self._device is not None and is_next:
                 self._bring_ahead(before, self._device.stream())
-            self._read_ahead(before, saved)
+            wanted = [piece for other in before for piece in other.pieces]
+            self._chunks.read_ahead(wanted[: min(_AHEAD, self._chunks.count)], saved.number, copied=saved.pieces)
             return tensor
 
     def _bring(self, saved: SavedActivation) -> tuple[torch.Tensor, Copy | None]:
@@ -232,11 +233,6 @@ class Activations:
         """Whether it is the latest tensor that the backward has not used yet."""
         living = (self._living[number]() for number in reversed(self._living))
         return next((other for other in living if other is not None and not other.used), None) is saved
-
-    def _read_ahead(self, before: Sequence[SavedActivation], saved: SavedActivation) -> None:
-        wanted = [piece for other in before for piece in other.pieces]
-        most = min(_AHEAD, self._chunks.count)
-        self._chunks.read_ahead(wanted[:most], saved.number, copied=saved.pieces)
 
     def _before(self, number: int) -> list[SavedActivation]:
         """Tensors that were saved before, the latest first, as far as they would be read ahead."""

@@ -18,6 +18,7 @@ from memascend.grads.gradient import Gradient
 from memascend.grads.lazy_grad import GradientHandle
 from memascend.params import module_hooks
 from memascend.params.threads import current, is_autograds, works_for_another
+from memascend.params.unit import Stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from memascend.grads.speculation import Speculation
     from memascend.params.offloaded_param import Place
     from memascend.params.residency import Residency
-    from memascend.params.unit import Home
     from memascend.storage import Engine
 
 
@@ -210,11 +210,8 @@ def in_reentrant_checkpoint() -> bool:
 _STORAGE_USES = 2
 
 
-class Parts(Protocol):
+class Parts(Stages, Protocol):
     """Takes the gradients of micro-batches, and is notified of the units that they use; see `microbatches`."""
-
-    def arrive(self, homes: Iterable[Home]) -> None:
-        """A module or a backward is about to use units."""
 
     def take(self, gradient: Gradient) -> bool:
         """Take what stands in `p.grad`, which autograd has just accumulated; False: it is left there."""

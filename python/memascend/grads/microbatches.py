@@ -350,14 +350,11 @@ class Accumulation:
         if recorder.unfit:
             name, reason = next(iter(recorder.unfit.items()))
             self.never = f"the gradient of {name!r} {reason}"
-        self._learn(recorder.paths)
-        if self.never is not None:
-            self._tell(self.never)
-
-    def _learn(self, paths: list[Path]) -> None:
-        self._course = Course(paths)
+        self._course = Course(recorder.paths)
         if len(self._course.units) < 2:
             self.never = self.never or "no more than one unit is streamed"
+        if self.never is not None:
+            self._tell(self.never)
 
     def _tell(self, why: str) -> None:
         if why not in self._told:

@@ -60,13 +60,10 @@ class Order:
             return
         if len(self._recorded) < _RECORDED_MAX:
             self._recorded.append(index)
-        uses = self._uses.get(index, [])
-        at = bisect_left(uses, self._position)
-        # Another path than the last step's: continue where this unit is used next, or was used at all.
-        if at < len(uses):
-            self._position = uses[at] + 1
-        elif uses:
-            self._position = uses[0] + 1
+        uses = self._uses.get(index)
+        if uses:
+            # Another path than the last step's: continue where this unit is used next, or was used at all.
+            self._position = uses[bisect_left(uses, self._position) % len(uses)] + 1
 
     def ahead(self, count: int, beside: Container[int] = ()) -> list[int]:
         """The next units that are used, `beside` some, this many at most."""
