@@ -101,6 +101,8 @@ class Activations:
             device: where activations lie; None: in host memory.
         """
         self._chunks = chunks
+        # Bytes that went to storage and came back: "written", "read".
+        self.counters = chunks.counters
         self._chunk_bytes = chunk_bytes
         self._device = device
         self._type = "cpu" if device is None else device.torch_device.type
@@ -268,11 +270,6 @@ class Activations:
     def host_bytes(self) -> int:
         """Host memory that is held."""
         return 0 if self._closed else self._chunks.host_bytes
-
-    @property
-    def counters(self) -> dict[str, int]:
-        """Bytes that went to storage and came back: "written", "read"."""
-        return self._chunks.counters
 
     def close(self, why: str) -> None:
         """Release everything; a later request for a saved tensor raises `UsageError(why)`."""

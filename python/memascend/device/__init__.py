@@ -1,8 +1,8 @@
 """A CUDA device that computes: its memory for units, copies to it and back, and the calls that it rejects.
 
-`device` is streams and events in one class, which tests replace; `arena` has exact-size slots of device memory,
-`transfer` the few pinned chunks of host memory that units and gradients pass through, `unit_memory` both or, where the
-host computes, its own memory.
+`device` is streams and events in one class, which tests replace. `arena` has exact-size slots of device memory,
+`transfer` the few pinned chunks of host memory that units and gradients pass through. `unit_memory` has both or, where
+the host computes, memory of the host.
 
 Invariant: memory is not written while earlier work may still read or write it, and not read before it is filled. Each
 such wait is an event on a stream, and tests fail without it. The host waits for the device once a

@@ -101,8 +101,8 @@ class DeviceArena:
         device = self._device
         nbytes = sum(whole_pages(bound) * count for bound, count in classes.items())
         memory = self._allocated(max(nbytes, 1))
-        # It may be a block that was released a moment ago, and torch may fill it with NaN: both on the caller's stream,
-        # for which the streams for copies do not wait.
+        # It may be a block that was released a moment ago, and torch may fill it with NaN. Both are on the caller's
+        # stream, for which the streams for copies do not wait.
         with failures_named(device):
             taken_on = device.stream()
             taken = device.mark(taken_on)

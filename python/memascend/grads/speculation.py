@@ -23,8 +23,8 @@ WAIT_MAX = 256
 class Speculation:
     """The outcome of earlier steps, and so whether the updates of this step begin as its gradients appear.
 
-    There are three states: updates wait until so many steps in a row changed no gradient (plain "ssd"); or they begin
-    early; or they do not for the rest of a step, since storage is about to change otherwise.
+    There are three states. Updates wait until so many steps in a row changed no gradient (plain "ssd"), or they begin
+    early, or they do not for the rest of a step, since storage is about to change otherwise.
 
     Attributes:
         early: steps some of whose updates began before step().

@@ -1,8 +1,9 @@
 """Parameters whose values are on storage: in memory while modules compute, placeholders between.
 
-`offloaded_param` is one parameter, `unit` the parameters that are read together and the state of their bytes,
-`resident_units` the units in memory, `residency` the threads that have bound them, `module_hooks` the hooks of modules,
-`weight_access` memory of weights between forwards, `threads` the turns of threads, `aliases` the check before.
+`offloaded_param` is one parameter, `unit` the parameters that are read together, with the state of their bytes.
+`resident_units` has the units in memory, `residency` the threads that have bound them, `module_hooks` the hooks of
+modules. `weight_access` has memory of weights between forwards, `threads` the turns of threads, `aliases` the check at
+offload().
 
 Invariant: a module computes with the values of the last commit, or with values that user code wrote since. A call that
 cannot have them raises before anything has changed. A graph names the version of the values that it saved, and is not

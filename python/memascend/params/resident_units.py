@@ -293,8 +293,8 @@ class ResidentUnits:
                 self._look_ahead()
 
     def _look_ahead(self) -> None:
-        # Farther ones, too, where nothing has to leave for them that this step uses again: embeddings and heads have
-        # places of their own, and the disk is not to wait until they are next.
+        # Farther ones, too, where no unit has to leave for them that this step uses again: embeddings and LM heads have
+        # slots of their own. The drive should not wait until they are next.
         near = self._limits.lookahead
         if len(self._held) == len(self.homes):
             return
@@ -346,8 +346,8 @@ class ResidentUnits:
         """How a unit gets memory, after `waited` seconds for a lease in vain.
 
         Returns:
-            A unit that leaves; or how long to wait for a lease; or None, as it is not needed yet, and is asked for
-            again with the next use of any: waiting here would keep compute from going on.
+            A unit to evict; or how long to wait for a lease; or None, where the unit is not needed yet. The next use of
+            any unit tries again: waiting here would stop compute.
         """
         if is_leaving(home, self.homes):
             if not must:

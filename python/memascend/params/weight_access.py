@@ -480,17 +480,14 @@ class ReachedWeights:
         """Read stored values into memory that user code kept."""
         for one in self._now.values():
             if one.way is Way.KEPT:
-                self._note_kept(one.place)
+                if not self._told:
+                    self._told = True
+                    _log.warning(
+                        "a view of %r is kept over a step: it is read from storage after each, so that the view has "
+                        "the values that it would have in memory; release views (p.detach(), p.data) to avoid this",
+                        one.place.name,
+                    )
                 self._residency.read_into(one.place, one.renew)
-
-    def _note_kept(self, place: Place) -> None:
-        if not self._told:
-            self._told = True
-            _log.warning(
-                "a view of %r is kept over a step: it is read from storage after each, so that the view has the values "
-                "that it would have in memory; release views (p.detach(), p.data) to avoid this",
-                place.name,
-            )
 
     def close(self) -> None:
         """Release all memory."""
