@@ -226,6 +226,9 @@ class GradientMeter(Protocol):
     def arrived(self, name: str, nbytes: int, began: float) -> None:
         """A gradient of so many bytes was handed on, which began at this time of `perf_counter`."""
 
+    def count(self, sums: Any) -> None:
+        """Count these partial sums as memory from now on; None: there are none."""
+
 
 class Arrivals:
     """All gradients, and what becomes of each when it arrives.

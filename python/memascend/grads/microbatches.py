@@ -7,7 +7,7 @@ import logging
 import random
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -30,7 +30,7 @@ from memascend.grads.baton import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from memascend.grads.backward import Arrivals
+    from memascend.grads.backward import Arrivals, GradientMeter
     from memascend.grads.baton import MicroBatch
     from memascend.grads.gradient import Gradient
     from memascend.params.residency import Residency
@@ -268,13 +268,6 @@ _log = logging.getLogger("memascend")
 _OWN_HOOK = "memascend"
 
 
-class SumsMeter(Protocol):
-    """Measures memory: `Meter`, which is in a package above this."""
-
-    def count(self, sums: PartialSums | None) -> None:
-        """Count these sums as memory from now on; None: there are none."""
-
-
 @dataclass(kw_only=True, eq=False)
 class Accumulation:
     """The micro-batches of a run, and the order of units in earlier calls."""
@@ -283,7 +276,7 @@ class Accumulation:
     arrivals: Arrivals  # of its gradients
     residency: Residency  # of its units
     engine: Engine  # whose queue of gradients has the same bound as their sums
-    meter: SumsMeter  # counts these sums as memory
+    meter: GradientMeter  # counts these sums as memory
     device: torch.device  # the one that computes
     limit: int  # bytes that partial sums may have in memory, with the parts that wait to be added to them
     strict: bool  # the user gave a budget: sums and queue together stay within `limit`
