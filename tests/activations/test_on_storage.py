@@ -149,7 +149,7 @@ def test_damage_is_named_and_nothing_is_committed(tmp_path, monkeypatch):
         kept = keeper(model)
         piece = next(iter(kept._living.values()))().pieces[0]
         assert piece.chunk is None
-        piece.place.write(torch.zeros(4096, dtype=torch.uint8)).wait()
+        piece.place.volume.write(torch.zeros(4096, dtype=torch.uint8), piece.place.offset).wait()
         with pytest.raises(memascend.CorruptionError, match=f"4096 bytes at {piece.place.offset} of") as raised:
             loss.backward()
         assert raised.value.offset == piece.place.offset

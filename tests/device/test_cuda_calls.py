@@ -1,4 +1,4 @@
-"""Tests what the class `Cuda` asks of torch, on a stand-in for torch.cuda with two devices."""
+"""Tests what the class `Device` asks of torch, on a stand-in for torch.cuda with two devices."""
 
 import threading
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memascend.device import device as devices
-from memascend.device.device import Cuda
+from memascend.device.device import Device
 from memascend.errors import UsageError
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -114,7 +114,7 @@ def contexts(monkeypatch):
 @pytest.mark.parametrize("ours", [False, True])
 def test_another_device_alone_is_touched(contexts, ours):
     """By threads of ours and the user's, on whichever device they are."""
-    made = Cuda(SECOND)
+    made = Device(SECOND)
     source, target = torch.arange(8), torch.zeros(8, dtype=torch.int64)
 
     def copies():
@@ -136,7 +136,7 @@ def test_another_device_alone_is_touched(contexts, ours):
 
 @pytest.mark.usefixtures("contexts")
 def test_waits_do_not_spin():
-    made = Cuda(FIRST)
+    made = Device(FIRST)
     made.mark(made.stream())
     made.bring(torch.zeros(2), torch.zeros(2), [])
     assert [event.options for event in Event.made] == [{"blocking": True}] * 2
@@ -145,7 +145,7 @@ def test_waits_do_not_spin():
 def test_a_thread_of_ours_enters_once(contexts, monkeypatch):
     told = []
     monkeypatch.setattr(devices, "ignore_captures", lambda: told.append(threading.current_thread()))
-    made = Cuda(SECOND)
+    made = Device(SECOND)
     for _ in range(2):
         made.enter_thread()
     assert contexts.here == SECOND
@@ -157,7 +157,7 @@ def test_a_thread_of_ours_enters_once(contexts, monkeypatch):
 
 
 def test_a_capture_is_refused(contexts):
-    made = Cuda(FIRST)
+    made = Device(FIRST)
     made.require_no_capture()
     contexts.captures = True
     with pytest.raises(UsageError, match="CUDA graph"):

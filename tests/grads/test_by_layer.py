@@ -209,11 +209,11 @@ class Words(nn.Module):
         return self.head(self.blocks(self.words(tokens)))
 
 
-def smallest(folder):
+def smallest(folder, make=Words, gradients="fused"):
     """The least memory with which sums of gradients and all else fit."""
-    model = Words()
+    model = make()
     with pytest.raises(memascend.BudgetError) as refused:
-        memascend.offload(model, adamw(model), storage=folder / "none.store", gradients="fused", host_memory=1)
+        memascend.offload(model, adamw(model), storage=folder / "none.store", gradients=gradients, host_memory=1)
     return refused.value.smallest
 
 

@@ -103,13 +103,13 @@ def test_factors_are_what_torch_multiplies_by(dtype, shaped):
                 handle.mul_(scalar)
             continue
         handle.mul_(scalar)
-        if handle.factors() is None:
+        if handle.gradient.factors() is None:
             assert shaped == "none"
             assert scalar.dtype == torch.float64
             continue
         with_factors += 1
         product = sample
-        for factor in handle.factors():
+        for factor in handle.gradient.factors():
             product = (product.float() * torch.tensor(factor, dtype=torch.float32)).to(dtype)
         integers = torch.int32 if dtype == torch.float32 else torch.int16
         assert bool(((product.view(integers) == expected.view(integers)) | product.isnan()).all()), scalar
@@ -120,7 +120,7 @@ def test_a_list_multiplied_by_a_number_has_another_factor_than_a_tensor():
     handle = handle_of(gradient(dtype=torch.bfloat16))
     handle.mul_(0.3)
     torch._foreach_mul_([handle], 0.3)
-    exact, rounded = handle.factors()
+    exact, rounded = handle.gradient.factors()
     assert exact == torch.tensor(0.3).item()
     assert rounded == torch.tensor(0.3, dtype=torch.bfloat16).item()
 
@@ -131,27 +131,27 @@ def test_division_by_a_power_of_two_is_a_factor(dtype):
     for exponent in [-20, -3, 0, 1, 4, 10]:
         handle = handle_of(numbers)
         handle.div_(2.0**exponent)
-        assert handle.factors() == (() if exponent == 0 else (2.0**-exponent,))
+        assert handle.gradient.factors() == (() if exponent == 0 else (2.0**-exponent,))
         assert_same(handle, numbers / 2.0**exponent)
     handle.div_(3)
-    assert handle.factors() is None
+    assert handle.gradient.factors() is None
 
 
 def test_factors_are_for_multiplications_only():
     for spoil in ("neg_", "zero_"):
         handle = handle_of(gradient())
         handle.mul_(0.5)
-        assert handle.factors() == (0.5,)
+        assert handle.gradient.factors() == (0.5,)
         getattr(handle, spoil)()
-        assert handle.factors() is None
-    assert handle_of(gradient(dtype=torch.float64)).mul_(0.5).factors() is None
+        assert handle.gradient.factors() is None
+    assert handle_of(gradient(dtype=torch.float64)).mul_(0.5).gradient.factors() is None
 
 
 def test_ones_are_not_recorded():
     handle = handle_of(gradient())
     handle.mul_(1.0).div_(1).mul_(torch.tensor(1.0)).clamp_(-math.inf, math.inf)
-    assert handle.operations == ()
-    assert handle.factors() == ()
+    assert handle.gradient.operations == []
+    assert handle.gradient.factors() == ()
 
 
 def test_a_scalar_tensor_is_taken_as_it_was():
@@ -168,7 +168,7 @@ def test_the_record_does_not_grow_for_ever():
     for _ in range(3 * OPERATIONS_MAX):
         plain.mul_(0.99)
         handle.mul_(0.99)
-        assert len(handle.operations) <= OPERATIONS_MAX
+        assert len(handle.gradient.operations) <= OPERATIONS_MAX
     assert_same(handle, plain)
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from support.bits import same_bits
-from support.gradient_handles import DTYPES, KeptInMemory, assert_same, gradient, handle_of
+from support.gradient_handles import DTYPES, KeptInMemory, assert_same, gradient, handle_of, handle_over
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from memascend.grads.lazy_grad import GradientHandle
@@ -81,7 +81,7 @@ def test_norms_hold_one_gradient_at_a_time(foreach):
 
     parameters = [torch.nn.Parameter(torch.zeros(50)) for _ in range(6)]
     for parameter in parameters:
-        parameter.grad = GradientHandle(Counting(gradient((50,))))
+        parameter.grad = handle_over(Counting(gradient((50,))))
     clip_grad_norm_(parameters, 0.1, foreach=foreach)
     assert len(alive) == 6
     assert most == 1
@@ -130,7 +130,7 @@ def test_grad_scaler_unscales_and_finds(dtype, bad, knows):
     assert sum(handle.backing.reads for handle in handles) == (0 if knows else 2)
     if bad is None:
         assert_all_same(plain, ours)
-        assert handles[0].factors() is not None
+        assert handles[0].gradient.factors() is not None
     found = [sum(v.item() for v in s._found_inf_per_device(optimizer).values()) for s in (our_scaler,)]
     assert found == [0.0 if bad is None else 1.0]
     our_scaler.step(optimizer)

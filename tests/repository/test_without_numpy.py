@@ -47,9 +47,9 @@ weights = folder + "/saved-6"
 memascend.offload(model, torch.optim.SGD(model.parameters(), lr=0.1), weights=weights)[1].close()
 # Memory of a device, on one that is none, as there is none; the way is the same.
 from types import SimpleNamespace
-from memascend.device.device import Cuda
+from memascend.device.device import Device
 there = torch.arange(64, dtype=torch.uint8)
-lent = Cuda.lent(SimpleNamespace(torch_device=torch.device("cpu")), there, 16, 8, object())
+lent = Device.lent(SimpleNamespace(torch_device=torch.device("cpu")), there, 16, 8, object())
 assert lent.tolist() == list(range(16, 24)) and lent.data_ptr() == there.data_ptr() + 16
 assert sys.modules["numpy"] is None
 """,

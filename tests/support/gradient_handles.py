@@ -3,7 +3,7 @@
 import torch
 from support.bits import same_bits
 
-from memascend.grads.lazy_grad import GradientHandle
+from memascend.grads.lazy_grad import DeferredGradient, GradientHandle
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -46,17 +46,23 @@ class KeptInMemory:
         self.seen.append(what)
 
 
+def handle_over(backing, strides=None):
+    """A handle on the CPU, row-major unless other strides are given."""
+    strides = torch.empty(backing.shape, device="meta").stride() if strides is None else strides
+    return GradientHandle(DeferredGradient(backing, strides, torch.device("cpu")))
+
+
 def handle_of(tensor, **options):
-    return GradientHandle(KeptInMemory(tensor, **options), strides=tensor.stride())
+    return handle_over(KeptInMemory(tensor, **options), tensor.stride())
 
 
 def assert_same(handle, expected):
     """What the step would use: by replay and, where there are any, by factors."""
-    got = handle.materialize()
+    got = handle.gradient.materialize()
     assert got.dtype == expected.dtype
     assert got.stride() == expected.stride()
     assert same_bits(got, expected)
-    factors = handle.factors()
+    factors = handle.gradient.factors()
     if factors is not None:
         product = handle.backing.tensor.clone()
         for factor in factors:

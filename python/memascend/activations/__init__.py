@@ -1,11 +1,11 @@
-"""Checkpointed activations, which wait in host memory or on storage until the backward needs them.
+"""Checkpointed activations, kept in host memory or on storage until the backward needs them.
 
-`activations` recognises what a checkpoint saves and stands for it; `chunks` moves chunks of it between the device, host
-memory and unlinked files.
+`activations` recognises and replaces the tensors that a checkpoint saves; `chunks` moves chunks of them between the
+device, host memory and unlinked files.
 
-Invariant: what comes back has the bits of what was saved, by a checksum where it lay on storage, or an error is raised.
-A chunk is free, held with what is not on storage, or loose: its content is on storage, on its way there, or of no use
+Invariant: a restored tensor has the bits of the saved one, by a checksum if it lay on storage, or an error is raised.
+A chunk is free, held (its content is not on storage), or loose: its content is on storage, being written, or of no use
 any more. Memory is planned; where there is none, more goes to storage.
 
-Never here: other saved tensors: those of units are `params.residency`'s, all others stay as they are.
+Never here: other saved tensors. Views of units are handled by `params.residency`, all others stay as they are.
 """

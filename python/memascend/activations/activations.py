@@ -1,9 +1,9 @@
 """Offloads checkpointed activations; restores them bit-exactly.
 
-What `torch.utils.checkpoint` saves is copied into chunks of host memory: a few, from which it goes on to an unlinked
-file ("ssd"), or as many as the plan has room for, and only what finds none goes on ("host", where a device computes).
-A backward uses what was saved in the order opposite to the forward's, so the last ones are still there, and the others
-are read ahead of it.
+Tensors that `torch.utils.checkpoint` saves are copied into chunks of host memory. With "ssd" there are few chunks, and
+their content moves to an unlinked file. With "host", where a device computes, there are as many as the plan allows, and
+only the remainder moves to the file. A backward uses saved tensors in the opposite order of the forward: so the last
+ones are still in chunks, and the others are read ahead of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.utils.checkpoint
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memascend.activations.chunks import ChunkPool, Chunks, Scratch
+from memascend.activations.chunks import Chunks, Scratch
 from memascend.errors import UsageError
 from memascend.tensors import bytes_of
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 CHUNKS = {1 << 20: 8}
 # Chunks that "host" takes at once where it needs further ones, and how often without a budget: 1 GiB.
 MORE, MORE_USUAL = 64, 16
-# What is smaller stays where it is: a mask, positions.
+# Smaller tensors stay where they are: a mask, positions.
 BYTES_MIN = 16 << 10
 # Pieces that are read ahead at most: more would only look for chunks in vain.
 _AHEAD = 64
@@ -46,7 +46,7 @@ _FUNCTION = torch.autograd.function.__file__
 
 
 class SavedActivation:
-    """What stands for a tensor that was saved; when it is gone, so is the room that it takes."""
+    """Replaces a saved tensor; its destruction frees the chunks and the disk space of the tensor."""
 
     __slots__ = ("__weakref__", "_owner", "_storage", "coming", "described", "number", "pieces", "stream", "used")
 
@@ -69,12 +69,12 @@ class SavedActivation:
         return self._owner.restore(self)
 
     def bring(self, tensor: torch.Tensor, copy: Copy) -> None:
-        """It is on its way back to a device, before it was asked for."""
+        """Note that the tensor is being copied back to a device, before the backward needs it."""
         assert self.coming is None, "it comes once"
         self.coming = tensor, copy
 
     def arrive(self) -> tuple[torch.Tensor, Copy] | None:
-        """It is asked for; what of it is on its way, where that was begun before."""
+        """Note that the backward needs the tensor; returns the copy that was begun before, if any."""
         self.used = True
         coming, self.coming = self.coming, None
         return coming
@@ -101,6 +101,8 @@ class Activations:
             device: where activations lie; None: in host memory.
         """
         self._chunks = chunks
+        # Bytes that went to storage and came back: "written", "read".
+        self.counters = chunks.counters
         self._chunk_bytes = chunk_bytes
         self._device = device
         self._type = "cpu" if device is None else device.torch_device.type
@@ -118,7 +120,7 @@ class Activations:
     # --- what the saved-tensor hooks ask -------------------------------------------
 
     def save(self, tensor: torch.Tensor, caller: FrameType) -> Any:
-        """What stands for a tensor that a checkpoint saves; any other tensor as it is.
+        """The replacement of a tensor that a checkpoint saves; any other tensor as it is.
 
         `caller` is the Python frame in which autograd saves it.
         """
@@ -169,7 +171,7 @@ class Activations:
         return saved
 
     def restore(self, saved: SavedActivation) -> torch.Tensor:
-        """A tensor that was saved, and begin to bring those back that were saved before it."""
+        """A saved tensor; also begins to bring back the tensors that were saved before it."""
         with self._lock:
             self._require_open()
             self._reap()
@@ -181,7 +183,8 @@ class Activations:
             before = self._before(saved.number)
             if self._device is not None and is_next:
                 self._bring_ahead(before, self._device.stream())
-            self._read_ahead(before, saved)
+            wanted = [piece for other in before for piece in other.pieces]
+            self._chunks.read_ahead(wanted[: min(_AHEAD, self._chunks.count)], saved.number, copied=saved.pieces)
             return tensor
 
     def _bring(self, saved: SavedActivation) -> tuple[torch.Tensor, Copy | None]:
@@ -191,9 +194,9 @@ class Activations:
         with torch.inference_mode(mode=False), torch.no_grad():
             tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
             data = bytes_of(tensor)
-            # What it lies on may have been somebody else's a moment ago, on the stream that asks.
+            # Its memory may have been another tensor's a moment ago, on the caller's stream.
             after = self._mark()
-            # Those that are in chunks come first: their chunks are then there for the others.
+            # Pieces in chunks come first: their chunks are then free for the others.
             order = sorted(range(len(saved.pieces)), key=lambda index: saved.pieces[index].chunk is None)
             pieces = [saved.pieces[index] for index in order]
             try:
@@ -203,17 +206,17 @@ class Activations:
                     last = self._chunks.give(piece, data[at : at + piece.nbytes], after)
             except BaseException:
                 if last is not None:
-                    # Nobody else gets its memory while something is copied there.
+                    # Its memory is not reused while something is copied there.
                     last.wait()
                 raise
         return tensor, last
 
     def _mark(self) -> list[Copy]:
-        """What comes after it comes after all that the caller has begun to compute."""
+        """A mark behind all work that the caller has begun on its stream."""
         return [] if self._device is None else [self._device.mark(self._device.stream())]
 
     def _bring_ahead(self, before: Sequence[SavedActivation], stream: Any) -> None:
-        """Begin to copy what is used next to the device, where that needs to wait for nothing."""
+        """Begin to copy the next tensor to the device, where nothing has to be waited for."""
         saved = next((other for other in before if not other.used), None)
         if saved is None or saved.coming is not None or not self._chunks.at_hand(saved.pieces):
             return
@@ -223,23 +226,18 @@ class Activations:
         try:
             tensor, copy = self._bring(saved)
         except torch.OutOfMemoryError:
-            # There is no room yet; when it is asked for, there has to be.
+            # There is no memory yet; when the backward needs the tensor, there has to be.
             return
         assert copy is not None
         saved.bring(tensor, copy)
 
     def _is_next(self, saved: SavedActivation) -> bool:
-        """Whether it is the latest of those that were not asked for yet."""
+        """Whether it is the latest tensor that the backward has not used yet."""
         living = (self._living[number]() for number in reversed(self._living))
         return next((other for other in living if other is not None and not other.used), None) is saved
 
-    def _read_ahead(self, before: Sequence[SavedActivation], saved: SavedActivation) -> None:
-        wanted = [piece for other in before for piece in other.pieces]
-        most = min(_AHEAD, self._chunks.count)
-        self._chunks.read_ahead(wanted[:most], saved.number, copied=saved.pieces)
-
     def _before(self, number: int) -> list[SavedActivation]:
-        """What was saved before, the latest first, as far as it would be read ahead."""
+        """Tensors that were saved before, the latest first, as far as they would be read ahead."""
         found: list[SavedActivation] = []
         pieces = 0
         for other in range(number - 1, -1, -1):
@@ -254,11 +252,11 @@ class Activations:
     # --- the end -------------------------------------------------------------------
 
     def _reap(self) -> None:
-        """Take back the room of what nobody can ask for any more."""
+        """Free the chunks and the disk space of tensors that no graph refers to any more."""
         while self.dropped:
             pieces, coming = self.dropped.popleft()
             if coming is not None:
-                # Its memory is another's as soon as it is let go.
+                # Its memory may be reused as soon as it is released.
                 coming[1].wait()
             for piece in pieces:
                 self._living.pop(piece.number, None)
@@ -273,13 +271,8 @@ class Activations:
         """Host memory that is held."""
         return 0 if self._closed else self._chunks.host_bytes
 
-    @property
-    def counters(self) -> dict[str, int]:
-        """Bytes that went to storage and came back: "written", "read"."""
-        return self._chunks.counters
-
     def close(self, why: str) -> None:
-        """Let everything go; what was saved cannot be had again, and asking for it is `UsageError(why)`."""
+        """Release everything; a later request for a saved tensor raises `UsageError(why)`."""
         with self._lock:
             if self._closed is not None:
                 return
@@ -297,10 +290,7 @@ def open_activations(folders: Sequence[Path], *, device: Device | None = None, g
         groups: of `MORE` chunks each, which may be taken beyond the first ones; with none, all goes to the files.
     """
     ((chunk_bytes, count),) = CHUNKS.items()
-    room = Scratch(folders, chunk_bytes, what="checkpointed activations")
-    pool = ChunkPool(chunk_bytes, count, [MORE] * groups, pinned=device is not None)
-    # As many as are written at once.
-    chunks = Chunks(room, pool, device=device, spare=count)
+    chunks = Chunks(Scratch(folders, chunk_bytes), chunk_bytes, count, [MORE] * groups, device=device)
     return Activations(chunks, chunk_bytes, device)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -26,53 +26,30 @@ if TYPE_CHECKING:
 _FIRST_BYTES = 64 << 20
 
 
-class ScratchPlace:
-    """One of the places; it is given back as a whole."""
+class ScratchPlace(NamedTuple):
+    """One place in a scratch file; it is given back as a whole."""
 
-    __slots__ = ("_volume", "offset")
-
-    def __init__(self, volume: nvme.Volume, offset: int) -> None:
-        self._volume = volume
-        self.offset = offset
-
-    @property
-    def path(self) -> str:
-        """The file, which has no name any more, for errors."""
-        return ", ".join(self._volume.paths)
-
-    def write(self, memory: torch.Tensor) -> nvme.Ticket:
-        """Begin to write its first bytes."""
-        return self._volume.write(memory, self.offset)
-
-    def read(self, memory: torch.Tensor) -> nvme.Ticket:
-        """Begin to read its first bytes."""
-        return self._volume.read(memory, self.offset)
+    volume: nvme.Volume
+    offset: int
 
 
 class Scratch:
     """Places in files that grow as they are needed, striped over some folders, and are gone with the process."""
 
-    def __init__(self, folders: Sequence[Path], place_bytes: int, *, what: str) -> None:
-        """Begin without a file.
-
-        Args:
-            folders: one file is made in each.
-            place_bytes: the size of a place, a multiple of 4,096.
-            what: what it is for, as errors say it.
-        """
+    def __init__(self, folders: Sequence[Path], place_bytes: int) -> None:
+        """Begin without a file: one is made in each folder. The size of a place is a multiple of 4,096."""
         self._folders = list(folders)
         self._place_bytes = place_bytes
-        self._what = what
         self._volumes: list[nvme.Volume] = []
         self._free: list[ScratchPlace] = []
 
     @property
     def file_bytes(self) -> int:
-        """Room that is taken on storage."""
+        """Disk space that is taken."""
         return sum(volume.size for volume in self._volumes)
 
     def take(self) -> ScratchPlace:
-        """A place that nobody has.
+        """A free place.
 
         Raises:
             StorageError: the file system is full.
@@ -82,7 +59,7 @@ class Scratch:
         return self._free.pop()
 
     def give_back(self, place: ScratchPlace) -> None:
-        """Somebody else may have it; nothing is on its way there any more."""
+        """Free a place, of which no transfer is in flight any more."""
         self._free.append(place)
 
     def _grow(self) -> None:
@@ -93,8 +70,8 @@ class Scratch:
             volume = nvme.open(files, size=size, stripe=self._place_bytes if len(files) > 1 else None)
         except StorageError as error:
             raise StorageError(
-                f"no disk space for {self._what} ({size} bytes more than the {self.file_bytes} that it has): "
-                f"{error}; give offload(scratch=) a folder with more",
+                f"no disk space for checkpointed activations ({size} bytes more than the {self.file_bytes} that it "
+                f"has): {error}; give offload(scratch=) a folder with more",
                 errno=error.errno,
                 path=error.path,
             ) from error
@@ -134,30 +111,30 @@ class Piece:
         self.chunk: ActivationChunk | None = None
         self.place: ScratchPlace | None = None
         self.checksum = ""
-        # Nobody can ask for it any more.
+        # No graph refers to it any more.
         self.dead = False
 
     def put(self, place: ScratchPlace, checksum: str) -> None:
-        """It lies on storage, or is on its way there."""
+        """Note its place on storage, where it lies or is being written."""
         assert self.place is None, "a piece is written once"
         self.place, self.checksum = place, checksum
 
     def enter(self, chunk: ActivationChunk) -> None:
-        """It is in a chunk, or on its way there."""
+        """Note its chunk, where it lies or is being read."""
         assert self.chunk is None, "a piece is in one chunk"
         self.chunk = chunk
 
     def leave(self) -> None:
-        """It is in no chunk any more."""
+        """Note that it is in no chunk any more."""
         self.chunk = None
 
     def die(self) -> None:
-        """Nobody can ask for it any more."""
+        """Note that no graph refers to it any more."""
         self.dead = True
 
 
 class ActivationChunk:
-    """A chunk of host memory, and what is in it."""
+    """A chunk of host memory, and its content."""
 
     __slots__ = ("copy", "memory", "piece", "reading", "source", "ticket")
 
@@ -169,11 +146,11 @@ class ActivationChunk:
         self.reading = False
         # From a device or to it, the last that was begun.
         self.copy: Copy | None = None
-        # What is being copied from a device, and its version.
+        # The tensor that is being copied from a device, and its version.
         self.source: tuple[torch.Tensor, int] | None = None
 
     def fill(self, piece: Piece, copy: Copy | None, source: torch.Tensor) -> None:
-        """Have a piece, which was copied in, or from a device by `copy`, which `source` has to outlive."""
+        """Hold a piece that was copied in, or is being copied from a device; `source` lives until that copy ends."""
         piece.enter(self)
         self.piece, self.reading = piece, False
         if copy is not None:
@@ -184,22 +161,23 @@ class ActivationChunk:
         piece = self.piece
         assert piece is not None, "an empty chunk is not written"
         checksum = checksum_of(self.memory[: piece.nbytes])
-        self.ticket = place.write(self.memory[: whole_pages(piece.nbytes)])
+        self.ticket = place.volume.write(self.memory[: whole_pages(piece.nbytes)], place.offset)
         piece.put(place, checksum)
 
     def read(self, piece: Piece) -> None:
         """Begin to read a piece from storage."""
-        assert piece.place is not None, "it was written"
-        self.ticket = piece.place.read(self.memory[: whole_pages(piece.nbytes)])
+        place = piece.place
+        assert place is not None, "it was written"
+        self.ticket = place.volume.read(self.memory[: whole_pages(piece.nbytes)], place.offset)
         piece.enter(self)
         self.piece, self.reading = piece, True
 
     def follow(self, copy: Copy) -> None:
-        """A copy to a device was begun, after those before it."""
+        """Note a copy to a device that was begun, behind the copies before it."""
         self.copy = copy
 
     def end_copy(self) -> tuple[torch.Tensor, int] | None:
-        """Wait for the last copy; what it came from, and the version that was copied."""
+        """Wait for the last copy; returns its source, and the version that was copied."""
         if self.copy is None:
             return None
         self.copy.wait()
@@ -207,11 +185,11 @@ class ActivationChunk:
         return source
 
     def end_transfer(self) -> None:
-        """What was on its way from or to storage is there."""
+        """Note that the transfer from or to storage has ended."""
         self.ticket = None
 
     def clear(self) -> Piece | None:
-        """Have nothing; returns what was there."""
+        """Become empty; returns the piece that was in it."""
         piece, self.piece, self.ticket = self.piece, None, None
         if piece is not None:
             piece.leave()
@@ -223,53 +201,6 @@ class ActivationChunk:
         return (self.copy is None or self.copy.done()) and (self.ticket is None or self.ticket.done())
 
 
-class ChunkPool:
-    """The memory of the chunks: a few at the start, and more of it when it is needed, as far as the plan goes."""
-
-    def __init__(self, chunk_bytes: int, count: int, more: Sequence[int], *, pinned: bool) -> None:
-        """Take the first `count` chunks; `more` are the counts of those that may follow."""
-        self._chunk_bytes = chunk_bytes
-        self._pin = "auto" if pinned else False
-        self._rings: list[memory.ChunkRing] = []
-        self._more = list(more)
-        self.first = self._taken(count)
-
-    @property
-    def left(self) -> int:
-        """Chunks that may be taken yet."""
-        return sum(self._more)
-
-    def more(self) -> list[ActivationChunk]:
-        """Further ones; none where there are no more."""
-        if not self._more:
-            return []
-        try:
-            return self._taken(self._more.pop())
-        except MemoryLimitError as error:
-            self._more.clear()
-            _log.warning("checkpointed activations go to storage from here on: %s", error)
-            return []
-
-    def _taken(self, count: int) -> list[ActivationChunk]:
-        ring = memory.ChunkRing(self._chunk_bytes, count, pin=self._pin)  # type: ignore[arg-type]
-        self._rings.append(ring)
-        return [
-            ActivationChunk(ring.lease(0, "activations").tensor(self._chunk_bytes, torch.uint8)) for _ in range(count)
-        ]
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that is held."""
-        return sum(int(ring.region.mapped_bytes + ring.stats()["tables"]) for ring in self._rings)
-
-    def close(self) -> None:
-        """Let it go."""
-        self.first.clear()
-        rings, self._rings = self._rings, []
-        for ring in rings:
-            ring.close()
-
-
 _CHANGED = (
     "a checkpointed activation was changed in place before it was copied off the device, which autograd refuses as "
     "well: compute the new value out of place"
@@ -277,27 +208,41 @@ _CHANGED = (
 
 
 class Chunks:
-    """All chunks, and what is on its way from and to them."""
+    """All chunks, and the transfers from and to them."""
 
-    def __init__(self, room: Scratch, pool: ChunkPool, *, device: Device | None, spare: int) -> None:
-        """Begin with nothing in them.
+    def __init__(
+        self, room: Scratch, chunk_bytes: int, count: int, more: Sequence[int] = (), *, device: Device | None
+    ) -> None:
+        """Take the memory of the first chunks, with nothing in them.
 
         Args:
-            room: on storage, in places of a chunk's bytes.
-            pool: the memory. Both are closed by `close()`.
+            room: on storage, in places of a chunk's bytes; it is closed by `close()`.
+            chunk_bytes: the size of a chunk.
+            count: chunks that are taken now. As many are kept spare later, by writing others ahead.
+            more: the counts of chunks that may be taken later, when they are needed.
             device: where activations lie; None: in host memory.
-            spare: how many chunks are to be had without waiting for storage, by writing others ahead of need.
         """
         self._room = room
-        self._pool = pool
+        self._chunk_bytes = chunk_bytes
+        self._spare = count
+        self._more = list(more)
         self._device = device
-        self._spare = spare
-        self._free = list(reversed(pool.first))
-        # With what is not on storage, in the order in which it was saved: what is used last comes first.
+        self._rings: list[memory.ChunkRing] = []
+        self._free: list[ActivationChunk] = []
+        self._take(count)
+        # Chunks whose content is not on storage, in the order of saving: the backward uses the first one last.
         self._held: dict[ActivationChunk, None] = {}
-        # With what is on storage or on its way there, or what nobody can ask for any more.
+        # Chunks whose content is on storage, is being written, or is of no use any more.
         self._loose: dict[ActivationChunk, None] = {}
         self.counters = {"written": 0, "read": 0}
+
+    def _take(self, count: int) -> None:
+        """Take the memory of so many chunks."""
+        ring = memory.ChunkRing(self._chunk_bytes, count, pin=False if self._device is None else "auto")
+        self._rings.append(ring)
+        taken = [ring.lease(0, "activations").tensor(self._chunk_bytes, torch.uint8) for _ in range(count)]
+        # The first one is used first.
+        self._free += [ActivationChunk(one) for one in reversed(taken)]
 
     # --- in --------------------------------------------------------------------------
 
@@ -321,13 +266,13 @@ class Chunks:
         return piece
 
     def wait_for(self, piece: Piece) -> None:
-        """Wait until a piece is there, so that what it was copied from can go."""
+        """Wait until a piece is copied, so that its source can be released."""
         if piece.chunk is not None and piece.chunk.source is not None:
             self._copied(piece.chunk)
 
     def write_ahead(self, least: int = 0) -> None:
-        """Begin to write what is used farthest from now, as far as chunks have to be spare; `least` of them anyway."""
-        wanted = self._spare - len(self._free) - len(self._loose) - self._pool.left
+        """Begin to write the pieces that are used last, until enough chunks are spare; `least` of them anyway."""
+        wanted = self._spare - len(self._free) - len(self._loose) - sum(self._more)
         for chunk in list(itertools.islice(self._held, max(wanted, least))):
             if least == 0 and chunk.copy is not None and not chunk.copy.done():
                 # The later ones come after it.
@@ -349,9 +294,13 @@ class Chunks:
         self.counters["written"] += piece.nbytes
 
     def _for_write(self) -> ActivationChunk:
-        """A chunk that is free, or that of what is used farthest from now."""
-        if not self._free:
-            self._free += reversed(self._pool.more())
+        """A free chunk, or the chunk of the piece that is used last."""
+        if not self._free and self._more:
+            try:
+                self._take(self._more.pop())
+            except MemoryLimitError as error:
+                self._more.clear()
+                _log.warning("checkpointed activations go to storage from here on: %s", error)
         if self._free:
             return self._free.pop()
         self.write_ahead()
@@ -423,7 +372,7 @@ class Chunks:
         self._loose[chunk] = None
         self.counters["read"] += piece.nbytes
 
-    # --- what is on its way ------------------------------------------------------------
+    # --- transfers ---------------------------------------------------------------------
 
     def _copied(self, chunk: ActivationChunk) -> None:
         """Wait for the copies of a chunk from and to a device."""
@@ -435,7 +384,7 @@ class Chunks:
         raise UsageError(_CHANGED)
 
     def _transferred(self, chunk: ActivationChunk) -> None:
-        """Wait for a chunk's way from or to storage, and check what was read."""
+        """Wait for a chunk's transfer from or to storage, and verify the bytes that were read."""
         if chunk.ticket is None:
             return
         try:
@@ -453,24 +402,25 @@ class Chunks:
                 self._failed(chunk)
                 place = piece.place
                 assert place is not None
+                path = ", ".join(place.volume.paths)
                 raise CorruptionError(
                     f"a checkpointed activation is not what was written: {piece.nbytes} bytes at {place.offset} of "
-                    f"{place.path} have the checksum {found}, not {piece.checksum}. No step was committed from "
-                    "it: check the drive, and resume",
-                    path=place.path,
+                    f"{path} have the checksum {found}, not {piece.checksum}. No step was committed from it: check the "
+                    "drive, and resume",
+                    path=path,
                     offset=place.offset,
                     nbytes=piece.nbytes,
                 )
 
     def _failed(self, chunk: ActivationChunk) -> None:
-        """What a transfer that failed leaves is nothing."""
+        """Empty the chunk of a failed transfer."""
         chunk.clear()
         self._held.pop(chunk, None)
         self._loose.pop(chunk, None)
         self._free.append(chunk)
 
     def _empty(self, chunk: ActivationChunk) -> None:
-        """Wait for what is on its way, then have nothing in the chunk; what was in it is on storage or dead."""
+        """Wait for its transfers, then empty a chunk, whose content is on storage or of no use any more."""
         self._copied(chunk)
         self._transferred(chunk)
         self._loose.pop(chunk, None)
@@ -481,7 +431,7 @@ class Chunks:
     # --- the end -----------------------------------------------------------------------
 
     def drop(self, piece: Piece) -> None:
-        """Nobody can ask for a piece any more."""
+        """Release a piece, to which no graph refers any more."""
         piece.die()
         chunk = piece.chunk
         if chunk is None:
@@ -507,10 +457,10 @@ class Chunks:
     @property
     def host_bytes(self) -> int:
         """Host memory that is held."""
-        return self._pool.host_bytes
+        return sum(int(ring.region.mapped_bytes + ring.stats()["tables"]) for ring in self._rings)
 
     def close(self) -> None:
-        """Let everything go, once the devices are done with it."""
+        """Release everything, once all transfers have ended."""
         copies = [chunk.copy for chunk in (*self._held, *self._loose, *self._free) if chunk.copy is not None]
         try:
             for copy in copies:
@@ -525,7 +475,9 @@ class Chunks:
             try:
                 self._room.close()
             finally:
-                self._pool.close()
+                for ring in self._rings:
+                    ring.close()
+                self._rings.clear()
 
 
 def _number_of(chunk: ActivationChunk) -> tuple[bool, int]:

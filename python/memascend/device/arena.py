@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from bisect import bisect_left
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,35 +16,23 @@ from memascend.errors import ConfigError, MemoryLimitError, TimeoutExpired, Usag
 from memascend.memory import whole_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from memascend.device.device import Copy, Device
 
 
+@dataclass(eq=False, slots=True)
 class _Slot:
     """A place in the arena's memory."""
 
-    __slots__ = ("after", "memory", "nbytes", "start")
-
-    def __init__(self, memory: torch.Tensor, start: int, nbytes: int, after: Copy) -> None:
-        self.memory = memory
-        self.start = start
-        self.nbytes = nbytes
-        # What has to be over before anything is written here.
-        self.after = [after]
-
-    def take_after(self) -> list[Copy]:
-        """What has to be over, to be had once: whoever has it waits."""
-        after, self.after = self.after, []
-        return after
-
-    def come_back(self, marks: Iterable[Copy]) -> None:
-        """Nobody has it any more, once these marks are over."""
-        self.after += marks
+    memory: torch.Tensor
+    start: int
+    nbytes: int
+    after: list[Copy]  # has to be over before anything is written here
 
 
 class _Hold:
-    """What the storage of a lease holds; gone with its last view, on whichever thread."""
+    """Owned by the storage of a lease; destroyed with its last view, on any thread."""
 
     __slots__ = ("_arena", "slot", "streams")
 
@@ -92,10 +81,10 @@ class DeviceArena:
         self._device = device
         self._bounds = sorted(classes)
         self._free: dict[int, list[_Slot]] = {bound: [] for bound in self._bounds}
-        # Those that the memory is not another's before, when it is let go.
+        # Streams whose work ends before the memory is reused, once it is released.
         self._kept_for: set[Any] = set()
         self._pieces: list[torch.Tensor] = []
-        self._reserved = 0
+        self.reserved_bytes = 0
         # The slots beyond the planned ones, {bytes: count}.
         self.added: dict[int, int] = {}
         # By the address of its storage.
@@ -112,8 +101,8 @@ class DeviceArena:
         device = self._device
         nbytes = sum(whole_pages(bound) * count for bound, count in classes.items())
         memory = self._allocated(max(nbytes, 1))
-        # It may be a block that was let go a moment ago, and torch may fill it with NaN: both on the stream that asked,
-        # which the streams for copies know nothing of.
+        # It may be a block that was released a moment ago, and torch may fill it with NaN. Both are on the caller's
+        # stream, for which the streams for copies do not wait.
         with failures_named(device):
             taken_on = device.stream()
             taken = device.mark(taken_on)
@@ -123,12 +112,12 @@ class DeviceArena:
                 device.keep_for(piece, taken_on)
         self._kept_for.add(taken_on)
         self._pieces.append(memory)
-        self._reserved += nbytes
+        self.reserved_bytes += nbytes
         at = 0
         with self._lock:
             for bound in sorted(classes):
                 for _ in range(classes[bound]):
-                    self._free[bound].append(_Slot(memory, at, bound, taken))
+                    self._free[bound].append(_Slot(memory, at, bound, [taken]))
                     at += whole_pages(bound)
         return nbytes
 
@@ -159,13 +148,8 @@ class DeviceArena:
 
     @property
     def added_bytes(self) -> int:
-        """What the plan did not have."""
+        """Bytes beyond the plan."""
         return sum(whole_pages(bound) * count for bound, count in self.added.items())
-
-    @property
-    def reserved_bytes(self) -> int:
-        """All memory that it has."""
-        return self._reserved
 
     def lease(self, nbytes: int, timeout: float | None = None, owner: str = "user") -> DeviceLease:
         """Take a slot, waiting up to `timeout` seconds (None: until there is one).
@@ -223,8 +207,11 @@ class DeviceArena:
         return True
 
     def after(self, tensor: torch.Tensor) -> list[Copy]:
-        """What has to be over before a lease's bytes are written for the first time; told once."""
-        return self._lent[torch.Tensor.untyped_storage(tensor).data_ptr()].take_after()
+        """The work that has to be over before a lease's bytes are first written; returned once: its caller waits."""
+        slot = self._lent[torch.Tensor.untyped_storage(tensor).data_ptr()]
+        after = list(slot.after)
+        slot.after.clear()
+        return after
 
     def _take_back(self, wait: float | None = 0.0) -> None:
         """Take back the slots of holds that are gone; `wait` so long for a first one."""
@@ -237,9 +224,9 @@ class DeviceArena:
             pass
 
     def _came_back(self, slot: _Slot, streams: Mapping[Any, None]) -> None:
-        # Whatever was begun with these bytes was begun on one of these streams, and before this moment.
+        # All work on these bytes was begun on one of these streams, and before this moment.
         with failures_named(self._device):
-            slot.come_back([self._device.mark(stream) for stream in streams])
+            slot.after.extend([self._device.mark(stream) for stream in streams])
             self._device.returned(slot.memory[slot.start : slot.start + slot.nbytes])
         with self._lock:
             self._in_use -= slot.nbytes
@@ -257,12 +244,7 @@ class DeviceArena:
         self._take_back()
         return self._in_use
 
-    @property
-    def table_bytes(self) -> int:
-        """What it keeps on the host: a few objects."""
-        return 0
-
     def stats(self) -> dict[str, Any]:
-        """What is "in_use" and "reserved", in bytes; "tables" are none, but for a few objects."""
+        """Bytes "in_use" and "reserved"; "tables" are none, but for a few objects."""
         self._take_back()
         return {"in_use": self._in_use, "reserved": self.reserved_bytes, "tables": 0}

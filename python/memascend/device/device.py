@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,65 +24,6 @@ CAPTURED = (
     "an offloaded model cannot be captured into a CUDA graph: its weights are at other addresses each time, and a "
     "replay would compute with other values; capture only code that does not touch its parameters, or run it without"
 )
-
-
-class Copy(Protocol):
-    """Work on a device that was begun; when it is over, what it read may be written and what it wrote be read."""
-
-    def done(self) -> bool:
-        """Whether it is over. Never waits."""
-
-    def wait(self) -> None:
-        """Wait for it, on the host. Raises what went wrong."""
-
-    def order(self) -> None:
-        """Let what the caller computes from now on, on its current stream, come after it. The host does not wait."""
-
-
-class Device(Protocol):
-    """What the staging path needs of a device."""
-
-    torch_device: torch.device
-
-    def memory(self, nbytes: int) -> torch.Tensor:
-        """Memory there, as uint8, which begins on a page; what torch raises where there is none."""
-
-    def free(self) -> int:
-        """Bytes of it that could be had now."""
-
-    def lent(self, memory: torch.Tensor, start: int, nbytes: int, owner: Any) -> torch.Tensor:
-        """A tensor with a storage of its own on a part of `memory`; the last view of it lets go of `owner`."""
-
-    def keep_for(self, memory: torch.Tensor, stream: Any) -> None:
-        """A stream uses `memory`: once it is let go, it is nobody else's before what the stream does then is over."""
-
-    def enter_thread(self) -> None:
-        """Called by a thread of ours before anything else here; again is fine."""
-
-    def require_no_capture(self) -> None:
-        """Refuse to go on where the caller's stream is being captured into a CUDA graph.
-
-        Raises:
-            UsageError: it is.
-        """
-
-    def stream(self) -> Any:
-        """The stream that the caller computes on."""
-
-    def mark(self, stream: Any) -> Copy:
-        """All that was begun on a stream until now."""
-
-    def bring(self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Copy]) -> Copy:
-        """Begin to copy from pinned host memory to the device, after other work."""
-
-    def take(self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Copy]) -> Copy:
-        """Begin to copy from the device to pinned host memory, after other work."""
-
-    def returned(self, memory: torch.Tensor) -> None:
-        """A part of it is nobody's any more."""
-
-    def allocated(self) -> tuple[int, int]:
-        """Bytes of its memory that torch holds, ours among them: now, and the most so far."""
 
 
 def open_device(device: torch.device) -> Device | None:
@@ -104,12 +45,12 @@ def open_device(device: torch.device) -> Device | None:
         raise ConfigError(
             f"there is no device {str(device)!r}: torch sees {count}, from cuda:0 to cuda:{count - 1}. Pass one of them"
         )
-    return Cuda(torch.device("cuda", index))
+    return Device(torch.device("cuda", index))
 
 
 @contextmanager
 def failures_named(device: Device) -> Iterator[None]:
-    """Let what a device fails with be a `DeviceError`, which says what stands; but for memory that it has not."""
+    """Turn errors of a device into `DeviceError`, which names the committed step; except a lack of its memory."""
     try:
         yield
     except (MemascendError, torch.OutOfMemoryError):
@@ -121,8 +62,11 @@ def failures_named(device: Device) -> Iterator[None]:
         ) from error
 
 
-class _Event:
-    """A `Copy` on CUDA. Who waits for it sleeps: a wait that spins takes a processor from whoever computes."""
+class Copy:
+    """Work on a device that was begun; when it is over, its source may be written and its target be read.
+
+    A wait for it sleeps: one that spins takes a processor from other threads, which compute.
+    """
 
     __slots__ = ("_device", "event")
 
@@ -132,17 +76,20 @@ class _Event:
         self.event.record(stream)
 
     def done(self) -> bool:
+        """Whether it is over. Never waits."""
         return bool(self.event.query())
 
     def wait(self) -> None:
+        """Wait for it, on the host. Raises the error with which it failed."""
         self.event.synchronize()
 
     def order(self) -> None:
+        """Let later work of the caller, on its current stream, come after it. The host does not wait."""
         torch.cuda.current_stream(self._device).wait_event(self.event)
 
 
-class Cuda:
-    """A CUDA device."""
+class Device:
+    """A CUDA device, as far as the staging path needs it. Tests have devices of their own with these methods."""
 
     def __init__(self, device: torch.device) -> None:
         """Make its two streams for copies, and with them the context, which pinning asks for."""
@@ -153,58 +100,65 @@ class Cuda:
         self._thread = threading.local()
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """See `Device`."""
+        """Memory there, as uint8, which begins on a page. Raises torch's own error where there is none."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def free(self) -> int:
-        """See `Device`."""
+        """Bytes of its memory that are free now."""
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         return int(free)
 
     def lent(self, memory: torch.Tensor, start: int, nbytes: int, owner: Any) -> torch.Tensor:
-        """See `Device`."""
+        """A tensor with a storage of its own on a part of `memory`; its last view releases `owner`."""
         return tensors.lent(memory.data_ptr() + start, nbytes, self.torch_device, owner)
 
     def keep_for(self, memory: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """See `Device`. What torch's allocator hands out anew waits for the stream that it was made on alone."""
+        """A stream uses `memory`: once it is released, it is reused only after the work of that stream until then.
+
+        torch's allocator by itself waits for the stream alone on which the memory was allocated.
+        """
         memory.record_stream(stream)
 
     def enter_thread(self) -> None:
-        """See `Device`."""
+        """Called by a thread of ours before anything else here; again is fine."""
         if getattr(self._thread, "entered", False):
             return
-        # A new thread is on the first device, and what asks for the current one would make a context there.
+        # A new thread is on the first device, and a query of the current device would make a context there.
         torch.cuda.set_device(self.torch_device)
-        # What it asks of events would end a capture that goes on anywhere in the process.
+        # Its queries of events would end a capture that runs anywhere in the process.
         ignore_captures()
         self._thread.entered = True
 
     def require_no_capture(self) -> None:
-        """See `Device`."""
+        """Reject a call while the caller's stream is captured into a CUDA graph.
+
+        Raises:
+            UsageError: it is.
+        """
         if torch.cuda.is_current_stream_capturing():
             raise UsageError(CAPTURED)
 
     def stream(self) -> torch.cuda.Stream:
-        """See `Device`."""
+        """The stream that the caller computes on."""
         return torch.cuda.current_stream(self.torch_device)
 
     def mark(self, stream: torch.cuda.Stream) -> Copy:
-        """See `Device`."""
-        return _Event(self.torch_device, stream)
+        """All work that was begun on a stream until now."""
+        return Copy(self.torch_device, stream)
 
     def bring(self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Copy]) -> Copy:
-        """See `Device`."""
+        """Begin to copy from pinned host memory to the device, after other work."""
         return self._copied(self._inward, source, target, after)
 
     def take(self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Copy]) -> Copy:
-        """See `Device`."""
+        """Begin to copy from the device to pinned host memory, after other work."""
         return self._copied(self._outward, source, target, after)
 
     def returned(self, memory: torch.Tensor) -> None:
-        """See `Device`. What is there stays until somebody else writes to it."""
+        """A part of the memory is free again; its bytes stay until they are overwritten."""
 
     def allocated(self) -> tuple[int, int]:
-        """See `Device`."""
+        """Bytes of its memory that torch holds, ours among them: now, and the most so far."""
         return torch.cuda.memory_allocated(self.torch_device), torch.cuda.max_memory_allocated(self.torch_device)
 
     def _copied(
@@ -217,17 +171,14 @@ class Cuda:
                 # On this stream, which is the current one here.
                 copy.order()
             target.copy_(source, non_blocking=True)
-            return _Event(self.torch_device, stream)
+            return Copy(self.torch_device, stream)
 
 
 # Of Dynamo's function that runs compiled code; its context is called `self` there.
 _DYNAMO = "torch/_dynamo/eval_frame.py"
 
-
 # The option of inductor's that mode="reduce-overhead" and mode="max-autotune" set.
 _OPTION = "triton.cudagraphs"
-
-
 _REFUSED = (
     "CUDA graphs do not work with an offloaded model, whose weights are at other addresses each time: compile with "
     'mode="default" or "max-autotune-no-cudagraphs" (not "reduce-overhead" or "max-autotune"), or with '
@@ -253,7 +204,7 @@ def refuse_graphs(module: torch.nn.Module, *, whole: bool) -> None:
 
 
 def _context_of(compiled: Any) -> Any:
-    """What stands in Dynamo's closure."""
+    """The context in the closure that Dynamo makes."""
     code, cells = getattr(compiled, "__code__", None), getattr(compiled, "__closure__", None) or ()
     free = () if code is None else code.co_freevars
     return next((cell.cell_contents for name, cell in zip(free, cells, strict=False) if name == "self"), None)
@@ -272,13 +223,12 @@ def _captures(context: Any) -> bool:
 
 _NAME = "flatten_parameters"
 
-
-# What cuDNN's caller says in each call, and asks for what does nothing here. `Plan` has the bytes.
+# torch's warning in each call of cuDNN. The call that it recommends does nothing here. `Plan` has the bytes.
 _WARNING = "RNN module weights are not part of single contiguous chunk of memory"
 
 
 def copied_bytes(model: torch.nn.Module) -> int:
-    """What cuDNN's copies take while all of them are there, from the forward of each module to its backward."""
+    """Bytes of all cuDNN's copies together: each lasts from the forward of its module to the backward."""
     of_modules = [parameter for module in _recurrent(model) for parameter in module.parameters(recurse=False)]
     return sum({id(parameter): parameter.nbytes for parameter in of_modules}.values())
 
@@ -288,7 +238,7 @@ class Flattening:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = _recurrent(model)
-        # What a module had of its own in its place.
+        # The attributes of modules that were replaced.
         self._before: dict[torch.nn.Module, Any] = {}
         self._filter: Any = None
 
@@ -308,7 +258,7 @@ class Flattening:
             if before is not None:
                 module.__dict__[_NAME] = before
         self._before.clear()
-        # Whoever put others there may have taken this one away.
+        # Other code that changes the filters may have removed this one.
         with contextlib.suppress(ValueError):
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
 

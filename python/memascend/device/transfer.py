@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -25,14 +25,12 @@ if TYPE_CHECKING:
 
 # {bytes: count}. Large enough that a thread of Python keeps up with several drives.
 CHUNKS = {4 << 20: 4}
-
-
-# Threads that check what comes, beside the one that begins copies: each does more than several drives bring.
+# Threads that verify checksums, beside the one that begins copies: each is faster than several drives.
 CHECKERS = 2
 
 
 class _UnitUpload:
-    """A unit on its way. Guarded by the staging's lock."""
+    """A unit that is being uploaded. Guarded by the staging's lock."""
 
     __slots__ = ("address", "base", "cancelled", "copied", "error", "held", "last", "next", "parts", "places")
 
@@ -45,19 +43,19 @@ class _UnitUpload:
         self.copied = 0
         # The copies of a device in one direction are in order: after the last one they all are.
         self.last: Copy | None = None
-        # Parts that the thread has at hand.
+        # Parts that the thread works on.
         self.held = 0
         self.error: BaseException | None = None
         self.cancelled = False
 
     def take_part(self) -> int:
-        """The next part is at hand; its number."""
+        """Begin the next part; returns its number."""
         index, self.next = self.next, self.next + 1
         self.held += 1
         return index
 
     def end_part(self, error: BaseException | None, copy: Copy | None) -> None:
-        """A part is no longer at hand: its copy was begun, or it failed, or nobody wants it."""
+        """End the work on a part: its copy was begun, it failed, or its unit was dropped."""
         self.held -= 1
         if copy is not None:
             self.last = copy
@@ -68,11 +66,11 @@ class _UnitUpload:
             self.let_go()
 
     def cancel(self) -> None:
-        """Nobody wants it."""
+        """Note that the unit was dropped."""
         self.cancelled = True
 
     def let_go(self) -> None:
-        """Hold nothing of store and device."""
+        """Release store and device."""
         self.base = self.parts = None
 
     @property
@@ -81,7 +79,7 @@ class _UnitUpload:
 
 
 class Staged:
-    """A unit on its way, for whoever asked for it. Dropping it ends what was not begun, and waits for what was."""
+    """The caller's handle of an upload. Dropping it cancels parts that were not begun, and waits for the others."""
 
     __slots__ = ("_staging", "_unit")
 
@@ -90,13 +88,13 @@ class Staged:
         self._unit = unit
 
     def wait(self) -> int:
-        """Wait until every copy is begun, and let what the caller computes from now on come after them.
+        """Wait until every copy is begun, and let later work of the caller come after them.
 
         Returns:
             Its bytes.
 
         Raises:
-            StorageError: a device failed, or what is on it is not what was written (CorruptionError).
+            StorageError: a drive failed, or its bytes are not the written ones (CorruptionError).
         """
         return self._staging.waited(self._unit)
 
@@ -107,24 +105,6 @@ class Staged:
 
     def __del__(self) -> None:
         self._staging.dropped(self._unit)
-
-
-class _StagingChunk:
-    __slots__ = ("copy", "memory")
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        # The last copy from it to the device, until that was seen to be over.
-        self.copy: Copy | None = None
-
-    def begin(self, copy: Copy) -> None:
-        """It is being copied to the device."""
-        assert self.copy is None, "a chunk is copied from once"
-        self.copy = copy
-
-    def recycle(self) -> None:
-        """The copy is over."""
-        self.copy = None
 
 
 class Staging:
@@ -143,13 +123,14 @@ class Staging:
             device: where they go.
             chunks: pinned uint8 tensors of equal size, which begin on pages.
             parts_of: the parts of a unit by its name, of at most so many bytes each.
-            after: what has to be over before a lease is written to; told once, and asked on the thread.
+            after: the work that has to be over before a lease is written to; called once for a lease, on the thread.
         """
         self._device = device
         self._chunk_bytes = chunks[0].nbytes
-        self._free = deque(_StagingChunk(memory) for memory in chunks)
-        self._copying: deque[_StagingChunk] = deque()
-        self._reading: deque[tuple[_UnitUpload, int, _StagingChunk, Any]] = deque()
+        self._free = deque(chunks)
+        # Chunks that are copied to the device, in the order of their copies.
+        self._copying: deque[tuple[torch.Tensor, Copy]] = deque()
+        self._reading: deque[tuple[_UnitUpload, int, torch.Tensor, Any]] = deque()
         self._parts_of = parts_of
         self._after = after
         self._changed = threading.Condition(threading.RLock())
@@ -179,7 +160,7 @@ class Staging:
         with self._changed:
             while not unit.ended:
                 self._require_working()
-                # What is waited for goes before what was only looked ahead for.
+                # A unit that is waited for goes before units that are fetched ahead.
                 if self._waiting and unit in self._waiting and self._waiting[0] is not unit:
                     self._waiting.remove(unit)
                     self._waiting.appendleft(unit)
@@ -194,7 +175,7 @@ class Staging:
         return sum(nbytes for _, nbytes in unit.places)
 
     def order(self, base: torch.Tensor) -> None:
-        """Let what the caller computes from now on come after the copy of the unit that a lease has."""
+        """Let later work of the caller come after the copy of the unit in a lease."""
         last = self._arrived.get(base.data_ptr())
         if last is not None:
             with failures_named(self._device):
@@ -217,16 +198,15 @@ class Staging:
             unit.let_go()
 
     def close(self) -> None:
-        """End the thread, once what it has at hand is over. Twice is fine."""
+        """End the thread, once its current work is over. Twice is fine."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
-        for chunk in self._copying:
-            if chunk.copy is not None:
-                # A device that is lost copies nothing any more.
-                with contextlib.suppress(DeviceError), failures_named(self._device):
-                    chunk.copy.wait()
+        for _, copy in self._copying:
+            # A device that is lost copies nothing any more.
+            with contextlib.suppress(DeviceError), failures_named(self._device):
+                copy.wait()
 
     # --- the thread ----------------------------------------------------------------
 
@@ -236,7 +216,7 @@ class Staging:
                 self._device.enter_thread()
                 self._work()
         except BaseException as error:  # noqa: BLE001
-            # A device that is lost, most likely: whoever waits hears of it, and so does whoever comes later.
+            # A device that is lost, most likely: current and later waiters raise this error.
             with self._changed:
                 self._broken = error
                 self._changed.notify_all()
@@ -258,15 +238,14 @@ class Staging:
     def _recycle(self, *, wait: bool) -> None:
         """Take chunks back that the device has copied, in their order."""
         while self._copying:
-            chunk = self._copying[0]
-            assert chunk.copy is not None
-            if not chunk.copy.done():
+            chunk, copy = self._copying[0]
+            if not copy.done():
                 if not wait:
                     return
-                chunk.copy.wait()
+                copy.wait()
             wait = False
-            chunk.recycle()
-            self._free.append(self._copying.popleft())
+            self._copying.popleft()
+            self._free.append(chunk)
 
     def _begin_reads(self) -> None:
         while self._free:
@@ -282,7 +261,7 @@ class Staging:
                 index = unit.take_part()
             chunk = self._free.popleft()
             try:
-                part = parts.begin(index, chunk.memory[: unit.places[index][1]])
+                part = parts.begin(index, chunk[: unit.places[index][1]])
             except BaseException as error:  # noqa: BLE001
                 self._free.append(chunk)
                 self._ended(unit, error)
@@ -299,21 +278,20 @@ class Staging:
                 self._free.append(chunk)
                 self._ended(unit, None)
                 return
-            # Not before a copy is begun: what is told is forgotten, and a unit may be dropped on its way. Later copies
-            # come after the first one anyway.
+            # Only where a copy is begun: the list is returned once, and a unit may be dropped before. Later copies come
+            # after the first one anyway.
             after = self._after(base) if unit.last is None else ()
             with failures_named(self._device):
-                copy = self._device.bring(chunk.memory[:nbytes], base[start : start + nbytes], after)
+                copy = self._device.bring(chunk[:nbytes], base[start : start + nbytes], after)
         except BaseException as error:  # noqa: BLE001
             self._free.append(chunk)
             self._ended(unit, error)
             return
-        chunk.begin(copy)
-        self._copying.append(chunk)
+        self._copying.append((chunk, copy))
         self._ended(unit, None, copy)
 
     def _ended(self, unit: _UnitUpload, error: BaseException | None, copy: Copy | None = None) -> None:
-        """A part is no longer at hand."""
+        """See `_UnitUpload.end_part`."""
         with self._changed:
             unit.end_part(error, copy)
             self._changed.notify_all()
@@ -324,19 +302,15 @@ class Staging:
 WINDOWS = {4 << 20: 2}
 
 
-class _Gradient:
-    """A gradient on the device, and what made it."""
+class _Gradient(NamedTuple):
+    """A gradient on the device."""
 
-    __slots__ = ("after", "data")
-
-    def __init__(self, data: torch.Tensor, after: Copy) -> None:
-        # Its bytes, in the order in which its parameter is stored.
-        self.data = data
-        self.after = after
+    data: torch.Tensor  # its bytes, in the order in which its parameter is stored
+    after: Copy  # the work that made it
 
 
 class _Window:
-    """A window on a gradient: what is in it, or on its way."""
+    """A window on a gradient: the bytes in it, or being copied to it."""
 
     __slots__ = ("copy", "gradient", "memory", "nbytes", "start")
 
@@ -364,7 +338,7 @@ class _Window:
         self.copy = device.take(part, self.memory[: self.nbytes], [gradient.after])
 
     def let_go(self) -> None:
-        """Hold no gradient any longer."""
+        """Release the gradient."""
         self.wait()
         self.gradient = None
 
@@ -420,7 +394,7 @@ class DeviceEngine:
         self._engine.apply(name, function, step=step, gradient=given, whole=whole, values=values, late=late)
 
     def read_spilled(self, name: str, into: torch.Tensor) -> None:
-        """See `Engine.read_spilled`; by way of host memory of its size, as whoever reads a gradient asks for."""
+        """See `Engine.read_spilled`; by way of host memory of the same size."""
         if into.device.type == "cpu":
             self._engine.read_spilled(name, into)
             return
@@ -429,14 +403,14 @@ class DeviceEngine:
         into.copy_(host)
 
     def end(self) -> None:
-        """Wait for what is on its way to a window, so that its memory may be let go: the engine is closed."""
-        # Of a device that is lost, nothing is on its way.
+        """Wait for copies to windows, so that their memory may be released: the engine is closed."""
+        # A device that is lost copies nothing.
         with self._lock, contextlib.suppress(DeviceError), failures_named(self._device):
             for window in self._windows:
                 window.let_go()
 
     def _lend(self, name: str, gradient: torch.Tensor) -> torch.Tensor | Lent:
-        """What the engine is given for a gradient: itself where the engine can read it."""
+        """The gradient as the engine takes it: itself where the engine can read it."""
         if gradient.device != self._device.torch_device:
             # Values that are written back: the engine reaches them.
             return gradient
@@ -447,12 +421,12 @@ class DeviceEngine:
                 return host.copy_(gradient.detach())
         with torch.no_grad(), failures_named(self._device):
             data = bytes_of(gradient.detach())
-            # What made it is on the stream of whoever hands it over.
+            # The kernels that made it are on the caller's stream.
             held = _Gradient(data, self._device.mark(self._device.stream()))
         return Lent(gradient, partial(self._window, held), partial(self._order, held))
 
     def _order(self, gradient: _Gradient) -> None:
-        """Let what the engine's thread computes come after what made a gradient."""
+        """Let later work of the engine's thread come after the kernels that made a gradient."""
         self._device.enter_thread()
         gradient.after.order()
 

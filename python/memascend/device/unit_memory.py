@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,7 +11,6 @@ from memascend import memory
 from memascend.device.arena import DeviceArena
 from memascend.device.transfer import CHECKERS, CHUNKS, WINDOWS, DeviceEngine, Staging
 from memascend.memory import HostArena
-from memascend.params.unit import Memory
 from memascend.storage import Checkers
 
 if TYPE_CHECKING:
@@ -23,46 +22,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger("memascend")
 
 
-class UnitMemory(Memory, Protocol):
-    """The memory of units as residency knows it, and what a run does with it beside."""
-
-    arena: Any
-
-    def engine(self, engine: Engine) -> Any:
-        """The engine, for gradients that lie where units do."""
-
-    @property
-    def host(self) -> dict[str, int]:
-        """Host memory that is held, by owner."""
-
-    @property
-    def wait_seconds(self) -> float:
-        """What callers waited for units beside what the store counts."""
-
-    def stop(self) -> None:
-        """End what reads from the store."""
-
-    def close(self) -> None:
-        """Let the memory go."""
-
-    @property
-    def device(self) -> Device | None:
-        """What computes, where that is not the host."""
-
-    @property
-    def unregistered(self) -> str | None:
-        """Why memory for copies could not be registered with the device's driver, and what that costs."""
-
-
 class HostUnits:
-    """Units in host memory, which the store reads into."""
+    """Units in host memory, which the store reads into; see `params.unit.Memory`."""
 
     device = None
     unregistered = None
 
     def __init__(self, store: Store, classes: Mapping[int, int]) -> None:
         """Take the memory."""
-        self.arena = HostArena(classes)
+        self.arena: Any = HostArena(classes)
         self.begin = store.fetch
         self._store = store
         self._held: dict[str, torch.Tensor] = {}
@@ -73,7 +41,7 @@ class HostUnits:
         with torch.inference_mode(mode=False):
             found = self._store.held_unit(name)
         assert found is not None, f"unit {name!r} is not held"
-        # Tensors are found by their storage: it is one for as long as the unit is held, unless somebody moves it
+        # Tensors are found by their storage: it stays the same while the unit is held, unless user code moves it
         # (share_memory_()).
         kept = self._held.setdefault(name, found)
         if kept.data_ptr() != found.data_ptr():
@@ -92,39 +60,39 @@ class HostUnits:
         """See `Memory`."""
 
     def engine(self, engine: Engine) -> Any:
-        """See `Memory`."""
+        """The engine, for gradients that lie where units do."""
         return engine
 
     @property
     def host(self) -> dict[str, int]:
-        """See `Memory`."""
+        """Host memory that is taken, by owner."""
         return {"units": self.arena.held_bytes}
 
     @property
     def wait_seconds(self) -> float:
-        """See `Memory`."""
+        """Time for which callers waited for units, beside the store's own count."""
         return 0.0
 
     def stop(self) -> None:
-        """See `UnitMemory`: reads belong to their tickets, which the store drains."""
+        """Nothing to end: reads belong to their tickets, which the store drains."""
 
     def close(self) -> None:
-        """See `Memory`."""
+        """Release the memory."""
         self._held.clear()
         self.arena.close()
 
 
 class DeviceUnits:
-    """Units in an arena on a device. Host memory has the chunks that they and their gradients pass through."""
+    """Units in an arena on a device. They and their gradients pass through chunks of host memory."""
 
-    # What is held is in host memory, and passes through the chunks from there.
+    # Units of the RAM tier are in host memory, and pass through the chunks from there.
     held_epoch = 0
 
     def __init__(self, store: Store, device: Device, classes: Mapping[int, int], held: Collection[str] = ()) -> None:
         """Take the memory on both sides, and start the thread that copies; gradients of `held` entries wait here."""
         self.device = device
         self._held = held
-        self.arena = DeviceArena(device, classes)
+        self.arena: Any = DeviceArena(device, classes)
         ((chunk_bytes, count),) = CHUNKS.items()
         self._ring = memory.ChunkRing(chunk_bytes, count)
         ((window_bytes, windows),) = WINDOWS.items()
@@ -144,7 +112,7 @@ class DeviceUnits:
     def used(self, base: torch.Tensor) -> None:
         """See `Memory`."""
         if self.arena.used(base):
-            # Whoever waited for it may have been on another stream.
+            # The wait for it may have been on another stream.
             self._staging.order(base)
 
     def held(self, name: str) -> torch.Tensor:
@@ -158,15 +126,15 @@ class DeviceUnits:
         """See `Memory`."""
         self.device.require_no_capture()
 
-    def engine(self, engine: Engine) -> DeviceEngine:
-        """See `Memory`."""
+    def engine(self, engine: Engine) -> Any:
+        """The engine, for gradients on the device."""
         ((window_bytes, count),) = WINDOWS.items()
         self._lending = DeviceEngine(engine, self.device, _all(self._windows, window_bytes, count), self._held)
         return self._lending
 
     @property
     def host(self) -> dict[str, int]:
-        """See `Memory`."""
+        """Host memory that is taken, by owner."""
         held = {"unit staging": self._ring, "gradient windows": self._windows}
         return {
             name: 0 if ring.region.closed else ring.region.mapped_bytes + int(ring.stats()["tables"])
@@ -175,7 +143,7 @@ class DeviceUnits:
 
     @property
     def unregistered(self) -> str | None:
-        """See `Memory`."""
+        """Why memory for copies could not be registered with the device's driver, and the cost of that."""
         if self.device.torch_device.type != "cuda":
             return None
         regions = (self._ring.region, self._windows.region)
@@ -184,15 +152,15 @@ class DeviceUnits:
 
     @property
     def wait_seconds(self) -> float:
-        """See `Memory`."""
+        """Time for which callers waited for units, beside the store's own count."""
         return self._staging.wait_seconds
 
     def stop(self) -> None:
-        """See `Memory`."""
+        """End the thread that reads from the store."""
         self._staging.close()
 
     def close(self) -> None:
-        """See `Memory`."""
+        """Release the memory."""
         if self._lending is not None:
             self._lending.end()
         self._ring.close()
@@ -201,3 +169,6 @@ class DeviceUnits:
 
 def _all(ring: memory.ChunkRing, nbytes: int, count: int) -> list[torch.Tensor]:
     return [ring.lease(0, "staging").tensor(nbytes, torch.uint8) for _ in range(count)]
+
+
+UnitMemory = HostUnits | DeviceUnits

@@ -1,12 +1,13 @@
 """Gradients from their arrival to the update: used as they appear, or kept on storage or in memory until step().
 
-`backward` takes each gradient as autograd has accumulated it, `gradient` says where it is and begins its update,
-`lazy_grad` and `operations` stand in `p.grad` for it, `gradients` is what step() and zero_grad() do with all of them,
-`norms` measures, `loop` and `speculation` know the training loop, `microbatches` and `baton` compute by layer.
+`backward` takes each gradient as autograd has accumulated it, `gradient` has its state and begins its update,
+`lazy_grad` and `operations` stand in `p.grad` for it. `gradients` carries out step() and zero_grad() for all of them,
+`norms` measures. `loop` and `speculation` detect habits of the training loop, `microbatches` and `baton` compute by
+layer.
 
-Invariant: a gradient is in one state of `gradient.State`, and each change is one of its moves. What `p.grad` has is
-the truth: a gradient that was taken away there is dropped, one that was assigned is used. Nothing is summed, scaled or
-rounded in another order than torch's; a read, a norm or a change that would come too late raises.
+Invariant: a gradient is in one state of `gradient.State`, and each change is one of its moves. `p.grad` decides: a
+gradient that was removed there is dropped, one that was assigned is used. Nothing is summed, scaled or rounded in
+another order than torch's; a read, a norm or a change that would come too late raises.
 
-Never here: commits, which are the session's; reads of weights, which are those of `params`.
+Never here: commits, which are the session's; reads of weights, which are `params`'s.
 """

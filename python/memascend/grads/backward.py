@@ -18,6 +18,7 @@ from memascend.grads.gradient import Gradient
 from memascend.grads.lazy_grad import GradientHandle
 from memascend.params import module_hooks
 from memascend.params.threads import current, is_autograds, works_for_another
+from memascend.params.unit import Stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from memascend.grads.speculation import Speculation
     from memascend.params.offloaded_param import Place
     from memascend.params.residency import Residency
-    from memascend.params.unit import Home
     from memascend.storage import Engine
 
 
@@ -53,7 +53,7 @@ class AccumulationHooks:
         self._parameters: list[Any] = []
 
     def add(self, parameter: torch.Tensor) -> None:
-        """Hear of this one's gradients."""
+        """Call the function for gradients of this parameter."""
         self._parameters.append(parameter)
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             frozen = not parameter.requires_grad
@@ -66,7 +66,7 @@ class AccumulationHooks:
             parameter.requires_grad_(not frozen)
 
     def remove(self) -> None:
-        """Let go of all parameters."""
+        """Release all parameters."""
         for parameter in self._parameters:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001
@@ -93,13 +93,13 @@ class BackwardTasks:
 
         Args:
             declared: how many make a step.
-            begins: hears of each new one, which it may refuse.
-            fails: hears of each that failed, once that is seen.
+            begins: called at the begin of each backward, which it may reject.
+            fails: called after each failed backward, once the failure is seen.
         """
         self.declared = declared
         # A call has said how many follow.
         self.expected = False
-        # Those that ended and brought a gradient.
+        # Backwards that ended and brought a gradient.
         self.count = 0
         # The one that is open brought a gradient.
         self.delivered = False
@@ -162,11 +162,11 @@ class BackwardTasks:
         self.count = 0
 
     def note_ended(self, more: int) -> None:
-        """So many ended that brought gradients, of which nobody heard."""
+        """Count backwards that ended and brought gradients, and that this object did not follow."""
         self.count += more
 
     def forget_failure(self) -> None:
-        """What a failed one brought was dropped."""
+        """The gradients of a failed backward were dropped."""
         self.failed = False
         self.restart()
 
@@ -210,11 +210,8 @@ def in_reentrant_checkpoint() -> bool:
 _STORAGE_USES = 2
 
 
-class Parts(Protocol):
-    """Takes the gradients of micro-batches, and hears of the units that they use; see `microbatches`."""
-
-    def arrive(self, homes: Iterable[Home]) -> None:
-        """A module or a backward is about to use units."""
+class Parts(Stages, Protocol):
+    """Takes the gradients of micro-batches, and is notified of the units that they use; see `microbatches`."""
 
     def take(self, gradient: Gradient) -> bool:
         """Take what stands in `p.grad`, which autograd has just accumulated; False: it is left there."""
@@ -224,10 +221,13 @@ class Parts(Protocol):
 
 
 class GradientMeter(Protocol):
-    """Measures what is held; `Meter`, which is in a room above this."""
+    """Measures memory: `Meter`, which is in a package above this."""
 
     def arrived(self, name: str, nbytes: int, began: float) -> None:
         """A gradient of so many bytes was handed on, which began at this time of `perf_counter`."""
+
+    def count(self, sums: Any) -> None:
+        """Count these partial sums as memory from now on; None: there are none."""
 
 
 class Arrivals:
@@ -259,7 +259,7 @@ class Arrivals:
             speculation: whether updates by gradients that are kept begin early.
             norms: of the gradients of a step.
             meter: measures each gradient that was handed on.
-            residency: of the parameters; its listener hears of each backward before anything of it is taken.
+            residency: of the parameters; its listener is notified of each backward before its first gradient.
         """
         self.by_name: dict[str, Gradient] = {}
         self.engine: Engine = rule.engine
@@ -288,7 +288,7 @@ class Arrivals:
         self._hooks.add(place.parameter)
 
     def unwatch(self) -> None:
-        """Let go of the parameters."""
+        """Release the parameters."""
         self._hooks.remove()
         self._of.clear()
 
@@ -312,11 +312,11 @@ class Arrivals:
             elif values is not None:
                 self.backwards.enter()
         self._meter.arrived(gradient.name, gradient.place.nothing.nbytes, began)
-        # Updates may have let go of units since the last one was used.
+        # Updates may have released units since the last one was used.
         self._residency.units.look_ahead()
 
     def heard_parts(self, parameter: torch.Tensor, before: torch.Tensor | None, parts: Sequence[torch.Tensor]) -> None:
-        """A gradient came in parts, which are added one by one to what was there `before`; None: the sum is there."""
+        """A gradient came in parts, which are added one by one to `before`; None: `p.grad` has their sum already."""
         with torch.no_grad():
             for index, part in enumerate(parts):
                 if isinstance(before, GradientHandle):
@@ -326,7 +326,7 @@ class Arrivals:
         self._hear(parameter, assigned=before is not None)
 
     def _arrive(self, gradient: Gradient, values: torch.Tensor, *, lasting: bool) -> None:
-        """A gradient came where there was none; `lasting`: somebody else has the tensor."""
+        """A gradient came where there was none; `lasting`: other code has the tensor, too."""
         nested = self.backwards.enter(delivers=True)
         self._note_arrival(gradient)
         self._require_declared(gradient)
@@ -344,7 +344,7 @@ class Arrivals:
             # The user reads and writes it by another name: it stays where it is, as under "ram".
             return
         if shared:
-            # On memory of other gradients, or that somebody gave to backward(gradient=), and may write to.
+            # On memory of other gradients, or of a tensor that was given to backward(gradient=) and may be written to.
             gradient.note_given(values)
             values = values.clone()
         if nested:
@@ -367,7 +367,7 @@ class Arrivals:
             gradient.begin()
 
     def numbers(self, measure: Measure) -> Numbers:
-        """What was measured, once it is known."""
+        """The numbers of a measure; waits for them."""
         return self.norms.read([measure])[0]
 
     def deliver(self, gradient: Gradient, values: torch.Tensor, *, whole: bool) -> None:
@@ -411,7 +411,7 @@ class Arrivals:
 
     @contextmanager
     def summed_by(self, parts: Parts) -> Iterator[None]:
-        """Let `parts`, which follow micro-batches, take what arrives inside, and hear of each unit that is used."""
+        """Inside, `parts` takes the gradients that arrive, and is notified of each unit that is used."""
         self.parts = parts
         try:
             with self._residency.followed_by(parts):
@@ -455,7 +455,7 @@ class Arrivals:
         if self.loop.mode == "fused":
             self.backwards.require_declared(gradient.name)
 
-    # --- what is around it --------------------------------------------------------------
+    # --- around a backward --------------------------------------------------------------
 
     def _note_failure(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
@@ -463,10 +463,10 @@ class Arrivals:
             self._left = [(gradient, weakref.ref(values)) for gradient, values in left if values is not None]
 
     def require_no_failure(self) -> None:
-        """After a failed backward, go on where all that it left in `p.grad` was dropped, by whatever means.
+        """After a failed backward, continue if all gradients that it left in `p.grad` were dropped, by any means.
 
         Raises:
-            UsageError: some of it stands there still.
+            UsageError: one of them is still there.
         """
         if not self.backwards.failed:
             return
@@ -539,15 +539,15 @@ def shares_memory(values: torch.Tensor) -> bool:
 def _was_there(values: torch.Tensor, *, shared: bool) -> bool:
     """Whether a gradient is on memory that was in `p.grad` before the backward, and is the user's.
 
-    What autograd makes is no view of another tensor, and on memory that can be resized. Accumulation writes to what
-    was there, which counts as a version; what is shared is seldom written to otherwise.
+    A gradient that autograd makes is no view of another tensor, and on memory that can be resized. Accumulation into
+    an existing gradient raises its version; shared memory is seldom written to otherwise.
     """
     return values._is_view() or not values.untyped_storage().resizable() or (shared and values._version > 0)  # noqa: SLF001
 
 
 @functools.cache
 def _references_of_one() -> int:
-    """What Python counts of a gradient that nobody else has; it depends on the versions of Python and torch."""
+    """Python's count of references to a gradient without other owners; versions of Python and torch differ in it."""
     with torch.inference_mode(mode=False):
         parameter = torch.nn.Parameter(torch.zeros((), device="cpu"))
         parameter.grad = torch.zeros((), device="cpu")

@@ -1,4 +1,4 @@
-"""Lets one of several threads run at a time, each with a micro-batch, in an order that is learnt and predicted."""
+"""Lets one of several threads run at a time, each with a micro-batch, in an order that is recorded and predicted."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Path:
     arrivals: dict[str, int] = field(default_factory=dict)
 
     def reach(self, homes: Iterable[Home]) -> list[int]:
-        """Note that units are used; returns those that begin a stage."""
+        """Note that units are used; returns the uses that begin a stage."""
         begun = []
         backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         for home in homes:
-            # A unit that is always in memory is read once, whoever uses it when.
+            # A unit that is always in memory is read once, whichever micro-batch uses it.
             if home.pinned or home.held or (self.units and unit_in(self.units[-1]) == home.index):
                 continue
             use = ~home.index if backward else home.index
@@ -65,9 +65,9 @@ class Recorder:
     """Follows micro-batches that are computed one after the other."""
 
     def __init__(self, kept: KeptValues) -> None:
-        """`kept`: what modules keep before the first."""
+        """`kept`: the values that modules keep before the first micro-batch."""
         self.paths: list[Path] = []
-        # What a module keeps from one stage to another, or for the next micro-batch, in words.
+        # A value that a module keeps from one stage to another, or for the next micro-batch, in words.
         self.keeps: str | None = None
         self._kept = kept
         # Parameters whose gradient cannot be summed by layer, with the reason.
@@ -83,7 +83,7 @@ class Recorder:
             self.look()
 
     def look(self) -> None:
-        """Find what a module keeps."""
+        """Look for a value that a module keeps."""
         self.keeps = self.keeps or self._kept.changed()
 
     def take(self, gradient: Gradient) -> bool:
@@ -115,10 +115,13 @@ class Course:
             self._stages.setdefault(unit, []).append(stage)
         # The last stage at which the gradient of a parameter arrived.
         self.arrivals: dict[str, int] = {}
+        # By the use of a unit: the names of parameters whose gradients arrived during it.
+        self.brought: dict[int | None, set[str]] = {}
         for path in paths:
             stages = self._followed(path)
             for name, at in path.arrivals.items():
                 stage = stages[at] if at >= 0 else -1
+                self.brought.setdefault(path.units[at] if at >= 0 else None, set()).add(name)
                 self.arrivals[name] = max(stage, self.arrivals.get(name, -1))
 
     def next_stage(self, unit: int, stage: int) -> int | None:
@@ -149,12 +152,12 @@ def _merged(first: list[int], second: list[int]) -> list[int]:
 
 
 class KeptValues:
-    """Finds modules that keep something beyond the stage that they compute: in attributes, buffers, what these hold."""
+    """Finds modules that keep a value beyond their stage, in attributes, buffers, or objects in these."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Note what they keep now."""
+        """Note the values that modules keep now."""
         self._kept: list[_Kept] = []
-        # What several modules hold, as a configuration, is looked at once.
+        # An object that several modules hold, as a configuration, is examined once.
         seen: set[int] = set()
         for name, module in model.named_modules():
             title = f"module {name!r}" if name else "the model"
@@ -167,7 +170,7 @@ class KeptValues:
                         self._kept.append(_Kept(title, inner, attribute))
 
     def changed(self) -> str | None:
-        """What is not as it was, in words; None where all is."""
+        """The first changed value, in words; None where all are as before."""
         for kept in self._kept:
             attribute = kept.changed()
             if attribute is not None:
@@ -175,11 +178,9 @@ class KeptValues:
         return None
 
 
-# What torch keeps in every module.
+# Attributes that torch has in every module.
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
-
-
-# Of a longer list only the length is looked at.
+# Of a longer list only the length is compared.
 _ITEMS_MAX = 256
 
 
@@ -189,12 +190,12 @@ def _inner(value: Any) -> Any:
         return value
     if isinstance(value, torch.Tensor | torch.nn.Module | type | ModuleType) or callable(value):
         return None
-    # What torch's own objects hold is of torch: of what it has compiled, for instance.
+    # torch's own objects hold values of torch, such as compiled code.
     return None if type(value).__module__.partition(".")[0] == "torch" else getattr(value, "__dict__", None)
 
 
 class _Kept:
-    """The attributes of a module, or what one of them holds, as they were."""
+    """The attributes of a module, or the values in one of them, as they were."""
 
     def __init__(self, title: str, values: Any, attribute: str | None = None) -> None:
         """`attribute` holds them; None: they are the module's own."""
@@ -204,7 +205,7 @@ class _Kept:
         self._names = list(values) if attribute is None else []
         # The values themselves, so that nothing else takes their identity.
         self._items = list(self._now())
-        # What tells of a change in place; of weights it also tells that they come and go.
+        # A version counts changes in place; of a weight it also counts that its values come and go.
         self._versions = [
             (place, value, value._version)  # noqa: SLF001
             for place, value in enumerate(self._items)
@@ -245,8 +246,6 @@ _log = logging.getLogger("memascend")
 
 # How long one micro-batch may compute one stage before the log names it.
 _STAGE_SECONDS = 120.0
-
-
 # How often the caller looks whether a signal has come.
 _POLL_SECONDS = 0.1
 
@@ -273,14 +272,14 @@ class Generators:
         return states
 
     def load(self, states: list[torch.Tensor]) -> None:
-        """Go on from other states."""
+        """Continue from other states."""
         torch.set_rng_state(states[0])
         if self._module is not None:
             self._module.set_rng_state(states[1], self._device)
 
 
 class CallerStream:
-    """The stream of the device that computes on which the caller is: what other streams bring is summed there."""
+    """The caller's stream on the device that computes: gradients of other streams are summed there."""
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
@@ -290,7 +289,7 @@ class CallerStream:
         self._stream: Any = None if self._module is None else self._module.current_stream(device)
 
     def take(self, values: torch.Tensor) -> None:
-        """Let what is queued there from now on come after what made `values` on the stream that is current."""
+        """Let later work on the caller's stream come after the kernels that made `values` on the current stream."""
         if self._module is None or (made_on := self._module.current_stream(self._device)) == self._stream:
             return
         self._stream.wait_stream(made_on)
@@ -298,12 +297,12 @@ class CallerStream:
         values.record_stream(self._stream)
 
     def entered(self) -> contextlib.AbstractContextManager[Any]:
-        """Be on it inside."""
+        """Make the caller's stream the current one, inside."""
         return contextlib.nullcontext() if self._module is None else self._module.stream(self._stream)
 
 
 class CallerModes:
-    """What torch keeps for each thread, as the calling thread has it."""
+    """The modes that torch keeps for each thread, as the calling thread has them."""
 
     def __init__(self, device: torch.device) -> None:
         self._grad = torch.is_grad_enabled()
@@ -327,7 +326,7 @@ class CallerModes:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Have them in this thread inside."""
+        """Set the modes in this thread, inside."""
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
         if _flushes_denormals() != self._flushes:
@@ -349,13 +348,13 @@ class CallerModes:
 
 
 def _flushes_denormals() -> bool:
-    """Whether the processor takes the smallest numbers for zero in this thread, which nothing else tells."""
+    """Whether the processor takes the smallest numbers for zero in this thread; torch has no query for it."""
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
         return not (torch.tensor(1e-40, dtype=torch.float32, device="cpu") * 1).item()
 
 
 class MicroBatch:
-    """One micro-batch of a call: how far it has come, and what it computes with."""
+    """One micro-batch of a call: its stage, its random numbers and its thread's turn."""
 
     def __init__(self, index: int, states: list[torch.Tensor]) -> None:
         self.index = index
@@ -367,7 +366,7 @@ class MicroBatch:
         self.result: Any = None
 
     def reach(self, stage: float) -> None:
-        """It goes on to a stage, once its turn comes; infinity: it has ended."""
+        """Note the next stage, which begins once its turn comes; infinity: the micro-batch has ended."""
         self.stage = stage
 
     def pause(self, generators: Generators) -> None:
@@ -375,7 +374,7 @@ class MicroBatch:
         self.states = generators.states()
 
     def finish(self, result: Any) -> None:
-        """All of it was computed."""
+        """Note the result: all of the micro-batch was computed."""
         self.result = result
 
     @property
@@ -402,7 +401,7 @@ class Baton:
             course: the stages.
             generators: of random numbers.
             states: of the random numbers that each micro-batch begins with.
-            look: raises what forbids that another micro-batch goes on while one is in the midst of its own.
+            look: raises an error where no other micro-batch may run while one is between two stages.
         """
         self.micro_batches = [MicroBatch(index, own) for index, own in enumerate(states)]
         self.low: float = -1
@@ -417,10 +416,15 @@ class Baton:
         self._unbegun = threading.Lock()
         self._all_ended = threading.Event()
         self._on_low: Callable[[float], None] = lambda _: None
+        self._may_run: Callable[[MicroBatch], bool] = lambda _: True
 
-    def follow(self, on_low: Callable[[float], None]) -> None:
-        """Have `on_low` hear of each stage that all micro-batches have reached."""
-        self._on_low = on_low
+    def follow(self, on_low: Callable[[float], None], may_run: Callable[[MicroBatch], bool]) -> None:
+        """Call `on_low` with each stage that all micro-batches have reached.
+
+        Where `may_run` is false of the micro-batch that has come least far, the first one runs instead: no gradient
+        of the first one waits for another.
+        """
+        self._on_low, self._may_run = on_low, may_run
 
     @property
     def here(self) -> MicroBatch | None:
@@ -462,7 +466,8 @@ class Baton:
         if low > self.low:
             self.low = low
             self._on_low(low)
-        return next((one for one in running if one.stage == low), None)
+        chosen = next((one for one in running if one.stage == low), None)
+        return chosen if chosen is None or chosen is running[0] or self._may_run(chosen) else running[0]
 
     def _hand_to(self, chosen: MicroBatch) -> None:
         self._generators.load(chosen.states)
@@ -485,7 +490,8 @@ class Baton:
                     # A signal may interrupt this at any place: again is no more than once.
                     threads.begin(0, begin)
                     begun = True
-                if not self._all_ended.wait(_POLL_SECONDS) and not told and self._seconds > _STAGE_SECONDS:
+                ended = self._all_ended.wait(_POLL_SECONDS)
+                if not ended and not told and time.monotonic() - self._passed_at > _STAGE_SECONDS:
                     told = True
                     self._tell()
             except BaseException as error:
@@ -505,11 +511,6 @@ class Baton:
             threads.begin(one.index, partial(modes.context.copy().run, live, one))
         self._hand_to(first)
         modes.context.copy().run(live, first)
-
-    @property
-    def _seconds(self) -> float:
-        """For how long one micro-batch has computed."""
-        return time.monotonic() - self._passed_at
 
     def _tell(self) -> None:
         units = self._runs.path.units
@@ -585,5 +586,5 @@ def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         if todo is None:
             return
         todo()
-        # What it leads to is not held by a thread that waits.
+        # A waiting thread holds no object that the work refers to.
         del todo

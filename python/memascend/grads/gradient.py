@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 import torch
 
 from memascend.errors import ConfigError, UsageError
-from memascend.grads.lazy_grad import GradientHandle
+from memascend.grads.lazy_grad import DeferredGradient, GradientHandle
 from memascend.optim import generic
 from memascend.optim.shared import group_options
 from memascend.params.weight_access import Outlived
@@ -68,8 +68,6 @@ class State(Enum):
 
 
 Move = Literal["store", "change", "take", "begin", "stage", "unstage", "end", "drop"]
-
-
 _MOVES: dict[Move, dict[State, State]] = {
     "store": {State.NONE: State.STORED},
     # More of it came, or it was replaced.
@@ -81,7 +79,7 @@ _MOVES: dict[Move, dict[State, State]] = {
         State.STORED: State.STORED_STAGED,
         State.EARLY: State.STORED_STAGED,
     },
-    # The staged update was discarded, and what it was made of is still there.
+    # The staged update was discarded, and its gradient is still there.
     "unstage": {
         State.MEMORY_STAGED: State.NONE,
         State.STORED_STAGED: State.STORED,
@@ -121,7 +119,7 @@ class Receiver(Protocol):
         """A gradient became another one, which no step has used."""
 
     def numbers(self, measure: Measure) -> Numbers:
-        """What was measured, once it is known."""
+        """The numbers of a measure; waits for them."""
 
     def require_in_order(self, gradient: Gradient) -> None:
         """Refuse more of a gradient whose sum a call took for complete."""
@@ -183,7 +181,7 @@ class Gradient:
         self._given: Outlived | None = None
 
     def expect_pieces(self) -> None:
-        """It comes in several pieces in one backward."""
+        """Note that it comes in several pieces in one backward."""
         self.in_pieces = True
 
     def put(self, values: torch.Tensor | None) -> None:
@@ -199,7 +197,7 @@ class Gradient:
         self._stand_in()
 
     def change(self, gradient: torch.Tensor, *, add: bool) -> None:
-        """Replace what is on storage, or add to it."""
+        """Replace the gradient on storage, or add to it."""
         self.take_back()
         after = moved(self.name, self.state, "change")
         self._arrivals.engine.spill(self.name, gradient, add=add)
@@ -216,17 +214,17 @@ class Gradient:
         self._begin("stage", gradient, factor)
 
     def stage_stored(self, factors: Sequence[float], factor: float) -> None:
-        """Begin the update by what is on storage, multiplied by each of `factors` in turn."""
+        """Begin the update by the gradient on storage, multiplied by each of `factors` in turn."""
         after = moved(self.name, self.state, "stage")
         self.options = self._arrivals.rule.options(self)
         self._arrivals.rule.update_spilled(self, factors, self._arrivals.scale.inverse * factor)
         self.state = after
 
     def begin(self, gradient: torch.Tensor | None = None) -> bool:
-        """Begin the update early by one that came where there was none, which is stored with it, or by what is stored.
+        """Begin the update early, by the stored gradient or by a new one, which is stored with it.
 
-        False: it is not begun, and nothing is stored. Where that is somebody's mistake, step() says so, unless it is
-        made good before.
+        False: it is not begun, and nothing is stored. Where that is due to a user's error, step() raises it, unless it
+        is corrected before.
         """
         arrivals, rule = self._arrivals, self._arrivals.rule
         if not arrivals.speculation.may_begin(self.name):
@@ -256,7 +254,7 @@ class Gradient:
     def is_changed(self) -> bool:
         """Whether something was done to one on storage that the update has to do to it, too."""
         assert self.handle is not None, "a gradient on storage has one"
-        factors = self.handle.factors()
+        factors = self.handle.gradient.factors()
         return factors is None or any(one != 1.0 for one in factors)
 
     def stands(self, factor: float) -> bool:
@@ -324,7 +322,7 @@ class Gradient:
 
     def _stand_in(self) -> None:
         # torch's `grad` is an edge that Python's collector does not see: what stands in it must not lead back here.
-        self.handle = GradientHandle(weakref.proxy(self), strides=self.place.stride, device=self.place.device)
+        self.handle = GradientHandle(DeferredGradient(weakref.proxy(self), self.place.stride, self.place.device))
         self.put(self.handle)
 
     def stands_in(self, gradient: torch.Tensor | None) -> bool:
@@ -345,13 +343,13 @@ class Gradient:
         self._used = (weakref.ref(gradient), gradient._version)  # noqa: SLF001
 
     def is_used(self, gradient: torch.Tensor) -> bool:
-        """Whether a step has used this gradient in memory, which nobody wrote to since."""
+        """Whether a step has used this gradient in memory, which was not written to since."""
         return self._used is not None and self._used[0]() is gradient and self._used[1] == gradient._version  # noqa: SLF001
 
     def laid_out(self, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient laid out as the parameter is stored."""
         if isinstance(gradient, GradientHandle):
-            gradient = gradient.materialize()
+            gradient = gradient.gradient.materialize()
         gradient = gradient.detach()
         if gradient.is_sparse:
             return gradient
@@ -362,11 +360,11 @@ class Gradient:
         return gradient
 
     def note_given(self, values: torch.Tensor) -> None:
-        """It came on memory that somebody else may have."""
+        """Note that it came on memory that other code may have, too."""
         self._given = Outlived(self.place, values)
 
     def require_own(self) -> None:
-        """Refuse to change it where somebody has the memory that it came on, which would change with it."""
+        """Reject a change where other code has the memory that it came on, which would change with it."""
         if self._given is not None and self._given.checksum() is not None:
             self._refuse_given("would be changed with it")
 
@@ -401,23 +399,23 @@ class Gradient:
         return into
 
     def add(self, gradient: torch.Tensor, *, first: bool = True, last: bool = True) -> None:
-        """More of it came."""
+        """Add another gradient of the parameter."""
         self._arrivals.add(self, gradient, first=first, last=last)
 
     def assign(self, gradient: torch.Tensor) -> None:
-        """It is another one now."""
+        """Replace it by another gradient."""
         self.change(gradient, add=False)
         self._arrivals.note_change()
 
     def measure(self) -> Measure:
         """Whether a gradient that has a handle has a value that is not finite, and its squared norm; nothing is read.
 
-        What was done by scalars to one on storage, as clipping does, counts as a factor.
+        Scalar arithmetic on a gradient on storage, as of clipping, counts as factors.
         """
         assert self.handle is not None, "a gradient in memory is measured there"
         if not self.state.stored:
             return self._measured()
-        factors = self.handle.factors()
+        factors = self.handle.gradient.factors()
         assert factors is not None, "a gradient that was changed in another way is measured in memory"
         bad, squared = self._arrivals.engine.spilled(self.name)
         return bad, rounded(squared) * math.prod((*factors, *factors)) if factors else squared
@@ -437,7 +435,7 @@ class Gradient:
         return (False, 0) if self.found is None else self.found
 
     def noticed(self, what: Notice) -> None:
-        """Somebody looked at it, or changed it. A second piece of it is told from accumulation where it is added."""
+        """User code read or changed it. Whether a second piece is accumulation is decided where it is added."""
         if what == "add":
             self._arrivals.require_in_order(self)
         else:
@@ -496,11 +494,13 @@ class Updates:
         )
         return own.runs.followed(function, group, kept.dtype, is_first, given.gradient is not None)
 
-    def _own_numbers(self, kept: Gradient, step: int, scale: float) -> Adam | Momentum | None:
-        """The numbers of an update on the engine, of state as its optimizer keeps it; None where that runs itself."""
-        first = kept.step == 0
-        options = self._member(kept).own_options(self._group(kept), kept.place.parameter, first=first)
-        return None if options is None else self._arithmetic.numbers(options, step, scale)
+    def _numbers(self, kept: Gradient, scale: float) -> Adam | Momentum | None:
+        """The numbers of an update on the engine; None where the optimizer's own code runs."""
+        options = kept.options
+        if self._layout(kept) is not None:
+            first = kept.step == 0
+            options = self._member(kept).own_options(self._group(kept), kept.place.parameter, first=first)
+        return None if options is None else self._arithmetic.numbers(options, kept.step + 1, scale)
 
     def options(self, kept: Gradient) -> dict[str, Any]:
         """The options that an update of this parameter would use now."""
@@ -519,7 +519,7 @@ class Updates:
 
     def is_engines(self, kept: Gradient) -> bool:
         """Whether the engine's own arithmetic updates this parameter, with the options that its group has now."""
-        return self._layout(kept) is None or self._own_numbers(kept, kept.step + 1, 1.0) is not None
+        return self._layout(kept) is None or self._numbers(kept, 1.0) is not None
 
     def _resident(self, kept: Gradient) -> torch.Tensor | None:
         return None if self._units is None else self._units.values_of(kept.place)
@@ -531,41 +531,35 @@ class Updates:
         """
         by_engine = self.engine.update_spilling if spilling else self.engine.update
         layout = self._layout(kept)
-        step = kept.step + 1
-        if layout is None:
-            if gradient.is_sparse:
-                raise UsageError(
-                    f"{type(self._member(kept).optimizer).__name__} does not support sparse gradients, and "
-                    f"{kept.name!r} has one; use SparseAdam or SGD, or an embedding without sparse=True"
-                )
-            numbers = self._arithmetic.numbers(kept.options, step, scale)
+        if layout is None and gradient.is_sparse:
+            raise UsageError(
+                f"{type(self._member(kept).optimizer).__name__} does not support sparse gradients, and "
+                f"{kept.name!r} has one; use SparseAdam or SGD, or an embedding without sparse=True"
+            )
+        numbers = None if gradient.is_sparse else self._numbers(kept, scale)
+        if numbers is not None:
             by_engine(kept.name, gradient, numbers, values=self._resident(kept))
             return
-        own = None if gradient.is_sparse else self._own_numbers(kept, step, scale)
-        if own is not None:
-            by_engine(kept.name, gradient, own, values=self._resident(kept))
-            return
+        assert layout is not None, "the engine has numbers for state without a layout"
         # Its rows are few, and looked up by the engine's thread.
         sparse = gradient.cpu() if gradient.is_sparse else None
         function, late = self._run(kept, layout, generic.Given(gradient=sparse, grad_scale=scale))
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         whole, values = layout.whole or sparse is not None, self._resident(kept)
-        self.engine.apply(kept.name, function, step=step, gradient=dense, whole=whole, values=values, late=late)
+        self.engine.apply(
+            kept.name, function, step=kept.step + 1, gradient=dense, whole=whole, values=values, late=late
+        )
 
     def update_spilled(self, kept: Gradient, factors: Sequence[float], scale: float) -> None:
         """Begin the update by the gradient that was spilled."""
-        layout = self._layout(kept)
-        step = kept.step + 1
-        if layout is None:
-            numbers = self._arithmetic.numbers(kept.options, step, scale)
+        numbers = self._numbers(kept, scale)
+        if numbers is not None:
             self.engine.update_spilled(kept.name, numbers, factors=factors)
             return
-        own = self._own_numbers(kept, step, scale)
-        if own is not None:
-            self.engine.update_spilled(kept.name, own, factors=factors)
-            return
+        layout = self._layout(kept)
+        assert layout is not None, "the engine has numbers for state without a layout"
         function, late = self._run(kept, layout, generic.Given(factors=tuple(factors), grad_scale=scale))
-        self.engine.apply(kept.name, function, step=step, whole=layout.whole, late=late)
+        self.engine.apply(kept.name, function, step=kept.step + 1, whole=layout.whole, late=late)
 
     def switch(self, mode: str, parameters: Iterable[Gradient], switched: Container[int]) -> list[str]:
         """Stage what `train()` or `eval()` does to the parameters of the optimizers of these numbers; their names."""
@@ -576,7 +570,7 @@ class Updates:
             if kept.step == 0 or layout is None or self._member(kept) not in owners:
                 # Before its first step there is nothing to do, which offload() has tried.
                 continue
-            # The engine wants a gradient; nothing reads it, and what is not written takes no memory.
+            # The engine takes a gradient. Nothing reads this one, and pages that are never written take no memory.
             unread = torch.empty_strided(kept.place.shape, kept.place.stride, dtype=kept.dtype, device="cpu")
             function, late = self._run(kept, layout, method=mode)
             self.engine.apply(kept.name, function, step=kept.step, gradient=unread, whole=layout.whole, late=late)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Gradients:
-    """What step() and zero_grad() do with all gradients.
+    """Carries out step() and zero_grad() for all gradients.
 
     Attributes:
         by_name: the gradients, by the names of their parameters, in the order of the parameters.
@@ -28,7 +28,7 @@ class Gradients:
     """
 
     def __init__(self, arrivals: Arrivals, held: Container[str] = ()) -> None:
-        """`held` are the names of parameters whose gradients wait in memory, with room for one of each."""
+        """`held` are the names of parameters whose gradients wait in memory, which holds one of each."""
         self._held = held
         self.rule = arrivals.rule
         self._engine = arrivals.engine
@@ -65,7 +65,7 @@ class Gradients:
     # --- the step --------------------------------------------------------------------
 
     def present(self) -> Present:
-        """The parameters that have a gradient now, and those gradients; what was taken away is dropped."""
+        """The present gradients and their values in `p.grad`; a gradient whose handle was removed is dropped."""
         backwards = self._arrivals.backwards
         backwards.seen_outside()
         self._arrivals.require_no_failure()
@@ -97,9 +97,9 @@ class Gradients:
         return found
 
     def update_all(self, present: Present, factor: float) -> None:
-        """Begin every update that did not begin yet, and those anew that began early as others than they are now.
+        """Begin every update that has not begun yet, and repeat early updates that would be different now.
 
-        None of those that began to stay may have other options now.
+        The options of an update that has begun for good must not have changed.
         """
         self._unchanged = factor == 1.0
         # Parameters of a group share their options: they are looked at once.
@@ -120,14 +120,14 @@ class Gradients:
                     f"the gradient of {gradient.name!r} was used by the last step and is gone, and this one needs it: "
                     'call zero_grad() after each step, or pass gradients="ssd"'
                 )
-            factors = gradient.handle.factors()
+            factors = gradient.handle.gradient.factors()
             self._unchanged = self._unchanged and not gradient.is_changed
             if factors is not None:
                 gradient.stage_stored(factors, factor)
                 continue
-            changed = gradient.handle.materialize()
+            changed = gradient.handle.gradient.materialize()
             if gradient.name in self._held:
-                # In place of the one that it was made of: there is no room for both.
+                # In place of the gradient that it was made of: memory is planned for one of them.
                 gradient.handle.gradient.assign(changed)
                 gradient.stage_stored((), factor)
                 self._norms.measure_once(gradient, changed)
@@ -151,7 +151,7 @@ class Gradients:
 
     def _stage(self, gradient: Gradient, values: torch.Tensor, factor: float) -> None:
         gradient.stage(values, factor)
-        # While the engine's thread works: nobody writes to what it was given.
+        # While the engine's thread works: its gradient is not written to.
         self._norms.measure_once(gradient, values)
 
     def measured(self, present: Present) -> tuple[bool, float]:
@@ -160,8 +160,8 @@ class Gradients:
         for gradient, values in present:
             if values is not gradient.handle:
                 self._norms.measure_once(gradient, gradient.laid_out(values))
-            elif gradient.state.stored and gradient.handle.operations:
-                self._norms.measure_once(gradient, gradient.handle.materialize())
+            elif gradient.state.stored and gradient.handle.gradient.operations:
+                self._norms.measure_once(gradient, gradient.handle.gradient.materialize())
         finite, norm = self._norms.of(present)
         return finite, norm * abs(self._scale.inverse)
 
@@ -183,7 +183,7 @@ class Gradients:
         return updated
 
     def skip(self) -> None:
-        """Forget what was staged; gradients stay where they are."""
+        """Discard staged updates; gradients stay where they are."""
         self._engine.discard()
         for gradient in self.by_name.values():
             if gradient.state.begun:
@@ -193,7 +193,7 @@ class Gradients:
     def take_back(self) -> None:
         """Discard updates that began early: storage is about to change otherwise, and nothing may be staged by then.
 
-        Their gradients are there for step(), and no more of them begin before it.
+        Their gradients stay for step(), and no further updates begin before it.
         """
         self._arrivals.speculation.pause()
         for gradient in self.by_name.values():

@@ -8,8 +8,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memascend.errors import UsageError
-from memascend.grads.operations import UNSCALE, Operation, factors_of, is_recordable
-from memascend.tensors import strides_of
+from memascend.grads.operations import UNSCALE, Operation, is_recordable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -18,38 +17,24 @@ if TYPE_CHECKING:
 
 
 Notice = Literal["add", "change", "norm", "read", "scaler", "zero"]
-
-
 # A loop that scales for ever without a step would grow the list for ever; then the gradient is rewritten once.
 OPERATIONS_MAX = 64
-
-
 # How often a gradient that only autograd has is counted while it is being accumulated: by its tensor and by what asks
 # for the count; by autograd's buffer and call, by the dispatcher and by Python.
 STORAGE_USES = 2
-
-
 TENSOR_USES = 4
 
 
 class Backing(Protocol):
-    """The gradient behind a handle: where it lies is the keeper's business.
+    """The gradient behind a handle: the keeper decides where it lies.
 
     Tensors go in and out with the handle's shape, dtype and strides. One that comes in belongs to the keeper, which
     may hold it for as long as it likes; one that goes out belongs to the handle, which writes into it.
     """
 
-    @property
-    def name(self) -> str:
-        """The parameter, for messages."""
-
-    @property
-    def shape(self) -> torch.Size:
-        """The parameter's shape."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The gradient's dtype."""
+    name: str  # of the parameter, for messages
+    shape: torch.Size
+    dtype: torch.dtype
 
     @property
     def fused(self) -> bool:
@@ -75,9 +60,9 @@ class Backing(Protocol):
 
 
 def is_shared(gradient: Tensor) -> bool:
-    """Whether a gradient that reached a handle may be somebody's else, who may write to it while it is being stored.
+    """Whether user code may have a gradient that reached a handle, and may write to it while it is being stored.
 
-    `backward(gradient=mine)` brings such a one where nothing on the way makes another tensor of it.
+    `backward(gradient=mine)` passes on such a tensor where no operation in between makes a new one.
     """
     if torch._C._current_graph_task_id() == -1:  # noqa: SLF001
         return True
@@ -87,7 +72,7 @@ def is_shared(gradient: Tensor) -> bool:
 
 
 class Dropped:
-    """Stands for a gradient that was dropped: whatever else is asked of it is refused."""
+    """Stands for a gradient that was dropped: any other access raises an error."""
 
     def __init__(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
         self.name = name
@@ -102,11 +87,11 @@ class Dropped:
 
 
 class DeferredGradient:
-    """What a handle and everything detached from it share.
+    """The state that a handle shares with all tensors detached from it.
 
     Attributes:
         backing: where the bytes are.
-        operations: what was done to the gradient since, and is not in those bytes.
+        operations: arithmetic on the gradient that its stored bytes do not contain yet.
         strides: of the gradient, and of every tensor that goes to or comes from the keeper.
         device: where results appear.
     """
@@ -124,7 +109,7 @@ class DeferredGradient:
         return torch.empty_strided(self.backing.shape, self.strides, dtype=self.backing.dtype, device=self.device)
 
     def drop(self) -> None:
-        """It is gone: whoever still has a handle is told, and never sees the next gradient of the parameter."""
+        """Drop it: a handle that user code still has raises an error, and never shows the parameter's next gradient."""
         self.backing = cast("Backing", Dropped(self.backing.name, self.backing.shape, self.backing.dtype))
         self.operations.clear()
 
@@ -142,11 +127,20 @@ class DeferredGradient:
         return tensor
 
     def factors(self) -> tuple[float, ...] | None:
-        """The operations as numbers to multiply by, or None; see GradientHandle.factors()."""
-        return factors_of(self.operations, self.backing.dtype, len(self.backing.shape), self.device)
+        """The operations as fp32 numbers: multiply in fp32 by each, in order, and round to the gradient's dtype.
+
+        None where torch would compute another result: then the update takes materialize().
+        """
+        factors = []
+        for operation in self.operations:
+            factor = operation.factor(self.backing.dtype, len(self.backing.shape), self.device)
+            if factor is None:
+                return None
+            factors.append(factor)
+        return tuple(factors)
 
     def materialize(self) -> Tensor:
-        """The gradient as it is now, in new memory."""
+        """The gradient as it is now, in new memory. Not reported to noticed()."""
         if self.backing.fused:
             raise UsageError(
                 f"the gradient of {self.backing.name} is gone, the update already used it: "
@@ -157,7 +151,7 @@ class DeferredGradient:
         return self.replay(self.backing.read().to(self.device))
 
     def read(self, what: Notice = "read") -> Tensor:
-        """Materialize it for somebody, which is worth a notice."""
+        """Materialize it for user code, which is reported to the backing."""
         self.backing.noticed(what)
         return self.materialize()
 
@@ -180,10 +174,10 @@ class DeferredGradient:
             self.device, dtype or self.backing.dtype
         )
 
-    # --- what changes it ----------------------------------------------------------
+    # --- changes ------------------------------------------------------------------
 
     def assign(self, tensor: Tensor) -> None:
-        """Replace it by a tensor that nobody else writes to."""
+        """Replace it by a tensor to which no other code writes."""
         self.backing.assign(self.laid_out(tensor))
         self.operations.clear()
 
@@ -235,12 +229,12 @@ class DeferredGradient:
             operation.apply(self.materialize())
         elif nonfinite:
             found.fill_(1.0)
-        # The replay finds again, for nobody.
+        # The replay writes its flag again, which is not used.
         own = (torch.zeros_like(found), *operation.arguments[1:])
         self._append(Operation(operation.function, UNSCALE, own, operation.options, listed=True))
 
     def _append(self, operation: Operation) -> None:
-        # Asking a GPU for the number would make every clip wait for it; only what is refused otherwise is worth that.
+        # To read the number from a GPU, every clip would wait for it: only a call that is rejected otherwise does.
         if (self.backing.fused or not operation.is_on_gpu) and operation.changes_nothing():
             return
         if self.backing.fused:
@@ -251,7 +245,7 @@ class DeferredGradient:
         if len(self.operations) > OPERATIONS_MAX:
             self.assign(self.materialize())
 
-    # --- what cannot be -----------------------------------------------------------
+    # --- errors -------------------------------------------------------------------
 
     def refuse_memory(self, what: str) -> NoReturn:
         """Say that something needs memory which is not there."""
@@ -273,24 +267,10 @@ class DeferredGradient:
 
 
 # These look at shape and dtype alone.
-SHAPE_ONLY = frozenset(
-    {
-        "empty_like",
-        "full_like",
-        "is_pinned",
-        "is_same_size",
-        "new_empty",
-        "new_empty_strided",
-        "new_full",
-        "new_ones",
-        "new_zeros",
-        "ones_like",
-        "rand_like",
-        "randint_like",
-        "randn_like",
-        "zeros_like",
-    }
-)
+SHAPE_ONLY = frozenset((
+    "empty_like", "full_like", "is_pinned", "is_same_size", "new_empty", "new_empty_strided", "new_full", "new_ones",
+    "new_zeros", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like",
+))  # fmt: skip
 
 
 def _refusing(what: str) -> Any:
@@ -303,39 +283,24 @@ def _refusing(what: str) -> Any:
 
 
 class GradientHandle(torch.Tensor):
-    """A gradient without its bytes.
-
-    Args:
-        backing: where they are.
-        strides: of the gradient; None: row-major.
-        device: that the parameter reports.
-    """
+    """A gradient without its bytes."""
 
     gradient: DeferredGradient
 
     @staticmethod
-    def __new__(
-        cls: type[Self],
-        backing: Backing,
-        *,
-        strides: Sequence[int] | None = None,
-        device: torch.device | str = "cpu",
-    ) -> Self:
+    def __new__(cls: type[Self], gradient: DeferredGradient) -> Self:
         """Make a tensor that has all of a tensor but its memory."""
         handle: Self = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
             cls,
-            backing.shape,
-            strides=strides_of(backing.shape) if strides is None else tuple(strides),
-            dtype=backing.dtype,
-            device=torch.device(device),
+            gradient.backing.shape,
+            strides=gradient.strides,
+            dtype=gradient.backing.dtype,
+            device=gradient.device,
         )
         return handle
 
-    def __init__(
-        self, backing: Backing, *, strides: Sequence[int] | None = None, device: torch.device | str = "cpu"
-    ) -> None:
-        del strides, device
-        self.gradient = DeferredGradient(backing, self.stride(), self.device)
+    def __init__(self, gradient: DeferredGradient) -> None:
+        self.gradient = gradient
 
     # Results are plain tensors; torch's default would make handles of them.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001
@@ -345,32 +310,12 @@ class GradientHandle(torch.Tensor):
         """Where the gradient is."""
         return self.gradient.backing
 
-    @property
-    def operations(self) -> tuple[Operation, ...]:
-        """What was done to the gradient since it was stored, and is not in the stored bytes."""
-        return tuple(self.gradient.operations)
-
-    def factors(self) -> tuple[float, ...] | None:
-        """The operations as fp32 numbers: multiply in fp32 by each, in order, and round to the gradient's dtype.
-
-        None where that would not be what torch computes: then the update takes materialize(), or replay().
-        """
-        return self.gradient.factors()
-
     def add_part(self, part: Tensor, *, first: bool, last: bool) -> None:
         """Add one of the parts in which a gradient comes, as add_() does with all of it."""
         addition = Operation(torch.ops.aten.add_.Tensor, "add_", (part,))
         self.gradient.accumulate(addition, part, first=first, last=last)
 
-    def replay(self, tensor: Tensor) -> Tensor:
-        """Do the operations to a tensor, in place, and return it."""
-        return self.gradient.replay(tensor)
-
-    def materialize(self) -> Tensor:
-        """The gradient as it is now, in new memory. Not reported to noticed()."""
-        return self.gradient.materialize()
-
-    # --- what torch does to it ----------------------------------------------------
+    # --- calls of torch -----------------------------------------------------------
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -382,26 +327,27 @@ class GradientHandle(torch.Tensor):
     ) -> Any:
         """Every operation of torch that gets a handle comes through here."""
         if torch.is_inference_mode_enabled():
-            # What is made under it could not be written to outside it.
+            # A tensor that is made under it could not be written to outside it.
             with torch.inference_mode(False), torch.no_grad():
                 return cls.__torch_dispatch__(func, types, args, kwargs)
         options = kwargs or {}
         name = func._schema.name.removeprefix("aten::")  # noqa: SLF001
         if name == "detach":
-            return _alias(args[0])
+            # Another tensor that is the same gradient.
+            return GradientHandle(args[0].gradient)
         if name in SHAPE_ONLY:
             return func(*tree_map(_without_values, args), **tree_map(_without_values, options))
-        # Under inference_mode also those arrive that are made of others.
+        # Under inference_mode composite operations arrive here, too.
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):  # noqa: SLF001
             return func.decompose(*args, **options)
         special = _SPECIAL.get(name)
         return special(func, args, options) if special is not None else _through_memory(func, args, options)
 
-    # --- what does not come through the dispatcher --------------------------------
+    # --- calls outside of the dispatcher ------------------------------------------
 
     @property
     def data(self) -> Tensor:
-        """The same gradient, as torch's `.data` is; what is set is what the gradient becomes."""
+        """The same gradient, as torch's `.data` is; setting it changes the gradient."""
         return self.detach()
 
     @data.setter
@@ -413,7 +359,7 @@ class GradientHandle(torch.Tensor):
         return self.gradient.read().tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A plain tensor: a copy is nobody's gradient yet."""
+        """A plain tensor: a copy is no gradient of a parameter yet."""
         if id(self) not in memo:
             memo[id(self)] = self.gradient.read()
         copy: Tensor = memo[id(self)]
@@ -442,20 +388,8 @@ class GradientHandle(torch.Tensor):
     map_ = _refusing("map_()")
 
 
-def _alias(handle: GradientHandle) -> GradientHandle:
-    """Another tensor that is the same gradient, as what detach() returns is."""
-    alias = GradientHandle(handle.backing, strides=handle.stride(), device=handle.device)
-    alias.gradient = handle.gradient
-    return alias
-
-
 def _handles(values: Any) -> Iterator[GradientHandle]:
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, GradientHandle))
-
-
-def _handles_first(args: tuple[Any, ...]) -> bool:
-    """Whether the first argument, or a list of them, is what is worked on."""
-    return bool(args) and any(True for _ in _handles(args[0]))
 
 
 def _without_values(value: object) -> object:
@@ -479,7 +413,7 @@ def _written(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[
 
 
 def _through_copies(func: Any, args: tuple[Any, ...], options: dict[str, Any], written: list[GradientHandle]) -> Any:
-    """Do anything by copies of the gradients, and put back those that it changed."""
+    """Do any operation on copies of the gradients, and write back the copies that it changed."""
     # Two handles of one gradient are one tensor to the operation.
     copies: dict[DeferredGradient, Tensor] = {}
     changed = {handle.gradient: handle for handle in written}
@@ -508,7 +442,7 @@ def _through_memory(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -
     name = func._schema.name.removeprefix("aten::")  # noqa: SLF001
     if torch.Tag.inplace_view in func.tags if written else _is_view(func):
         next(_handles((args, options))).gradient.refuse_memory(f"{name}()")
-    if written and _handles_first(args):
+    if written and any(True for _ in _handles(args[:1])):
         return _each(func, args, options, _change)
     return _through_copies(func, args, options, written)
 
@@ -548,12 +482,8 @@ def _each(
     return results if func._schema.returns else None  # noqa: SLF001
 
 
-def _norm(handle: GradientHandle, operation: Operation) -> Tensor:
-    return handle.gradient.norm(operation)
-
-
 def _norms(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    return _each(func, args, options, _norm)
+    return _each(func, args, options, lambda handle, operation: handle.gradient.norm(operation))
 
 
 def _unscale(func: Any, args: tuple[list[Tensor], Tensor, Tensor], options: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Learns how the training loop lets gradients wait, and scales its loss as torch.amp.GradScaler does."""
+"""Detects how the training loop uses gradients, and scales its loss as torch.amp.GradScaler does."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from memascend.distributed.control_plane import Exchange
 
 
-# What changes gradients, or the values that they update, between their arrival and step() as often as it is done.
+# Actions that always change gradients, or the values that they update, between their arrival and step().
 _CHANGING = frozenset({"a GradScaler", "weights that are written before step()", "zero_grad(set_to_none=False)"})
 
 
 class Loop:
-    """What is known of the training loop, and so how gradients wait.
+    """The detected habits of the training loop, and so how gradients wait.
 
     Attributes:
         mode: "fused" (gradients do not wait), "ssd" or "ram".
@@ -27,9 +27,9 @@ class Loop:
     """
 
     def __init__(self, mode: str, accumulation_steps: int, *, keeps: bool, figures: Exchange | None = None) -> None:
-        """`mode` may be "auto", too; `keeps`: it is known to need its gradients until step(), and nothing is learnt.
+        """`mode` may be "auto", too; `keeps`: it is known to need its gradients until step().
 
-        `figures` is what ranks tell each other, where there are several.
+        `figures` exchanges numbers between ranks, where there are several.
         """
         self._figures = figures
         self.mode = "ssd" if mode == "auto" else mode
@@ -40,7 +40,7 @@ class Loop:
         self._noticed: set[str] = set()
 
     def notice(self, what: str) -> None:
-        """It does something that needs its gradients until step()."""
+        """Note an action of the loop that needs its gradients until step()."""
         self._noticed.add(what)
 
     @property
@@ -53,12 +53,12 @@ class Loop:
         return self._noticed.isdisjoint(waits)
 
     def learn(self) -> str | None:
-        """After the first step: what it needs; the words for the log, once."""
+        """After the first step: decide how gradients wait; returns the words for the log, once."""
         if not self._learning:
             return None
         self._learning = False
         if self._figures is not None:
-            # All ranks go on in the same way.
+            # All ranks continue in the same way.
             self._noticed = self._figures.union(self._noticed)
         if self._keeps or self._noticed:
             why = ", ".join(sorted(self._noticed)) or "a declared max_grad_norm or accumulation_steps"
@@ -69,17 +69,9 @@ class Loop:
 
 # torch.amp.GradScaler's defaults.
 SCALE_FIRST = 65536.0
-
-
 GROWTH = 2.0
-
-
 BACKOFF = 0.5
-
-
 GROWTH_STEPS = 2000
-
-
 Mode = Literal["dynamic", "fixed", "off"]
 
 
@@ -101,7 +93,7 @@ def _checked(scale: object) -> float:
 
 
 class LossScale:
-    """What the loss is multiplied by, and how that changes from step to step.
+    """The factor of the loss, and how it changes from step to step.
 
     Args:
         setting: "dynamic" (doubles after 2000 steps without overflow, halves on each overflow), a number (stays), or

@@ -1,4 +1,4 @@
-"""Computes the micro-batches of one step layer by layer, with the bits of computing them one after the other."""
+"""Computes the micro-batches of one step layer by layer, bit-identically to one after the other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import random
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -30,7 +30,7 @@ from memascend.grads.baton import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from memascend.grads.backward import Arrivals
+    from memascend.grads.backward import Arrivals, GradientMeter
     from memascend.grads.baton import MicroBatch
     from memascend.grads.gradient import Gradient
     from memascend.params.residency import Residency
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class _Sum:
-    """What has come of one parameter's gradient."""
+    """The sum of one parameter's gradient so far."""
 
     __slots__ = ("came", "early", "gradient", "stage", "stored", "values")
 
@@ -51,7 +51,7 @@ class _Sum:
         # Parts that came before one of an earlier micro-batch.
         self.early: dict[int, torch.Tensor] = {}
         self.values: torch.Tensor | None = None
-        # The sum is on storage: memory had no room for it.
+        # The sum is on storage: it did not fit into memory.
         self.stored = False
 
     def begin(self, values: torch.Tensor) -> None:
@@ -89,11 +89,12 @@ class PartialSums:
         """Begin with none.
 
         Args:
-            arrivals: takes what is complete.
+            arrivals: takes complete sums.
             course: at which stage each gradient arrives.
             baton: which micro-batch runs, and how far the others are.
-            limit: bytes of sums in memory; others lie on storage, and each part is added there.
-            room: waits until the queue of gradients leaves room for so many bytes of sums.
+            limit: bytes in memory, of sums and of parts that wait for one of an earlier micro-batch. Other sums lie on
+                storage, and each part is added there.
+            room: waits until the queue of gradients leaves room for so many bytes of these.
             stream: on which gradients are summed.
             whole: nothing more of this step comes after the call.
         """
@@ -104,14 +105,16 @@ class PartialSums:
         self._room = room
         self._stream = stream
         self._whole = whole
+        self._keeps_all = arrivals.loop.mode == "ram"
         self._open: dict[str, _Sum] = {}
         self._done: set[str] = set()
         # By the stage at which they are complete: the names of gradients that have begun to come.
         self._due: dict[int, list[str]] = {}
+        # Of the sums and parts in memory, and of the parts alone that wait for one of an earlier micro-batch.
         self.nbytes = 0
-        self.peak = 0
+        self._waiting = 0
         self.arrive = baton.arrive
-        baton.follow(self._reached)
+        baton.follow(self._reached, self._may_run)
 
     def take(self, gradient: Gradient) -> bool:
         """Take the part of a gradient that a micro-batch has just accumulated, and leave nothing in `p.grad`."""
@@ -128,7 +131,7 @@ class PartialSums:
                 "and without a graph: pass by_layer=False"
             )
         if shares_memory(values):
-            # A view of memory that somebody else may write to.
+            # A view of memory to which other code may write.
             values = values.clone()
         self._stream.take(values)
         with torch.no_grad(), self._stream.entered():
@@ -142,16 +145,20 @@ class PartialSums:
 
     def _add_part(self, gradient: Gradient, own: MicroBatch, values: torch.Tensor) -> None:
         name = gradient.name
-        found = self._open.get(name)
-        if name in self._done or (found is not None and own.index in found.came):
+        found = self._sum_of(gradient, own)
+        if name in self._done or own.index in found.came:
             raise _other_order(name)
-        if found is None:
-            found = self._open[name] = _Sum(gradient, max(self._course.arrivals.get(name, -1), int(own.stage)))
+        if name not in self._open:
+            self._open[name] = found
             self._due.setdefault(found.stage, []).append(name)
         found.came.add(own.index)
         own.path.arrivals[name] = len(own.path.units) - 1
         found.early[own.index] = values
+        self.nbytes += values.nbytes
+        self._waiting += values.nbytes
         self._add_in_order(found)
+        if found.early:
+            self._make_room()
         if len(found.came) == len(self._baton.micro_batches) and not found.early:
             self._complete(found)
 
@@ -160,7 +167,36 @@ class PartialSums:
         for index in sorted(found.early):
             if not all_of_it and any(self._may_come(found, before) for before in range(index)):
                 return
-            self._add(found, found.early.pop(index))
+            values = found.early.pop(index)
+            self.nbytes -= values.nbytes
+            self._waiting -= values.nbytes
+            self._add(found, values)
+
+    def _sum_of(self, gradient: Gradient, own: MicroBatch) -> _Sum:
+        """The sum to which a micro-batch adds its part; a new one where none has begun."""
+        found = self._open.get(gradient.name)
+        return found or _Sum(gradient, max(self._course.arrivals.get(gradient.name, -1), int(own.stage)))
+
+    def _make_room(self) -> None:
+        """Move sums to storage until the waiting parts, which stay in memory, are within the limit with the others."""
+        for found in self._open.values():
+            if found.values is not None and self.nbytes > self._limit and not self._keeps_all:
+                values = found.take()
+                self.nbytes -= values.nbytes
+                self._store(found, values)
+        self._room(self.nbytes)
+
+    def _may_run(self, own: MicroBatch) -> bool:
+        """Whether the limit admits the parts that a micro-batch brings in its next stage and that have to wait."""
+        use = own.path.units[-1] if own.path.units else None
+        waiting = self._waiting
+        for name in self._course.brought.get(use, ()):
+            gradient = self._arrivals.by_name[name]
+            found = self._sum_of(gradient, own)
+            if any(self._may_come(found, before) for before in range(own.index)):
+                waiting += gradient.place.nothing.nbytes
+        # Under "ram" the sums alone may reach the limit.
+        return waiting <= (0 if self._keeps_all else self._limit)
 
     def _may_come(self, found: _Sum, index: int) -> bool:
         """Whether a micro-batch may bring a part of a gradient yet: it has not passed the stage where they arrive."""
@@ -174,15 +210,18 @@ class PartialSums:
             gradient.change(gradient.laid_out(values), add=True)
         elif found.values is not None:
             found.values.add_(values)
-        elif self.nbytes + values.nbytes <= self._limit:
+        elif self._keeps_all or self.nbytes + values.nbytes <= self._limit:
             self._room(self.nbytes + values.nbytes)
             self.nbytes += values.nbytes
-            self.peak = max(self.peak, self.nbytes)
             found.begin(values)
         else:
-            self._arrivals.store(gradient, values)
-            gradient.put(None)
-            found.be_stored()
+            self._store(found, values)
+
+    def _store(self, found: _Sum, values: torch.Tensor) -> None:
+        """Have the sum so far on storage."""
+        self._arrivals.store(found.gradient, values)
+        found.gradient.put(None)
+        found.be_stored()
 
     def _complete(self, found: _Sum) -> None:
         gradient = found.gradient
@@ -198,7 +237,7 @@ class PartialSums:
             self._arrivals.deliver(gradient, values, whole=self._whole)
 
     def _reached(self, low: float) -> None:
-        """All micro-batches have come to a stage: what arrives before it is complete, whoever brought nothing."""
+        """All micro-batches have reached a stage: gradients that arrive before it are complete."""
         last = max(self._due, default=-1)
         end = int(min(low, last + 1))
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), self._stream.entered():  # noqa: SLF001
@@ -210,12 +249,12 @@ class PartialSums:
                         self._complete(found)
 
     def drop(self) -> None:
-        """Forget all that is not complete."""
+        """Drop all sums that are not complete."""
         for found in self._open.values():
             if found.stored:
                 found.gradient.put(found.gradient.handle)
         self._open.clear()
-        self.nbytes = 0
+        self.nbytes = self._waiting = 0
 
 
 def _other_order(name: str) -> UsageError:
@@ -232,27 +271,19 @@ _log = logging.getLogger("memascend")
 _OWN_HOOK = "memascend"
 
 
-class SumsMeter(Protocol):
-    """Measures what is held; `Meter`, which is in a room above this."""
-
-    def count(self, sums: PartialSums | None) -> None:
-        """Count these sums as memory from now on; None: there are none."""
-
-
 @dataclass(kw_only=True, eq=False)
 class Accumulation:
-    """The micro-batches of a run, and what earlier calls have shown of them."""
+    """The micro-batches of a run, and the order of units in earlier calls."""
 
     model: torch.nn.Module
     arrivals: Arrivals  # of its gradients
     residency: Residency  # of its units
     engine: Engine  # whose queue of gradients has the same bound as their sums
-    meter: SumsMeter  # counts these sums as memory
+    meter: GradientMeter  # counts these sums as memory
     device: torch.device  # the one that computes
-    limit: int  # bytes of gradients that may be summed in memory
+    limit: int  # bytes that partial sums may have in memory, with the parts that wait to be added to them
     strict: bool  # the user gave a budget: sums and queue together stay within `limit`
     never: str | None  # why micro-batches cannot be computed by layer; None where they can
-    peak: int = 0  # bytes of gradients that were summed in memory at once, at most
 
     def __post_init__(self) -> None:
         self._generators = Generators(self.device)
@@ -315,14 +346,11 @@ class Accumulation:
         if recorder.unfit:
             name, reason = next(iter(recorder.unfit.items()))
             self.never = f"the gradient of {name!r} {reason}"
-        self._learn(recorder.paths)
-        if self.never is not None:
-            self._tell(self.never)
-
-    def _learn(self, paths: list[Path]) -> None:
-        self._course = Course(paths)
+        self._course = Course(recorder.paths)
         if len(self._course.units) < 2:
             self.never = self.never or "no more than one unit is streamed"
+        if self.never is not None:
+            self._tell(self.never)
 
     def _tell(self, why: str) -> None:
         if why not in self._told:
@@ -376,7 +404,6 @@ class Accumulation:
             self._abandon(sums)
             raise
         finally:
-            self.peak = max(self.peak, sums.peak)
             self.meter.count(None)
         backwards.note_ended(len(batches))
         if baton.strayed:
@@ -394,7 +421,7 @@ class Accumulation:
             )
 
     def _abandon(self, sums: PartialSums) -> None:
-        """Forget all that the call has brought; before it there was nothing."""
+        """Drop all gradients of the call; before it there were none."""
         sums.drop()
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             self.arrivals.drop_all()

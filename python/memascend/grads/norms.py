@@ -32,9 +32,9 @@ class Kernels(Protocol):
         """The measures; waits for them."""
 
 
-# What the kernels compute with.
+# The dtypes that the kernels have.
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
-# Gradients that wait to be measured by one launch: what was laid out for them has so much memory at most.
+# Gradients that wait to be measured by one launch: their copies take so much memory at most.
 _BUCKET_BYTES = 64 << 20
 # Rows that are made, and zeroed, at once.
 _ROWS = 64
@@ -44,12 +44,12 @@ class Norms:
     """The norm of all gradients of a step, from a measure that was taken once of each."""
 
     def __init__(self, kernels: Kernels, figures: Exchange | None = None) -> None:
-        """Measure by the kernels; `figures` is what ranks tell each other, where there are several."""
+        """Measure by the kernels; `figures` exchanges numbers between ranks, where there are several."""
         self._kernels = kernels
         self._figures = figures
         # Of gradients that were measured in memory for this step, by name.
         self._measures: dict[str, Measure] = {}
-        # Those on a device that are not measured yet.
+        # Gradients on a device that are not measured yet.
         self._bucket: dict[str, torch.Tensor] = {}
         # Rows for gradients that arrive, by the device and the stream that zeroes them and adds to them.
         self._rows: dict[object, list[torch.Tensor]] = {}
@@ -72,7 +72,7 @@ class Norms:
     def measure_once(self, gradient: Gradient, values: torch.Tensor) -> None:
         """Take the measure that this gradient has for this step, of its values in memory.
 
-        Those on a device are measured together: nobody may write to them before the norm was asked for.
+        Gradients on a device are measured together: they must not be written to before the norm is computed.
         """
         if gradient.name in self._measures or gradient.name in self._bucket:
             return
@@ -91,10 +91,6 @@ class Norms:
             self._kernels.begin_check(waiting, sums)
             self._measures.update(zip(self._bucket, sums.unbind(), strict=True))
             self._bucket.clear()
-
-    def _measure_of(self, gradient: Gradient) -> Measure:
-        measure = self._measures.get(gradient.name)
-        return gradient.measure() if measure is None else measure
 
     def _row(self, device: torch.device) -> torch.Tensor:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
@@ -129,7 +125,8 @@ class Norms:
         on storage, as clipping does, counts as a factor.
         """
         self._measure_bucket()
-        numbers = self.read([self._measure_of(gradient) for gradient, _ in gradients])
+        known = self._measures
+        numbers = self.read([known[one.name] if one.name in known else one.measure() for one, _ in gradients])
         # In the order of the parameters, whichever gradient came first.
         bad, squares = any(bad for bad, _ in numbers), total(squared for _, squared in numbers)
         if self._figures is not None:

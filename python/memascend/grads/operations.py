@@ -13,32 +13,12 @@ if TYPE_CHECKING:
 
 
 # Elementwise, in place, and the same whenever they run: nothing random, nothing that looks at a whole tensor.
-RECORDABLE = frozenset(
-    {
-        "abs_",
-        "add_",
-        "clamp_",
-        "clamp_max_",
-        "clamp_min_",
-        "copysign_",
-        "div_",
-        "fill_",
-        "mul_",
-        "nan_to_num_",
-        "neg_",
-        "pow_",
-        "sgn_",
-        "sign_",
-        "sub_",
-        "zero_",
-    }
-)
-
-
+RECORDABLE = frozenset((
+    "abs_", "add_", "clamp_", "clamp_max_", "clamp_min_", "copysign_", "div_", "fill_", "mul_", "nan_to_num_", "neg_",
+    "pow_", "sgn_", "sign_", "sub_", "zero_",
+))  # fmt: skip
 # The old values do not matter to these.
 OVERWRITING = frozenset({"zero_", "fill_"})
-
-
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 
@@ -156,16 +136,3 @@ class Operation:
         inverse = 1.0 / value if value else math.inf
         is_power = math.isfinite(value) and abs(math.frexp(value)[0]) == 0.5
         return inverse if is_power and 2.0**-126 <= abs(inverse) <= 2.0**126 else None
-
-
-def factors_of(
-    operations: list[Operation], dtype: torch.dtype, dimensions: int, device: torch.device
-) -> tuple[float, ...] | None:
-    """The operations as fp32 factors of such a gradient, each product rounded to its dtype; None where they are not."""
-    factors = []
-    for operation in operations:
-        factor = operation.factor(dtype, dimensions, device)
-        if factor is None:
-            return None
-        factors.append(factor)
-    return tuple(factors)

@@ -1,4 +1,4 @@
-"""Decides whether updates begin before step() has the norm: as if it clipped nothing, to be made anew where it does."""
+"""Decides whether updates begin before step() has the norm: as if it clipped nothing, and repeated where it does."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ WAIT_MAX = 256
 
 
 class Speculation:
-    """What the steps before came to, and whether the updates of this one begin as its gradients appear.
+    """The outcome of earlier steps, and so whether the updates of this step begin as its gradients appear.
 
-    It is one of three: it waits until so many steps in a row changed no gradient ("ssd" as ever); or updates begin
-    early; or they do not for the rest of a step, since what storage holds is about to change otherwise.
+    There are three states. Updates wait until so many steps in a row changed no gradient (plain "ssd"), or they begin
+    early, or they do not for the rest of a step, since storage is about to change otherwise.
 
     Attributes:
         early: steps some of whose updates began before step().
-        anew: those of them some of whose updates were discarded, and made anew where a step came of it.
+        anew: early steps some of whose updates were discarded, and repeated if the step was committed.
     """
 
     def __init__(self, loop: Loop, held: Container[str], reached: ReachedWeights) -> None:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 # A refusal names as many.
 _NAMED = 3
-
-
 # Words at the beginning of what torch keeps of a storage; where its memory is, and what frees it, are among them.
 _WORDS = 6
 
@@ -47,7 +45,7 @@ def require_unaliased(
     counts = _Counts([*named.values(), *known, *_computed_anew(model)])
     aliased = [name for name, tensor in named.items() if counts.others(tensor)]
     if aliased:
-        # Cycles that nobody reaches hold some until they are collected.
+        # Unreachable cycles hold some until they are collected.
         gc.collect()
         aliased = [name for name in aliased if counts.others(named[name])]
     if aliased:
@@ -80,7 +78,7 @@ class _Counts:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._memory: dict[int, _Memory] = {}
-        # What is known stays, so that no other object comes to be where one of it was.
+        # Known tensors are kept alive, so that no other object gets the address of one.
         self._known = list(_with_bases(tensors))
         for tensor in self._known:
             found = _storage_of(tensor)
@@ -134,7 +132,7 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def _with_bases(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors, and those that they are views of, which lie in the same memory."""
+    """The tensors and the bases of views among them, which lie in the same memory."""
     for tensor in tensors:
         yield tensor
         base = _base_of(tensor)
@@ -154,7 +152,7 @@ def _holders(tensor: torch.Tensor) -> int:
 
 
 def _computed_anew(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """What torch's spectral_norm() keeps as `weight`: a view of `weight_orig` at first, which each forward replaces."""
+    """The `weight` of torch's spectral_norm(): a view of `weight_orig` at first, which each forward replaces."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():  # noqa: SLF001
             kept = vars(module).get(str(getattr(hook, "name", None)))
@@ -180,7 +178,7 @@ def _listed(what: str, names: list[str]) -> str:
 
 
 def _foreign(named: Mapping[str, torch.Tensor]) -> list[str]:
-    """Those in memory whose owner torch does not count, and which is no file of weights that torch maps for itself."""
+    """Names of tensors in memory whose owner torch does not count, except files of weights that torch maps itself."""
     found: list[str] = []
     maps: list[tuple[int, int]] | None = None
     for name, tensor in named.items():
@@ -202,7 +200,7 @@ def _foreign(named: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def _is_torchs_own(storage: torch.UntypedStorage) -> bool:
-    """Whether torch's allocator of host memory made it: then what is to be freed is the memory itself."""
+    """Whether torch's allocator of host memory made it: then the pointer to be freed is the memory itself."""
     own = torch.empty(1, device="cpu").untyped_storage()
     return _addresses(own) == 2 == _addresses(storage)
 

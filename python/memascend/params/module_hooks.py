@@ -24,18 +24,16 @@ if TYPE_CHECKING:
 
 
 _local = threading.local()
-
-
 # Later than that, nothing of torch can be called.
 _exiting = False
 
 
 def let_go() -> None:
-    """Free what failed backwards left in this thread; nothing while a backward runs in it."""
+    """Free the work that failed backwards left in this thread; nothing while a backward runs in it."""
     if torch._C._current_graph_task_id() != -1:  # noqa: SLF001
         return
-    # What belongs to no backward any more is taken from the queue before anything else is. A forked child may have no
-    # autograd, where it had threads; it says so.
+    # Work that belongs to no backward any more leaves the queue before any other. A forked child may have no autograd,
+    # if its parent had threads of it; torch then raises RuntimeError.
     with contextlib.suppress(RuntimeError), torch.inference_mode(mode=False), torch.enable_grad():
         torch.zeros((), requires_grad=True, device="cpu").backward()
 
@@ -68,14 +66,12 @@ def _exit() -> None:
 
 
 _KEY = "memascend"
-
-
 # What TorchScript calls first.
 _SCRIPT = "__prepare_scriptable__"
 
 
 class Gate:
-    """What a module's hooks know: the units to bind, and how often the module is being computed."""
+    """The state of a module's hooks: the units to bind, and how often the module is being computed."""
 
     __slots__ = ("frames", "homes", "open", "owned", "residency", "root")
 
@@ -104,7 +100,7 @@ _Owned = tuple[dict[str, Any], str, torch.nn.Parameter]
 
 
 class _Frame:
-    """A module that is being computed: what was bound and pushed for it."""
+    """A module that is being computed: the units bound and the hooks pushed for it."""
 
     __slots__ = ("_bound", "_pushed", "_task", "again", "caller", "module")
 
@@ -120,7 +116,7 @@ class _Frame:
         self.again = 0
 
     def begin(self, gate: Gate) -> None:
-        """Bind what the module needs, and push the hooks; what an exception leaves, `end` ends."""
+        """Bind the units of the module, and push the hooks; after an exception `end` undoes it."""
         residency = gate.residency
         for home in gate.homes:
             residency.bind(home)
@@ -129,10 +125,10 @@ class _Frame:
             self._pushed = residency.hooks.push()
 
     def end(self, residency: Residency, holder: int | None = None) -> None:
-        """Undo what `begin` did; `holder`: in which thread, where that is another."""
+        """Undo `begin`; `holder`: the thread of `begin`, where that is another."""
         if self._pushed:
             self._pushed = False
-            # Autograd takes back by itself what is pushed within a backward, with each node that it computes: outside
+            # Autograd itself removes hooks that are pushed within a backward, with each node that it computes: outside
             # of it, the hooks that are on top are others'.
             if self._task == torch._C._current_graph_task_id():  # noqa: SLF001
                 residency.hooks.pop()
@@ -152,7 +148,7 @@ class Frames:
     """The modules that are being computed, outermost first, of each thread.
 
     Attributes:
-        stacks: those of all threads; an interrupted one may end without having left its modules.
+        stacks: the stacks of all threads; an interrupted thread may end without having left its modules.
     """
 
     def __init__(self, residency: Residency) -> None:
@@ -172,10 +168,9 @@ class Frames:
         return stack
 
     def enter(self, module: torch.nn.Module, gate: Gate) -> None:
-        """Bind what a module needs: all of it or, with an exception, nothing."""
+        """Bind the units of a module: all of them or, with an exception, none."""
         self._residency.units.require_open()
-        if self._residency.transfers.holds_back:
-            self._residency.transfers.settle()
+        self._residency.transfers.settle()
         if not gate.homes:
             # Binding does it otherwise.
             self._residency.turns.note_thread()
@@ -237,13 +232,13 @@ class Frames:
         return bool(stack) and _is_running(stack[0].caller)
 
     def unwind(self, *, all_of_it: bool = False) -> None:
-        """End what an interrupt left open; `all_of_it`: also what is being computed."""
+        """End modules that an interrupt left open; `all_of_it`: also modules that are being computed."""
         if all_of_it or not self.inside:
             self._end(self.stack)
             if works_for_another():
-                # What is bound here is bound for all micro-batches of a call.
+                # Units that are bound here are bound for all micro-batches of a call.
                 return
-            # And what no frame knows of: an interrupt came while it was bound or pushed.
+            # And units and hooks without a frame: an interrupt came while they were bound or pushed.
             self._residency.release(threading.get_ident())
             self._residency.turns.release()
             self._residency.hooks.pop_left()
@@ -268,7 +263,7 @@ def open_gates(
     residency: Residency,
     frames: Frames,
 ) -> None:
-    """Give modules their gates; `model` itself has one, too."""
+    """Install module hooks, also on `model` itself."""
     owners = _owners(model)
     # Of the modules of a unit it is the same.
     owned: dict[tuple[Home, ...], tuple[_Owned, ...]] = {}
@@ -294,7 +289,7 @@ def _hook(module: torch.nn.Module) -> None:
 
 
 def close_gates(modules: Iterable[torch.nn.Module]) -> None:
-    """Take the gates away."""
+    """Remove the module hooks."""
     for module in modules:
         module.__dict__.pop(_SCRIPT, None)
         module._forward_pre_hooks.pop(_KEY, None)  # type: ignore[call-overload] # noqa: SLF001
@@ -329,7 +324,7 @@ def _before(module: torch.nn.Module, args: Any) -> None:
         raise _hooks_moved(module, "")
     residency = gate.residency
     if gate.open > 0 or gate.root or residency.turns.several or residency.stages is not None:
-        # The module calls itself, or another thread or micro-batch may have bound what is bound.
+        # The module calls itself, or another thread or micro-batch may have bound the units.
         _enter(module, gate)
         return
     for home in gate.homes:
@@ -411,7 +406,7 @@ def refuse_moved(module: torch.nn.Module, name: str, parameter: torch.nn.Paramet
         if place is None:
             return
     elif gate is None:
-        # Others' modules may have it, as a head outside of the model does.
+        # Modules of other models may have it, such as an LM head outside of the model.
         if not isinstance(module, torch.nn.utils.parametrize.ParametrizationList):
             return
     elif any(where is table and of == name and one is parameter for where, of, one in gate.owned):
@@ -430,7 +425,7 @@ def refuse_moved(module: torch.nn.Module, name: str, parameter: torch.nn.Paramet
 def refuse_wrapper(wrapper: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
     """Refuse wrappers for several devices when they are made: they may call what is in them from anywhere.
 
-    And what was given the hooks of an offloaded module, as fusing modules moves them.
+    And modules that were given the hooks of an offloaded module, as fusing modules moves them.
     """
     if module is None:
         return

@@ -1,4 +1,4 @@
-"""Stands in for a parameter whose values are on storage: binds values, takes them away, loads or refuses."""
+"""Placeholder of a parameter whose values are on storage: binds and unbinds values; loads them or raises an error."""
 
 from __future__ import annotations
 
@@ -19,73 +19,19 @@ if TYPE_CHECKING:
 
 
 def _metadata() -> frozenset[Any]:
-    attributes = [
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "ndim",
-        "is_sparse",
-        "is_sparse_csr",
-        "is_quantized",
-        "is_meta",
-        "is_cpu",
-        "is_cuda",
-        "is_xpu",
-        "is_mps",
-        "is_mkldnn",
-        "is_nested",
-        "is_leaf",
-        "requires_grad",
-        "grad",
-        "grad_fn",
-        "output_nr",
-        "names",
-        "itemsize",
-        "nbytes",
-        "_backward_hooks",
-        "_version",
-        "_grad",
-        "_base",
-        "name",
-        "retains_grad",
-        "_post_accumulate_grad_hooks",
-        "is_mtia",
-        "is_ipu",
-        "is_vulkan",
-        "is_ort",
-        "is_maia",
-        "volatile",
-        "_has_symbolic_sizes_strides",
-    ]
-    methods = [
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-        "nelement",
-        "element_size",
-        "is_floating_point",
-        "is_complex",
-        "is_signed",
-        "get_device",
-        "is_same_size",
-        "is_coalesced",
-        "requires_grad_",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "retain_grad",
-        "__len__",
-        "__hash__",
-        "is_inference",
-        "is_conj",
-        "is_neg",
-        "has_names",
-        "_is_view",
-        "dim_order",
-        "is_distributed",
-        "is_shared",
-    ]
+    attributes = (
+        "shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_sparse_csr", "is_quantized", "is_meta", "is_cpu",
+        "is_cuda", "is_xpu", "is_mps", "is_mkldnn", "is_nested", "is_leaf", "requires_grad", "grad", "grad_fn",
+        "output_nr", "names", "itemsize", "nbytes", "_backward_hooks", "_version", "_grad", "_base", "name",
+        "retains_grad", "_post_accumulate_grad_hooks", "is_mtia", "is_ipu", "is_vulkan", "is_ort", "is_maia",
+        "volatile", "_has_symbolic_sizes_strides",
+    )  # fmt: skip
+    methods = (
+        "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex",
+        "is_signed", "get_device", "is_same_size", "is_coalesced", "requires_grad_", "register_hook",
+        "register_post_accumulate_grad_hook", "retain_grad", "__len__", "__hash__", "is_inference", "is_conj", "is_neg",
+        "has_names", "_is_view", "dim_order", "is_distributed", "is_shared",
+    )  # fmt: skip
     found: set[Any] = set()
     for name in attributes:
         attribute = getattr(torch.Tensor, name, None)
@@ -104,12 +50,8 @@ def _metadata() -> frozenset[Any]:
 
 
 METADATA = _metadata()
-
-
-# Raised where a parameter that is away is asked for its memory, or written to, and cannot be.
+# Part of errors where an offloaded parameter has no memory to be reached or written to.
 _HOW = "use memascend.materialized(model) to read it, and materialized(model, modify=True) to change it"
-
-
 # Methods that hand out a parameter's memory, or write to it, past torch's counters.
 HANDED_OUT = (
     "__array__", "__dlpack__", "_typed_storage", "apply_", "detach", "map_", "map2_", "numpy", "ravel", "storage",
@@ -118,7 +60,7 @@ HANDED_OUT = (
 
 
 class Away:
-    """Mixed into a parameter's class while it is away."""
+    """Mixed into a parameter's class while it is offloaded."""
 
     _memascend: Place
 
@@ -179,7 +121,7 @@ class Away:
         return place.source.reached.stand_in(place).__reduce_ex__(protocol)
 
 
-# Past those of plain parameters, which watch the ones that are bound: here each comes through __torch_function__.
+# Not the methods of plain parameters, which watch bound ones: here each comes through __torch_function__.
 for _name in HANDED_OUT:
     setattr(Away, _name, getattr(torch.Tensor, _name))
 
@@ -188,14 +130,14 @@ _CLASSES: dict[type, type] = {}
 
 
 def away_class(kind: type) -> type:
-    """The class that parameters of a class have while they are away."""
+    """The class that parameters of a class have while they are offloaded."""
     if kind not in _CLASSES:
         _CLASSES[kind] = type(kind.__name__, (Away, kind), {"__module__": kind.__module__})
     return _CLASSES[kind]
 
 
 def find_away(*trees: Any) -> list[Place]:
-    """The parameters in `trees` that are away."""
+    """The offloaded parameters in `trees`."""
     return [leaf._memascend for leaf in tree_leaves(trees) if isinstance(leaf, Away)]  # noqa: SLF001
 
 
@@ -222,11 +164,11 @@ def _require_outside(place: Place, how: str) -> None:
         raise _refused(place, how)
 
 
-# --- what a function does ------------------------------------------------------------
+# --- functions on offloaded parameters -------------------------------------------------
 
 
 def _apply(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function on parameters that are away."""
+    """Call a function on offloaded parameters."""
     source = places[0].source
     written = _written(func, args, kwargs)
     if source.reached.computes:
@@ -250,7 +192,7 @@ def _apply(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...],
 
 
 def _computed(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function gives while the model computes; memory that it hands out is watched."""
+    """The result of a function while the model computes; memory that it hands out is watched."""
     source = places[0].source
     with source.borrowed(places):
         found = func(*args, **kwargs)
@@ -261,14 +203,14 @@ def _computed(func: Callable[..., Any], places: list[Place], args: tuple[Any, ..
         return found
 
 
-# What no function returns.
+# A value that no function returns.
 _NOTHING = object()
 
 
 def _borrow(
     func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any], *, tracked: bool
 ) -> Any:
-    """What a function gives for values in the arena; `_NOTHING` where that would hand out their memory."""
+    """The result of a function on values in the arena; `_NOTHING` where it would hand out their memory."""
     source = places[0].source
     if source.reached.has(places) or not source.fits(places):
         return _NOTHING
@@ -277,7 +219,7 @@ def _borrow(
         own = {id(place.parameter) for place in places}
         given = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor) and id(leaf) not in own]
         if any(source.hooks.lies_in_unit(tensor) for tensor in given):
-            # A device has no room for a second copy of what a graph needs.
+            # A device has no memory for a second copy of values that a graph needs.
             return found if tracked and places[0].device.type != "cpu" else _NOTHING
         return found
 
@@ -311,7 +253,7 @@ def is_in_place(func: Callable[..., Any]) -> bool:
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
-# What calls detach() where a parameter is made of another.
+# The code that calls detach() where a parameter is made of another.
 _MAKES_PARAMETER = torch.nn.Parameter.__new__.__code__
 
 
@@ -347,10 +289,12 @@ def _stride(func: Callable[..., Any], tensor: Any, dim: int | None = None) -> An
     return stride if dim is None else stride[dim]
 
 
+def _on_meta(place: Place) -> torch.Tensor:
+    return torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="meta")
+
+
 def _is_contiguous(func: Callable[..., Any], tensor: Any, **kwargs: Any) -> bool:
-    place = tensor._memascend  # noqa: SLF001
-    meta = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="meta")
-    return bool(func(meta, **kwargs))
+    return bool(func(_on_meta(tensor._memascend), **kwargs))  # noqa: SLF001
 
 
 def _storage_offset(func: Callable[..., Any], tensor: Any) -> int:
@@ -384,18 +328,18 @@ def _copy(func: Callable[..., Any], tensor: Any, values: Any, *args: Any, **kwar
 
 def _is_laid_out(place: Place, layout: torch.memory_format) -> bool:
     """Whether a parameter has its elements where a memory format has them."""
-    meta = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="meta")
+    meta = _on_meta(place)
     return meta.to(memory_format=layout) is meta
 
 
 def _cast(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `to()` and its kin give: the parameter itself where nothing changes."""
+    """The result of `to()` and similar methods: the parameter itself where nothing changes."""
     if not isinstance(tensor, Away):
         # `other.to(parameter)` asks for its dtype and device alone.
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             return func(tensor, *args, **kwargs)
     place = tensor._memascend  # noqa: SLF001
-    # A tensor of no elements tells what would come out.
+    # A tensor of no elements shows the dtype and device of the result.
     sample = torch.empty(0, dtype=place.dtype, device=place.device)
     layout = kwargs.get("memory_format", torch.preserve_format)
     asked = func(sample, *args, **{key: value for key, value in kwargs.items() if key != "memory_format"})
@@ -420,7 +364,7 @@ def _named(names: dict[str, Any]) -> dict[Any, Any]:
     return {getattr(_T, name): value for name, value in names.items() if hasattr(_T, name)}
 
 
-# What hands out memory where that is not seen in the result, and what the error says while the model computes.
+# Functions that hand out memory that is not seen in the result, with the words of the error while the model computes.
 _MEMORY: dict[Any, str] = {
     _T.data.__get__: "reached through .data",  # type: ignore[attr-defined]
     **_named(
@@ -490,9 +434,15 @@ class UnitHooks(Protocol):
     def lies_in_unit(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on the memory of a unit."""
 
+    def push(self) -> bool:
+        """Install them; False where they are installed already."""
+
+    def pop(self) -> None:
+        """Remove them."""
+
 
 class Source(Protocol):
-    """Loads the values of parameters that are away."""
+    """Loads the values of offloaded parameters."""
 
     @property
     def reached(self) -> WeightMemory:
@@ -509,13 +459,13 @@ class Source(Protocol):
         """Bind the units of some parameters for one operation."""
 
     def note_storage(self, place: Place) -> None:
-        """Somebody takes all of the memory that a parameter lies in."""
+        """User code takes all of the memory in which a parameter lies."""
 
     def note_data(self, place: Place) -> None:
-        """Somebody takes the memory of a parameter."""
+        """User code takes the memory of a parameter."""
 
     def fits(self, places: Iterable[Place]) -> bool:
-        """Whether the units of some parameters have room in memory together."""
+        """Whether the units of some parameters fit into memory together."""
 
     def detached(self, place: Place) -> torch.Tensor | None:
         """A copy of the values where a state dict is made; None elsewhere."""
@@ -525,14 +475,12 @@ class Source(Protocol):
 
 
 _CPU = torch.device("cpu")
-
-
 # A model has some tens of kinds of parameters; where it has more than this, further ones have a tensor each.
 _KINDS_MAX = 1024
 
 
 class Place:
-    """One parameter: where its bytes lie in its unit, and what it is while they are away."""
+    """One parameter: where its bytes lie in its unit, and its placeholder while it is offloaded."""
 
     __slots__ = (
         "away",
@@ -571,7 +519,7 @@ class Place:
         self.away = away_class(self.kind)
         self.nothing = _nothing(self.shape, self.stride, self.dtype, device)
         self.bound_version: int | None = None
-        # `torch.utils.swap_tensors` refuses what a weak reference is held of: what it swapped would be lost.
+        # `torch.utils.swap_tensors` rejects a tensor with a weak reference: a swapped parameter would be lost.
         self.unswapped: weakref.ref[torch.nn.Parameter] | None = None
 
     def view(self, base: torch.Tensor) -> torch.Tensor:
@@ -581,7 +529,7 @@ class Place:
             return values.set_(base.untyped_storage(), self.offset // self.dtype.itemsize, self.shape, self.stride)
 
     def unbind(self) -> None:
-        """Take the values away."""
+        """Make the parameter a placeholder."""
         parameter = self.parameter
         if self.unswapped is None:
             self.unswapped = weakref.ref(parameter)
@@ -590,11 +538,11 @@ class Place:
         self._set_data(self.nothing)
 
     def bind(self, values: torch.Tensor, *, guarded: bool = False) -> None:
-        """Let the parameter have its values; `values` is of its shape and strides.
+        """Let the parameter have its values.
 
         Args:
-            values: what it has from now on.
-            guarded: it keeps the class that asks `Residency.holds` at each use.
+            values: the values, of its shape and strides.
+            guarded: it keeps the class that calls `Residency.holds` at each use.
         """
         # In this order another thread never finds a plain parameter without its values.
         self._set_data(values)
@@ -617,8 +565,8 @@ class Place:
         raise UsageError(said(repr(self.name), "pickled or copied"))
 
     def note_version(self) -> None:
-        """What was written to the parameter up to here is known."""
-        # By the class of what is away the answer takes five times as long.
+        """All writes to the parameter up to here are known."""
+        # Through the class of placeholders the query takes five times as long.
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             self.bound_version = self.parameter._version  # noqa: SLF001
 

@@ -1,4 +1,4 @@
-"""Binds parameters to their bytes for modules, single operations and backwards, and takes them away again."""
+"""Binds parameters to their bytes for modules, single operations and backwards, and unbinds them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memascend.params.threads import ProcessLock, Turns, current, others_alive
 from memascend.params.weight_access import ReachedWeights, Transfers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import FrameType
 
     from memascend.params.offloaded_param import Place
@@ -28,7 +28,7 @@ _CHECKPOINT = "torch.utils.checkpoint"
 
 
 def _unseen() -> AbstractContextManager[Any]:
-    """Out of sight of dispatch modes: a selective checkpoint counts operations, and ours depend on what is cached."""
+    """Out of sight of dispatch modes: a selective checkpoint counts operations, and ours depend on the cache."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()  # noqa: SLF001
 
 
@@ -46,10 +46,10 @@ class Note(NamedTuple):
 
 
 class Keeper(Protocol):
-    """Keeps tensors that lie in no unit elsewhere; a protocol, as who does, `activations`, is in a room above this."""
+    """Keeps tensors that lie in no unit elsewhere: `activations`, which is in a package above this."""
 
     def save(self, tensor: torch.Tensor, caller: FrameType) -> Any:
-        """What stands for a tensor that is saved in this frame, with a method `tensor()`; or the tensor itself."""
+        """The replacement of a tensor that is saved in this frame, with a method `tensor()`; or the tensor itself."""
 
 
 class SavedTensorHooks:
@@ -61,7 +61,7 @@ class SavedTensorHooks:
         """Where there is a keeper, the hooks are pushed for all of a model's forward."""
         self._residency = residency
         self.keeper = keeper
-        # Bound once, so that they can be told from others'.
+        # Bound once, so that they can be distinguished from other hooks.
         self._pair = (self.pack, self.unpack)
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -104,7 +104,7 @@ class SavedTensorHooks:
 
     @staticmethod
     def pop() -> None:
-        """Pop what `push` pushed, if anything is there: a user's own hooks, left by an interrupt, may have taken it."""
+        """Pop the pushed hooks, if there are any: a user's own hooks, left by an interrupt, may have popped them."""
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:  # noqa: SLF001
             return
         torch._C._autograd._pop_saved_tensors_default_hooks()  # noqa: SLF001
@@ -156,12 +156,12 @@ def _viewed(storage: torch.UntypedStorage, note: Note) -> torch.Tensor:
 
 
 class _Saved:
-    """What lies in no unit, as it was when it was saved. Torch looks at no version of what hooks have packed."""
+    """A saved tensor that lies in no unit, with its version: torch checks no version of packed tensors."""
 
     __slots__ = ("_name", "_values", "_version")
 
     def __init__(self, values: torch.Tensor, name: str | None = None) -> None:
-        """`name`: of the parameter that it is, which had memory of its own and is away when the graph is walked."""
+        """`name`: of a parameter that had memory of its own and is offloaded when the graph is walked."""
         self._values = values
         self._name = name
         self._version = values._version  # noqa: SLF001
@@ -183,7 +183,7 @@ class _Saved:
 
 
 class _Delegating:
-    """Ours over another user's hooks (`save_on_cpu`, say): what is no unit's is handed on."""
+    """Ours over hooks of user code (such as `save_on_cpu`): tensors outside of units are passed on."""
 
     __slots__ = ("_pack", "_unpack", "hooks")
 
@@ -207,14 +207,14 @@ class _Delegating:
 
 
 class _OverCheckpoint:
-    """Ours over a checkpoint's, which keeps what is saved as it is: a view keeps its bytes alive, a parameter does not.
+    """Ours over a checkpoint's, which keeps saved tensors as they are: a view keeps its bytes, a parameter does not.
 
-    Of what needs a gradient it makes a view itself; a frozen parameter that it kept would be away in the backward.
+    Of a tensor that needs a gradient it makes a view itself; a frozen parameter would be offloaded in the backward.
     """
 
     __slots__ = ("_pack", "hooks")
 
-    # So torch finds the hooks of users beneath: what a selective checkpoint caches is not for these.
+    # So torch finds the hooks of users beneath: tensors that a selective checkpoint caches are not for these.
     _checkpoint_internal = True
 
     def __init__(self, hooks: SavedTensorHooks, pack: Callable[..., Any]) -> None:
@@ -242,15 +242,15 @@ def _owner(pack: Callable[..., Any]) -> SavedTensorHooks | None:
 
 
 class Residency:
-    """Makes the parameters of units real and lets them be away. All of it runs under one lock; compute does not.
+    """Binds and unbinds the parameters of units. All of it runs under one lock; compute does not.
 
     Attributes:
         units: the units and their bytes.
         turns: of the threads that use parameters.
-        hooks: what keeps what autograd saves of units.
+        hooks: on the tensors that autograd saves.
         transfers: state dicts that are being made or loaded.
         reached: weights that have memory of their own between forwards.
-        stages: hears of each unit before it is used, while micro-batches are computed; None otherwise.
+        stages: is notified of each unit before it is used, while micro-batches are computed; None otherwise.
         listener: the session.
     """
 
@@ -267,10 +267,10 @@ class Residency:
         keeper: Keeper | None = None,
         sums: Sums,
     ) -> None:
-        """Begin with nothing resident. Before anything is used, `listen` says who hears of it.
+        """Begin with nothing in memory. `listen` is called before the first use.
 
-        `engine` has the updates, which may hold units until they are done. `keeper` keeps what autograd saves and lies
-        in no unit; `sums` finds what was written to past torch's counters.
+        `engine` has the updates, which may hold units until they are done. `keeper` keeps saved tensors that lie in no
+        unit; `sums` finds parameters that were written to past torch's counters.
         """
         self._memory = memory
         self._limits = limits
@@ -286,7 +286,7 @@ class Residency:
 
     @contextmanager
     def followed_by(self, stages: Stages) -> Iterator[None]:
-        """Have micro-batches hear of each unit before it is used."""
+        """Inside, notify `stages` of each unit before it is used."""
         self.stages = stages
         try:
             yield
@@ -294,13 +294,13 @@ class Residency:
             self.stages = None
 
     def listen(self, listener: Listener) -> None:
-        """Have a session hear of what is done from now on; it is made of this, so that it comes later."""
+        """Notify a session of all uses from now on; it is made of this object, and so comes later."""
         self.listener = listener
 
     # --- binding ---------------------------------------------------------------
 
     def bind(self, home: Home) -> None:
-        """Make a unit's parameters real. Every call is ended by `unbind`."""
+        """Bind a unit's parameters. Every call is ended by `unbind`."""
         self._memory.require_usable()
         here = current()
         with self.lock:
@@ -319,7 +319,7 @@ class Residency:
                 home.count(here, 1)
 
     def unbind(self, home: Home, holder: int | None = None) -> None:
-        """End what `bind` began; `holder`: the thread that it began in, where that is another."""
+        """Undo `bind`; `holder`: the thread of `bind`, where that is another."""
         here = current() if holder is None else holder
         with self.lock:
             if here not in home.holders:
@@ -333,7 +333,7 @@ class Residency:
         self._meter.used()
 
     def release(self, holder: int) -> None:
-        """End what a thread has bound: it computes nothing, and interrupts may come between any two lines."""
+        """Unbind all units of a thread: it computes nothing, and interrupts may come between any two lines."""
         with self.lock:
             for home in self.units.homes:
                 if not (home.bound or home.holders):
@@ -344,7 +344,7 @@ class Residency:
                 home.count(holder, -home.holders.get(holder, 0))
 
     def _take_away(self, home: Home) -> None:
-        """Let the parameters of a unit be away; done again after an interrupt it does the rest."""
+        """Make the parameters of a unit placeholders; a repeated call after an interrupt completes it."""
         self._find_written(home)
         home.unbind()
 
@@ -358,22 +358,22 @@ class Residency:
         return current() in self.units.home_of[place.name].holders
 
     def note_data(self, place: Place) -> None:
-        """Somebody takes the `.data` or the memory of a parameter, which is watched from here on where it is bound."""
-        with self.lock:
-            home = self.units.home_of[place.name]
-            if home.bound:
-                self.units.sums.take(home, place)
+        """User code takes the `.data` or the memory of a parameter, which is watched from here on where it is bound."""
+        self._note_taken(place, (place,))
 
     def note_storage(self, place: Place) -> None:
-        """Somebody takes all of the memory that a parameter lies in, which is that of its unit."""
+        """User code takes all of the memory in which a parameter lies: the memory of its unit."""
+        self._note_taken(place, self.units.home_of[place.name].places)
+
+    def _note_taken(self, place: Place, taken: Sequence[Place]) -> None:
         with self.lock:
             home = self.units.home_of[place.name]
             if home.bound:
-                for other in home.places:
+                for other in taken:
                     self.units.sums.take(home, other)
 
     def require_away(self, place: Place) -> None:
-        """Refuse other memory for a parameter that is bound."""
+        """Reject other memory for a parameter that is bound."""
         if self.units.home_of[place.name].bound:
             raise UsageError(said(repr(place.name), "replaced through .data"))
 
@@ -383,7 +383,7 @@ class Residency:
         self.units.require_open()
         self.transfers.settle()
         self.listener.borrowed(places)
-        homes = list({id(home): home for home in (self.units.home_of[place.name] for place in places)}.values())
+        homes = self._homes(places)
         bound: list[Home] = []
         pushed = False
         with self.turns.touching():
@@ -399,10 +399,13 @@ class Residency:
                 for home in reversed(bound):
                     self.unbind(home)
 
+    def _homes(self, places: Iterable[Place]) -> list[Home]:
+        """The units of some parameters, each once."""
+        return list({home.index: home for home in (self.units.home_of[place.name] for place in places)}.values())
+
     def fits(self, places: Iterable[Place]) -> bool:
-        """Whether the units of some parameters have room in memory together."""
-        homes = {id(home): home for home in (self.units.home_of[place.name] for place in places)}.values()
-        sizes = [home.slot_bytes for home in homes if not home.held]
+        """Whether the units of some parameters fit into memory together."""
+        sizes = [home.slot_bytes for home in self._homes(places) if not home.held]
         return all(sizes.count(size) <= self._limits.slots.get(size, 0) for size in set(sizes))
 
     def detached(self, place: Place) -> torch.Tensor | None:
@@ -447,7 +450,7 @@ class Residency:
             )
 
     def close(self, why: str) -> None:
-        """Let everything go; afterwards a touch of a parameter raises `UsageError(why)`."""
+        """Release everything; afterwards a use of a parameter raises `UsageError(why)`."""
         with self.lock:
             for home in self.units.homes:
                 if home.bound or home.holders:
@@ -461,8 +464,7 @@ class Residency:
         if self.stages is not None:
             self.stages.arrive((home,))
         self._memory.require_usable()
-        if self.transfers.holds_back:
-            self.transfers.settle()
+        self.transfers.settle()
         self.reached.note_walk()
         with self.lock:
             if home.version != version:

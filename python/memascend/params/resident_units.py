@@ -1,4 +1,4 @@
-"""Keeps units' bytes in memory: reads them ahead of their use, evicts others to make room."""
+"""Keeps units' bytes in memory: reads them ahead of their use, evicts others to free memory."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
 
 _NEVER = 1 << 60
-
-
-# A step that uses more units than this (a long generate()) is not learnt beyond it.
+# A step that uses more units than this (a long generate()) is not recorded beyond it.
 _RECORDED_MAX = 1 << 16
 
 
@@ -62,13 +60,10 @@ class Order:
             return
         if len(self._recorded) < _RECORDED_MAX:
             self._recorded.append(index)
-        uses = self._uses.get(index, [])
-        at = bisect_left(uses, self._position)
-        # Another path than the last step's: go on where this unit is used next, or was used at all.
-        if at < len(uses):
-            self._position = uses[at] + 1
-        elif uses:
-            self._position = uses[0] + 1
+        uses = self._uses.get(index)
+        if uses:
+            # Another path than the last step's: continue where this unit is used next, or was used at all.
+            self._position = uses[bisect_left(uses, self._position) % len(uses)] + 1
 
     def ahead(self, count: int, beside: Container[int] = ()) -> list[int]:
         """The next units that are used, `beside` some, this many at most."""
@@ -97,7 +92,7 @@ class Order:
         return uses[0] + len(self._expected) - self._position
 
     def is_used_again(self, index: int) -> bool:
-        """Whether what is left of the step uses a unit."""
+        """Whether the rest of the step uses a unit."""
         uses = self._uses.get(index, [])
         return bisect_left(uses, self._position) < len(uses)
 
@@ -130,56 +125,29 @@ def victim_for(home: Home, homes: Iterable[Home], order: Order, current: Home | 
 
 
 def is_leaving(home: Home, homes: Iterable[Home]) -> bool:
-    """Whether the bytes of an evicted unit of the same class are still held by somebody."""
-    for other in homes:
-        if (
-            other.slot_bytes == home.slot_bytes
-            and other is not home
-            and other.state is Bytes.AWAY
-            and other.weak is not None
-            and not other.weak[0].expired()
-        ):
-            return True
-    return False
+    """Whether views still hold the bytes of an evicted unit of the same class."""
+    return any(
+        other.slot_bytes == home.slot_bytes
+        and other is not home
+        and other.state is Bytes.AWAY
+        and other.weak is not None
+        and not other.weak[0].expired()
+        for other in homes
+    )
 
 
-def holders_beside(home: Home, homes: Iterable[Home]) -> list[str]:
-    """The names of units of the same class whose bytes somebody holds."""
-    return [
+def holders_beside(home: Home, homes: Iterable[Home]) -> str:
+    """The names of units of the same class whose bytes are held by views or updates."""
+    return ", ".join(
         other.name
         for other in homes
         if other.slot_bytes == home.slot_bytes and other.weak is not None and alive(other.weak[0]) is not None
-    ]
+    )
 
 
 def is_useless(home: Home, order: Order) -> bool:
-    """Whether what is left of the step does not use a unit, and its commit makes the unit's values old."""
+    """Whether the rest of the step does not use a unit, whose values the commit makes old."""
     return home.trained and not order.is_used_again(home.index)
-
-
-def has_useless(home: Home, homes: Iterable[Home], order: Order) -> bool:
-    """Whether a resident of the same class may go without being read again."""
-    for other in homes:
-        if (
-            other.slot_bytes == home.slot_bytes
-            and other.base is not None
-            and not (other.bound or other.pinned)
-            and is_useless(other, order)
-        ):
-            return True
-    return False
-
-
-def crowded(home: Home, homes: Iterable[Home], limits: Limits) -> BudgetError:
-    """The error where nothing can leave for a unit, with a budget that has room."""
-    holders = holders_beside(home, homes)
-    smallest = limits.larger(home.slot_bytes)
-    return BudgetError(
-        f"no memory for unit {home.name!r} ({home.nbytes} bytes): all places of its size are held by views of "
-        f"{', '.join(holders) or 'units in use'}, which a checkpoint segment of several blocks, or your "
-        f"code, keeps; {limits.option}={smallest} has a place for every unit",
-        smallest=smallest,
-    )
 
 
 _log = logging.getLogger("memascend")
@@ -187,12 +155,8 @@ _log = logging.getLogger("memascend")
 
 # How long the bytes of an evicted unit may take to come back, and how long to wait before giving up.
 _RELEASE_SECONDS = 0.05
-
-
 _LAST_SECONDS = 1.0
-
-
-# Units beyond the planned ones that are fetched ahead where there is room anyway.
+# Units beyond the planned ones that are fetched ahead where memory is free anyway.
 _FARTHER = 3
 
 
@@ -204,7 +168,7 @@ class ResidentUnits:
         home_of: the unit of each parameter, by the parameter's name.
         order: in which units are used.
         closed: why nothing may be used any more, once that is so.
-        written: parameters that somebody wrote to while they were bound.
+        written: parameters that were written to while they were bound.
         overrides: values that are not on storage, and that the model computes with, by parameter.
         counters: what was done, for reports.
     """
@@ -231,7 +195,7 @@ class ResidentUnits:
         self.homes: list[Home] = []
         self.home_of: dict[str, Home] = {}
         self.order = Order()
-        # The places of units that are held: they are always there.
+        # Indices of units in the RAM tier: they are always in memory.
         self._held: set[int] = set()
         self.closed: str | None = None
         self.written: set[str] = set()
@@ -251,14 +215,14 @@ class ResidentUnits:
         self.home_of.update((place.name, home) for place in places)
 
     def require_open(self) -> None:
-        """Refuse what comes after the end, and what a forked child asks."""
+        """Reject calls after the end, and calls of a forked child."""
         if self.closed or os.getpid() != self._process:
             raise UsageError(self.closed or FORKED)
 
     # --- reading ------------------------------------------------------------------------
 
     def use(self, home: Home) -> torch.Tensor:
-        """The bytes of a unit, waited for; and begin to fetch what comes after it."""
+        """The bytes of a unit, waited for; also begins to fetch the next units."""
         with self._lock:
             self.require_open()
             self._current = home
@@ -280,7 +244,7 @@ class ResidentUnits:
     def _bring(self, home: Home) -> None:
         """Have the bytes of a unit in memory; an interrupt leaves one that is brought again."""
         if home.state is Bytes.AWAY and self._adopt(home):
-            # What was compared of these bytes is compared on.
+            # Parameters in these bytes that were compared still are.
             return
         if self.sums.compares:
             self.sums.forget(home)
@@ -289,12 +253,12 @@ class ResidentUnits:
                 self._start(home, must=True)
             home.arrive(self.overrides)
         else:
-            # Asked first: what becomes stale in between is brought again.
+            # Read first: bytes that become stale in between are brought again.
             epoch = self._memory.held_epoch
             held = self._memory.held(home.name)
             self._at[held.data_ptr()] = (home, home.version)
             if any(place.name in self.overrides for place in home.places):
-                # What only the model has is no part of what is held.
+                # Values that only the model has are no part of the RAM tier.
                 base = self._copies.of_bytes(held[: home.nbytes])
                 home.overlay(base, self.overrides)
                 self._at[base.data_ptr()] = (home, home.version)
@@ -318,22 +282,19 @@ class ResidentUnits:
 
     def _adopt(self, home: Home) -> bool:
         """Take living bytes of the current version again."""
-        adopted = home.weak is not None and home.weak[1] == home.version and home.adopt()
+        adopted = home.adopt()
         self.counters["adopted"] += adopted
         return adopted
 
     def look_ahead(self) -> None:
-        """Begin to fetch what is used next, where there is room now."""
+        """Begin to fetch the next units, where memory is free now."""
         with self._lock:
             if not self.closed:
                 self._look_ahead()
 
     def _look_ahead(self) -> None:
-        """Begin to fetch the next units.
-
-        Farther ones, too, where nothing has to leave for them that this step uses again: embeddings and heads have
-        places of their own, and the disk is not to wait until they are next.
-        """
+        # Farther ones, too, where no unit has to leave for them that this step uses again: embeddings and LM heads have
+        # slots of their own. The drive should not wait until they are next.
         near = self._limits.lookahead
         if len(self._held) == len(self.homes):
             return
@@ -343,19 +304,27 @@ class ResidentUnits:
                 # One that is useless now is read when the commit has made its values new.
                 # One that is bound without bytes of ours is materialized: they could not leave before it is no more.
                 continue
-            room = count < near or self._arena.free_slots(home.nbytes) or has_useless(home, self.homes, self.order)
-            if not room:
-                continue
-            if not self._start(home, must=False):
+            room = count < near or self._arena.free_slots(home.nbytes) or self._has_useless(home)
+            if room and not self._start(home, must=False):
                 return
 
-    # --- making room --------------------------------------------------------------------
+    def _has_useless(self, home: Home) -> bool:
+        """Whether a cached unit of the same class can leave without being read again."""
+        return any(
+            other.slot_bytes == home.slot_bytes
+            and other.base is not None
+            and not (other.bound or other.pinned)
+            and is_useless(other, self.order)
+            for other in self.homes
+        )
+
+    # --- freeing memory -----------------------------------------------------------------
 
     def _room(self, home: Home, *, must: bool) -> Any:
-        """A lease for a unit; None where there is no room now and it is not needed yet."""
+        """A lease for a unit; None where no memory is free now and it is not needed yet."""
         waited, evicted = 0.0, False
         while True:
-            # Where there is no room now, that is asked and not tried: an error with its message takes its time.
+            # A query for free slots comes first: a lease that fails is slower, as an error with its message is made.
             if waited or self._arena.free_slots(home.nbytes):
                 try:
                     return self._arena.lease(home.nbytes, timeout=waited, owner="units")
@@ -363,7 +332,7 @@ class ResidentUnits:
                     if waited == _LAST_SECONDS and not self._engine.queued_bytes:
                         self._add_room(home)
                         continue
-            # No more than one leaves for what is only looked ahead for.
+            # At most one unit is evicted for one that is only fetched ahead.
             way = None if evicted and not must else self._way_to_room(home, waited, must=must)
             if isinstance(way, Home):
                 self.evict(way)
@@ -374,37 +343,44 @@ class ResidentUnits:
                 return None
 
     def _way_to_room(self, home: Home, waited: float, *, must: bool) -> Home | float | None:
-        """How a unit gets room, after `waited` seconds for a lease in vain.
+        """How a unit gets memory, after `waited` seconds for a lease in vain.
 
         Returns:
-            A unit that leaves; or how long to wait for a lease; or None, as it is not needed yet, and is asked for
-            again with the next use of any: waiting here would keep compute from going on.
+            A unit to evict; or how long to wait for a lease; or None, where the unit is not needed yet. The next use of
+            any unit tries again: waiting here would stop compute.
         """
         if is_leaving(home, self.homes):
             if not must:
                 return None
             if waited != _LAST_SECONDS and (self._engine.queued_bytes or not waited):
-                # Whoever read it lets go in a moment; an update that works on it, when it is done.
+                # Its reader releases it in a moment; an update that works on it, when it is done.
                 return _RELEASE_SECONDS
         victim = victim_for(home, self.homes, self.order, self._current, must=must)
         return _LAST_SECONDS if victim is None and must else victim
 
     def _add_room(self, home: Home) -> None:
-        """Take memory beside the planned, where nobody gave a budget: a plan cannot know what code keeps."""
-        if self._limits.add is None:
-            raise crowded(home, self.homes, self._limits) from None
-        added = self._limits.add(home.nbytes)
+        """Take memory beside the planned, where no budget was given: a plan cannot know which views code keeps."""
+        limits, holders = self._limits, holders_beside(home, self.homes) or "units in use"
+        if limits.add is None:
+            smallest = limits.larger(home.slot_bytes)
+            raise BudgetError(
+                f"no memory for unit {home.name!r} ({home.nbytes} bytes): all places of its size are held by views of "
+                f"{holders}, which a checkpoint segment of several blocks, or your code, keeps; "
+                f"{limits.option}={smallest} has a place for every unit",
+                smallest=smallest,
+            ) from None
+        added = limits.add(home.nbytes)
         _log.warning(
             "%d bytes beside the planned %s were added for unit %r: all places of its size are held by views of %s, "
             "which a checkpoint segment of several blocks, or your code, keeps",
             added,
-            self._limits.option,
+            limits.option,
             home.name,
-            ", ".join(holders_beside(home, self.homes)) or "units in use",
+            holders,
         )
 
     def evict(self, home: Home) -> None:
-        """Let a unit's bytes go; views that others hold keep them until they are gone."""
+        """Release a unit's bytes; views of other code keep them alive."""
         with self._lock:
             if self.sums.compares:
                 self.written.update(self.sums.changed(home))
@@ -415,7 +391,7 @@ class ResidentUnits:
     # --- values that change -------------------------------------------------------------
 
     def override(self, place: Place, values: torch.Tensor | None) -> None:
-        """Let the model compute with these values from now on; None: with those on storage again."""
+        """Let the model compute with these values from now on; None: with the stored ones again."""
         with self._lock:
             self.overrides.pop(place.name, None)
             if values is not None:
@@ -426,7 +402,7 @@ class ResidentUnits:
             home.forget()
 
     def settle_override(self, place: Place) -> None:
-        """The values of an override are on storage now: what is resident is right, what is being read may be old."""
+        """The values of an override are on storage now: bytes in memory are right, bytes being read may be old."""
         with self._lock:
             self.overrides.pop(place.name, None)
             home = self.home_of[place.name]
@@ -434,7 +410,7 @@ class ResidentUnits:
                 self.evict(home)
 
     def find_written(self) -> None:
-        """Look for values in memory that are not what was read, as far as they are compared."""
+        """Look for values in memory that differ from the read ones, as far as they are compared."""
         with self._lock:
             for home in self.homes:
                 self.drop_written(home, home.written)
@@ -449,17 +425,17 @@ class ResidentUnits:
             written.update(place.name for place in home.places)
         if written:
             self.written.update(written)
-            # Told once, by whichever of the two it was found.
+            # Reported once, by whichever of the two found it.
             home.note_written()
-            # Who wrote to one through its storage may have written to all of them.
+            # A write to one through its storage may have reached all of them.
             for place in home.places if home.held else ():
                 self._memory.spoil(place.name)
-            # What it holds now is no step's: it is read again.
+            # Its bytes are no step's: they are read again.
             self.evict(home)
             home.forget()
 
     def changed(self, names: Iterable[str]) -> None:
-        """Parameters have new values on storage: what is resident of their units is old."""
+        """Parameters have new values on storage: the cached bytes of their units are old."""
         with self._lock:
             for index in {self.home_of[name].index for name in names}:
                 home = self.homes[index]
@@ -480,7 +456,7 @@ class ResidentUnits:
         """The values of a parameter where they are resident, as the last commit left them. They hold the unit."""
         with self._lock:
             home = self.home_of[place.name]
-            # What is held the engine has.
+            # The engine has the values of the RAM tier.
             return None if home.base is None or home.held else place.view(home.base)
 
     def home_at(self, address: int) -> tuple[Home, int] | None:
@@ -492,7 +468,7 @@ class ResidentUnits:
         return found
 
     def close(self, why: str) -> None:
-        """Let all bytes go; afterwards a use raises `UsageError(why)`."""
+        """Release all bytes; afterwards a use raises `UsageError(why)`."""
         self.closed = why
         for home in self.homes:
             self.evict(home)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 # Threads of these packages carry out their own work, and never touch a model: progress bars, loaders, debuggers.
 _HELPERS = ("torch", "tqdm", "multiprocessing", "ipykernel", "execnet", "memascend")
-
-
 _local = threading.local()
 
 
@@ -36,7 +34,7 @@ def works_for_another() -> bool:
 
 @contextmanager
 def working_for(thread: int) -> Iterator[None]:
-    """Inside, what this thread binds is bound for another one, which waits."""
+    """Inside, units that this thread binds are bound for another one, which waits."""
     _local.works_for = thread
     try:
         yield
@@ -88,8 +86,6 @@ def _is_helper(thread: threading.Thread) -> bool:
 
 # How long an operation of another thread on a parameter may take before it is refused as one that does not end.
 _TOUCH_SECONDS = 60.0
-
-
 FORKED = (
     "the model belongs to the process that offloaded it, and this process is a fork of it: compute there, or offload a "
     "model here"
@@ -108,8 +104,8 @@ class OwnProcess:
         return os.getpid() != self._id
 
     def require_here(self) -> None:
-        """Refuse what a fork asks."""
-        if os.getpid() != self._id:
+        """Reject a call in a fork."""
+        if self.is_elsewhere:
             raise UsageError(FORKED)
 
 
@@ -123,7 +119,7 @@ class ProcessLock(type(threading.RLock())):  # type: ignore[misc]
         _locks.add(self)
 
     def refuse(self) -> None:
-        """In a fork, whoever takes it from now on gets an error."""
+        """In a fork, taking the lock raises an error from now on."""
         self.__class__ = _ForksLock
 
 
@@ -150,7 +146,7 @@ class Turns:
 
     def __init__(self, lock: ProcessLock) -> None:
         self.lock = lock
-        # Tells of every change of what follows.
+        # Notified of every change of the following attributes.
         self._turn = threading.Condition(lock)
         # The thread that changes values or waits to, how deep, and whether the others have stopped; see `alone`.
         self._changer: int | None = None
@@ -158,13 +154,13 @@ class Turns:
         self._changing = False
         # Threads that carry out one operation on a parameter, with how often.
         self._touching: dict[int, int] = {}
-        # More threads than one have bound units: what one has bound is not bound for another.
+        # More than one thread has bound units: a unit that one has bound is not bound for another.
         self.several = False
         # The first one that used them.
         self.first: int | None = None
 
     def note_thread(self) -> None:
-        """A thread is about to use parameters: from its first module on it must not lean on what another has bound."""
+        """A thread is about to use parameters: it must not rely on units that another thread has bound."""
         thread = current()
         if self.first is None:
             self.first = thread
@@ -193,7 +189,7 @@ class Turns:
                 self._turn.notify_all()
 
     def release(self) -> None:
-        """End what an interrupt left of this thread's operations."""
+        """End operations of this thread that an interrupt left open."""
         with self.lock:
             if self._touching.pop(current(), None) is not None:
                 self._turn.notify_all()
@@ -208,7 +204,7 @@ class Turns:
             self._changes += 1
         try:
             with self.lock:
-                # An operation that has begun goes on, also where it binds more; no other begins.
+                # An operation that has begun continues, also where it binds more; no other begins.
                 self._turn.wait_for(lambda: not self._touching.keys() - {here}, timeout=_TOUCH_SECONDS)
                 self._changing = True
             yield
@@ -221,7 +217,7 @@ class Turns:
 
 
 def count_here(threads: dict[int, int], more: int) -> None:
-    """Count for this thread; those that stand at nothing are not there."""
+    """Count for this thread; a thread whose count is zero has no entry."""
     thread = current()
     counted = threads.pop(thread, 0) + more
     if counted > 0:

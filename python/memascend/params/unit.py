@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from memascend.params.offloaded_param import Place
 
 
-# Holds what is bound for all threads; no thread has this number.
+# The holder of units that are bound for all threads; no thread has this number.
 NOBODY = 0
 
 
@@ -36,16 +36,13 @@ class UnitRead(Protocol):
     def wait(self) -> int:
         """Wait for it, and check it."""
 
-    def done(self) -> bool:
-        """Whether the device is done."""
-
 
 class Bytes(Enum):
     """Where the bytes of a unit are."""
 
-    # On storage. A view that somebody keeps may keep alive what was in memory last: `Home.adopt` finds it.
+    # On storage. A view may keep the last bytes in memory alive: `Home.adopt` finds them.
     AWAY = auto()
-    # On their way into memory of the arena.
+    # Being read into memory of the arena.
     READING = auto()
     # In memory of the arena.
     CACHED = auto()
@@ -59,8 +56,6 @@ class Bytes(Enum):
 
 
 Move = Literal["read", "arrive", "adopt", "stand", "copy", "leave"]
-
-
 _MOVES: dict[Move, dict[Bytes, Bytes]] = {
     "read": {Bytes.AWAY: Bytes.READING},
     "arrive": {Bytes.READING: Bytes.CACHED},
@@ -81,7 +76,7 @@ class Home:
         held: its values are in memory for the whole run, so that it has no place in the arena.
         places: its parameters.
         state: where its bytes are.
-        base: the bytes in memory; None while they are away or read.
+        base: the bytes in memory; None while they are on storage or being read.
         read: the read that is under way; None in other states.
         weak: the storage that was leased last, which views that others hold may keep alive, and the version there.
         version: counts the values that it had.
@@ -155,20 +150,20 @@ class Home:
     # --- its bytes ---------------------------------------------------------------------
 
     def begin_read(self, read: UnitRead, into: torch.Tensor) -> None:
-        """They are being read into leased memory."""
+        """Note that the bytes are being read into leased memory."""
         self.weak = None
         self.read, self._into = read, into
         self._move("read")
 
     def arrive(self, overrides: Mapping[str, torch.Tensor]) -> None:
-        """Wait for what is read, which checks it: it is the bytes, but for `overrides`, values that are not stored."""
+        """Wait for the read, which verifies it; then `overrides`, values that are not stored, replace parts of it."""
         into = self._into
         assert self.read is not None, f"nothing of unit {self.name!r} is read"
         assert into is not None, "a read has memory"
         try:
             self.read.wait()
         except BaseException:
-            # After an error somebody's traceback may hold what it was read into.
+            # After an error a traceback may hold the memory of the read.
             self.leave()
             raise
         if overrides:
@@ -195,26 +190,26 @@ class Home:
         self._move("stand")
 
     def copy(self, base: torch.Tensor) -> None:
-        """The bytes are in a file, while others are held."""
+        """The bytes are in a file, and not in the RAM tier."""
         self.base, self._file = base, StorageWeakRef(base.untyped_storage())
         self._move("copy")
 
     def leave(self) -> None:
-        """The bytes are let go; views that others hold keep them until they are gone."""
+        """Release the bytes; views of other code keep them alive."""
         if self.state is Bytes.READING:
-            # Dropping a read waits for it; what it reads into goes after it, and was never checked.
+            # Dropping a read waits for it; its memory is released after it, and was never verified.
             self.read = None
             self._into = self.weak = None
         self._views = self.base = None
         self._move("leave")
 
     def is_stale(self, epoch: int) -> bool:
-        """Whether a step has changed the bytes where they are held, as of an epoch of the store, and nobody else."""
+        """Whether a step alone has changed the bytes where they are held, as of an epoch of the store."""
         return self.state is Bytes.IN_PLACE and self._epoch != epoch
 
     @property
     def is_moved(self) -> bool:
-        """Whether somebody moved its bytes from where they are held, as `share_memory_()` does."""
+        """Whether user code moved its bytes from where they are held, as `share_memory_()` does."""
         return self.state is Bytes.IN_PLACE and self.base is not None and self.base.data_ptr() != self._address
 
     def is_at(self, address: int) -> bool:
@@ -227,7 +222,7 @@ class Home:
     # --- its values --------------------------------------------------------------------
 
     def train(self) -> None:
-        """A commit has changed the values on storage: what is in memory is old."""
+        """A commit has changed the values on storage: the bytes in memory are old."""
         self.version += 1
         self.trained = True
         if self.held:
@@ -243,7 +238,7 @@ class Home:
         self.version += 1
 
     def forget(self) -> None:
-        """What is in memory is no step's: nobody takes it again."""
+        """Release bytes that are no step's: they are not adopted again."""
         self.leave()
         self.weak = None
 
@@ -257,7 +252,7 @@ class Home:
 
     @property
     def written(self) -> list[str]:
-        """The parameters that somebody wrote to in place since they were bound, or unbound: views outlive both."""
+        """The parameters that were written to in place since they were bound, or unbound: views outlive both."""
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             return [
                 place.name
@@ -266,7 +261,7 @@ class Home:
             ]
 
     def note_written(self) -> None:
-        """What somebody wrote in place is told: count from now on."""
+        """Writes in place were reported: count from now on."""
         for place in self.places:
             if place.bound_version is not None:
                 place.note_version()
@@ -295,12 +290,12 @@ class Home:
             place.bind(values, guarded=guarded)
 
     def unbind(self) -> None:
-        """Let the parameters be away; done again after an interrupt it does the rest."""
+        """Make the parameters placeholders; a repeated call after an interrupt completes it."""
         for place in self.places:
             place.unbind()
 
     def abandon(self) -> None:
-        """Nobody has bound it."""
+        """Forget all holders."""
         self.holders.clear()
         self.bound = 0
 
@@ -318,7 +313,7 @@ class Memory(Protocol):
     arena: Arena
 
     def begin(self, name: str, base: torch.Tensor) -> UnitRead:
-        """Begin to bring a unit into a lease of the arena."""
+        """Begin to read a unit into a lease of the arena."""
 
     def held(self, name: str) -> torch.Tensor:
         """The bytes of a unit that is held, as the last commit left them."""
@@ -328,24 +323,24 @@ class Memory(Protocol):
         """While it stays the same, what `held` gave is what the last commit left."""
 
     def spoil(self, name: str) -> None:
-        """Somebody wrote to a parameter of a unit that is held."""
+        """User code wrote to a parameter of a unit in the RAM tier."""
 
     def used(self, base: torch.Tensor) -> None:
         """The caller is about to compute with a unit's bytes."""
 
     def require_usable(self) -> None:
-        """Refuse, before anything is done, where nobody may compute with them."""
+        """Reject a call, before anything is done, where units must not be computed with."""
 
 
 class Stages(Protocol):
-    """Follows the micro-batches of a step; see `microbatches`, which is in a room above this."""
+    """Follows the micro-batches of a step; see `microbatches`, which is in a package above this."""
 
     def arrive(self, homes: Iterable[Home]) -> None:
-        """A module or a backward is about to use units; other micro-batches may be computed before it goes on."""
+        """A module or a backward is about to use units; other micro-batches may be computed before it continues."""
 
 
 class Listener(Protocol):
-    """Hears what is done with parameters, and knows what the run does now; the session, which is in a room above."""
+    """Is notified of uses of parameters, and knows the state of the run: the session, in a package above this."""
 
     @property
     def has_updates(self) -> bool:
@@ -366,7 +361,7 @@ class Listener(Protocol):
 
 
 class UseMeter(Protocol):
-    """Measures memory each time that a unit was used; `Meter`, which is in a room above."""
+    """Measures memory each time that a unit was used: `Meter`, which is in a package above this."""
 
     def used(self) -> None:
         """The use of a unit has ended."""
@@ -374,13 +369,13 @@ class UseMeter(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the plan lets units have."""
+    """The limits of units in the plan."""
 
     lookahead: int  # how many units ahead of the one in use are fetched
     slots: dict[int, int]  # the arena's classes, {bytes: count}
     option: str  # what the user sets the budget by
-    larger: Callable[[int], int]  # a budget that has more room, where a unit of so many bytes finds none
-    # Takes memory for one more unit of so many bytes, and tells how many; None where a budget was given.
+    larger: Callable[[int], int]  # a budget that suffices where a unit of so many bytes finds no memory
+    # Takes memory for one more unit of so many bytes, and returns how many; None where a budget was given.
     add: Callable[[int], int] | None
 
 
@@ -391,7 +386,7 @@ class Copies:
     """Where copies lie: a file for each parameter, which nothing else sees and which is gone with its tensor."""
 
     def __init__(self, folder: Path | None) -> None:
-        """`folder` is where they lie; None where nobody named one and the storage is no folder."""
+        """`folder` is where they lie; None where none was named and the storage is no folder."""
         self._given = folder
 
     def of_values(self, place: Place, values: torch.Tensor) -> torch.Tensor:
@@ -472,7 +467,7 @@ def _write(descriptor: int, values: torch.Tensor, folder: Path) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-# Those of them that give the memory of all of the unit; so does any of them after detach() or ravel().
+# Methods that hand out the memory of all of the unit, directly or after detach() or ravel().
 STORAGES = frozenset({"_typed_storage", "detach", "ravel", "storage", "untyped_storage"})
 
 
@@ -486,7 +481,7 @@ def wanted() -> bool:
 
 @dataclass(frozen=True)
 class Left:
-    """Bytes that a unit has let go, and what parameters were in them."""
+    """Bytes that a unit has released, and the checksums of parameters in them."""
 
     home: Home
     weak: StorageWeakRef
@@ -494,10 +489,10 @@ class Left:
 
 
 class Sums:
-    """What the parameters in memory were when they were read, or when their `.data` was taken."""
+    """Checksums of parameters in memory, as of their read or of the access to their `.data`."""
 
     def __init__(self, *, everything: bool) -> None:
-        """`everything`: compare all parameters, and not only those that somebody took the data of."""
+        """`everything`: compare all parameters, and not only ones whose `.data` was taken."""
         self._everything = everything
         # Some parameter is compared, or was: without one nothing else is called.
         self.compares = everything
@@ -517,18 +512,18 @@ class Sums:
                 self.take(home, place)
 
     def forget(self, home: Home) -> None:
-        """What was read is not compared any more."""
+        """Stop comparing the parameters of a unit."""
         for place in home.places:
             self._read.pop(place.name, None)
 
     def take(self, home: Home, place: Place) -> None:
-        """Somebody is about to have a parameter's memory."""
+        """User code is about to take a parameter's memory."""
         self.compares = True
         if home.base is not None and place.name not in self._read:
             self._read[place.name] = _sum(home.base, place.offset, place.nothing.nbytes)
 
     def leave(self, home: Home) -> None:
-        """The unit lets its bytes go: what somebody took of them is compared for as long as it lives."""
+        """The unit releases its bytes: parameters whose memory was taken are compared for as long as it lives."""
         sums = {place.name: self._read[place.name] for place in home.places if place.name in self._read}
         # Where it is held, the store has its memory, and checks it.
         if sums and home.base is not None and home.state is not Bytes.IN_PLACE:
@@ -537,7 +532,7 @@ class Sums:
             self._left[weak.cdata] = Left(home, weak, sums)
 
     def changed_since(self) -> list[str]:
-        """The parameters whose bytes were written to since their unit let them go; each is told once."""
+        """The parameters whose bytes were written to since their unit released them; each is reported once."""
         names = []
         for key, left in list(self._left.items()):
             storage = alive(left.weak)
@@ -554,7 +549,7 @@ class Sums:
         return names
 
     def changed(self, home: Home) -> list[str]:
-        """The parameters of a unit in memory that are not what was read."""
+        """The parameters of a unit in memory that differ from the read values."""
         base = home.base
         if base is None or not self._read:
             return []

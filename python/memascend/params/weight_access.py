@@ -1,4 +1,4 @@
-"""Hands out real memory of weights between forwards, and finds what was written there."""
+"""Hands out real memory of weights between forwards, and finds writes to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from memascend.tensors import bytes_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from memascend.params.offloaded_param import Place
+    from memascend.params.offloaded_param import Place, UnitHooks
     from memascend.params.resident_units import ResidentUnits
     from memascend.params.threads import ProcessLock, Turns
     from memascend.params.unit import Copies, Listener
@@ -33,13 +33,13 @@ _OVERLAPS = 1
 class Way(Enum):
     """By which way a weight's memory may be written to."""
 
-    # A view, `.data` or the like, which somebody may have: it counts as written to until it was looked at.
+    # A view, `.data` or the like, which user code may have: it counts as written to until it was examined.
     VIEW = auto()
     # The same, of a state dict, which later steps do not change.
     STATE_DICT = auto()
-    # None: nobody else has the memory, so that it stays as it was seen.
+    # None: no other code has the memory, so that it stays as it was seen.
     NONE = auto()
-    # A view that was kept over a commit: storage has other values by now, which are to come here before anything else.
+    # A view that was kept over a commit: storage has other values by now, which are read before any use.
     KEPT = auto()
 
 
@@ -49,7 +49,7 @@ class Reached:
     Attributes:
         way: how it may be written to.
         committed: the checksum of the values on storage.
-        seen: the checksum of those that the model computes with.
+        seen: the checksum of the values that the model computes with.
     """
 
     __slots__ = ("committed", "place", "seen", "stand_in", "values", "way")
@@ -61,13 +61,13 @@ class Reached:
         self.way = Way.VIEW
 
     def lend(self) -> None:
-        """Somebody gets the memory."""
+        """User code gets the memory."""
         assert self.way is not Way.KEPT, f"{self.place.name!r} has values of an earlier step"
         if self.way is not Way.STATE_DICT or not self.is_shared:
             self.way = Way.VIEW
 
     def lend_to_state_dict(self) -> None:
-        """A state dict gets the memory, which nobody else has."""
+        """A state dict gets the memory, which no other code has."""
         assert self.way is not Way.KEPT, f"{self.place.name!r} has values of an earlier step"
         self.way = Way.STATE_DICT
 
@@ -79,11 +79,11 @@ class Reached:
             self.way = Way.NONE
 
     def store(self) -> None:
-        """What was seen is on storage."""
+        """The seen values are on storage."""
         self.committed = self.seen
 
     def keep(self) -> None:
-        """Storage has other values, and somebody has a view."""
+        """Storage has other values, and user code has a view."""
         assert self.way is not Way.STATE_DICT, f"{self.place.name!r} has no view that follows its steps"
         self.way = Way.KEPT
 
@@ -91,7 +91,7 @@ class Reached:
         """Have this memory from now on."""
         place = self.place
         with torch.inference_mode(mode=False), torch.no_grad():
-            # No view of another tensor, which would count as somebody who has the memory.
+            # No view of another tensor, which would count as an owner of the memory.
             self.values = torch.empty(0, dtype=place.dtype, device=values.device).set_(
                 values.untyped_storage(), values.storage_offset(), tuple(values.shape), values.stride()
             )
@@ -99,7 +99,7 @@ class Reached:
             self.stand_in = torch.Tensor._make_subclass(place.kind, self.values, False)  # noqa: SLF001
 
     def checksum(self) -> str:
-        """Of what it holds now."""
+        """Of its values now."""
         return checksum(self.values, self.place)
 
     def renew(self, values: torch.Tensor) -> None:
@@ -114,12 +114,12 @@ class Reached:
 
     @property
     def changed(self) -> bool:
-        """Whether it is not what is on storage, as far as was seen."""
+        """Whether its values differ from storage, as far as was seen."""
         return self.seen != self.committed
 
     @property
     def is_shared(self) -> bool:
-        """Whether anybody else has the memory."""
+        """Whether other code has the memory, too."""
         return _uses(self.values) != _uses_of_two()
 
     @property
@@ -136,7 +136,7 @@ def _uses(values: torch.Tensor) -> tuple[int, int]:
 
 @functools.cache
 def _uses_of_two() -> tuple[int, int]:
-    """As often as two tensors refer to theirs, which nobody else has; it depends on torch's version."""
+    """The references to memory that two tensors have and no other code; they depend on torch's version."""
     with torch.inference_mode(mode=False), torch.no_grad():
         memory = torch.zeros(1, device="cpu")
         other = torch.Tensor._make_subclass(torch.nn.Parameter, memory, False)  # noqa: SLF001
@@ -146,7 +146,7 @@ def _uses_of_two() -> tuple[int, int]:
 
 
 class Outlived:
-    """Memory of a state dict that somebody kept, and that is no parameter's any more."""
+    """Memory of a state dict that user code kept, and that is no parameter's any more."""
 
     __slots__ = ("_shape", "_weak", "place", "seen")
 
@@ -157,7 +157,7 @@ class Outlived:
         self._shape = (values.dtype, values.storage_offset(), tuple(values.shape), values.stride())
 
     def checksum(self) -> str | None:
-        """Of what it holds now; None where it is gone."""
+        """Of its values now; None where the memory is gone."""
         storage = alive(self._weak)
         if storage is None:
             return None
@@ -167,7 +167,7 @@ class Outlived:
             return checksum(values, self.place)
 
     def accept(self) -> None:
-        """What was written to it is no part of a step any more."""
+        """Writes to it are no part of a step any more."""
         self.seen = self.checksum() or self.seen
 
 
@@ -192,42 +192,18 @@ def span(values: torch.Tensor) -> tuple[int, int]:
     return values.data_ptr(), values.data_ptr() + (last + 1) * values.element_size()
 
 
-class PushedHooks(Protocol):
-    """Hooks on the tensors that autograd saves."""
-
-    def push(self) -> bool:
-        """Install them; False where they are installed already."""
-
-    def pop(self) -> None:
-        """Take them away."""
-
-
 class Bound(Protocol):
     """Binds the units that weights lie in."""
 
-    @property
-    def lock(self) -> ProcessLock:
-        """Guards all of it."""
+    lock: ProcessLock  # guards all of it
+    turns: Turns  # of threads that use parameters
+    units: ResidentUnits
+    transfers: Transfers
+    listener: Listener
 
     @property
-    def turns(self) -> Turns:
-        """The turns of threads that use parameters."""
-
-    @property
-    def units(self) -> ResidentUnits:
-        """The units and their bytes."""
-
-    @property
-    def hooks(self) -> PushedHooks:
+    def hooks(self) -> UnitHooks:
         """The hooks on saved tensors."""
-
-    @property
-    def transfers(self) -> Transfers:
-        """State dicts that are made or loaded."""
-
-    @property
-    def listener(self) -> Listener:
-        """Knows what the run does when a weight is touched."""
 
     def copy_of(self, place: Place) -> torch.Tensor:
         """The values of a parameter in an unlinked file."""
@@ -250,7 +226,7 @@ class ReachedWeights:
         self._residency = residency
         self._copies = copies
         self._now: dict[str, Reached] = {}
-        # Somebody had memory of rows that ranks share.
+        # User code had memory of rows that ranks share.
         self.handed_out = False
         self._outlived: list[Outlived] = []
         self._told = False
@@ -260,7 +236,7 @@ class ReachedWeights:
         self._walked = -1
 
     def note_handed_out(self) -> None:
-        """Somebody gets memory of rows that ranks share."""
+        """User code gets memory of rows that ranks share."""
         self.handed_out = True
 
     @property
@@ -291,11 +267,11 @@ class ReachedWeights:
             return stand_in
 
     def for_state_dict(self, place: Place) -> torch.Tensor:
-        """Memory for a state dict that is being made: what is written there counts, but no later step changes it."""
+        """Memory for a state dict that is being made: writes to it count, but no later step changes it."""
         with self._residency.lock, torch.inference_mode(mode=False), torch.no_grad():
             one = self._reach(place)
             if one.is_shared and one.way is not Way.STATE_DICT:
-                # Somebody's view, which follows the steps.
+                # A view of user code, which follows the steps.
                 values = self._copies.of_values(place, laid_out(one.values, place))
                 self._outlived.append(Outlived(place, values))
                 return values
@@ -378,10 +354,10 @@ class ReachedWeights:
         if self._residency.listener.has_updates:
             raise UsageError(f"{place.name!r} cannot be changed now: {_STAGED}")
 
-    # --- what was written -------------------------------------------------------------------
+    # --- writes -------------------------------------------------------------------------------
 
     def look(self) -> bool:
-        """Before a forward, or the updates of a step: let the model have what was written; whether anything was."""
+        """Before a forward, or the updates of a step: give the model written values; returns whether there were any."""
         if not self._now:
             return False
         with self._residency.lock:
@@ -392,7 +368,7 @@ class ReachedWeights:
 
     def _look_at(self, one: Reached) -> bool:
         """Whether it was written since the last look."""
-        # Asked first: who has it now may write to it later.
+        # Examined first: code that has it now may write to it later.
         shared = one.is_shared
         now = one.checksum()
         written = now != one.seen
@@ -400,7 +376,7 @@ class ReachedWeights:
             if self._residency.listener.has_updates:
                 self._late.add(one.place.name)
                 return True
-            # A view in a graph shares the parameter's counter: what was written through it is seen.
+            # A view in a graph shares the parameter's counter: writes through it are seen.
             one.place.note_version()
             self._residency.units.override(one.place, one.values if now != one.committed else None)
         one.look(now, shared=shared)
@@ -409,7 +385,7 @@ class ReachedWeights:
         return written
 
     def note_walk(self) -> None:
-        """A graph is walked, or about to be: what was written after its forward is refused by the step."""
+        """A graph is walked, or about to be: the step rejects writes after its forward."""
         task = torch._C._current_graph_task_id()  # noqa: SLF001
         if self._now and task != self._walked:
             self._note_late()
@@ -422,7 +398,7 @@ class ReachedWeights:
                     self._late.add(one.place.name)
 
     def require_seen(self) -> None:
-        """Before a step: refuse what was written after the forward that it is made of."""
+        """Before a step: reject writes after the forward that it is made of."""
         with self._residency.lock:
             self._renew()
             self._note_late()
@@ -442,12 +418,12 @@ class ReachedWeights:
                 )
 
     def give_late(self) -> None:
-        """What is not on storage came too late for updates that begin now."""
+        """Values that are not on storage came too late for updates that begin now."""
         with self._residency.lock:
             self._late.update(name for name, one in self._now.items() if one.changed)
 
     def forget_late(self) -> None:
-        """Go back to what is on storage where something was written too late."""
+        """Return to the stored values of parameters that were written to too late."""
         if not self._late:
             return
         with self._residency.lock:
@@ -459,7 +435,7 @@ class ReachedWeights:
     # --- what becomes of it -------------------------------------------------------------------
 
     def unwritten(self) -> list[tuple[Place, torch.Tensor]]:
-        """The parameters whose values are not on storage yet, and those values."""
+        """The parameters whose values are not on storage yet, with their values."""
         with self._residency.lock:
             return [(one.place, laid_out(one.values, one.place)) for one in self._now.values() if one.changed]
 
@@ -476,7 +452,7 @@ class ReachedWeights:
             return one is not None and checksum(values, place) == one.checksum()
 
     def written(self, names: Iterable[str]) -> None:
-        """What was unwritten is on storage now."""
+        """The unwritten values are on storage now."""
         with self._residency.lock:
             for name in names:
                 one = self._now[name]
@@ -486,7 +462,7 @@ class ReachedWeights:
                     del self._now[name]
 
     def forget(self, names: Iterable[str]) -> None:
-        """These parameters have other values on storage, or are to have those again; so has the memory that is kept."""
+        """These parameters have other values on storage, or return to them; so does memory that is kept."""
         with self._residency.lock:
             for name in names:
                 one = self._now.get(name)
@@ -504,47 +480,43 @@ class ReachedWeights:
             self._renew()
 
     def _renew(self) -> None:
-        """Let memory that somebody kept have what is on storage now."""
+        """Read stored values into memory that user code kept."""
         for one in self._now.values():
             if one.way is Way.KEPT:
-                self._note_kept(one.place)
+                if not self._told:
+                    self._told = True
+                    _log.warning(
+                        "a view of %r is kept over a step: it is read from storage after each, so that the view has "
+                        "the values that it would have in memory; release views (p.detach(), p.data) to avoid this",
+                        one.place.name,
+                    )
                 self._residency.read_into(one.place, one.renew)
 
-    def _note_kept(self, place: Place) -> None:
-        if not self._told:
-            self._told = True
-            _log.warning(
-                "a view of %r is kept over a step: it is read from storage after each, so that the view has the values "
-                "that it would have in memory; release views (p.detach(), p.data) to avoid this",
-                place.name,
-            )
-
     def close(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""
         with self._residency.lock:
             self._now.clear()
             self._outlived.clear()
 
 
 class Transfers:
-    """What detach() and copy_() of a parameter do while torch makes or loads a state dict."""
+    """Replaces detach() and copy_() of a parameter while torch makes or loads a state dict."""
 
     def __init__(self) -> None:
         """Begin with none."""
         # Of the state dict that is being made, by name: parameters that are tied are one tensor in it.
         self._copies: dict[str, torch.Tensor] | None = None
         self._write: Callable[[Place, torch.Tensor], None] | None = None
-        # Commits what was loaded and is held back, where anything is.
+        # Commits loaded values that are held back, where there are any.
         self._settle: Callable[[], None] | None = None
-        self.holds_back = False
 
     def settle(self) -> None:
-        """Somebody is about to use values: those that were loaded and are held back are committed now."""
+        """Commit loaded values that are held back, before values are used."""
         if self._settle is not None:
             self._settle()
 
     def detached(self, place: Place, copy: Callable[[Place], torch.Tensor]) -> torch.Tensor | None:
-        """What `copy` makes of a parameter where a state dict is being made; see `Residency`."""
+        """The result of `copy` for a parameter where a state dict is being made; see `Residency`."""
         if self._copies is None:
             return None
         if place.name not in self._copies:
@@ -563,15 +535,13 @@ class Transfers:
         self._copies = {}
 
     def end_making(self) -> None:
-        """The state dict is made, or was given up."""
+        """The state dict is made, or was abandoned."""
         self._copies = None
 
     def begin_loading(self, write: Callable[[Place, torch.Tensor], None]) -> None:
-        """From here on `write` gets what is copied to a parameter."""
-        self._write = write
-        self._settle, self.holds_back = None, False
+        """From here on `write` gets values that are copied to a parameter."""
+        self._write, self._settle = write, None
 
     def end_loading(self, settle: Callable[[], None] | None) -> None:
-        """The state dict is loaded, or was given up; `settle` commits what is held back of it, where there is any."""
-        self._write = None
-        self._settle, self.holds_back = settle, settle is not None
+        """The state dict is loaded, or was abandoned; `settle` commits its values that are held back, if any."""
+        self._write, self._settle = None, settle

@@ -11,7 +11,7 @@ from memascend import kernels
 from memascend.activations.activations import Activations
 from memascend.activations.chunks import Chunks
 from memascend.device.arena import DeviceArena
-from memascend.device.device import Cuda, _Event
+from memascend.device.device import Copy, Device
 from memascend.device.transfer import _Window
 from memascend.grads.baton import CallerStream
 
@@ -61,21 +61,21 @@ WAITS = {
     # upload
     "compute after upload": (
         ["transfer:Staging.waited"],
-        _skipped(_Event, "order", "Staging.waited", "Staging.order"),
+        _skipped(Copy, "order", "Staging.waited", "Staging.order"),
     ),
     "another stream after upload": (
         ["transfer:Staging.order", "unit_memory:DeviceUnits.used"],
-        _skipped(_Event, "order", "Staging.order"),
+        _skipped(Copy, "order", "Staging.order"),
     ),
     "a chunk's next read after its copy": (
         ["transfer:Staging._recycle"],
-        _skipped(_Event, "done", "Staging._recycle", result=True),
+        _skipped(Copy, "done", "Staging._recycle", result=True),
     ),
-    "the end after uploads": (["transfer:Staging.close"], _skipped(_Event, "wait", "Staging.close")),
+    "the end after uploads": (["transfer:Staging.close"], _skipped(Copy, "wait", "Staging.close")),
     # download
     "a gradient's copy after the gradient": (
-        ["transfer:DeviceEngine._lend", "device:Cuda.take", "device:Cuda._copied"],
-        _replaced(Cuda, take=lambda self, source, target, _: self._copied(self._outward, source, target, ())),
+        ["transfer:DeviceEngine._lend", "device:Device.take", "device:Device._copied"],
+        _replaced(Device, take=lambda self, source, target, _: self._copied(self._outward, source, target, ())),
     ),
     "an update after its gradient's copy": (
         ["transfer:DeviceEngine._window", "transfer:_Window.wait"],
@@ -84,11 +84,11 @@ WAITS = {
     "the end after downloads": (["transfer:_Window.let_go"], _skipped(_Window, "wait", "_Window.let_go")),
     "an optimizer's own code after the gradient": (
         ["transfer:DeviceEngine._order"],
-        _skipped(_Event, "order", "DeviceEngine._order"),
+        _skipped(Copy, "order", "DeviceEngine._order"),
     ),
     # reuse of the arena, memory of units
     "a slot's next upload after its use": (
-        ["arena:DeviceArena._came_back", "device:Cuda.bring"],
+        ["arena:DeviceArena._came_back", "device:Device.bring"],
         _replaced(DeviceArena, _came_back=_came_back_unused),
     ),
     "the first upload after other uses of the memory": (
@@ -96,8 +96,8 @@ WAITS = {
         _replaced(DeviceArena, after=lambda *_: []),
     ),
     "a slot's uses by all streams": (["arena:DeviceArena.used"], _replaced(DeviceArena, used=lambda *_: False)),
-    "the arena's memory after its uses": (["arena:DeviceArena.used"], _skipped(Cuda, "keep_for", "DeviceArena.used")),
-    "added memory after its uses": (["arena:DeviceArena._take"], _skipped(Cuda, "keep_for", "DeviceArena._take")),
+    "the arena's memory after its uses": (["arena:DeviceArena.used"], _skipped(Device, "keep_for", "DeviceArena.used")),
+    "added memory after its uses": (["arena:DeviceArena._take"], _skipped(Device, "keep_for", "DeviceArena._take")),
     # activations
     "a checkpoint's copy after what it saves": (
         ["activations:Activations._save", "activations:Activations._mark"],
@@ -114,19 +114,19 @@ WAITS = {
     "a checkpoint's way back after its way out": (["chunks:Chunks.give"], _replaced(Chunks, give=_given_as_it_is)),
     "compute after a checkpoint's copy": (
         ["activations:Activations.restore"],
-        _skipped(_Event, "order", "Activations.restore"),
+        _skipped(Copy, "order", "Activations.restore"),
     ),
     "storage after a checkpoint's copy": (["chunks:Chunks._write"], _skipped(Chunks, "_copied", "Chunks._write")),
     "a chunk's next use after its copy": (["chunks:Chunks._empty"], _skipped(Chunks, "_copied", "Chunks._empty")),
     "memory of a checkpoint that nobody wants after its copy": (
         ["activations:Activations._reap"],
-        _skipped(_Event, "wait", "Activations._reap"),
+        _skipped(Copy, "wait", "Activations._reap"),
     ),
     "memory of a checkpoint that failed after its copy": (
         ["activations:Activations._bring"],
-        _skipped(_Event, "wait", "Activations._bring"),
+        _skipped(Copy, "wait", "Activations._bring"),
     ),
-    "the end after checkpoints' copies": (["chunks:Chunks.close"], _skipped(_Event, "wait", "Chunks.close")),
+    "the end after checkpoints' copies": (["chunks:Chunks.close"], _skipped(Copy, "wait", "Chunks.close")),
     # commit
     "a step after its norm": ([], _replaced(kernels, found_in=_found_at_once)),
     "a sum after its parts of other streams": (

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import memascend
 from memascend.activations import activations
 from memascend.device.arena import DeviceArena
-from memascend.device.device import Cuda
+from memascend.device.device import Device
 from memascend.device.transfer import CHUNKS, WINDOWS
 
 # Smaller than they are, so that models may be.
@@ -320,7 +320,7 @@ def added(by, without=None):
         mutations.take_away(without)
     nbytes = 4 << 20
     check, own, side = runtime.Check(), torch.cuda.current_stream(), torch.cuda.Stream()
-    device = Cuda(torch.device("cuda", 0))
+    device = Device(torch.device("cuda", 0))
     arena = DeviceArena(device, {nbytes: 1})
 
     def leased(arena=arena):

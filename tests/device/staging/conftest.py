@@ -7,14 +7,14 @@ from support.staged_units import CHUNK, ELEMENTS, UNITS, in_one, pages
 
 from memascend import engine
 from memascend.device.arena import DeviceArena
-from memascend.device.device import Cuda
+from memascend.device.device import Device
 from memascend.device.transfer import Staging
 
 
 @pytest.fixture
 def device(request):
     if getattr(request, "param", "fake") == "cuda":
-        yield Cuda(torch.device("cuda", 0))
+        yield Device(torch.device("cuda", 0))
         return
     made = Fake()
     yield made
