@@ -28,7 +28,7 @@ from memascend.session.optimizer import OffloadedOptimizer
 from memascend.session.report import Measurements, Meter
 from memascend.session.run import Position, Record, Run
 from memascend.session.session import Session
-from memascend.session.value_edits import Edits, Loads, Modes, ReachedValues, Rollback, StateDicts
+from memascend.session.value_edits import Edits, Loads, ReachedValues, StateDicts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -62,7 +62,7 @@ class Assembly:
                     # On meta, and on devices whose tensors are of another kind.
                     embody(place.parameter, place.nothing)
                 place.unbind()
-                group = subject.owned[place.name].group
+                group = subject.groups.get(place.name)
                 if group is not None:
                     session.run.gradients.watch(place, group, resources.store.entry(place.name)["step"])
         if subject.sharding is not None:
@@ -88,8 +88,8 @@ class Assembly:
         record = Record(resources.store, position, subject.buffers, subject.arithmetic, scale)
         run = Run(resources=resources, residency=residency, frames=frames, gradients=gradients, record=record)
         edits = Edits(run)
-        reached_values = ReachedValues(run, edits, None if subject.sharding is None else subject.sharding.exchange)
-        loads = Loads(run, edits)
+        reached_values = ReachedValues(edits, None if subject.sharding is None else subject.sharding.exchange)
+        loads = Loads(edits)
         state_dicts = StateDicts(subject.model, run, loads, sharded=subject.sharding is not None)
         attachment = Attachment(
             subject.model, self._gates(residency), residency, frames, state_dicts, on_device=self._on_device
@@ -98,13 +98,12 @@ class Assembly:
             run=run,
             newcomers=newcomers,
             watch=AutocastWatch(subject.named.values(), self._device.type),
-            modes=Modes(run, edits),
+            edits=edits,
             loads=loads,
             reached_values=reached_values,
             state_dicts=state_dicts,
-            materializer=Materializer(run, edits, attachment, sharded=subject.sharding is not None),
+            materializer=Materializer(edits, attachment, sharded=subject.sharding is not None),
             saving=Saving(subject.model, run, loads, reached_values, newcomers, subject.sharding),
-            rollback=Rollback(subject.model, subject.arithmetic, run, edits),
             attachment=attachment,
             measurements=Measurements(resources, residency, plan, position, meter, arrivals.speculation),
             accumulation=self._accumulation(arrivals, residency, meter),

@@ -1,4 +1,4 @@
-"""Takes values out of a run: real parameters for a while, in unlinked files, and whole checkpoints."""
+"""Makes parameters real for a while, in unlinked files, and writes whole checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ MATERIALIZED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 class Materializer:
-    """Makes an offloaded model a plain one, and takes it back."""
+    """Makes an offloaded model a plain one for a while."""
 
-    def __init__(self, run: Run, edits: Edits, attachment: Attachment, *, sharded: bool) -> None:
+    def __init__(self, edits: Edits, attachment: Attachment, *, sharded: bool) -> None:
         """`sharded`: ranks share the parameters."""
         self._sharded = sharded
-        self._run = run
+        self._run = edits.run
         self._edits = edits
         self._attachment = attachment
 
@@ -60,17 +60,17 @@ class Materializer:
         self._run.require_open()
         optimizer = model.__dict__["_memascend"]
         homes: list[Home] = []
-        # What is written back is compared with storage: only what is dropped needs them.
+        # Values that are written back are compared with storage; only dropped changes need checksums.
         checksums: dict[str, str] | None = None if modify else {}
         written: str | None = None
         try:
             with self._run.residency.turns.alone():
                 self._run.residency.require_idle("materialized()")
-                # What user code wrote to weights is what the model has.
+                # The model has the values that user code wrote to weights.
                 self._run.residency.reached.look()
                 self._make_real(homes, checksums)
             MATERIALIZED.add(model)
-            # What is copied or pickled in there is a plain model.
+            # A copy or pickle that is made inside is of a plain model.
             self._attachment.leave()
             self._run.resources.read_out()
             yield
@@ -93,7 +93,7 @@ class Materializer:
             )
 
     def _make_real(self, homes: list[Home], checksums: dict[str, str] | None) -> None:
-        """Let every parameter be a plain one; `homes` are those that are, `checksums` of all values where asked for."""
+        """Make every parameter a plain one; `homes` gets the finished units, `checksums` those of all values."""
         residency = self._run.residency
         for home in residency.units.homes:
             copies = [residency.copy_of(place) for place in home.places]
@@ -130,7 +130,7 @@ class Materializer:
 
 
 def _written(homes: list[Home], checksums: dict[str, str]) -> str | None:
-    """A parameter whose values are not what they were, by whatever way they were changed; None where there is none."""
+    """A parameter whose values were changed in any way; None where there is none."""
     for place in (place for home in homes for place in home.places):
         values = place.parameter.detach()
         is_alike = values.shape == place.shape and values.dtype == place.dtype and values.stride() == place.stride
@@ -145,7 +145,7 @@ def is_materialized(model: torch.nn.Module) -> bool:
 
 
 class Saving:
-    """How checkpoints of one run are written."""
+    """Writes checkpoints of one run."""
 
     def __init__(
         self,
@@ -161,16 +161,22 @@ class Saving:
         self._loads = loads
         self._reached_values = reached_values
         self._newcomers = newcomers
-        # Where ranks share the parameters, and there are several.
-        self._sharding = None if sharding is None or sharding.exchange is None else sharding
+        # Where several ranks share the parameters.
+        self._shared = None if sharding is None or sharding.exchange is None else (sharding, sharding.exchange)
 
     def save(self, folder: str | os.PathLike[str], *, among_others: bool) -> None:
-        """Write what is committed, with the options that the groups have now; all ranks do so together."""
-        if self._sharding is None:
+        """Write a checkpoint of the last commit, with the current options of the groups; all ranks call it together."""
+        if self._shared is None:
             self._settle()
             self._write(folder, self._contents(), {}, among_others=among_others)
         else:
-            self._save_together(self._sharding, folder, among_others=among_others)
+            _, figures = self._shared
+            figures.together(self._settle, UsageError)
+            own = figures.together(self._contents)
+            # Data positions, random states: each rank has its own.
+            states = figures.everyone(self._run.record.user_state)
+            more = {} if all(state == states[0] for state in states) else {"user_states": states}
+            self._gather(own, lambda found: self._write(folder, found, more, among_others=among_others))
         self._run.record.position.save_to(folder)
         self._run.resources.read_out()
         missing = self._newcomers.unsaved(self._run.record.buffers.names)
@@ -182,17 +188,15 @@ class Saving:
             )
 
     def save_weights(self, folder: Path | None) -> None:
-        """Write weights and configuration alone into a folder that is there; all ranks do so together.
+        """Write weights and configuration alone into an existing folder; all ranks call it together.
 
         `folder` is the first rank's; the others have none.
         """
-        sharding = self._sharding
-        assert sharding is not None
-        figures = sharding.exchange
-        assert figures is not None
+        assert self._shared is not None
+        _, figures = self._shared
         figures.together(self._settle, UsageError)
         own = figures.together(lambda: self._contents(values_alone=True))
-        self._gather(sharding, own, lambda contents: save_weights(cast("Path", folder), contents, self._model))
+        self._gather(own, lambda contents: save_weights(cast("Path", folder), contents, self._model))
 
     def _settle(self) -> None:
         self._run.require_quiet()
@@ -208,24 +212,14 @@ class Saving:
     ) -> None:
         save(folder, contents, self._model, {**self._run.record.facts(), **more}, among_others=among_others)
 
-    def _save_together(self, sharding: Sharding, folder: str | os.PathLike[str], *, among_others: bool) -> None:
-        figures = sharding.exchange
-        assert figures is not None
-        figures.together(self._settle, UsageError)
-        own = figures.together(self._contents)
-        # Data positions, random states: each rank has its own.
-        states = figures.everyone(self._run.record.user_state)
-        more = {} if all(state == states[0] for state in states) else {"user_states": states}
-        self._gather(sharding, own, lambda found: self._write(folder, found, more, among_others=among_others))
-
-    def _gather(self, sharding: Sharding, own: RankContents, write: Callable[[Contents], None]) -> None:
-        """Have the first rank write what all have."""
-        # One process needs nothing of these.
+    def _gather(self, own: RankContents, write: Callable[[Contents], None]) -> None:
+        """Let the first rank write the rows of all ranks."""
+        # One process does not import these.
         from memascend.checkpoint.contents import GatheredContents, send_contents
         from memascend.distributed.groups import StoppedError
 
-        figures = sharding.exchange
-        assert figures is not None
+        assert self._shared is not None
+        sharding, figures = self._shared
         line = figures.line()
 
         def receive() -> None:
@@ -236,7 +230,7 @@ class Saving:
                 gathered.stop()
 
         def do_part() -> bool:
-            """Whether nobody stopped it."""
+            """Whether no rank stopped the transfer."""
             try:
                 if sharding.rank:
                     send_contents(own, sharding.rows, sharding.order, line)
@@ -245,7 +239,7 @@ class Saving:
             except StoppedError:
                 return False
             except RankError as error:
-                # The first rank names whom it misses; who sends may wait for it while it waits for another.
+                # The first rank names the missing rank; a sender may wait while the first rank waits for another.
                 if not sharding.rank:
                     raise
                 raise figures.lost(f"sending rows to the first rank ({error})", figures.timeout) from error

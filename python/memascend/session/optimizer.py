@@ -17,6 +17,7 @@ from memascend.optim.members import JoinedHooks, members_of
 from memascend.optim.rules import GroupMembers
 from memascend.params.offloaded_param import is_in_place
 from memascend.session.materialize import MATERIALIZED, Materializer
+from memascend.session.value_edits import switch_mode
 from memascend.tensors import same_bits
 from memascend.text import Closing
 
@@ -259,7 +260,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         """`train()` and `eval()`, where an original has them, as schedule-free optimizers do."""
         if name in MODES and any(callable(getattr(type(one), name, None)) for one in vars(self).get("members", ())):
-            return functools.partial(self._session.modes.switch, name)
+            return functools.partial(switch_mode, self._session.edits, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property  # type: ignore[override]

@@ -16,6 +16,7 @@ from memascend.errors import ConfigError, MemascendError, UsageError
 from memascend.memory import Heap
 from memascend.params import module_hooks
 from memascend.session.run import CLOSED
+from memascend.session.value_edits import roll_back
 
 if TYPE_CHECKING:
     import os
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from memascend.session.materialize import Materializer, Saving
     from memascend.session.report import Measurements, Report
     from memascend.session.run import Run
-    from memascend.session.value_edits import Loads, Modes, ReachedValues, Rollback, StateDicts
+    from memascend.session.value_edits import Edits, Loads, ReachedValues, StateDicts
 
 
 _log = logging.getLogger("memascend")
@@ -51,13 +52,12 @@ class Session:
     run: Run
     newcomers: Newcomers
     watch: AutocastWatch
+    edits: Edits
     loads: Loads
-    modes: Modes
     reached_values: ReachedValues
     state_dicts: StateDicts
     materializer: Materializer
     saving: Saving
-    rollback: Rollback
     attachment: Attachment
     measurements: Measurements
     accumulation: Accumulation
@@ -213,12 +213,12 @@ class Session:
 
         What they moved, they tell with it.
         """
-        figures, own = self.figures, [present, *self.reached_values.told()]
-        if figures is None:
+        own = [present, *self.reached_values.told()]
+        if self.sharding is None or self.sharding.exchange is None:
             return [own]
-        collectives = None if self.sharding is None else self.sharding.collectives
+        collectives = self.sharding.collectives
         assert collectives is not None
-        told = figures.everyone([collectives.told(), *own, *self.measurements.told()])
+        told = self.sharding.exchange.everyone([collectives.told(), *own, *self.measurements.told()])
         self.measurements.hear([one[1 + len(own) :] for one in told])
         collectives.require_same([one[0] for one in told])
         return [one[1 : 1 + len(own)] for one in told]
@@ -287,7 +287,7 @@ class Session:
             folder = self.run.record.find(state_dict)
             if folder is not None:
                 self.loads.drop()
-                self.rollback.go_to(folder)
+                roll_back(self.edits, self.attachment.model, folder)
         except BaseException:
             self.loads.drop()
             raise
