@@ -142,7 +142,7 @@ class MemberArithmetic:
             for parameter, layout in self.layouts.items()
             if layout is not None and (layout.whole or parameter in self._sparse)
         ]
-        # Its tensors are aligned to cache lines.
+        # Its tensors begin on lines of the cache.
         return whole_pages(max(whole) + 64 * 16) if whole else 0
 
     def is_replayed(self, parameter: torch.Tensor) -> bool:

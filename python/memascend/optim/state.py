@@ -217,7 +217,7 @@ class StateLayout:
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes in memory at once while a whole parameter is updated, beside the optimizer's own temporaries."""
+        """Bytes in memory at once while a whole parameter is updated, beside what the optimizer makes itself."""
         numel = self.shape.numel()
         state = sum(tensor.nbytes for tensor in self.tensors.values())
         # The values, the gradient as it came, and where there is a master the gradient in its type.

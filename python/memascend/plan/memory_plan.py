@@ -519,18 +519,17 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
         held_part=moved.held,
         saved_bytes=max(0, without.total - moved.total),
         without=without,
-        larger={nbytes: _traffic_at(run, comfortable, nbytes) for nbytes in larger if nbytes > budget},
+        larger={
+            nbytes: _traffic_with(run, comfortable, choose_held(run, nbytes - comfortable.peak))
+            for nbytes in larger
+            if nbytes > budget
+        },
         device_savable_bytes=max(0, now.total - planner.count_reads(ample.classes).total) if run.staging else 0,
     )
 
 
 def _log(run: Requirements, held: Held) -> tuple[int, int]:
     return (0, 0) if run.log is None else run.log.plan(held.logged)
-
-
-def _traffic_at(run: Requirements, comfortable: MemorySplit, budget: int) -> Traffic:
-    """About what a step moves with another budget, from the comfortable one on."""
-    return _traffic_with(run, comfortable, choose_held(run, budget - comfortable.peak))
 
 
 def _traffic_with(run: Requirements, comfortable: MemorySplit, held: Held) -> Traffic:

@@ -407,22 +407,6 @@ def _as_json(owners: Mapping[str, Owner], budget: int) -> dict[str, Any]:
 _log = logging.getLogger("memascend")
 
 
-@dataclass(frozen=True)
-class _Counters:
-    """The counters of engine and store at some moment."""
-
-    engine: dict[str, Any]
-    store: dict[str, Any]
-    moment: float
-
-    @classmethod
-    def of(cls, resources: Resources) -> _Counters:
-        return cls(resources.engine.counters(), resources.store.counters(), time.perf_counter())
-
-    def since(self, then: _Counters) -> _Counters:
-        return _Counters(_since(self.engine, then.engine), _since(self.store, then.store), self.moment - then.moment)
-
-
 class Measurements:
     """Collects the figures of a report."""
 
@@ -442,12 +426,20 @@ class Measurements:
         self._position = position
         self.meter = meter
         # Earlier counts do not belong to the training.
-        self._before = _Counters.of(resources)
+        self._before = self._counted()
         self._step_seconds = 0.0
         self._last: Report | None = None
         # As exchanged in the last step.
         self._all_ranks: AllRanks | None = None
         self._told_of_log = False
+
+    def _counted(self) -> dict[str, Any]:
+        resources = self._resources
+        return {
+            "engine": resources.engine.counters(),
+            "store": resources.store.counters(),
+            "seconds": time.perf_counter(),
+        }
 
     def log_began(self, plan: Plan) -> None:
         """`plan` has the log that the store has space for."""
@@ -478,7 +470,7 @@ class Measurements:
 
     def told(self) -> list[int]:
         """The figures that a rank sends to the others: the peak of host memory, bytes read and written."""
-        store = _Counters.of(self._resources).since(self._before).store
+        store = _since(self._counted(), self._before)["store"]
         return [sum(owner.peak for owner in self._owners().values()), store["read_bytes"], store["written_bytes"]]
 
     def hear(self, told: Sequence[Sequence[int]]) -> None:
@@ -495,25 +487,26 @@ class Measurements:
         self._last = self._taken(trained)
 
     def _taken(self, trained: Collection[str]) -> Report:
-        counted = _Counters.of(self._resources).since(self._before)
-        read, written = self._traffic(counted)
+        counted = _since(self._counted(), self._before)
+        engine, store = counted["engine"], counted["store"]
+        read, written = self._traffic(engine, store)
         return Report(
             owners=self._owners(),
             budget=self.plan.budget,
             object_bytes=self.plan.object_bytes,
             read=read,
             written=written,
-            held=counted.store["held_bytes"],
+            held=store["held_bytes"],
             log_steps=self.plan.log_steps,
             log_bytes=self.plan.log_bytes,
             log_wanted=self.plan.log_wanted,
-            unlogged=counted.engine["unlogged"],
+            unlogged=engine["unlogged"],
             seconds={
-                "wall": counted.moment,
-                "waiting for units": counted.store["wait_seconds"] + self._resources.units.wait_seconds,
+                "wall": counted["seconds"],
+                "waiting for units": store["wait_seconds"] + self._resources.units.wait_seconds,
                 "handing on gradients": self.meter.handing_seconds,
                 "step()": self._step_seconds,
-                **{f"update, {stage}": taken for stage, taken in counted.engine["seconds"].items()},
+                **{f"update, {stage}": taken for stage, taken in engine["seconds"].items()},
             },
             steps=self._position.made,
             early=self._speculation.early,
@@ -525,9 +518,8 @@ class Measurements:
             **self._on_device(),
         )
 
-    def _traffic(self, counted: _Counters) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes read and written, by kind."""
-        engine, store = counted.engine, counted.store
+    def _traffic(self, engine: dict[str, Any], store: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes read and written, by kind, from the counters of engine and store."""
         read = {
             "values": store["fetched_bytes"],
             "values, update": engine["values_read"],
@@ -542,7 +534,7 @@ class Measurements:
         }
         read["other"] = max(0, store["read_bytes"] - sum(read.values()))
         written["other"] = max(0, store["written_bytes"] - sum(written.values()))
-        written["first values"] = self._before.store["written_bytes"]
+        written["first values"] = self._before["store"]["written_bytes"]
         activations = self._resources.activations
         if activations is not None:
             read["activations"] = activations.counters["read"]
