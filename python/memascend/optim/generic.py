@@ -335,12 +335,12 @@ def import_state(
 
 
 def export_state(layout: StateLayout, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """What torch's optimizer would have in `optimizer.state[parameter]`: the store's tensors under torch's names."""
+    """The store's tensors as torch's optimizer has them in `optimizer.state[parameter]`."""
     return layout.state_from({name: state[name] for name in layout.tensors if name != "master"})
 
 
 def _kind(value: Any) -> object:
-    """What of an option decides which code runs."""
+    """The traits of an option's value on which the code that runs depends."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.shape, value.device
     if isinstance(value, list | tuple):
@@ -353,9 +353,9 @@ def _kind(value: Any) -> object:
 
 
 class Runs:
-    """The runs of one optimizer's own code: which kinds came to their end, and what those of a step changed.
+    """The runs of one optimizer's own code: the kinds that succeeded, and the changes by the runs of a step.
 
-    What they change beside their parameters is kept until all of them have ended, and is then adopted.
+    Changes beside their parameters are collected until all runs have ended, and are then adopted.
     """
 
     def __init__(
@@ -366,25 +366,25 @@ class Runs:
         *,
         runs: bool = True,
     ) -> None:
-        """`examples`: values that steps are known to change, as a step leaves them; `runs`: its own code does run."""
+        """`examples`: values that steps are known to change, as a step leaves them; `runs`: its own code runs."""
         self._optimizer = optimizer
         self._scratch = manner.scratch
         self._known = known(optimizer)
         self._changes = runs and not self._known
         self.examples = dict(examples)
         self._kinds_ended: set[Hashable] = set()
-        # By the parameter: the number of its group, and what its last run changed.
+        # By the names of parameters: the number of the group, and the changes of the last run.
         self._ends: dict[str, tuple[int, Mapping[SharedName, Any]]] = {}
 
     def followed(
         self, function: Callable[[Chunk], None], group: Mapping[str, Any], *traits: Hashable
     ) -> tuple[Callable[[Chunk], None], Late]:
-        """A run that is heard of when it ends, and when it may be called.
+        """A run that notes its end, and when it may be called.
 
         Args:
             function: the run.
-            group: the options that it uses.
-            traits: what else decides what it does.
+            group: its options.
+            traits: other values on which its code depends.
         """
         if not self._known:
             return function, "rehearsed"
@@ -398,7 +398,7 @@ class Runs:
         return heard, "always" if kind in self._kinds_ended else "rehearsed"
 
     def ended(self, name: str, group: int) -> Callable[[dict[SharedName, Any]], None]:
-        """What hears of the end of a parameter's run, on the engine's thread."""
+        """The function that takes the changes of a parameter's run, on the engine's thread."""
         self._ends.pop(name, None)
         return functools.partial(self._ended, name, group)
 
@@ -421,18 +421,18 @@ class Runs:
     def adopt(
         self, names: Iterable[str], finish: Callable[[], None], changed: Mapping[SharedName, Any] | None = None
     ) -> Callable[[], None]:
-        """Set what the runs of these parameters changed; what gives the old values back.
+        """Set the values that the runs of these parameters changed; returns the function that reverts it.
 
         Args:
             names: of the parameters.
             finish: waits until all runs have ended.
-            changed: what has to be changed by each of them, and is also where there are none.
+            changed: the changes that each run must make; set also where there are no runs.
 
         Raises:
-            UsageError: they did not end alike; nothing was set.
+            UsageError: the runs made different changes; nothing was set.
         """
         if not self._changes:
-            # It changes nothing, and nobody waits.
+            # Its code changes nothing beside parameters, so there is nothing to wait for.
             return functools.partial(self._give_back, [])
         finish()
         ends = [self._ends[name] for name in names if name in self._ends]
@@ -452,7 +452,7 @@ class Runs:
         return functools.partial(self._give_back, before)
 
     def switched(self, mode: str) -> dict[SharedName, Any]:
-        """What `train()` or `eval()` changes for all parameters alike, beside what it does to each; nothing is set."""
+        """The changes by `train()` or `eval()` for all parameters alike, found on a copy; nothing is set."""
         begin = SharedValues.of(self._optimizer).copy()
         given = begin.copy()
         groups = [{**group, "params": []} for group in given.groups]
@@ -461,11 +461,11 @@ class Runs:
         return without_scratch(begin.changes(SharedValues.of(copy)), self._scratch)
 
     def has(self, mode: str) -> bool:
-        """Whether the optimizer can be told to `train()` or to `eval()`."""
+        """Whether the optimizer has `train()` or `eval()`."""
         return callable(getattr(type(self._optimizer), mode, None))
 
     def _home(self, place: SharedName) -> dict[str, Any]:
-        """Where a value stands."""
+        """The dict that has a value."""
         return vars(self._optimizer) if place.group is None else self._optimizer.param_groups[place.group]
 
     def _give_back(self, before: list[tuple[SharedName, Any]]) -> None:
@@ -473,13 +473,13 @@ class Runs:
             put(self._home(place), place.name, value)
 
     def attributes(self) -> dict[str, Any]:
-        """The attributes that steps change, as JSON; options of groups are stored with the others."""
+        """The attributes that steps change, as JSON; changed options of groups are stored with all options."""
         now = attributes_of(self._optimizer)
         names = [place.name for place in self.examples if place.group is None]
         return {name: plain(now[name]) for name in names if name in now and storable(now[name])}
 
     def restore(self, attributes: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
-        """Set attributes that were stored; `undo` gives the optimizer back its own."""
+        """Set stored attributes; `undo` restores the optimizer's own."""
         for name, value in attributes.items():
             place = SharedName(None, name)
             own = attributes_of(self._optimizer).get(name, GONE)

@@ -545,8 +545,7 @@ class StateFormats:
         ):
             raise ConfigError(
                 "state='fp32' with master_dtype=None: 16-bit parameters without fp32 master weights have 16-bit "
-                "moments in "
-                "torch; pass rounding='stochastic' for moments of 32, or leave master_dtype out"
+                "moments in torch; pass rounding='stochastic' for moments of 32, or leave master_dtype out"
             )
 
     def _require_rule(self, optimizer: torch.optim.Optimizer, *, taken: bool) -> None:
