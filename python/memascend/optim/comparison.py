@@ -324,8 +324,28 @@ class Comparison:
             raise refused(
                 optimizer, f"its {method} failed on one small parameter at a time ({_words(error)})"
             ) from error
-        _require_same(optimizer, self._joint, self._one_by_one, method, self._manner)
+        self._require_same(method)
         return True
+
+    def _require_same(self, method: str) -> None:
+        values, states, shared = self._joint.now()
+        others, other_states, other_shared = self._one_by_one.now()
+        differs = next(iter(without_scratch(shared.changes(other_shared), self.scratch)), None)
+        if differs is not None:
+            raise refused(
+                self._optimizer,
+                f"its {method} changes {differs} by how many parameters have a gradient: one at a time it would be "
+                "another",
+            )
+        # Before its first gradient a member may have state that `__init__` made (Adagrad), which does not count yet.
+        begun = [state if other else {} for state, other in zip(states, other_states, strict=True)]
+        alike = _stacked_alike(begun, other_states) if self._manner.stacks else same(begun, other_states)
+        if not alike or not same(values, others):
+            raise refused(
+                self._optimizer,
+                "its update of one parameter depends on the others, so that one at a time it would be another; use an "
+                "optimizer whose update needs one parameter at a time",
+            )
 
     @property
     def stacked_groups(self) -> set[int]:
@@ -341,28 +361,6 @@ class Comparison:
     def scratch(self) -> frozenset[str]:
         """The names of attributes that each update writes before it reads them."""
         return frozenset(self._one_by_one.scratch)
-
-
-def _require_same(
-    optimizer: torch.optim.Optimizer, joint: _Joint, one_by_one: _OneByOne, method: str, manner: Manner
-) -> None:
-    values, states, shared = joint.now()
-    others, other_states, other_shared = one_by_one.now()
-    differs = next(iter(without_scratch(shared.changes(other_shared), one_by_one.scratch)), None)
-    if differs is not None:
-        raise refused(
-            optimizer,
-            f"its {method} changes {differs} by how many parameters have a gradient: one at a time it would be another",
-        )
-    # Before its first gradient a member may have state that `__init__` made (Adagrad), which does not count yet.
-    begun = [state if other else {} for state, other in zip(states, other_states, strict=True)]
-    alike = _stacked_alike(begun, other_states) if manner.stacks else same(begun, other_states)
-    if not alike or not same(values, others):
-        raise refused(
-            optimizer,
-            "its update of one parameter depends on the others, so that one at a time it would be another; use an "
-            "optimizer whose update needs one parameter at a time",
-        )
 
 
 def _stacked_alike(joint: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> bool:

@@ -238,10 +238,6 @@ class Arithmetic:
         """The state that its optimizer has already, and the number of updates that made it."""
         return self.of(parameter).initial(parameter)
 
-    def is_replayed(self, parameter: torch.Tensor) -> bool:
-        """Whether its updates are the engine's own, so that they can be replayed from their gradients alone."""
-        return self.of(parameter).is_replayed(parameter)
-
     @property
     def whole_bytes(self) -> int:
         """Memory for the largest parameter that is updated whole."""

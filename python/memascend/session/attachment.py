@@ -18,9 +18,8 @@ from memascend.params.module_hooks import close_gates, open_gates
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-    from memascend.params.module_hooks import Frames
-    from memascend.params.residency import Residency
     from memascend.params.unit import Home
+    from memascend.session.run import Run
     from memascend.session.value_edits import StateDicts
 
 
@@ -104,15 +103,9 @@ class AutocastWatch:
 
 # The attribute of a module that copy.deepcopy() calls.
 _COPIER = "__deepcopy__"
-
-
 # The attributes of an offloaded module that are ours.
 _OURS = (_COPIER, "__prepare_scriptable__", "_memascend")
-
-
 _KEY = "memascend"
-
-
 _TABLES = (
     *("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_state_dict_pre_hooks"),
     *("_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
@@ -156,8 +149,7 @@ class Attachment:
         self,
         model: torch.nn.Module,
         gates: list[tuple[torch.nn.Module, tuple[Home, ...]]],
-        residency: Residency,
-        frames: Frames,
+        run: Run,
         state_dicts: StateDicts,
         *,
         on_device: bool,
@@ -165,15 +157,14 @@ class Attachment:
         """`gates` are the modules with hooks, and the units that each binds; `on_device`: the host does not compute."""
         self.model = model
         self._gates = gates
-        self._residency = residency
-        self._frames = frames
+        self._run = run
         self._state_dicts = state_dicts
         self._flattening = Flattening(model)
         self._on_device = on_device
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the model an offloaded one with this optimizer."""
-        open_gates(self.model, self._gates, self._residency, self._frames)
+        open_gates(self.model, self._gates, self._run.residency, self._run.frames)
         if self._on_device:
             self._flattening.stop()
         self._state_dicts.install()

@@ -23,7 +23,7 @@ from memascend.params.residency import Residency
 from memascend.params.unit import Copies, Limits, Sums, wanted
 from memascend.session import original_state
 from memascend.session.attachment import Attachment, AutocastWatch, Newcomers
-from memascend.session.materialize import Materializer, Saving
+from memascend.session.materialize import Saving
 from memascend.session.optimizer import OffloadedOptimizer
 from memascend.session.report import Measurements, Meter
 from memascend.session.run import Position, Record, Run
@@ -83,17 +83,16 @@ class Assembly:
         arrivals = self._arrivals(residency, meter, scale)
         gradients = Gradients(arrivals, frozenset(plan.held))
         newcomers = Newcomers(subject.model, look=subject.sharding is None)
-        frames = Frames(residency)
         position = Position(resources.store, subject.options.checkpoint)
         record = Record(resources.store, position, subject.buffers, subject.arithmetic, scale)
-        run = Run(resources=resources, residency=residency, frames=frames, gradients=gradients, record=record)
+        run = Run(
+            resources=resources, residency=residency, frames=Frames(residency), gradients=gradients, record=record
+        )
         edits = Edits(run)
         reached_values = ReachedValues(edits, None if subject.sharding is None else subject.sharding.exchange)
         loads = Loads(edits)
         state_dicts = StateDicts(subject.model, run, loads, sharded=subject.sharding is not None)
-        attachment = Attachment(
-            subject.model, self._gates(residency), residency, frames, state_dicts, on_device=self._on_device
-        )
+        attachment = Attachment(subject.model, self._gates(residency), run, state_dicts, on_device=self._on_device)
         session = Session(
             run=run,
             newcomers=newcomers,
@@ -102,10 +101,9 @@ class Assembly:
             loads=loads,
             reached_values=reached_values,
             state_dicts=state_dicts,
-            materializer=Materializer(edits, attachment, sharded=subject.sharding is not None),
             saving=Saving(subject.model, run, loads, reached_values, newcomers, subject.sharding),
             attachment=attachment,
-            measurements=Measurements(resources, residency, plan, position, meter, arrivals.speculation),
+            measurements=Measurements(run, plan, meter, arrivals.speculation),
             accumulation=self._accumulation(arrivals, residency, meter),
             max_grad_norm=subject.options.max_grad_norm,
             sharding=subject.sharding,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from memascend.checkpoint.contents import Contents, RankContents
     from memascend.distributed.sharding import Sharding
+    from memascend.params.residency import Residency
     from memascend.params.unit import Home
     from memascend.session.attachment import Attachment, Newcomers
     from memascend.session.run import Run
@@ -34,99 +35,92 @@ if TYPE_CHECKING:
 MATERIALIZED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
-class Materializer:
-    """Makes an offloaded model a plain one for a while."""
-
-    def __init__(self, edits: Edits, attachment: Attachment, *, sharded: bool) -> None:
-        """`sharded`: ranks share the parameters."""
-        self._sharded = sharded
-        self._run = edits.run
-        self._edits = edits
-        self._attachment = attachment
-
-    @contextlib.contextmanager
-    def materialized(self, *, modify: bool) -> Iterator[None]:
-        """Real parameters inside."""
-        model = self._attachment.model
-        if self._sharded:
-            raise UsageError(
-                "materialized() is for a model of one process: under fully_shard(), optimizer.save() writes all "
-                "values, parameter.full_tensor() gathers those of one, and model.state_dict() has the rows of all"
-            )
+@contextlib.contextmanager
+def real_parameters(edits: Edits, attachment: Attachment, *, modify: bool, sharded: bool) -> Iterator[None]:
+    """Make an offloaded model a plain one inside; see `materialized`. `sharded`: ranks share the parameters."""
+    run, model = edits.run, attachment.model
+    if sharded:
+        raise UsageError(
+            "materialized() is for a model of one process: under fully_shard(), optimizer.save() writes all "
+            "values, parameter.full_tensor() gathers those of one, and model.state_dict() has the rows of all"
+        )
+    if model in MATERIALIZED:
+        raise UsageError("materialized() within materialized(): the parameters are real already")
+    if modify:
+        run.require_quiet()
+    run.require_open()
+    optimizer = model.__dict__["_memascend"]
+    homes: list[Home] = []
+    # Values that are written back are compared with storage; only dropped changes need checksums.
+    checksums: dict[str, str] | None = None if modify else {}
+    written: str | None = None
+    try:
+        with run.residency.turns.alone():
+            run.residency.require_idle("materialized()")
+            # The model has the values that user code wrote to weights.
+            run.residency.reached.look()
+            _make_real(run.residency, homes, checksums)
+        MATERIALIZED.add(model)
+        # A copy or pickle that is made inside is of a plain model.
+        attachment.leave()
+        run.resources.read_out()
+        yield
+        if checksums is None:
+            run.require_open()
+            _write_back(edits, homes)
+        else:
+            written = _written(homes, checksums)
+    finally:
         if model in MATERIALIZED:
-            raise UsageError("materialized() within materialized(): the parameters are real already")
-        if modify:
-            self._run.require_quiet()
-        self._run.require_open()
-        optimizer = model.__dict__["_memascend"]
-        homes: list[Home] = []
-        # Values that are written back are compared with storage; only dropped changes need checksums.
-        checksums: dict[str, str] | None = None if modify else {}
-        written: str | None = None
-        try:
-            with self._run.residency.turns.alone():
-                self._run.residency.require_idle("materialized()")
-                # The model has the values that user code wrote to weights.
-                self._run.residency.reached.look()
-                self._make_real(homes, checksums)
-            MATERIALIZED.add(model)
-            # A copy or pickle that is made inside is of a plain model.
-            self._attachment.leave()
-            self._run.resources.read_out()
-            yield
-            if checksums is None:
-                self._run.require_open()
-                self._write_back(homes)
-            else:
-                written = _written(homes, checksums)
-        finally:
-            if model in MATERIALIZED:
-                MATERIALIZED.discard(model)
-                if not self._run.resources.closed:
-                    self._attachment.enter(optimizer)
-            self._release(homes)
-        if written is not None:
-            warnings.warn(
-                f"the values of {written} were changed within materialized(model), and are what they were before: "
-                "materialized(model, modify=True) keeps changes",
-                stacklevel=3,
-            )
+            MATERIALIZED.discard(model)
+            if not run.resources.closed:
+                attachment.enter(optimizer)
+        _release(run.residency, homes)
+    if written is not None:
+        warnings.warn(
+            f"the values of {written} were changed within materialized(model), and are what they were before: "
+            "materialized(model, modify=True) keeps changes",
+            stacklevel=3,
+        )
 
-    def _make_real(self, homes: list[Home], checksums: dict[str, str] | None) -> None:
-        """Make every parameter a plain one; `homes` gets the finished units, `checksums` those of all values."""
-        residency = self._run.residency
-        for home in residency.units.homes:
-            copies = [residency.copy_of(place) for place in home.places]
-            if checksums is not None:
-                named = zip(home.places, copies, strict=True)
-                checksums.update({place.name: checksum_of(bytes_of(copy)) for place, copy in named})
-            with residency.lock:
-                # Its place in the arena is needed for the next one.
-                residency.units.evict(home)
-                homes.append(home)
-                home.count(NOBODY, 1)
-                for place, copy in zip(home.places, copies, strict=True):
-                    place.release(copy)
 
-    def _write_back(self, homes: list[Home]) -> None:
-        values = {place.name: place.parameter.detach() for home in homes for place in home.places}
-        self._release(homes)
-        places = [place for home in self._run.residency.units.homes for place in home.places]
-        with self._edits.edit(with_buffers=True) as edit:
-            for place in places:
-                self._edits.stage(edit, place, values.pop(place.name))
-            if edit.names:
-                with self._run.residency.turns.alone():
-                    self._edits.commit([edit])
+def _make_real(residency: Residency, homes: list[Home], checksums: dict[str, str] | None) -> None:
+    """Make every parameter a plain one; `homes` gets the finished units, `checksums` those of all values."""
+    for home in residency.units.homes:
+        copies = [residency.copy_of(place) for place in home.places]
+        if checksums is not None:
+            named = zip(home.places, copies, strict=True)
+            checksums.update({place.name: checksum_of(bytes_of(copy)) for place, copy in named})
+        with residency.lock:
+            # Its slot in the arena is needed for the next unit.
+            residency.units.evict(home)
+            homes.append(home)
+            home.count(NOBODY, 1)
+            for place, copy in zip(home.places, copies, strict=True):
+                place.release(copy)
 
-    def _release(self, homes: list[Home]) -> None:
-        with self._run.residency.turns.alone(), self._run.residency.lock:
-            while homes:
-                home = homes[-1]
-                for place in home.places:
-                    place.unbind()
-                home.count(NOBODY, -1)
-                homes.pop()
+
+def _write_back(edits: Edits, homes: list[Home]) -> None:
+    values = {place.name: place.parameter.detach() for home in homes for place in home.places}
+    residency = edits.run.residency
+    _release(residency, homes)
+    places = [place for home in residency.units.homes for place in home.places]
+    with edits.edit(with_buffers=True) as edit:
+        for place in places:
+            edits.stage(edit, place, values.pop(place.name))
+        if edit.names:
+            with residency.turns.alone():
+                edits.commit([edit])
+
+
+def _release(residency: Residency, homes: list[Home]) -> None:
+    with residency.turns.alone(), residency.lock:
+        while homes:
+            home = homes[-1]
+            for place in home.places:
+                place.unbind()
+            home.count(NOBODY, -1)
+            homes.pop()
 
 
 def _written(homes: list[Home], checksums: dict[str, str]) -> str | None:

@@ -40,15 +40,9 @@ if TYPE_CHECKING:
 
 
 _Path = str | os.PathLike[str]
-
-
 # Type checkers infer the class of the given model.
 _Model = TypeVar("_Model", bound=torch.nn.Module)
-
-
 _Done = TypeVar("_Done")
-
-
 _log = logging.getLogger("memascend")
 
 

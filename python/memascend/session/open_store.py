@@ -108,8 +108,6 @@ def _is_at(file: str, path: str) -> bool:
 
 # The time of a smaller transfer does not measure storage.
 _BYTES_MIN = 64 << 20
-
-
 # A probe reads this much from storage, or for so long.
 _PROBE_BYTES, _PROBE_SECONDS = 256 << 20, 0.2
 

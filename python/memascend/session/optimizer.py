@@ -16,7 +16,7 @@ from memascend.optim.comparison import MODES
 from memascend.optim.members import JoinedHooks, members_of
 from memascend.optim.rules import GroupMembers
 from memascend.params.offloaded_param import is_in_place
-from memascend.session.materialize import MATERIALIZED, Materializer
+from memascend.session.materialize import MATERIALIZED, real_parameters
 from memascend.session.value_edits import switch_mode
 from memascend.tensors import same_bits
 from memascend.text import Closing
@@ -106,8 +106,6 @@ class _Copy(torch.Tensor):
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-
-
 _GIVES_ARRAY = (torch.Tensor.numpy, torch.Tensor.__array__)
 
 
@@ -413,5 +411,5 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> contextlib.Abs
         raise UsageError("materialized() within materialized(): the parameters are real already")
     if offloaded is None:
         raise UsageError("this model is not offloaded, or its optimizer was closed")
-    materializer: Materializer = session_of(offloaded).materializer
-    return materializer.materialized(modify=modify)
+    session = session_of(offloaded)
+    return real_parameters(session.edits, session.attachment, modify=modify, sharded=session.sharding is not None)

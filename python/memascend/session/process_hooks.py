@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 
 _TENSOR_DATA: Any = torch.Tensor.data
-
-
 # The types that torch's functions of lists take.
 _LISTED: list[Any] = torch.utils._foreach_utils._foreach_supported_types  # noqa: SLF001
 

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from memascend.grads.microbatches import PartialSums
     from memascend.grads.speculation import Speculation
     from memascend.memory import Arena
-    from memascend.params.residency import Residency
     from memascend.plan.table import Plan
-    from memascend.session.run import Position, Resources
+    from memascend.session.run import Run
     from memascend.storage import Engine
 
 
@@ -410,20 +409,11 @@ _log = logging.getLogger("memascend")
 class Measurements:
     """Collects the figures of a report."""
 
-    def __init__(
-        self,
-        resources: Resources,
-        residency: Residency,
-        plan: Plan,
-        position: Position,
-        meter: Meter,
-        speculation: Speculation,
-    ) -> None:
-        self._resources = resources
+    def __init__(self, run: Run, plan: Plan, meter: Meter, speculation: Speculation) -> None:
+        self._run = run
+        self._resources = run.resources
         self._speculation = speculation
-        self._residency = residency
         self._planned = plan
-        self._position = position
         self.meter = meter
         # Earlier counts do not belong to the training.
         self._before = self._counted()
@@ -508,10 +498,10 @@ class Measurements:
                 "step()": self._step_seconds,
                 **{f"update, {stage}": taken for stage, taken in engine["seconds"].items()},
             },
-            steps=self._position.made,
+            steps=self._run.record.position.made,
             early=self._speculation.early,
             anew=self._speculation.anew,
-            units=dict(self._residency.units.counters),
+            units=dict(self._run.residency.units.counters),
             in_memory=self._in_memory(trained),
             samples=tuple(self.meter.samples),
             ranks=self._all_ranks,

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("memascend")
-
-
 CLOSED = "this model was offloaded, and its optimizer has been closed; open its storage again to resume"
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from memascend.grads.microbatches import Accumulation
     from memascend.params.offloaded_param import Place
     from memascend.session.attachment import Attachment, AutocastWatch, Newcomers
-    from memascend.session.materialize import Materializer, Saving
+    from memascend.session.materialize import Saving
     from memascend.session.report import Measurements, Report
     from memascend.session.run import Run
     from memascend.session.value_edits import Edits, Loads, ReachedValues, StateDicts
@@ -56,7 +56,6 @@ class Session:
     loads: Loads
     reached_values: ReachedValues
     state_dicts: StateDicts
-    materializer: Materializer
     saving: Saving
     attachment: Attachment
     measurements: Measurements

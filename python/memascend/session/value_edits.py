@@ -475,8 +475,6 @@ def switch_mode(edits: Edits, mode: str) -> None:
 
 
 _KEY = "memascend"
-
-
 # A module's own tables of hooks.
 _TABLES = ("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
