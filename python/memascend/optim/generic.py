@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from memascend.storage import Chunk, Late
 
-    # Hears what a run changed beside its parameter and the state of that.
+    # Takes the changes of a run beside its parameter and the parameter's state.
     Ended = Callable[[dict[SharedName, Any]], None]
 
 
@@ -55,7 +55,7 @@ def rust_options(
     """The numbers of `Engine.update` for a parameter of `dtype` in `group`; None where its update is torch's own code.
 
     AdamW and Adam run on our kernel, by their exact type, where master and moments are float32. The kernel keeps no
-    maximum (amsgrad). A change between the two during a run is the caller's to refuse: they keep different state.
+    maximum (amsgrad). The caller rejects a change between the two during a run: they keep different state.
     """
     if type(optimizer) not in {torch.optim.AdamW, torch.optim.Adam} or group.get("amsgrad"):
         return None
@@ -83,8 +83,8 @@ def sgd_options(
 ) -> dict[str, Any] | None:
     """The numbers of `engine.Momentum` for a parameter of SGD in `group`, on state as torch keeps it.
 
-    None where torch's own code has to run: its fused kernel has other bits with momentum, and what options are no
-    numbers in their ranges, or need other state than there is (`first`: none was made yet), is its to say.
+    None where torch's own code has to run. Its fused kernel has other bits with momentum. It also handles options that
+    are no numbers in their ranges, or that need other state than there is (`first`: none was made yet).
     """
     if type(optimizer) is not torch.optim.SGD or layout.dtype != torch.float32 or group.get("fused"):
         return None
@@ -102,7 +102,7 @@ def sgd_options(
 
 
 class Given(NamedTuple):
-    """What an update is told of its gradient."""
+    """The gradient of an update, and its factors."""
 
     # In place of the chunks': all of the parameter's. A sparse one needs `whole=True`.
     gradient: torch.Tensor | None = None
@@ -135,11 +135,11 @@ class Update:
         Args:
             optimizer: the original; nothing is done to it.
             group: the group of the parameter, one of the optimizer's own.
-            layout: what `describe` said of the parameter.
+            layout: the result of `describe` for the parameter.
             given: of the gradient.
-            first: whether the parameter has no state yet; what its chunks hold of it is then not read.
+            first: whether the parameter has no state yet; that of its chunks is then not read.
             method: another method than the optimizer's step, which is run without a gradient.
-            ended: is told the options and attributes that the run changed, on the engine's thread; None: it changes
+            ended: takes the options and attributes that the run changed, on the engine's thread; None: it changes
                 none.
         """
         self._optimizer = optimizer
@@ -192,7 +192,7 @@ class Update:
             self._tell(copy)
 
     def _tell(self, copy: torch.optim.Optimizer) -> None:
-        """Say what the run changed beside the parameter and its state."""
+        """Report the changes of the run beside the parameter and its state."""
         changes = changes_alone(self._begin, copy, self._place, self._layout.manner)
         if self._ended is not None:
             self._ended(changes)
@@ -245,7 +245,7 @@ class Update:
         return layout.state_from(state)
 
     def _keep(self, chunk: Chunk, state: Mapping[str, Any], whole: bool) -> None:
-        """Write what the step made anew into the chunk's tensors."""
+        """Copy the state that the step made into the chunk's tensors."""
         layout = self._layout
         if self._first and not state and self._method != "step":
             # It has no state before its first step.
@@ -263,7 +263,7 @@ class Update:
                 raise self._unfit(name, value)
             tensors = {name: value} if parts is None else parts.apart(name, value)
             for part, tensor in tensors.items():
-                # What all chunks share gets the same values from each: each began from a copy.
+                # Every chunk writes the same values to shared state: each began from a copy.
                 self._keep_tensor(chunk.state[part], part, tensor, whole)
 
     def _keep_tensor(self, into: torch.Tensor, name: str, value: Any, whole: bool) -> None:

@@ -20,7 +20,7 @@ class JoinedOptimizers(torch.optim.Optimizer):
 
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
         """The groups are the members' own dicts, so that an option set on either is set on both."""
-        # torch's own __init__ would refuse groups with names of parameters beside groups without.
+        # torch's own __init__ would reject groups with names of parameters beside groups without.
         self.members = tuple(members)
         self.param_groups = [group for member in self.members for group in member.param_groups]
         first, *others = self.members

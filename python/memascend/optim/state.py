@@ -436,14 +436,8 @@ def momentum_options(group: Mapping[str, Any]) -> dict[str, Any] | None:
     """The numbers of `engine.Momentum` for a group of SGD; None where the group has no momentum now."""
     if not group["momentum"]:
         return None
-    return {
-        "lr": float(group["lr"]),
-        "momentum": float(group["momentum"]),
-        "dampening": float(group["dampening"]),
-        "nesterov": bool(group["nesterov"]),
-        "weight_decay": float(group["weight_decay"]),
-        "maximize": bool(group["maximize"]),
-    }
+    numbers = {name: float(group[name]) for name in ("lr", "momentum", "dampening", "weight_decay")}
+    return {**numbers, "nesterov": bool(group["nesterov"]), "maximize": bool(group["maximize"])}
 
 
 def options_of_formats(formats: Iterable[str | None]) -> str:

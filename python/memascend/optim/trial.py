@@ -186,8 +186,8 @@ def require_independent(
     too, where the class has them. The first manner that works is the manner of the run.
 
     Returns:
-        The values that a step changes for all parameters alike, as they are at the end of the trial, and the manner in
-        which the optimizer is run for one parameter.
+        The values that a step changes for all parameters alike, as at the end of the trial, and the manner in which
+        the optimizer is run for one parameter.
 
     Raises:
         ConfigError: it names the difference.

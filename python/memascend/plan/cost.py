@@ -84,8 +84,8 @@ class Host:
 # Defaults of one thread's seconds for AdamW on a parameter, and for the checksum of a byte. Measured on a server's
 # processor of 2023 in training: 1.9 ns a parameter for both.
 _UPDATE_SECONDS, _CHECK_SECONDS = 1.1e-9, 0.03e-9
-# The default number of threads that share the update of the RAM tier: with more, the 26 bytes that it moves for a
-# parameter wait for the memory of a desktop.
+# The default number of threads that share the update of the RAM tier. The update moves 26 bytes for a parameter; more
+# threads would wait for the memory of a desktop.
 _HELD_THREADS = 4
 
 

@@ -419,16 +419,16 @@ def choose(planner: MemoryPlanner, steps: Sequence[MemorySplit], budget: int, de
         return split.peak <= budget and (device_budget is None or split.device_peak <= device_budget)
 
     if fits(comfortable):
-        # What the host has beyond that holds entries first.
+        # The rest of the host's budget goes to the RAM tier first.
         return comfortable if device_budget is None else planner.widened(comfortable, limit)
     chosen = [step for step in steps if fits(step)][-1]
     if device_budget is not None:
-        # The host's budget is for chunks, the device's for all else: too little of one leaves the other what it has.
+        # The host's budget is for chunks, the device's for all else: a small one does not limit the use of the other.
         for step in steps:
             other = planner.smallest(step.window, chosen.chunks, step.queue_bytes)
             chosen = other if fits(other) else chosen
     if device_budget is None or device_budget < comfortable.device_peak:
-        # Gradients get what is left, up to what they would have with ease; where all are held, they have it.
+        # Gradients get the rest, up to the comfortable queue; in "ram" mode they have memory already.
         spare = limit - chosen.units_peak if planner.run.gradients != "ram" else 0
         queue_bytes = max(chosen.queue_bytes, min(planner.queue_bytes, chosen.queue_bytes + spare))
         chosen = planner.smallest(chosen.window, chosen.chunks, queue_bytes)
@@ -443,7 +443,7 @@ def choose(planner: MemoryPlanner, steps: Sequence[MemorySplit], budget: int, de
     return chosen
 
 
-# A plan says what larger budgets buy, up to the one that holds everything, in so many equal parts.
+# A plan has the traffic of so many larger budgets, in equal steps up to the one that keeps all records in RAM.
 _PARTS = 4
 
 

@@ -241,13 +241,7 @@ def _checked(tree: ModuleTree, names: Sequence[str]) -> Sequence[str]:
             )
     for index, name in enumerate(names):
         for other in names[:index]:
-            if (
-                name == other
-                or not other
-                or not name
-                or f"{name}.".startswith(f"{other}.")
-                or f"{other}.".startswith(f"{name}.")
-            ):
+            if not (name and other) or f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}."):
                 raise ConfigError(f"units names {other!r} and {name!r}, and a parameter travels in one unit only")
     return names
 

@@ -1,4 +1,4 @@
-"""Makes `memascend.offload()` and what it returns: decides, opens the store, and runs each step in order.
+"""Makes `memascend.offload()` and its results: decides, opens the store, and runs each step in order.
 
 `offload` is the call; `decide` and `open_store` prepare a run, and `build` makes its parts, bottom up. `session` has
 the order of a step, and is notified of the model's forwards; `run` has the data of a commit, and the resources that
@@ -8,6 +8,6 @@ measures.
 Invariant: the values of a forward, the values on storage and the count `optimizer.steps` belong to one commit. A call
 that is rejected leaves model, optimizer and storage as they were.
 
-Never: nothing that builds runs in a step; the resources of a run know neither model nor optimizer, so that both can be
-collected; no arithmetic on weights or gradients is done here.
+Never: no code that builds a run runs in a step. The resources of a run refer to neither model nor optimizer, so that
+both can be collected. There is no arithmetic on weights or gradients here.
 """

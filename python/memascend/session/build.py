@@ -190,7 +190,7 @@ class Assembly:
     def _gates(self, residency: Residency) -> list[tuple[torch.nn.Module, tuple[Home, ...]]]:
         """Each module that owns a parameter or is a whole unit, with the units that it binds."""
         if self.subject.sharding is not None:
-            # A gather binds what it needs, and only while it copies.
+            # A gather binds its parameters, and only while it copies.
             return [(self.subject.model, ())]
         homes = {home.name: home for home in residency.units.homes}
         home_of = {id(place.parameter): home for home in homes.values() for place in home.places}

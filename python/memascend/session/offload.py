@@ -89,7 +89,7 @@ def offload(  # noqa: PLR0913 - options are keywords
             it. "previous" drops the last commit, and resumes the one before, after every byte of it was read and
             checked. It is for a store whose newest commit is damaged, as long as the next step was not begun.
         host_memory: a hard budget of host memory: in bytes, as "8GiB", or as "75%" of the memory that process and
-            cgroup have now; None: the smallest that keeps disk and compute busy. The rest of a larger budget keeps
+            cgroup have now. None: the smallest that keeps disk and compute busy. The rest of a larger budget keeps
             parameters with their state in RAM, the model's first ones first: they are read once, by this call.
         device: where the model computes: "cpu", "cuda", "cuda:1"; None: CUDA if there is one. This call moves buffers;
             the loop moves batches, as without offloading. The update runs on the CPU.
@@ -101,8 +101,8 @@ def offload(  # noqa: PLR0913 - options are keywords
         master_dtype: of the master weights of 16-bit parameters; None: 16-bit parameters have none.
         units: names of modules that are read and evicted as one; None: found from the model.
         weights: for parameters on "meta": a safetensors file, a folder of them with their index, or a function of
-            (name, parameter) that returns a tensor and is called one at a time. None: they are initialised by the
-            model's own code, from torch's default generator. A resumed store needs none.
+            (name, parameter) that returns a tensor. The function is called for one parameter at a time. None: they are
+            initialised by the model's own code, from torch's default generator. A resumed store needs none.
         checkpoint: a folder that `OffloadedOptimizer.save` wrote, to start from, with its values, state, options and
             step. A store that is resumed takes precedence.
         scratch: a folder for copies of the weights that `state_dict()` and `materialized()` make; None: beside the
@@ -111,8 +111,8 @@ def offload(  # noqa: PLR0913 - options are keywords
             update; in bytes or as "8GiB". None: the smallest that keeps disk and compute busy. Activations and torch's
             other memory there come on top.
         activations: where activations that are checkpointed in the model's forward are stored, with the same bits.
-            "device": on the device, as torch keeps them; "host": in pinned host memory, as far as the budget goes (1
-            GiB of it where `host_memory` is None), then in files; "ssd": in files beside the store (in `scratch`,
+            "device": on the device, as torch keeps them. "host": in pinned host memory, as far as the budget goes (1
+            GiB of it where `host_memory` is None), then in files. "ssd": in files beside the store (in `scratch`,
             where that is given). On the CPU, "host" is "device".
         durability: "step": every step survives a power loss; "close": every step survives the death of the process;
             "none": nothing is kept before `close()`. Without `storage` it is "none", and `close()` keeps nothing.

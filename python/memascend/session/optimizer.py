@@ -229,8 +229,8 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         unit (a block, say) computes all of them before the next one begins.
 
         The first call computes one micro-batch after the other, and records the order of units. All calls do so where
-        layers cannot be shared, and the log gives the reason: several ranks, a module that keeps a value from one
-        micro-batch to the next (BatchNorm), a hook of yours on accumulated gradients.
+        layers cannot be shared, and the log gives the reason. There are three: several ranks, a module that keeps a
+        value from one micro-batch to the next (BatchNorm), a hook of yours on accumulated gradients.
 
         Args:
             loss_of: called with each micro-batch; returns its loss, or a tuple that begins with it.
@@ -364,8 +364,9 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the groups' options; the state stays that of the store.
 
-        A state dict of an older step rolls the run back to that step, if it was made after `save()` and the checkpoint
-        still exists, or is the one given to `offload()`. The whole checkpoint is read, checked and committed at once.
+        A state dict of an older step rolls the run back to a checkpoint of that step. The checkpoint is the one that
+        `save()` wrote before the state dict was made, or the one given to `offload()`. It is read, checked and
+        committed as a whole.
 
         Where the call is rejected, unused values of a preceding load into the model are dropped.
 

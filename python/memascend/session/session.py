@@ -1,4 +1,4 @@
-"""Sequences one run: what step(), zero_grad(), backward() and close() do, in which order."""
+"""Sequences one run: the actions of step(), zero_grad(), backward() and close(), in order."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ class Loads:
 
     @property
     def changed(self) -> list[str]:
-        """Parameters whose loaded values differ from what is committed, and are held back."""
+        """Parameters whose loaded values differ from the committed ones, and are held back."""
         return [name for load in self._held for name in load.names]
 
     # --- one call of load_state_dict() ---------------------------------------------------------
@@ -273,8 +273,9 @@ def _commit(engine: Engine, held: list[Edit], step: int) -> None:
 class ReachedValues:
     """Values that the model computes with and that are not on storage yet.
 
-    Several ranks write such values in one commit, at a point that all ranks reach: before the updates of a step, in
-    `save()` and `close()`, and, where updates do not wait for the step, in the first gather of a forward.
+    Several ranks write such values in one commit, at a point that all ranks reach. These points are in `step()` before
+    its updates, in `save()` and in `close()`. Where updates do not wait for the step, there is one more: the first
+    gather of a forward.
     """
 
     def __init__(self, edits: Edits, figures: Exchange | None = None) -> None:
