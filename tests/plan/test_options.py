@@ -1,12 +1,13 @@
 """Tests the options of offload(): what is accepted, what is refused, and what the refusal says."""
 
 import dataclasses
+import inspect
 from pathlib import Path
 
 import pytest
 import torch
 
-from memascend import ConfigError
+from memascend import ConfigError, offload
 from memascend.plan.options import Options, parse_bytes
 
 
@@ -154,3 +155,10 @@ def test_what_is_refused_says_what_works(wrong, says):
     with pytest.raises(ConfigError) as refused:
         Options(**wrong)
     assert says in str(refused.value)
+
+
+def test_offload_has_an_argument_for_each_option_and_no_other():
+    arguments = dict(inspect.signature(offload).parameters)
+    assert [arguments.pop("model").name, arguments.pop("optimizer").name] == ["model", "optimizer"]
+    options = {option.name: option.default for option in dataclasses.fields(Options)}
+    assert {name: argument.default for name, argument in arguments.items()} == options

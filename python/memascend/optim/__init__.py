@@ -1,9 +1,9 @@
-"""Optimizers on streamed state: which can stream, what each keeps for a parameter, and how one parameter is updated.
+"""Optimizers on streamed state: which can stream, the state that each keeps, and the update of one parameter.
 
-Invariant: an update of one parameter at a time has the bits of the step of torch that updates all at once. Where that
-is not known of a class, it is tried on copies before anything is offloaded, and a class that differs is refused by
-name. Adam and SGD run in the engine where their state is as the engine has it, everything else by its own code.
+Invariant: updates of one parameter at a time are bit-identical to torch's step of all parameters. A class of which that
+is not known is tried on copies before anything is offloaded, and rejected with an error that names it where it differs.
+Adam and SGD run in the engine where their state is as the engine has it; all other optimizers run their own code.
 
-The original optimizer is never stepped here: copies of it are, on the memory of one parameter. What its steps change
-for all parameters alike (counters, options) is adopted once all of them have ended alike, or the step is refused.
+The original optimizer is never stepped here: copies of it are, on the memory of one parameter. Values that its steps
+change for all parameters alike (counters, options) are adopted once all updates agree; else the step is rejected.
 """

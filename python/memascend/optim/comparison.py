@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Manner:
-    """How the step of an optimizer is made for one parameter at a time, so that it has the bits of the whole one."""
+    """How an optimizer is run for one parameter at a time, bit-identical to a step of all parameters."""
 
-    # Groups that have no parameter are left out: its code stacks the parameters of each, and fails where there is none.
+    # Groups without a parameter are left out: the optimizer stacks the parameters of each group, and fails on none.
     omits: bool = False
-    # A parameter without a gradient is updated as by zeros, as soon as any parameter has one.
+    # A parameter without a gradient is updated with zeros, as soon as any parameter has a gradient.
     zeros: bool = False
-    # State of several parameters is kept as one stack by torch's step, and each has its own here.
+    # torch's step keeps the state of several parameters as one stack; here each parameter has its own.
     stacks: bool = False
-    # Attributes that each update writes before it reads them: what they hold between steps means nothing.
+    # Attributes that each update writes before it reads them: their values between steps are meaningless.
     scratch: frozenset[str] = frozenset()
 
 
@@ -48,14 +48,14 @@ _STEPS = 4
 _TRIAL_DIM_MAX = 6
 # At most so many of each group are tried.
 _TRIED_MAX = 4
-# Of a stack at its true size: matrices, and bytes of all of them (two at least).
+# A stack is tried at its true size: at most so many matrices, and bytes of all of them (but at least two matrices).
 _STACK_MAX, _STACK_BYTES_MAX = 4, 256 << 20
-# What an optimizer may have beside step(), to change its parameters between training and evaluation.
+# Methods beside step() by which an optimizer may change its parameters between training and evaluation.
 MODES = ("train", "eval")
 
 
 class Member:
-    """A parameter of the trial, and where the one that it stands for is in its group."""
+    """A parameter of the trial, and the position in its group of the real parameter that it stands for."""
 
     def __init__(
         self, group: int, position: int, parameter: torch.Tensor, dtype: torch.dtype, dim_max: int = _TRIAL_DIM_MAX
@@ -68,11 +68,11 @@ class Member:
         self.begin = torch.empty(0)
 
     def drawn(self, generator: torch.Generator) -> torch.Tensor:
-        """Values for it."""
+        """Random values of its shape."""
         return torch.randn(self.shape, generator=generator).to(self.dtype)
 
     def begin_at(self, generator: torch.Generator) -> None:
-        """Draw the values that it begins with."""
+        """Draw its first values."""
         self.begin = self.drawn(generator)
 
 
@@ -82,7 +82,7 @@ class _Joint:
     def __init__(
         self, optimizer: torch.optim.Optimizer, begin: SharedValues, members: Sequence[Member], *, spread: bool
     ) -> None:
-        """With `spread`, each is at the place that it has in its group, among others that never have a gradient."""
+        """With `spread`, each member has its real position in the group, among others that never have a gradient."""
         shared = begin.copy(deep=True)
         self.parameters = [stand_in(member.begin.clone(), member.attributes) for member in members]
         groups = [{**options, "params": []} for options in shared.groups]
@@ -118,7 +118,7 @@ class _OneByOne:
         self._shared = begin.copy(deep=True)
         self._parameters = [stand_in(member.begin.clone(), member.attributes) for member in members]
         self._states: list[dict[str, Any]] = [{} for _ in members]
-        # The names of attributes that were found to be written before they are read.
+        # The names of attributes that are written before they are read, as far as was found.
         self.scratch: set[str] = set()
 
     def do(self, method: str, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -131,7 +131,7 @@ class _OneByOne:
         ends = self._run(method, gradients, self._shared)
         while True:
             try:
-                changes = common_end(_without(ends, self.scratch))
+                changes = common_end([(group, without_scratch(own, self.scratch)) for group, own in ends])
                 break
             except Disagreement as other:
                 if other.place.group is not None or other.place.name in self.scratch:
@@ -147,7 +147,7 @@ class _OneByOne:
     def _run(
         self, method: str, gradients: Sequence[torch.Tensor | None], shared: SharedValues
     ) -> list[tuple[int, dict[SharedName, Any]]]:
-        """Run each alone; what each changed of the values that it began with, beside the number of its group."""
+        """Run each member alone; returns the number of its group, and its changes of the shared values."""
         ends = []
         for number, (member, gradient) in enumerate(zip(self._members, gradients, strict=True)):
             if method == "step" and gradient is None:
@@ -166,12 +166,15 @@ class _OneByOne:
     def _same_with_others(
         self, method: str, gradients: Sequence[torch.Tensor | None], before: tuple[list[torch.Tensor], Any]
     ) -> bool:
-        """Whether the step has the same bits where what is taken for scratch begins with other values."""
+        """Whether the step has the same bits where the scratch attributes begin with other values."""
         after = copied(self.now()[:2], deep=True)
         other = self._shared.copy(deep=True)
         for name in self.scratch:
-            if not _spoil(other.attributes, name):
+            value = other.attributes.get(name)
+            if type(value) is not torch.Tensor:
                 return False
+            # A value that no step would leave in it.
+            value.fill_(float("nan") if value.is_floating_point() else 101)
         values, states = copied(before, deep=True)
         with torch.no_grad():
             for parameter, value in zip(self._parameters, values, strict=True):
@@ -196,7 +199,7 @@ def alone(
 def changes_alone(
     begin: SharedValues, copy: torch.optim.Optimizer, group: int, manner: Manner
 ) -> dict[SharedName, Any]:
-    """What a copy that has one parameter, in the group of that number, changed of the values that it began with."""
+    """The changes of shared values by a copy that has one parameter, in the group of that number."""
     if not manner.omits:
         return begin.changes(SharedValues.of(copy))
     own = SharedValues(begin.attributes, [begin.groups[group]])
@@ -206,26 +209,11 @@ def changes_alone(
     }
 
 
-def _without(
-    ends: Sequence[tuple[int, dict[SharedName, Any]]], scratch: set[str]
-) -> list[tuple[int, dict[SharedName, Any]]]:
-    return [(number, without_scratch(changes, scratch)) for number, changes in ends]
-
-
 def without_scratch(changes: dict[SharedName, Any], scratch: Container[str]) -> dict[SharedName, Any]:
-    """What a step changed, but for attributes that mean nothing between steps."""
+    """The changes of a step, but for scratch attributes."""
     if not scratch:
         return changes
     return {place: value for place, value in changes.items() if place.group is not None or place.name not in scratch}
-
-
-def _spoil(attributes: dict[str, Any], name: str) -> bool:
-    """Give an attribute a value that no step would leave in it; whether it is a tensor, which steps write to."""
-    value = attributes.get(name)
-    if type(value) is not torch.Tensor:
-        return False
-    value.fill_(float("nan") if value.is_floating_point() else 101)
-    return True
 
 
 def chosen_members(optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None) -> list[Member]:
@@ -243,7 +231,7 @@ def chosen_members(optimizer: torch.optim.Optimizer, master_dtype: torch.dtype |
 
 
 def members_at_size(optimizer: torch.optim.Optimizer, group: int, master_dtype: torch.dtype | None) -> list[Member]:
-    """The first parameters of a group that stacks them, at their true size, by which matrix products are made."""
+    """The first parameters of a group that stacks them, at their true size, on which matrix products depend."""
     params = optimizer.param_groups[group]["params"]
     first = params[0]
     dtype = arithmetic_dtype(first.dtype, master_dtype)
@@ -256,11 +244,11 @@ Plan = list[tuple[str, list[bool]]]
 
 
 def all_present(optimizer: torch.optim.Optimizer, members: Sequence[Member]) -> Plan:
-    """Steps with all gradients; then an evaluation in between."""
+    """Steps with all gradients, then an evaluation between two steps."""
     every, none = [True] * len(members), [False] * len(members)
     plan: Plan = [("step", every)] * _STEPS
     if callable(getattr(type(optimizer), "train", None)):
-        # Twice: the second time there is nothing to do.
+        # Twice: the second call must change nothing.
         plan = [("train", none), ("train", none), *plan]
         if callable(getattr(type(optimizer), "eval", None)):
             plan += [("eval", none), ("eval", none), ("train", none), ("step", every)]
@@ -278,7 +266,7 @@ def some_missing(optimizer: torch.optim.Optimizer, members: Sequence[Member]) ->
 
 
 class Comparison:
-    """Both ways, step by step."""
+    """Compares steps of all members together with steps of one at a time."""
 
     def __init__(
         self,
@@ -301,7 +289,7 @@ class Comparison:
         self._last = ""
 
     def follow(self, plan: Plan, generator: torch.Generator) -> SharedValues:
-        """Do what is planned; the shared values at the end."""
+        """Run the plan; returns the shared values at the end."""
         for method, present in plan:
             gradients = [
                 member.drawn(generator) if there else None for member, there in zip(self._members, present, strict=True)
@@ -319,7 +307,7 @@ class Comparison:
             raise
         except Exception as error:
             if self._spread:
-                # In torch such a step is an error, too: there is nothing to compare with.
+                # torch's own step fails, too: there is nothing to compare.
                 return False
             raise refused(optimizer, f"its {method} failed on small parameters ({_words(error)})") from error
         idle = method in MODES and self._last in ("", method)
@@ -336,8 +324,28 @@ class Comparison:
             raise refused(
                 optimizer, f"its {method} failed on one small parameter at a time ({_words(error)})"
             ) from error
-        _require_same(optimizer, self._joint, self._one_by_one, method, self._manner)
+        self._require_same(method)
         return True
+
+    def _require_same(self, method: str) -> None:
+        values, states, shared = self._joint.now()
+        others, other_states, other_shared = self._one_by_one.now()
+        differs = next(iter(without_scratch(shared.changes(other_shared), self.scratch)), None)
+        if differs is not None:
+            raise refused(
+                self._optimizer,
+                f"its {method} changes {differs} by how many parameters have a gradient: one at a time it would be "
+                "another",
+            )
+        # Before its first gradient a member may have state that `__init__` made (Adagrad), which does not count yet.
+        begun = [state if other else {} for state, other in zip(states, other_states, strict=True)]
+        alike = _stacked_alike(begun, other_states) if self._manner.stacks else same(begun, other_states)
+        if not alike or not same(values, others):
+            raise refused(
+                self._optimizer,
+                "its update of one parameter depends on the others, so that one at a time it would be another; use an "
+                "optimizer whose update needs one parameter at a time",
+            )
 
     @property
     def stacked_groups(self) -> set[int]:
@@ -355,30 +363,8 @@ class Comparison:
         return frozenset(self._one_by_one.scratch)
 
 
-def _require_same(
-    optimizer: torch.optim.Optimizer, joint: _Joint, one_by_one: _OneByOne, method: str, manner: Manner
-) -> None:
-    values, states, shared = joint.now()
-    others, other_states, other_shared = one_by_one.now()
-    differs = next(iter(without_scratch(shared.changes(other_shared), one_by_one.scratch)), None)
-    if differs is not None:
-        raise refused(
-            optimizer,
-            f"its {method} changes {differs} by how many parameters have a gradient: one at a time it would be another",
-        )
-    # Where nothing was stepped yet, there may be what was made beforehand (Adagrad): it counts from the first gradient.
-    begun = [state if other else {} for state, other in zip(states, other_states, strict=True)]
-    alike = _stacked_alike(begun, other_states) if manner.stacks else same(begun, other_states)
-    if not alike or not same(values, others):
-        raise refused(
-            optimizer,
-            "its update of one parameter depends on the others, so that one at a time it would be another; use an "
-            "optimizer whose update needs one parameter at a time",
-        )
-
-
 def _stacked_alike(joint: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> bool:
-    """Whether each state is what it is alone, or a stack of its own and of those of the next, which then have none."""
+    """Whether each state equals its own alone, or is a stack of its own and the next ones, which then have none."""
     taken = 0
     for number, (state, own) in enumerate(zip(joint, others, strict=True)):
         if number < taken or same(state, own):
@@ -403,5 +389,5 @@ def _words(error: Exception) -> str:
 
 
 def refused(optimizer: torch.optim.Optimizer, why: str) -> ConfigError:
-    """What is raised, with the reason."""
+    """The error for an optimizer that cannot stream, with the reason."""
     return ConfigError(f"{named(optimizer)} cannot run on streamed state: {why}")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from memascend.storage import Chunk, Late
 
-    # Hears what a run changed beside its parameter and the state of that.
+    # Takes the changes of a run beside its parameter and the parameter's state.
     Ended = Callable[[dict[SharedName, Any]], None]
 
 
@@ -55,7 +55,7 @@ def rust_options(
     """The numbers of `Engine.update` for a parameter of `dtype` in `group`; None where its update is torch's own code.
 
     AdamW and Adam run on our kernel, by their exact type, where master and moments are float32. The kernel keeps no
-    maximum (amsgrad). A change between the two during a run is the caller's to refuse: they keep different state.
+    maximum (amsgrad). The caller rejects a change between the two during a run: they keep different state.
     """
     if type(optimizer) not in {torch.optim.AdamW, torch.optim.Adam} or group.get("amsgrad"):
         return None
@@ -83,8 +83,8 @@ def sgd_options(
 ) -> dict[str, Any] | None:
     """The numbers of `engine.Momentum` for a parameter of SGD in `group`, on state as torch keeps it.
 
-    None where torch's own code has to run: its fused kernel has other bits with momentum, and what options are no
-    numbers in their ranges, or need other state than there is (`first`: none was made yet), is its to say.
+    None where torch's own code has to run. Its fused kernel has other bits with momentum. It also handles options that
+    are no numbers in their ranges, or that need other state than there is (`first`: none was made yet).
     """
     if type(optimizer) is not torch.optim.SGD or layout.dtype != torch.float32 or group.get("fused"):
         return None
@@ -102,7 +102,7 @@ def sgd_options(
 
 
 class Given(NamedTuple):
-    """What an update is told of its gradient."""
+    """The gradient of an update, and its factors."""
 
     # In place of the chunks': all of the parameter's. A sparse one needs `whole=True`.
     gradient: torch.Tensor | None = None
@@ -135,11 +135,11 @@ class Update:
         Args:
             optimizer: the original; nothing is done to it.
             group: the group of the parameter, one of the optimizer's own.
-            layout: what `describe` said of the parameter.
+            layout: the result of `describe` for the parameter.
             given: of the gradient.
-            first: whether the parameter has no state yet; what its chunks hold of it is then not read.
+            first: whether the parameter has no state yet; that of its chunks is then not read.
             method: another method than the optimizer's step, which is run without a gradient.
-            ended: is told the options and attributes that the run changed, on the engine's thread; None: it changes
+            ended: takes the options and attributes that the run changed, on the engine's thread; None: it changes
                 none.
         """
         self._optimizer = optimizer
@@ -192,7 +192,7 @@ class Update:
             self._tell(copy)
 
     def _tell(self, copy: torch.optim.Optimizer) -> None:
-        """Say what the run changed beside the parameter and its state."""
+        """Report the changes of the run beside the parameter and its state."""
         changes = changes_alone(self._begin, copy, self._place, self._layout.manner)
         if self._ended is not None:
             self._ended(changes)
@@ -251,7 +251,7 @@ class Update:
         return layout.state_from(state)
 
     def _keep(self, chunk: Chunk, state: Mapping[str, Any], whole: bool) -> None:
-        """Write what the step made anew into the chunk's tensors."""
+        """Copy the state that the step made into the chunk's tensors."""
         layout = self._layout
         if self._first and not state and self._method != "step":
             # It has no state before its first step.
@@ -270,7 +270,7 @@ class Update:
                 raise self._unfit(name, value)
             tensors = {name: value} if parts is None else parts.apart(name, value)
             for part, tensor in tensors.items():
-                # What all chunks share gets the same values from each: each began from a copy.
+                # Every chunk writes the same values to shared state: each began from a copy.
                 self._keep_tensor(chunk.state[part], part, tensor, whole)
 
     def _keep_tensor(self, into: torch.Tensor, name: str, value: Any, whole: bool) -> None:
@@ -342,12 +342,12 @@ def import_state(
 
 
 def export_state(layout: StateLayout, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """What torch's optimizer would have in `optimizer.state[parameter]`: the store's tensors under torch's names."""
+    """The store's tensors as torch's optimizer has them in `optimizer.state[parameter]`."""
     return layout.state_from({name: state[name] for name in layout.tensors if name != "master"})
 
 
 def _kind(value: Any) -> object:
-    """What of an option decides which code runs."""
+    """The traits of an option's value on which the code that runs depends."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.shape, value.device
     if isinstance(value, list | tuple):
@@ -360,9 +360,9 @@ def _kind(value: Any) -> object:
 
 
 class Runs:
-    """The runs of one optimizer's own code: which kinds came to their end, and what those of a step changed.
+    """The runs of one optimizer's own code: the kinds that succeeded, and the changes by the runs of a step.
 
-    What they change beside their parameters is kept until all of them have ended, and is then adopted.
+    Changes beside their parameters are collected until all runs have ended, and are then adopted.
     """
 
     def __init__(
@@ -373,25 +373,25 @@ class Runs:
         *,
         runs: bool = True,
     ) -> None:
-        """`examples`: values that steps are known to change, as a step leaves them; `runs`: its own code does run."""
+        """`examples`: values that steps are known to change, as a step leaves them; `runs`: its own code runs."""
         self._optimizer = optimizer
         self._scratch = manner.scratch
         self._known = known(optimizer)
         self._changes = runs and not self._known
         self.examples = dict(examples)
         self._kinds_ended: set[Hashable] = set()
-        # By the parameter: the number of its group, and what its last run changed.
+        # By the names of parameters: the number of the group, and the changes of the last run.
         self._ends: dict[str, tuple[int, Mapping[SharedName, Any]]] = {}
 
     def followed(
         self, function: Callable[[Chunk], None], group: Mapping[str, Any], *traits: Hashable
     ) -> tuple[Callable[[Chunk], None], Late]:
-        """A run that is heard of when it ends, and when it may be called.
+        """A run that notes its end, and when it may be called.
 
         Args:
             function: the run.
-            group: the options that it uses.
-            traits: what else decides what it does.
+            group: its options.
+            traits: other values on which its code depends.
         """
         if not self._known:
             return function, "rehearsed"
@@ -405,7 +405,7 @@ class Runs:
         return heard, "always" if kind in self._kinds_ended else "rehearsed"
 
     def ended(self, name: str, group: int) -> Callable[[dict[SharedName, Any]], None]:
-        """What hears of the end of a parameter's run, on the engine's thread."""
+        """The function that takes the changes of a parameter's run, on the engine's thread."""
         self._ends.pop(name, None)
         return functools.partial(self._ended, name, group)
 
@@ -429,18 +429,18 @@ class Runs:
     def adopt(
         self, names: Iterable[str], finish: Callable[[], None], changed: Mapping[SharedName, Any] | None = None
     ) -> Callable[[], None]:
-        """Set what the runs of these parameters changed; what gives the old values back.
+        """Set the values that the runs of these parameters changed; returns the function that reverts it.
 
         Args:
             names: of the parameters.
             finish: waits until all runs have ended.
-            changed: what has to be changed by each of them, and is also where there are none.
+            changed: the changes that each run must make; set also where there are no runs.
 
         Raises:
-            UsageError: they did not end alike; nothing was set.
+            UsageError: the runs made different changes; nothing was set.
         """
         if not self._changes:
-            # It changes nothing, and nobody waits.
+            # Its code changes nothing beside parameters, so there is nothing to wait for.
             return functools.partial(self._give_back, [])
         finish()
         ends = [self._ends[name] for name in names if name in self._ends]
@@ -460,7 +460,7 @@ class Runs:
         return functools.partial(self._give_back, before)
 
     def switched(self, mode: str) -> dict[SharedName, Any]:
-        """What `train()` or `eval()` changes for all parameters alike, beside what it does to each; nothing is set."""
+        """The changes by `train()` or `eval()` for all parameters alike, found on a copy; nothing is set."""
         begin = SharedValues.of(self._optimizer).copy()
         given = begin.copy()
         groups = [{**group, "params": []} for group in given.groups]
@@ -469,11 +469,11 @@ class Runs:
         return without_scratch(begin.changes(SharedValues.of(copy)), self._scratch)
 
     def has(self, mode: str) -> bool:
-        """Whether the optimizer can be told to `train()` or to `eval()`."""
+        """Whether the optimizer has `train()` or `eval()`."""
         return callable(getattr(type(self._optimizer), mode, None))
 
     def _home(self, place: SharedName) -> dict[str, Any]:
-        """Where a value stands."""
+        """The dict that has a value."""
         return vars(self._optimizer) if place.group is None else self._optimizer.param_groups[place.group]
 
     def _give_back(self, before: list[tuple[SharedName, Any]]) -> None:
@@ -481,13 +481,13 @@ class Runs:
             put(self._home(place), place.name, value)
 
     def attributes(self) -> dict[str, Any]:
-        """The attributes that steps change, as JSON; options of groups are stored with the others."""
+        """The attributes that steps change, as JSON; changed options of groups are stored with all options."""
         now = attributes_of(self._optimizer)
         names = [place.name for place in self.examples if place.group is None]
         return {name: plain(now[name]) for name in names if name in now and storable(now[name])}
 
     def restore(self, attributes: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
-        """Set attributes that were stored; `undo` gives the optimizer back its own."""
+        """Set stored attributes; `undo` restores the optimizer's own."""
         for name, value in attributes.items():
             place = SharedName(None, name)
             own = attributes_of(self._optimizer).get(name, GONE)

@@ -1,4 +1,4 @@
-"""Several optimizers of one model as one: their groups in order, their names, which parameters each of them owns."""
+"""Joins several optimizers of one model: their groups in order, their names, and the parameters that each owns."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class JoinedOptimizers(torch.optim.Optimizer):
-    """The optimizers of a list that `offload()` is given. Nothing is ever stepped here."""
+    """The optimizers of a list that `offload()` is given. This one is never stepped."""
 
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
         """The groups are the members' own dicts, so that an option set on either is set on both."""
-        # torch's own __init__ would refuse groups with names of parameters beside groups without.
+        # torch's own __init__ would reject groups with names of parameters beside groups without.
         self.members = tuple(members)
         self.param_groups = [group for member in self.members for group in member.param_groups]
         first, *others = self.members
@@ -35,10 +35,10 @@ def members_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer,
 
 
 def joined(optimizers: Sequence[Any]) -> Any:
-    """One optimizer for those of a list; the only one of a list is itself.
+    """One optimizer for those of a list; a list of one gives that one.
 
     Raises:
-        ConfigError: the list has something else.
+        ConfigError: the list has another kind of object.
     """
     if not optimizers:
         raise ConfigError("the list of optimizers is empty: give the optimizers that own the model's parameters")
@@ -51,16 +51,16 @@ def joined(optimizers: Sequence[Any]) -> Any:
 
 
 def title_of(optimizer: torch.optim.Optimizer) -> str:
-    """By which name stores and checkpoints know it: "AdamW", "Muon + AdamW"."""
+    """The optimizer's name in stores and checkpoints: "AdamW", "Muon + AdamW"."""
     return " + ".join(type(member).__name__ for member in members_of(optimizer))
 
 
 def roster_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None) -> list[dict[str, Any]]:
-    """What is committed of several optimizers: the class of each, how many groups it has, and which parameters.
+    """The committed list of several optimizers: the class, number of groups and parameters of each.
 
     Args:
-        optimizer: of one alone nothing is committed.
-        names: of the parameters, by id; None where a process has some of them only.
+        optimizer: for one alone the list is empty.
+        names: of the parameters, by id; None where a process has only some of them.
     """
     members = members_of(optimizer)
     if len(members) == 1:
@@ -76,7 +76,7 @@ def roster_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None)
 
 
 def is_roster(value: Any) -> bool:
-    """Whether something that was read is what `roster_of` makes."""
+    """Whether a value that was read has the form that `roster_of` makes."""
     return isinstance(value, list) and all(
         isinstance(one, dict) and isinstance(one.get("optimizer"), str) and isinstance(one.get("groups"), int)
         for one in value
@@ -84,15 +84,15 @@ def is_roster(value: Any) -> bool:
 
 
 def require_roster(own: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Refuse what was made with other optimizers.
+    """Reject a store or checkpoint that was made with other optimizers.
 
     Args:
-        own: of the optimizers that are given.
-        stored: what was committed; nothing by one optimizer alone.
-        where: what holds it, for the message.
+        own: of the given optimizers.
+        stored: the committed list; empty for one optimizer alone.
+        where: the store or checkpoint, for the message.
 
     Raises:
-        ConfigError: it says which they were.
+        ConfigError: it names the optimizers.
     """
     kinds = [one["optimizer"] for one in own], [one["optimizer"] for one in stored]
     groups = [one["groups"] for one in own], [one["groups"] for one in stored]
@@ -115,10 +115,10 @@ def _listed(roster: Sequence[Mapping[str, Any]]) -> str:
 
 
 def require_one_owner(optimizer: torch.optim.Optimizer, named: Mapping[str, torch.nn.Parameter]) -> None:
-    """Refuse a parameter that several of the optimizers own.
+    """Reject a parameter that several of the optimizers own.
 
     Raises:
-        ConfigError: it says which, and whose.
+        ConfigError: it names the parameter and its owners.
     """
     owners: dict[int, torch.optim.Optimizer] = {}
     for member in members_of(optimizer):
@@ -141,5 +141,5 @@ class JoinedHooks(OrderedDict[int, Any]):
         self._members = tuple(members)
 
     def values(self) -> Any:
-        """Those of the originals first, in their order."""
+        """The hooks, those of the originals first, in their order."""
         return list(chain(*(member.values() for member in self._members), super().values()))

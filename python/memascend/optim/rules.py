@@ -1,4 +1,4 @@
-"""Chooses how each parameter is updated: Adam in the engine or the optimizer's own code, and the state that takes."""
+"""Chooses how each parameter is updated, by the engine or by the optimizer's own code, and with which state."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FORMATS_AS_EVER = StateFormats()
 
 
 class MemberArithmetic:
-    """What has to be known of the parameters of one optimizer before there is a store."""
+    """The updates and state of one optimizer's parameters, as decided before there is a store."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class MemberArithmetic:
         formats: StateFormats,
         first_group: int,
     ) -> None:
-        """`first_group` is the number that its first group has among those of all optimizers; see `Arithmetic`."""
-        # By parameter, where they are not as ever.
+        """`first_group` is the number of its first group among the groups of all optimizers; see `Arithmetic`."""
+        # By the ids of parameters whose state the engine stores in another format than torch.
         self._formats = formats.of(optimizer, master_dtype)
         self._rule = rule_of(optimizer)
         self._taken = bool(self._formats) and bitsandbytes_state.is_8bit_adam(optimizer)
@@ -59,7 +59,7 @@ class MemberArithmetic:
         self.first_group = first_group
         self.master_dtype = master_dtype
         self._sparse = sparse
-        # By parameter: what torch's own code keeps of it; None where Adam runs on the engine.
+        # By the ids of parameters, the state that torch's own code keeps; None where Adam runs in the engine.
         self.layouts: dict[int, StateLayout | None] = {}
         trials = StateTrials(optimizer, self.manner)
         for group in optimizer.param_groups:
@@ -72,7 +72,7 @@ class MemberArithmetic:
                     self._formats.setdefault(id(parameter), compact)
 
     def rust_options(self, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any] | None:
-        """The numbers of an update on the engine; None where torch's own code has to run."""
+        """The numbers of an update by the engine; None where torch's own code has to run."""
         given = self._formats.get(id(parameter))
         if given is not None and self._rule == "adam":
             return None if group.get("amsgrad") else generic.adam_options(self.optimizer, group)
@@ -81,12 +81,12 @@ class MemberArithmetic:
         return generic.rust_options(self.optimizer, group, dtype=parameter.dtype, master_dtype=self.master_dtype)
 
     def own_options(self, group: Mapping[str, Any], parameter: torch.Tensor, *, first: bool) -> dict[str, Any] | None:
-        """The numbers of an update on the engine of a parameter whose state is as its optimizer keeps it, or None."""
+        """The numbers of an update by the engine of a parameter whose state is in its optimizer's format, or None."""
         layout = self.layouts[id(parameter)]
         return None if layout is None else generic.sgd_options(self.optimizer, group, layout, first=first)
 
     def format_of(self, parameter: torch.Tensor) -> str | None:
-        """The name of the engine's format of its state; None where each tensor is what it is called."""
+        """The name of the engine's format of its state; None where the state is in its optimizer's format."""
         return self._formats.get(id(parameter)) or None
 
     @property
@@ -113,7 +113,7 @@ class MemberArithmetic:
         }
 
     def initial(self, parameter: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
-        """The state that the optimizer has already, and how many updates made it."""
+        """The state that the optimizer has already, and the number of updates that made it."""
         layout = self.layouts[id(parameter)]
         if layout is not None:
             return generic.import_state(self.optimizer, parameter, layout)
@@ -127,7 +127,7 @@ class MemberArithmetic:
                 for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")
                 if state.get(name) is not None
             }
-            # SGD counts no steps; a momentum says that there was one.
+            # SGD counts no steps; a momentum means that there was one.
             step = int(state.get("step", "momentum_buffer" in found))
         has_master = parameter.dtype != torch.float32 and not _has_no_master(self.format_of(parameter) or "")
         if found and has_master:
@@ -146,7 +146,7 @@ class MemberArithmetic:
         return whole_pages(max(whole) + 64 * 16) if whole else 0
 
     def is_replayed(self, parameter: torch.Tensor) -> bool:
-        """Whether its updates can be made again from their gradients alone: they are the engine's own."""
+        """Whether its updates are the engine's own, so that they can be replayed from their gradients alone."""
         if id(parameter) in self._sparse:
             return False
         if self.layouts.get(id(parameter), parameter) is None:
@@ -159,38 +159,38 @@ class MemberArithmetic:
     def update_values(self) -> Literal["resident", "read", "never"]:
         """Whether updates need the values, for the plan: "resident", "read" or "never"."""
         trained = [
-            (group, parameter)
+            (group, parameter, self.layouts[id(parameter)] is not None)
             for group in self.optimizer.param_groups
             for parameter in group["params"]
             if id(parameter) in self.layouts
         ]
-        rust = {parameter.dtype for _, parameter in trained if self.layouts[id(parameter)] is None}
-        # Of SGD with a master those are written alone.
-        own = {parameter.dtype for _, parameter in trained if self.layouts[id(parameter)] is not None}
         if any(
-            self.layouts[id(parameter)] is not None
+            own
             and parameter.dtype != torch.float32
             and self.format_of(parameter) is None
             and (id(parameter) in self._sparse or self.own_options(group, parameter, first=False) is None)
-            for group, parameter in trained
+            for group, parameter, own in trained
         ):
             return "read"
-        if any(map(self.format_of, (parameter for _, parameter in trained if self.layouts[id(parameter)] is not None))):
-            return "resident"
-        if torch.float32 in rust | own or torch.bfloat16 in rust or any(map(_has_no_master, self._formats.values())):
+        if any(map(_has_no_master, self._formats.values())) or any(
+            # torch's own code reads values where they have a format; with a master they are only written.
+            parameter.dtype == torch.float32
+            or (self.format_of(parameter) if own else parameter.dtype == torch.bfloat16)
+            for _, parameter, own in trained
+        ):
             return "resident"
         return "never"
 
 
 class Arithmetic:
-    """What has to be known of the parameters of all optimizers before there is a store; each parameter has its member.
+    """The updates and state of all optimizers' parameters, as decided before there is a store.
 
     Args:
         optimizer: the original, or several that are joined.
-        master_dtype: of the copies that 16-bit parameters are updated in, or None.
-        sparse: the ids of parameters whose gradients may be sparse: those are updated whole.
-        formats: in which formats state is kept; of several optimizers, by those that have them.
-        names: of the parameters, by id; None where a process has rows of them only.
+        master_dtype: of the master weights of 16-bit parameters, or None.
+        sparse: the ids of parameters whose gradients may be sparse: these are updated whole.
+        formats: the formats of the state; of several optimizers, of those that have such formats.
+        names: of the parameters, by id; None where a process has only rows of them.
 
     Raises:
         ConfigError: an optimizer cannot be streamed, or none in these formats; the message says why.
@@ -211,22 +211,22 @@ class Arithmetic:
             members.append(MemberArithmetic(member, master_dtype, sparse, given, first))
             first += len(member.param_groups)
         self.members = tuple(members)
-        # By parameter, as of each member.
+        # By the ids of parameters, as those of each member.
         self.layouts = {key: layout for member in members for key, layout in member.layouts.items()}
         self._of = {key: member for member in members for key in member.layouts}
         self._roster = roster_of(optimizer, names)
 
     def of(self, parameter: torch.Tensor) -> MemberArithmetic:
-        """That of the optimizer which owns a parameter."""
+        """The member whose optimizer owns a parameter."""
         return self._of[id(parameter)]
 
     def numbers(self, options: Mapping[str, Any], step: int, scale: float) -> Adam | Momentum:
-        """What the engine is told of update number `step`, by gradients that are multiplied by `scale`."""
+        """The engine's arguments for update number `step`, with gradients that are multiplied by `scale`."""
         kind = Momentum if "momentum" in options else Adam
         return kind(step=step, grad_scale=scale, seed=self.seed, **options)
 
     def format_of(self, parameter: torch.Tensor) -> str | None:
-        """The name of the engine's format of its state; None where each tensor is what it is called."""
+        """The name of the engine's format of its state; None where the state is in its optimizer's format."""
         member = self._of.get(id(parameter))
         return None if member is None else member.format_of(parameter)
 
@@ -235,12 +235,8 @@ class Arithmetic:
         return self.of(parameter).describe(parameter)
 
     def initial(self, parameter: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
-        """The state that its optimizer has already, and how many updates made it."""
+        """The state that its optimizer has already, and the number of updates that made it."""
         return self.of(parameter).initial(parameter)
-
-    def is_replayed(self, parameter: torch.Tensor) -> bool:
-        """Whether its updates can be made again from their gradients alone: they are the engine's own."""
-        return self.of(parameter).is_replayed(parameter)
 
     @property
     def whole_bytes(self) -> int:
@@ -255,7 +251,7 @@ class Arithmetic:
 
     @property
     def examples(self) -> dict[SharedName, Any]:
-        """Options that steps change, by the numbers that groups have among those of all."""
+        """Options that steps change, by the numbers of groups among those of all optimizers."""
         return {
             SharedName(place.group + member.first_group, place.name): value
             for member in self.members
@@ -269,12 +265,14 @@ class Arithmetic:
         finish: Callable[[], None],
         changed: Mapping[int, Mapping[SharedName, Any]] | None = None,
     ) -> Callable[[], None]:
-        """Set what the runs of these parameters changed; what gives the old values back. See `Runs.adopt`.
+        """Set the values that the runs of these parameters changed; returns the function that reverts it.
+
+        See `Runs.adopt`.
 
         Args:
             names: of the parameters.
             finish: waits until all runs have ended.
-            changed: what `switched` said; None: a step was made.
+            changed: the result of `switched`; None: a step was made.
         """
         with contextlib.ExitStack() as undo:
             for number, member in enumerate(self.members):
@@ -283,7 +281,7 @@ class Arithmetic:
             return undo.pop_all().close
 
     def switched(self, mode: str) -> dict[int, Mapping[SharedName, Any]]:
-        """What `train()` or `eval()` changes for all alike, by the number of each optimizer in the other mode."""
+        """The changes by `train()` or `eval()` for all parameters alike, by the numbers of optimizers that switch."""
         members = enumerate(self.members)
         found = {number: member.runs.switched(mode) for number, member in members if member.runs.has(mode)}
         return {number: changes for number, changes in found.items() if changes}
@@ -296,18 +294,18 @@ class Arithmetic:
         return {str(number): attributes for number, attributes in enumerate(found) if attributes}
 
     def restore(self, attributes: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
-        """Set attributes that were stored; `undo` gives the optimizers back their own."""
+        """Set stored attributes; `undo` restores the optimizers' own."""
         for number, member in enumerate(self.members):
             own = attributes if len(self.members) == 1 else attributes.get(str(number), {})
             member.runs.restore(own, undo)
 
     def committed(self) -> dict[str, Any]:
-        """What each commit says of the optimizers: the seed, where it is drawn from; of several, which they are."""
+        """The entries of each commit about the optimizers: the seed, where it is used, and the list of several."""
         seed = {"seed": self.seed} if any(member.draws for member in self.members) else {}
         return {**seed, **({"members": self._roster} if self._roster else {})}
 
     def take_seed(self, stored: Mapping[str, Any]) -> None:
-        """Draw from the seed that is stored, where there is one."""
+        """Use the stored seed, where there is one."""
         if "seed" not in self.committed() or "seed" not in stored:
             return
         if self.seed not in (0, stored["seed"]):
@@ -318,10 +316,10 @@ class Arithmetic:
         self.seed = int(stored["seed"])
 
     def require_members(self, stored: Mapping[str, Any] | None, where: str) -> None:
-        """Refuse what was committed with other optimizers.
+        """Reject a commit that was made with other optimizers.
 
         Raises:
-            ConfigError: it says which they were.
+            ConfigError: it names the optimizers.
         """
         require_roster(self._roster, (stored or {}).get("members") or [], where)
 
@@ -331,18 +329,18 @@ def _has_no_master(given: str) -> bool:
 
 
 class GroupMembers:
-    """Which parameters each group has. By that it was decided what is updated, and with which options."""
+    """The parameters of each group, by which updates and their options were decided."""
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
-        """They are those of `groups` now."""
+        """Remember the current parameters of `groups`."""
         self._groups = groups
         self._members: list[list[torch.Tensor]] = [list(group["params"]) for group in groups]
 
     def require_same(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Look at the groups that an optimizer has now.
+        """Compare with the current groups of an optimizer.
 
         Raises:
-            UsageError: they are others, or have other parameters.
+            UsageError: there are other groups, or other parameters in them.
         """
         found = [group["params"] for group in groups]
         if groups is self._groups and len(found) == len(self._members) and all(map(_are_same, found, self._members)):
@@ -366,10 +364,10 @@ _OF_FABRIC = (("lightning.fabric.wrappers", "_FabricOptimizer"), ("lightning_fab
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer that runs the steps: itself, what accelerate's or Fabric's wrapper holds, or those of a list.
+    """The optimizer that runs the steps, without the wrapper of accelerate or Fabric; those of a list as one.
 
     Raises:
-        ConfigError: a wrapper does more than to hand the steps on, or the list has something else.
+        ConfigError: a wrapper does more than to pass the steps on, or the list has another kind of object.
     """
     if isinstance(optimizer, list | tuple):
         return joined([_unwrapped(one) for one in optimizer])
@@ -398,7 +396,7 @@ def _unwrapped(optimizer: Any) -> Any:
 
 
 def wrap_again(optimizer: Any, offloaded: torch.optim.Optimizer) -> None:
-    """Put the offloaded optimizer where the wrapper had the original: whoever holds the wrapper goes on with it."""
+    """Put the offloaded optimizer into the wrapper of the original, which then stays usable."""
     if _is_wrapped(optimizer, _ACCELERATED):
         optimizer.optimizer = offloaded
     elif _is_wrapped(optimizer, *_OF_FABRIC):
@@ -406,5 +404,5 @@ def wrap_again(optimizer: Any, offloaded: torch.optim.Optimizer) -> None:
 
 
 def _is_wrapped(optimizer: Any, *kinds: tuple[str, str]) -> bool:
-    """By name: neither library need be there."""
+    """Compare classes by name: neither library need be installed."""
     return any((kind.__module__, kind.__name__) in kinds for kind in type(optimizer).__mro__)

@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-# Tensors that are copied for each update; a larger one is a table that steps only read.
+# Tensors up to this size are copied for each update; a larger one is a table that steps only read.
 _COPIED_NUMEL = 4096
 
 
 def copied(value: Any, *, deep: bool = False, memo: dict[int, Any] | None = None) -> Any:
-    """A copy of containers and tensors, through and through; what is one object in several places stays one.
+    """A copy of nested containers and tensors; an object that is in several places stays one object.
 
-    Large tensors and objects of other classes stay as they are, unless it is `deep`: then nothing of the copy is the
-    value's own, but for functions, classes and modules.
+    Large tensors and objects of other classes are not copied, unless the copy is `deep`: then it shares only functions,
+    classes and modules with the value.
 
     Args:
-        value: what is copied.
-        deep: whether all is.
-        memo: the copies made so far, by the ids of what they are of, where several values are copied.
+        value: the value to copy.
+        deep: copy all of it.
+        memo: the copies made so far, by the ids of their originals, where several values are copied.
     """
     memo = {} if memo is None else memo
     if id(value) in memo:
         return memo[id(value)][0]
     made = _copied(value, deep=deep, memo=memo)
-    # With the value: another may not come to be where it was.
+    # With a reference to the value: a new object must not get its id.
     memo[id(value)] = made, value
     return made
 
@@ -61,7 +61,7 @@ def _copied(value: Any, *, deep: bool, memo: dict[int, Any]) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two such copies are equal to the bit."""
+    """Whether two such copies are bit-identical."""
     if one is other or type(one) is not type(other):
         return one is other
     if isinstance(one, torch.Tensor):
@@ -71,7 +71,7 @@ def same(one: Any, other: Any) -> bool:
     elif isinstance(one, list | tuple | deque):
         equal = len(one) == len(other) and all(map(same, one, other))
     elif isinstance(one, int | float | str | bytes | complex | set | frozenset):
-        # NaN is what differs from itself.
+        # NaN differs from itself.
         equal = bool(one == other or (one != one and other != other))  # noqa: PLR0124
     else:
         equal = hasattr(one, "__dict__") and same(vars(one), vars(other))
@@ -93,18 +93,18 @@ def _same_tensor(one: Any, other: Any) -> bool:
     return same_bits(one, other)
 
 
-# What a copy does not take: the state, the groups, and what scalers left on it.
+# Attributes that a copy does not take: the state, the groups, and those that scalers set.
 _OWN = frozenset({"state", "param_groups", "grad_scale", "found_inf"})
 
 
 def named(optimizer: torch.optim.Optimizer) -> str:
-    """Its name, as messages say it."""
+    """The name of its class in messages."""
     kind = type(optimizer)
     return f"torch.optim.{kind.__name__}" if kind.__module__.startswith("torch.optim") else kind.__qualname__
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What its `__init__` left on it, beside groups, state, hooks and methods that others replaced (schedulers do)."""
+    """Its attributes, but for groups, state, hooks and methods that others replaced, as schedulers do."""
     return {
         name: value
         for name, value in vars(optimizer).items()
@@ -116,7 +116,7 @@ def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _is_own_method(optimizer: torch.optim.Optimizer, value: Any) -> bool:
-    """Whether it is a method of the optimizer's that it keeps under another name: a copy has to have its own."""
+    """Whether `value` is a bound method of the optimizer, of which a copy needs its own."""
     return isinstance(value, types.MethodType) and value.__self__ is optimizer
 
 
@@ -126,17 +126,17 @@ def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def arithmetic_dtype(dtype: torch.dtype, master_dtype: torch.dtype | None) -> torch.dtype:
-    """What a parameter's update computes in: its master's type where it has one."""
+    """The dtype of a parameter's update: that of its master, where it has one."""
     return master_dtype if master_dtype is not None and dtype.itemsize == 2 else dtype
 
 
 def user_attributes(parameter: torch.Tensor) -> dict[str, Any]:
-    """What users wrote on a parameter, which an optimizer may read."""
+    """The attributes that users set on a parameter, which an optimizer may read."""
     return {name: value for name, value in vars(parameter).items() if not name.startswith("_memascend")}
 
 
 def stand_in(values: torch.Tensor, attributes: Mapping[str, Any] | None = None) -> torch.nn.Parameter:
-    """A parameter on the memory of `values`, with what users wrote on the one that it stands for."""
+    """A parameter on the memory of `values`, with the attributes that users set on the real one."""
     parameter = torch.nn.Parameter(values)
     vars(parameter).update(attributes or {})
     return parameter
@@ -148,10 +148,10 @@ def cloned(
     groups: Sequence[dict[str, Any]],
     state: Mapping[torch.Tensor, Mapping[str, Any]],
 ) -> torch.optim.Optimizer:
-    """A copy that has these attributes, groups and state, of the very type of the original.
+    """A copy of the same class as the original, with these attributes, groups and state.
 
-    Its `__init__` does not run: what that takes is the class's own business. Hooks do not run either: they are for
-    steps, and a copy makes one parameter's part of a step.
+    `__init__` does not run, since its arguments are unknown. Hooks do not run either: they belong to a whole step, and
+    a copy steps one parameter.
     """
     copy: Any = object.__new__(type(optimizer))
     copy.__dict__.update(attributes)
@@ -173,14 +173,14 @@ def cloned(
 def run(copy: torch.optim.Optimizer, method: str = "step") -> None:
     """Run a method of a copy, as its class has it."""
     function = getattr(type(copy), method)
-    # torch wraps the step of every class, so that hooks run, also those of all optimizers.
+    # torch wraps the step of every class, so that hooks run, global ones included.
     if getattr(function, "hooked", False):
         function = function.__wrapped__
     function(copy)
 
 
 def _begin_adagrad(copy: torch.optim.Adagrad) -> None:
-    """Adagrad makes its state in `__init__`; not every version of torch makes it elsewhere too."""
+    """Make the state of Adagrad, which some versions of torch make in `__init__` alone."""
     begin = copy.defaults["initial_accumulator_value"]
     for group in copy.param_groups:
         for parameter in group["params"]:
@@ -190,12 +190,12 @@ def _begin_adagrad(copy: torch.optim.Adagrad) -> None:
 
 
 _UNCHANGED = object()
-# In the place of a value: there is none, or a step took it away.
+# Stands for a missing value, or for one that a step removed.
 GONE = object()
 
 
 class SharedName(NamedTuple):
-    """Where a value stands: an option of the group of that number, or an attribute of the optimizer."""
+    """The place of a value: an option of the group of that number, or an attribute of the optimizer."""
 
     group: int | None
     name: str
@@ -214,34 +214,34 @@ class Disagreement(Exception):
 
 @dataclass(frozen=True)
 class SharedValues:
-    """What an optimizer holds beside the state of its parameters: its attributes, and the options of each group."""
+    """The values that all parameters of an optimizer share: its attributes, and the options of each group."""
 
     attributes: dict[str, Any]
     groups: list[dict[str, Any]]
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> SharedValues:
-        """Those of an optimizer, which later changes reach."""
+        """The values of an optimizer, not copied."""
         groups = [
             {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
         ]
         return cls(attributes_of(optimizer), groups)
 
     def copy(self, *, deep: bool = False) -> SharedValues:
-        """A copy that later changes do not reach; see `copied`."""
+        """A copy of the values; see `copied`."""
         # A default is often one tensor in all groups.
         attributes, groups = copied((self.attributes, self.groups), deep=deep)
         return SharedValues(attributes, groups)
 
     def changes(self, after: SharedValues) -> dict[SharedName, Any]:
-        """The values that are others now."""
+        """The values that differ in `after`."""
         found = {SharedName(None, name): value for name, value in _changed(self.attributes, after.attributes).items()}
         for number, (before, group) in enumerate(zip(self.groups, after.groups, strict=True)):
             found |= {SharedName(number, name): value for name, value in _changed(before, group).items()}
         return found
 
     def with_changes(self, changes: Mapping[SharedName, Any]) -> SharedValues:
-        """These, but for what is changed."""
+        """A copy with some values changed."""
         made = self.copy()
         for place, value in changes.items():
             put(made.attributes if place.group is None else made.groups[place.group], place.name, value)
@@ -258,13 +258,12 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, A
 
 
 def common_end(ends: Sequence[tuple[int, Mapping[SharedName, Any]]]) -> dict[SharedName, Any]:
-    """What a step changed, from what the run of each parameter changed, beside the number of the parameter's group.
+    """The changes of a step, from the changes by the run of each parameter, with the number of its group.
 
-    An option of a group is what the group's own parameters made of it; where none of them took part, what the others
-    did.
+    An option of a group is decided by the runs of the group's own parameters; where there are none, by all others.
 
     Raises:
-        Disagreement: they did not end alike.
+        Disagreement: the runs ended with different values.
     """
     places = dict.fromkeys(place for _, changes in ends for place in changes)
     found: dict[SharedName, Any] = {}
@@ -279,7 +278,7 @@ def common_end(ends: Sequence[tuple[int, Mapping[SharedName, Any]]]) -> dict[Sha
 
 
 def storable(value: Any) -> bool:
-    """Whether a value can be stored as JSON and come back as it was."""
+    """Whether a value can be stored as JSON and restored without loss."""
     if type(value) in {bool, int, float, str, type(None)}:
         return True
     if isinstance(value, torch.Tensor):
@@ -290,7 +289,7 @@ def storable(value: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Such a value as JSON has it."""
+    """A storable value as JSON."""
     if isinstance(value, torch.Tensor):
         return value.item()
     if isinstance(value, dict):
@@ -299,7 +298,7 @@ def plain(value: Any) -> Any:
 
 
 def put(home: dict[Any, Any], name: Any, value: Any) -> None:
-    """Set a value where it stands; a tensor keeps its place in memory, since groups and schedulers may share it."""
+    """Set a value; a tensor keeps its memory, since groups and schedulers may share it."""
     if value is GONE:
         home.pop(name, None)
         return
@@ -315,7 +314,7 @@ def put(home: dict[Any, Any], name: Any, value: Any) -> None:
 
 
 def restored(value: Any, like: Any) -> Any:
-    """A value from JSON, of the kind of another one that stood there."""
+    """A value from JSON, converted to the kind of the earlier value, `like`."""
     if isinstance(like, torch.Tensor) and value is not None:
         return torch.full_like(like, value)
     if isinstance(like, tuple) and isinstance(value, list):
@@ -334,16 +333,16 @@ def _each(values: list[Any], like: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class TensorParts:
-    """How a tensor subclass is made of others."""
+    """How a tensor subclass is composed of other tensors."""
 
     kind: Any  # its class
-    context: Any  # what the class needs beside the parts
+    context: Any  # the second result of `__tensor_flatten__`
     size: torch.Size  # its own shape
     stride: tuple[int, ...]  # its own strides
-    parts: dict[str, TensorParts | None]  # by name; those of a part that is of a subclass itself, else None
+    parts: dict[str, TensorParts | None]  # by name, the parts of a part that is of a subclass itself, else None
 
     def fits(self, value: Any) -> bool:
-        """Whether a value is made in the same way, so that it can be put together from its parts."""
+        """Whether a value is composed in the same way, so that `together` can restore it."""
         other = parts_of(value)
         if other is None or other.kind is not self.kind or other.size != self.size or other.stride != self.stride:
             return False
@@ -355,14 +354,14 @@ class TensorParts:
         )
 
     def names(self, name: str) -> list[str]:
-        """The names that the plain tensors of the value called `name` have."""
+        """The names of the plain tensors that a value called `name` has."""
         found: list[str] = []
         for part, inner in self.parts.items():
             found += [f"{name}.{part}"] if inner is None else inner.names(f"{name}.{part}")
         return found
 
     def apart(self, name: str, value: Any) -> dict[str, torch.Tensor]:
-        """The plain tensors of a value that fits, each under a name of its own."""
+        """The plain tensors of a value that fits, by name."""
         found: dict[str, torch.Tensor] = {}
         for part, inner in self.parts.items():
             tensor: torch.Tensor = getattr(value, part)
@@ -370,7 +369,7 @@ class TensorParts:
         return found
 
     def together(self, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The value, on the memory of those tensors."""
+        """The value, on the memory of its plain tensors."""
         parts = {
             part: tensors[f"{name}.{part}"] if inner is None else inner.together(f"{name}.{part}", tensors)
             for part, inner in self.parts.items()
@@ -380,7 +379,7 @@ class TensorParts:
 
 
 def parts_of(value: Any) -> TensorParts | None:
-    """How a tensor is made of others; None for a plain one, and for what is no tensor."""
+    """The parts of a tensor subclass; None for a plain tensor, and for any other value."""
     if not isinstance(value, torch.Tensor) or not is_traceable_wrapper_subclass(value):
         return None
     names, context = value.__tensor_flatten__()
@@ -390,20 +389,16 @@ def parts_of(value: Any) -> TensorParts | None:
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
     """The options of a group that JSON can hold; a tensor of one element becomes a number."""
-    found: dict[str, Any] = {}
-    for name, value in group.items():
-        if name in ("params", "param_names"):
-            continue
-        if storable(value):
-            found[name] = plain(value)
-    return found
+    return {
+        name: plain(value) for name, value in group.items() if name not in ("params", "param_names") and storable(value)
+    }
 
 
 def require_as_many(groups: Sequence[dict[str, Any]], stored: list[dict[str, Any]] | None) -> None:
-    """Refuse stored options that are not those of as many groups.
+    """Reject stored options of another number of groups.
 
     Raises:
-        ConfigError: there are others; nothing was changed.
+        ConfigError: the numbers differ; nothing was changed.
     """
     if stored is None or len(stored) != len(groups):
         names = ", ".join(f"group {number}: {len(group['params'])}" for number, group in enumerate(groups))
@@ -420,9 +415,9 @@ def take_options(
     undo: contextlib.ExitStack,
     changed_by_steps: Mapping[SharedName, Any] | None = None,
 ) -> None:
-    """Let the groups have the options that are stored; `undo` gives them back their own.
+    """Set the stored options on the groups; `undo` restores the groups' own.
 
-    Options that the optimizer's own steps change are no surprise: of those nothing is said.
+    A warning lists the options that differ, but for those that the optimizer's own steps change.
     """
     examples = changed_by_steps or {}
     require_as_many(groups, stored)
@@ -451,8 +446,8 @@ def take_options(
 
 
 def _is_scheduled(name: str, given: dict[str, Any], stored: dict[str, Any]) -> bool:
-    """Whether a scheduler made an option what it is, from the value that is given now too."""
+    """Whether a scheduler made the stored option from the value that is given now, too."""
     if name not in given:
-        # A scheduler's own: initial_lr, max_lr and their like.
+        # Options that a scheduler adds: initial_lr, max_lr and so on.
         return True
     return name == "lr" and stored.get("initial_lr") in (given["lr"], given.get("initial_lr", GONE))

@@ -1,7 +1,8 @@
-"""Finds what state an optimizer keeps for a parameter, and in which format the engine stores it."""
+"""Finds the state that an optimizer keeps for a parameter, and the format in which the engine stores it."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from dataclasses import dataclass, field, replace
@@ -16,20 +17,30 @@ from memascend.optim.trial import elementwise, known, stepping, uncompiled, undr
 from memascend.params.offloaded_param import dense_strides
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 
 _log = logging.getLogger("memascend")
-# Steps without memory, or on little: state that first appears after some, or grows, is seen.
+# Steps on meta or on small tensors: enough to find state that appears later, or grows.
 _STEPS = 7
 # Steps on memory of the true size, which may be large.
 _TRUE_STEPS = 2
-# Dimensions of the small tensors that stand for large ones: unlike, so that each can be told in a state's shape.
+# Dimensions of the small tensors that stand for large ones: different ones, to be recognised in a state's shape.
 _SMALL_DIMS = (3, 5, 7, 11, 13, 17, 19, 23)
 
 
+class _Way(NamedTuple):
+    """One way to try a step: the size of the parameter, and its device."""
+
+    size: torch.Size
+    device: str = "cpu"
+    sparse: bool = False
+    steps: int = _STEPS
+    fill: float = 1.0
+
+
 class StateTrials:
-    """What an optimizer keeps for parameters of each kind, each tried once."""
+    """Finds the state that an optimizer keeps for each kind of parameter, by one trial of each."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, manner: Manner = PLAIN) -> None:
         self._optimizer = optimizer
@@ -40,111 +51,90 @@ class StateTrials:
         """The state of a parameter of that shape, in the group of that number, whose update computes in `dtype`.
 
         Raises:
-            ConfigError: its step failed, or keeps what cannot be streamed.
+            ConfigError: the step failed, or keeps state that cannot be streamed.
         """
-        trial = _Trial(self._optimizer, group, dtype, attributes, self.manner)
+        after = functools.partial(self._after, group, dtype, attributes)
         if attributes:
             # Of one parameter alone.
-            return trial.state(shape)
+            return self._tried(shape, after)
         kind = group, shape, dtype
         if kind not in self._found:
-            self._found[kind] = trial.state(shape)
+            self._found[kind] = self._tried(shape, after)
         return self._found[kind]
 
-
-class _Way(NamedTuple):
-    """One way to try a step: on a parameter of what size, and where."""
-
-    size: torch.Size
-    device: str = "cpu"
-    sparse: bool = False
-    steps: int = _STEPS
-    fill: float = 1.0
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """Of one kind of parameter."""
-
-    optimizer: torch.optim.Optimizer
-    group: int
-    dtype: torch.dtype
-    attributes: Mapping[str, Any]
-    manner: Manner
-
-    def state(self, shape: torch.Size) -> dict[str, Any]:
+    def _tried(self, shape: torch.Size, after: Callable[[_Way], dict[str, Any]]) -> dict[str, Any]:
         """The state after a trial; its tensors have the shapes that they have for a parameter of `shape`."""
         small = torch.Size(1 if dim == 1 else unlike for dim, unlike in zip(shape, _SMALL_DIMS, strict=False))
         ways = [_Way(small), _Way(small, sparse=True)]
-        if not known(self.optimizer):
-            # What it keeps may depend on the size: first of a parameter that takes no memory, then of one that does.
+        if not known(self._optimizer):
+            # State may depend on the size: first try a parameter that takes no memory, then one that does.
             ways = [_Way(shape, "meta"), _Way(shape, steps=_TRUE_STEPS), ways[1]]
-            self._refuse_kinds_by_value(small)
+            self._refuse_kinds_by_value(small, after)
         failed: Exception | None = None
         for way in ways:
             if len(way.size) != len(shape) or (way.sparse and not shape):
                 continue
             try:
-                state = self._after(way)
-                # Where there are values it may keep something else.
-                if way.device == "meta" and not _alike(state, self._after(_Way(small))):
+                state = after(way)
+                # With values the state may be of another kind.
+                if way.device == "meta" and not _alike(state, after(_Way(small))):
                     continue
             except ConfigError:
                 raise
-            except Exception as error:  # noqa: BLE001 - the next kind of tensor may do
+            except Exception as error:  # noqa: BLE001 - the next kind of tensor may work
                 failed = failed or error
                 continue
-            return {name: _scaled(self.optimizer, name, value, way.size, shape) for name, value in state.items()}
+            return {name: _scaled(self._optimizer, name, value, way.size, shape) for name, value in state.items()}
         raise ConfigError(
-            f"what {named(self.optimizer)} keeps for a parameter of shape {list(shape)} could not be found out: its "
+            f"what {named(self._optimizer)} keeps for a parameter of shape {list(shape)} could not be found out: its "
             f"step failed ({type(failed).__name__}: {failed}). Use another optimizer: docs/optimizers.md"
         ) from failed
 
-    def _refuse_kinds_by_value(self, small: torch.Size) -> None:
-        """Refuse state whose kinds depend on what the parameter holds: the store is made before that is known."""
+    def _refuse_kinds_by_value(self, small: torch.Size, after: Callable[[_Way], dict[str, Any]]) -> None:
+        """Reject state whose kinds depend on the parameter's values: the store is made before they are known."""
         try:
-            one, other = self._after(_Way(small)), self._after(_Way(small, fill=0.0))
+            one, other = after(_Way(small)), after(_Way(small, fill=0.0))
         except ConfigError:
             raise
-        except Exception:  # noqa: BLE001 - it may need another kind of tensor, which is tried next
+        except Exception:  # noqa: BLE001 - another kind of tensor, which is tried next, may work
             return
         differs = next((name for name in one if _kind(one[name]) != _kind(other.get(name))), None)
         if differs is not None:
             raise ConfigError(
-                f"{named(self.optimizer)} keeps {differs!r} as another kind of value where the parameter is zero; "
+                f"{named(self._optimizer)} keeps {differs!r} as another kind of value where the parameter is zero; "
                 "only one kind of state can be streamed. Use another optimizer: docs/optimizers.md"
             )
 
-    def _after(self, way: _Way) -> dict[str, Any]:
+    def _after(self, group: int, dtype: torch.dtype, attributes: Mapping[str, Any], way: _Way) -> dict[str, Any]:
         """The state after some steps."""
-        values = torch.full(way.size, way.fill, dtype=self.dtype, device=way.device)
+        values = torch.full(way.size, way.fill, dtype=dtype, device=way.device)
         ones = torch.ones_like(values)
         gradients = (_sparse(ones) if way.sparse else ones.clone() for _ in range(way.steps))
-        # Neither has kernels for tensors without bytes. Of torch's own classes what they keep is the same.
-        plain = known(self.optimizer) or way.device == "meta"
+        # Neither has kernels for tensors without bytes. torch's own classes keep the same state without them.
+        plain = known(self._optimizer) or way.device == "meta"
         off = {"foreach": False, "fused": False} if plain else {}
-        parameter = stand_in(values, self.attributes)
-        states = stepping(self.optimizer, self.group, parameter, gradients, off, self.manner)
-        with undrawn(self.optimizer, meta=way.device == "meta"), warnings.catch_warnings(), uncompiled():
+        parameter = stand_in(values, attributes)
+        states = stepping(self._optimizer, group, parameter, gradients, off, self.manner)
+        with undrawn(self._optimizer, meta=way.device == "meta"), warnings.catch_warnings(), uncompiled():
             warnings.simplefilter("ignore")
-            return _steady(self.optimizer, states)
+            return _steady(self._optimizer, states)
 
 
 def _alike(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two states of parameters of other sizes are of the same kinds; never of subclasses of tensors."""
+    """Whether the states of two parameters of different sizes are of the same kinds; never with tensor subclasses."""
     if any(parts_of(value) is not None for value in state.values()):
-        # What they know of themselves may be the device.
+        # A subclass may depend on the device.
         return False
     return {name: _kind(value) for name, value in state.items()} == {name: _kind(of) for name, of in other.items()}
 
 
 def _kind(value: Any) -> Any:
-    """What a value is, whatever its size."""
+    """The kind of a value, whatever its size."""
     return (type(value), value.dtype, value.dim()) if isinstance(value, torch.Tensor) else type(value)
 
 
 def _sparse(values: torch.Tensor) -> torch.Tensor:
-    # No check of its invariants: the check warns that it was not asked for.
+    # Without the check of invariants, which warns where it is neither on nor off.
     indices = torch.zeros((1, 1), dtype=torch.int64)
     return torch.sparse_coo_tensor(indices, torch.ones_like(values[:1]), values.shape, check_invariants=False)
 
@@ -172,7 +162,7 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaled(optimizer: torch.optim.Optimizer, name: str, value: Any, size: Sequence[int], shape: torch.Size) -> Any:
-    """What stands for a tensor of a small parameter's state in that of a parameter of `shape`."""
+    """A value of a small parameter's state, with the shape that it has for a parameter of `shape`."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided or tuple(size) == tuple(shape):
         return value
     dims = {1: 1, torch.Size(size).numel(): shape.numel(), **dict(zip(size, shape, strict=True))}
@@ -191,20 +181,21 @@ _MASTER = "master"
 
 @dataclass(frozen=True, kw_only=True)
 class StateLayout:
-    """What an optimizer keeps for one parameter."""
+    """The state that an optimizer keeps for one parameter."""
 
-    # Its state by torch's names, on "meta", what has the parameter's shape laid out as that is; scalars are 0-dim, and
+    # The state by torch's names, on "meta". Tensors of the parameter's shape have its strides; scalars are 0-dim, and
     # "master" is ours.
-    tensors: dict[str, torch.Tensor]
-    numbers: dict[str, type]  # the names among them that are Python's numbers in torch's state, and of which type
-    # Names in torch's state that are tensors of a subclass: `tensors` has the parts that they are made of.
-    parted: dict[str, TensorParts]
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    # Of the Python numbers in torch's state, the types by name; `tensors` has them, too.
+    numbers: dict[str, type] = field(default_factory=dict)
+    # Of the tensor subclasses in torch's state, by name, the parts; `tensors` has these.
+    parted: dict[str, TensorParts] = field(default_factory=dict)
     shape: torch.Size  # the parameter's
     stride: tuple[int, ...]  # the parameter's, in elements, as its bytes are laid out
-    dtype: torch.dtype  # what the update computes in: the master's where there is one
-    master: bool  # whether it has a master, which the values are rounded from
-    whole: bool  # whether an update needs all of the parameter at once
-    attributes: Mapping[str, Any] = field(default_factory=dict)  # what users wrote on the parameter
+    dtype: torch.dtype  # of the update's arithmetic: the master's where there is one
+    master: bool  # whether the parameter has a master, from which its values are rounded
+    whole: bool  # whether an update needs the whole parameter at once
+    attributes: Mapping[str, Any] = field(default_factory=dict)  # that users set on the parameter
     manner: Manner = PLAIN  # in which the optimizer is run for one parameter
 
     @property
@@ -218,7 +209,7 @@ class StateLayout:
         state: dict[str, Any] = {}
         for name in self.names:
             if name in self.parted:
-                # What is quantised in blocks counts row by row, whatever the parameter's strides.
+                # Quantised blocks count row by row, whatever the parameter's strides.
                 plain = {part: tensors[part].contiguous() for part in self.parted[name].names(name)}
                 state[name] = self.parted[name].together(name, plain)
             else:
@@ -241,10 +232,9 @@ def describe(
     master_dtype: torch.dtype | None = torch.float32,
     trials: StateTrials | None = None,
 ) -> StateLayout:
-    """What `optimizer` keeps for `parameter`, which may be on "meta"; nothing is done to either.
+    """Describe the state that `optimizer` keeps for `parameter`, which may be on "meta"; neither changes.
 
-    State that it has already and would not make now (Adam's maximum after amsgrad was switched off) is kept too, as
-    torch keeps it.
+    The layout includes state that a step would not make now, like Adam's maximum after amsgrad was switched off.
 
     Args:
         optimizer: any whose state is per parameter.
@@ -253,7 +243,7 @@ def describe(
         trials: of this optimizer, where several of its parameters are described.
 
     Raises:
-        ConfigError: it keeps what cannot be streamed, or could not be tried.
+        ConfigError: some state cannot be streamed, or the trial failed.
     """
     group = next(
         (
@@ -267,13 +257,21 @@ def describe(
         raise ConfigError("the optimizer does not own this parameter, so it has no state: ask for one that it owns")
     dtype = arithmetic_dtype(parameter.dtype, master_dtype)
     master = dtype != parameter.dtype
-    # Where elements are repeated or left out there is no such layout, and this is the next best.
-    stride = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()
-    found = _Found(optimizer, parameter, dtype, stride)
-    if master:
-        found.tensors[_MASTER] = torch.empty_strided(parameter.shape, stride, dtype=dtype, device="meta")
     attributes = user_attributes(parameter)
     trials = trials or StateTrials(optimizer)
+    layout = StateLayout(
+        shape=parameter.shape,
+        # Repeated or skipped elements have no dense layout: then this one is the next best.
+        stride=torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride(),
+        dtype=dtype,
+        master=master,
+        # The scalars of a 0-dim parameter would pass for shards of the parameter.
+        whole=not elementwise(optimizer) or parameter.dim() == 0,
+        attributes={} if known(optimizer) else attributes,
+        manner=trials.manner,
+    )
+    if master:
+        layout.tensors[_MASTER] = torch.empty_strided(parameter.shape, layout.stride, dtype=dtype, device="meta")
     tried = trials.state(group, parameter.shape, dtype, attributes)
     existing = optimizer.state.get(parameter, {})
     if existing and trials.manner.stacks and not same(_shapes(tried), _shapes(existing)):
@@ -282,73 +280,42 @@ def describe(
             "its state"
         )
     for name, value in {**tried, **existing}.items():
-        # Of a subclass, what a step makes of it: its own may be of the parameter's type.
-        found.add(name, tried[name] if parts_of(value) is not None and name in tried else value)
-    return StateLayout(
-        tensors=found.tensors,
-        numbers=found.numbers,
-        parted=found.parted,
-        shape=parameter.shape,
-        stride=stride,
-        dtype=dtype,
-        master=master,
-        # The scalars of a 0-dim parameter would pass for parts of it.
-        whole=not elementwise(optimizer) or parameter.dim() == 0,
-        attributes={} if known(optimizer) else attributes,
-        manner=trials.manner,
-    )
+        # A subclass is described by the step's value: an existing one may be of the parameter's type.
+        _add(layout, optimizer, parameter.dtype, name, tried[name] if parts_of(value) and name in tried else value)
+    return layout
 
 
-class _Found:
-    """The state of one parameter, as it is found."""
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, dtype: torch.dtype, stride: tuple[int, ...]
-    ) -> None:
-        self._optimizer = optimizer
-        self._parameter = parameter
-        self._dtype = dtype
-        self._stride = stride
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.numbers: dict[str, type] = {}
-        self.parted: dict[str, TensorParts] = {}
-
-    def add(self, name: Any, value: Any) -> None:
-        """Take a value of the state, under its name there."""
-        if value is None:
-            return
-        if not isinstance(name, str) or name == _MASTER or name in self.tensors:
+def _add(layout: StateLayout, optimizer: torch.optim.Optimizer, narrow: torch.dtype, name: Any, value: Any) -> None:
+    """Describe one value of the state; tensors of the parameter's own dtype, `narrow`, are computed in the master's."""
+    if value is None:
+        return
+    if not isinstance(name, str) or name == _MASTER or name in layout.tensors:
+        raise ConfigError(
+            f"{named(optimizer)} keeps state under {name!r}, which cannot be stored: give the state a string as its name"
+        )
+    if type(value) in _NUMBERS:
+        layout.numbers[name] = type(value)
+        layout.tensors[name] = torch.empty((), dtype=_NUMBERS[type(value)], device="meta")
+        return
+    parts = parts_of(value)
+    if parts is not None:
+        layout.parted[name] = parts
+    for part, tensor in ({name: value} if parts is None else parts.apart(name, value)).items():
+        plain = type(tensor) in {torch.Tensor, torch.nn.Parameter}
+        if not plain or tensor.layout != torch.strided or part in layout.tensors:
+            kind = f"a {type(tensor).__qualname__}" if not plain else "a sparse tensor"
             raise ConfigError(
-                f"{named(self._optimizer)} keeps state under {name!r}, which cannot be stored: call it by a text"
-            )
-        parts = parts_of(value)
-        if type(value) in _NUMBERS:
-            self.numbers[name] = type(value)
-            self.tensors[name] = torch.empty((), dtype=_NUMBERS[type(value)], device="meta")
-        elif parts is not None:
-            self.parted[name] = parts
-            for part, tensor in parts.apart(name, value).items():
-                self._add_tensor(part, tensor, tensor.dtype)
-        else:
-            dtype = getattr(value, "dtype", None)
-            self._add_tensor(name, value, self._dtype if dtype == self._parameter.dtype else dtype)
-
-    def _add_tensor(self, name: str, value: Any, dtype: Any) -> None:
-        plain = type(value) in {torch.Tensor, torch.nn.Parameter}
-        if not plain or value.layout != torch.strided or name in self.tensors:
-            kind = f"a {type(value).__qualname__}" if not plain else "a sparse tensor"
-            raise ConfigError(
-                f"{named(self._optimizer)} keeps {kind} as {name!r}; only dense tensors and numbers are streamed: "
+                f"{named(optimizer)} keeps {kind} as {part!r}; only dense tensors and numbers are streamed: "
                 "docs/optimizers.md lists optimizers that are"
             )
-        made = torch.empty(value.shape, dtype=dtype, device="meta")
-        # State of the parameter's shape lies as the parameter does.
-        own = made.shape == self._parameter.shape
-        self.tensors[name] = made.as_strided(made.shape, self._stride) if own else made
+        dtype = layout.dtype if parts is None and tensor.dtype == narrow else tensor.dtype
+        made = torch.empty(tensor.shape, dtype=dtype, device="meta")
+        # State of the parameter's shape has the parameter's strides.
+        layout.tensors[part] = made.as_strided(made.shape, layout.stride) if made.shape == layout.shape else made
 
 
 def in_order(tensor: torch.Tensor, layout: StateLayout) -> torch.Tensor:
-    """The tensor, laid out as the parameter is where it has the parameter's shape, else row by row."""
+    """The tensor with the parameter's strides where it has the parameter's shape, else row by row."""
     if tensor.shape != layout.shape:
         return tensor.contiguous()
     if tensor.stride() == layout.stride:
@@ -356,7 +323,7 @@ def in_order(tensor: torch.Tensor, layout: StateLayout) -> torch.Tensor:
     return torch.empty_strided(layout.shape, layout.stride, dtype=tensor.dtype).copy_(tensor)
 
 
-# Parameters of fewer elements keep 32 bits, unless its user said otherwise.
+# Smaller parameters keep 32 bits, unless the user of bitsandbytes set another size.
 MIN_8BIT_SIZE = 4096
 _CLASSES = frozenset(
     (f"bitsandbytes.optim.{name.lower()}", f"{paged}{name}{bits}")
@@ -364,7 +331,7 @@ _CLASSES = frozenset(
     for paged in ("", "Paged")
     for bits in ("", "8bit")
 )
-# What may be said of one parameter alone.
+# Options that may be set for one parameter alone.
 _OVERRIDDEN = frozenset({"optim_bits", "min_8bit_size"})
 _NAMES = {"state1": "exp_avg", "state2": "exp_avg_sq", "absmax1": "exp_avg_absmax", "absmax2": "exp_avg_sq_absmax"}
 
@@ -380,7 +347,7 @@ def is_8bit_adam(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def has_8_bits(optimizer: Any, group: int, place: int) -> bool:
-    """Whether its parameter number `place` of that group keeps 8 bits: as its state is, or would be made.
+    """Whether parameter number `place` of that group keeps 8 bits: as its state is, or would be made.
 
     Raises:
         ConfigError: bitsandbytes' GlobalOptimManager has other options for this parameter alone.
@@ -403,10 +370,10 @@ def has_8_bits(optimizer: Any, group: int, place: int) -> bool:
 
 
 def _overridden(optimizer: Any, parameter: torch.Tensor, index: tuple[int, int]) -> Mapping[str, Any]:
-    """What its manager of overrides says of one parameter."""
+    """The options that bitsandbytes' manager of overrides has for one parameter."""
     manager = optimizer.mng
     said: dict[str, Any] = {**manager.index2config.get(index, {}), **manager.pid2config.get(id(parameter), {})}
-    # Those of modules are looked up in its first step only.
+    # The optimizer looks up the options of modules in its first step only.
     for module, name, config in manager.module_weight_config_triple:
         if getattr(module, name, None) is parameter:
             said.update(config)
@@ -414,12 +381,12 @@ def _overridden(optimizer: Any, parameter: torch.Tensor, index: tuple[int, int])
 
 
 def state_of(optimizer: Any, parameter: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
-    """The state that it keeps for a parameter, by our names, and how many updates made it.
+    """The state that bitsandbytes keeps for a parameter, by our names, and the number of its updates.
 
-    Codes come with the largest of each block; state of 32 bits is float32.
+    Codes of 8 bits come with the largest value of each block; state of 32 bits is float32.
 
     Raises:
-        ConfigError: blocks of the parameter are not what lies together in it.
+        ConfigError: the parameter is not row-major, and the blocks of its state are.
     """
     state = optimizer.state.get(parameter) or {}
     if "state1" not in state:
@@ -444,7 +411,7 @@ _16_BITS = frozenset({torch.bfloat16, torch.float16})
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Literal["adam", "momentum"] | None:
-    """By which of the engine's rules it can be updated; None where it runs its own code."""
+    """The engine's rule that can update its parameters; None where the optimizer's own code runs."""
     if type(optimizer) in {torch.optim.AdamW, torch.optim.Adam} or is_8bit_adam(optimizer):
         return "adam"
     if type(optimizer) is torch.optim.SGD and all(group["momentum"] for group in optimizer.param_groups):
@@ -452,15 +419,10 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Literal["adam", "momentum"] | N
     return None
 
 
-def keeps_momentum_alone(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it runs its own code on a momentum that may be kept in bfloat16."""
-    return type(optimizer) is torch.optim.Muon
-
-
 def compact_format(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, layout: StateLayout) -> str | None:
     """The engine's format of a parameter that its optimizer's own code updates whole, with a master and a momentum.
 
-    The same bits in fewer bytes: the values are the upper halves of their master. None where it keeps anything else.
+    The same bits take fewer bytes: the values are the upper halves of their master. None with any other state.
     """
     if elementwise(optimizer) or not layout.whole or not layout.master or parameter.dtype != torch.bfloat16:
         return None
@@ -474,21 +436,15 @@ def compact_format(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, la
 
 
 def momentum_options(group: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The numbers of `engine.Momentum` for a group of SGD; None where it keeps no momentum now."""
+    """The numbers of `engine.Momentum` for a group of SGD; None where the group has no momentum now."""
     if not group["momentum"]:
         return None
-    return {
-        "lr": float(group["lr"]),
-        "momentum": float(group["momentum"]),
-        "dampening": float(group["dampening"]),
-        "nesterov": bool(group["nesterov"]),
-        "weight_decay": float(group["weight_decay"]),
-        "maximize": bool(group["maximize"]),
-    }
+    numbers = {name: float(group[name]) for name in ("lr", "momentum", "dampening", "weight_decay")}
+    return {**numbers, "nesterov": bool(group["nesterov"]), "maximize": bool(group["maximize"])}
 
 
 def options_of_formats(formats: Iterable[str | None]) -> str:
-    """The options of `offload()` that make entries of these formats of the engine, as they are written."""
+    """The options of `offload()`, as a user writes them, that make records of these formats of the engine."""
     words = {word for given in formats for word in (given or "").split()}
     state = next((f"state={width!r}" for width in ("bf16", "8bit") if width in words), "state=None")
     return f"{state}, master_dtype=None, rounding='stochastic'" if "stochastic" in words else state
@@ -496,21 +452,21 @@ def options_of_formats(formats: Iterable[str | None]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class StateFormats:
-    """What the options of `offload()` say of formats."""
+    """The state formats that the options of `offload()` ask for."""
 
-    # In how many bits moments are kept; None: as the optimizer has them.
+    # The format of moments; None: as the optimizer has them.
     state: Literal["fp32", "bf16", "8bit"] | None = None
-    stochastic: bool = False  # 16-bit parameters have no masters, and are rounded stochastically
-    seed: int = 0  # of what is rounded stochastically
+    stochastic: bool = False  # 16-bit parameters have no master weights, and are rounded stochastically
+    seed: int = 0  # of stochastic rounding
     whole: frozenset[int] = frozenset()  # the ids of parameters that keep 32 bits where others have 8: embeddings
-    # By the ids of parameters that are rows of others, how many those have in all.
+    # Where parameters are rows of whole ones, by their ids, the elements of these.
     elements: Mapping[int, int] = field(default_factory=dict)
 
     def of(self, optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None) -> dict[int, str]:
-        """The engine's format of each parameter, by its id, where the choice is ours; others are as without formats.
+        """The engine's format of each parameter, by its id; a missing parameter keeps its optimizer's own state.
 
         Raises:
-            ConfigError: optimizer, options, or a parameter do not go with it.
+            ConfigError: the optimizer, the options or a parameter do not allow the format.
         """
         taken = is_8bit_adam(optimizer)
         if taken and self.elements:
@@ -519,7 +475,7 @@ class StateFormats:
                 "rows of them: give a torch.optim.AdamW, with state='8bit'"
             )
         if taken and self.state is None and not self.stochastic and master_dtype is None:
-            # As bitsandbytes has it in RAM: its own code.
+            # bitsandbytes' own code runs, on its own state.
             return {}
         if not taken and self.state in (None, "fp32") and not self.stochastic:
             self._require_fp32(optimizer, master_dtype)
@@ -546,7 +502,7 @@ class StateFormats:
         return found
 
     def of_each(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[StateFormats]:
-        """What they are for each of several optimizers: those that have no such format keep their state as it is."""
+        """The formats for each of several optimizers; one without such a format keeps its state as it is."""
         capable = [rule_of(one) is not None or self._narrows_momentum(one) for one in optimizers]
         asked = self.stochastic or self.state is not None
         if not asked or len(optimizers) == 1 or not any(capable):
@@ -559,7 +515,7 @@ class StateFormats:
             for optimizer in optimizers
         ]
         if not any(has and can for has, can in zip(narrow, capable, strict=True)):
-            # The first says so.
+            # Then the first optimizer raises the error.
             narrow = [True] * len(optimizers)
         return [
             replace(self, state=self.state if can else None, stochastic=self.stochastic and can and has)
@@ -573,15 +529,14 @@ class StateFormats:
         return f"state={self.state or '8bit'!r}"
 
     def _narrows_momentum(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether its own code runs on a momentum in bfloat16."""
-        return self.state == "bf16" and not self.stochastic and keeps_momentum_alone(optimizer)
+        """Whether the optimizer's own code runs on a momentum that is stored in bfloat16."""
+        return self.state == "bf16" and not self.stochastic and type(optimizer) is torch.optim.Muon
 
     def _require_fp32(self, optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None) -> None:
-        """state="fp32" is what is there without it, or refused."""
+        """Reject state="fp32", unless the state would be the same without the option."""
         if self.state is None:
             return
-        if rule_of(optimizer) is None:
-            self._require_rule(optimizer, taken=False)
+        self._require_rule(optimizer, taken=False)
         if master_dtype is None and any(
             parameter.dtype in _16_BITS for group in optimizer.param_groups for parameter in group["params"]
         ):
@@ -627,5 +582,5 @@ class StateFormats:
                 f"{self._asked} with master_dtype=None: 16-bit parameters without fp32 master weights are updated with "
                 "rounding='stochastic' alone; pass that, or leave master_dtype out"
             )
-        # The master of bfloat16 is the value and the bits after it.
+        # The value of bfloat16 is the upper half of its master.
         return f"compact {width}" if width and dtype == torch.bfloat16 else width

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 
 class _Draws(TorchDispatchMode):
-    """Refuses operations that draw random numbers, whatever their tensors lie on."""
+    """Rejects operations that draw random numbers, on any device."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled in a trial; to say so to torch's compiler would load it, which takes seconds.
+        # A trial compiles nothing; to tell torch's compiler so would load it, which takes seconds.
         return False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -47,7 +47,7 @@ class _Draws(TorchDispatchMode):
         self._optimizer = optimizer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A generator that the step makes itself begins alike for each parameter.
+        # A generator that the step makes itself begins with the same state for each parameter.
         if torch.Tag.nondeterministic_seeded in func.tags and (kwargs or {}).get("generator") is None:
             raise _draws_refused(self._optimizer)
         return func(*args, **(kwargs or {}))
@@ -62,9 +62,9 @@ def _draws_refused(optimizer: torch.optim.Optimizer) -> ConfigError:
 
 @contextlib.contextmanager
 def undrawn(optimizer: torch.optim.Optimizer, *, meta: bool = False) -> Iterator[None]:
-    """Refuse an optimizer that draws random numbers; those of torch, Python and numpy stay as they are.
+    """Reject an optimizer that draws random numbers; the generators of torch, Python and numpy stay as they are.
 
-    On `meta` torch itself draws from Python's for a collective, which on values it does not.
+    On `meta`, unlike elsewhere, torch itself draws from Python's generator for a collective.
     """
     numpy: Any = sys.modules.get("numpy")
     before = random.getstate()
@@ -83,8 +83,8 @@ def undrawn(optimizer: torch.optim.Optimizer, *, meta: bool = False) -> Iterator
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """Let functions that a step compiles run as they are written: for small tensors compiling would take minutes."""
-    # Where it is not loaded, nothing was compiled yet, and loading it takes seconds.
+    """Let functions that a step compiles run uncompiled: to compile them for small tensors would take minutes."""
+    # Without the compiler nothing is compiled yet, and loading it takes seconds.
     if "torch._dynamo" not in sys.modules:
         yield
         return
@@ -92,17 +92,17 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
-# Roads to all that the interpreter knows, and nothing that a step would change.
+# These lead to the whole interpreter, and to nothing that a step would change.
 _SKIPPED = (type, types.ModuleType, types.CodeType, types.FrameType, str, bytes, int, float)
 
 
 def require_self_contained(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose step would reach the user's own objects by another way than its groups and its state.
+    """Reject an optimizer that reaches the user's own objects by another way than its groups and its state.
 
-    A copy of it that steps would change those. Nothing of it runs here.
+    A step of a copy would change these objects. No code of the optimizer runs here.
 
     Raises:
-        ConfigError: what it holds, under which name.
+        ConfigError: it names the object, and the attribute or option that has it.
     """
     for name in ("param_groups", "state"):
         if hasattr(getattr(type(optimizer), name, None), "__set__"):
@@ -110,38 +110,25 @@ def require_self_contained(optimizer: torch.optim.Optimizer) -> None:
     held = [(f"its attribute {name!r}", value) for name, value in attributes_of(optimizer).items()]
     for group in optimizer.param_groups:
         held += [(f"the option {name!r} of a group", value) for name, value in group.items() if name != "params"]
-    theirs = _Users(optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    ids, memory = set(map(id, parameters)), set(map(_memory, parameters)) - {None}
     for where, value in held:
-        what = next(filter(None, map(theirs.kind, reached_from(value))), None)
-        if what is not None:
-            raise _reach_refused(optimizer, f"{where} holds {what}")
+        for reached in reached_from(value):
+            is_parameter = isinstance(reached, torch.Tensor) and (id(reached) in ids or _memory(reached) in memory)
+            what = "a parameter" if is_parameter else _users(optimizer, reached)
+            if what is not None:
+                raise _reach_refused(optimizer, f"{where} holds {what}")
 
 
-class _Users:
-    """What is the user's of all that could be reached."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._parameters = {id(parameter) for parameter in parameters}
-        self._memory = set(map(_memory, parameters)) - {None}
-
-    def kind(self, reached: Any) -> str | None:
-        """What it is, in words; None where it is nobody's."""
-        what = None
-        if reached is self._optimizer:
-            what = "the optimizer itself"
-        elif isinstance(reached, torch.optim.Optimizer):
-            what = f"another optimizer ({named(reached)})"
-        elif isinstance(reached, torch.nn.Module) and next(reached.parameters(), None) is not None:
-            what = f"a model ({type(reached).__qualname__})"
-        elif isinstance(reached, torch.Generator):
-            what = "a random number generator"
-        elif isinstance(reached, torch.Tensor) and (
-            id(reached) in self._parameters or _memory(reached) in self._memory
-        ):
-            what = "a parameter"
-        return what
+def _users(optimizer: torch.optim.Optimizer, reached: Any) -> str | None:
+    """A name in words for an object of the user's; None for others."""
+    if reached is optimizer:
+        return "the optimizer itself"
+    if isinstance(reached, torch.optim.Optimizer):
+        return f"another optimizer ({named(reached)})"
+    if isinstance(reached, torch.nn.Module) and next(reached.parameters(), None) is not None:
+        return f"a model ({type(reached).__qualname__})"
+    return "a random number generator" if isinstance(reached, torch.Generator) else None
 
 
 def _reach_refused(optimizer: torch.optim.Optimizer, why: str) -> ConfigError:
@@ -153,7 +140,7 @@ def _reach_refused(optimizer: torch.optim.Optimizer, why: str) -> ConfigError:
 
 
 def _memory(tensor: torch.Tensor) -> int | None:
-    """What tells memory apart; None where there is none of a plain kind."""
+    """The identity of a tensor's memory; None where it has none of a plain kind."""
     if tensor.layout != torch.strided or hasattr(tensor, "__tensor_flatten__"):
         return None
     memory: int = tensor.untyped_storage()._cdata  # noqa: SLF001
@@ -161,9 +148,9 @@ def _memory(tensor: torch.Tensor) -> int | None:
 
 
 def reached_from(value: Any) -> Iterator[Any]:
-    """The value, and all that it refers to, through containers, objects, closures and weak references."""
+    """The value, and every object that it refers to, through containers, objects, closures and weak references."""
     seen: set[int] = set()
-    # They are held, so that no other comes to be where one of them was.
+    # References to all of them: a new object must not get the id of a freed one.
     waiting = [value]
     held = []
     while waiting:
@@ -179,7 +166,7 @@ def reached_from(value: Any) -> Iterator[Any]:
         elif isinstance(value, weakref.ref):
             waiting.append(value())
         elif isinstance(value, dict) and value.get("__name__") in sys.modules:
-            # Of a module.
+            # The globals of a module.
             continue
         elif not isinstance(value, torch.nn.Module | torch.optim.Optimizer | torch.Tensor):
             waiting += gc.get_referents(value)
@@ -193,24 +180,24 @@ _MANNERS = (PLAIN, Manner(omits=True), Manner(omits=True, stacks=True))
 def require_independent(
     optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None
 ) -> tuple[dict[SharedName, Any], Manner]:
-    """Refuse an optimizer whose parameters do not get the same bits together and one at a time.
+    """Reject an optimizer whose parameters do not get the same bits together and one at a time.
 
-    They are stepped several times, all with a gradient, then some without; where it can be told to `train()` and to
-    `eval()`, that is tried too. Where it goes another way than the plain one, that is what it is run in.
+    Small parameters are stepped several times, all with a gradient, then some without. `train()` and `eval()` are tried
+    too, where the class has them. The first manner that works is the manner of the run.
 
     Returns:
-        The values that its step changes for all parameters alike, as they are at the end of the trial, and in which
-        manner it is run for one parameter.
+        The values that a step changes for all parameters alike, as at the end of the trial, and the manner in which
+        the optimizer is run for one parameter.
 
     Raises:
-        ConfigError: it says what differs.
+        ConfigError: it names the difference.
     """
     first: ConfigError | None = None
     for manner in (tried for one in _MANNERS for tried in (one, replace(one, zeros=True))):
         try:
             return _tried(optimizer, master_dtype, manner)
         except ConfigError as error:
-            # Where its code failed without parameters, what it does with some says more.
+            # A manner in which the code runs, and differs, explains more than one in which it fails.
             if first is None or (first.__cause__ is not None and error.__cause__ is None):
                 first = error
     assert first is not None
@@ -251,14 +238,14 @@ def stepping(
     options: Mapping[str, Any],
     manner: Manner = PLAIN,
 ) -> Iterator[dict[str, Any]]:
-    """Step one parameter in place of the original's; its state after each step.
+    """Step one parameter in place of the original's; yields its state after each step.
 
     Args:
-        optimizer: the original; nothing is done to it.
+        optimizer: the original, which does not change.
         group: the number of its group.
         parameter: changes in place.
         gradients: one for each step.
-        options: what stands in every group that has such an option.
+        options: override those of every group that has such an option.
         manner: in which it is run for one parameter.
     """
     shared = SharedValues.of(optimizer).copy(deep=True)
@@ -273,7 +260,7 @@ def stepping(
         yield dict(copy.state.get(parameter, {}))
 
 
-# The update of an element needs nothing but that element and the scalars of its parameter.
+# The update of an element needs only that element and the scalars of its parameter.
 _ELEMENTWISE = frozenset(
     {
         torch.optim.SGD,
@@ -289,7 +276,7 @@ _ELEMENTWISE = frozenset(
         torch.optim.Rprop,
     }
 )
-# The update of a parameter needs all of it, and nothing else.
+# The update of a parameter needs the whole parameter, and nothing else.
 _WHOLE = frozenset({torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam})
 
 
@@ -306,17 +293,17 @@ def known(optimizer: torch.optim.Optimizer) -> bool:
 def require_streamable(
     optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None = torch.float32
 ) -> tuple[dict[SharedName, Any], Manner]:
-    """Refuse, by name, an optimizer whose updates cannot be exact on streamed state.
+    """Reject an optimizer whose updates cannot be exact on streamed state.
 
     A class that is not torch's own is tried on small tensors: its parameters must get the same bits together and one
-    by one. Nothing is done to the optimizer, its parameters or random numbers.
+    by one. The optimizer, its parameters and random numbers do not change.
 
     Returns:
-        The options and attributes that a step changes for all parameters alike, with an example of each, and in which
-        manner it is run for one parameter.
+        The options and attributes that a step changes for all parameters alike, with an example of each, and the manner
+        in which the optimizer is run for one parameter.
 
     Raises:
-        ConfigError: what is refused, and what works instead.
+        ConfigError: it names the reason, and an alternative.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"the optimizer must be a torch.optim.Optimizer, not a {type(optimizer).__qualname__}")
@@ -346,7 +333,7 @@ def require_streamable(
 
 
 def _require_updated_vectors(dtype: torch.dtype) -> None:
-    """Refuse torch's fused SGD of 16-bit parameters where its kernel skips whole vectors, as torch 2.11's does."""
+    """Reject torch's fused SGD of 16-bit parameters where its kernel skips whole vectors, as in torch 2.11."""
     if dtype.itemsize == 2 and not _fused_sgd_updates(dtype):
         raise ConfigError(
             f"fused=True is rejected for SGD on parameters of {dtype}: torch {torch.__version__} leaves most elements "
@@ -357,7 +344,7 @@ def _require_updated_vectors(dtype: torch.dtype) -> None:
 
 @functools.cache
 def _fused_sgd_updates(dtype: torch.dtype) -> bool:
-    """Whether torch's kernel updates whole vectors on the CPU; asked of the kernel, as no list of versions is sure."""
+    """Whether torch's kernel updates whole vectors on the CPU; the kernel is run, as no list of versions is certain."""
     values, gradient = torch.zeros(64, dtype=dtype, device="cpu"), torch.ones(64, dtype=dtype, device="cpu")
     torch._fused_sgd_(
         *([values], [gradient], []),

@@ -1,4 +1,4 @@
-"""Computes what a step takes on a machine, in seconds, and how long a drive lasts: arithmetic alone."""
+"""Estimates the seconds of a step on a machine, and the lifetime of a drive: arithmetic alone."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Network:
-    """What one rank receives of the others, and sends to them, for one forward and backward, in bytes."""
+    """The bytes that one rank receives from the others, and sends to them, for one forward and backward."""
 
     forward: int  # values that are gathered for the forward
-    backward: int  # values that are gathered once more; what belongs to no block stays from the forward
-    gradients: int  # parts of gradients
-    # Whole parameters and gradients that torch holds at once: what belongs to no block, two blocks of values, and the
-    # gradients of one with the parts that were received.
+    backward: int  # values that are gathered again; parameters outside of blocks stay from the forward
+    gradients: int  # shards of gradients
+    # Whole parameters and gradients in torch's memory at once: parameters outside of blocks, the values of two blocks,
+    # and the gradients of one block with the received shards.
     gathered: int
 
     @property
     def total(self) -> int:
-        """All that is received."""
+        """All received bytes."""
         return self.forward + self.backward + self.gradients
 
 
@@ -36,19 +36,19 @@ _DAY_SECONDS = 86_400
 
 @dataclass(frozen=True, kw_only=True)
 class Drive:
-    """How fast storage is, all devices together, in bytes a second."""
+    """The speed of storage, all devices together, in bytes a second."""
 
-    read: float  # where nothing is written
-    write: float  # where nothing is read
-    # Both in turn, counted together; None: as if reads and writes took turns at their own speeds.
+    read: float  # of reads alone
+    write: float  # of writes alone
+    # Of alternating reads and writes, counted together; None: they alternate at their own speeds.
     mixed: float | None = None
-    processor_seconds: float = 0.0  # that one processor is busy with a byte; 0 where nobody measured it
+    processor_seconds: float = 0.0  # of one processor for a byte; 0 where it was not measured
 
     def seconds(self, read_bytes: float, written_bytes: float) -> float:
-        """How long it takes to move both."""
+        """The seconds to move both."""
         if self.mixed is None or not read_bytes or not written_bytes:
             return read_bytes / self.read + written_bytes / self.write
-        # What there is more of goes on alone when the other is done.
+        # The larger transfer continues alone when the smaller one is done.
         both = 2 * min(read_bytes, written_bytes)
         rest = max(read_bytes, written_bytes) - both / 2
         return both / self.mixed + rest / (self.read if read_bytes > written_bytes else self.write)
@@ -56,12 +56,12 @@ class Drive:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What the model computes for one backward, in seconds of the device that computes."""
+    """The computation of the model, in seconds of the device that computes."""
 
-    forward: float  # of the forward
-    backward: float  # of the backward, with what it recomputes
-    backwards: int = 1  # that make one step
-    # Each unit computes all of them before the next one: values come once, and gradients leave once.
+    forward: float  # of one forward
+    backward: float  # of one backward, with activation checkpointing
+    backwards: int = 1  # number of backwards for each step
+    # Each unit computes all backwards before the next one: values come once, and gradients leave once.
     by_layer: bool = False
     # Seconds of the network in a forward and in a backward, where several ranks share the model.
     exchanged: tuple[float, float] | None = None
@@ -69,28 +69,28 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What the processors do beside the model, in seconds of one of them."""
+    """The work of the processors beside the model, in seconds of one of them."""
 
     update: float  # the arithmetic of a step
     check: float  # the checksum of a byte that is read or written
-    threads: int  # that share the update of what streams
-    # Whether the model computes on all of the same processors: what takes one of them holds up the model, whose threads
-    # wait for each other at the end of each operation.
+    threads: int  # that share the update of streamed parameters
+    # Whether the model computes on all of the same processors: work on one of them delays the model, whose threads wait
+    # for each other at the end of each operation.
     shared: bool
     link: float | None = None  # bytes a second between host and device, each way; None where the host computes
-    held_threads: int | None = None  # that share the update of what is held; None: as many
+    held_threads: int | None = None  # that share the update of the RAM tier; None: as many
 
 
-# One thread's seconds for AdamW on a parameter and for the checksum of a byte, where nobody measured them. Measured on
-# a server's processor of 2023 in training: 1.9 ns a parameter for both.
+# Defaults of one thread's seconds for AdamW on a parameter, and for the checksum of a byte. Measured on a server's
+# processor of 2023 in training: 1.9 ns a parameter for both.
 _UPDATE_SECONDS, _CHECK_SECONDS = 1.1e-9, 0.03e-9
-# So many of them share the update of what is held, of processors that nobody measured: with more, the 26 bytes that it
-# moves for a parameter wait for the memory of a desktop.
+# The default number of threads that share the update of the RAM tier. The update moves 26 bytes for a parameter; more
+# threads would wait for the memory of a desktop.
 _HELD_THREADS = 4
 
 
 def assumed_host(link: float | None, *, threads: int = 1, shared: bool = False) -> Host:
-    """A processor that nobody measured: the update's threads, beside a device that computes unless it is shared."""
+    """A processor with default speeds: the update's threads, beside a device that computes unless it is shared."""
     return Host(
         update=_UPDATE_SECONDS,
         check=_CHECK_SECONDS,
@@ -103,15 +103,15 @@ def assumed_host(link: float | None, *, threads: int = 1, shared: bool = False) 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A part of a step, whose parts run beside each other: it takes as long as the longest of them."""
+    """A phase of a step, whose parts overlap: it takes as long as the longest of them."""
 
     name: str  # forward, backward, or update where gradients wait for all others
-    parts: Mapping[str, float]  # seconds by what they are spent on: compute, PCIe, disk, update, network
-    tail: float = 0.0  # of storage and update that nothing else goes on beside: of the gradient that comes last
+    parts: Mapping[str, float]  # seconds by kind: compute, PCIe, disk, update, network
+    tail: float = 0.0  # the non-overlapped seconds of storage and update, for the last gradient
 
     @property
     def seconds(self) -> float:
-        """Of the longest part, or of what precedes the tail, and the tail."""
+        """The longest part, or the longest part before the tail, and the tail."""
         before = max((took for part, took in self.parts.items() if part not in {"disk", "update"}), default=0.0)
         return max(*self.parts.values(), before + self.tail)
 
@@ -122,14 +122,14 @@ class Phase:
 
 
 def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool) -> list[Phase]:
-    """The parts of one step that follow each other.
+    """The phases of one step, one after the other.
 
     Args:
-        plan: what it moves.
-        work: what it computes.
-        drive: what it is stored on.
-        host: what the processors and the link do.
-        kept: whether gradients wait until all of them are there ("ssd" and "ram", clipping, accumulation).
+        plan: has the bytes that the step moves.
+        work: of the model.
+        drive: the speed of storage.
+        host: the speed of processors and link.
+        kept: whether gradients wait for the last of them ("ssd" and "ram", clipping, accumulation).
     """
     forward_read = plan.read_bytes.get("values, forward", 0)
     backward_read = plan.read_bytes.get("values, backward", 0)
@@ -139,16 +139,16 @@ def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool) -> l
     into, back, out = through_link(plan)
     computed = work.backwards
     times = 1 if work.by_layer else computed
-    # Each backward after the first reads what is spilled, and adds to it.
+    # Each backward after the first reads the spilled gradients, and adds to them.
     added = spilled * (times - 1)
-    # What is held waits for step() in every mode, and all threads share it.
+    # The RAM tier waits for step() in every mode, and all threads share its update.
     streamed = host.update * (1 - plan.held_part)
     together = host.held_threads or host.threads
-    # Their values are checked before it, and have new checksums after it.
+    # Its values are checked before the update, and have new checksums after it.
     checked = 2 * plan.held_part * sum(unit.nbytes - unit.frozen_bytes for unit in plan.units) * host.check
     in_step = {"update": (host.update - streamed + checked) / together}
     if plan.held_part and not plan.log_steps:
-        # Without a log it is written there, too.
+        # Without a log step() writes it, too.
         through = int(update_written * plan.held_part)
         update_written -= through
         in_step["disk"] = drive.seconds(0, through)
@@ -170,29 +170,29 @@ def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool) -> l
     part = _last_part(plan)
     tail = max(drive.seconds(update_read * part, update_written * part), streamed * part / host.threads)
     if host.shared:
-        # By then the model has ended.
+        # The model has finished before the tail.
         last = replace(last, parts={**last.parts, "compute": last.parts["compute"] - streamed * part / host.threads})
     return [forward, _beside(replace(last, tail=tail), fro), *held]
 
 
 def _last_part(plan: Plan) -> float:
-    """Of what is trained and streams, the part of the unit that is first in the forward: its gradient comes last."""
+    """The part of the first unit of the forward in all streamed updates: its gradient comes last."""
     streams = [0.0 if unit.name in plan.held_units else _trained(unit) for unit in plan.units]
     return streams[0] / sum(streams) if any(streams) else 0.0
 
 
 def _trained(unit: Unit) -> float:
-    """Elements of a unit that a step changes."""
+    """The elements of a unit that a step changes."""
     return unit.elements * (1 - unit.frozen_bytes / max(1, unit.nbytes))
 
 
 def _beside(phase: Phase, network: float | None) -> Phase:
-    """A phase with what ranks exchange in it."""
+    """A phase with its seconds of the network."""
     return phase if network is None else replace(phase, parts={**phase.parts, "network": network})
 
 
 def through_link(plan: Plan) -> tuple[int, int, int]:
-    """Bytes that a forward and a backward bring to the device, and gradients that leave it."""
+    """The bytes that a forward and a backward copy to the device, and those of gradients from it."""
     moving = [unit for unit in plan.units if not unit.pinned]
     into = sum(unit.nbytes for unit in moving)
     back = sum(unit.nbytes for unit in moving if unit.name not in plan.resident)
@@ -211,36 +211,36 @@ def _phase(
     checked = sum(disk) * (host.check + drive.processor_seconds)
     parts = {"disk": drive.seconds(*disk)}
     if host.shared:
-        # The model's threads are on the same processors, and none goes on without the others.
+        # The model's threads are on the same processors, and wait for each other.
         parts["compute"] = compute + (update + checked) / host.threads
     else:
         parts["compute"] = compute
         parts["update"] = (update + checked) / host.threads
     if host.link is not None:
-        # Both ways at once.
+        # The link moves both ways at once.
         parts["PCIe"] = max(link) / host.link
     return Phase(name=name, parts=parts)
 
 
 def seconds(parts: Sequence[Phase]) -> float:
-    """Of a whole step."""
+    """The seconds of a whole step."""
     return sum(part.seconds for part in parts)
 
 
 def storage_seconds(plan: Plan, drive: Drive, host: Host, *, backwards: int = 1, by_layer: bool = False) -> float:
-    """Of a step of a model that takes no time itself: what storage and the update take."""
+    """The seconds that storage and the update of a step take, without the model's."""
     host = replace(host, update=update_seconds(plan, host.update))
     work = Work(forward=0.0, backward=0.0, backwards=backwards, by_layer=by_layer)
     return seconds(phases(plan, work, drive, host, kept=plan.gradients in ("ssd", "ram")))
 
 
 def update_seconds(plan: Plan, a_parameter: float) -> float:
-    """Of one processor, for the update of everything that is trained."""
+    """The seconds of one processor for the whole update."""
     return sum(map(_trained, plan.units)) * a_parameter
 
 
 def drive_days(plan: Plan, step_seconds: float, endurance: float) -> float | None:
-    """Days of training without a pause until so many bytes are written; None where a step writes nothing."""
+    """Days of continuous training until `endurance` bytes are written; None where a step writes nothing."""
     written = sum(plan.written_bytes.values())
     if not written or not step_seconds:
         return None
@@ -249,15 +249,15 @@ def drive_days(plan: Plan, step_seconds: float, endurance: float) -> float | Non
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Seconds of a step."""
+    """The seconds of a step."""
 
     now: float  # with the plan as it is
-    without: float  # with nothing held
+    without: float  # without a RAM tier
     larger: Mapping[int, float]  # by larger budgets, those of the plan
 
 
 def forecast(plan: Plan, reckon: Callable[[Plan], float | None]) -> Forecast | None:
-    """What a step takes; `reckon` says it of one plan, or None where that is not known."""
+    """The seconds of a step; `reckon` estimates those of one plan, or gives None where they are not known."""
     now, without = reckon(plan), reckon(plan.moving(plan.without))
     larger = {budget: reckon(plan.moving(traffic)) for budget, traffic in plan.larger.items()}
     if now is None or without is None:
@@ -267,7 +267,7 @@ def forecast(plan: Plan, reckon: Callable[[Plan], float | None]) -> Forecast | N
 
 
 def said(plan: Plan, seconds: Forecast | None) -> str:
-    """In one line what is held, what a step moves and takes, and what more memory would buy."""
+    """One line about the RAM tier, the bytes and seconds of a step, and those with more memory."""
     moves = f"a step moves {bytes_shown(plan.moved_bytes)}"
     if plan.held:
         moves = f"{len(plan.held)} parameters are kept in RAM, and {moves} instead of {bytes_shown(plan.without.total)}"

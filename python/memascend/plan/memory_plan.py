@@ -1,4 +1,4 @@
-"""Plans a run within a budget: units in memory, sizes of slots, entries that are held, bytes that a step moves."""
+"""Plans a run within a budget: units in memory, sizes of slots, the RAM tier, bytes that a step moves."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from memascend.storage import Sizes
 
 
-# What an arena keeps on the heap beside its slots: for itself, for each class, for each slot.
+# Bytes of an arena on the heap beside its slots: for itself, for each class, for each slot.
 _ARENA_BYTES, _CLASS_BYTES, SLOT_BYTES = 16_416, 112, 5
 
 
 def arena_classes(windows: Sequence[Sequence[int]]) -> dict[int, int]:
     """The cheapest classes ({bytes: count}) of an arena that holds each of `windows`, one after another.
 
-    A window is the sizes in bytes of what must be held at once. Sizes that are near each other and never meet (an
-    embedding and a head, say) may share slots of the larger size; what shares slots is chosen so that the arena as a
-    whole is smallest. As an arena never lends a larger class than needed, each window is granted in every order.
+    A window is the sizes in bytes of leases that must be in memory at once. Similar sizes that are never in one window
+    (an embedding and an LM head, say) may share slots of the larger size; the choice minimizes the whole arena. As an
+    arena never leases a larger class than needed, each window is granted in every order.
     """
-    # What a window holds, not in which order: a model of a hundred equal blocks has a handful of different windows.
+    # Without their order: a model of a hundred equal blocks has only a few different windows.
     contents = {tuple(sorted(window)) for window in windows}
     sizes = sorted({size for content in contents for size in content})
     if sizes and sizes[0] < 1:
         raise ConfigError(f"host_memory= must be at least 1 byte, not {sizes[0]}")
-    # best[count]: what the `count` smallest sizes cost; how many of them their largest class leaves; its slots.
+    # best[count]: the cost of the `count` smallest sizes; how many of them are below their largest class; its slots.
     best = [(0, 0, 0)]
     for count in range(1, len(sizes) + 1):
         bound = sizes[count - 1]
@@ -58,37 +58,37 @@ def arena_classes(windows: Sequence[Sequence[int]]) -> dict[int, int]:
 
 
 def arena_bytes(classes: Mapping[int, int]) -> int:
-    """What an arena of these classes takes, with its own tables."""
+    """The bytes of an arena of these classes, with its own tables."""
     if not classes:
         return 0
     tables = _ARENA_BYTES + _CLASS_BYTES * len(classes) + SLOT_BYTES * sum(classes.values())
     return memory.layout(classes).reserved + tables
 
 
-# Each entry is written whole once in so many steps: of 12 bytes a parameter, three quarters of one a step. Twice as
-# many would save three eighths of a byte, and take twice the room and twice as long to replay.
+# Each record is written whole once in so many steps: of 12 bytes a parameter, three quarters of one a step. Twice as
+# many would save three eighths of a byte, and take twice the space and twice as long to replay.
 _STEPS = 16
-# Unless it was asked for by a number, a log leaves the rest of what is free to others.
+# Without a given number of steps, a log takes this part of the free space at most: 1 / 2.
 _SHARE = 2
 
 
 @dataclass(frozen=True, eq=False)
 class Log:
-    """What a log of gradients could be."""
+    """The options of a gradient log."""
 
-    names: Collection[str]  # of the entries whose updates can be replayed
-    # What it takes for some of these, by the number of its steps, from 1 on.
+    names: Collection[str]  # of the records whose updates can be replayed
+    # The bytes of a log for some of these, by the number of its steps, from 1 on.
     nbytes: Callable[[Sequence[str], int], int]
-    asked: int | None = None  # how many steps; None: as many as are good
-    room: int | None = None  # bytes that there are for it; None where nobody knows
-    shares: bool = True  # that room is others', too
+    asked: int | None = None  # number of steps; None: the default
+    room: int | None = None  # free bytes for the log; None where they are not known
+    shares: bool = True  # whether other files share this space
 
     def wanted(self, names: Sequence[str]) -> int:
-        """How many steps it would keep of these entries if there was room."""
+        """The number of steps that it would keep of these records with enough space."""
         return (_STEPS if self.asked is None else self.asked) if names else 0
 
     def plan(self, names: Sequence[str]) -> tuple[int, int]:
-        """How many steps it keeps of these entries, and its bytes; 0 where there is no room for one."""
+        """The number of steps that it keeps of these records, and its bytes; 0 where no step fits."""
         wanted = self.wanted(names)
         if not wanted:
             return 0, 0
@@ -102,36 +102,36 @@ class Log:
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """What a run needs memory for."""
+    """The needs of a run."""
 
     units: Sequence[Unit]  # in the order of the forward
     sizes: Sizes  # of the store that holds them
-    # How they are kept: "ram" needs memory for all of them, the others for the largest.
+    # The mode of gradients: "ram" needs memory for all of them, the others for the largest.
     gradients: Literal["auto", "fused", "ssd", "ram"]
     largest_gradient: int  # bytes of it
     all_gradients: int  # bytes of all of them
     whole_bytes: int = 0  # what an optimizer needs that updates whole parameters
-    # {bytes: count} of those through which checkpointed activations go to storage.
+    # {bytes: count} of the chunks through which checkpointed activations go to storage.
     activation_chunks: Mapping[int, int] = field(default_factory=dict)
-    activation_group: int = 0  # further ones, so many at a time, in which they stay where there is room; 0: all go
-    activation_groups: int = 0  # how many of these keep the disk out of it, as far as anybody can say beforehand
-    # Where a device computes, the chunks, {bytes: count}, that lie between it and storage, by owner; units and
-    # gradients are then in its memory. None: the host computes.
+    activation_group: int = 0  # further chunks, as many at a time, in which activations stay in memory; 0: none stay
+    activation_groups: int = 0  # the estimated number of such groups that avoids storage
+    # Where a device computes, the chunks, {bytes: count}, between it and storage, by owner; units and gradients are
+    # then in the device's memory. None: the host computes.
     staging: Mapping[str, Mapping[int, int]] | None = None
     segment: int = 1  # units that a checkpoint segment recomputes together
     # Whether an update reads the values: "resident" where their unit was evicted (the compact state), "read" always
     # (values of 32 bits), "never" (the state has a master of its own).
     update_values: Literal["resident", "read", "never"] = "resident"
     trained: Collection[str] = ()  # the names of the parameters that a step changes
-    gradient_bytes: Mapping[str, int] = field(default_factory=dict)  # of each of those
-    # Updates of held entries are applied in memory, and nothing of them is written before the end.
+    gradient_bytes: Mapping[str, int] = field(default_factory=dict)  # by the names of trained parameters
+    # Updates in the RAM tier are applied in memory, and written only at the end.
     applies: bool = False
-    # What a log of their gradients could be, where they are durable each step; None where none is kept.
+    # The options of their gradient log, where each step is durable; None: there is no log.
     log: Log | None = None
 
     @property
     def group_bytes(self) -> int:
-        """One further group of chunks for activations."""
+        """The bytes of one further group of chunks for activations."""
         return arena_bytes(
             {nbytes: self.activation_group for nbytes in self.activation_chunks if self.activation_group}
         )
@@ -147,24 +147,24 @@ class Requirements:
 
 @dataclass(frozen=True)
 class Held:
-    """Entries whose values and state stay in host memory: they are read once, and their gradients wait there."""
+    """The RAM tier: records whose values and state are read once, and whose gradients wait in memory."""
 
-    names: tuple[str, ...] = ()  # of the entries
-    nbytes: int = 0  # what their values and state take
-    gradients: int = 0  # what their gradients take that wait for `step()`
-    # Those of which all values are held: they are computed with where they lie, and need no slot.
+    names: tuple[str, ...] = ()  # of the records
+    nbytes: int = 0  # of their values and state
+    gradients: int = 0  # bytes of their gradients that wait for `step()`
+    # The units whose values are all in the RAM tier: modules compute with them in place, without a slot.
     units: frozenset[str] = frozenset()
-    # By unit, bytes of values that are not read to compute with.
+    # By unit, bytes of values that a forward does not read.
     values: Mapping[str, int] = field(default_factory=dict)
-    update: int = 0  # bytes of values that are not read for an update
-    state: int = 0  # bytes of state that are not read for one
-    # Names of those whose gradients go to the log; beside it bytes of their values, state and gradients.
+    update: int = 0  # bytes of values that an update does not read
+    state: int = 0  # bytes of state that an update does not read
+    # Names of records whose gradients go to the log, and the bytes of their values, state and gradients.
     logged: tuple[str, ...] = ()
     logged_bytes: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def room(self) -> int:
-        """All of it."""
+        """The bytes of the RAM tier, gradients included."""
         return self.nbytes + self.gradients
 
 
@@ -172,7 +172,7 @@ NOTHING = Held()
 
 
 def choose_held(run: Requirements, room: int | None) -> Held:
-    """Hold whole entries within so many bytes, the first units' first; None: all of them."""
+    """Choose whole records for the RAM tier within `room` bytes, the first units' first; None: all of them."""
     names: list[str] = []
     by_unit: dict[str, int] = {}
     nbytes = gradients = update = state = 0
@@ -181,7 +181,7 @@ def choose_held(run: Requirements, room: int | None) -> Held:
         for name in unit.parameters:
             own_values, own_state = run.sizes.entry_bytes.get(name, (0, 0))
             own = own_values + own_state
-            # Where all gradients are held anyway, they have their room.
+            # In "ram" mode all gradients have memory already.
             waits = 0 if run.gradients == "ram" else run.gradient_bytes.get(name, 0)
             if not own or (room is not None and nbytes + gradients + own + waits > room):
                 continue
@@ -194,7 +194,7 @@ def choose_held(run: Requirements, room: int | None) -> Held:
                 state += own_state
             if run.log is not None and name in run.log.names:
                 logged[name] = (own_values, own_state, run.gradient_bytes.get(name, 0))
-    # On a device units are computed with there.
+    # A device computes with units in its own memory.
     here = [] if run.staging is not None else run.units
     whole = frozenset(unit.name for unit in here if run.bytes_of(unit) <= by_unit.get(unit.name, 0))
     values, states, waiting = (sum(part) for part in zip(*logged.values(), strict=True)) if logged else (0, 0, 0)
@@ -232,28 +232,28 @@ class MemorySplit:
         return replace(self, host=host, activation_groups=groups)
 
     def holding(self, held: Held) -> MemorySplit:
-        """The same with entries that are held."""
+        """The same with a RAM tier."""
         return replace(self, host={**self.host, **_held_owners(held)})
 
     @property
     def peak(self) -> int:
-        """All of it on the host."""
+        """The sum of host memory."""
         return sum(self.host.values())
 
     @property
     def device_peak(self) -> int:
-        """All of it on the device."""
+        """The sum of the device's memory."""
         return sum(self.device.values())
 
     @property
     def units_peak(self) -> int:
-        """All of the memory in which units lie."""
+        """The sum of the memory in which units are: the device's, or the host's."""
         return self.device_peak if self.device else self.peak
 
 
 @dataclass(frozen=True)
 class Reads:
-    """Bytes of values that a step reads to compute with, and the units that it reads once at most."""
+    """Bytes of values that forward and backward read, and the units that a step reads once at most."""
 
     forward: int
     backward: int
@@ -269,32 +269,32 @@ class MemoryPlanner:
     """Makes splits of memory for one run."""
 
     def __init__(self, run: Requirements, held: Held = NOTHING) -> None:
-        """`held` is beside what units, updates and gradients need; units that are held whole need no slot."""
+        """`held` is the RAM tier, beside the memory of units, updates and gradients; its whole units need no slot."""
         self.run = run
         self.held = held
         self.order = forward_order(run.units)
         self._all_gradients = max(run.all_gradients, run.largest_gradient) if run.gradients == "ram" else 0
-        # With ease: the largest gradient is worked on while those of one block come in.
+        # The comfortable queue: the largest gradient is in its update while those of one block arrive.
         counts = Counter(run.bytes_of(unit) for unit in run.units if not unit.pinned)
         block = max(counts.items(), key=lambda item: (item[1], item[0]), default=(0, 0))[0]
         self.queue_bytes = max(run.largest_gradient, min(run.largest_gradient + block, run.all_gradients))
 
     def smallest(self, window: int, chunks: int, queue_bytes: int) -> MemorySplit:
-        """The smallest memory that does with this window, these chunks, this queue."""
+        """The smallest split with this window, these chunks and this queue."""
         held = list_windows(self.run.units, window + self.run.segment - 1)
         contents = [[self.run.bytes_of(unit) for unit in each.values()] for each in held]
         return self._split(window, chunks, queue_bytes, arena_classes(contents))
 
     def _split(self, window: int, chunks: int, queue_bytes: int, classes: dict[int, int]) -> MemorySplit:
         run, sizes = self.run, self.run.sizes
-        # Where all gradients are held, their updates wait in the memory that they have anyway.
+        # In "ram" mode updates wait in the memory that all gradients have already.
         queue_bytes = self._all_gradients or queue_bytes
         staging = arena_bytes({sizes.chunk_bytes: chunks} if sizes.chunk_bytes else {})
         if run.staging is None:
             device = {}
             host = {"units": arena_bytes(classes), "update staging": staging, "gradients": queue_bytes}
         else:
-            # Slots there begin on pages, and its arena keeps nothing beside them.
+            # Slots on the device begin on pages, and its arena has no other memory there.
             units = sum(whole_pages(nbytes) * count for nbytes, count in classes.items())
             device = {"units": units, "gradients": queue_bytes}
             host = {owner: arena_bytes(passed) for owner, passed in run.staging.items()}
@@ -309,7 +309,7 @@ class MemoryPlanner:
         return MemorySplit(window, chunks, queue_bytes, classes, host, device)
 
     def _by_class(self, classes: Mapping[int, int]) -> dict[int, tuple[list[Unit], int]]:
-        """For each class its units in the order of the forward, and the slots that pinned ones leave them."""
+        """For each class its units in the order of the forward, and the number of slots without pinned units."""
         bounds = sorted(classes)
         members: dict[int, list[Unit]] = {bound: [] for bound in bounds}
         left = dict(classes)
@@ -326,12 +326,12 @@ class MemoryPlanner:
         return {bound: (members[bound], left[bound]) for bound in bounds}
 
     def count_reads(self, classes: Mapping[int, int]) -> Reads:
-        """What a step reads with these slots."""
+        """The reads of a step with these slots."""
 
         def bytes_of(unit: Unit) -> int:
             return max(0, self.run.bytes_of(unit) - self.held.values.get(unit.name, 0))
 
-        # A pinned unit is read anew after a commit that changed it.
+        # A pinned unit is read again after a commit that changed it.
         pinned = [unit for unit in self.run.units if unit.pinned]
         forward = sum(bytes_of(unit) for unit in pinned if unit.frozen_bytes < unit.nbytes)
         backward = 0
@@ -346,7 +346,7 @@ class MemoryPlanner:
         return Reads(forward, backward, frozenset(resident))
 
     def widened(self, split: MemorySplit, budget: int | None) -> MemorySplit:
-        """More slots, as long as they save reads and the budget has room; None: as many as save any."""
+        """Add slots as long as they save reads, within the budget; None: all that save reads."""
         classes = split.classes
         options = []
         for bound, (members, slots) in self._by_class(classes).items():
@@ -354,7 +354,7 @@ class MemoryPlanner:
             if wanted > 0:
                 gain = self._saved(members, slots, slots + wanted) / (wanted * bound)
                 options.append((gain, bound, members, slots, wanted))
-        # The most for its bytes first (frozen units stay from step to step), then the largest.
+        # The largest gain for each byte first (frozen units stay from step to step), then the largest class.
         for _, bound, members, slots, wanted in sorted(options, key=lambda option: option[:2], reverse=True):
             each = bound + SLOT_BYTES if self.run.staging is None else whole_pages(bound)
             room = wanted if budget is None else (budget - split.units_peak) // each
@@ -419,16 +419,16 @@ def choose(planner: MemoryPlanner, steps: Sequence[MemorySplit], budget: int, de
         return split.peak <= budget and (device_budget is None or split.device_peak <= device_budget)
 
     if fits(comfortable):
-        # What the host has beyond that holds entries first.
+        # The rest of the host's budget goes to the RAM tier first.
         return comfortable if device_budget is None else planner.widened(comfortable, limit)
     chosen = [step for step in steps if fits(step)][-1]
     if device_budget is not None:
-        # The host's budget is for chunks, the device's for all else: too little of one leaves the other what it has.
+        # The host's budget is for chunks, the device's for all else: a small one does not limit the use of the other.
         for step in steps:
             other = planner.smallest(step.window, chosen.chunks, step.queue_bytes)
             chosen = other if fits(other) else chosen
     if device_budget is None or device_budget < comfortable.device_peak:
-        # Gradients get what is left, up to what they would have with ease; where all are held, they have it.
+        # Gradients get the rest, up to the comfortable queue; in "ram" mode they have memory already.
         spare = limit - chosen.units_peak if planner.run.gradients != "ram" else 0
         queue_bytes = max(chosen.queue_bytes, min(planner.queue_bytes, chosen.queue_bytes + spare))
         chosen = planner.smallest(chosen.window, chosen.chunks, queue_bytes)
@@ -443,21 +443,21 @@ def choose(planner: MemoryPlanner, steps: Sequence[MemorySplit], budget: int, de
     return chosen
 
 
-# A plan says what larger budgets buy, up to the one that holds everything, in so many equal parts.
+# A plan has the traffic of so many larger budgets, in equal steps up to the one that keeps all records in RAM.
 _PARTS = 4
 
 
 def make_plan(run: Requirements, *, budget: int | None = None, device_budget: int | None = None) -> Plan:
-    """Decide what lies in memory.
+    """Divide the memory of a run.
 
     Args:
-        run: what it needs memory for.
-        budget: bytes of host memory; None: the smallest that keeps disk and compute busy. Of a larger one, units stay
-            resident.
+        run: its needs.
+        budget: bytes of host memory; None: the smallest that keeps disk and compute busy. A larger one keeps records in
+            RAM, and units resident.
         device_budget: likewise of the device, where one computes.
 
     Raises:
-        BudgetError: a budget is too small; `smallest` is the one that works, to the byte.
+        BudgetError: a budget is too small; `smallest` is the smallest that works, to the byte.
     """
     if run.segment < 1:
         raise ConfigError(f"a checkpoint segment must have at least one unit, not {run.segment}")
@@ -469,7 +469,7 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
     device_budget = comfortable.device_peak if device_budget is None else device_budget
     chosen = choose(planner, steps, budget, None if run.staging is None else device_budget)
     if run.group_bytes:
-        # What is left, from here on.
+        # Activations get the rest of the budget first.
         more = (budget - chosen.peak) // run.group_bytes
         chosen = chosen.with_activations(chosen.activation_groups + more, run.group_bytes)
     held, everything = choose_held(run, budget - chosen.peak), choose_held(run, None)
@@ -519,18 +519,17 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
         held_part=moved.held,
         saved_bytes=max(0, without.total - moved.total),
         without=without,
-        larger={nbytes: _traffic_at(run, comfortable, nbytes) for nbytes in larger if nbytes > budget},
+        larger={
+            nbytes: _traffic_with(run, comfortable, choose_held(run, nbytes - comfortable.peak))
+            for nbytes in larger
+            if nbytes > budget
+        },
         device_savable_bytes=max(0, now.total - planner.count_reads(ample.classes).total) if run.staging else 0,
     )
 
 
 def _log(run: Requirements, held: Held) -> tuple[int, int]:
     return (0, 0) if run.log is None else run.log.plan(held.logged)
-
-
-def _traffic_at(run: Requirements, comfortable: MemorySplit, budget: int) -> Traffic:
-    """About what a step moves with another budget, from the comfortable one on."""
-    return _traffic_with(run, comfortable, choose_held(run, budget - comfortable.peak))
 
 
 def _traffic_with(run: Requirements, comfortable: MemorySplit, held: Held) -> Traffic:
@@ -541,7 +540,7 @@ def _traffic_with(run: Requirements, comfortable: MemorySplit, held: Held) -> Tr
 def _require_room(
     run: Requirements, steps: Sequence[MemorySplit], budget: int | None, device_budget: int | None
 ) -> tuple[int, int]:
-    """The smallest budgets that work, on the host and on the device; given ones may not be smaller."""
+    """The smallest budgets that work, on the host and on the device; smaller given ones raise."""
     smallest = min(step.peak for step in steps)
     if budget is not None and budget < smallest:
         largest = max(run.units, key=run.bytes_of)
@@ -567,9 +566,9 @@ def _owners_shown(split: Mapping[str, int]) -> str:
 
 
 def _traffic(run: Requirements, chosen: MemorySplit, reads: Reads, held: Held) -> Traffic:
-    """What a step reads and writes."""
+    """The reads and writes of a step."""
     trained = sum(map(run.trained_bytes, run.units))
-    # Below the comfortable window, a unit may have made room before its update is done.
+    # Below the comfortable window, a unit may be evicted before its update is done.
     evicted = chosen.window < 2 or run.gradients in ("ssd", "ram")
     updated = {
         "read": trained - held.update,

@@ -24,10 +24,10 @@ _UNITS = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
-# Two digits of an exponent are more than any memory has.
+# No memory needs an exponent of more than two digits.
 _PART = re.compile(r"\s*(\d{1,3}(?:\.\d*)?)\s*%\s*", re.ASCII)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)(?:e\+?(\d{1,2}))?\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
-# More would be replayed for longer than anybody waits, and take more room than anybody has.
+# More steps would take too long to replay, and too much space.
 _LOG_STEPS_MAX = 4096
 _Path = str | os.PathLike[str]
 _CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -45,7 +45,7 @@ def parse_bytes(size: float | str, name: str = "a size") -> int:
     """A number of bytes: 8 << 30, 8e9, or text such as "8GiB", "1.5 GiB", "500MB" or "8e9" (MB are 10^6, MiB 2^20).
 
     Raises:
-        ConfigError: it is neither, has a fraction, or is less than 1 byte; `name` is what the message calls it.
+        ConfigError: it is neither, has a fraction, or is less than 1 byte; the message calls it `name`.
     """
     if isinstance(size, int) and not isinstance(size, bool):
         nbytes = size
@@ -65,10 +65,10 @@ def parse_bytes(size: float | str, name: str = "a size") -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `offload()`, as given; `paths`, `host_bytes` and `unit_names` in the form that is worked with.
+    """The options of `offload()`, as given; `paths`, `host_bytes` and `unit_names` are their parsed forms.
 
     Raises:
-        ConfigError: an option is wrong by itself or does not go with another; the message says what works.
+        ConfigError: an option is wrong, or contradicts another one; the message names values that work.
     """
 
     storage: _Path | Sequence[_Path] | None = None
@@ -119,9 +119,7 @@ class Options:
         if device.type not in ("cpu", "cuda"):
             raise ConfigError(f"device {str(device)!r} cannot compute the model: pass None, 'cpu', 'cuda' or 'cuda:1'")
         _ = self.device_bytes
-        if device.type == "cuda":
-            return
-        if self.device_memory is not None:
+        if device.type != "cuda" and self.device_memory is not None:
             raise ConfigError(
                 "device_memory is the budget of a CUDA device, and the model computes on the CPU: leave it out, or "
                 "pass device='cuda'"
@@ -187,12 +185,12 @@ class Options:
 
     @property
     def resumes(self) -> bool:
-        """Whether a store that is there is gone on from, at its last commit or at the one before."""
+        """Whether the call resumes an existing store, at its last commit or at the one before."""
         return self.existing in ("resume", "previous")
 
     @property
     def paths(self) -> tuple[str, ...] | None:
-        """Where the store lies; None for a temporary file."""
+        """The paths of the store; None for a temporary file."""
         if self.storage is None:
             return None
         if isinstance(self.storage, (str, os.PathLike)):
@@ -201,14 +199,14 @@ class Options:
 
     @property
     def where(self) -> torch.device:
-        """The device that computes, as far as it is named: where none is, CUDA if there is one."""
+        """The device that computes; without the option, CUDA if there is one."""
         if self.device is not None:
             return torch.device(self.device)
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     @functools.cached_property
     def host_bytes(self) -> int | None:
-        """The budget of host memory in bytes, a part of what there was when first asked; None: the plan chooses."""
+        """The budget of host memory in bytes; a percentage is taken at the first call; None: the plan chooses."""
         if self.host_memory is None:
             return None
         part = _PART.fullmatch(self.host_memory) if isinstance(self.host_memory, str) else None
@@ -230,12 +228,12 @@ class Options:
 
     @property
     def keeps(self) -> bool:
-        """Whether the loop is known to need kept gradients, so that "auto" has nothing to learn."""
+        """Whether the options need kept gradients, so that "auto" has nothing to detect."""
         return self.max_grad_norm is not None or self.accumulation_steps > 1
 
     @property
     def unit_names(self) -> tuple[str, ...] | None:
-        """The modules that travel as one; None where they are found."""
+        """The modules that are one unit each; None where units are found."""
         if self.units is None:
             return None
         if isinstance(self.units, str) or not all(isinstance(name, str) for name in self.units):

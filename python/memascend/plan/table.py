@@ -1,4 +1,4 @@
-"""Defines the figures of a plan and prints them as a table, for one format of the state or for several."""
+"""Defines the figures of a plan, and prints them as a table, for one state format or for several."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a step moves."""
+    """The bytes that a step moves."""
 
-    read: dict[str, int]  # bytes by kind
-    written: dict[str, int]  # bytes by kind
-    held: float = 0.0  # the part of what is trained that is held: it is updated in `step()`, and not as it streams
+    read: dict[str, int]  # by kind
+    written: dict[str, int]  # by kind
+    held: float = 0.0  # the part of trained values in the RAM tier: updated in `step()`, and not as they stream
 
     @property
     def total(self) -> int:
@@ -31,71 +31,72 @@ class Traffic:
 def with_log(
     written: Mapping[str, int], logged: tuple[int, int, int], steps: int, *, back: bool = False
 ) -> dict[str, int]:
-    """What a step writes where so many bytes of values, state and gradients are in a log; `back`: without it again."""
+    """The writes of a step with so many bytes of values, state and gradients in a log; `back` takes the log out."""
     found = dict(written)
     if not steps:
         return found
     values, state, gradients = logged
     sign = -1 if back else 1
     for kind, nbytes in (("values", values), ("state", state)):
-        # A part of them is written whole each step.
+        # Each step writes one part of them whole.
         found[kind] = found.get(kind, 0) - sign * (nbytes - nbytes // steps)
     found["log"] = found.get("log", 0) + sign * gradients
     return found
 
 
 # Measured at rest after three steps of Qwen2 models of 24 and 48 blocks: 5 to 9.5 KiB for each parameter. They are the
-# module's hooks, the placeholder, the entry of the store and its index, the gradient's record and autograd's nodes.
+# module's hooks, the placeholder, the record of the store and its index, the gradient's record and autograd's nodes.
 OBJECT_BYTES = 10 << 10
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is decided before the run. `str()` is a table.
+    """The decisions before a run. `str()` is a table.
 
     Attributes:
         units: in the order of the forward.
         order: their names as a forward uses them, tied ones more than once, pinned ones not at all.
         classes: of the arena that holds them, as {bytes: count}.
-        window: units that follow each other and may be in memory at once: 1 reads the next one when it is needed, 2
-            while the one before computes.
-        segment: units that a checkpoint segment holds together.
+        window: consecutive units that may be in memory at once. 1: the next unit is read when it is needed; 2: while
+            the previous one computes.
+        segment: units that a checkpoint segment has in memory together.
         chunks: staging chunks of the update.
-        activation_groups: chunks for checkpointed activations that are taken when they are needed, in groups.
-        gradients: how they are kept, as the option says.
+        activation_groups: groups of chunks for checkpointed activations, each allocated when it is needed.
+        gradients: the option `gradients`.
         queue_bytes: of gradients that may wait for their update.
-        resident: units that are read at most once a step, as they stay from the forward to the backward; frozen ones
-            from step to step.
-        held: the names of the entries whose values and state stay in host memory: they are read once, and their
-            gradients wait there for `step()`.
-        held_units: the units of which all values are held: they are computed with where they lie.
+        resident: units that a step reads at most once, as they stay from the forward to the backward; frozen ones from
+            step to step.
+        held: the names of the records in the RAM tier. Their values and state stay in host memory and are read once;
+            their gradients wait there for `step()`.
+        held_units: the units whose values are all in the RAM tier: modules compute with them in place.
         whole_bytes: for optimizers that update whole parameters.
-        host: host memory by owner; everything that is held, and its sum `host_peak`, is in the budget.
-        device: memory of the device by owner, where that is not the host; its sum is `device_peak`.
+        host: host memory by owner; its sum `host_peak` is within the budget.
+        device: memory of the device by owner, where the host does not compute; its sum is `device_peak`.
         device_budget: the limit in force there; 0 where the host computes.
         device_smallest: the smallest that works there.
         device_comfortable: the smallest there that keeps disk and compute busy.
-        device_ample: the budget there from which on more of it saves nothing.
+        device_ample: the budget there above which more memory saves nothing.
         budget: the limit in force.
         smallest: the smallest budget that works.
         comfortable: the smallest budget that keeps disk and compute busy.
-        ample: a budget with a slot for every unit beside the comfortable one's; it holds entries first.
-        all_held: the budget from which on all entries are held, and more of it saves nothing.
+        ample: the comfortable budget with a slot for every unit; such a budget fills the RAM tier first.
+        all_held: the budget that keeps all records in RAM, above which more memory saves nothing.
         disk_bytes: the store, with both slots.
-        logged: the names of held entries whose gradients go to the log, instead of their values and state each step.
+        logged: the names of the records in the RAM tier whose gradients go to the log, instead of their values and
+            state each step.
         logged_bytes: their values, state and gradients.
-        log_steps: so many steps of gradients are in the log, and each of these entries is written whole once in as
-            many; 0: they are written each step.
-        log_bytes: the room of the log behind the store.
-        log_wanted: how many steps it would have if there was room for them.
+        log_steps: steps of gradients in the log. Each of these records is written whole once in as many steps; 0: in
+            each step.
+        log_bytes: the space of the log behind the store.
+        log_wanted: the steps that the log would have with enough space.
         read_bytes: per step, by kind.
         written_bytes: per step, by kind.
-        held_part: of what is trained, the part that is held.
-        saved_bytes: of what a step moves at the comfortable budget, those that this budget saves.
-        without: what a step moves with nothing held.
-        larger: what a step moves by larger budgets, up to the one that holds all entries.
+        held_part: the part of trained values in the RAM tier.
+        saved_bytes: bytes of a step that this budget saves, compared with the comfortable one.
+        without: bytes that a step moves without a RAM tier.
+        larger: bytes that a step moves, by larger budgets, up to the one that keeps all records in RAM.
         device_savable_bytes: reads of a step that the device's ample budget would save in addition.
-        recurrent_bytes: what cuDNN copies of the weights of LSTM, GRU and RNN modules, each from its forward to its
+        recurrent_bytes: copies by cuDNN of the weights of LSTM, GRU and RNN modules, each from its forward to its
             backward; torch's own memory of the device, and in no budget.
     """
 
@@ -142,33 +143,33 @@ class Plan:
 
     @property
     def object_bytes(self) -> int:
-        """About so many bytes of objects are beside the budget: what Python and torch keep for each parameter."""
+        """About the bytes of Python's and torch's objects for each parameter, which are outside of the budget."""
         return OBJECT_BYTES * sum(len(unit.parameters) for unit in self.units)
 
     @property
     def storage_bytes(self) -> int:
-        """What lies on storage: the store, and the log behind it."""
+        """The store, and the log behind it."""
         return self.disk_bytes + self.log_bytes
 
     @property
     def moved_bytes(self) -> int:
-        """All that a step reads and writes."""
+        """All bytes that a step reads and writes."""
         return sum(self.read_bytes.values()) + sum(self.written_bytes.values())
 
     def moving(self, traffic: Traffic) -> Plan:
-        """The plan, if a step moved this."""
+        """The plan with other traffic."""
         return replace(self, read_bytes=traffic.read, written_bytes=traffic.written, held_part=traffic.held)
 
     def larger_budget(self, nbytes: int) -> int:
-        """A budget that works where the model holds more units together than a plan can know: all of them, if need be.
+        """A budget that works where the model binds more units at once than planned: with memory for all units.
 
-        Where that is there already, it is `nbytes` more, for what code keeps beyond the units.
+        A plan that has that already gets `nbytes` more, for memory that user code keeps beyond the units.
         """
         now, most = (self.device_budget, self.device_ample) if self.device else (self.budget, self.all_held)
         return most if most > now else now + nbytes
 
     def with_added(self, slots: Mapping[int, int], nbytes: int) -> Plan:
-        """The plan with more slots for units, {bytes: count}, which take `nbytes` in all."""
+        """The plan with more slots for units, {bytes: count}, of `nbytes` together."""
         if not slots:
             return self
         where, budget = ("device", "device_budget") if self.device else ("host", "budget")
@@ -181,7 +182,7 @@ class Plan:
         return replace(self, **changed)
 
     def logging(self, steps: int, nbytes: int) -> Plan:
-        """The plan with the log that there is room for, of so many steps."""
+        """The plan with a log of another number of steps."""
         if steps == self.log_steps:
             return self
         whole = with_log(self.written_bytes, self.logged_bytes, self.log_steps, back=True)
@@ -189,7 +190,7 @@ class Plan:
         return replace(self, written_bytes=written, log_steps=steps, log_bytes=nbytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON values."""
+        """All figures as JSON values."""
         plain = asdict(self)
         plain["classes"] = [{"bytes": nbytes, "count": count} for nbytes, count in sorted(self.classes.items())]
         plain["held_units"] = sorted(self.held_units)
@@ -206,7 +207,7 @@ class Plan:
 
 
 def _table(plan: Plan) -> str:
-    """What the plan decided, and what that costs."""
+    """The decisions of a plan, and their costs."""
     elements = sum(unit.elements for unit in plan.units)
     lines = [f"Units, which are read and evicted together: {len(plan.units)}, with {elements:,} parameters"]
     lines += _rows(_unit_rows(plan))
@@ -241,13 +242,13 @@ def _log_shown(plan: Plan) -> str:
 
 
 def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Units that are alike are one row, in the order of the first: those of one name but for numbers, or neighbours."""
+    """One row for alike units, in the order of the first: units with one name but for numbers, or neighbours."""
     groups: dict[object, list[Unit]] = {}
     last: object = None
     for unit in plan.units:
         likeness = _likeness(unit)
         key: object = (re.sub(r"\d+", "*", unit.name), likeness)
-        # Neighbours alike with other names (an encoder's projections) go on in the row before.
+        # Alike neighbours with other names (an encoder's projections) are in the same row.
         if key not in groups and last is not None and likeness == _likeness(groups[last][-1]):
             key = last
         groups.setdefault(key, []).append(unit)
@@ -316,22 +317,22 @@ def _rows(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return [f"  {row[0]:<{names}}  {row[1]:>{sizes}}  {row[2]}".rstrip() for row in rows]
 
 
-# What wear is reckoned by: drives are rated in terabytes written.
+# The unit of wear: drives are rated in terabytes written.
 _WRITTEN_BYTES = 100 * 10**12
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormatCost:
-    """What a step costs with state in one format."""
+    """The cost of a step with one state format."""
 
-    state: str  # the format, as the option of `offload()` has it
+    state: str  # the format, as in the option of `offload()`
     bytes_per_parameter: float  # moved in a step
-    disk_seconds: float | None  # that the disk takes for a step; None where that is not known
-    step_seconds: float | None  # that a step takes; None where that is not known
-    steps_per_100_tb: int  # how many steps write 100 TB
+    disk_seconds: float | None  # of the disk for a step; None where they are not known
+    step_seconds: float | None  # of a step; None where they are not known
+    steps_per_100_tb: int  # the number of steps that write 100 TB
     disk_bytes: int  # of the store
-    log_bytes: int  # of the log of gradients behind it
-    held: float  # the part of the parameters whose state stays in memory with the budget
+    log_bytes: int  # of the gradient log behind it
+    held: float  # the part of the parameters in the RAM tier with the budget
 
 
 def cost_of_format(
@@ -357,7 +358,7 @@ def cost_of_format(
 
 
 def format_table(costs: Sequence[FormatCost], budget: int) -> str:
-    """Them below each other; `budget` is the host memory that all plans have."""
+    """A table of the formats; `budget` is the host memory of all plans."""
     rows = [
         (
             f'state="{cost.state}"',

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from memascend.errors import ConfigError
 from memascend.memory import whole_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 
 # Modules that hold others and are never called themselves.
@@ -23,7 +24,7 @@ _UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 @dataclass(eq=False)
 class UnitDraft:
-    """A unit in the making."""
+    """A unit while it is built; see `Unit`."""
 
     name: str
     parameters: list[str]
@@ -35,12 +36,12 @@ class UnitDraft:
     around_again: dict[str, None] = field(default_factory=dict)
 
     def pack(self, other: UnitDraft) -> None:
-        """Take the parameters of another one, too: no module's call binds all of them."""
+        """Add the parameters of another draft: then no module's call binds all of them."""
         self.parameters += other.parameters
         self.module = None
 
     def name_among(self, taken: set[str]) -> None:
-        """Have a name that is not taken, and take it: a module may be called "root" or "rest"."""
+        """Choose a free name, and add it to `taken`: a module may be called "root" or "rest"."""
         self.name = self.name or "root"
         while self.name in taken:
             self.name += "'"
@@ -48,7 +49,7 @@ class UnitDraft:
 
 
 class ModuleTree:
-    """The modules and parameters of a model by name, shared ones by the first of their names."""
+    """The modules and parameters of a model by name; shared ones by the first of their names."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -61,49 +62,45 @@ class ModuleTree:
             raise ConfigError(f"the shape of {lazy[0]!r} is not known yet: run one forward before offload()")
         self.raw = {name: parameter.numel() * parameter.dtype.itemsize for name, parameter in self.parameters.items()}
         self.index = {name: index for index, name in enumerate(self.parameters)}
-        owners = dict.fromkeys(map(self.owner, self.parameters), 0)
+        owners: Counter[str] = Counter()
         for name, nbytes in self.raw.items():
             owners[self.owner(name)] += nbytes
-        # The least that must be in memory at once: a module's call binds all that it owns.
+        # The lower bound of memory: a module's call binds all parameters that it owns.
         self.largest_owner = max(owners.values())
         self.claimed: set[str] = set()
-        # Every module's parameters, without a walk over all names for each module.
-        self._below: dict[str, list[str]] = {name: [] for name in self.modules}
+        # The parameters in each module, without a walk over all names for each module.
+        self.under: dict[str, list[str]] = {name: [] for name in self.modules}
         for name in self.parameters:
             owner = self.owner(name)
-            self._below[""].append(name)
+            self.under[""].append(name)
             while owner:
-                if owner in self._below:
-                    self._below[owner].append(name)
-                owner = owner.rpartition(".")[0]
+                if owner in self.under:
+                    self.under[owner].append(name)
+                owner = self.owner(owner)
 
     @staticmethod
     def owner(parameter: str) -> str:
-        """The module that owns a parameter directly."""
+        """The module that owns a parameter or module directly."""
         return parameter.rpartition(".")[0]
 
     def below(self, module: str) -> list[str]:
-        """The parameters in a module that no piece has claimed."""
-        return [name for name in self._below[module] if name not in self.claimed]
-
-    def under(self, module: str) -> list[str]:
-        """The parameters in a module."""
-        return self._below[module]
+        """The parameters in a module that no draft has claimed."""
+        return [name for name in self.under[module] if name not in self.claimed]
 
     def direct(self, module: str) -> list[str]:
-        """What a module owns directly and no piece has claimed."""
+        """The parameters that a module owns directly, and no draft has claimed."""
         return [name for name in self.below(module) if self.owner(name) == module]
 
     def children(self, module: str) -> Iterator[str]:
         """Modules below a module, each at its first place in the tree."""
         prefix = f"{module}." if module else ""
         for name, _ in self.modules[module].named_children():
-            # A child that was met before, elsewhere in the tree, has its place there.
+            # A child that has another, earlier place in the tree counts only there.
             if prefix + name in self.modules:
                 yield prefix + name
 
     def claim(self, pieces: Iterable[UnitDraft]) -> None:
-        """Note that these pieces have their parameters."""
+        """Mark the parameters of these drafts as claimed."""
         for piece in pieces:
             self.claimed.update(piece.parameters)
 
@@ -111,13 +108,9 @@ class ModuleTree:
         """Bytes of parameters, without padding."""
         return sum(self.raw[name] for name in parameters)
 
-    def paged(self, parameter: str) -> int:
-        """Bytes of a parameter on storage and in a lease."""
-        return whole_pages(self.raw[parameter])
-
     def is_whole(self, module: str) -> bool:
-        """Whether no piece has claimed anything in it."""
-        return self.claimed.isdisjoint(self._below[module])
+        """Whether no draft has claimed a parameter in the module."""
+        return self.claimed.isdisjoint(self.under[module])
 
     def called(self, module: str) -> str | None:
         """The module, if its own call binds its parameters."""
@@ -125,62 +118,55 @@ class ModuleTree:
 
 
 def note_ties(tree: ModuleTree, pieces: Sequence[UnitDraft]) -> None:
-    """Where tied parameters are used again, and what is bound around each use.
+    """Note in the drafts where tied parameters are used again, and which units are bound around each use.
 
     A tied parameter is used after the unit whose parameters are registered before that place.
     """
-    first = {id(parameter): name for name, parameter in tree.parameters.items()}
-    unit_of = {name: piece for piece in pieces for name in piece.parameters}
-    around = _Around(tree, pieces, {id(tree.parameters[name]): piece for name, piece in unit_of.items()})
+    unit_of = {id(tree.parameters[name]): piece for piece in pieces for name in piece.parameters}
+    bound_in = _bound_in(tree, pieces, unit_of)
     before: UnitDraft | None = None
     for name, parameter in tree.model.named_parameters(remove_duplicate=False):
-        here = unit_of[first[id(parameter)]]
+        here = unit_of[id(parameter)]
         again = here.around
-        if name in unit_of:
+        if name in tree.parameters:
             before = here if not here.pinned else before
         elif before is not None and before is not here and not here.pinned:
             again = here.around_again
             if before.name not in here.again:
                 here.again.append(before.name)
-        again.update((other.name, None) for other in around.of(name) if other is not here and not other.pinned)
+        others = bound_in(tree.owner(name))
+        again.update((other.name, None) for other in others if other is not here and not other.pinned)
 
 
-class _Around:
-    """Which units modules bind for as long as their call takes; see `wiring`, which makes the gates that do."""
+def _bound_in(
+    tree: ModuleTree, pieces: Sequence[UnitDraft], unit_of: Mapping[int, UnitDraft]
+) -> Callable[[str], Iterable[UnitDraft]]:
+    """A function that gives the units that are bound while a module computes, by the module's name."""
+    # By id: a module with several names is one module, called by any of them.
+    modules = dict(tree.model.named_modules(remove_duplicate=False))
+    own: dict[int, dict[UnitDraft, None]] = {}
+    for piece in pieces:
+        if piece.module is not None:
+            own.setdefault(id(tree.modules[piece.module]), {})[piece] = None
+    for name, parameter in tree.model.named_parameters(remove_duplicate=False):
+        owner = tree.owner(name)
+        # A list of parameters is never called: the module that owns the list binds them.
+        while owner and isinstance(modules[owner], (nn.ParameterList, nn.ParameterDict)):
+            owner = tree.owner(owner)
+        own.setdefault(id(modules[owner]), {})[unit_of[id(parameter)]] = None
 
-    def __init__(self, tree: ModuleTree, pieces: Sequence[UnitDraft], unit_of: dict[int, UnitDraft]) -> None:
-        # A module that has several names is one, by whichever it is called.
-        self._modules = dict(tree.model.named_modules(remove_duplicate=False))
-        self._bound: dict[int, list[UnitDraft]] = {}
-        for piece in pieces:
-            if piece.module is not None:
-                self._bound.setdefault(id(tree.modules[piece.module]), []).append(piece)
-        for name, parameter in tree.model.named_parameters(remove_duplicate=False):
-            owner = tree.owner(name)
-            # A list of parameters is never called: who holds it binds them.
-            while owner and isinstance(self._modules[owner], (nn.ParameterList, nn.ParameterDict)):
-                owner = tree.owner(owner)
-            self._bound.setdefault(id(self._modules[owner]), []).append(unit_of[id(parameter)])
-        # Of each module, with those around it.
-        self._found: dict[str, tuple[UnitDraft, ...]] = {}
+    def bound_in(module: str) -> Iterable[UnitDraft]:
+        names = [module]
+        while names[-1]:
+            names.append(tree.owner(names[-1]))
+        return dict.fromkeys(piece for name in reversed(names) for piece in own.get(id(modules[name]), ()))
 
-    def of(self, parameter: str) -> tuple[UnitDraft, ...]:
-        """The units that are bound while the module that owns a parameter computes."""
-        return self._within(ModuleTree.owner(parameter))
-
-    def _within(self, module: str) -> tuple[UnitDraft, ...]:
-        found = self._found.get(module)
-        if found is None:
-            outer = self._within(ModuleTree.owner(module)) if module else ()
-            found = self._found[module] = tuple(
-                dict.fromkeys((*outer, *self._bound.get(id(self._modules[module]), ())))
-            )
-        return found
+    return bound_in
 
 
-# Blocks above this are divided, unless what a single module owns is larger anyway: that much an arena needs.
+# Larger blocks are divided, unless a single module owns more: the arena needs that much anyway.
 _BOUND_BYTES = 1 << 30
-# What is left over and smaller than this part of the largest block is kept resident, up to a few of them together.
+# Leftovers that are smaller than this part of the largest block are kept resident, up to a few of them together.
 _SMALL_PART = 16
 _REST_PART = 4
 
@@ -192,35 +178,35 @@ class Unit:
     name: str  # its name, which no other unit has; a module's where it is one
     parameters: tuple[str, ...]  # their names as `model.named_parameters()` gives them, each tied one once
     nbytes: int  # bytes of their values, each padded to whole pages
-    module: str | None  # the module whose call binds all of it; None where its modules bind by themselves
+    module: str | None  # the module whose call binds the whole unit; None where its modules bind by themselves
     pinned: bool  # small, and bound while others are: kept resident
-    # The units after which it is used once more, being tied to what follows there (an embedding that is the head, too,
-    # is used after the last block).
+    # The units after which a tied unit is used once more (an embedding that is also the LM head is used after the last
+    # block).
     again: tuple[str, ...] = ()
-    # The units that are bound around it, where it is used first: a module's call binds what it owns until it returns,
-    # and others are called in it.
+    # The units that are bound around its first use: a module's call binds its parameters until it returns, and calls
+    # other modules.
     around: tuple[str, ...] = ()
-    around_again: tuple[str, ...] = ()  # those that are bound around it where it is used again
-    frozen_bytes: int = 0  # how many of `nbytes` no step changes
+    around_again: tuple[str, ...] = ()  # the units that are bound around its later uses
+    frozen_bytes: int = 0  # the part of `nbytes` that no step changes
     elements: int = 0  # of all its parameters
 
 
 def find_units(
     model: nn.Module, *, units: Sequence[str] | None = None, bytes_max: int | None = None
 ) -> tuple[Unit, ...]:
-    """Divide the parameters of `model`, each into one unit, in the order of its forward as the module tree tells it.
+    """Group the parameters of `model` into units, in the order of the forward as the module tree gives it.
 
-    Repeated blocks are units, and so are embeddings, heads and whatever else is large; small leftovers (a final norm, a
-    class token) are one pinned unit, "rest". Blocks larger than a bound are divided by module.
+    Each repeated block is a unit, and so is each embedding, LM head and other large module. Small leftovers (a final
+    norm, a class token) are one pinned unit, "rest". Blocks larger than a bound are divided by module.
 
     Args:
         model: its parameters may be on "meta".
-        units: names of modules that are one unit each, whatever their size; what they leave is divided as ever.
-        bytes_max: the bound; None: 1 GiB, or where that is larger what a single module owns directly. That is never
-            divided, as one call binds it all.
+        units: names of modules that are one unit each, whatever their size; other modules are divided as without it.
+        bytes_max: the bound; None: 1 GiB, or where that is larger, the parameters that a single module owns directly.
+            These are never divided, as one call binds them all.
 
     Raises:
-        ConfigError: the model has no parameters, or uninitialized ones; `units` names what cannot be a unit.
+        ConfigError: the model has no parameters, or uninitialized ones; `units` has a name that cannot be a unit.
     """
     tree = ModuleTree(model)
     bound = max(_BOUND_BYTES, tree.largest_owner) if bytes_max is None else bytes_max
@@ -228,7 +214,7 @@ def find_units(
     tree.claim(pieces)
     blocks = list(_blocks(tree, ""))
     tree.claim(blocks)
-    # Of what is left, a module that is no larger than a block stays whole.
+    # Of the other modules, one that is no larger than a block stays whole.
     limit = max([tree.bytes_of(piece.parameters) for piece in (*pieces, *blocks)], default=tree.largest_owner)
     leftovers = list(_leftovers(tree, "", min(limit, bound)))
     rest = _small(tree, leftovers, limit)
@@ -241,7 +227,7 @@ def find_units(
 
 
 def _checked(tree: ModuleTree, names: Sequence[str]) -> Sequence[str]:
-    """The names that a user gave, if they are modules with parameters of their own and none lies in another."""
+    """The names that a user gave, if they are modules with parameters of their own, and none contains another."""
     unknown = [name for name in names if name not in tree.modules]
     if unknown:
         raise ConfigError(
@@ -255,13 +241,7 @@ def _checked(tree: ModuleTree, names: Sequence[str]) -> Sequence[str]:
             )
     for index, name in enumerate(names):
         for other in names[:index]:
-            if (
-                name == other
-                or not other
-                or not name
-                or f"{name}.".startswith(f"{other}.")
-                or f"{other}.".startswith(f"{name}.")
-            ):
+            if not (name and other) or f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}."):
                 raise ConfigError(
                     f"units names {other!r} and {name!r}, which share parameters, and each is read with one unit: name "
                     "one of the two"
@@ -270,7 +250,7 @@ def _checked(tree: ModuleTree, names: Sequence[str]) -> Sequence[str]:
 
 
 def _blocks(tree: ModuleTree, module: str) -> Iterator[UnitDraft]:
-    """Children that look alike, of the outermost lists that have such."""
+    """Alike children of the outermost module lists that have some."""
     children = [child for child in tree.children(module) if tree.below(child)]
     alike: set[str] = set()
     kind = tree.modules[module]
@@ -287,7 +267,7 @@ def _blocks(tree: ModuleTree, module: str) -> Iterator[UnitDraft]:
 
 
 def _alike(tree: ModuleTree, children: Sequence[str]) -> set[str]:
-    """Those of a class of which two have parameters of the same shapes, or one all of the other's (T5's blocks)."""
+    """The children of each class of which two have the same shapes, or one has all of the other's (T5's blocks)."""
     found: set[type] = set()
     seen: dict[type, set[frozenset[tuple[str, tuple[int, ...]]]]] = {}
     for child in children:
@@ -301,7 +281,7 @@ def _alike(tree: ModuleTree, children: Sequence[str]) -> set[str]:
 
 
 def _leftovers(tree: ModuleTree, module: str, limit: int) -> Iterator[UnitDraft]:
-    """What no block has: whole modules up to `limit`, else what each module owns directly."""
+    """The parameters outside of blocks: whole modules up to `limit`, else those that each module owns directly."""
     left = tree.below(module)
     if not left:
         return
@@ -317,7 +297,7 @@ def _leftovers(tree: ModuleTree, module: str, limit: int) -> Iterator[UnitDraft]
 
 
 def _small(tree: ModuleTree, leftovers: Sequence[UnitDraft], limit: int) -> list[UnitDraft]:
-    """The leftovers that are kept resident: the smallest, as many as are little together."""
+    """The leftovers that are kept resident: the smallest ones, up to a bound of their sum."""
     rest, total = [], 0
     for piece in sorted(leftovers, key=lambda piece: tree.bytes_of(piece.parameters)):
         nbytes = tree.bytes_of(piece.parameters)
@@ -329,7 +309,7 @@ def _small(tree: ModuleTree, leftovers: Sequence[UnitDraft], limit: int) -> list
 
 
 def _divided(tree: ModuleTree, piece: UnitDraft, bound: int) -> list[UnitDraft]:
-    """The piece, or where it is larger than `bound` its parts, the small ones together."""
+    """The draft, or where it is larger than `bound` its parts, the small ones together."""
     if tree.bytes_of(piece.parameters) <= bound:
         return [piece]
     parts: list[UnitDraft] = []
@@ -340,7 +320,7 @@ def _divided(tree: ModuleTree, piece: UnitDraft, bound: int) -> list[UnitDraft]:
         if nbytes * _SMALL_PART > bound:
             parts.append(part)
         elif packed is not None and (packed_bytes + nbytes) * _REST_PART <= bound:
-            # Norms, or many small experts: one of them alone is not worth a read.
+            # Norms, or many small experts: a single one is too small for a read.
             packed.pack(part)
             packed_bytes += nbytes
         else:
@@ -350,8 +330,8 @@ def _divided(tree: ModuleTree, piece: UnitDraft, bound: int) -> list[UnitDraft]:
 
 
 def _parts(tree: ModuleTree, piece: UnitDraft, bound: int) -> Iterator[UnitDraft]:
-    """Modules no larger than `bound`; what a module owns directly stays together, as its call binds all of it."""
-    # A piece larger than the bound is a whole module, whose name it has, or what one owns directly.
+    """Modules no larger than `bound`; a module's own parameters stay together, as its call binds all of them."""
+    # A draft larger than the bound has the name of its module, and is that module or the parameters that it owns.
     inside = set(piece.parameters)
     direct = [name for name in piece.parameters if tree.owner(name) == piece.name]
     if tree.bytes_of(piece.parameters) <= bound or len(direct) == len(piece.parameters):
@@ -360,7 +340,7 @@ def _parts(tree: ModuleTree, piece: UnitDraft, bound: int) -> Iterator[UnitDraft
     if direct:
         yield UnitDraft(piece.name, direct, piece.module)
     for child in tree.children(piece.name):
-        below = [name for name in tree.under(child) if name in inside]
+        below = [name for name in tree.under[child] if name in inside]
         if below:
             yield from _parts(tree, UnitDraft(child, below, tree.called(child)), bound)
 
@@ -382,13 +362,15 @@ def _ordered(tree: ModuleTree, pieces: list[UnitDraft]) -> tuple[Unit, ...]:
         Unit(
             name=piece.name,
             parameters=tuple(sorted(piece.parameters, key=tree.index.__getitem__)),
-            nbytes=sum(map(tree.paged, piece.parameters)),
+            nbytes=sum(whole_pages(tree.raw[name]) for name in piece.parameters),
             module=piece.module,
             pinned=piece.pinned,
             again=tuple(piece.again),
             around=tuple(piece.around),
             around_again=tuple(piece.around_again),
-            frozen_bytes=sum(tree.paged(name) for name in piece.parameters if not tree.parameters[name].requires_grad),
+            frozen_bytes=sum(
+                whole_pages(tree.raw[name]) for name in piece.parameters if not tree.parameters[name].requires_grad
+            ),
             elements=sum(tree.parameters[name].numel() for name in piece.parameters),
         )
         for piece in pieces
@@ -396,17 +378,17 @@ def _ordered(tree: ModuleTree, pieces: list[UnitDraft]) -> tuple[Unit, ...]:
 
 
 def _head(tree: ModuleTree) -> list[str] | None:
-    """The parameters of the head, where the model says what it is (as transformers' do)."""
+    """The parameters of the LM head, where the model has a method that gives it, as models of transformers do."""
     ask = getattr(tree.model, "get_output_embeddings", None)
     try:
         module = ask() if callable(ask) else None
     except NotImplementedError:
         return None
-    return next((tree.under(name) for name, found in tree.modules.items() if found is module), None)
+    return next((tree.under[name] for name, found in tree.modules.items() if found is module), None)
 
 
 def forward_order(units: Sequence[Unit]) -> list[Unit]:
-    """The units that are not pinned as a forward uses them, tied ones more than once; a backward goes the other way."""
+    """The units that are not pinned, as a forward uses them, tied ones more than once; a backward reverses it."""
     after: dict[str, list[Unit]] = {}
     for unit in units:
         for before in unit.again:
@@ -419,9 +401,9 @@ def forward_order(units: Sequence[Unit]) -> list[Unit]:
 
 
 def list_windows(units: Sequence[Unit], length: int) -> list[dict[str, Unit]]:
-    """What must be in memory at once where `length` units that follow each other are, by name; pinned ones always.
+    """The sets of units, by name, that are in memory at once with windows of `length` units; pinned ones always.
 
-    A backward holds the same sets as the forward, and a step begins where the last one ended.
+    A backward has the same windows as the forward, and a step begins where the previous one ended.
     """
     order, named = forward_order(units), {unit.name: unit for unit in units}
     pinned = {unit.name: unit for unit in units if unit.pinned}
@@ -443,20 +425,21 @@ def list_windows(units: Sequence[Unit], length: int) -> list[dict[str, Unit]]:
 def count_reads(order: Sequence[Unit], slots: int) -> tuple[dict[str, int], dict[str, int]]:
     """How often one step reads each unit, in its forward and in its backward, with `slots` for all of them.
 
-    What is used farthest from now makes room, and a commit makes what was trained useless. `order` is the forward's.
+    The unit whose next use is farthest away is evicted, and a commit invalidates trained units. `order` is the
+    forward's.
     """
     names = [unit.name for unit in order]
     frozen = {unit.name for unit in order if unit.frozen_bytes >= unit.nbytes}
     step = names + names[::-1]
     first = {name: names.index(name) for name in frozen}
-    # The first step begins with nothing in memory; the second is like all that follow.
+    # The first step begins with nothing in memory; the second one is like all later ones.
     uses = step * 2
     following: list[float] = [math.inf] * len(uses)
     seen: dict[str, int] = {}
     for at in range(len(uses) - 1, -1, -1):
         name = uses[at]
         if name in frozen:
-            # After the last use that is looked at comes that of the next step.
+            # The next use after the last one is in the next step.
             following[at] = seen.get(name, len(uses) + first[name])
         elif name in seen and seen[name] // len(step) == at // len(step):
             following[at] = seen[name]

@@ -1,4 +1,4 @@
-"""Attaches a model to its run, and detaches it: hooks, deep copies, parameters that came later, autocast."""
+"""Attaches a model to its run, and detaches it: hooks, deep copies, later parameters, autocast."""
 
 from __future__ import annotations
 
@@ -18,44 +18,43 @@ from memascend.params.module_hooks import close_gates, open_gates
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-    from memascend.params.module_hooks import Frames
-    from memascend.params.residency import Residency
     from memascend.params.unit import Home
+    from memascend.session.run import Run
     from memascend.session.value_edits import StateDicts
 
 
 class Newcomers:
-    """The parameters of one model that are not offloaded.
+    """The parameters that were added to a model after `offload()`.
 
-    They are judged where the model is used, not where they come: peft registers an adapter first and freezes it then.
+    They are checked when the model is used, not when they are added: peft registers an adapter before it freezes it.
     """
 
-    # How many modules and parameters any module of the process was given.
+    # The number of modules and parameters that were registered in the process.
     _registrations = 0
 
     def __init__(self, model: torch.nn.Module, *, look: bool) -> None:
-        """`look`: False where others register parameters all the time, as FSDP2 does; then all of them pass."""
+        """`look`: False where FSDP2 registers parameters all the time; then all of them pass."""
         self._model = model
         self._look = look
         self._judged = self._registrations
 
     @classmethod
     def note_registration(cls) -> None:
-        """A module of the process was given a module or a parameter."""
+        """A module of the process registered a module or a parameter."""
         cls._registrations += 1
 
     def judge(self) -> None:
-        """Before a forward: refuse those that would be trained; without gradients nothing is, and it can wait."""
+        """Before a forward: reject new trainable parameters; without gradients nothing is trained, so it can wait."""
         if self._judged != self._registrations and torch.is_grad_enabled():
             self.require_none()
 
     def unsaved(self, buffers: Collection[str]) -> list[str]:
-        """What a checkpoint has not: frozen parameters, and persistent buffers beside those that were offloaded."""
+        """New frozen parameters and new persistent buffers, which no checkpoint has; `buffers` are the known ones."""
         new = [name for name, one in self._model.named_parameters() if "_memascend" not in one.__dict__]
         return new + [name for name, _, _ in persistent_buffers(self._model) if name not in buffers]
 
     def require_none(self) -> None:
-        """Before a step: refuse those that train.
+        """Before a step: reject new trainable parameters.
 
         Raises:
             ConfigError: there is one; nothing was changed.
@@ -73,18 +72,18 @@ class Newcomers:
         self._judged = now
 
 
-# A smaller part of a model in 32 bits (norms, routers) is not worth a word.
+# A smaller part of a model in 32 bits (norms, routers) gets no warning.
 _SHARE = 10
 
 
 class AutocastWatch:
-    """Warns once, when a forward runs under autocast and most of what it multiplies by is in 32 bits."""
+    """Warns once, when a forward runs under autocast and most of its weights are in 32 bits."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], device: str) -> None:
-        """`device` is the type of the one that computes."""
+        """`device` is the type of the device that computes."""
         self.device = device
         every = list(parameters)
-        # What autocast makes copies of: the weights of matrix products and convolutions.
+        # autocast copies the weights of matrix products and convolutions.
         copied = sum(p.numel() for p in every if p.dtype == torch.float32 and p.dim() > 1)
         self._nbytes = 2 * copied
         self._silent = copied * _SHARE < sum(p.numel() for p in every)
@@ -102,16 +101,11 @@ class AutocastWatch:
         )
 
 
-# What copy.deepcopy() asks a module for, and what makes it an offloaded one.
+# The attribute of a module that copy.deepcopy() calls.
 _COPIER = "__deepcopy__"
-
-
+# The attributes of an offloaded module that are ours.
 _OURS = (_COPIER, "__prepare_scriptable__", "_memascend")
-
-
 _KEY = "memascend"
-
-
 _TABLES = (
     *("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_state_dict_pre_hooks"),
     *("_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
@@ -119,26 +113,13 @@ _TABLES = (
 
 
 def copy_module(module: torch.nn.Module, memo: dict[int, Any]) -> Any:
-    """Copy a module deeply without what makes it an offloaded one: `torch.nn.Module.__deepcopy__` while any run is.
+    """Copy a module deeply as a plain one: this is `torch.nn.Module.__deepcopy__` while there is any run.
 
     An attribute of each module would cost one or two kilobytes: its dict would no longer share the keys of its class.
     """
     with _plain(module):
         # As copy.deepcopy() does it where a class has no `__deepcopy__`.
         return copy._reconstruct(module, memo, *module.__reduce_ex__(4))  # type: ignore[attr-defined]  # noqa: SLF001
-
-
-def allow_copies(modules: Iterable[torch.nn.Module]) -> None:
-    """Let modules be copied deeply whose class has a `__deepcopy__` of its own."""
-    for module in modules:
-        if getattr(type(module), _COPIER, copy_module) is not copy_module:
-            module.__dict__[_COPIER] = functools.partial(_copied, module)
-
-
-def forbid_copies(modules: Iterable[torch.nn.Module]) -> None:
-    """Take that back; what is plain needs no help."""
-    for module in modules:
-        module.__dict__.pop(_COPIER, None)
 
 
 def _copied(module: torch.nn.Module, memo: dict[int, Any]) -> Any:
@@ -148,7 +129,7 @@ def _copied(module: torch.nn.Module, memo: dict[int, Any]) -> Any:
 
 @contextlib.contextmanager
 def _plain(module: torch.nn.Module) -> Iterator[None]:
-    """Without our attributes and hooks inside."""
+    """Remove our attributes and hooks from the module inside."""
     own = module.__dict__
     ours = {name: own.pop(name) for name in _OURS if name in own}
     tables = {name: own[name] for name in _TABLES if _KEY in own.get(name, ())}
@@ -162,39 +143,41 @@ def _plain(module: torch.nn.Module) -> Iterator[None]:
 
 
 class Attachment:
-    """The hooks of one model; nothing of it changes before `enter`."""
+    """The hooks of one model, which does not change before `enter`."""
 
     def __init__(
         self,
         model: torch.nn.Module,
         gates: list[tuple[torch.nn.Module, tuple[Home, ...]]],
-        residency: Residency,
-        frames: Frames,
+        run: Run,
         state_dicts: StateDicts,
         *,
         on_device: bool,
     ) -> None:
-        """`gates` are modules with the units that each binds; `on_device`: the host does not compute."""
+        """`gates` are the modules with hooks, and the units that each binds; `on_device`: the host does not compute."""
         self.model = model
         self._gates = gates
-        self._residency = residency
-        self._frames = frames
+        self._run = run
         self._state_dicts = state_dicts
         self._flattening = Flattening(model)
         self._on_device = on_device
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the model be an offloaded one, whose optimizer this is."""
-        open_gates(self.model, self._gates, self._residency, self._frames)
+        """Make the model an offloaded one with this optimizer."""
+        open_gates(self.model, self._gates, self._run.residency, self._run.frames)
         if self._on_device:
             self._flattening.stop()
         self._state_dicts.install()
-        allow_copies(self.model.modules())
+        for module in self.model.modules():
+            # A class with a `__deepcopy__` of its own would copy our attributes, too.
+            if getattr(type(module), _COPIER, copy_module) is not copy_module:
+                module.__dict__[_COPIER] = functools.partial(_copied, module)
         self.model.__dict__["_memascend"] = optimizer
 
     def leave(self) -> None:
-        """Let it be a plain one."""
-        forbid_copies(self.model.modules())
+        """Make the model a plain one."""
+        for module in self.model.modules():
+            module.__dict__.pop(_COPIER, None)
         self._state_dicts.remove()
         close_gates(module for module, _ in self._gates)
         self._flattening.resume()

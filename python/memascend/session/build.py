@@ -23,12 +23,12 @@ from memascend.params.residency import Residency
 from memascend.params.unit import Copies, Limits, Sums, wanted
 from memascend.session import original_state
 from memascend.session.attachment import Attachment, AutocastWatch, Newcomers
-from memascend.session.materialize import Materializer, Saving
+from memascend.session.materialize import Saving
 from memascend.session.optimizer import OffloadedOptimizer
 from memascend.session.report import Measurements, Meter
 from memascend.session.run import Position, Record, Run
 from memascend.session.session import Session
-from memascend.session.value_edits import Edits, Loads, Modes, ReachedValues, Rollback, StateDicts
+from memascend.session.value_edits import Edits, Loads, ReachedValues, StateDicts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -42,27 +42,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Assembly:
-    """What a run is made of. Nothing of the model has changed before `run`."""
+    """The parts of a run. The model does not change before `run`."""
 
     subject: Subject  # model and optimizer
     decision: Decision  # units and plan
     resources: Resources  # store, engine and memory
-    scratch: Path | None  # where copies of the weights go
+    scratch: Path | None  # the folder for copies of the weights
 
     def run(self) -> tuple[Session, OffloadedOptimizer]:
-        """Let the parameters go, and hand out the optimizer that has charge of them."""
+        """Offload the parameters; returns the session and the optimizer for the user."""
         subject, resources = self.subject, self.resources
         session = self._session()
         offloaded = OffloadedOptimizer(subject.original, session)
-        # What may not fit there, before anything is let go.
+        # Buffers may not fit into the device: before anything is offloaded.
         move_buffers(subject.model, self._device)
         for home in session.run.residency.units.homes:
             for place in home.places:
                 if not torch._has_compatible_shallow_copy_type(place.parameter, place.nothing):  # noqa: SLF001
-                    # On meta, and on devices whose tensors are of another kind.
+                    # The parameter is on meta, or on a device whose tensors are of another kind.
                     embody(place.parameter, place.nothing)
                 place.unbind()
-                group = subject.owned[place.name].group
+                group = subject.groups.get(place.name)
                 if group is not None:
                     session.run.gradients.watch(place, group, resources.store.entry(place.name)["step"])
         if subject.sharding is not None:
@@ -75,7 +75,7 @@ class Assembly:
         return session, offloaded
 
     def _session(self) -> Session:
-        # What lives as long as the run holds these, and not all that is known of each parameter here.
+        # The run keeps these objects alive, and not the subject with its data of each parameter.
         subject, plan, resources = self.subject, self.decision.plan, self.resources
         meter = Meter(resources.units.arena, resources.engine, keeps_all=subject.options.gradients == "ram")
         residency = self._residency(meter)
@@ -83,30 +83,27 @@ class Assembly:
         arrivals = self._arrivals(residency, meter, scale)
         gradients = Gradients(arrivals, frozenset(plan.held))
         newcomers = Newcomers(subject.model, look=subject.sharding is None)
-        frames = Frames(residency)
         position = Position(resources.store, subject.options.checkpoint)
         record = Record(resources.store, position, subject.buffers, subject.arithmetic, scale)
-        run = Run(resources=resources, residency=residency, frames=frames, gradients=gradients, record=record)
-        edits = Edits(run)
-        reached_values = ReachedValues(run, edits, None if subject.sharding is None else subject.sharding.exchange)
-        loads = Loads(run, edits)
-        state_dicts = StateDicts(subject.model, run, loads, sharded=subject.sharding is not None)
-        attachment = Attachment(
-            subject.model, self._gates(residency), residency, frames, state_dicts, on_device=self._on_device
+        run = Run(
+            resources=resources, residency=residency, frames=Frames(residency), gradients=gradients, record=record
         )
+        edits = Edits(run)
+        reached_values = ReachedValues(edits, None if subject.sharding is None else subject.sharding.exchange)
+        loads = Loads(edits)
+        state_dicts = StateDicts(subject.model, run, loads, sharded=subject.sharding is not None)
+        attachment = Attachment(subject.model, self._gates(residency), run, state_dicts, on_device=self._on_device)
         session = Session(
             run=run,
             newcomers=newcomers,
             watch=AutocastWatch(subject.named.values(), self._device.type),
-            modes=Modes(run, edits),
+            edits=edits,
             loads=loads,
             reached_values=reached_values,
             state_dicts=state_dicts,
-            materializer=Materializer(run, edits, attachment, sharded=subject.sharding is not None),
             saving=Saving(subject.model, run, loads, reached_values, newcomers, subject.sharding),
-            rollback=Rollback(subject.model, subject.arithmetic, run, edits),
             attachment=attachment,
-            measurements=Measurements(resources, residency, plan, position, meter, arrivals.speculation),
+            measurements=Measurements(run, plan, meter, arrivals.speculation),
             accumulation=self._accumulation(arrivals, residency, meter),
             max_grad_norm=subject.options.max_grad_norm,
             sharding=subject.sharding,
@@ -116,7 +113,7 @@ class Assembly:
 
     @property
     def _grows(self) -> bool:
-        """Whether there is room beside the plan: nobody gave a budget."""
+        """Whether memory beyond the plan may be taken: no budget was given."""
         options = self.subject.options
         return (options.device_memory if self._on_device else options.host_memory) is None
 
@@ -126,12 +123,12 @@ class Assembly:
 
     @property
     def _device(self) -> torch.device:
-        """The one that computes."""
+        """The device that computes."""
         device = self.resources.units.device
         return torch.device("cpu") if device is None else device.torch_device
 
     def _residency(self, meter: Meter) -> Residency:
-        """The units' homes, and the order in which they are expected to be used."""
+        """The units, and the expected order of their use."""
         plan, resources = self.decision.plan, self.resources
         limits = Limits(
             lookahead=max(0, plan.window - 1),
@@ -184,16 +181,16 @@ class Assembly:
         figures = None if subject.sharding is None else subject.sharding.exchange
         loop = Loop(options.gradients, options.accumulation_steps, keeps=options.keeps, figures=figures)
         speculation = Speculation(loop, frozenset(plan.held), residency.reached)
-        # Where one unit at a time is held, an update must not keep it from making room.
+        # With one unit in memory at a time, an update must not prevent its eviction.
         units = residency.units if plan.window > 1 and not plan.device else None
         engine = resources.units.engine(resources.engine)
         rule = Updates(subject.arithmetic, engine, resources.store, units)
         return Arrivals(rule, scale, loop, speculation, Norms(kernels, figures), meter, residency)
 
     def _gates(self, residency: Residency) -> list[tuple[torch.nn.Module, tuple[Home, ...]]]:
-        """Every module that owns a parameter, and every unit that is one module, with the units that it binds."""
+        """Each module that owns a parameter or is a whole unit, with the units that it binds."""
         if self.subject.sharding is not None:
-            # A gather binds what it needs, and only while it copies.
+            # A gather binds its parameters, and only while it copies.
             return [(self.subject.model, ())]
         homes = {home.name: home for home in residency.units.homes}
         home_of = {id(place.parameter): home for home in homes.values() for place in home.places}
@@ -223,7 +220,7 @@ class Assembly:
 
 
 def _listed(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """Parameters that a module reaches through a ParameterList or ParameterDict of its own, which is never called."""
+    """The parameters of a module's own ParameterList or ParameterDict, which is never called."""
     for child in module.children():
         if isinstance(child, torch.nn.ParameterList | torch.nn.ParameterDict):
             yield from child.parameters()

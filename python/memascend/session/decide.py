@@ -1,4 +1,4 @@
-"""Decides units, store entries, files and the plan of a run from shapes alone; refuses what cannot be offloaded."""
+"""Decides units, store entries, files and the plan of a run from shapes alone; rejects models that cannot stream."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from memascend.session.original_state import require_unaliased_state
 from memascend.text import expanded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from memascend.device.device import Device
     from memascend.distributed.reshard import Earlier
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 
 
 def file_of(path: str) -> Path:
-    """The store's file, where a folder is given (or one that will be: "runs/first/"), or else the path itself."""
+    """The store's file in a folder (or a folder to be made: "runs/first/"); of any other path, the path itself."""
     place = Path(path)
     return place / "memascend.store" if path.endswith("/") or place.is_dir() else place
 
 
 def temporary(create: Callable[[str], Store]) -> tuple[Store, Path]:
-    """A store whose file is gone with the process, where there is a disk, and the folder that it was in."""
+    """A store on disk whose file ends with the process, and the folder in which it was made."""
     refused: Exception | None = None
     for place in dict.fromkeys((tempfile.gettempdir(), "/var/tmp", os.getcwd())):  # noqa: PTH109, S108
         try:
@@ -66,14 +66,14 @@ def temporary(create: Callable[[str], Store]) -> tuple[Store, Path]:
         except StorageError as error:
             refused = refused or error
         finally:
-            # Nobody else knows the folder.
+            # No other process knows the folder.
             (Path(folder) / "memascend.store").unlink(missing_ok=True)
             Path(folder).rmdir()
     raise StorageError(f"there is no place for a temporary store: {refused}. Give storage= a folder on a disk")
 
 
 def room_beside(paths: Sequence[str] | None, total_bytes: int) -> int | None:
-    """Bytes that there are on storage beside a store of so many, made or not; None where that cannot be found out."""
+    """Free bytes on storage beside a store of `total_bytes`, made or not; None where the system does not say."""
     try:
         places = [file_of(path) for path in paths or (tempfile.gettempdir(),)]
         systems = [_nearest(place).stat().st_dev for place in places]
@@ -83,7 +83,7 @@ def room_beside(paths: Sequence[str] | None, total_bytes: int) -> int | None:
                 with place.open("rb") as device:
                     rooms.append(device.seek(0, os.SEEK_END))
                 continue
-            # Several parts on one file system share what is free.
+            # Several shards on one file system share its free space.
             free = shutil.disk_usage(_nearest(place)).free // systems.count(system)
             rooms.append(free + (place.stat().st_size if place.is_file() else 0))
     except OSError:
@@ -92,12 +92,12 @@ def room_beside(paths: Sequence[str] | None, total_bytes: int) -> int | None:
 
 
 def _nearest(place: Path) -> Path:
-    """What there is of a path."""
+    """The path, or its nearest parent that exists."""
     return next(path for path in (place, *place.absolute().parents) if path.exists())
 
 
 def folders_of(options: Options) -> list[Path]:
-    """For files that are gone with the process: beside each part of the store, as far as that is known."""
+    """The folders of temporary files: beside each shard of the store, as far as that is known."""
     if options.scratch is not None:
         return [Path(expanded(options.scratch))]
     files = [path for path in options.paths or () if not Path(path).is_block_device()]
@@ -105,7 +105,7 @@ def folders_of(options: Options) -> list[Path]:
 
 
 def scratch_of(options: Options) -> Path | None:
-    """The folder for copies of the weights: beside the first part of the store, where that is a file with a name."""
+    """The folder for copies of the weights: beside the first shard of the store, where that is a file with a name."""
     if options.scratch is not None:
         return Path(expanded(options.scratch))
     if not options.paths or Path(options.paths[0]).is_block_device():
@@ -116,30 +116,17 @@ def scratch_of(options: Options) -> Path | None:
 _TRAINED = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 
 
-@dataclass(frozen=True)
-class Owned:
-    """A parameter of the model, as the optimizer sees it."""
-
-    name: str
-    parameter: torch.nn.Parameter
-    # Its group; None where the optimizer does not own it.
-    group: int | None
-
-
-def find_owned(
+def find_groups(
     model: torch.nn.Module,
-    named: Mapping[str, torch.nn.Parameter] | None,
+    named: Mapping[str, torch.nn.Parameter],
     optimizer: torch.optim.Optimizer,
     device: torch.device | None = None,
-) -> dict[str, Owned]:
-    """The parameters of a model, with their groups; raises `ConfigError` where they cannot be offloaded.
+) -> dict[str, int]:
+    """The group of each trained parameter; raises `ConfigError` where the parameters cannot be offloaded.
 
-    They are on the CPU, on meta, or on the `device` that is going to compute. `named` are those that a rank has of a
-    model that others share; None: the model's own.
+    Parameters are on the CPU, on meta, or on the `device` that is going to compute. `named` are the model's parameters,
+    or the rows that a rank has of them.
     """
-    _refuse_kinds(model, optimizer)
-    if named is None:
-        named = dict(model.named_parameters())
     if not named:
         raise ConfigError("the model has no parameters, so there is nothing to offload: pass a model that has some")
     require_one_owner(optimizer, named)
@@ -156,17 +143,20 @@ def find_owned(
         if torch.nn.parameter.is_lazy(parameter):
             raise ConfigError(f"{name} is not initialised yet: run the model once before offload()")
     _refuse_shared(model, named)
-    owned = {}
-    for name, parameter in named.items():
-        # Of whole numbers there is no gradient: torch's optimizers leave them alone.
-        number = groups.get(id(parameter)) if parameter.is_floating_point() or parameter.is_complex() else None
-        if number is not None and parameter.dtype not in _TRAINED:
+    # Whole numbers have no gradient: torch's optimizers skip them.
+    trained = {
+        name: groups[id(parameter)]
+        for name, parameter in named.items()
+        if id(parameter) in groups and (parameter.is_floating_point() or parameter.is_complex())
+    }
+    for name in trained:
+        parameter = named[name]
+        if parameter.dtype not in _TRAINED:
             raise ConfigError(
                 f"{name} is {parameter.dtype}, and parameters of float32, float64, bfloat16 and float16 are trained: "
                 "give the optimizer the others alone, and freeze this one with requires_grad_(False)"
             )
-        owned[name] = Owned(name, parameter, number)
-    return owned
+    return trained
 
 
 def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -193,7 +183,7 @@ def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> N
 
 
 def _refuse_placed(model: torch.nn.Module) -> None:
-    """Refuse what accelerate keeps elsewhere: its weights seem to be on meta, and would get first values."""
+    """Reject weights that accelerate keeps elsewhere: they seem to be on meta, and would be initialised."""
     for name, module in model.named_modules():
         hook = getattr(module, "_hf_hook", None)
         if any(getattr(part, "offload", False) for part in (hook, *getattr(hook, "hooks", ()))):
@@ -204,7 +194,7 @@ def _refuse_placed(model: torch.nn.Module) -> None:
 
 
 def _has_own_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody replaced `step` of an object; a scheduler puts a function there that counts and goes on."""
+    """Whether `step` of an object was replaced; a scheduler's replacement only counts, and does not matter."""
     step = vars(optimizer).get("step")
     if step is not None and hasattr(step, "_wrapped_by_lr_sched"):
         step = getattr(step, "__wrapped__", None)
@@ -236,12 +226,12 @@ def _refuse_owners(named: Mapping[str, torch.nn.Parameter], groups: Mapping[int,
 
 
 def _refuse_shared(model: torch.nn.Module, named: Mapping[str, torch.nn.Parameter]) -> None:
-    """Tensors that lie in each other's memory change together in torch; on storage they would go apart in silence."""
+    """Reject tensors that overlap in memory: torch changes them together, and storage would not."""
     spans = []
     for name, tensor in [*named.items(), *model.named_buffers()]:
         if tensor.is_meta or tensor.layout != torch.strided or tensor.numel() == 0:
             continue
-        # Of what has gaps, others may lie in these.
+        # Other tensors may lie in the gaps of a tensor.
         if torch.ops.aten.is_non_overlapping_and_dense(tensor):
             begin = tensor.data_ptr()
             spans.append((begin, begin + tensor.nbytes, name, isinstance(tensor, torch.nn.Parameter)))
@@ -261,30 +251,6 @@ def _refuse_shared(model: torch.nn.Module, named: Mapping[str, torch.nn.Paramete
             other = max(other, (end, name))
 
 
-def refuse_sizes(unit_bytes: Mapping[str, int], units: Iterable[Unit]) -> None:
-    """What is brought into memory together must have bytes."""
-    for unit in units:
-        if unit_bytes[unit.name] == 0:
-            raise ConfigError(
-                f"{', '.join(unit.parameters)} has no elements, and stands alone: leave it out of the model, or put it "
-                "into a module that has other parameters"
-            )
-
-
-def sparse_weights(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters whose gradients are sparse."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
-            yield module.weight
-
-
-def embeddings(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """The weights of embeddings, also where a head is tied to them."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
-            yield module.weight
-
-
 _STATES: tuple[Literal["fp32", "bf16", "8bit"], ...] = ("fp32", "bf16", "8bit")
 
 
@@ -302,10 +268,10 @@ class Subject:
         earlier: Earlier | None = None,
         only_planned: bool = False,
     ) -> None:
-        """`optimizer` is the original, or several that are joined. `device` computes, where that is not the host.
+        """`optimizer` is the original, or several that are joined. `device` computes; None: the host.
 
-        `sharding` has the parameters, where ranks share them; `earlier` the stores of another number of ranks, from
-        which the run goes on. What is `only_planned` needs neither the device that computes nor a place of its store.
+        `sharding` has the parameters, where ranks share them. `earlier` has the stores of another number of ranks, from
+        which the run resumes. A subject that is `only_planned` needs neither a device nor a path of its store.
         """
         self.model = model
         self.original = optimizer
@@ -313,13 +279,14 @@ class Subject:
         self.device = device
         # Units reach the device through chunks.
         self.staged = device is not None or (only_planned and options.where.type != "cpu")
-        # Nobody said where the store will lie: how much room there is beside it is not known.
+        # The path of the store is not known yet, nor the free space beside it.
         self.unplaced = only_planned and options.paths is None
         self.sharding = sharding
-        named = None if sharding is None else sharding.named
-        self.owned = find_owned(model, named, self.original, None if device is None else device.torch_device)
-        self.named = {name: owned.parameter for name, owned in self.owned.items()}
-        self.trained = {name for name, owned in self.owned.items() if owned.group is not None}
+        _refuse_kinds(model, optimizer)
+        self.named = dict(model.named_parameters() if sharding is None else sharding.named)
+        # By name, the number of the group that has the parameter.
+        self.groups = find_groups(model, self.named, optimizer, None if device is None else device.torch_device)
+        self.trained = set(self.groups)
         require_plain(self.named)
         if options.weights is not None and not any(parameter.is_meta for parameter in self.named.values()):
             raise ConfigError("weights= is for parameters on meta, and the model has none there: leave it out")
@@ -327,11 +294,11 @@ class Subject:
             state=options.state,
             stochastic=options.rounding == "stochastic",
             seed=options.seed,
-            whole=self._ids(embeddings(model)),
+            whole=self._embeddings(),
             elements={} if sharding is None else sharding.elements(),
         )
         names = {id(parameter): name for name, parameter in self.named.items()} if sharding is None else None
-        sparse = self._ids(sparse_weights(model))
+        sparse = self._embeddings(sparse=True)
         self.arithmetic = Arithmetic(self.original, options.master_dtype, sparse, formats, names)
         if sharding is not None:
             sharding.require_by_rows(self.arithmetic)
@@ -342,39 +309,40 @@ class Subject:
         self.buffers = Buffers(model)
         self.earlier = earlier
 
-    def _ids(self, weights: Iterable[torch.Tensor]) -> frozenset[int]:
-        """The ids of some of the model's weights, as the optimizer has them."""
-        sharding = self.sharding
-        return frozenset(id(weight if sharding is None else sharding.local_of(weight)) for weight in weights)
+    def _embeddings(self, *, sparse: bool = False) -> frozenset[int]:
+        """The ids of embeddings' weights as the optimizer has them, or only of those with `sparse` gradients."""
+        modules = [one for one in self.model.modules() if isinstance(one, torch.nn.Embedding | torch.nn.EmbeddingBag)]
+        weights = [module.weight for module in modules if module.sparse or not sparse]
+        return frozenset(id(one if self.sharding is None else self.sharding.local_of(one)) for one in weights)
 
     @property
     def durability(self) -> Literal["step", "close", "none"]:
-        """Of the store: what is temporary is gone with the process, and nothing of it needs to last."""
+        """The durability of the store; a temporary one ends with the process, and needs none."""
         return self.options.durability if self.options.paths or self.unplaced else "none"
 
     @property
     def moves_activations(self) -> bool:
-        """Whether what checkpoints save goes elsewhere; on the host, "host" is where it is."""
+        """Whether checkpointed activations are offloaded; where the host computes, "host" offloads none."""
         return self.options.activations == "ssd" or (self.options.activations == "host" and self.staged)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What a run is going to be."""
+    """The layout of a run."""
 
     units: tuple[Unit, ...]  # the parameters that travel together
-    entries: list[Entry]  # what the store holds
-    sizes: engines.Sizes  # what that takes there
+    entries: list[Entry]  # the parameter records of the store
+    sizes: engines.Sizes  # their sizes there
     plan: Plan  # of memory
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What `offload()` would do."""
+    """The outcome of `offload()`, without the call."""
 
     plan: Plan  # the plan
-    state_bytes: int  # what the same optimizer keeps in memory without offloading
-    network: Network | None = None  # what a rank sends and receives; None for one process
+    state_bytes: int  # the state that the same optimizer keeps in memory without offloading
+    network: Network | None = None  # the traffic of a rank; None for one process
 
 
 def planned(
@@ -386,14 +354,14 @@ def planned(
     """Decide as `offload()` with these options would, from shapes alone: the model may be on "meta"; nothing changes.
 
     Args:
-        model: that is trained.
-        optimizer: owns its parameters; or several that do.
+        model: the model to train.
+        optimizer: owns its parameters; or several optimizers that do.
         options: of `offload()`; with several ranks, of each.
-        ranks: how many share the model: the plan is that of one.
+        ranks: the number of ranks that share the model: the plan is that of one rank.
 
     Raises:
-        ConfigError: it would refuse; the message says why.
-        BudgetError: the budget is too small; `smallest` is what works.
+        ConfigError: `offload()` would raise it; the message says why.
+        BudgetError: the budget is too small; `smallest` is the budget that works.
     """
     with torch.no_grad():
         original = unwrapped(optimizer)
@@ -403,7 +371,7 @@ def planned(
         rows = cast("Sharding | None", sharding)
         subject = Subject(model, original, options, None, sharding=rows, only_planned=True)
         decision = decide(subject)
-    # The rest of a compact master stands for all of it.
+    # "rest" is one half of a compact master, which counts whole.
     state = (
         tensor.numel() * (4 if name == "rest" else tensor.element_size())
         for entry in decision.entries
@@ -415,19 +383,19 @@ def planned(
 def planned_formats(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: Options, budget: int, ranks: int = 1
 ) -> dict[Literal["fp32", "bf16", "8bit"], Planned]:
-    """What it would do with state in each format that goes with the optimizer, and the same budget of host memory."""
+    """The outcome with each state format that the optimizer allows, within the same budget of host memory."""
     found: dict[Literal["fp32", "bf16", "8bit"], Planned] = {}
     for state in _STATES:
         try:
             found[state] = planned(model, optimizer, replace(options, state=state, host_memory=budget), ranks)
         except (ConfigError, BudgetError):
-            # What does not go is no choice.
+            # This format is no choice.
             continue
     return found
 
 
 def decide(subject: Subject) -> Decision:
-    """Find the units, describe what the store holds, and plan.
+    """Find the units, describe the records of the store, and plan.
 
     Raises:
         ConfigError: an option does not fit.
@@ -437,28 +405,37 @@ def decide(subject: Subject) -> Decision:
     sharding = subject.sharding
     units = find_units(subject.model, units=options.unit_names) if sharding is None else sharding.units()
     entries = _entries(subject, units)
-    _require_folder(subject)
+    if subject.moves_activations and options.paths and not folders_of(options):
+        raise ConfigError(
+            f"the storage is a raw device: give offload(scratch=) a folder for activations={options.activations!r}"
+        )
     devices = max(1, len(options.paths or ()))
     sizes = engines.sizes(entries, optimizer=title_of(subject.original), devices=devices)
-    refuse_sizes(sizes.unit_bytes, units)
-    gradients = {name: subject.named[name].nbytes for name in subject.trained}
-    wanted = _requirements(subject, units, (entries, sizes), gradients)
+    empty = next((unit for unit in units if sizes.unit_bytes[unit.name] == 0), None)
+    if empty is not None:
+        raise ConfigError(
+            f"{', '.join(empty.parameters)} has no elements, and stands alone: leave it out of the model, or put it "
+            "into a module that has other parameters"
+        )
+    wanted = _requirements(subject, units, entries, sizes)
     plan = make_plan(wanted, budget=options.host_bytes, device_budget=options.device_bytes)
-    _require_log(options, plan)
+    if options.log_steps is not None and plan.log_steps < plan.log_wanted:
+        # Only a number that was asked for is rejected; by default the log is as long as the space allows.
+        fits = f"log_steps={plan.log_steps} fits" if plan.log_steps else "not one step fits (log_steps=0 goes without)"
+        raise ConfigError(
+            f"there is no disk space beside the store for a gradient log of {options.log_steps} steps: {fits}; free "
+            "disk space, or leave log_steps out"
+        )
     if subject.staged:
         plan = replace(plan, recurrent_bytes=copied_bytes(subject.model))
     return Decision(units=units, entries=entries, sizes=sizes, plan=plan)
 
 
 def _requirements(
-    subject: Subject,
-    units: tuple[Unit, ...],
-    stored: tuple[list[Entry], engines.Sizes],
-    gradients: Mapping[str, int],
+    subject: Subject, units: tuple[Unit, ...], entries: list[Entry], sizes: engines.Sizes
 ) -> Requirements:
-    """What a plan has to provide; `gradients` are bytes by parameter."""
-    entries, sizes = stored
     options, moves = subject.options, subject.moves_activations
+    gradients = {name: subject.named[name].nbytes for name in subject.trained}
     stays = moves and options.activations == "host"
     return Requirements(
         units=units,
@@ -483,30 +460,13 @@ def _log(subject: Subject, entries: list[Entry], sizes: engines.Sizes) -> Log | 
     options = subject.options
     if subject.durability == "none":
         return None
-    names = frozenset(name for name in subject.trained if subject.arithmetic.is_replayed(subject.named[name]))
+    trained = {name: subject.named[name] for name in subject.trained}
+    names = frozenset(name for name, one in trained.items() if subject.arithmetic.of(one).is_replayed(one))
     nbytes = engines.log_bytes(entries)
     # A raw device is the store's alone.
     shares = any(not Path(path).is_block_device() for path in options.paths or ())
     room = None if subject.unplaced else room_beside(options.paths, sizes.total_bytes)
     return Log(names, nbytes, options.log_steps, room, shares=shares)
-
-
-def _require_log(options: Options, plan: Plan) -> None:
-    """Refuse a number of steps that was asked for and has no room; of its own accord a log is as long as may be."""
-    if options.log_steps is not None and plan.log_steps < plan.log_wanted:
-        fits = f"log_steps={plan.log_steps} fits" if plan.log_steps else "not one step fits (log_steps=0 goes without)"
-        raise ConfigError(
-            f"there is no disk space beside the store for a gradient log of {options.log_steps} steps: {fits}; free "
-            "disk space, or leave log_steps out"
-        )
-
-
-def _require_folder(subject: Subject) -> None:
-    options = subject.options
-    if subject.moves_activations and options.paths and not folders_of(options):
-        raise ConfigError(
-            f"the storage is a raw device: give offload(scratch=) a folder for activations={options.activations!r}"
-        )
 
 
 def _entries(subject: Subject, units: Sequence[Unit]) -> list[Entry]:
@@ -525,7 +485,7 @@ def _entries(subject: Subject, units: Sequence[Unit]) -> list[Entry]:
                     state=subject.arithmetic.describe(parameter) if trained else {},
                     unit=unit.name,
                     order=engines.order_of(meta),
-                    # Also where gradients stay in memory: a store may be resumed in another mode.
+                    # Also where gradients stay in memory: another mode may resume the store.
                     spill=parameter.dtype if trained else None,
                     format=subject.arithmetic.format_of(parameter) if trained else None,
                     first_element=firsts.get(name),

@@ -1,4 +1,4 @@
-"""Takes values out of a run: real parameters for a while, in unlinked files, and whole checkpoints."""
+"""Makes parameters real for a while, in unlinked files, and writes whole checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from memascend.checkpoint.contents import Contents, RankContents
     from memascend.distributed.sharding import Sharding
+    from memascend.params.residency import Residency
     from memascend.params.unit import Home
     from memascend.session.attachment import Attachment, Newcomers
     from memascend.session.run import Run
@@ -34,105 +35,98 @@ if TYPE_CHECKING:
 MATERIALIZED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
-class Materializer:
-    """Makes an offloaded model a plain one, and takes it back."""
-
-    def __init__(self, run: Run, edits: Edits, attachment: Attachment, *, sharded: bool) -> None:
-        """`sharded`: ranks share the parameters."""
-        self._sharded = sharded
-        self._run = run
-        self._edits = edits
-        self._attachment = attachment
-
-    @contextlib.contextmanager
-    def materialized(self, *, modify: bool) -> Iterator[None]:
-        """Real parameters inside."""
-        model = self._attachment.model
-        if self._sharded:
-            raise UsageError(
-                "materialized() is for a model of one process: under fully_shard(), optimizer.save() writes all "
-                "values, parameter.full_tensor() gathers those of one, and model.state_dict() has the rows of all"
-            )
+@contextlib.contextmanager
+def real_parameters(edits: Edits, attachment: Attachment, *, modify: bool, sharded: bool) -> Iterator[None]:
+    """Make an offloaded model a plain one inside; see `materialized`. `sharded`: ranks share the parameters."""
+    run, model = edits.run, attachment.model
+    if sharded:
+        raise UsageError(
+            "materialized() is for a model of one process: under fully_shard(), optimizer.save() writes all "
+            "values, parameter.full_tensor() gathers those of one, and model.state_dict() has the rows of all"
+        )
+    if model in MATERIALIZED:
+        raise UsageError(
+            "materialized() within materialized(): the parameters are real already. Leave the inner one out"
+        )
+    if modify:
+        run.require_quiet()
+    run.require_open()
+    optimizer = model.__dict__["_memascend"]
+    homes: list[Home] = []
+    # Values that are written back are compared with storage; only dropped changes need checksums.
+    checksums: dict[str, str] | None = None if modify else {}
+    written: str | None = None
+    try:
+        with run.residency.turns.alone():
+            run.residency.require_idle("materialized()")
+            # The model has the values that user code wrote to weights.
+            run.residency.reached.look()
+            _make_real(run.residency, homes, checksums)
+        MATERIALIZED.add(model)
+        # A copy or pickle that is made inside is of a plain model.
+        attachment.leave()
+        run.resources.read_out()
+        yield
+        if checksums is None:
+            run.require_open()
+            _write_back(edits, homes)
+        else:
+            written = _written(homes, checksums)
+    finally:
         if model in MATERIALIZED:
-            raise UsageError(
-                "materialized() within materialized(): the parameters are real already. Leave the inner one out"
-            )
-        if modify:
-            self._run.require_quiet()
-        self._run.require_open()
-        optimizer = model.__dict__["_memascend"]
-        homes: list[Home] = []
-        # What is written back is compared with storage: only what is dropped needs them.
-        checksums: dict[str, str] | None = None if modify else {}
-        written: str | None = None
-        try:
-            with self._run.residency.turns.alone():
-                self._run.residency.require_idle("materialized()")
-                # What user code wrote to weights is what the model has.
-                self._run.residency.reached.look()
-                self._make_real(homes, checksums)
-            MATERIALIZED.add(model)
-            # What is copied or pickled in there is a plain model.
-            self._attachment.leave()
-            self._run.resources.read_out()
-            yield
-            if checksums is None:
-                self._run.require_open()
-                self._write_back(homes)
-            else:
-                written = _written(homes, checksums)
-        finally:
-            if model in MATERIALIZED:
-                MATERIALIZED.discard(model)
-                if not self._run.resources.closed:
-                    self._attachment.enter(optimizer)
-            self._release(homes)
-        if written is not None:
-            warnings.warn(
-                f"the values of {written} were changed within materialized(model), and are what they were before: "
-                "materialized(model, modify=True) keeps changes",
-                stacklevel=3,
-            )
+            MATERIALIZED.discard(model)
+            if not run.resources.closed:
+                attachment.enter(optimizer)
+        _release(run.residency, homes)
+    if written is not None:
+        warnings.warn(
+            f"the values of {written} were changed within materialized(model), and are what they were before: "
+            "materialized(model, modify=True) keeps changes",
+            stacklevel=3,
+        )
 
-    def _make_real(self, homes: list[Home], checksums: dict[str, str] | None) -> None:
-        """Let every parameter be a plain one; `homes` are those that are, `checksums` of all values where asked for."""
-        residency = self._run.residency
-        for home in residency.units.homes:
-            copies = [residency.copy_of(place) for place in home.places]
-            if checksums is not None:
-                named = zip(home.places, copies, strict=True)
-                checksums.update({place.name: checksum_of(bytes_of(copy)) for place, copy in named})
-            with residency.lock:
-                # Its place in the arena is needed for the next one.
-                residency.units.evict(home)
-                homes.append(home)
-                home.count(NOBODY, 1)
-                for place, copy in zip(home.places, copies, strict=True):
-                    place.release(copy)
 
-    def _write_back(self, homes: list[Home]) -> None:
-        values = {place.name: place.parameter.detach() for home in homes for place in home.places}
-        self._release(homes)
-        places = [place for home in self._run.residency.units.homes for place in home.places]
-        with self._edits.edit(with_buffers=True) as edit:
-            for place in places:
-                self._edits.stage(edit, place, values.pop(place.name))
-            if edit.names:
-                with self._run.residency.turns.alone():
-                    self._edits.commit([edit])
+def _make_real(residency: Residency, homes: list[Home], checksums: dict[str, str] | None) -> None:
+    """Make every parameter a plain one; `homes` gets the finished units, `checksums` those of all values."""
+    for home in residency.units.homes:
+        copies = [residency.copy_of(place) for place in home.places]
+        if checksums is not None:
+            named = zip(home.places, copies, strict=True)
+            checksums.update({place.name: checksum_of(bytes_of(copy)) for place, copy in named})
+        with residency.lock:
+            # Its slot in the arena is needed for the next unit.
+            residency.units.evict(home)
+            homes.append(home)
+            home.count(NOBODY, 1)
+            for place, copy in zip(home.places, copies, strict=True):
+                place.release(copy)
 
-    def _release(self, homes: list[Home]) -> None:
-        with self._run.residency.turns.alone(), self._run.residency.lock:
-            while homes:
-                home = homes[-1]
-                for place in home.places:
-                    place.unbind()
-                home.count(NOBODY, -1)
-                homes.pop()
+
+def _write_back(edits: Edits, homes: list[Home]) -> None:
+    values = {place.name: place.parameter.detach() for home in homes for place in home.places}
+    residency = edits.run.residency
+    _release(residency, homes)
+    places = [place for home in residency.units.homes for place in home.places]
+    with edits.edit(with_buffers=True) as edit:
+        for place in places:
+            edits.stage(edit, place, values.pop(place.name))
+        if edit.names:
+            with residency.turns.alone():
+                edits.commit([edit])
+
+
+def _release(residency: Residency, homes: list[Home]) -> None:
+    with residency.turns.alone(), residency.lock:
+        while homes:
+            home = homes[-1]
+            for place in home.places:
+                place.unbind()
+            home.count(NOBODY, -1)
+            homes.pop()
 
 
 def _written(homes: list[Home], checksums: dict[str, str]) -> str | None:
-    """A parameter whose values are not what they were, by whatever way they were changed; None where there is none."""
+    """A parameter whose values were changed in any way; None where there is none."""
     for place in (place for home in homes for place in home.places):
         values = place.parameter.detach()
         is_alike = values.shape == place.shape and values.dtype == place.dtype and values.stride() == place.stride
@@ -147,7 +141,7 @@ def is_materialized(model: torch.nn.Module) -> bool:
 
 
 class Saving:
-    """How checkpoints of one run are written."""
+    """Writes checkpoints of one run."""
 
     def __init__(
         self,
@@ -163,16 +157,22 @@ class Saving:
         self._loads = loads
         self._reached_values = reached_values
         self._newcomers = newcomers
-        # Where ranks share the parameters, and there are several.
-        self._sharding = None if sharding is None or sharding.exchange is None else sharding
+        # Where several ranks share the parameters.
+        self._shared = None if sharding is None or sharding.exchange is None else (sharding, sharding.exchange)
 
     def save(self, folder: str | os.PathLike[str], *, among_others: bool) -> None:
-        """Write what is committed, with the options that the groups have now; all ranks do so together."""
-        if self._sharding is None:
+        """Write a checkpoint of the last commit, with the current options of the groups; all ranks call it together."""
+        if self._shared is None:
             self._settle()
             self._write(folder, self._contents(), {}, among_others=among_others)
         else:
-            self._save_together(self._sharding, folder, among_others=among_others)
+            _, figures = self._shared
+            figures.together(self._settle, UsageError)
+            own = figures.together(self._contents)
+            # Data positions, random states: each rank has its own.
+            states = figures.everyone(self._run.record.user_state)
+            more = {} if all(state == states[0] for state in states) else {"user_states": states}
+            self._gather(own, lambda found: self._write(folder, found, more, among_others=among_others))
         self._run.record.position.save_to(folder)
         self._run.resources.read_out()
         missing = self._newcomers.unsaved(self._run.record.buffers.names)
@@ -184,17 +184,15 @@ class Saving:
             )
 
     def save_weights(self, folder: Path | None) -> None:
-        """Write weights and configuration alone into a folder that is there; all ranks do so together.
+        """Write weights and configuration alone into an existing folder; all ranks call it together.
 
         `folder` is the first rank's; the others have none.
         """
-        sharding = self._sharding
-        assert sharding is not None
-        figures = sharding.exchange
-        assert figures is not None
+        assert self._shared is not None
+        _, figures = self._shared
         figures.together(self._settle, UsageError)
         own = figures.together(lambda: self._contents(values_alone=True))
-        self._gather(sharding, own, lambda contents: save_weights(cast("Path", folder), contents, self._model))
+        self._gather(own, lambda contents: save_weights(cast("Path", folder), contents, self._model))
 
     def _settle(self) -> None:
         self._run.require_quiet()
@@ -210,24 +208,14 @@ class Saving:
     ) -> None:
         save(folder, contents, self._model, {**self._run.record.facts(), **more}, among_others=among_others)
 
-    def _save_together(self, sharding: Sharding, folder: str | os.PathLike[str], *, among_others: bool) -> None:
-        figures = sharding.exchange
-        assert figures is not None
-        figures.together(self._settle, UsageError)
-        own = figures.together(self._contents)
-        # Data positions, random states: each rank has its own.
-        states = figures.everyone(self._run.record.user_state)
-        more = {} if all(state == states[0] for state in states) else {"user_states": states}
-        self._gather(sharding, own, lambda found: self._write(folder, found, more, among_others=among_others))
-
-    def _gather(self, sharding: Sharding, own: RankContents, write: Callable[[Contents], None]) -> None:
-        """Have the first rank write what all have."""
-        # One process needs nothing of these.
+    def _gather(self, own: RankContents, write: Callable[[Contents], None]) -> None:
+        """Let the first rank write the rows of all ranks."""
+        # One process does not import these.
         from memascend.checkpoint.contents import GatheredContents, send_contents
         from memascend.distributed.groups import StoppedError
 
-        figures = sharding.exchange
-        assert figures is not None
+        assert self._shared is not None
+        sharding, figures = self._shared
         line = figures.line()
 
         def receive() -> None:
@@ -238,7 +226,7 @@ class Saving:
                 gathered.stop()
 
         def do_part() -> bool:
-            """Whether nobody stopped it."""
+            """Whether no rank stopped the transfer."""
             try:
                 if sharding.rank:
                     send_contents(own, sharding.rows, sharding.order, line)
@@ -247,7 +235,7 @@ class Saving:
             except StoppedError:
                 return False
             except RankError as error:
-                # The first rank names whom it misses; who sends may wait for it while it waits for another.
+                # The first rank names the missing rank; a sender may wait while the first rank waits for another.
                 if not sharding.rank:
                     raise
                 raise figures.lost(f"sending rows to the first rank ({error})", figures.timeout) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
@@ -39,15 +40,9 @@ if TYPE_CHECKING:
 
 
 _Path = str | os.PathLike[str]
-
-
-# Type checkers see the model that they gave.
+# Type checkers infer the class of the given model.
 _Model = TypeVar("_Model", bound=torch.nn.Module)
-
-
 _Done = TypeVar("_Done")
-
-
 _log = logging.getLogger("memascend")
 
 
@@ -80,61 +75,61 @@ def offload(  # noqa: PLR0913 - options are keywords
 ) -> tuple[_Model, OffloadedOptimizer]:
     """Move a model's parameters and an optimizer's state to storage, and train on as before.
 
-    The loop stays what it is. Nothing changes numerically, and host memory stays within the budget.
+    The loop stays as it is. Nothing changes numerically, and host memory stays within the budget.
 
     Args:
         model: any module on the CPU, on meta, or on the device that computes; the same object comes back.
         optimizer: a torch.optim optimizer that owns every trainable parameter of the model. State that it has already
-            moves into the store. A list of several, such as Muon and AdamW, each of which owns some of them, becomes
+            moves into the store. Several optimizers, such as Muon and AdamW, each of which owns some parameters, become
             one: its `step()` steps them all in one commit, and `members` are the originals.
-        storage: a folder, file or raw block device, or several of them, over which it is striped; None: a temporary
-            file that is gone with the process. "~" is the user's home. A path that ends in "/" is a folder, which is
-            made where it is missing; any other that is not there becomes a file.
-        existing: what to do where a store is already: "refuse", "resume" its last committed step, or "replace" it.
-            "previous" resumes the commit before the last one, after every byte of it was read and checked, and gives
-            the last one up: for a store whose newest commit is damaged, as long as the step after it was not begun.
-        host_memory: a hard budget for what is held in memory, in bytes, as "8GiB", or as "75%" of what process and
-            cgroup have now; None: the smallest that keeps disk and compute busy. What a larger one has left holds
-            parameters with their state, the model's first ones first: they are read once, when the store is opened.
-        device: where the model computes: "cpu", "cuda", "cuda:1"; None: CUDA if there is one. Batches go there by
-            themselves no more than without offloading; buffers are moved by this call. The update runs on the CPU.
-        gradients: "fused": updated as they appear; "ssd" or "ram": kept until `step()`; "auto": learnt in the first
+        storage: a folder, file or raw block device, or several of them, over which the store is striped; None: a
+            temporary file that ends with the process. "~" is the user's home. A path that ends in "/" is a folder, and
+            is created where it is missing; any other missing path becomes a file.
+        existing: the action where there is a store already: "refuse", "resume" its last committed step, or "replace"
+            it. "previous" drops the last commit, and resumes the one before, after every byte of it was read and
+            checked. It is for a store whose newest commit is damaged, as long as the next step was not begun.
+        host_memory: a hard budget of host memory: in bytes, as "8GiB", or as "75%" of the memory that process and
+            cgroup have now. None: the smallest that keeps disk and compute busy. The rest of a larger budget keeps
+            parameters with their state in RAM, the model's first ones first: they are read once, by this call.
+        device: where the model computes: "cpu", "cuda", "cuda:1"; None: CUDA if there is one. This call moves buffers;
+            the loop moves batches, as without offloading. The update runs on the CPU.
+        gradients: "fused": updated as they appear; "ssd" or "ram": kept until `step()`; "auto": detected in the first
             step.
         max_grad_norm: clip the global norm in `step()`.
-        accumulation_steps: backwards that make one step; "ssd" and "ram" take any number undeclared.
+        accumulation_steps: number of `backward()` calls per `step()`; "ssd" and "ram" take any number undeclared.
         loss_scale: "dynamic" or a number, for `optimizer.backward()`; None: dynamic for fp16 models, off otherwise.
-        master_dtype: of the copies that 16-bit parameters are updated in; None: their own.
-        units: names of modules that travel as one; None: found from the model.
+        master_dtype: of the master weights of 16-bit parameters; None: 16-bit parameters have none.
+        units: names of modules that are read and evicted as one; None: found from the model.
         weights: for parameters on "meta": a safetensors file, a folder of them with their index, or a function of
-            (name, parameter) that returns a tensor and is called one at a time. None: they are initialised by the
-            model's own code, from torch's default generator. A store that is resumed needs none.
-        checkpoint: a folder that `OffloadedOptimizer.save` wrote, to start from: its values, state, options and step
-            stand. A store that is resumed stands before it.
+            (name, parameter) that returns a tensor. The function is called for one parameter at a time. None: they are
+            initialised by the model's own code, from torch's default generator. A resumed store needs none.
+        checkpoint: a folder that `OffloadedOptimizer.save` wrote, to start from, with its values, state, options and
+            step. A store that is resumed takes precedence.
         scratch: a folder for copies of the weights that `state_dict()` and `materialized()` make; None: beside the
             store.
-        device_memory: with CUDA, a hard budget for what is held in the device's memory: units, and gradients that wait
-            for their update; in bytes or as "8GiB". None: the smallest that keeps disk and compute busy. Activations
-            and what else torch holds there come on top.
-        activations: where what checkpoints save within the model's forward waits for the backward, in the same bits:
-            "device": where it was made, as torch keeps it; "host": in pinned host memory, as far as the budget goes (1
-            GiB of it where `host_memory` is None), then in files; "ssd": in files beside the store (in `scratch`,
+        device_memory: with CUDA, a hard budget of the device's memory for units, and for gradients that wait for their
+            update; in bytes or as "8GiB". None: the smallest that keeps disk and compute busy. Activations and torch's
+            other memory there come on top.
+        activations: where activations that are checkpointed in the model's forward are stored, with the same bits.
+            "device": on the device, as torch keeps them. "host": in pinned host memory, as far as the budget goes (1
+            GiB of it where `host_memory` is None), then in files. "ssd": in files beside the store (in `scratch`,
             where that is given). On the CPU, "host" is "device".
-        durability: "step": every step survives a loss of power; "close": the death of the process; "none": nothing is
-            kept before `close()`. Without `storage` it is "none", and nothing is kept then, either.
-        state: in which format the moments of Adam, AdamW and SGD with momentum are kept. None: as the optimizer has
-            them, exact. "bf16" and "8bit" move fewer bytes and are other numerics: 16 bits, of which the second moment
-            is rounded stochastically, or bitsandbytes' blocks of 8 bits, but for embeddings and parameters of fewer
-            than 4,096 elements, which keep 32. "fp32": 32 bits, said explicitly. A store is resumed in its own format;
+        durability: "step": every step survives a power loss; "close": every step survives the death of the process;
+            "none": nothing is kept before `close()`. Without `storage` it is "none", and `close()` keeps nothing.
+        state: the format of the moments of Adam, AdamW and SGD with momentum. None: as the optimizer has them, exact.
+            "bf16" and "8bit" move fewer bytes and change the numerics. "bf16": 16 bits, the second moment rounded
+            stochastically. "8bit": bitsandbytes' blocks of 8 bits, but for embeddings and parameters of fewer than
+            4,096 elements, which keep 32. "fp32": 32 bits, given explicitly. A store is resumed in its own format;
             `checkpoint` converts.
-        rounding: "stochastic": 16-bit parameters have no masters (`master_dtype=None`), and an update rounds them up
-            or down by chance, so that small steps are not lost.
-        seed: of what is rounded stochastically; kept in the store and in checkpoints, whose own stands.
-        log_steps: steps of gradients that the store's log keeps of what is held, which is written whole once in as
-            many; 0: it is written each step. None: 16, or as many as half of the free room has place for (on a raw
-            device all of it); fewer are logged. A number that has no room is refused.
-        reduction: how the gradients of several ranks are added under `fully_shard`. "ordered": in the order of ranks,
-            as one process adds them that accumulates, so that the bits do not depend on the number of ranks; "native":
-            as torch's backend adds them.
+        rounding: "stochastic": 16-bit parameters have no fp32 master weights (`master_dtype=None`), and an update
+            rounds them up or down stochastically, so that small steps are not lost.
+        seed: of stochastic rounding; kept in the store and in checkpoints, which keep their own when resumed.
+        log_steps: steps of gradients in the store's gradient log. Parameters kept in RAM are written whole once in as
+            many steps; 0: in each step. None: 16, or fewer that fit into half of the free disk space (on a raw device
+            into all of it). A given number that does not fit is rejected.
+        reduction: the order in which the gradients of several ranks are added under `fully_shard`. "ordered": in the
+            order of ranks, as one process accumulates them, so that the bits do not depend on the number of ranks;
+            "native": the order of torch's backend.
         timeout: how many seconds the ranks wait for each other in `offload()` and in `step()`; None: ten minutes.
 
     Returns:
@@ -142,45 +137,21 @@ def offload(  # noqa: PLR0913 - options are keywords
         theirs, in order.
 
     Raises:
-        ConfigError: an option, the model, the optimizer or the store that is there does not fit; nothing was changed.
-        BudgetError: `host_memory` or `device_memory` is too small; `smallest` is what works.
+        ConfigError: an option, the model, the optimizer or the existing store does not fit; nothing was changed.
+        BudgetError: `host_memory` or `device_memory` is too small; `smallest` is the budget that works.
         MemoryLimitError: the machine or the device does not have the memory that the plan takes.
         StorageError: storage failed, is full, foreign or in use.
     """
-    options = Options(
-        storage=storage,
-        existing=existing,
-        host_memory=host_memory,
-        device=device,
-        gradients=gradients,
-        max_grad_norm=max_grad_norm,
-        accumulation_steps=accumulation_steps,
-        loss_scale=loss_scale,
-        master_dtype=master_dtype,
-        units=units,
-        weights=weights,
-        checkpoint=checkpoint,
-        scratch=scratch,
-        device_memory=device_memory,
-        activations=activations,
-        durability=durability,
-        state=state,
-        rounding=rounding,
-        seed=seed,
-        log_steps=log_steps,
-        reduction=reduction,
-        timeout=timeout,
-    )
+    # Each option has an argument of its name.
+    given = locals()
+    options = Options(**{option.name: given[option.name] for option in fields(Options)})
     # A default device (torch.set_default_device) is for the user's tensors.
     with torch.no_grad(), torch.device("cpu"), contextlib.ExitStack() as undo:
         opened = devices.open_device(options.where)
         original = unwrapped(optimizer)
         sharding, options, earlier = begin(model, original, options, undo)
         own = options
-        subject = _together(
-            sharding,
-            lambda: Subject(model, original, own, opened, sharding=sharding, earlier=earlier),
-        )
+        subject = _together(sharding, lambda: Subject(model, original, own, opened, sharding=sharding, earlier=earlier))
         offloaded, seconds = _offloaded(subject)
         undo.pop_all()
     wrap_again(optimizer, offloaded)
@@ -192,20 +163,20 @@ def offload(  # noqa: PLR0913 - options are keywords
 
 
 def _offloaded(subject: Subject) -> tuple[OffloadedOptimizer, Forecast | None]:
-    """Decide, open the store, and let the parameters go; a call that fails leaves everything as it was.
+    """Decide, open the store, and offload the parameters; a call that fails leaves everything as it was.
 
     Returns:
-        What the user gets, and how long steps take with this and other budgets, where that can be told.
+        The optimizer for the user, and the seconds of a step with this and other budgets, where they are known.
     """
     with contextlib.ExitStack() as undo:
         assembly, seconds = _together(subject.sharding, lambda: _prepared(subject, undo))
         session, offloaded = assembly.run()
-        # What is refused is refused by now, and the newest commit still there.
+        # Any rejection has happened by now, with the newest commit intact.
         store = assembly.resources.store
         store.go_back()
         session.measurements.log_began(begin_log(store, assembly.decision.plan))
         if subject.earlier is not None:
-            # Once no rank gives up its new store any more, nobody needs the earlier ones.
+            # From here on no rank drops its new store, so the earlier stores can go.
             _together(subject.sharding, lambda: None)
         undo.pop_all()
     if subject.earlier is not None:
@@ -217,13 +188,13 @@ def _offloaded(subject: Subject) -> tuple[OffloadedOptimizer, Forecast | None]:
 
 
 def _together(sharding: Sharding | None, do: Callable[[], _Done]) -> _Done:
-    """Do what may be refused on all ranks or on none."""
+    """Run `do` on all ranks; where one fails, all raise."""
     figures = None if sharding is None else sharding.exchange
     return do() if figures is None else figures.together(do)
 
 
 def _prepared(subject: Subject, undo: contextlib.ExitStack) -> tuple[Assembly, Forecast | None]:
-    """Decide, and open the store with what it begins with; of the model nothing changes."""
+    """Decide, and open the store with its first values; the model does not change."""
     sharding = subject.sharding
     decision, first = _together(sharding, lambda: _decided(subject, undo))
 
@@ -245,9 +216,9 @@ def _prepared(subject: Subject, undo: contextlib.ExitStack) -> tuple[Assembly, F
     if sharding is not None:
         store.set_first_elements(sharding.first_elements)
     if store.created:
-        # A call that fails leaves nothing behind.
+        # A failing call leaves no store behind.
         undo.callback(store.forsake)
-    # Ending a log writes over the commit before, which all ranks go back to where the log of one is damaged.
+    # Ending a log overwrites the previous commit, to which all ranks roll back where the log of one is damaged.
     _together(sharding, store.check_log)
     return _together(sharding, lambda: _begun(subject, decision, first, (store, folder), undo))
 
@@ -267,7 +238,7 @@ def _begun(
     opened: tuple[Store, Path | None],
     undo: contextlib.ExitStack,
 ) -> tuple[Assembly, Forecast | None]:
-    """Fill the store, or read what it has of the run."""
+    """Fill a new store, or read the state of the run from an existing one."""
     (store, folder), options, plan = opened, subject.options, decision.plan
     store.hold(plan.held, registered=subject.device is not None)
     engine = engines.Engine(
@@ -301,7 +272,7 @@ def _resources(
     folder: Path | None,
     undo: contextlib.ExitStack,
 ) -> Resources:
-    """Take the memory of units, and open where checkpointed activations go."""
+    """Allocate the memory of units, and open the files of checkpointed activations."""
     options, plan = subject.options, decision.plan
     memory: UnitMemory
     if subject.device is None:

@@ -1,4 +1,4 @@
-"""Opens the store of a run and writes what a new one begins with; closes a run that has the store open already."""
+"""Opens the store of a run and writes its first values; closes a run that has the store open already."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ from memascend.text import Closing, Progress, expanded
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from memascend.distributed.reshard import Earlier
     from memascend.plan.table import Plan
     from memascend.session.decide import Decision, Subject
     from memascend.session.optimizer import OffloadedOptimizer
@@ -44,20 +43,20 @@ _RUNS: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
 
 
 def note(run: OffloadedOptimizer) -> None:
-    """Remember a run, without keeping it."""
+    """Remember a run by a weak reference."""
     _RUNS.add(run)
 
 
 def open_again(
     create: Callable[[], Store], paths: Sequence[str], *, closes: bool, judge: Callable[[Store], None]
 ) -> Store:
-    """What `create` opens at `paths`, also where a run of this process has it open.
+    """Open the store at `paths`, also where a run of this process has it open.
 
     Args:
         create: opens or makes the store.
-        paths: where.
-        closes: close that run, with a warning; else it is an error, unless nothing refers to the run any more.
-        judge: raises where the store of a run cannot be what `create` opens; that run then goes on.
+        paths: of the store.
+        closes: close that run, with a warning; else raise an error, unless nothing refers to the run any more.
+        judge: raises where the store of that run does not fit; the run then continues.
 
     Raises:
         StorageError: as `create`, or a run of this process has the store open.
@@ -67,7 +66,7 @@ def open_again(
     except StorageError as error:
         if error.errno != errno.EBUSY:
             raise
-    # A model is in cycles: what nothing refers to waits for the collector.
+    # A model is in reference cycles: an unused one waits for the garbage collector.
     gc.collect()
     for run, file in list(_holders(paths)):
         if not closes:
@@ -99,7 +98,7 @@ def _holders(paths: Sequence[str]) -> Iterator[tuple[OffloadedOptimizer, str]]:
 
 
 def _is_at(file: str, path: str) -> bool:
-    """Whether a path given to `offload()` means a file: that file, or its folder."""
+    """Whether a path given to `offload()` is that of a file, or of its folder."""
     given = Path(path)
     try:
         return given.samefile(Path(file).parent if given.is_dir() else file)
@@ -107,16 +106,14 @@ def _is_at(file: str, path: str) -> bool:
         return False
 
 
-# Of what moves less, the time says nothing of storage.
+# The time of a smaller transfer does not measure storage.
 _BYTES_MIN = 64 << 20
-
-
-# Storage is read for a moment: this much, or so long.
+# A probe reads this much from storage, or for so long.
 _PROBE_BYTES, _PROBE_SECONDS = 256 << 20, 0.2
 
 
 class Watch(Closing):
-    """The bytes that are read and written while it is open, and the seconds."""
+    """Counts bytes read and written, and seconds, while it is open."""
 
     def __init__(self, store: Store) -> None:
         """Begin."""
@@ -135,10 +132,10 @@ class Watch(Closing):
         self._seconds = time.perf_counter() - self._began
 
     def forecast(self, plan: Plan, engine: Engine, *, host_computes: bool) -> Forecast | None:
-        """Seconds that storage and the update take of a step; None where too little was moved to tell.
+        """Estimate the seconds that storage and the update take of a step; None where too little was moved.
 
-        Storage is read for a moment, unless what is held was just read. Where nothing was written, as in a run that is
-        resumed, it is taken to be written as fast as it is read.
+        Storage is read for a moment, unless parameters kept in RAM were just read. Where nothing was written, as in a
+        resumed run, the estimate takes writes to be as fast as reads.
         """
         if plan.disk_bytes < 2 * _BYTES_MIN:
             return None
@@ -150,7 +147,7 @@ class Watch(Closing):
         if reads is None and writes is None:
             return None
         drive = Drive(read=reads or writes or 1.0, write=writes or reads or 1.0)
-        # One thread updates what streams; what is held has all of them.
+        # One thread updates streamed parameters; all threads update those kept in RAM.
         host = replace(assumed_host(None, shared=host_computes), held_threads=torch.get_num_threads())
         return forecast(plan, lambda plan: storage_seconds(plan, drive, host))
 
@@ -159,7 +156,7 @@ _log = logging.getLogger("memascend")
 
 
 def open_store(subject: Subject, entries: list[engines.Entry]) -> tuple[Store, Path | None]:
-    """Open or make the store; and the folder that it is in, where it is a temporary one."""
+    """Open or make the store; of a temporary one, also returns the folder in which it is."""
     options = subject.options
     kind = title_of(subject.original)
     paths = list(options.paths or ())
@@ -191,7 +188,7 @@ def open_store(subject: Subject, entries: list[engines.Entry]) -> tuple[Store, P
         store = open_again(lambda: create(paths), paths, closes=closes, judge=judge)
     except ConfigError:
         if options.resumes:
-            # Of a format there is more to say than where it differs.
+            # Another format has a message of its own.
             with contextlib.suppress(StorageError), engines.Store.open(paths) as store:
                 _require_format(store, entries)
         raise
@@ -201,7 +198,7 @@ def open_store(subject: Subject, entries: list[engines.Entry]) -> tuple[Store, P
 
 
 def _require_whole(store: Store) -> None:
-    """Refuse, and let go of, the store of one of several ranks: one process has all rows."""
+    """Reject, and release, the store of one of several ranks: one process has all rows."""
     info = store.info()
     if info["ranks"] is not None:
         store.end()
@@ -214,7 +211,7 @@ def _require_whole(store: Store) -> None:
 
 
 def _require_format(store: Store, entries: list[engines.Entry]) -> None:
-    """Say how to go on where the store that is there has state in another format."""
+    """Reject a store with state in another format; the message says how to resume or convert it."""
     there = options_of_formats(entry["format"] for entry in store.each_entry())
     asked = options_of_formats(entry.format for entry in entries)
     if there != asked:
@@ -226,8 +223,8 @@ def _require_format(store: Store, entries: list[engines.Entry]) -> None:
 
 
 def _hyperparameters(store: Store) -> dict[str, Any]:
-    """What the last commit says of the optimizer, as `Record.hyperparameters` has it."""
-    # What the user committed beside them is as damaged where it cannot be read.
+    """The hyperparameters of the last commit, as `Record.hyperparameters` made them."""
+    # An unreadable `user_state` raises here, too.
     stored, _ = store.hyperparameters or {}, store.user_state
     if isinstance(stored, dict):
         groups = stored.get("groups", [])
@@ -241,18 +238,18 @@ def _hyperparameters(store: Store) -> dict[str, Any]:
 
 
 def end_log(store: Store, engine: Engine) -> None:
-    """Apply the gradients in the log of a store that was not closed, so that its entries are whole."""
+    """Apply the gradients in the log of a store that was not closed, so that its records are whole."""
     steps = store.info()["log_steps"]
     if not steps:
         return
-    # Nothing is written before the commit that is given up is gone.
+    # The dropped commit is removed before anything is written.
     store.go_back()
     with Progress(f"applying {steps} logged steps", 0) as progress:
         engine.replay(progress.reached)
 
 
 def begin_log(store: Store, plan: Plan) -> Plan:
-    """Make room for the log of what is held; the plan with as much of it as there is."""
+    """Allocate the gradient log of parameters kept in RAM; returns the plan with the log that fits."""
     steps = store.keep_log(plan.logged, plan.log_steps) if plan.log_steps else 0
     if steps < plan.log_wanted:
         instead = f"one of {steps} steps" if steps else "none, so parameters kept in RAM are written whole each step"
@@ -260,38 +257,11 @@ def begin_log(store: Store, plan: Plan) -> Plan:
     return plan.logging(steps, store.info()["log_bytes"]) if plan.log_steps else plan
 
 
-def continued(subject: Subject, folder: str) -> CheckpointValues:
-    """What a checkpoint holds for this model and optimizer."""
-    buffers = {name: subject.buffers.tensor(name) for name in subject.buffers.names}
-    sharding = subject.sharding
-    return CheckpointValues(
-        Checkpoint(folder),
-        subject.model,
-        subject.named,
-        buffers,
-        subject.arithmetic,
-        subject.trained,
-        None if sharding is None else sharding.partition,
-    )
-
-
-def earlier_values(subject: Subject, earlier: Earlier) -> ValueSource:
-    """What the stores of another number of ranks hold for this model and optimizer."""
-    from memascend.distributed.reshard import EarlierValues
-
-    def describe(name: str) -> dict[str, torch.Tensor]:
-        return subject.arithmetic.describe(subject.named[name]) if name in subject.trained else {}
-
-    sharding = subject.sharding
-    shapes = {name: own.shape for name, own in subject.named.items()} if sharding is None else sharding.shapes
-    return EarlierValues(earlier, shapes, subject.named, describe, title_of(subject.original))
-
-
 class FirstValues:
-    """What a store begins with: looked at before anything is written, then written."""
+    """The first values of a store: checked before anything is written, then written."""
 
     def __init__(self, subject: Subject, undo: contextlib.ExitStack) -> None:
-        """`undo` takes back what is changed, where the call fails."""
+        """`undo` reverts all changes, where the call fails."""
         self._subject = subject
         self._undo = undo
         self._meta_buffers = MetaBuffers(subject.model)
@@ -302,7 +272,7 @@ class FirstValues:
         undo.callback(self._meta_buffers.uninstall)
 
     def prepare(self, *, created: bool) -> None:
-        """Find everything that can be wrong before something is written; `created`: the store is a new one."""
+        """Find every error before anything is written; `created`: the store is a new one."""
         subject = self._subject
         if created:
             self._source = self._found()
@@ -319,20 +289,35 @@ class FirstValues:
             )
 
     def _found(self) -> ValueSource:
-        subject = self._subject
+        subject, sharding = self._subject, self._subject.sharding
         if subject.earlier is not None:
-            return earlier_values(subject, subject.earlier)
+            from memascend.distributed.reshard import EarlierValues
+
+            shapes = {name: own.shape for name, own in subject.named.items()} if sharding is None else sharding.shapes
+            return EarlierValues(subject.earlier, shapes, subject.named, self._described, title_of(subject.original))
         if subject.options.checkpoint is not None:
-            return continued(subject, expanded(subject.options.checkpoint))
+            return CheckpointValues(
+                Checkpoint(expanded(subject.options.checkpoint)),
+                subject.model,
+                subject.named,
+                {name: subject.buffers.tensor(name) for name in subject.buffers.names},
+                subject.arithmetic,
+                subject.trained,
+                None if sharding is None else sharding.partition,
+            )
         saved = self._meta_buffers.saved
-        sharding = subject.sharding
         divided = None if sharding is None else Divided(sharding.partition, sharding.leaves, sharding.whole_units())
         return ModelValues(
             subject.model, subject.named, subject.trained, subject.arithmetic, self._weights, saved, divided
         )
 
+    def _described(self, name: str) -> dict[str, torch.Tensor]:
+        """The state of a parameter, on meta."""
+        subject = self._subject
+        return subject.arithmetic.describe(subject.named[name]) if name in subject.trained else {}
+
     def write(self, engine: Engine, decision: Decision) -> dict[str, Any]:
-        """Write and commit them; the hyperparameters that were committed."""
+        """Write and commit the first values; returns the committed hyperparameters."""
         subject, source = self._subject, self._source
         assert source is not None
         with Progress("writing the model to storage", decision.sizes.slot_bytes) as progress:
@@ -351,21 +336,19 @@ class FirstValues:
         return hyperparameters
 
     def _write_parameters(self, engine: Engine, decision: Decision, source: ValueSource, progress: Progress) -> None:
-        subject = self._subject
         waiting = 0
         with contextlib.closing(source.parameters(decision.units)) as firsts:
             for name, values, state, step in firsts:
                 engine.fill(name, values, state, step=step)
                 waiting += values.nbytes + sum(tensor.nbytes for tensor in state.values())
                 if waiting >= decision.plan.queue_bytes:
-                    # What was just handed over goes before the next is made.
+                    # These values are written before the next ones are made.
                     engine.finish()
                     waiting = 0
-                described = subject.arithmetic.describe(subject.named[name]) if name in subject.trained else {}
-                progress.add(values.nbytes + sum(tensor.nbytes for tensor in described.values()))
+                progress.add(values.nbytes + sum(tensor.nbytes for tensor in self._described(name).values()))
 
     def read(self, store: Store, held: Sequence[str]) -> dict[str, Any]:
-        """Take the buffers that a store has already, and read what is held of it; its hyperparameters."""
+        """Restore the buffers from a store, and read the RAM tier; returns the store's hyperparameters."""
         self._subject.buffers.restore(store)
         if held:
             with Progress("reading parameters kept in RAM", 0) as progress:
@@ -373,5 +356,5 @@ class FirstValues:
         return _hyperparameters(store)
 
     def let_go(self) -> None:
-        """Files stay mapped no longer."""
+        """Unmap the files of the values."""
         self._source = self._weights = None

@@ -16,7 +16,8 @@ from memascend.optim.comparison import MODES
 from memascend.optim.members import JoinedHooks, members_of
 from memascend.optim.rules import GroupMembers
 from memascend.params.offloaded_param import is_in_place
-from memascend.session.materialize import MATERIALIZED, Materializer
+from memascend.session.materialize import MATERIALIZED, real_parameters
+from memascend.session.value_edits import switch_mode
 from memascend.tensors import same_bits
 from memascend.text import Closing
 
@@ -30,14 +31,14 @@ if TYPE_CHECKING:
     from memascend.session.session import Session
 
 
-# What torch's own state does not have.
+# State that torch's own optimizers do not have.
 _OURS = ("master", "rest")
 
 
 class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
     """The state of each parameter, by the parameter, as torch's optimizers have it.
 
-    What is given are copies that refuse writes, which would be lost.
+    Values are copies that reject writes, since writes would be lost.
     """
 
     def __init__(self, session: Session) -> None:
@@ -72,7 +73,7 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
 
 
 class _Copy(torch.Tensor):
-    """A copy of a state, or a view of one, which refuses to be written to."""
+    """A copy of a state, or a view of such a copy, that rejects writes."""
 
     @classmethod
     def __torch_function__(
@@ -105,21 +106,19 @@ class _Copy(torch.Tensor):
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-
-
 _GIVES_ARRAY = (torch.Tensor.numpy, torch.Tensor.__array__)
 
 
 def _address(value: Any) -> int | None:
-    """Where the memory of a tensor begins; None of what has none."""
+    """The address of a tensor's memory; None without memory."""
     return value.untyped_storage().data_ptr() or None if isinstance(value, torch.Tensor) else None
 
 
 class _Read(dict[str, Any]):
-    """The state of one parameter as it was read. Other values in it would be lost."""
+    """The state of one parameter as it was read; rejects other values, which would be lost."""
 
     def __setitem__(self, name: str, value: Any) -> None:
-        # Lightning puts back what it moved to where it is.
+        # Lightning sets the values again after it moved them to their device.
         if name not in self or not _same(value, self[name]):
             refuse_other_state()
 
@@ -130,7 +129,7 @@ class _Read(dict[str, Any]):
 
 
 def refuse_other_state() -> NoReturn:
-    """Raise what says where state can be given."""
+    """Raise the error that says where state can be given."""
     raise UsageError(
         "the optimizer's state is on storage and cannot be replaced: give the optimizer that holds the other state "
         "to offload(), or begin from a checkpoint, offload(checkpoint=...)"
@@ -147,7 +146,7 @@ def _same(given: Any, value: torch.Tensor) -> bool:
 
 
 def session_of(optimizer: OffloadedOptimizer) -> Session:
-    """What is behind it, for what else stands on a run: the command that trains, the Trainer's callback."""
+    """The session of an optimizer, for the command that trains and the Trainer's callback."""
     return optimizer._session  # noqa: SLF001
 
 
@@ -158,8 +157,8 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     """
 
     def __init__(self, original: torch.optim.Optimizer, session: Session) -> None:
-        """Stand in for `original`; `session` is what does the work."""
-        # One group will do: torch would refuse such with names of parameters beside such without.
+        """Stand in for `original`; `session` does the work."""
+        # With one group only: torch rejects groups with parameter names beside groups without.
         super().__init__(original.param_groups[:1], original.defaults)
         # The groups are dicts of the original, so that an option set on either is set on both.
         self.param_groups = original.param_groups
@@ -168,23 +167,23 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         self._session = session
         self._groups = GroupMembers(self.param_groups)
         self._groups_of_members = [GroupMembers(one.param_groups) for one in self.members if one is not original]
-        # What was registered with either is heard.
+        # Hooks run, whether they were registered with an original or with this optimizer.
         before = [member._optimizer_step_pre_hooks for member in self.members]  # noqa: SLF001
         after = [member._optimizer_step_post_hooks for member in self.members]  # noqa: SLF001
         self._optimizer_step_pre_hooks = before[0] if len(before) == 1 else JoinedHooks(before)
         self._optimizer_step_post_hooks = after[0] if len(after) == 1 else JoinedHooks(after)
         self._state = StoredState(session)
-        # It must not know the model, nor this: they would live for as long as the interpreter.
+        # Without a reference to the model or to this object: both would live as long as the interpreter.
         self._finalizer = weakref.finalize(self, session.run.resources.close)
 
     # --- the loop --------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Commit what backward staged: all of it becomes visible and durable at once.
+        """Commit the step that backward staged: all of it becomes visible and durable at once.
 
         Args:
-            closure: computes the loss anew; it is called once, before the step.
+            closure: computes the loss again; it is called once, before the step.
 
         Raises:
             UsageError: the step cannot be exact; the message says what to do instead.
@@ -197,14 +196,14 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # A scheduler that was made for an original asks it whether it was stepped.
+        # A scheduler that was made for an original checks whether it was stepped.
         for member in self.members:
             member._opt_called = True  # type: ignore[attr-defined] # noqa: SLF001
         self._session.step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, and before `step()` what was staged by them.
+        """Drop the gradients, and before `step()` their staged updates.
 
         Raises:
             UsageError: `set_to_none=False` where updates ran already.
@@ -225,25 +224,25 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     ) -> list[Any]:
         """Compute losses and gradients of all micro-batches of a step; `step()` comes next.
 
-        The bits are those of a loop that computes one micro-batch after the other, each after
-        `torch.manual_seed(seed)`, with seeds drawn from torch's default generator before the first. The weights are
-        read once for all micro-batches: each unit (a block, say) computes all of them before the next one begins.
+        The result is bit-identical to a loop over the micro-batches, each after `torch.manual_seed(seed)`, with seeds
+        drawn from torch's default generator before the first. The weights are read once for all micro-batches: each
+        unit (a block, say) computes all of them before the next one begins.
 
-        The first call computes one after the other and learns the order of units. So do all calls where layers cannot
-        be shared, and the log says why: several ranks, a module that keeps a value from one micro-batch to the next
-        (BatchNorm), a hook of yours on accumulated gradients.
+        The first call computes one micro-batch after the other, and records the order of units. All calls do so where
+        layers cannot be shared, and the log gives the reason. There are three: several ranks, a module that keeps a
+        value from one micro-batch to the next (BatchNorm), a hook of yours on accumulated gradients.
 
         Args:
             loss_of: called with each micro-batch; returns its loss, or a tuple that begins with it.
             batches: the micro-batches of the step.
-            scale: the losses are multiplied by it before their backwards, as by 1 / len(batches) for a mean.
-            by_layer: False computes one after the other.
+            scale: multiplies the losses before their backwards, as 1 / len(batches) does for a mean.
+            by_layer: False computes one micro-batch after the other.
 
         Returns:
-            What `loss_of` returned, detached, in order.
+            The results of `loss_of`, detached, in order.
 
         Raises:
-            UsageError: a module began to keep values, or gradients arrived in another order; nothing of it is kept.
+            UsageError: a module began to keep values, or gradients arrived in another order; all of it is dropped.
         """
         return self._session.accumulate(loss_of, batches, scale=scale, by_layer=by_layer)
 
@@ -259,17 +258,17 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         """`train()` and `eval()`, where an original has them, as schedule-free optimizers do."""
         if name in MODES and any(callable(getattr(type(one), name, None)) for one in vars(self).get("members", ())):
-            return functools.partial(self._session.modes.switch, name)
+            return functools.partial(switch_mode, self._session.edits, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property  # type: ignore[override]
     def state(self) -> StoredState:
-        """The state of each parameter, read from storage when it is asked for.
+        """The state of each parameter, read from storage on access.
 
         Raises:
-            UsageError: torch's own get_optimizer_state_dict() or set_optimizer_state_dict() asks for it.
+            UsageError: torch's own get_optimizer_state_dict() or set_optimizer_state_dict() reads it.
         """
-        # Where there is none yet, these make a step to have some; and then they would keep none of it.
+        # Without state these functions make a step to create some, which they then would not keep.
         if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":  # noqa: SLF001
             raise UsageError(
                 "the optimizer's state is on storage, and torch's get_optimizer_state_dict(), get_state_dict() and "
@@ -280,7 +279,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
 
     @state.setter
     def state(self, state: Any) -> None:
-        # torch's own beginning sets one.
+        # torch's own `__init__` sets it.
         if "_state" in vars(self) and state is not self._state:
             refuse_other_state()
 
@@ -298,7 +297,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What `backward()` multiplies the loss by."""
+        """The factor by which `backward()` multiplies the loss."""
         return self._session.run.record.scale.scale
 
     @property
@@ -308,7 +307,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
 
     @property
     def user_state(self) -> Any:
-        """A JSON value of at most 64 KiB that is committed with the step."""
+        """A JSON value of at most 64 KiB, committed with the step."""
         return self._session.run.record.user_state
 
     @user_state.setter
@@ -317,7 +316,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
 
     @property
     def plan(self) -> Plan:
-        """What was decided before the run."""
+        """The plan in force."""
         return self._session.measurements.plan
 
     def report(self) -> Report:
@@ -329,30 +328,31 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         return self._session.state_of(parameter)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write a whole checkpoint: weights for `from_pretrained` and any other tool, state and options to go on from.
+        """Write a whole checkpoint: weights for `from_pretrained` and other tools, state and options to resume from.
 
-        It is streamed, so that memory does not grow with the model, written under another name beside `folder`, flushed
-        and renamed: whatever happens, either the earlier checkpoint is there or this one. What others put into an
-        earlier checkpoint's folder stays. Between steps; `offload(checkpoint=folder)` goes on from it, bit for bit.
+        The checkpoint is streamed, so that memory does not grow with the model. It is written under another name beside
+        `folder`, flushed and renamed: after a crash there is either the earlier checkpoint or this one. Files that
+        others put into an earlier checkpoint's folder stay. Call it between steps; `offload(checkpoint=folder)` resumes
+        from it, bit-identically.
 
-        Several ranks call it together, and write one checkpoint: the first rank writes what the others send, piece by
-        piece. Any number of ranks starts from it, and so does one process.
+        Several ranks call it together, and write one checkpoint: the first rank writes the rows that the others send.
+        Any number of ranks can start from it, and so can one process.
 
         Args:
-            folder: where; its parent must be there, for the first rank.
+            folder: of the checkpoint; on the first rank its parent must exist.
 
         Raises:
             UsageError: a step is staged.
-            ConfigError: the folder holds something else.
-            StorageError: there is no room, or the device failed; what was there before is as it was.
-            RankError: another rank could not do its part, which the message says; likewise.
+            ConfigError: the folder has other contents.
+            StorageError: there is no space, or the device failed; an earlier checkpoint is unchanged.
+            RankError: another rank failed, with its message; an earlier checkpoint is unchanged.
         """
         self._session.save(folder)
 
     # --- torch's own ------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups, and where the state is: the store's identity and step. The state itself is in `save()`."""
+        """Groups, and the identity of the store and its step. `save()` writes the state itself."""
         groups, position = [], 0
         for group in self.param_groups:
             options = {name: value for name, value in group.items() if name != "params"}
@@ -362,15 +362,16 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         return {"state": {}, "param_groups": groups, "memascend": self._session.run.record.position.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the groups' options; the state stays what the store holds.
+        """Set the groups' options; the state stays that of the store.
 
-        A state dict of an older step goes back to it, where it was taken after `save()` and the checkpoint is still
-        there, or is the one that `offload()` was given: all of it is read, checked and committed at once.
+        A state dict of an older step rolls the run back to a checkpoint of that step. The checkpoint is the one that
+        `save()` wrote before the state dict was made, or the one given to `offload()`. It is read, checked and
+        committed as a whole.
 
-        What was loaded into the model just before, and nobody has used yet, is dropped where this is refused.
+        Where the call is rejected, unused values of a preceding load into the model are dropped.
 
         Raises:
-            UsageError: the state belongs to a step that this store does not hold; model and store are as they were.
+            UsageError: the state belongs to a step that this store does not have; model and store are unchanged.
         """
         self._session.judge(state_dict)
         for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -393,20 +394,20 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     # --- the end ---------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Keep what `step()` committed, drop what it did not, free everything. Twice is fine."""
+        """Keep the last commit of `step()`, drop uncommitted changes, free all memory. Twice is fine."""
         self._session.close()
         self._finalizer.detach()
 
 
 def materialized(model: torch.nn.Module, modify: bool = False) -> contextlib.AbstractContextManager[None]:
-    """Real parameters inside a `with` block: those of the last committed step.
+    """Make the parameters real inside a `with` block, with the values of the last committed step.
 
-    They lie in unlinked files, so that a model larger than memory can be looked at and saved.
+    The values are in unlinked files, so that a model larger than memory can be inspected and saved.
 
     Args:
         model: an offloaded model.
-        modify: write back what was changed, and commit it at once. A value whose bits did not change leaves its master
-            and its state untouched. Without it what is changed inside is dropped at the end, with a warning.
+        modify: write back changed values, and commit them at once. A value whose bits did not change leaves its master
+            and its state untouched. Without it changes are dropped at the end, with a warning.
 
     Raises:
         UsageError: the model is not offloaded, or a step is staged (with `modify`).
@@ -421,5 +422,5 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> contextlib.Abs
             "this model is not offloaded, or its optimizer was closed, so it has no values on storage: give the model "
             "that offload() returned, before close()"
         )
-    materializer: Materializer = session_of(offloaded).materializer
-    return materializer.materialized(modify=modify)
+    session = session_of(offloaded)
+    return real_parameters(session.edits, session.attachment, modify=modify, sharded=session.sharding is not None)

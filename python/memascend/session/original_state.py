@@ -1,4 +1,4 @@
-"""Takes the state of the original optimizer apart, and refuses memory that others hold and that would not follow."""
+"""Replaces the state of the original optimizer, and rejects state that other code refers to and that would be stale."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from memascend.session.optimizer import OffloadedOptimizer
 
 
-# Past the property that parameters have while any model is offloaded.
+# Not the property that parameters have while any model is offloaded.
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _WHERE = "is on storage: use the optimizer that offload() returned, and its state[p]"
 
@@ -31,10 +31,10 @@ _WHERE = "is on storage: use the optimizer that offload() returned, and its stat
 def require_unaliased_state(
     optimizer: torch.optim.Optimizer, named: Mapping[str, torch.nn.Parameter], model: torch.nn.Module
 ) -> None:
-    """Refuse state that others reach by a view, or by the dict in which it is; nothing was changed.
+    """Reject state that other code refers to by a view, or by its dict; nothing was changed.
 
     Raises:
-        ConfigError: whose state it is, and what to do.
+        ConfigError: it names the parameter, and a way out.
     """
     state = optimizer.state
     states = {name: state[parameter] for name, parameter in named.items() if parameter in state}
@@ -61,7 +61,7 @@ def require_unaliased_state(
 
 
 def _held(optimizer: torch.optim.Optimizer, named: Mapping[str, torch.nn.Parameter], names: list[str]) -> list[str]:
-    """Those whose dict is not the optimizer's alone."""
+    """The names of parameters whose dict is not the optimizer's alone."""
     key = object()
     alone = _references({key: {}}, key)
     return [name for name in names if _references(optimizer.state, named[name]) > alone]
@@ -72,9 +72,9 @@ def _references(mapping: Mapping[Any, Any], key: Any) -> int:
 
 
 def leave(optimizer: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> None:
-    """Let the original's state be that of the run; what somebody holds of the old one raises when it is used."""
+    """Replace the original's state by that of the run; a tensor of the old state that is still in use raises."""
     state = optimizer.state
-    # What all states have, as tables, is nobody's own.
+    # Values that several states share, like tables, belong to no parameter.
     common = Counter(id(value) for own in state.values() for value in own.values())
     if state:
         common.update(2 * [id(one) for value in attributes_of(optimizer).values() for one in reached_from(value)])
@@ -93,7 +93,7 @@ def leave(optimizer: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> No
 
 
 def _take_memory(tensor: torch.Tensor, key: str) -> None:
-    """Let a tensor that somebody holds have no values: what it had goes on elsewhere."""
+    """Remove the values of a tensor that is still referred to; the run has them."""
     nothing = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
     torch._C._set_storage_access_error_msg(nothing, f"this tensor was {key} of an optimizer, whose state {_WHERE}")  # noqa: SLF001
     _SET_DATA(tensor, nothing)
@@ -114,18 +114,18 @@ def _refuse_load(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 
 
 class OriginalState(MutableMapping[torch.Tensor, dict[str, Any]]):
-    """The `state` of the original optimizer: that of the run, as long as it lasts; then an empty one."""
+    """The `state` of the original optimizer: that of the run, until the run ends; then an empty one."""
 
     def __init__(self, offloaded: OffloadedOptimizer, owned: Container[int] | None = None) -> None:
-        """`owned` are the ids of its parameters, where others of the run are another optimizer's."""
-        # Whoever holds the original, as schedulers do, does not hold the run.
+        """`owned` are the ids of its parameters, where the run has several optimizers."""
+        # A reference to the original, as schedulers have one, does not keep the run alive.
         self._offloaded = weakref.ref(offloaded)
         self._owned = owned
         self._own: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
 
     @property
     def run(self) -> OffloadedOptimizer | None:
-        """What has the state; None where it is closed."""
+        """The optimizer that has the state; None where it is closed."""
         offloaded = self._offloaded()
         return None if offloaded is None or session_of(offloaded).run.resources.closed else offloaded
 

@@ -23,14 +23,12 @@ if TYPE_CHECKING:
 
 
 _TENSOR_DATA: Any = torch.Tensor.data
-
-
 # The types that torch's functions of lists take.
 _LISTED: list[Any] = torch.utils._foreach_utils._foreach_supported_types  # noqa: SLF001
 
 
 class ProcessHooks:
-    """One run's share in the hooks: the first installs them, and they leave with the last."""
+    """One run's share in the hooks: the first run installs them, and the last one removes them."""
 
     _lock = threading.Lock()
     _runs = 0
@@ -80,7 +78,7 @@ class ProcessHooks:
 
 
 def _data(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """`.data` of a parameter: a plain one while it is bound, whose memory nothing else would watch."""
+    """`.data` of a parameter: while it is materialized, the residency notes the access."""
     place = parameter.__dict__.get("_memascend")
     if place is not None:
         place.source.note_data(place)
@@ -89,7 +87,7 @@ def _data(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _watching(name: str) -> Any:
-    """A method of tensors, for parameters: of one that is bound it is told first."""
+    """A method of tensors, for parameters, that notes the access first."""
     method = getattr(torch.Tensor, name)
 
     @functools.wraps(method)
@@ -116,7 +114,7 @@ def _note_registration(module: torch.nn.Module, name: str, given: Any) -> None:
 
 
 def _refuse_foreign_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
-    """Refuse a step of an optimizer that owns offloaded parameters and is not the one that offload() returned."""
+    """Reject a step of an optimizer that owns offloaded parameters and is not the one that offload() returned."""
     del args, options
     if isinstance(optimizer, OffloadedOptimizer):
         return

@@ -21,51 +21,33 @@ if TYPE_CHECKING:
     from memascend.grads.microbatches import PartialSums
     from memascend.grads.speculation import Speculation
     from memascend.memory import Arena
-    from memascend.params.residency import Residency
     from memascend.plan.table import Plan
-    from memascend.session.run import Position, Resources
+    from memascend.session.run import Run
     from memascend.storage import Engine
 
 
-# Enough for a picture; a step that has more is kept every second, then every fourth time, and so on.
+# Enough for a picture. A step with more samples keeps every second one, then every fourth one, and so on.
 _SAMPLES_MAX = 4096
 
 
 class Sample(NamedTuple):
-    """What was held at one moment."""
+    """Memory in use at one moment."""
 
     seconds: float  # since the step began
-    units: int  # bytes of the arena that were lent
-    gradients: int  # bytes of gradients that were held
-    arrived: int  # bytes of all gradients of the step so far, which training in memory holds
-    waiting: int  # bytes of gradients of held parameters that waited for `step()`
+    units: int  # bytes of the arena that were leased
+    gradients: int  # bytes of gradients in memory
+    arrived: int  # bytes of all gradients of the step so far, which in-memory training keeps
+    waiting: int  # bytes of gradients of parameters in the RAM tier that waited for `step()`
 
 
 class Meter:
-    """Bounded in memory, and some microseconds for each sample."""
-
-    __slots__ = (
-        "_arena",
-        "_arrived",
-        "_arrived_bytes",
-        "_began",
-        "_engine",
-        "_events",
-        "_every",
-        "_held_peak",
-        "_keeps_all",
-        "_last",
-        "_samples",
-        "_stale",
-        "_sums",
-        "handing_seconds",
-    )
+    """Samples the memory of a step: bounded in memory, and some microseconds for each sample."""
 
     def __init__(self, arena: Arena, engine: Engine, *, keeps_all: bool = False) -> None:
         """Begin.
 
         Args:
-            arena: lends units their bytes.
+            arena: leases units their bytes.
             engine: has the gradients that wait for an update.
             keeps_all: gradients stay in memory until step().
         """
@@ -73,16 +55,16 @@ class Meter:
         self._engine = engine
         self._keeps_all = keeps_all
         self._sums: PartialSums | None = None
-        # What backward spent in handing on gradients, waiting for room among them.
+        # Time that backward spent to hand on gradients, waiting for memory included.
         self.handing_seconds = 0.0
-        # Of the last step that was whole, and of this one. As numbers one after another: a tuple for each would be
-        # left between what a block computes with.
+        # The samples of the last whole step. They are stored as consecutive numbers: a tuple for each would fragment
+        # the heap between the tensors of a block.
         self._last = array("d")
-        self._samples = array("d")
         self._arrived: set[str] = set()
         self._arrived_bytes = 0
         self._stale = False
-        self._held_peak = 0
+        # The most that was ever kept in memory until step(); 0 where none is.
+        self.gradients_peak = 0
         self._restart()
 
     def count(self, sums: PartialSums | None) -> None:
@@ -92,7 +74,7 @@ class Meter:
     def used(self) -> None:
         """A unit was used."""
         if not self._samples:
-            # The step begins with its first use, and not when the one before it ended.
+            # The step begins with its first use of a unit, and not at the end of the previous step.
             self._began = time.perf_counter()
         self._events += 1
         if self._events % self._every == 0:
@@ -101,12 +83,13 @@ class Meter:
     def arrived(self, name: str, nbytes: int, began: float) -> None:
         """A gradient was handed on, which began at `began`."""
         if self._stale:
-            # The gradients of the step before were let go, by whatever means.
+            # The gradients of the previous step were released, by whatever means.
             self.cleared()
         if name not in self._arrived:
             self._arrived.add(name)
             self._arrived_bytes += nbytes
-            self._held_peak = max(self._held_peak, self._arrived_bytes if self._keeps_all else 0)
+            if self._keeps_all:
+                self.gradients_peak = max(self.gradients_peak, self._arrived_bytes)
         self.handing_seconds += time.perf_counter() - began
         self.used()
 
@@ -125,7 +108,7 @@ class Meter:
 
     @property
     def samples(self) -> list[Sample]:
-        """Of the last whole step; of the one that runs, while there is none."""
+        """The samples of the last whole step; before the first one, those of the running step."""
         numbers = iter(self._last or self._samples)
         return [
             Sample(sample[0], *map(int, sample[1:])) for sample in zip(*[numbers] * len(Sample._fields), strict=True)
@@ -133,15 +116,10 @@ class Meter:
 
     @property
     def gradients(self) -> int:
-        """Bytes of gradients that are held now."""
+        """Bytes of gradients in memory now."""
         queued = self._engine.queued_bytes + (0 if self._sums is None else self._sums.nbytes)
-        # Those that are kept in memory wait for the engine in that same memory.
+        # Gradients that are kept until step() wait for the engine in that same memory.
         return max(queued, self._arrived_bytes if self._keeps_all else 0)
-
-    @property
-    def gradients_peak(self) -> int:
-        """The most that was ever kept in memory until step(); 0 where none is."""
-        return self._held_peak
 
     def _restart(self) -> None:
         self._samples = array("d")
@@ -164,7 +142,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Owner:
-    """Memory of one kind: bytes held now, and the most that were held."""
+    """Memory of one kind: bytes in use now, and the most that were in use."""
 
     bytes: int
     peak: int
@@ -172,7 +150,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class TorchBytes:
-    """What the same training holds in memory without offloading, in bytes, but for activations, which are the same."""
+    """Bytes that the same training takes without offloading, but for activations, which are the same."""
 
     values: int
     state: int
@@ -180,17 +158,17 @@ class TorchBytes:
 
     @property
     def total(self) -> int:
-        """All of it, at the end of a backward."""
+        """The sum, at the end of a backward."""
         return self.values + self.state + self.gradients
 
 
 @dataclass(frozen=True)
 class AllRanks:
-    """What all ranks together held and moved, up to the beginning of the last `step()`, in which they told each other.
+    """Memory and traffic of all ranks together, as exchanged at the beginning of the last `step()`.
 
     Attributes:
-        count: how many there are.
-        peak: of host memory, the sum of their peaks.
+        count: the number of ranks.
+        peak: the sum of their peaks of host memory.
         read: bytes read from storage since `offload()` returned.
         written: bytes written to it since then.
     """
@@ -203,31 +181,31 @@ class AllRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a run held in memory, read, wrote and waited for since `offload()` returned. `str()` is a table.
+    """Memory, traffic and times of a run since `offload()` returned. `str()` is a table.
 
     Attributes:
         owners: host memory by owner.
         budget: the limit in force, in bytes.
-        object_bytes: of Python's and torch's objects for each parameter, about, which no budget can hold down.
-        read: bytes read, by kind; "other" is the catalog and what was read out.
-        held: bytes that were taken from held entries in memory, and not read.
+        object_bytes: about the bytes of Python's and torch's objects for each parameter, which no budget limits.
+        read: bytes read, by kind; "other" is the catalog, and values that were read out.
+        held: bytes that were taken from the RAM tier instead of being read.
         written: bytes written, by kind; "first values" were written by `offload()` itself.
-        log_steps: so many steps of gradients of held entries may be in the store's log; 0: there is none.
-        log_bytes: the room that it has on storage.
-        log_wanted: how many steps it would have if there was room for them.
-        unlogged: updates of held entries that the log had no room for, so that their entries were written whole.
-        seconds: by stage; stages run beside each other, so they do not add up to "wall".
+        log_steps: steps of gradients that fit into the store's gradient log; 0: there is no log.
+        log_bytes: the space of the log on storage.
+        log_wanted: the steps that the log would have with enough space.
+        unlogged: updates that the log had no space for, so that their parameters were written whole.
+        seconds: by stage; stages overlap, so they do not add up to "wall".
         steps: committed since `offload()` returned.
         early: steps whose updates began before `step()`, since few of their gradients are clipped or changed.
-        anew: those of them whose gradients were, so that the updates were made anew.
-        units: how often a unit was read, was there already, and went.
-        in_memory: what the same training holds in memory.
+        anew: the early steps whose gradients were clipped or changed, so that their updates were repeated.
+        units: how often a unit was read, was cached already, and was evicted.
+        in_memory: bytes that the same training takes in memory.
         samples: memory over the last step.
-        device: memory of the device by owner, where that is not the host.
+        device: memory of the device by owner, where the host does not compute.
         device_budget: the limit in force there; 0 where the host computes.
-        device_torch: all that torch holds there, the owners' and beside them activations and the user's own tensors.
-        device_copies: why copies there and back are slower than they could be; None where they are not.
-        ranks: of several ranks, what all have; everything else is this one's. None before their first step.
+        device_torch: all memory that torch has there: the owners', activations and the user's own tensors.
+        device_copies: why copies to and from the device are slower than possible; None where they are not.
+        ranks: the sums of all ranks; all other figures are this rank's. None before the first step.
     """
 
     owners: dict[str, Owner]
@@ -255,26 +233,27 @@ class Report:
 
     @property
     def total(self) -> int:
-        """Bytes of host memory that are held now."""
+        """Bytes of host memory that are in use now."""
         return sum(owner.bytes for owner in self.owners.values())
 
     @property
     def peak(self) -> int:
-        """At most so many were held: the sum of the owners' peaks."""
+        """The sum of the owners' peaks, an upper bound of the bytes that were in use at once."""
         return sum(owner.peak for owner in self.owners.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON values; "device" where that is not the host, "held" and "log" where entries are held.
+        """All figures as JSON values. Some keys appear only where they apply.
 
-        "early" where updates began before `step()`. "ranks" where there are several. "log" has "wanted" where it is
-        shorter, and "unlogged" where that is not 0.
+        "device": the host does not compute. "held" and "log": parameters are kept in RAM. "early": updates began before
+        `step()`. "ranks": there are several. "log" has "wanted" where it is shorter, and "unlogged" where that is
+        not 0.
         """
-        there = {} if self.device_torch is None else {"device": _held(self.device, self.device_budget)}
+        device = {}
         if self.device_torch is not None:
-            there["device"]["torch"] = {"bytes": self.device_torch.bytes, "peak": self.device_torch.peak}
+            device["device"] = {**_as_json(self.device, self.device_budget), "torch": asdict(self.device_torch)}
         return {
-            "host": _held(self.owners, self.budget),
-            **there,
+            "host": _as_json(self.owners, self.budget),
+            **device,
             "read": dict(self.read),
             "written": dict(self.written),
             "seconds": dict(self.seconds),
@@ -295,26 +274,26 @@ class Report:
         rows = [(name, bytes_shown(owner.bytes), bytes_shown(owner.peak)) for name, owner in self.owners.items()]
         rows.append(("all", bytes_shown(self.total), bytes_shown(self.peak)))
         saved = f", {self.in_memory.total / self.peak:.1f} times as much" if self.peak else ""
-        here = self.units["hits"] + self.units["adopted"]
+        cached = self.units["hits"] + self.units["adopted"]
         beside = f"beside it Python's objects take about {bytes_shown(self.object_bytes)}"
         budget = f"The budget is {bytes_shown(self.budget)}; {beside}."
         in_memory = f"In memory the same training would hold {bytes_shown(self.in_memory.total)}{saved}."
         parts = [
             table(("host memory", "now", "peak"), rows),
             f"{budget}\n{in_memory}",
-            *self._there(),
+            *self._on_device(),
             self._traffic(),
-            *self._kept_off(),
+            *self._kept_in_ram(),
             table(("stage", "time"), [(name, seconds_shown(taken)) for name, taken in self.seconds.items()]),
             *self._of_all_ranks(),
-            f"{self.steps} steps. Units were read {self.units['fetches']} times and were there already {here} times.",
+            f"{self.steps} steps. Units were read {self.units['fetches']} times and were there already {cached} times.",
         ]
         if self.early:
             parts.append(f"Updates of {self.early} steps began before step(); {self.anew} of them were made anew.")
         return "\n\n".join(parts)
 
-    def _there(self) -> list[str]:
-        """Memory of the device, where that is not the host."""
+    def _on_device(self) -> list[str]:
+        """The table of the device's memory, where the host does not compute."""
         if self.device_torch is None:
             return []
         owners = {**self.device, "all that torch holds": self.device_torch}
@@ -323,8 +302,8 @@ class Report:
         slower = [] if self.device_copies is None else [f"Copies are slower than they could be: {self.device_copies}."]
         return [table(("device memory", "now", "peak"), rows), "\n".join([budget, *slower])]
 
-    def _kept_off(self) -> list[str]:
-        """What held entries saved, where there are any."""
+    def _kept_in_ram(self) -> list[str]:
+        """Sentences about the RAM tier and its gradient log, where there are any."""
         said = []
         if self.held:
             each = f", {bytes_shown(self.held // self.steps)} for each step" if self.steps else ""
@@ -342,7 +321,7 @@ class Report:
         return [" ".join(said)] if said else []
 
     def _of_all_ranks(self) -> list[str]:
-        """What several ranks have together."""
+        """The sums of several ranks."""
         if self.ranks is None:
             return []
         count, peak = self.ranks.count, bytes_shown(self.ranks.peak)
@@ -362,10 +341,10 @@ class Report:
         return table(("storage", "kind", "bytes", "for each step"), rows)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw host memory over the last step, by owner, next to what the same training holds in memory.
+        """Draw host memory over the last step, by owner, next to that of the same training in memory.
 
         Args:
-            path: of the picture; its ending says of which kind it is.
+            path: of the picture; its suffix gives the format.
 
         Raises:
             ConfigError: matplotlib is not installed.
@@ -375,7 +354,10 @@ class Report:
         try:
             for axis in axes:
                 self._draw(axis)
-            axes[0].step(*self._in_memory_line(), where="post", color=IN_MEMORY, label="in memory")
+            always = self.in_memory.values + self.in_memory.state
+            in_memory = [(always + sample.arrived) / _MIB for sample in self.samples]
+            seconds = [sample.seconds for sample in self.samples]
+            axes[0].step(seconds, in_memory, where="post", color=IN_MEMORY, label="in memory")
             axes[0].set_title("Beside the same training in memory, without activations")
             axes[1].set_title("memascend alone, by owner")
             axes[1].axhline(self.budget / _MIB, color=IN_MEMORY, linestyle=":", label="budget")
@@ -385,7 +367,8 @@ class Report:
                 axis.set_xlabel("seconds of a step")
                 axis.set_ylabel("MiB of host memory")
                 axis.grid(alpha=0.3)
-            handles = {label: handle for axis in axes for handle, label in zip(*_legend(axis), strict=True)}
+            legends = [zip(*axis.get_legend_handles_labels(), strict=True) for axis in axes]
+            handles = {label: handle for legend in legends for handle, label in legend}
             figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)
             where = Path(path).expanduser()
             where.parent.mkdir(parents=True, exist_ok=True)
@@ -394,7 +377,7 @@ class Report:
             plt.close(figure)
 
     def _draw(self, axis: Any) -> None:
-        """What is held, owner upon owner; of the units' memory, what is lent and what is free apart."""
+        """Stack the owners' memory; leased and free memory of units are separate layers."""
         seconds = [sample.seconds for sample in self.samples]
         layers: dict[str, list[float]] = {}
         for name, owner in self.owners.items():
@@ -410,79 +393,51 @@ class Report:
                 layers[name] = [owner.bytes / _MIB] * len(seconds)
         axis.stackplot(seconds, list(layers.values()), labels=list(layers), step="post", alpha=0.85)
 
-    def _in_memory_line(self) -> tuple[list[float], list[float]]:
-        always = self.in_memory.values + self.in_memory.state
-        held = [(always + sample.arrived) / _MIB for sample in self.samples]
-        return [sample.seconds for sample in self.samples], held
 
-
-def _legend(axis: Any) -> tuple[list[Any], list[str]]:
-    handles, labels = axis.get_legend_handles_labels()
-    return handles, labels
-
-
-def _held(owners: Mapping[str, Owner], budget: int) -> dict[str, Any]:
-    """Memory as JSON values."""
+def _as_json(owners: Mapping[str, Owner], budget: int) -> dict[str, Any]:
     return {
         "total": sum(owner.bytes for owner in owners.values()),
         "peak": sum(owner.peak for owner in owners.values()),
         "budget": budget,
-        "owners": {name: {"bytes": owner.bytes, "peak": owner.peak} for name, owner in owners.items()},
+        "owners": {name: asdict(owner) for name, owner in owners.items()},
     }
 
 
 _log = logging.getLogger("memascend")
 
 
-@dataclass(frozen=True)
-class _Counters:
-    """What engine and store had counted at some moment."""
-
-    engine: dict[str, Any]
-    store: dict[str, Any]
-    moment: float
-
-    @classmethod
-    def of(cls, resources: Resources) -> _Counters:
-        return cls(resources.engine.counters(), resources.store.counters(), time.perf_counter())
-
-    def since(self, then: _Counters) -> _Counters:
-        return _Counters(_since(self.engine, then.engine), _since(self.store, then.store), self.moment - then.moment)
-
-
 class Measurements:
-    """What a report is made of."""
+    """Collects the figures of a report."""
 
-    def __init__(
-        self,
-        resources: Resources,
-        residency: Residency,
-        plan: Plan,
-        position: Position,
-        meter: Meter,
-        speculation: Speculation,
-    ) -> None:
-        self._resources = resources
+    def __init__(self, run: Run, plan: Plan, meter: Meter, speculation: Speculation) -> None:
+        self._run = run
+        self._resources = run.resources
         self._speculation = speculation
-        self._residency = residency
         self._planned = plan
-        self._position = position
         self.meter = meter
-        # What was counted before is not of the training.
-        self._before = _Counters.of(resources)
+        # Earlier counts do not belong to the training.
+        self._before = self._counted()
         self._step_seconds = 0.0
         self._last: Report | None = None
-        # As it was told in the last step.
+        # As exchanged in the last step.
         self._all_ranks: AllRanks | None = None
         self._told_of_log = False
 
+    def _counted(self) -> dict[str, Any]:
+        resources = self._resources
+        return {
+            "engine": resources.engine.counters(),
+            "store": resources.store.counters(),
+            "seconds": time.perf_counter(),
+        }
+
     def log_began(self, plan: Plan) -> None:
-        """The plan has the log that the store has room for."""
+        """`plan` has the log that the store has space for."""
         self._planned = plan
 
     @property
     def plan(self) -> Plan:
-        """The plan in force: with what was added beside it where nobody gave a budget."""
+        """The plan in force, with the memory that was added where no budget was given."""
         arena = self._resources.units.arena
         return self._planned.with_added(arena.added, arena.added_bytes)
 
@@ -490,13 +445,11 @@ class Measurements:
         """A step was committed, whose `step()` began then."""
         self._step_seconds += time.perf_counter() - began
         self.meter.step_ended()
+        unlogged = 0
         if self._planned.log_steps and not self._told_of_log:
-            self._tell_of_log()
-
-    def _tell_of_log(self) -> None:
-        """Say once that the log did not take what it is for."""
-        unlogged = self._resources.engine.counters()["unlogged"]
+            unlogged = self._resources.engine.counters()["unlogged"]
         if unlogged:
+            # Once: report() has the count.
             self._told_of_log = True
             _log.warning(
                 "%d gradients found no space in the gradient log of %d steps, so their parameters were written whole; "
@@ -506,57 +459,57 @@ class Measurements:
             )
 
     def told(self) -> list[int]:
-        """What a rank tells the others of itself: the peak of host memory, bytes read and written."""
-        store = _Counters.of(self._resources).since(self._before).store
+        """The figures that a rank sends to the others: the peak of host memory, bytes read and written."""
+        store = _since(self._counted(), self._before)["store"]
         return [sum(owner.peak for owner in self._owners().values()), store["read_bytes"], store["written_bytes"]]
 
     def hear(self, told: Sequence[Sequence[int]]) -> None:
-        """Remember what all ranks have told, so that no report has to ask them."""
+        """Remember the figures of all ranks, so that a report needs no communication."""
         peak, read, written = map(sum, zip(*told, strict=True))
         self._all_ranks = AllRanks(len(told), peak, read, written)
 
     def report(self, trained: Collection[str]) -> Report:
-        """What was measured so far; `trained` are the names that the optimizer owns."""
+        """The figures so far; `trained` are the names that the optimizer owns."""
         return self._last or self._taken(trained)
 
     def close(self, trained: Collection[str]) -> None:
-        """Take a report that can be asked for afterwards, too."""
+        """Make the report that is returned from now on."""
         self._last = self._taken(trained)
 
     def _taken(self, trained: Collection[str]) -> Report:
-        counted = _Counters.of(self._resources).since(self._before)
-        read, written = self._traffic(counted)
+        counted = _since(self._counted(), self._before)
+        engine, store = counted["engine"], counted["store"]
+        read, written = self._traffic(engine, store)
         return Report(
             owners=self._owners(),
             budget=self.plan.budget,
             object_bytes=self.plan.object_bytes,
             read=read,
             written=written,
-            held=counted.store["held_bytes"],
+            held=store["held_bytes"],
             log_steps=self.plan.log_steps,
             log_bytes=self.plan.log_bytes,
             log_wanted=self.plan.log_wanted,
-            unlogged=counted.engine["unlogged"],
+            unlogged=engine["unlogged"],
             seconds={
-                "wall": counted.moment,
-                "waiting for units": counted.store["wait_seconds"] + self._resources.units.wait_seconds,
+                "wall": counted["seconds"],
+                "waiting for units": store["wait_seconds"] + self._resources.units.wait_seconds,
                 "handing on gradients": self.meter.handing_seconds,
                 "step()": self._step_seconds,
-                **{f"update, {stage}": taken for stage, taken in counted.engine["seconds"].items()},
+                **{f"update, {stage}": taken for stage, taken in engine["seconds"].items()},
             },
-            steps=self._position.made,
+            steps=self._run.record.position.made,
             early=self._speculation.early,
             anew=self._speculation.anew,
-            units=dict(self._residency.units.counters),
+            units=dict(self._run.residency.units.counters),
             in_memory=self._in_memory(trained),
             samples=tuple(self.meter.samples),
             ranks=self._all_ranks,
             **self._on_device(),
         )
 
-    def _traffic(self, counted: _Counters) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes read and written, by kind."""
-        engine, store = counted.engine, counted.store
+    def _traffic(self, engine: dict[str, Any], store: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes read and written, by kind, from the counters of engine and store."""
         read = {
             "values": store["fetched_bytes"],
             "values, update": engine["values_read"],
@@ -571,7 +524,7 @@ class Measurements:
         }
         read["other"] = max(0, store["read_bytes"] - sum(read.values()))
         written["other"] = max(0, store["written_bytes"] - sum(written.values()))
-        written["first values"] = self._before.store["written_bytes"]
+        written["first values"] = self._before["store"]["written_bytes"]
         activations = self._resources.activations
         if activations is not None:
             read["activations"] = activations.counters["read"]
@@ -581,9 +534,9 @@ class Measurements:
     def _owners(self) -> dict[str, Owner]:
         resources = self._resources
         info, counters = resources.store.info(), resources.engine.counters()
-        # The engine's memory has the room for whole parameters in it, too.
+        # The engine's memory includes the buffer for whole parameters.
         staging, whole = resources.engine.staging_bytes, self.plan.whole_bytes
-        held = {
+        sizes = {
             **resources.units.host,
             "update staging": max(0, staging - whole),
             "catalog": info["buffer_bytes"],
@@ -594,22 +547,22 @@ class Measurements:
             "activations": 0 if resources.activations is None else resources.activations.host_bytes,
         }
         always = (*resources.units.host, "update staging", "catalog", "index")
-        owners = {name: Owner(nbytes, nbytes) for name, nbytes in held.items() if nbytes or name in always}
+        owners = {name: Owner(nbytes, nbytes) for name, nbytes in sizes.items() if nbytes or name in always}
         if "held gradients" in self.plan.host:
-            # Where all gradients are kept anyway, these are among them.
+            # In "ram" mode these gradients are among all those that are kept.
             owners["held gradients"] = Owner(counters["waiting"], counters["waiting_peak"])
         if not self.plan.device:
             owners["gradients"] = self._gradients()
         return owners
 
     def _gradients(self) -> Owner:
-        """Those that wait for their update, where they were made."""
+        """The memory of gradients that wait for their update, where the model computes."""
         now = self.meter.gradients
         queued = int(self._resources.engine.counters()["queued_peak"])
         return Owner(now, max(now, queued, self.meter.gradients_peak))
 
     def _on_device(self) -> dict[str, Any]:
-        """Memory of the device, where that is not the host."""
+        """The fields of a report about the device's memory, where the host does not compute."""
         units = self._resources.units
         if units.device is None:
             return {}
@@ -622,7 +575,7 @@ class Measurements:
         }
 
     def _in_memory(self, trained: Collection[str]) -> TorchBytes:
-        """Values, gradients and state as torch holds them: a compact master counts whole."""
+        """Values, gradients and state as torch has them: a compact master counts whole."""
         values = state = gradients = 0
         for entry in self._resources.store.each_entry():
             if entry["buffer"]:
@@ -642,7 +595,7 @@ def _itemsize(dtype: str) -> int:
 
 
 def _since(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
-    """What was counted since then."""
+    """The differences of counters."""
     found: dict[str, Any] = {}
     for name, value in now.items():
         before = then.get(name, 0)

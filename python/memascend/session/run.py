@@ -1,4 +1,4 @@
-"""Owns store, engine and memory of a run, and knows where it stands: which step, what a commit records."""
+"""Owns store, engine and memory of a run, and tracks its position: the step, and the data of a commit."""
 
 from __future__ import annotations
 
@@ -32,13 +32,11 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("memascend")
-
-
 CLOSED = "this model was offloaded, and its optimizer has been closed; open its storage again to resume"
 
 
 class Resources:
-    """What has to be let go: it knows neither model nor optimizer, so that both can be collected."""
+    """The resources to release: without references to model and optimizer, so that both can be collected."""
 
     def __init__(
         self,
@@ -50,14 +48,14 @@ class Resources:
         release: Callable[[], None],
         temporary: bool = False,
     ) -> None:
-        """`release` gives up the share in process-wide hooks; a `temporary` store is gone with the process."""
+        """`release` ends the run's share in process-wide hooks; a `temporary` store ends with the process."""
         self.store = store
         self.engine = engine
         self.units = units
         self.activations = activations
         self._release = release
         self.temporary = temporary
-        # Steps were committed that nobody has read out.
+        # There are committed steps whose values were not read out.
         self._unread = False
         self.closed = False
         self._told_of_loss = False
@@ -67,7 +65,7 @@ class Resources:
     def _close_store(self) -> None:
         try:
             if self.temporary:
-                # Nobody will read it.
+                # Its data is not needed any more.
                 self.store.give_up()
             else:
                 self._write_held()
@@ -75,7 +73,7 @@ class Resources:
             self.store.close()
 
     def _write_held(self) -> None:
-        """Write what only memory and the log have; without a log one Ctrl-C does not end that: all would be lost."""
+        """Write the RAM tier to storage; without a log one Ctrl-C does not stop it, as all training would be lost."""
         with Progress("writing parameters kept in RAM to storage", 0) as progress:
             try:
                 self.store.write_applied(progress.reached)
@@ -97,40 +95,40 @@ class Resources:
                 raise
 
     def require_open(self) -> None:
-        """Refuse what comes after close(), and what a forked child asks."""
+        """Reject calls after close(), and calls in a forked child."""
         if self.closed:
             raise UsageError(CLOSED)
         self.process.require_here()
 
     def warn_if_lost(self) -> None:
-        """Warn once where the store's file lost its name: all goes well until the end of the process."""
+        """Warn once where the store's file was deleted or renamed: the data is lost when the process ends."""
         lost = None if self._told_of_loss else self.store.lost()
         if lost is not None:
             self._told_of_loss = True
             warnings.warn(str(lost), stacklevel=5)
 
     def step_made(self) -> None:
-        """A step was committed, which only storage has."""
+        """A step was committed; only storage has its values."""
         self._unread = True
 
     def read_out(self) -> None:
-        """Somebody has the values of the last step."""
+        """The values of the last step were read out."""
         self._unread = False
 
     def finish_first(self, finish: Callable[[], None] | None) -> None:
-        """Have something done at the beginning of close(); it must know neither model nor optimizer."""
+        """Call `finish` at the beginning of close(); it must refer to neither model nor optimizer."""
         self._first = finish
 
     def close(self) -> None:
-        """Drain, drop what is not committed, free. Twice is fine."""
+        """Drain, drop uncommitted values, free all memory. Twice is fine."""
         if self.closed:
             return
         self.closed = True
         if self.process.is_elsewhere:
-            # A forked child has none of the threads, and what it would write is its parent's.
+            # A forked child has none of the threads, and the store is its parent's.
             return
         with contextlib.ExitStack() as last_first:
-            # Each of them also where another fails.
+            # Each callback runs also where another one fails.
             last_first.callback(self._release)
             if self.activations is not None:
                 last_first.callback(self.activations.close, CLOSED)
@@ -149,25 +147,25 @@ class Resources:
 
 
 class Position:
-    """Where a run stands.
+    """The position of a run.
 
-    An identity names store and step, and the line of steps where the run went back: two steps that have one number are
-    told apart by what they were made from.
+    An identity has the store, the step, and after a rollback the line of steps: it distinguishes two steps of the same
+    number with different histories.
     """
 
     def __init__(self, store: Store, checkpoint: str | os.PathLike[str] | None) -> None:
-        """`checkpoint` is what offload() was given, also where the store stood before it."""
+        """`checkpoint` is the one given to offload(), even where the store took precedence."""
         self._store = store
         self._checkpoint = checkpoint
         self.step = store.step
-        # Steps that were committed by this run.
+        # Number of steps that this run committed.
         self.made = 0
         stored = store.hyperparameters or {}
-        # The identity of the checkpoint that it began from, where no step was made since.
+        # The identity of the checkpoint from which the run began, until its first step.
         self._origin: dict[str, Any] | None = stored.get("origin")
-        # The generation of the store in which it went back last.
+        # The generation of the store at the last rollback.
         self.line: int | None = stored.get("line")
-        # The checkpoint that was written of this step.
+        # The checkpoint of this step.
         self._saved: str | None = None
 
     def advance(self) -> None:
@@ -177,7 +175,7 @@ class Position:
         self._origin = self._saved = None
 
     def go_back(self, step: int, origin: dict[str, Any], line: int) -> None:
-        """What a checkpoint of this identity holds was committed."""
+        """A rollback to the checkpoint of this identity was committed."""
         self.step, self._origin, self.line, self._saved = step, origin, line, None
 
     def save_to(self, folder: str | os.PathLike[str]) -> None:
@@ -185,19 +183,19 @@ class Position:
         self._saved = str(Path(folder).absolute())
 
     def identity(self) -> dict[str, Any]:
-        """Which store this is, and where it stands."""
+        """The identity of the last commit."""
         line = {} if self.line is None else {"line": self.line}
         return {"store": self._store.info()["uuid"], "step": self.step, **line}
 
     def state(self) -> dict[str, Any]:
-        """The identity for a state dict, with the checkpoint that was written of it."""
+        """The identity for a state dict, with the checkpoint of this step."""
         return {**self.identity(), **({} if self._saved is None else {"checkpoint": self._saved})}
 
     def find(self, state: dict[str, Any] | None) -> str | os.PathLike[str] | None:
-        """The checkpoint to go back to for a state dict's state; None where the store holds it already.
+        """The checkpoint to roll back to for a state dict's identity; None where the store has that step.
 
         Raises:
-            UsageError: it is of another step, and no checkpoint of that is at hand.
+            UsageError: it is of another step, and there is no checkpoint of that step.
         """
         if state is None:
             raise UsageError(
@@ -206,7 +204,7 @@ class Position:
             )
         wanted = {name: value for name, value in state.items() if name != "checkpoint"}
         here = self.identity()
-        # What began from a checkpoint is what was saved there, until the next step.
+        # A run that began from a checkpoint has its state until the first step.
         if wanted in (here, self._origin):
             return None
         if wanted.get("store") == here["store"]:
@@ -225,7 +223,7 @@ class Position:
 
     @property
     def given(self) -> str:
-        """For messages: the checkpoint that offload() was given."""
+        """The checkpoint given to offload(), for messages."""
         return "" if self._checkpoint is None else f" (offload() was given checkpoint={str(self._checkpoint)!r})"
 
 
@@ -238,7 +236,7 @@ _USER_BYTES_MAX = 64 << 10
 
 
 class Record:
-    """What is committed with a step, and where the run stands."""
+    """The data that is committed with a step, and the position of the run."""
 
     def __init__(
         self, store: Store, position: Position, buffers: Buffers, arithmetic: Arithmetic, scale: LossScale
@@ -246,7 +244,7 @@ class Record:
         self._store = store
         self.position = position
         self.buffers = buffers
-        # The optimizer's own, which a scheduler changes.
+        # The optimizer's own dicts, which a scheduler changes.
         self.groups = arithmetic.optimizer.param_groups
         self.arithmetic = arithmetic
         self._constant = arithmetic.committed()
@@ -254,19 +252,19 @@ class Record:
         self.user_state: Any = store.user_state
 
     def hyperparameters(self) -> dict[str, Any]:
-        """The groups' options, attributes of the optimizer that its steps change, and the loss scale, as JSON."""
-        found = {"groups": [options_of(group) for group in self.groups], "loss_scale": self.scale.state()}
+        """The groups' options, the optimizer's attributes that its steps change, and the loss scale, as JSON."""
         attributes = self.arithmetic.attributes()
         line = self.position.line
         return {
-            **found,
+            "groups": [options_of(group) for group in self.groups],
+            "loss_scale": self.scale.state(),
             **({"attributes": attributes} if attributes else {}),
             **self._constant,
             **({} if line is None else {"line": line}),
         }
 
     def set_user_state(self, value: Any) -> None:
-        """Keep a JSON value for the next commit."""
+        """Set the JSON value of the next commit."""
         try:
             size = len(json.dumps(value).encode())
         except (TypeError, ValueError) as error:
@@ -280,7 +278,7 @@ class Record:
         self.user_state = value
 
     def go_back(self, step: int, user_state: Any, hyperparameters: Mapping[str, Any]) -> None:
-        """What a checkpoint holds was committed, with these hyperparameters."""
+        """A rollback to a checkpoint was committed, with these hyperparameters."""
         self.user_state = user_state
         scale = hyperparameters.get("loss_scale")
         if scale and scale.get("mode") == self.scale.mode:
@@ -288,10 +286,10 @@ class Record:
         self.position.go_back(step, hyperparameters["origin"], hyperparameters["line"])
 
     def find(self, state_dict: Mapping[str, Any]) -> str | os.PathLike[str] | None:
-        """The checkpoint to go back to for an optimizer's state dict; None where the store holds its step.
+        """The checkpoint to roll back to for an optimizer's state dict; None where the store has its step.
 
         Raises:
-            UsageError: it is of another step, and no checkpoint of that is at hand.
+            UsageError: it is of another step, and there is no checkpoint of that step.
             ValueError: it has other groups.
         """
         found = self.position.find(state_dict.get("memascend"))
@@ -301,33 +299,32 @@ class Record:
         return found
 
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint says of the run."""
-        optimizer = self._store.info()["optimizer"]
+        """The description of the run in a checkpoint."""
         return {
             **self.position.identity(),
             **self.hyperparameters(),
             "user_state": self.user_state,
-            "optimizer": optimizer,
+            "optimizer": self._store.info()["optimizer"],
         }
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """What a model and its optimizer became."""
+    """An offloaded model and optimizer, without their objects."""
 
     resources: Resources  # store, engine and memory
     residency: Residency  # the parameters
     frames: Frames  # the modules that are being computed
-    gradients: Gradients  # of the parameters that are trained
-    record: Record  # what is committed beside parameters
+    gradients: Gradients  # of the trained parameters
+    record: Record  # the data that is committed beside parameters
 
     def require_open(self) -> None:
-        """Refuse what comes after close(); end what an interrupt left open."""
+        """Reject calls after close(); unwind modules that an interrupt left open."""
         self.resources.require_open()
         self.frames.unwind()
 
     def require_quiet(self) -> None:
-        """Refuse where a step is staged or a unit is in use; wait for what is in flight."""
+        """Raise where a step is staged or a unit is in use; wait for pending writes."""
         self.require_open()
         if self.gradients.is_staged():
             raise UsageError("a step is staged, which this would mix with: call step() or zero_grad() first")
@@ -336,9 +333,10 @@ class Run:
 
     @contextlib.contextmanager
     def committing(self, stands: Callable[[], None], failed: Callable[[], None]) -> Iterator[None]:
-        """Inside is one commit: afterwards `stands` is called, or with an exception `failed`.
+        """Inside is one commit: afterwards `stands` is called, or `failed` where it failed.
 
-        Ctrl-C is heard once the commit has returned. So an exception does not say which of them it is; the store does.
+        Ctrl-C is raised once the commit has returned. So an exception does not mean a failure; the store's generation
+        shows it.
         """
         store = self.resources.store
         generation = store.info()["generation"]
@@ -350,12 +348,12 @@ class Run:
         stands()
 
     def discard(self, names: Iterable[str]) -> None:
-        """Forget what was staged of these parameters, and nothing else."""
+        """Discard the staged values of these parameters alone."""
         for name in names:
             self.resources.engine.discard(name)
 
     def changed(self, names: Iterable[str]) -> None:
-        """Parameters have new values on storage: what was read of them before is old."""
+        """Parameters have new values on storage: cached values are stale."""
         names = list(names)
         self.residency.units.changed(names)
         self.residency.reached.forget(names)

@@ -1,4 +1,4 @@
-"""Sequences one run: what step(), zero_grad(), backward() and close() do, in which order."""
+"""Sequences one run: the actions of step(), zero_grad(), backward() and close(), in order."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from memascend.errors import ConfigError, MemascendError, UsageError
 from memascend.memory import Heap
 from memascend.params import module_hooks
 from memascend.session.run import CLOSED
+from memascend.session.value_edits import roll_back
 
 if TYPE_CHECKING:
     import os
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
     from memascend.grads.microbatches import Accumulation
     from memascend.params.offloaded_param import Place
     from memascend.session.attachment import Attachment, AutocastWatch, Newcomers
-    from memascend.session.materialize import Materializer, Saving
+    from memascend.session.materialize import Saving
     from memascend.session.report import Measurements, Report
     from memascend.session.run import Run
-    from memascend.session.value_edits import Loads, Modes, ReachedValues, Rollback, StateDicts
+    from memascend.session.value_edits import Edits, Loads, ReachedValues, StateDicts
 
 
 _log = logging.getLogger("memascend")
@@ -38,7 +39,7 @@ _log = logging.getLogger("memascend")
 
 @dataclass
 class Outcome:
-    """What the last step found of its gradients."""
+    """The norm and the overflow of the last step's gradients."""
 
     grad_norm: float | None = None
     overflowed: bool = False
@@ -51,18 +52,16 @@ class Session:
     run: Run
     newcomers: Newcomers
     watch: AutocastWatch
+    edits: Edits
     loads: Loads
-    modes: Modes
     reached_values: ReachedValues
     state_dicts: StateDicts
-    materializer: Materializer
     saving: Saving
-    rollback: Rollback
     attachment: Attachment
     measurements: Measurements
     accumulation: Accumulation
     max_grad_norm: float | None
-    # Where ranks share the parameters.
+    # None for one process.
     sharding: Sharding | None = None
     outcome: Outcome = field(default_factory=Outcome)
     heap: Heap = field(default_factory=Heap)
@@ -70,7 +69,7 @@ class Session:
     # --- what is done with the model ----------------------------------------------------
 
     def entered(self, module: torch.nn.Module, *, outermost: bool) -> None:
-        """A module of the model is entered; the outermost one begins a forward."""
+        """A module of the model was entered; the outermost one begins a forward."""
         if outermost:
             self._begin_forward(module)
         if torch.is_autocast_enabled(self.watch.device):
@@ -79,7 +78,7 @@ class Session:
 
     def _begin_forward(self, module: torch.nn.Module) -> None:
         if self.run.resources.units.device is not None:
-            # Elsewhere torch makes none.
+            # Only CUDA has graphs.
             refuse_graphs(module, whole=module is self.attachment.model)
         self.newcomers.judge()
         if self.sharding is not None and torch.is_grad_enabled():
@@ -87,7 +86,7 @@ class Session:
         self.reached_values.forward_begins()
 
     def borrowed(self, places: Iterable[Place]) -> None:
-        """Parameters are touched outside of their modules."""
+        """Parameters were accessed outside of their modules."""
         self.run.gradients.touched(places)
 
     def backward_begins(self) -> None:
@@ -96,7 +95,7 @@ class Session:
 
     @property
     def has_updates(self) -> bool:
-        """Whether an update has begun of a step that is not committed."""
+        """Whether an update of an uncommitted step has begun."""
         return self.run.gradients.has_updates
 
     @property
@@ -117,7 +116,7 @@ class Session:
     def accumulate(
         self, loss_of: Callable[[Any], Any], batches: Iterable[Any], *, scale: float, by_layer: bool
     ) -> list[Any]:
-        """The backwards of several micro-batches; see `microbatches`."""
+        """Run the backwards of several micro-batches; see `microbatches`."""
         self.run.resources.require_open()
         self.loads.settle()
         if self.run.frames.inside:
@@ -154,7 +153,7 @@ class Session:
             self.run.resources.warn_if_lost()
 
     def _prepared_step(self) -> bool:
-        """Refuse what has no exact step; whether there was one."""
+        """Reject a step that cannot be exact; returns whether there was a step."""
         self.run.resources.units.require_usable()
         if self.run.frames.inside:
             raise UsageError(
@@ -168,7 +167,7 @@ class Session:
             return self._step()
 
     def _step(self) -> bool:
-        """Whether there was a step, and it did not overflow."""
+        """Make the step; returns False without gradients, and where they overflowed."""
         run, gradients, record = self.run, self.run.gradients, self.run.record
         engine, store = run.resources.engine, run.resources.store
         present = self._present()
@@ -207,26 +206,26 @@ class Session:
 
     @property
     def figures(self) -> Exchange | None:
-        """What the ranks of the run tell each other; None where there is one."""
+        """Exchanges figures between the ranks of the run; None for one process."""
         return None if self.sharding is None else self.sharding.exchange
 
     def _told(self, present: bool) -> list[list[bool]]:
-        """Of each rank, whether it has gradients, and `ReachedValues.told`: one may have no rows of what has.
+        """For each rank, whether it has gradients, and its `ReachedValues.told()`.
 
-        What they moved, they tell with it.
+        A rank may have no rows of the parameters that have gradients. The figures of the report go along.
         """
-        figures, own = self.figures, [present, *self.reached_values.told()]
-        if figures is None:
+        own = [present, *self.reached_values.told()]
+        if self.sharding is None or self.sharding.exchange is None:
             return [own]
-        collectives = None if self.sharding is None else self.sharding.collectives
+        collectives = self.sharding.collectives
         assert collectives is not None
-        told = figures.everyone([collectives.told(), *own, *self.measurements.told()])
+        told = self.sharding.exchange.everyone([collectives.told(), *own, *self.measurements.told()])
         self.measurements.hear([one[1 + len(own) :] for one in told])
         collectives.require_same([one[0] for one in told])
         return [one[1 : 1 + len(own)] for one in told]
 
     def _present(self) -> Sequence[tuple[Gradient, torch.Tensor]]:
-        """The gradients that there are, where a step may be made of them."""
+        """The present gradients; raises where no exact step can be made of them."""
         run, gradients = self.run, self.run.gradients
         present = gradients.present()
         if not present:
@@ -246,7 +245,7 @@ class Session:
 
     @property
     def _norm_comes_first(self) -> bool:
-        """Whether the step depends on the norm; else nothing waits for it, and it is taken once the step is made."""
+        """Whether the step depends on the norm; else the norm is taken after the commit."""
         return self.run.record.scale.enabled or self.max_grad_norm is not None
 
     def _committed(self, present: Sequence[tuple[Gradient, torch.Tensor]]) -> None:
@@ -283,13 +282,13 @@ class Session:
             self.run.gradients.zero()
 
     def judge(self, state_dict: Mapping[str, Any]) -> None:
-        """Stand where an optimizer's state dict was made; or refuse it, and what was loaded into the model with it."""
+        """Take the position of an optimizer's state dict; or reject it, and drop the load into the model with it."""
         self.run.resources.process.require_here()
         try:
             folder = self.run.record.find(state_dict)
             if folder is not None:
                 self.loads.drop()
-                self.rollback.go_to(folder)
+                roll_back(self.edits, self.attachment.model, folder)
         except BaseException:
             self.loads.drop()
             raise
@@ -297,7 +296,7 @@ class Session:
     # --- looking -----------------------------------------------------------------------
 
     def save(self, folder: str | os.PathLike[str], *, among_others: bool = False) -> None:
-        """Write a whole checkpoint of what is committed, with the options that the groups have now."""
+        """Write a whole checkpoint of the last commit, with the current options of the groups."""
         self.saving.save(folder, among_others=among_others)
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -313,14 +312,14 @@ class Session:
         )
 
     def report(self) -> Report:
-        """What was measured so far."""
+        """The figures so far."""
         self.run.resources.process.require_here()
         return self.measurements.report(self.run.gradients.by_name)
 
     # --- the end -------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Keep what was committed, drop the rest, free everything; nothing in a fork, where all is the parent's."""
+        """Keep the last commit, drop uncommitted changes, free all memory; nothing in a fork, which owns none of it."""
         if self.run.resources.closed or self.run.resources.process.is_elsewhere:
             return
         self.run.frames.unwind(all_of_it=True)
@@ -343,7 +342,7 @@ class Session:
 
 
 def clip_factor(max_norm: float, norm: float) -> float:
-    """What clipping multiplies gradients of this norm by: a number of fp32."""
+    """The factor by which clipping multiplies gradients of this norm: an fp32 number."""
     factor = max_norm / (norm + 1e-6)
-    # In this order a NaN stays one: torch's clipping makes NaN of everything.
+    # In this order a NaN stays NaN: torch's clipping then makes all gradients NaN.
     return torch.tensor(min(factor, 1.0), dtype=torch.float32, device="cpu").item()
