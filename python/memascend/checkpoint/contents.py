@@ -10,7 +10,7 @@ import torch
 from memascend.distributed.groups import StoppedError
 from memascend.distributed.rows import blocks_of, is_in_blocks
 from memascend.errors import ConfigError
-from memascend.storage import decode_state, master_of
+from memascend.storage import decode_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -159,7 +159,9 @@ class StoreContents:
         self._by_name = {entry["name"]: entry for entry in self._stored}
         self._trained = trained
         self._values_alone = values_alone
-        self.has_formats = not values_alone and any(map(_in_fewer_bits, self._stored))
+        self.has_formats = not values_alone and any(
+            entry["format"].endswith(("bf16", "8bit")) for entry in self._stored
+        )
         self.entries = [self._content(entry) for entry in self._stored]
 
     def _content(self, entry: Mapping[str, Any]) -> Content:
@@ -203,11 +205,12 @@ class StoreContents:
 
         def visit(name: str, parts: list[Part]) -> None:
             found = {part.of: part for part in parts}
-            if _is_composed(self._by_name[name]):
+            form = self._by_name[name]["format"]
+            if form:
                 values = found.pop("")
                 tensors = {of: part.values for of, part in found.items()}
                 put(name, "", values.start, values.values)
-                for of, tensor in _plain(self._by_name[name], values.values, tensors).items():
+                for of, tensor in plain_parts(values.values, tensors, form).items():
                     put(name, of, found[of].start if of in found else values.start, tensor)
                 return
             for of, part in found.items():
@@ -219,7 +222,7 @@ class StoreContents:
         else:
             values, state = self._store.read(names[0])
             put(names[0], "", 0, values.contiguous())
-            for of, tensor in (_plain(first, values, state) if _is_composed(first) else state).items():
+            for of, tensor in (plain_parts(values, state, first["format"]) if first["format"] else state).items():
                 put(names[0], of, 0, tensor.contiguous())
         for name in names:
             if name in self._trained:
@@ -232,25 +235,6 @@ def _without_state(put: Put) -> Put:
             put(name, of, start, values)
 
     return put_values
-
-
-def _plain(
-    entry: Mapping[str, Any], values: torch.Tensor, state: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """The state of a compact entry, or of a part of it, as a checkpoint has it."""
-    if entry["compact"]:
-        return master_of(values, state)
-    return plain_parts(values, state, entry["format"])
-
-
-def _is_composed(entry: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint has other tensors of it than the store."""
-    return entry["compact"] or bool(entry["format"])
-
-
-def _in_fewer_bits(entry: Mapping[str, Any]) -> bool:
-    """Whether its moments are in a format of their own."""
-    return str(entry["format"] or "").endswith(("bf16", "8bit"))
 
 
 def _meta(dtype: str, shape: list[int]) -> torch.Tensor:
