@@ -1,13 +1,13 @@
 """Kernels on gradients and optimizer state: one pass each, on CPU (Rust) and on GPU (Triton).
 
-Each kernel is a triple: the public wrapper and its torch reference in one file, the Triton body beside it in a file
-that ends in `_jit`; `routes` chooses between them. `scalars` has the numbers of an update, `sums` those of squares.
+Each kernel has three parts: the public wrapper and its torch reference in one file, and the Triton body in a file that
+ends in `_jit`. `routes` chooses between them. `scalars` computes the numbers of an update; `sums` holds exact sums.
 
-Invariant: a kernel has the same bits for every number of threads, instruction set, alignment and device; sums of
-squares are whole numbers, so no order changes them. What is rejected has changed nothing.
+Invariant: results are bit-identical for every number of threads, instruction set, alignment and device. Sums of squares
+are whole numbers, so their order does not matter. A rejected call has changed nothing.
 
-Never: nothing here imports triton before a CUDA tensor arrives, allocates memory as large as its arguments, or knows
-units, stores or gradients' owners; `import memascend` does not import this.
+Never: this package does not import triton before a CUDA tensor arrives, does not allocate memory as large as its
+arguments, and does not know units, stores or the owners of gradients. `import memascend` does not import it.
 """
 
 from __future__ import annotations

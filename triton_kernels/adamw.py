@@ -1,4 +1,4 @@
-"""Computes one step of AdamW or Adam on fp32 state, with 16-bit gradients and parameters where they are."""
+"""Computes one step of AdamW or Adam on fp32 state, with gradients and parameters of 16 or 32 bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .scalars import Scalars, checked_scalars
 
 __all__ = ["adam", "adamw", "adamw_reference"]
 
-# What the reference computes at a time; its float64 temporaries take about 100 bytes an element.
+# Elements that the reference computes at a time. Its float64 temporaries take about 100 bytes an element.
 PIECE_ELEMENTS = 1 << 20
 
 
@@ -35,25 +35,25 @@ def adamw(
     amsgrad: bool = False,
     threads: int | None = None,
 ) -> None:
-    """One AdamW step in place, in one pass over memory; the same bits on CPU and on GPU, for any number of threads.
+    """One AdamW step in place, in one pass over memory; bit-identical on CPU and GPU, for any number of threads.
 
-    On CPU these are the bits of `torch.optim.AdamW(fused=True)` wherever its own are those of one formula: it computes
-    the second moment of the last elements of each thread's share (`numel % 16` with AVX-512) in another order.
+    On CPU the results are bit-identical to `torch.optim.AdamW(fused=True)`, with one exception: torch computes the
+    second moment of the last elements of each thread's share (`numel % 16` with AVX-512) in another order.
 
     Args:
         master: the parameter, fp32, updated in place.
         grad: the gradient, fp32, bf16 or fp16; only read.
         exp_avg: first moment, fp32, updated in place.
         exp_avg_sq: second moment, fp32, updated in place.
-        out16: receives the updated parameter rounded to nearest even, bf16 or fp16; None where there is none.
+        out16: receives the updated parameter, bf16 or fp16, rounded to nearest even; None for fp32 parameters.
         lr: learning rate.
         betas: decay of the two moments, each in [0, 1).
         eps: added to the denominator.
         weight_decay: decoupled: the parameter is multiplied by `1 - lr * weight_decay`.
         step: the number of this update, which counts from 1.
-        grad_scale: what the gradient is **multiplied** by, in fp32 (torch's argument of that name divides).
+        grad_scale: the factor that **multiplies** the gradient, in fp32 (torch's argument of that name divides).
         maximize: ascend instead of descend.
-        amsgrad: refused where true: its third moment is not kept.
+        amsgrad: must be False: its third moment is not stored.
         threads: CPU only; None means `torch.get_num_threads()`.
 
     Raises:
@@ -85,23 +85,8 @@ def adam(
 ) -> None:
     """One Adam step: as `adamw`, but `weight_decay` times the parameter is added to the gradient (L2).
 
-    The bits are those of `torch.optim.Adam(fused=True)`, with the same exception.
-
-    Args:
-        master: the parameter, fp32, updated in place.
-        grad: the gradient, fp32, bf16 or fp16; only read.
-        exp_avg: first moment, fp32, updated in place.
-        exp_avg_sq: second moment, fp32, updated in place.
-        out16: receives the updated parameter rounded to nearest even, bf16 or fp16; None where there is none.
-        lr: learning rate.
-        betas: decay of the two moments, each in [0, 1).
-        eps: added to the denominator.
-        weight_decay: weight of the parameter in the gradient.
-        step: the number of this update, which counts from 1.
-        grad_scale: what the gradient is **multiplied** by, in fp32 (torch's argument of that name divides).
-        maximize: ascend instead of descend.
-        amsgrad: refused where true: its third moment is not kept.
-        threads: CPU only; None means `torch.get_num_threads()`.
+    The results are bit-identical to `torch.optim.Adam(fused=True)`, with the same exception. All other arguments are
+    those of `adamw`.
 
     Raises:
         ConfigError: a tensor or a number is wrong; the message says which. Nothing has been changed.
@@ -158,7 +143,7 @@ def adamw_reference(
     out16: torch.Tensor | None,
     scalars: Scalars,
 ) -> None:
-    """What the kernels compute, bit for bit, in plain torch operations; the path of devices that have no kernel."""
+    """The kernels' arithmetic, bit for bit, in plain torch operations; devices without a kernel use it."""
     with torch.no_grad():
         for start in range(0, master.numel(), PIECE_ELEMENTS):
             piece = slice(start, start + PIECE_ELEMENTS)
@@ -180,7 +165,7 @@ def _formula(
         g = _fma(p, torch.full_like(p, s.l2), g)
     m = _fma(torch.full_like(g, s.first_weight), g - m, g if s.from_gradient else m)
     v = _fma(g * s.one_minus_beta2, g, v * s.beta2)
-    # Through float64: torch's own fp32 square root on CPU is sometimes one unit off, and this is the exact one.
+    # Through float64, which is exact: torch's own fp32 square root on CPU is sometimes off by one unit.
     denominator = v.double().sqrt().float() / s.bias2_root + s.eps
     return p + (m * s.step_size) / denominator, m, v
 

@@ -55,7 +55,7 @@ def launch(
     """Queues the update of dense, non-empty tensors of one device."""
     device = master.device
     numel = master.numel()
-    # Where there is no 16-bit output the kernel never looks at its pointer.
+    # Without a 16-bit output the kernel never uses this pointer.
     out = flat(master if out16 is None else out16)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         adamw_kernel[(triton.cdiv(numel, BLOCK),)](

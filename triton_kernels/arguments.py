@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 __all__ = ["FLOATS", "factor_of", "flat", "require", "require_apart", "require_same", "threads_of"]
 
-# The order is the dtype code that the Rust side reads.
+# A dtype's position is its code in the Rust extension.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 
 def require(name: str, tensor: object, dtypes: tuple[torch.dtype, ...] = FLOATS) -> torch.Tensor:
-    """`tensor`, known to be a dense torch tensor of one of `dtypes`.
+    """Check that `tensor` is a dense torch tensor of one of `dtypes`, and return it.
 
     Raises:
         ConfigError: it is not; the message names it and says what to do.
@@ -51,7 +51,7 @@ def _dense_in(tensor: torch.Tensor, order: torch.memory_format) -> bool:
 
 
 def require_same(first: tuple[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> None:
-    """Checks that element i of each tensor is the same element: one device, one shape, one order.
+    """Check that element i of each tensor is the same element: one device, one shape, one order of dimensions.
 
     Raises:
         ConfigError: one of them differs; the message names it.
@@ -72,13 +72,13 @@ def require_same(first: tuple[str, torch.Tensor], others: Mapping[str, torch.Ten
 
 
 def _same_order(left: torch.Tensor, right: torch.Tensor) -> bool:
-    # Strides of dimensions of length one say nothing about where an element lies.
+    # The stride of a dimension of length one does not affect the position of any element.
     pairs = zip(left.shape, left.stride(), right.stride(), strict=True)
     return all(length == 1 or a == b for length, a, b in pairs)
 
 
 def require_apart(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Checks that no two tensors share a byte: one pass would read what it has just written.
+    """Check that no two tensors share a byte: a single pass would read values that it has just written.
 
     Raises:
         ConfigError: two of them overlap; the message names both.

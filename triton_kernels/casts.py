@@ -13,10 +13,10 @@ __all__ = ["accumulate", "accumulate_reference", "cast", "cast_reference"]
 
 
 def cast(source: torch.Tensor, out: torch.Tensor, *, threads: int | None = None) -> None:
-    """Writes `source` to `out` in the dtype of `out`: fp32 to or from bf16 or fp16, rounded to nearest even.
+    """Write `source` to `out` in the dtype of `out`: fp32 to or from bf16 or fp16, rounded to nearest even.
 
-    Exact as torch's: what is too large for fp16 becomes infinity, denormals are kept, a NaN stays a NaN (its payload
-    may differ).
+    Rounds as torch does: a number that is too large for fp16 becomes infinity, denormals are kept, and a NaN stays a
+    NaN (its payload may differ).
 
     Args:
         source: fp32, bf16 or fp16; only read.
@@ -26,7 +26,7 @@ def cast(source: torch.Tensor, out: torch.Tensor, *, threads: int | None = None)
     Raises:
         ConfigError: a tensor is wrong, or both are 16-bit. Nothing has been changed.
     """
-    # From one 16-bit format to the other would round a value that most callers did not mean to lose.
+    # A cast between the two 16-bit formats would lose bits that most callers did not mean to lose.
     source_dtypes = FLOATS if isinstance(out, torch.Tensor) and out.dtype == torch.float32 else (torch.float32,)
     _move(
         require("source", source, source_dtypes), require("out", out), "source", "out", threads_of(threads), add=False
@@ -34,7 +34,7 @@ def cast(source: torch.Tensor, out: torch.Tensor, *, threads: int | None = None)
 
 
 def accumulate(total: torch.Tensor, grad: torch.Tensor, *, threads: int | None = None) -> None:
-    """Adds `grad` to `total` in place, in fp32: `total += grad.float()`, in one pass and without a temporary.
+    """Add `grad` to `total` in place, in fp32: `total += grad.float()`, in one pass and without a temporary.
 
     Args:
         total: fp32, updated in place.
@@ -53,22 +53,21 @@ def _move(source: torch.Tensor, out: torch.Tensor, source_name: str, out_name: s
     require_apart(((source_name, source), (out_name, out)))
     if not out.numel():
         return
-    if route(out.device).name == "rust":
-        move = _core.kernel_accumulate if add else _core.kernel_cast
-        read, written = ((tensor.data_ptr(), FLOATS.index(tensor.dtype)) for tensor in (source, out))
-        move(read, written, out.numel(), threads)
-    else:
-        # torch's own operations are one pass on a GPU.
+    if route(out.device).name != "rust":
+        # torch's own operations need one pass on a GPU.
         (accumulate_reference if add else cast_reference)(source, out)
         return
+    move = _core.kernel_accumulate if add else _core.kernel_cast
+    read, written = ((tensor.data_ptr(), FLOATS.index(tensor.dtype)) for tensor in (source, out))
+    move(read, written, out.numel(), threads)
     torch.autograd.graph.increment_version([out])
 
 
 def cast_reference(source: torch.Tensor, out: torch.Tensor) -> None:
-    """What `cast` means, in plain torch operations."""
+    """The result of `cast`, in plain torch operations."""
     flat(out).copy_(flat(source))
 
 
 def accumulate_reference(source: torch.Tensor, out: torch.Tensor) -> None:
-    """What `accumulate` means, in plain torch operations."""
+    """The result of `accumulate`, in plain torch operations."""
     flat(out).add_(flat(source))

@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 __all__ = ["begin_check", "check_and_unscale", "check_and_unscale_reference", "checked"]
 
-# What the reference turns into float64 at a time: 32 MiB of temporaries, whatever the tensor.
+# Elements that the reference converts to float64 at a time: at most 32 MiB of temporaries.
 PIECE_ELEMENTS = 1 << 22
 
 
 def check_and_unscale(
     grads: torch.Tensor | Iterable[torch.Tensor], inv_scale: float = 1.0, *, threads: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Multiplies gradients by `inv_scale` in place, looks for non-finites and takes their squared norm, in one pass.
+    """Multiply gradients by `inv_scale` in place, find non-finite elements and take the squared norm, in one pass.
 
     Each element is read as fp32, multiplied once, and rounded back to its own dtype; with `inv_scale` 1 nothing is
-    written. Flag and norm are those of the results, and exact: the sum of squares is rounded once, at the end, so that
-    no order, number of threads, division into tensors or device changes a bit. (Only a GPU without the kernels rounds
-    as it adds.)
+    written. Flag and norm are those of the results, and exact. The sum of squares is rounded once, at the end, so that
+    order, number of threads, division into tensors and device do not change a bit. (Only a GPU without the kernels
+    rounds as it adds.)
 
-    On CUDA the call only queues work: a launch for each dtype in the list, however many tensors there are, one for the
-    rounding, and no synchronisation until a result is read.
+    On CUDA the call only queues work: one launch for each dtype in the list and one for the rounding. Nothing
+    synchronises until a result is read.
 
     Args:
         grads: a tensor or several, on one device, fp32, bf16 or fp16, contiguous. Sizes may be zero.
@@ -80,18 +80,18 @@ def check_and_unscale(
 
 
 def checked(values: torch.Tensor) -> tuple[bool, Squares]:
-    """What `check_and_unscale` finds in a tensor in host memory, without tensors for it and without rounding."""
+    """Flag and exact sum of squares of a tensor in host memory, as Python values."""
     require("values", values)
     place = values.data_ptr(), FLOATS.index(values.dtype), values.numel()
     return _core.kernel_check([place] if values.numel() else [], 1.0, torch.get_num_threads())
 
 
 def begin_check(tensors: Sequence[torch.Tensor], sums: torch.Tensor) -> None:
-    """Begins to check tensors on a device; nothing waits.
+    """Queue the check of tensors on a device; nothing waits.
 
     Args:
         tensors: as for `check_and_unscale`; only read, by the stream that is current.
-        sums: what `new_sums` gave for as many; each tensor adds to its own row, which `found_in` reads.
+        sums: from `new_sums`, a row for each tensor. `found_in` reads the rows.
     """
     for index, tensor in enumerate(tensors):
         require(f"tensors[{index}]", tensor)
@@ -107,17 +107,17 @@ def begin_check(tensors: Sequence[torch.Tensor], sums: torch.Tensor) -> None:
 def _check_rust(tensors: Sequence[torch.Tensor], factor: float, threads: int) -> tuple[torch.Tensor, torch.Tensor]:
     places = [(t.data_ptr(), FLOATS.index(t.dtype), t.numel()) for t in tensors]
     found, squares = _core.kernel_check(places, factor, threads)
-    # Not where a default device says.
+    # On the CPU even if torch has another default device.
     return torch.tensor(found, device="cpu"), torch.tensor(rounded(squares), dtype=torch.float64, device="cpu")
 
 
 def check_and_unscale_reference(
     tensors: Sequence[torch.Tensor], factor: float, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `check_and_unscale` means, in plain torch operations; the path of devices that have no kernel."""
+    """The result of `check_and_unscale`, in plain torch operations; devices without a kernel use it."""
     found = torch.zeros((), dtype=torch.bool, device=device)
     squares = torch.zeros((), dtype=torch.float64, device=device)
-    # The factor is rounded to fp32 once, like everywhere else, and not once for each dtype.
+    # The factor is rounded to fp32 once, as in the kernels, not to each dtype.
     factor32 = torch.tensor(factor, dtype=torch.float32, device=device)
     for tensor in tensors:
         for piece in torch.split(flat(tensor), PIECE_ELEMENTS):

@@ -1,8 +1,8 @@
 """Defines the Triton body of `check_and_unscale`: one launch for each dtype, which reads every element once.
 
-What it adds to are whole numbers, so their sum is exact and has no order: the square of a finite fp32 is a number of
-units of 2^-298 (see `memascend.tensors`). Exponents are divided into windows of `SPAN`; a block adds its squares of one
-window in int64, shifted to that window's unit, and then to four numbers in memory that all programs share.
+The sums are whole numbers, so they are exact in any order: the square of a finite fp32 is a whole number of units of
+2^-298 (see `memascend.tensors`). Exponents are divided into windows of `SPAN`. A block adds its squares of one window
+in int64, shifted to the unit of that window, and then adds the result to four numbers that all programs share.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["BLOCK", "CHUNK", "begin", "check_kernel", "fold", "fold_kernel"]
 
 # 32 Ki elements a program: 2,048 programs for 128 MiB of bf16, enough to fill the largest GPU.
 CHUNK = 32768
-# Half a square has 24 bits and moves up by 26 at most; of 2^11 of them the sum has 61.
+# Half a square has 24 bits and is shifted by at most 26; the sum of 2^11 of them has 61 bits.
 BLOCK = 2048
 WARPS = 8
 
@@ -33,7 +33,7 @@ _SPAN: tl.constexpr = tl.constexpr(SPAN)
 _PARTS: tl.constexpr = tl.constexpr(PARTS)
 _INFINITE: tl.constexpr = tl.constexpr(INFINITE)
 _NAN: tl.constexpr = tl.constexpr(NAN)
-# A digit of the folded sum is as wide as a window; the last window's parts reach three digits further.
+# A digit of the folded sum is as wide as a window. The parts of the last window reach three digits further.
 _DIGIT: tl.constexpr = tl.constexpr(2 * SPAN)
 _DIGIT_MASK: tl.constexpr = tl.constexpr((1 << 2 * SPAN) - 1)
 _DIGITS: tl.constexpr = tl.constexpr(WINDOWS + 3)
@@ -42,18 +42,18 @@ _WINDOWS: tl.constexpr = tl.constexpr(WINDOWS)
 
 @triton.jit
 def _add(sums, total):  # type: ignore[no-untyped-def]
-    # In two numbers: each has room for the blocks of any tensor.
+    # In two numbers, so that neither overflows for any tensor.
     tl.atomic_add(sums, total & 0xFFFFFFFF, sem="relaxed")
     tl.atomic_add(sums + 1, total >> 32, sem="relaxed")
 
 
 @triton.jit
 def _add_block(values, sums, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Adds the squares of a block, window by window, of which most blocks have two or three."""
+    """Adds the squares of a block, window by window; most blocks have two or three windows."""
     magnitudes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     exponents = magnitudes >> 23
     significands = (magnitudes & 0x7FFFFF) | tl.where(exponents > 0, 0x800000, 0)
-    # What is denormal has the unit of the smallest exponent.
+    # Denormals have the unit of the smallest exponent.
     places = tl.maximum(exponents, 1) - 1
     windows = places // _SPAN
     shifts = ((places - windows * _SPAN) * 2).to(tl.int64)
@@ -65,7 +65,7 @@ def _add_block(values, sums, NARROW: tl.constexpr):  # type: ignore[no-untyped-d
         into = sums + window * _PARTS
         if not NARROW:
             _add(into, tl.sum(tl.where(here, (squares & 0xFFFFFF) << shifts, 0), 0))
-        # Of 16-bit values the lower half of a square is zero.
+        # The lower half of the square of a 16-bit value is zero.
         _add(into + 2, tl.sum(tl.where(here, (squares >> 24) << shifts, 0), 0))
         waiting = tl.where(here, -1, waiting)
         window = tl.max(waiting, 0)
@@ -193,7 +193,7 @@ def begin(placed: Sequence[tuple[int, torch.Tensor]], factor: float, sums: torch
 
 
 def fold(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queues the rounding of one row of sums: whether something is not finite, and the sum of squares."""
+    """Queues the rounding of one row of sums; returns whether an element is not finite, and the sum of squares."""
     squares = torch.empty((), dtype=torch.float64, device=sums.device)
     found = torch.empty((), dtype=torch.uint8, device=sums.device)
     with _on(sums.device):

@@ -1,4 +1,4 @@
-"""Computes one step of AdamW or Adam on state of few bytes: moments of 16 or 8 bits, a compact master, or none."""
+"""Computes one step of AdamW or Adam on small state: moments of 16 or 8 bits, a compact master or none."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def adamw_reduced(
     first: int = 0,
     threads: int | None = None,
 ) -> None:
-    """One step in place, on the CPU; the same bits for any number of threads, any instruction set and in any parts.
+    """One step in place, on the CPU; bit-identical for any number of threads, instruction set and division into parts.
 
-    With moments of 8 bits these are the bits of `bitsandbytes.optim.AdamW8bit` on a CPU, on float32 values or on a
-    compact master; but for the square root, which torch rounds wrongly there now and then, and this does not.
+    With moments of 8 bits the results are bit-identical to `bitsandbytes.optim.AdamW8bit` on a CPU, on float32 values
+    or a compact master. One exception: torch sometimes rounds the square root there incorrectly.
 
     Args:
-        values: the parameter, contiguous, in the dtype that the format is for.
+        values: the parameter, contiguous, in the dtype of the format.
         state: the tensors of `memascend.engine.state_tensors(values, form)`, by name, contiguous.
         grad: the gradient, fp32, bf16 or fp16; only read.
         form: a format of the store, such as "compact 8bit"; see `memascend.engine.FORMATS`.
@@ -55,12 +55,12 @@ def adamw_reduced(
         eps: added to the denominator.
         weight_decay: decoupled, or with `decoupled=False` the weight of the parameter in the gradient (L2).
         step: the number of this update, which counts from 1.
-        decoupled: AdamW; False is Adam.
-        grad_scale: what the gradient is multiplied by, in fp32.
+        decoupled: True for AdamW, False for Adam.
+        grad_scale: the factor that multiplies the gradient, in fp32.
         maximize: ascend instead of descend.
-        seed: what is rounded by chance draws from it, `name`, `step` and the element's index: 0 to 2**64 - 1.
-        name: the parameter's.
-        first: the index in the whole parameter of the first element that is given, a multiple of 256.
+        seed: 0 to 2**64 - 1. Stochastic rounding draws from it, `name`, `step` and the element's index.
+        name: of the parameter.
+        first: the index in the whole parameter of the first element of `values`, a multiple of 256.
         threads: None means `torch.get_num_threads()`.
 
     Raises:

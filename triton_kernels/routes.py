@@ -18,11 +18,11 @@ CAPABILITY_MIN = (8, 0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Route:
-    """The implementation that a device gets.
+    """The implementation for a device.
 
     Attributes:
         name: "rust", "triton" or "torch".
-        why: the instruction set where it is "rust", the reason where it is not the fastest one.
+        why: the instruction set of "rust"; for "torch" the reason why there is no kernel.
     """
 
     name: str
@@ -30,13 +30,13 @@ class Route:
 
 
 def route(device: torch.device | str) -> Route:
-    """The implementation that tensors on `device` get, with the reason.
+    """The implementation for tensors on `device`, with the reason.
 
     Args:
         device: "cpu", "cuda:0" and so on.
 
     Returns:
-        The route. "torch" works everywhere and is slow: its `why` says what is missing.
+        The route. "torch" works everywhere and is slow; its `why` names the reason.
     """
     device = torch.device(device)
     if device.type == "cpu":

@@ -14,19 +14,19 @@ __all__ = ["Scalars", "checked_scalars"]
 
 @dataclasses.dataclass(frozen=True)
 class Scalars:
-    """What every element of a step is computed with; each float is one that fp32 holds.
+    """The numbers that the update of every element uses; each float is exact in fp32.
 
     Attributes:
-        grad_factor: what the gradient is multiplied by, negative where the loss is maximised.
-        decay: `1 - lr * weight_decay`, which the parameter is multiplied by (AdamW).
-        l2: `weight_decay`, whose multiple of the parameter joins the gradient (Adam); 0 for AdamW.
+        grad_factor: the factor of the gradient, negative if the loss is maximised.
+        decay: `1 - lr * weight_decay`, the factor of the parameter (AdamW).
+        l2: `weight_decay`; this multiple of the parameter is added to the gradient (Adam); 0 for AdamW.
         first_weight: the weight of `g - m` in the first moment, `1 - beta1`, or, where that is one half or more,
             minus `beta1`: torch then interpolates from the other end.
         from_gradient: the first moment starts from `g` (the other end) and not from `m`.
         beta2: the decay of the second moment.
         one_minus_beta2: the weight of the squared gradient in the second moment.
         bias2_root: the square root of the second bias correction.
-        eps: what is added to the denominator.
+        eps: added to the denominator.
         step_size: minus the learning rate over the first bias correction.
     """
 

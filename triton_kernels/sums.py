@@ -1,4 +1,4 @@
-"""Holds exact sums of squares on a device, as whole numbers that kernels add to, and reads what they come to."""
+"""Holds exact sums of squares on a device, as whole numbers that kernels add to, and reads the totals."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ __all__ = ["SUMS", "add_reference", "found_in", "new_sums"]
 
 # Exponents of fp32 that share a window. The units of a window are 2^(2 SPAN) times those of the one below it.
 SPAN = 14
-# Of exponents from 1 to 254.
+# For exponents from 1 to 254.
 WINDOWS = -(-254 // SPAN)
-# A square is divided into its lower 24 bits and those above, and a sum of either into its lower 32 bits and the others.
+# A square is split after its lower 24 bits, and the sum of either half after its lower 32 bits.
 PARTS = 4
 _LOWER_BITS, _SUM_BITS = 24, 32
 INFINITE, NAN = WINDOWS * PARTS, WINDOWS * PARTS + 1
-# int64 of one sum: rows begin at multiples of 128 bytes.
+# Numbers (int64) in a row: rows begin at multiples of 128 bytes.
 SUMS = 80
 
-# What a part counts, as a power of two of units of 2^-298.
+# The power of two by which each part counts, in units of 2^-298.
 _POWERS = [
     2 * SPAN * window + _LOWER_BITS * half + _SUM_BITS * part
     for window in range(WINDOWS)
     for half in range(2)
     for part in range(2)
 ]
-# What the reference computes at a time: its temporaries take about 50 bytes an element.
+# Elements that the reference computes at a time. Its temporaries take about 50 bytes an element.
 _PIECE_ELEMENTS = 1 << 20
 
 
 def new_sums(count: int, device: torch.device) -> torch.Tensor:
-    """So many sums of nothing, a row for each."""
+    """`count` sums of zero, each in a row."""
     return torch.zeros(count, SUMS, dtype=torch.int64, device=device)
 
 
 def found_in(sums: torch.Tensor) -> list[tuple[bool, Squares]]:
-    """Whether something in each was not finite, and what its squares come to, exactly; waits for them."""
+    """For each row, whether an element was not finite, and the exact sum of squares; waits for the device."""
     return [_found(row) for row in sums.tolist()]
 
 
@@ -57,7 +57,7 @@ def _found(row: list[int]) -> tuple[bool, Squares]:
 
 
 def add_reference(placed: Sequence[tuple[int, torch.Tensor]], sums: torch.Tensor) -> None:
-    """What the kernel adds, in plain torch operations: parts may be others, and what they come to is the same."""
+    """Add as the kernel does, in plain torch operations. Parts may differ from the kernel's; totals are equal."""
     for row, tensor in placed:
         for piece in torch.split(flat(tensor), _PIECE_ELEMENTS):
             _add_piece(piece.float().view(torch.int32).long(), sums[row])

@@ -22,6 +22,13 @@ __all__ = [
 class MemascendError(Exception):
     """The base of every error that memascend raises by itself."""
 
+    # Keyword arguments of the class, which are attributes: an error is pickled with them.
+    _keywords: tuple[str, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        keywords: dict[str, Any] = {name: getattr(self, name) for name in self._keywords}
+        return partial(type(self), *self.args, **keywords), ()
+
 
 class ConfigError(MemascendError, ValueError):
     """An option, model or optimizer is wrong or refused; the message says what works."""
@@ -34,14 +41,12 @@ class BudgetError(MemascendError, MemoryError):
         smallest: the budget that works, in bytes.
     """
 
+    _keywords = ("smallest",)
     smallest: int
 
     def __init__(self, message: str, *, smallest: int) -> None:
         super().__init__(message)
         self.smallest = smallest
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), *self.args, smallest=self.smallest), ()
 
 
 class MemoryLimitError(MemascendError, MemoryError):
@@ -54,6 +59,7 @@ class MemoryLimitError(MemascendError, MemoryError):
         available: bytes that could be had; None where the kernel refused without saying (RLIMIT_AS, for one).
     """
 
+    _keywords = ("needed", "available")
     needed: int
     available: int | None
 
@@ -61,9 +67,6 @@ class MemoryLimitError(MemascendError, MemoryError):
         super().__init__(message)
         self.needed = needed
         self.available = available
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), *self.args, needed=self.needed, available=self.available), ()
 
 
 class StorageError(MemascendError, OSError):
@@ -76,6 +79,7 @@ class StorageError(MemascendError, OSError):
         nbytes: how many bytes the operation was about, or None.
     """
 
+    _keywords = ("errno", "path", "offset", "nbytes")
     path: str | None
     offset: int | None
     nbytes: int | None
@@ -95,10 +99,6 @@ class StorageError(MemascendError, OSError):
         self.offset = offset
         self.nbytes = nbytes
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        attributes = {"errno": self.errno, "path": self.path, "offset": self.offset, "nbytes": self.nbytes}
-        return partial(type(self), *self.args, **attributes), ()  # type: ignore[arg-type]
-
     def __str__(self) -> str:
         return str(self.args[0])
 
@@ -114,14 +114,12 @@ class RankError(MemascendError, RuntimeError):
         ranks: which, by their numbers.
     """
 
+    _keywords = ("ranks",)
     ranks: tuple[int, ...]
 
     def __init__(self, message: str, *, ranks: tuple[int, ...]) -> None:
         super().__init__(message)
         self.ranks = ranks
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), *self.args, ranks=self.ranks), ()
 
 
 class DeviceError(MemascendError, RuntimeError):

@@ -2,7 +2,8 @@
 
 Sizes are in bytes and exact; times are in seconds. Errors: `ConfigError` for a wrong argument, `BudgetError` for a
 region too small for its plan, `MemoryLimitError` where the machine or its cgroup does not have the memory,
-`TimeoutExpired` where a wait ran out, `UsageError` for what was closed, returned or belongs to another process.
+`TimeoutExpired` for a wait that ran out, `UsageError` for an object that was closed, returned or belongs to another
+process.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ __all__ = [
 ]
 
 
-# What it costs that CUDA has not registered memory which copies to a device and back go through.
+# The cost of memory for copies to a device and back that is not registered with CUDA.
 UNREGISTERED = (
     "copies to the device and back go through a buffer of the driver's which is slower, and the thread that begins one "
     "waits until it ends, so that few reads overlap"
@@ -57,8 +58,8 @@ UNREGISTERED = (
 def file_memory(descriptor: int, nbytes: int) -> torch.Tensor:
     """The first bytes of a file that is open for reading and writing, as memory; the descriptor may be closed then.
 
-    What is written there goes to the file and leaves memory as the kernel likes. In a child that is forked off, it is
-    the child's alone; what the parent writes later the child may read, unless it wrote to the same page before.
+    The kernel writes changes to the file and frees the memory as it needs. A forked child has a private copy of each
+    page that it writes to; on other pages it may read what the parent writes later.
     """
     import torch
 

@@ -6,11 +6,12 @@
         ticket.wait()
         volume.flush()                          # now it survives a loss of power
 
-Sizes and offsets are in bytes, times in seconds. Memory of a transfer in flight belongs to it: do not write to what is
-being written, touch what is being read, or resize its storage before the ticket is done. Errors: `ConfigError` for a
-wrong argument (a range past the end is one, found before anything is done), `StorageError` for what a device refused
-or failed, with `errno`, `path`, `offset` on that device and `nbytes`; `TimeoutExpired`; `UsageError` for a volume that
-was closed or belongs to the parent of this process.
+Sizes and offsets are in bytes, times in seconds. The memory of a transfer belongs to the transfer until its ticket is
+done: do not change a tensor that is being written, do not use one that is being read, and do not resize its storage.
+
+Errors: `ConfigError` for a wrong argument, also for a range past the end, before anything is done. `StorageError` if a
+device rejects an operation or fails, with `errno`, `path`, `offset` on that device and `nbytes`. `TimeoutExpired`.
+`UsageError` for a volume that was closed or belongs to the parent of this process.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def open(  # noqa: A001
 
     Files get no header: the byte at offset 0 is yours. A file is reserved whole, so that no later write finds the file
     system full; one whose length is no multiple of the alignment is extended to one, and `size` does not count that.
-    A raw device is opened exclusively, and refused where it is mounted, in use, or holds a file system, a partition
-    table or a member of LVM, RAID or an encrypted volume. Nobody else can open what is open.
+    A raw device is opened exclusively. It is rejected if it is mounted, in use, or contains a file system, a partition
+    table or a member of LVM, RAID or an encrypted volume. No other process can open an open volume.
 
     Args:
         paths: a file, a raw block device, or several of them, over which the volume is striped.
@@ -83,7 +84,7 @@ _open: weakref.WeakSet[Volume] = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     for volume in list(_open):
-        # In a fork the parent's volumes are none of ours, and say that they are closed.
+        # After a fork, volumes of the parent report that they are closed.
         if not volume.closed:
             try:
                 volume.close()

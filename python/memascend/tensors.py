@@ -44,7 +44,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(left, right)
 
 
-# In units of 2^-298, the square of the smallest fp32; or a float that was rounded already, or infinity or NaN.
+# An int counts units of 2^-298, the square of the smallest fp32. A float was rounded already, or is infinity or NaN.
 Squares = int | float
 
 
@@ -52,7 +52,7 @@ _UNITS = 1 << 298
 
 
 def total(squares: Iterable[Squares]) -> Squares:
-    """The sum of them all. What was rounded is added in the order given."""
+    """The sum of all squares. Rounded ones are added in the order given."""
     whole, rest, exact = 0, 0.0, True
     for one in squares:
         if isinstance(one, int):
@@ -64,7 +64,7 @@ def total(squares: Iterable[Squares]) -> Squares:
 
 def rounded(squares: Squares) -> float:
     """The nearest float."""
-    # Python's division of two whole numbers rounds once.
+    # Python's division of two integers rounds once.
     return squares / _UNITS if isinstance(squares, int) else squares
 
 
@@ -73,9 +73,9 @@ _KINDS = {"cpu": 1, "cuda": 10 if torch.version.hip else 2}
 
 
 def lent(address: int, nbytes: int, device: torch.device, owner: Any) -> torch.Tensor:
-    """Bytes of a device as a uint8 tensor; `owner` is held until the last view of it is gone.
+    """Bytes of a device as a uint8 tensor; `owner` is kept alive until the last view of it is gone.
 
-    Nothing waits, and no stream is ordered: that is the caller's.
+    The caller orders streams; this function waits for nothing.
     """
     index = 0 if device.index is None else device.index
     tensor: torch.Tensor = from_dlpack(_core.dlpack(address, nbytes, _KINDS[device.type], index, owner))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memascend.distributed.groups import StoppedError
 from memascend.distributed.rows import blocks_of, is_in_blocks
 from memascend.errors import ConfigError
-from memascend.storage import decode_state, master_of
+from memascend.storage import decode_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from memascend.distributed.rows import Rows
     from memascend.storage import Part, Store
 
-    # Takes elements of an entry's values ("") or of a state tensor, from an element on, in their order.
+    # Called with consecutive elements of an entry's values ("") or of a state tensor, and the first one's number.
     Put = Callable[[str, str, int, torch.Tensor], object]
 
 
-# Of a compact master: what is not written, since the master is.
+# The parts of a compact master. A checkpoint has the master instead.
 _MASTER_PARTS = frozenset({"rest", "rounded_up"})
 _KINDS = (frozenset({"exp_avg", "exp_avg_sq"}), frozenset({"momentum_buffer"}))
 _WIDTHS = {torch.float32: "", torch.bfloat16: "bf16", torch.uint8: "8bit"}
@@ -47,7 +47,7 @@ class StateForm:
         return {of: tensor for of, tensor in whole.items() if of != "master" or self.master}
 
     def lost_in(self, other: StateForm) -> list[str]:
-        """What a conversion into another form loses, in words."""
+        """Texts that say what a conversion into another form loses."""
         lost = []
         if other.width and other.width != self.width:
             lost.append(f"moments are rounded from {_WORDS[self.width]} to {_WORDS[other.width]}")
@@ -93,13 +93,13 @@ def plain_parts(values: torch.Tensor, state: Mapping[str, torch.Tensor], given: 
     if "rest" in state:
         plain["master"] = decode_state(values, state, given)["master"]
         if "exp_avg_sq" in plain and plain["exp_avg_sq"].is_floating_point():
-            # Its sign was the master's.
+            # Its sign bit belongs to the master.
             plain["exp_avg_sq"] = plain["exp_avg_sq"].abs()
     return plain
 
 
 def conversion_warning(where: object, pairs: Iterable[tuple[StateForm, StateForm]]) -> str | None:
-    """What is said of a start from a checkpoint of other formats; None where nothing is converted."""
+    """The warning about a start from a checkpoint of other formats; None if nothing is converted."""
     changed = [(one, other) for one, other in pairs if one != other]
     if not changed:
         return None
@@ -111,13 +111,13 @@ def conversion_warning(where: object, pairs: Iterable[tuple[StateForm, StateForm
     )
 
 
-# The count of updates, which stands among the state of a parameter that is trained.
+# The count of updates, which a checkpoint has in the state of each trained parameter.
 UPDATES = "updates"
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a checkpoint has of one entry."""
+    """The tensors of one entry in a checkpoint."""
 
     name: str
     values: torch.Tensor  # on meta
@@ -126,27 +126,13 @@ class Content:
     order: list[int] | None = None
 
 
-class Contents(Protocol):
-    """What a checkpoint is written from."""
-
-    # In the order of the store's entries.
-    entries: list[Content]
-    # Whether moments are in a format of their own.
-    has_formats: bool
-
-    def read(self, put: Put) -> None:
-        """Hand out all of it; the parts of a tensor come in their order."""
-
-
-class RankContents(Contents, Protocol):
-    """What one of several ranks has of it."""
-
-    def read_entries(self, names: list[str], put: Put) -> None:
-        """Hand out some entries that are row-major, or a single one."""
-
-
 class StoreContents:
-    """What the last commit of a store left."""
+    """The last commit of a store, as a checkpoint has it.
+
+    Attributes:
+        entries: in the order of the store's entries.
+        has_formats: whether moments are in a format of fewer bits.
+    """
 
     def __init__(self, store: Store, trained: Collection[str], *, values_alone: bool = False) -> None:
         """`trained` are the names of the parameters that the optimizer updates; `values_alone` leaves state out.
@@ -159,7 +145,9 @@ class StoreContents:
         self._by_name = {entry["name"]: entry for entry in self._stored}
         self._trained = trained
         self._values_alone = values_alone
-        self.has_formats = not values_alone and any(map(_in_fewer_bits, self._stored))
+        self.has_formats = not values_alone and any(
+            entry["format"].endswith(("bf16", "8bit")) for entry in self._stored
+        )
         self.entries = [self._content(entry) for entry in self._stored]
 
     def _content(self, entry: Mapping[str, Any]) -> Content:
@@ -167,7 +155,7 @@ class StoreContents:
         if self._values_alone:
             return Content(name, _meta(entry["dtype"], entry["shape"]), {})
         stored = {of: _meta(dtype, shape) for of, dtype, shape in entry["state"]}
-        # A compact entry's rest is written as the master that it belongs to.
+        # Instead of the rest of a compact entry, its master is written.
         state = plain_tensors(stored)
         if name in self._trained:
             if UPDATES in state:
@@ -176,17 +164,17 @@ class StoreContents:
                     "the number of updates under that name. Give that state another name in the optimizer"
                 )
             state[UPDATES] = _meta("int64", [])
-        # Blocks are counted as the elements lie, which is not told by row-major tensors.
+        # Blocks follow the order of elements in memory, which row-major tensors do not show.
         in_blocks = entry["order"] is not None and any(map(is_in_blocks, stored))
         return Content(name, _meta(entry["dtype"], entry["shape"]), state, list(entry["order"]) if in_blocks else None)
 
     def read(self, put: Put) -> None:
-        """Walk over all of it."""
+        """Read all entries."""
         for names in self._runs():
             self.read_entries(names, put)
 
     def _runs(self) -> Iterator[list[str]]:
-        """Entries that are walked over together; one that is not row-major comes alone."""
+        """Lists of entries that are scanned together; one that is not row-major is alone in its list."""
         run: list[str] = []
         for entry in self._stored:
             if entry["order"] is None:
@@ -200,17 +188,18 @@ class StoreContents:
             yield run
 
     def read_entries(self, names: list[str], put: Put) -> None:
-        """Walk over some entries that are row-major, or over a single one."""
+        """Read some entries that are row-major, or a single one."""
         if self._values_alone:
             put = _without_state(put)
 
         def visit(name: str, parts: list[Part]) -> None:
             found = {part.of: part for part in parts}
-            if _is_composed(self._by_name[name]):
+            form = self._by_name[name]["format"]
+            if form:
                 values = found.pop("")
                 tensors = {of: part.values for of, part in found.items()}
                 put(name, "", values.start, values.values)
-                for of, tensor in _plain(self._by_name[name], values.values, tensors).items():
+                for of, tensor in plain_parts(values.values, tensors, form).items():
                     put(name, of, found[of].start if of in found else values.start, tensor)
                 return
             for of, part in found.items():
@@ -222,11 +211,15 @@ class StoreContents:
         else:
             values, state = self._store.read(names[0])
             put(names[0], "", 0, values.contiguous())
-            for of, tensor in (_plain(first, values, state) if _is_composed(first) else state).items():
+            for of, tensor in (plain_parts(values, state, first["format"]) if first["format"] else state).items():
                 put(names[0], of, 0, tensor.contiguous())
         for name in names:
             if name in self._trained:
                 put(name, UPDATES, 0, torch.tensor(self._by_name[name]["step"]))
+
+
+def _meta(dtype: str, shape: list[int]) -> torch.Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
 def _without_state(put: Put) -> Put:
@@ -237,37 +230,18 @@ def _without_state(put: Put) -> Put:
     return put_values
 
 
-def _plain(
-    entry: Mapping[str, Any], values: torch.Tensor, state: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """The state of a compact entry, or of a part of it, as a checkpoint has it."""
-    if entry["compact"]:
-        return master_of(values, state)
-    return plain_parts(values, state, entry["format"])
-
-
-def _is_composed(entry: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint has other tensors of it than the store."""
-    return entry["compact"] or bool(entry["format"])
-
-
-def _in_fewer_bits(entry: Mapping[str, Any]) -> bool:
-    """Whether its moments are in a format of their own."""
-    return str(entry["format"] or "").endswith(("bf16", "8bit"))
-
-
-def _meta(dtype: str, shape: list[int]) -> torch.Tensor:
-    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-
-
 class GatheredContents:
     """The contents of all ranks' stores, as the first one has them: whole parameters, and its own buffers.
 
-    They pass through it piece by piece, so that no parameter is whole in anybody's memory.
+    Rows pass through it piece by piece, so that no rank has a whole parameter in memory.
+
+    Attributes:
+        entries: as in `StoreContents`.
+        has_formats: as in `StoreContents`.
     """
 
-    def __init__(self, own: RankContents, rows: Mapping[str, Rows], line: Line) -> None:
-        """`own` is what the first rank has, `rows` which rows of each parameter those are."""
+    def __init__(self, own: StoreContents, rows: Mapping[str, Rows], line: Line) -> None:
+        """`own` has the first rank's rows, and `rows` says which rows of each parameter they are."""
         self._own = own
         self._rows = rows
         self._line = line
@@ -276,10 +250,10 @@ class GatheredContents:
         self.entries = [_whole(entry, rows.get(entry.name)) for entry in own.entries]
 
     def read(self, put: Put) -> None:
-        """Hand out all of it: of each parameter the rows of one rank after the other.
+        """Read all entries: of each parameter the rows of one rank after the other.
 
         Raises:
-            StoppedError: another rank could not send what it has, which it tells.
+            StoppedError: another rank could not send its rows, and reports why.
         """
         for entry in self._own.entries:
             self._own.read_entries([entry.name], put)
@@ -290,7 +264,7 @@ class GatheredContents:
         self._done = True
 
     def stop(self) -> None:
-        """Let nobody wait any more, where something failed on the way."""
+        """End the wait of all ranks after a failure."""
         if not self._done:
             self._done = True
             self._line.stop()
@@ -302,14 +276,14 @@ class GatheredContents:
             put(entry.name, names[piece.tensor], piece.start, piece.values)
 
 
-def send_contents(own: RankContents, rows: Mapping[str, Rows], order: Sequence[str], line: Line) -> None:
-    """Send what a rank has to the first one, which makes `GatheredContents` of it.
+def send_contents(own: StoreContents, rows: Mapping[str, Rows], order: Sequence[str], line: Line) -> None:
+    """Send this rank's rows to the first rank, which reads them as `GatheredContents`.
 
     Args:
-        own: what it has.
-        rows: which rows of each parameter those are.
-        order: the names of the parameters that the first rank has, in its order.
-        line: how they are sent.
+        own: this rank's store.
+        rows: which rows of each parameter the store has.
+        order: the names of the first rank's parameters, in its order.
+        line: sends the rows.
 
     Raises:
         StoppedError: the first rank wants no more.
@@ -328,14 +302,14 @@ def send_contents(own: RankContents, rows: Mapping[str, Rows], order: Sequence[s
         raise
 
 
-def _send(own: RankContents, entry: Content, rows: Rows, line: Line) -> None:
+def _send(own: StoreContents, entry: Content, rows: Rows, line: Line) -> None:
     numbers = {of: number for number, of in enumerate(["", *entry.state])}
     tensors = {"": entry.values, **entry.state}
 
     def put(name: str, of: str, start: int, values: torch.Tensor) -> None:
         del name
         first = rows.first_of(of, tensors[of])
-        # What is not divided is the same on all ranks.
+        # A tensor that is not divided is the same on all ranks.
         if of != UPDATES and first is not None:
             line.send(numbers[of], first + start, values)
 
@@ -351,3 +325,8 @@ def _whole(entry: Content, rows: Rows | None) -> Content:
         for of, tensor in entry.state.items()
     }
     return Content(entry.name, values, state, entry.order)
+
+
+# The contents that a checkpoint is written from, and those of one of several ranks.
+Contents = StoreContents | GatheredContents
+RankContents = StoreContents

@@ -26,29 +26,29 @@ if TYPE_CHECKING:
     from memascend.storage import Entry, Store
 
 
-# Parents initialise what these hold.
+# Parents initialise the parameters in these.
 _LISTS = (torch.nn.ParameterList, torch.nn.ParameterDict)
 
 
 def unwritten(like: torch.Tensor) -> torch.Tensor:
-    """A tensor on the CPU, of the shape and type of one on meta, whose elements are all still to be written."""
+    """A tensor on the CPU with the shape and dtype of one on meta, marked so that `is_written` finds unset elements."""
     fill = float("nan") if like.dtype.is_floating_point or like.dtype.is_complex else 0
     with torch.inference_mode(mode=False):
         return torch.full(like.shape, fill, dtype=like.dtype, device="cpu")
 
 
 def is_written(tensor: torch.Tensor) -> bool:
-    """Whether every element of what `unwritten` made has a value, as far as can be told."""
+    """Whether every element of a tensor from `unwritten` was set, as far as that can be detected."""
     if tensor.numel() == 0:
         return True
     if tensor.dtype.is_floating_point and tensor.element_size() > 1:
-        # It carries a NaN through, and needs no temporary.
+        # `min` propagates a NaN, and needs no temporary.
         return not bool(tensor.detach().min().isnan())
     return tensor._version > 0  # noqa: SLF001
 
 
 class Initialiser:
-    """The modules of a model in the order in which they are built, and what initialises each."""
+    """Initialises the modules of a model with its own code, in the order in which they are built."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -69,7 +69,7 @@ class Initialiser:
     # --- buffers ------------------------------------------------------------------------------
 
     def buffers_of(self, module: torch.nn.Module, made: Sequence[torch.Tensor]) -> None:
-        """Let a module compute the buffers that were `made` for it; what else is real keeps its values."""
+        """Let a module compute the buffers in `made`; its other real tensors keep their values."""
         with torch.no_grad(), _spared(module, set(map(id, made))):
             self._initialise(module, made)
 
@@ -92,7 +92,7 @@ class Initialiser:
         """Initialise the parameters on meta, one unit or so at a time, from torch's default generator.
 
         Yields:
-            Name and values of each that was on meta. What is yielded is real no longer.
+            Name and values of each that was on meta. The parameter itself is on meta again by then.
 
         Raises:
             ConfigError: nothing initialises some of them; it names them.
@@ -119,14 +119,14 @@ class Initialiser:
 
 
 class _Walk:
-    """Which parameters are real now."""
+    """Makes parameters on meta real while their modules are initialised, a few units at a time."""
 
     def __init__(self, model: torch.nn.Module, units: Sequence[Unit], named: Mapping[str, torch.nn.Parameter]) -> None:
         self._modules = dict(model.named_modules())
         self._name = {id(parameter): name for name, parameter in named.items() if parameter.is_meta}
         self._unit = {name: unit for unit in units for name in unit.parameters}
         self._left = {unit.name: sum(id(named[name]) in self._name for name in unit.parameters) for unit in units}
-        # Units that need not wait for a module to end, and by module those that it ends.
+        # Units that need not wait for the end of a module, and by module the units that wait for its end.
         self._reached: set[str] = set()
         self._ends: dict[int, list[str]] = {}
         sizes = _sizes(self._modules, named)
@@ -143,18 +143,18 @@ class _Walk:
             for short, parameter in module._parameters.items():  # noqa: SLF001
                 if parameter is not None:
                     self._places.setdefault(id(parameter), []).append((module, short))
-        # By unit: parameters on meta, and what stands for them.
+        # By unit: parameters on meta, and the real ones in their places.
         self._open: dict[str, list[tuple[torch.nn.Parameter, torch.nn.Parameter]]] = {}
         self._begun: set[int] = set()
         self.real_ids: set[int] = set()
 
     def begin(self, module: torch.nn.Module) -> list[torch.Tensor]:
-        """Make real what a module owns."""
+        """Make the parameters that a module owns real."""
         made: list[torch.Tensor] = []
         for owner in (module, *(child for child in module.children() if isinstance(child, _LISTS))):
-            for parameter in _own(owner._parameters):  # noqa: SLF001
+            for parameter in owner._parameters.values():  # noqa: SLF001
                 name = self._name.get(id(parameter))
-                if name is None or id(parameter) in self._begun:
+                if parameter is None or name is None or id(parameter) in self._begun:
                     continue
                 self._begun.add(id(parameter))
                 real = torch.nn.Parameter(unwritten(parameter), requires_grad=parameter.requires_grad)
@@ -171,11 +171,11 @@ class _Walk:
             module._parameters[short] = stands  # noqa: SLF001
 
     def is_open(self, module: torch.nn.Module) -> bool:
-        """Whether something below the module is real."""
+        """Whether a parameter below the module is real."""
         return bool(self.real_ids) and any(id(parameter) in self.real_ids for parameter in module.parameters())
 
     def ended(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is complete after a module."""
+        """The parameters of units that are complete after a module."""
         self._reached.update(self._ends.get(id(module), ()))
         for unit in [unit for unit in self._open if not self._left[unit] and unit in self._reached]:
             pairs = self._open.pop(unit)
@@ -194,7 +194,7 @@ class _Walk:
                 del real
 
     def put_back(self) -> None:
-        """Let everything be on meta again."""
+        """Put all parameters on meta again."""
         for pairs in self._open.values():
             for parameter, _ in pairs:
                 self._place(parameter, parameter)
@@ -214,9 +214,9 @@ def _sizes(modules: Mapping[str, torch.nn.Module], named: Mapping[str, torch.Ten
 
 
 def _last(unit: Unit, sizes: Mapping[str, int], limit: int) -> str | None:
-    """The module whose end a unit waits for, as its code may write to the unit, too; none where that holds too much."""
+    """The module whose end a unit waits for, since its code may write to the unit, too; None if it is too large."""
     if unit.pinned:
-        # A little of everything.
+        # Its parameters are all over the model.
         return ""
     last = unit.module
     if last is None:
@@ -232,7 +232,7 @@ def _last(unit: Unit, sizes: Mapping[str, int], limit: int) -> str | None:
 
 @contextlib.contextmanager
 def _spared(module: torch.nn.Module, ours: set[int]) -> Iterator[None]:
-    """Copies in place of the real tensors that a module owns and that are not `ours`, which stay as they are."""
+    """Put copies in place of a module's real tensors, except `ours`, so that the originals keep their values."""
     spared: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     parameters: dict[str, Any] = module._parameters  # noqa: SLF001
     buffers: dict[str, Any] = module._buffers  # noqa: SLF001
@@ -249,10 +249,6 @@ def _spared(module: torch.nn.Module, ours: set[int]) -> Iterator[None]:
             table[short] = tensor
 
 
-def _own(table: Mapping[str, Any]) -> Iterator[Any]:
-    return (tensor for tensor in table.values() if tensor is not None)
-
-
 def _takes_one(function: object) -> bool:
     if not callable(function):
         return False
@@ -264,10 +260,10 @@ def _takes_one(function: object) -> bool:
 
 
 def require_plain(named: Mapping[str, torch.nn.Parameter]) -> None:
-    """Refuse parameters on meta that cannot be given a body in place.
+    """Reject parameters on meta that cannot be made real in place.
 
     Raises:
-        ConfigError: something else holds one of them.
+        ConfigError: another object refers to one of them.
     """
     for name, parameter in named.items():
         if parameter.is_meta and weakref.getweakrefs(parameter):
@@ -284,8 +280,8 @@ def require_plain(named: Mapping[str, torch.nn.Parameter]) -> None:
 
 
 def embody(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
-    """Let a parameter on meta be on the CPU, with `values`; it stays the object that module and optimizer hold."""
-    # `.data` begins a version counter of its own: `values` may be what many parameters are made of.
+    """Move a parameter on meta to the CPU, with `values`; module and optimizer keep the same object."""
+    # `.data` has a version counter of its own: many parameters may share the memory of `values`.
     other = torch.nn.Parameter(values.data, requires_grad=parameter.requires_grad)
     other.__class__ = parameter.__class__
     other.__dict__.update(parameter.__dict__)
@@ -314,12 +310,8 @@ class MetaBuffers:
     @property
     def saved(self) -> dict[str, torch.Tensor]:
         """Those that a state dict has, by their first names."""
-        found = {}
-        for key, places in self._places.items():
-            names = [name for name, _, _, saved in places if saved]
-            if names:
-                found[names[0]] = self._old[key]
-        return found
+        names = {key: [name for name, _, _, saved in places if saved] for key, places in self._places.items()}
+        return {named[0]: self._old[key] for key, named in names.items() if named}
 
     def install(self) -> None:
         """Put tensors on the CPU in their places, marked as not written."""
@@ -330,13 +322,13 @@ class MetaBuffers:
                 module._buffers[short] = new  # noqa: SLF001
 
     def uninstall(self) -> None:
-        """Put what was there before into its places."""
+        """Put the buffers on meta back."""
         for key, places in self._places.items():
             for _, module, short, _ in places:
                 module._buffers[short] = self._old[key]  # noqa: SLF001
 
     def rebuild(self, weights: Weights | None, *, saved: bool) -> None:
-        """Let the modules compute those that are not saved, and with `saved` all; what they cannot, `weights` may have.
+        """Let the modules compute buffers that are not saved, and with `saved` all. Others come from `weights`.
 
         Raises:
             ConfigError: the values of some are not known; it names them.
@@ -389,27 +381,27 @@ class FirstValue(NamedTuple):
 class ValueSource(Protocol):
     """Where the first values come from."""
 
-    # What is committed with them.
+    # Committed with the values.
     step: int
     user_state: Any
 
     def check(self) -> None:
-        """Refuse what does not fit, before anything is written."""
+        """Reject a source that does not fit, before anything is written."""
 
     def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """What is committed of options, where those of the optimizer's groups are `groups`."""
+        """The options to commit; `groups` are those of the optimizer's groups."""
 
     def parameters(
         self, units: Sequence[Unit]
     ) -> Generator[tuple[str, torch.Tensor, dict[str, torch.Tensor], int], None, None]:
-        """Each parameter of the units once; what was yielded may go before the next is asked for."""
+        """Each parameter of the units once. Its tensors are valid until the next one is requested."""
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
         """Write the first values of a persistent buffer into it."""
 
 
 class Divided(NamedTuple):
-    """What a model is made of whose parameters ranks share."""
+    """A model whose parameters are sharded: this rank's rows, and the whole parameters and units."""
 
     partition: Partition  # what this rank has
     named: Mapping[str, torch.nn.Parameter]  # the model's own parameters, by name
@@ -417,7 +409,7 @@ class Divided(NamedTuple):
 
 
 class ModelValues:
-    """The values that model and optimizer have, and for parameters on meta `weights`, or their initialisation."""
+    """First values from model and optimizer; parameters on meta come from `weights` or their initialisation."""
 
     step = 0
     user_state = None
@@ -434,7 +426,7 @@ class ModelValues:
     ) -> None:
         """`trained` are the names that the optimizer owns, `meta_buffers` the persistent buffers that were on meta.
 
-        `divided` has what the model is made of where `named` are some of its rows.
+        `divided` describes the whole model if `named` are rows of its parameters.
         """
         self._divided = divided
         self._partition = Partition() if divided is None else divided.partition
@@ -456,7 +448,7 @@ class ModelValues:
         return {"groups": groups, "loss_scale": None}
 
     def parameters(self, units: Sequence[Unit]) -> Generator[FirstValue, None, None]:
-        """Those on meta first where they are initialised; then all in the order of the units."""
+        """First the parameters that are initialised from meta, then the others in the order of the units."""
         if self._weights is None and any(p.is_meta for p in self._named.values()):
             yield from self._initialised(units)
         for unit in units:
@@ -464,13 +456,14 @@ class ModelValues:
                 parameter = self._named[name]
                 if not parameter.is_meta:
                     state, step = self._arithmetic.initial(parameter) if name in self._trained else ({}, 0)
-                    yield FirstValue(name, _laid_out(parameter.detach().cpu()), state, step)
+                    values = parameter.detach().cpu()
+                    yield FirstValue(name, as_laid(values, values), state, step)
                 elif self._weights is not None:
                     whole = self._weights.tensor(name, self._partition.whole(name, parameter))
                     yield FirstValue(name, as_laid(self._partition.part(name, whole), parameter), {}, 0)
 
     def _initialised(self, units: Sequence[Unit]) -> Iterator[FirstValue]:
-        """What is on meta, by the model's own code, which makes whole parameters."""
+        """Parameters on meta, initialised by the model's own code, which makes whole parameters."""
         divided = self._divided
         whole_units, whole = (units, self._named) if divided is None else (divided.units, divided.named)
         for name, values in Initialiser(self._model).parameters(whole_units, whole):
@@ -485,14 +478,14 @@ class ModelValues:
 
 
 def as_laid(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Values with the strides that the parameter is stored with: themselves, or a copy."""
+    """Values with the strides that the parameter is stored with, without gaps: the given tensor, or a copy."""
     strides = dense_strides(parameter)
-    if tuple(values.stride()) == strides or (values.numel() <= 1 and values.is_contiguous()):
+    if tuple(values.stride()) == strides or values.numel() <= 1:
         return values
-    return torch.empty_strided(parameter.shape, strides, dtype=values.dtype).copy_(values)
+    return torch.empty_strided(parameter.shape, strides, dtype=values.dtype, device=values.device).copy_(values)
 
 
-# Buffers up to this many bytes in all are written with every step; more are only when they were seen to change.
+# Up to this many bytes in all, buffers are written with every step. Above, a buffer is written only if it changed.
 _ALWAYS_BYTES_MAX = 1 << 20
 
 
@@ -501,25 +494,22 @@ class Buffers:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._owners = {name: (module, short) for name, module, short in persistent_buffers(model)}
-        # Checksums of what was committed. A codebook that is written through `.data` counts no writes.
+        # Checksums of committed values. Version counters would miss writes through `.data` (a codebook's).
         self._seen: dict[str, str] = {}
         self._staged: dict[str, str] = {}
         self._kinds = {name: _kind(self._tensor(name)) for name in self._owners}
         self._always = sum(self._tensor(name).nbytes for name in self._owners) <= _ALWAYS_BYTES_MAX
 
     def _tensor(self, name: str) -> torch.Tensor:
-        tensor = self._found(name)
+        module, short = self._owners[name]
+        tensor = module._buffers[short]  # noqa: SLF001
         assert tensor is not None
         return tensor
 
-    def _found(self, name: str) -> torch.Tensor | None:
-        module, short = self._owners[name]
-        return module._buffers.get(short)  # noqa: SLF001
-
     @property
     def names(self) -> list[str]:
-        """As `state_dict()` names them; of one that the model has no more, storage keeps what was committed."""
-        return [name for name in self._owners if self._found(name) is not None]
+        """As `state_dict()` names them. If the model drops a buffer, storage keeps its last committed values."""
+        return [name for name, (module, short) in self._owners.items() if module._buffers.get(short) is not None]  # noqa: SLF001
 
     def entries(self, entry: type[Entry]) -> list[Entry]:
         """How the store knows them."""
@@ -533,7 +523,7 @@ class Buffers:
         return self._tensor(name).detach().cpu().contiguous()
 
     def target(self, name: str) -> torch.Tensor:
-        """A buffer itself, to be written to."""
+        """A buffer itself, to write to."""
         return self._tensor(name).detach()
 
     def restore(self, store: Store) -> None:
@@ -544,7 +534,7 @@ class Buffers:
                 self._tensor(name).copy_(values)
 
     def require_same_kinds(self) -> None:
-        """Before a step: refuse buffers that storage has no room for any more.
+        """Before a step: reject buffers whose shape or dtype changed.
 
         Raises:
             ConfigError: one has another shape or dtype than when it was offloaded; nothing was changed.
@@ -560,7 +550,7 @@ class Buffers:
                 )
 
     def stage(self, store: Store, step: int) -> None:
-        """Stage those that changed."""
+        """Stage the buffers that changed."""
         self._staged = {}
         for name in self.names:
             values = self.tensor(name)
@@ -571,13 +561,13 @@ class Buffers:
                 self._staged[name] = now
 
     def unstage(self, store: Store) -> None:
-        """Forget what was staged."""
+        """Discard the staged buffers."""
         for name in self._staged:
             store.discard(name)
         self._staged = {}
 
     def committed(self) -> None:
-        """What was staged is on storage."""
+        """Note that the staged buffers were committed."""
         self._seen.update(self._staged)
 
 
@@ -597,7 +587,7 @@ def persistent_buffers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Modul
 
 
 def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
-    """Let all buffers of a model, persistent or not, be on a device: all of them, or with an exception none."""
+    """Move all buffers of a model, persistent or not, to a device; if one fails, none is moved."""
     moved: dict[int, torch.Tensor] = {}
     places = []
     for _, module, short, tensor in each_buffer(model):
@@ -606,11 +596,3 @@ def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
         places.append((module, short, tensor))
     for module, short, tensor in places:
         module._buffers[short] = moved[id(tensor)]  # noqa: SLF001
-
-
-def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without gaps: itself, or a copy."""
-    strides = dense_strides(tensor)
-    if tuple(tensor.stride()) == strides or tensor.numel() <= 1:
-        return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -28,40 +28,39 @@ if TYPE_CHECKING:
     from memascend.plan.units import Unit
 
 
-# In the checkpoint's folder: what is ours, out of the way of tools that take every safetensors file for weights.
+# The folder of a checkpoint for our own files: many tools take every safetensors file beside the weights for weights.
 FOLDER = "memascend"
 MANIFEST = "manifest.json"
 FORMAT = "memascend checkpoint"
 VERSION = 1
-# Where moments are in formats of fewer bits, which version 1 does not have.
+# For moments of 16 or 8 bits, which version 1 does not have.
 VERSION_OF_FORMATS = 2
-# A million tensors need less.
+# The manifest of a million tensors is smaller.
 _MANIFEST_BYTES_MAX = 256 << 20
 _READ_BYTES = 8 << 20
 
 
 def identity_of(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Which step of which store a checkpoint holds; None where there is none, or a damaged one."""
+    """Step and store of a checkpoint; None if there is none or it is damaged."""
     try:
-        manifest = _manifest(Path(folder))
+        return _identity_in(_manifest(Path(folder)))
     except MemascendError:
         return None
-    return identity_in(manifest)
 
 
-def identity_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Which step of which store a manifest is of."""
-    # A line only where the store went back to an earlier step before.
+def _identity_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The step and the store in a manifest."""
+    # A line is there only if the store went back to an earlier step before.
     return {name: manifest[name] for name in ("store", "step", "line") if name in manifest}
 
 
 def state_key(name: str, of: str) -> str:
-    """What a state tensor of a parameter is called."""
+    """The name of a parameter's state tensor in a checkpoint."""
     return f"{name}.{of}"
 
 
 def render_manifest(manifest: Mapping[str, Any]) -> bytes:
-    """The manifest as it stands on disk: one way to write it, so that a change of any byte is seen."""
+    """The bytes of the manifest's file. There is one spelling, so that a change of any byte is detected."""
     content = {name: value for name, value in manifest.items() if name != "checksum"}
     checksum = Checksum()
     checksum.update(torch.frombuffer(bytearray(json.dumps(content, sort_keys=True).encode()), dtype=torch.uint8))
@@ -69,10 +68,10 @@ def render_manifest(manifest: Mapping[str, Any]) -> bytes:
 
 
 class Checkpoint:
-    """One that is there."""
+    """A checkpoint on disk."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Read and check its manifest, and that every file is there, as long as it was.
+        """Read and check its manifest, and check that every file exists and has the right length.
 
         Raises:
             ConfigError: there is none.
@@ -115,14 +114,10 @@ class Checkpoint:
             for name, said in self.manifest["files"].items():
                 _verify(self.folder / name, said, mine, progress)
 
-    def weights(self) -> WeightFiles:
-        """Its weights."""
-        return WeightFiles(self.folder)
-
     def state(self) -> WeightFiles | None:
         """Its optimizer's state; None where there is none."""
         names = [name for name in self.manifest["files"] if Path(name).parent.name == FOLDER]
-        return WeightFiles.of([self.folder / name for name in names]) if names else None
+        return WeightFiles(self.folder, names) if names else None
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -159,7 +154,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _malformed(manifest: dict[str, Any]) -> str | None:
-    """What is wrong with the fields, though the checksum is right."""
+    """The field that is malformed although the checksum is right; None if all are well-formed."""
     kinds = {"step": int, "store": str, "optimizer": str, "groups": list, "files": dict}
     wrong = [name for name, kind in kinds.items() if not isinstance(manifest.get(name), kind)]
     wrong += [name for name in ("loss_scale", "user_state") if name not in manifest]
@@ -177,7 +172,7 @@ def _malformed(manifest: dict[str, Any]) -> str | None:
 
 
 def _well(name: str, said: Any) -> bool:
-    """Whether a file is inside the checkpoint and described."""
+    """Whether a file lies inside the checkpoint and its entry is well-formed."""
     parts = Path(name).parts
     inside = parts in ((name,), (FOLDER, parts[-1] if parts else "")) and ".." not in parts and parts[-1] != "/"
     kinds = {"bytes": int, "header": str, "tensors": dict}
@@ -243,7 +238,7 @@ class CheckpointValues:
     ) -> None:
         """`trained` are the names that the optimizer owns, `buffers` the persistent ones.
 
-        `partition` says what `named` are of the model's parameters, where ranks share them.
+        `partition` says which rows of the model's parameters `named` are, if ranks share them.
         """
         self._checkpoint = checkpoint
         self._model = model
@@ -254,13 +249,13 @@ class CheckpointValues:
         self.step: int = checkpoint.manifest["step"]
         self._partition = Partition() if partition is None else partition
         self.user_state: Any = _user_state(checkpoint.manifest, self._partition)
-        self._weights = checkpoint.weights()
+        self._weights = WeightFiles(checkpoint.folder)
         self._state = checkpoint.state()
-        # By parameter, where state is converted: the form it is in, and the one that the run keeps.
+        # Parameters whose state is converted: the form in the checkpoint, and the form of the run.
         self._conversions: dict[str, tuple[StateForm, StateForm]] = {}
 
     def check(self) -> None:
-        """Refuse a checkpoint of something else, or one that is damaged."""
+        """Reject a checkpoint of another model or optimizer, or a damaged one."""
         where, manifest = self._checkpoint.folder, self._checkpoint.manifest
         here = title_of(self._arithmetic.optimizer)
         if manifest["optimizer"] != here:
@@ -289,13 +284,13 @@ class CheckpointValues:
             warnings.warn(words, stacklevel=6)
 
     def _problems(self) -> list[str]:
-        """What of the state does not fit; fills in what is converted."""
+        """The state tensors that do not fit, in words; also finds the parameters to convert."""
         there: dict[str, dict[str, torch.Tensor]] = {}
         for key in () if self._state is None else self._state.keys:
             name, of = self._divided(key)
-            there.setdefault(name, {})[of] = self._part(name, of, self._described(key))
+            there.setdefault(name, {})[of] = self._partition.part(name, self._described(key), of)
         if self._partition.count > 1:
-            # Of what this rank has no rows, others know.
+            # Other ranks check the parameters of which this rank has no rows.
             there = {name: tensors for name, tensors in there.items() if name in self._named}
         problems = []
         for name in self._trained:
@@ -322,7 +317,7 @@ class CheckpointValues:
                 return []
             found = {**found, **({} if updates is None else {"updates": updates})}
         elif self._order_of(name) != self._own_order(name):
-            # Blocks of its state are of other elements.
+            # Its blocks consist of other elements than the run's.
             form = form_of({of: tensor for of, tensor in found.items() if of != "updates"}, self._named[name].shape)
             assert form is not None
             self._conversions[name] = form, form
@@ -336,10 +331,6 @@ class CheckpointValues:
                 problems.append(f"{state_key(name, of)} is {dtype} of shape {list(shape)}, not {wanted[of].dtype}")
         return problems
 
-    def _part(self, name: str, of: str, whole: torch.Tensor) -> torch.Tensor:
-        """What this process has of a tensor of state."""
-        return self._partition.part(name, whole, of)
-
     def _described(self, key: str) -> torch.Tensor:
         assert self._state is not None
         dtype, shape = self._state.described(key)
@@ -350,12 +341,12 @@ class CheckpointValues:
         return {**plain_tensors(self._arithmetic.describe(self._named[name])), "updates": updates}
 
     def _order_of(self, name: str) -> list[int] | None:
-        """In which order of dimensions the blocks of a parameter's state were counted; None: row by row."""
+        """The order of dimensions in which blocks of a parameter's state were counted; None: row-major."""
         orders: dict[str, list[int]] = self._checkpoint.manifest.get("orders", {})
         return orders.get(name)
 
     def _own_order(self, name: str) -> list[int] | None:
-        """The same of the run's, where it has blocks."""
+        """The same for the run, if its state has blocks."""
         if not any(map(is_in_blocks, self._kept(name))):
             return self._order_of(name)
         parameter = self._named[name]
@@ -364,14 +355,11 @@ class CheckpointValues:
         return None if order is None else list(order)
 
     def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """The checkpoint's, and which one it was: the first step of the store commits others."""
+        """Those of the checkpoint, and its identity, until the first step of the store commits others."""
         del groups
         manifest = self._checkpoint.manifest
-        origin = identity_in(manifest)
-        said: dict[str, Any] = {
-            name: manifest[name] for name in ("groups", "loss_scale", "attributes", "seed") if name in manifest
-        }
-        return {**said, "origin": origin}
+        names = ("groups", "loss_scale", "attributes", "seed")
+        return {**{name: manifest[name] for name in names if name in manifest}, "origin": _identity_in(manifest)}
 
     def parameters(self, units: Sequence[Unit]) -> Generator[FirstValue, None, None]:
         """In the order of the units, on the mapped files."""
@@ -390,12 +378,12 @@ class CheckpointValues:
                 yield FirstValue(name, values, state, step)
 
     def _state_of(self, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What this process has of a parameter's state, in float32 where it is converted; `values` are all of its."""
+        """This rank's part of a parameter's state, in float32 if converted; `values` is the whole parameter."""
         assert self._state is not None
         parameter = self._named[name]
         if name not in self._conversions:
             kept = (of for of in self._kept(name) if of != "updates")
-            found = {of: self._part(name, of, self._state.at(state_key(name, of))) for of in kept}
+            found = {of: self._partition.part(name, self._state.at(state_key(name, of)), of) for of in kept}
             return {
                 of: as_laid(tensor, parameter) if tensor.shape == parameter.shape else tensor
                 for of, tensor in found.items()
@@ -411,11 +399,11 @@ class CheckpointValues:
         whole = one.decoded(_in_order(values, order), laid)
         if not other.master:
             whole.pop("master", None)
-        # Blocks may end within rows, so that it is decoded whole.
-        return {of: as_laid(self._part(name, of, tensor), parameter) for of, tensor in whole.items()}
+        # It is decoded whole, since blocks may end within rows.
+        return {of: as_laid(self._partition.part(name, tensor, of), parameter) for of, tensor in whole.items()}
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
-        """Its values there."""
+        """Copy its values from the checkpoint."""
         tensor.copy_(self._weights.tensor(name, tensor))
 
 
@@ -432,7 +420,7 @@ def _in_order(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
 
 
 def _user_state(manifest: Mapping[str, Any], partition: Partition) -> Any:
-    """What this rank kept in `user_state`; of another number of ranks, what the first one did."""
+    """This rank's `user_state`; the first rank's if another number of ranks wrote the checkpoint."""
     states = manifest.get("user_states")
     if states is None or len(states) == partition.count:
         return manifest["user_state"] if states is None else states[partition.rank]

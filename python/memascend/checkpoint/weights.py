@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,23 +24,13 @@ if TYPE_CHECKING:
     from memascend.checkpoint.files import Matched, Names
 
 
-# What transformers does to experts that a model has as one parameter, and to several such that it has as one.
+# How transformers makes one parameter of all experts, and joins several such parameters into one.
 _STACKED = [("MergeModulelist", 0)]
 _JOINED = [("Concatenate", 1)]
 
 
-class WeightTensor(Protocol):
-    """One tensor of weights."""
-
-    def described(self) -> tuple[torch.dtype | None, tuple[int, ...]]:
-        """Its dtype, None where torch has none such, and shape."""
-
-    def values(self) -> torch.Tensor:
-        """It; on mapped files where that can be."""
-
-
 # Its name in the files, the pattern that it fits, and itself.
-_Named = tuple[str, str, WeightTensor]
+_Named = tuple[str, str, "WeightTensor"]
 
 
 class _MergedTensor:
@@ -55,16 +45,16 @@ class _MergedTensor:
         self._parts = parts
 
     def names(self) -> list[str]:
-        """All that come out, of which this is one."""
+        """The names of all tensors that the conversion makes; this is one of them."""
         return list(self._all(_on_meta))
 
     def described(self) -> tuple[torch.dtype | None, tuple[int, ...]]:
-        """What comes out of tensors on meta."""
+        """Dtype and shape that the conversion gives for tensors on meta."""
         made = self._made(_on_meta)
         return made.dtype, tuple(made.shape)
 
     def values(self) -> torch.Tensor:
-        """It, in memory: piece after piece where experts are put together, else as transformers computes it."""
+        """Its elements, in memory: experts are copied one by one, all else is computed by transformers."""
         stacked = self._stacked()
         if stacked is None:
             return self._made(lambda source: source.values()).contiguous()
@@ -98,13 +88,13 @@ class _MergedTensor:
         for key, pattern, source in self._parts:
             converter.add_tensor(self._layer, key, pattern, value_of(source))
         made: Any = converter.convert(self._layer, config=self._config)
-        # The first versions of transformers 5 tell beside it what went wrong.
+        # The first versions of transformers 5 return errors beside it.
         found: dict[str, Any] = made[0] if isinstance(made, tuple) else made
         return found
 
 
 def convert_names(model: torch.nn.Module, sources: Mapping[str, WeightTensor]) -> dict[str, WeightTensor] | None:
-    """The same tensors as the model has them; None where transformers knows nothing of it.
+    """The same tensors under the model's names; None if transformers has no conversion for the model.
 
     Raises:
         ConfigError: transformers cannot convert them.
@@ -118,7 +108,7 @@ def convert_names(model: torch.nn.Module, sources: Mapping[str, WeightTensor]) -
     config = getattr(model, "config", None)
     found: dict[str, WeightTensor] = {}
     layers: dict[str, list[_Named]] = {}
-    # Experts by their numbers.
+    # Experts in the order of their numbers.
     for key in sorted(sources, key=dot_natural_key):
         name, pattern = rename(key)
         if pattern is None:
@@ -139,7 +129,7 @@ def convert_names(model: torch.nn.Module, sources: Mapping[str, WeightTensor]) -
 
 
 def misread_names(model: torch.nn.Module) -> list[str]:
-    """Names of the model that transformers takes for others, where it finds them in a file."""
+    """Names of the model that transformers would rename if it found them in a file."""
     rename, _ = _renaming(model)
     return [] if rename is None else [name for name in _names(model) if rename(name) != (name, None)]
 
@@ -147,7 +137,7 @@ def misread_names(model: torch.nn.Module) -> list[str]:
 def _renaming(model: torch.nn.Module) -> tuple[Callable[[str], tuple[str, str | None]] | None, list[Any]]:
     """How transformers renames what a file has for a model of its own (None: not at all), and its converters.
 
-    Beside the new name is the pattern of the converter that is given the tensor, if one is.
+    Renaming returns the new name, and the pattern of the converter that takes the tensor, if any.
     """
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
@@ -176,7 +166,7 @@ def _on_meta(source: WeightTensor) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-# Where torch says, in the header of each file, at which element in each dimension the parts in it begin.
+# The header field in which torch writes at which element of each dimension the parts in a file begin.
 _METADATA = "DCP_SHARDING_INFO"
 # Where a part begins, how large it is, and itself.
 _Part = tuple[tuple[int, ...], tuple[int, ...], "WeightTensor"]
@@ -186,7 +176,7 @@ def part_offsets(file: Any, path: Path) -> dict[str, tuple[int, ...]] | None:
     """Where each tensor of an open safetensors file begins in the whole one; None: the file does not say.
 
     Raises:
-        CorruptionError: what it says makes no sense.
+        CorruptionError: the header is malformed.
     """
     said = (file.metadata() or {}).get(_METADATA)
     if said is None:
@@ -272,19 +262,6 @@ _SINGLE = "model.safetensors"
 _INDEX_BYTES_MAX = 256 << 20
 
 
-class Weights(Protocol):
-    """Where the first values of parameters come from."""
-
-    def check(self, names: Names, wanted: Mapping[str, torch.Tensor]) -> None:
-        """Refuse what does not fit, before anything is written; `wanted` are tensors on meta by name."""
-
-    def has(self, name: str) -> bool:
-        """Whether there are values for a buffer that is not saved as a rule."""
-
-    def tensor(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """The values of one parameter or buffer."""
-
-
 def open_weights(weights: str | os.PathLike[str] | Callable[[str, torch.Tensor], torch.Tensor]) -> Weights:
     """What `offload(weights=)` was given, which its options have checked."""
     return WeightFunction(weights) if callable(weights) else WeightFiles(Path(expanded(weights)))
@@ -297,15 +274,15 @@ class WeightFunction:
         self._function = function
 
     def check(self, names: Names, wanted: Mapping[str, torch.Tensor]) -> None:
-        """Nothing is known before it is called."""
+        """Nothing can be checked before the function is called."""
 
     def has(self, name: str) -> bool:
-        """It is asked for what nobody else can make."""
+        """True: the function is called for every buffer that the model cannot compute."""
         del name
         return True
 
     def tensor(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """What the function returns, if it fits."""
+        """The tensor that the function returns, if it fits."""
         values = self._function(name, like)
         if not isinstance(values, torch.Tensor) or values.layout != torch.strided or values.is_meta:
             raise ConfigError(
@@ -323,30 +300,20 @@ class WeightFunction:
 class WeightFiles:
     """One safetensors file, or a folder of them; tensors stand on the mapped files, and nothing is copied."""
 
-    def __init__(self, path: Path) -> None:
-        """Open `path`.
+    def __init__(self, path: Path, names: Sequence[str] | None = None) -> None:
+        """Open `path`, or with `names` these files in the folder `path`, with all of their tensors.
 
         Raises:
             ConfigError: there are no safetensors, or not all of them.
             CorruptionError: a file is damaged or cut short.
         """
-        self._read(path, _files(path))
-
-    @classmethod
-    def of(cls, files: list[Path]) -> Self:
-        """All tensors of these files."""
-        made = cls.__new__(cls)
-        made._read(files[0].parent, [_File(file) for file in files])  # noqa: SLF001
-        return made
-
-    def _read(self, path: Path, files: Sequence[_File]) -> None:
         self.path = path
         # By the name in the files, or the one that transformers gives it.
         self._where: dict[str, WeightTensor] = {}
         # The name in the files, by ours.
         self._of: dict[str, str] = {}
         parts: dict[str, list[tuple[tuple[int, ...], WeightTensor]]] = {}
-        for file in files:
+        for file in _files(path) if names is None else [_File(path / name) for name in names]:
             held = set(file.opened.keys())
             lost = [key for key in file.keys or () if key not in held]
             if lost:
@@ -393,7 +360,7 @@ class WeightFiles:
         self._of.update({name: keys[0] for name, keys in found.of.items() if name not in self._of})
 
     def _matched(self, names: Names) -> Matched:
-        """As they are; where that leaves something over, as transformers would rename and merge them."""
+        """Match the names as they are; if some are left over, as transformers would rename and merge them."""
         found = names.matched(self._where)
         if not names.left(found):
             return found
@@ -404,12 +371,12 @@ class WeightFiles:
         return found
 
     def untied(self, names: Names) -> list[str]:
-        """Names that are tied in the model, and other values than the first one's in the files."""
+        """Names that are tied in the model and whose values in the files differ from the first name's."""
         found = self._matched(names)
         return [found.named[key] for _, key in self._untied(found, found.of)]
 
     def _untied(self, found: Matched, wanted: Collection[str]) -> list[tuple[str, str]]:
-        """Names in the files that are one in the model, and differ."""
+        """Pairs of names in the files that are one tensor in the model and have different values."""
         pairs = [(keys[0], key) for name, keys in found.of.items() if name in wanted for key in keys[1:]]
         return [(first, other) for first, other in pairs if not same_bits(self.at(first), self.at(other))]
 
@@ -428,7 +395,7 @@ class WeightFiles:
         return values
 
     def at(self, key: str) -> torch.Tensor:
-        """A tensor by its name in the files; it stands on the mapped file, but for one that is made from several."""
+        """A tensor by its name in the files; on the mapped file, unless it is made from several."""
         return self._where[key].values()
 
     def described(self, key: str) -> tuple[torch.dtype | None, tuple[int, ...]]:
@@ -449,14 +416,20 @@ class _FileTensor:
         return DTYPES.get(part.get_dtype()), tuple(part.get_shape())
 
     def values(self) -> torch.Tensor:
-        """It, on the mapped file."""
+        """Its elements, on the mapped file."""
         values: torch.Tensor = self._file.get_tensor(self._key)
-        # WeightFiles of others may begin a tensor anywhere.
+        # Files of other programs may begin a tensor at any byte.
         return values.clone() if values.data_ptr() % values.element_size() else values
 
 
+# One tensor of weights. `described()` is its dtype (None where torch has none such) and shape, `values()` its elements.
+WeightTensor = _FileTensor | _JoinedTensor | _MergedTensor
+# Where the first values of parameters come from.
+Weights = WeightFunction | WeightFiles
+
+
 class _File:
-    """An open file, which of its tensors are meant (None: all), and where parts of tensors in it begin, if it says."""
+    """An open file, the names of the tensors to take (None: all), and where parts of tensors in it begin."""
 
     def __init__(self, path: Path, keys: list[str] | None = None) -> None:
         self.path = path
@@ -480,7 +453,7 @@ def _files(path: Path) -> list[_File]:
     files = sorted(path.glob("*.safetensors"))
     if len(indexes) == 1:
         return _indexed(indexes[0])
-    # Ranks that each wrote a file leave no index.
+    # If each rank wrote a file, there is no index.
     found: list[_File] = []
     for file in files:
         found.append(_File(file))
@@ -493,7 +466,7 @@ def _files(path: Path) -> list[_File]:
 
 
 def _without_weights(path: Path, files: list[Path]) -> ConfigError:
-    """Why a folder is refused, and what to do about it."""
+    """The error for a folder without weights: the reason, and what to do."""
     what = f"{path} has {len(files)} safetensors files and no {_INDEX}" if files else f"{path} has no safetensors files"
     if not files and any(path.glob("*.distcp")):
         what += (
@@ -550,7 +523,7 @@ def _opened(file: Path) -> Any:
 
 
 def _require_file(path: Path) -> None:
-    """Refuse what would be waited for, as a named pipe that nobody writes to."""
+    """Reject paths that could block for ever, such as a named pipe without a writer."""
     if not path.is_file():
         raise ConfigError(f"{path} is no regular file, and weights are read from files: take it out of the folder")
 
@@ -560,7 +533,7 @@ def _problem(what: str, names: list[str]) -> str:
 
 
 def _untying(found: Matched, untied: list[tuple[str, str]]) -> str:
-    """What is wrong where files untie what the model ties (Flan-T5's head, say), and what to do about it."""
+    """The problem of files that untie parameters which the model ties (Flan-T5's LM head, say), and what to do."""
     if not untied:
         return ""
     problem = _problem(

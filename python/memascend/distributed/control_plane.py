@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 
 _T = TypeVar("_T")
-# The way on after a step that no rank has committed.
+# What to do after a step that no rank has committed.
 DISCARDED = "the step is discarded on all ranks: call zero_grad() on each, and continue"
-# Bytes of a message that is sent as one: a few numbers, and the text of an error. What is longer follows.
+# Bytes of the first part of a message: enough for a few numbers and the text of an error. The rest follows.
 _MESSAGE_BYTES = 4096
-# In front of it: how many bytes there are in all.
+# A message begins with its length in bytes.
 _LENGTH_BYTES = 8
 _TEXT_CHARACTERS_MAX = 600
-# How often a wait for others looks whether somebody pressed Ctrl-C.
+# How often a wait for other ranks checks for Ctrl-C.
 _INTERRUPT_SECONDS = 0.05
-# What is waited for at least where others took all of the time: their messages may be there.
+# The shortest wait, even if other ranks took all of the time: the message may have arrived.
 _SECONDS_MIN = 0.01
 _TAG = 23
 _Works = dict[int, "distributed.Work | RuntimeError | None"]
@@ -43,34 +43,34 @@ _Works = dict[int, "distributed.Work | RuntimeError | None"]
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank sends to all others as its message of one number."""
+    """The message with one number that a rank sends to all others."""
 
     count: int  # its number
-    kind: Literal["said", "failed", "lost"]  # failed: an error on this rank; lost: the others did not come
-    about: str | None  # what it is said about; all ranks must talk of the same
-    value: Any  # a JSON value, or what happened, in words
+    kind: Literal["said", "failed", "lost"]  # failed: an error on this rank; lost: other ranks did not take part
+    about: str | None  # its subject, which must be the same on all ranks
+    value: Any  # a JSON value, or the text of an error
 
 
 class Failure(NamedTuple):
-    """What ranks reported in place of what was asked."""
+    """The ranks that reported an error instead of a value."""
 
-    ranks: tuple[int, ...]  # those that failed; none where ranks lost others alone
+    ranks: tuple[int, ...]  # the ranks that failed; empty if ranks only lost others
     reasons: str  # of each rank, in words
 
 
 class Exchange:
-    """What ranks say to each other beside their computing, over a group of gloo of its own.
+    """Exchanges small JSON values between all ranks, over a gloo group of its own.
 
     Every rank sends to every other one, so a rank that died or hangs is known by its number. After that no message
-    counts any more: some ranks may have heard what others have not. torch's TCPStore would not do: who waits on it for
-    a rank that died waits for all of the time.
+    counts any more, since some ranks may have received messages that others have not. torch's TCPStore cannot replace
+    this: a rank that waits on it for a dead rank waits until the timeout.
 
     Attributes:
-        rank: which one this is.
-        size: how many there are.
+        rank: of this process.
+        size: the number of ranks.
         timeout: seconds that a rank waits for the others.
-        broken: what is raised from now on, since the ranks talk no more.
-        failure: the last that some rank reported.
+        broken: the error of every later call, once the exchange has ended.
+        failure: the last failure that a rank reported.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -86,16 +86,16 @@ class Exchange:
         self._count = 0
 
     def tell(self, about: str, said: Any, *, remedy: str = DISCARDED) -> list[Any]:
-        """Send `said` to all others, and return what each rank said, by rank, once all of them have heard this one.
+        """Send `said` to all other ranks, and return the values of all ranks, by rank.
 
         Args:
-            about: what for: all ranks must talk of the same.
+            about: the subject, which must be the same on all ranks.
             said: a JSON value.
-            remedy: what an error says of the way on, where another rank failed.
+            remedy: the text of an error that says what to do if another rank failed.
 
         Raises:
-            RankError: a rank did not answer in time, is gone, or speaks of something else; or it failed, after which
-                they talk on.
+            RankError: a rank did not answer in time, is gone, or made another call; or a rank failed, and then later
+                calls still work.
         """
         heard = self._heard("said", about, said)
         if any(one.kind == "failed" for one in heard):
@@ -105,22 +105,18 @@ class Exchange:
         return [one.value for one in heard]
 
     def everyone(self, mine: Any) -> list[Any]:
-        """What each rank has found, a JSON value, in the order of ranks; all ranks ask it together."""
+        """The JSON values of all ranks, by rank; all ranks make this call together."""
         return self.tell("the findings", mine)
 
-    def any(self, flag: bool) -> bool:
-        """Whether it is so on some rank."""
-        return any(self.everyone(flag))
-
     def union(self, words: Iterable[str]) -> set[str]:
-        """What any rank says."""
+        """All words of all ranks."""
         return {word for theirs in self.everyone(sorted(words)) for word in theirs}
 
     def together(self, do: Callable[[], _T], other: Callable[[str], MemascendError] = ConfigError) -> _T:
-        """Do what may be refused. Where one rank's is, no rank goes on, and each says whose it was.
+        """Call `do` on all ranks. If it raises on one, all ranks raise, and the error names that rank.
 
         Raises:
-            MemascendError: another rank refused; as `other` makes it.
+            MemascendError: `do` raised on another rank; `other` makes the error.
         """
         known = self.failure
         try:
@@ -138,7 +134,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def part(self) -> Iterator[None]:
-        """What this rank does among others: where it fails by itself, they hear of it instead of waiting."""
+        """Around work of all ranks: if this rank fails, the others are notified instead of waiting for it."""
         known = self.failure
         try:
             yield
@@ -148,7 +144,7 @@ class Exchange:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others what happened here, whatever they wait for; it is raised anyway, and nothing by this."""
+        """Notify the other ranks of an error, whatever they wait for; raises nothing itself."""
         if self.broken is not None:
             return
         try:
@@ -161,7 +157,7 @@ class Exchange:
             error.add_note(f"several ranks failed: {self.failure.reasons}")
 
     def lost(self, where: str, within: float) -> RankError:
-        """Tell the others that they did not come, and hear within so many seconds where they are; what to raise."""
+        """Notify all ranks that some did not take part; return the error to raise, after at most `within` seconds."""
         if self.broken is None:
             try:
                 self._heard("lost", None, where, within)
@@ -171,7 +167,7 @@ class Exchange:
         return self.broken
 
     def end(self, why: str) -> None:
-        """Talk no more."""
+        """End the exchange: every later call raises."""
         if self.broken is None:
             self.broken = RankError(
                 "the step ended on all ranks, and none commits any more: start all of them again, and the run resumes "
@@ -180,7 +176,7 @@ class Exchange:
             )
 
     def line(self) -> Line:
-        """How rows go to the first rank; all ranks make it together.
+        """The line that moves rows to the first rank; all ranks make it together.
 
         Raises:
             RankError: a rank was gone when rows were gathered before.
@@ -194,13 +190,13 @@ class Exchange:
     def _heard(
         self, kind: Literal["said", "failed", "lost"], about: str | None, value: Any, within: float | None = None
     ) -> list[Message]:
-        """What each rank has sent as its message of this number."""
+        """Send the next message, and return that of each rank with the same number."""
         if self.broken is not None:
             raise self.broken
         self._count += 1
         own = Message(self._count, kind, about, value)
         heard: dict[int, Message] = {self.rank: own}
-        # Of the ranks that did not take part, why.
+        # Ranks that did not take part, and the reasons.
         lost: dict[int, str] = {}
         until = time.monotonic() + (self.timeout if within is None else within)
         talk = threading.Thread(target=self._talk, args=(_encoded(vars(own)), heard, lost, until), daemon=True)
@@ -225,8 +221,8 @@ class Exchange:
         return [heard[rank] for rank in range(self.size)]
 
     def _require_all(self, own: Message, heard: dict[int, Message], lost: dict[int, str]) -> None:
-        """Talk no more where ranks are lost, or speak of something else."""
-        # Who failed, or lost the others, says so whatever they ask.
+        """End the exchange if ranks are lost or made another call."""
+        # A rank that failed, or lost others, reports this whatever the subject.
         asked = {one.about for one in heard.values()} - {None}
         strange = {
             rank: f"it is at message {one.count}, {one.about!r}, and this one, {self.rank}, at {own.count}, "
@@ -235,13 +231,13 @@ class Exchange:
             if one.count != own.count or (len(asked) > 1 and one.about != own.about)
         }
         if lost or strange:
-            # Others that lose this one ask because of whom, while it asks the same of those it lost.
+            # Ranks that lose this one look up the ranks that it blames; it does the same for the ranks that it lost.
             left_by(lost)
             self.broken = self._gone(lost, strange, str(own.about or own.value))
             raise self.broken
 
     def close(self) -> None:
-        """Let all groups go: others that still talk hear that this rank is gone."""
+        """Leave all groups: ranks that still use them see that this one is gone."""
         if self._group is None:
             return
         if self._line is not None:
@@ -266,7 +262,7 @@ class Exchange:
         )
 
     def _talk(self, message: torch.Tensor, heard: dict[int, Message], lost: dict[int, str], until: float) -> None:
-        """Fill `heard` and `lost`; a thread of its own, as gloo's waits do not look at signals."""
+        """Fill `heard` and `lost`, on a thread of its own: gloo's waits ignore signals."""
         rooms = {rank: torch.empty(_MESSAGE_BYTES, dtype=torch.uint8) for rank in self._others}
         first, rest = message[:_MESSAGE_BYTES], message[_MESSAGE_BYTES:]
         self._move(rooms, dict.fromkeys(self._others, first), lost, until)
@@ -279,7 +275,7 @@ class Exchange:
     def _move(
         self, into: dict[int, torch.Tensor], out: dict[int, torch.Tensor], lost: dict[int, str], until: float
     ) -> None:
-        """Receive from some ranks and send to some; those with whom it failed are `lost`."""
+        """Receive from some ranks and send to some; ranks with which this failed are added to `lost`."""
         receiving: _Works = {rank: self._begun(distributed.irecv, room, rank) for rank, room in into.items()}
         sending: _Works = {rank: self._begun(distributed.isend, message, rank) for rank, message in out.items()}
         for works in (receiving, sending):
@@ -296,18 +292,18 @@ class Exchange:
 
 
 class Alone:
-    """The only rank: what it says it hears."""
+    """The exchange of a single process."""
 
     rank, size = 0, 1
 
     def tell(self, about: str, said: Any) -> list[Any]:
-        """What each rank says; see `Exchange.tell`."""
+        """The value of the only rank; see `Exchange.tell`."""
         del about
         return [said]
 
 
 def _waited(work: distributed.Work | RuntimeError | None, until: float) -> str | None:
-    """Why it did not come to its end; None where it did."""
+    """Why a transfer failed; None if it completed."""
     try:
         if isinstance(work, RuntimeError):
             raise work
@@ -340,32 +336,32 @@ def _named(ranks: Iterable[int]) -> str:
 
 
 def shortened(error: BaseException) -> str:
-    """An error as others are told of it."""
+    """The text of an error as other ranks get it."""
     text = f"{type(error).__name__}: {error}"
     return text if len(text) <= _TEXT_CHARACTERS_MAX else text[:_TEXT_CHARACTERS_MAX] + "..."
 
 
 _IDENTITY_BYTES = 16
-# The way on after a commit of which some ranks may have the root.
+# What to do after a commit of which some ranks may have the root.
 _UNKNOWN = "some ranks may have the step: start all of them again, and the run resumes at the last that all have"
 
 
 class Agreement:
     """The commits of one run that several ranks make together. See `SharedCommits` of the engine.
 
-    Nobody stages a step before all have written the root of the one before. So ranks are never more than one commit
-    apart, and the two slots of each store hold the newest that all of them have.
+    No rank stages a step before all have written the root of the step before. So ranks are never more than one commit
+    apart, and the two slots of each store hold the newest commit that all ranks have.
     """
 
     def __init__(self, exchange: Exchange, run: bytes, number: int, identity: bytes, nonce: bytes) -> None:
-        """Agree on what comes after a commit that all ranks have.
+        """Agree on the commits after one that all ranks have.
 
         Args:
-            exchange: how the ranks talk.
-            run: which run it is, 16 bytes, the same on all ranks.
+            exchange: between the ranks.
+            run: the run's id, 16 bytes, the same on all ranks.
             number: of the last commit, the same on all ranks; 0 before the first.
-            identity: of the last commit, or of the one that first values are from; the same on all ranks.
-            nonce: drawn at this opening, the same on all ranks: what another opening of the same stores commits has
+            identity: of the last commit, or of the commit that first values are from; the same on all ranks.
+            nonce: drawn at this opening, the same on all ranks. Commits of another opening of the same stores have
                 other identities.
         """
         self.exchange = exchange
@@ -382,7 +378,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """What leads to a commit: where it fails on this rank, the others hear of it instead of waiting."""
+        """Around the work before a commit: if this rank fails, the others are notified instead of waiting."""
         try:
             with self.exchange.part():
                 yield
@@ -395,8 +391,8 @@ class Agreement:
         """Make a commit on all ranks, or on none.
 
         Raises:
-            RankError: a rank failed. Where it could say so before any root was written, the step can be discarded and
-                tried again on all ranks. Otherwise nobody commits any more, by `close()` either.
+            RankError: a rank failed. If it reported this before any root was written, the step can be discarded and
+                tried again on all ranks. Otherwise no rank commits any more, not by `close()` either.
         """
         number = self.number + 1
         said = self.identity + self._nonce + number.to_bytes(8, "little")
@@ -414,14 +410,14 @@ class Agreement:
                 self._ask("written", number, _UNKNOWN)
             except BaseException:
                 if agreed:
-                    # All write their roots now, and this one failed, or another: who has it is known after reopening.
+                    # Roots were being written when a rank failed: reopening finds out which ranks have the commit.
                     self._end()
                 raise
         self.number, self.identity = number, identity
         return generation
 
     def _ask(self, phase: str, number: int, remedy: str) -> None:
-        """Hear whether all ranks are as far; raise where one is not."""
+        """Check that all ranks are at the same commit."""
         numbers = self.exchange.tell(phase, number, remedy=remedy)
         apart = {rank: other for rank, other in enumerate(numbers) if other != number}
         if apart:
@@ -429,6 +425,6 @@ class Agreement:
             raise RankError(f"commit {number} of rank {self.exchange.rank} meets others: {apart}", ranks=tuple(apart))
 
     def _end(self) -> None:
-        """Leave on storage what is there: which commit all ranks have is found when they are opened again."""
+        """Write nothing more: reopening finds the newest commit that all ranks have."""
         if self._store is not None:
             self._store.end()

@@ -1,4 +1,4 @@
-"""Reaches into torch's FSDP2: its private fields, local tensors, and the rows of one rank as parameters."""
+"""Uses the private fields of torch's FSDP2, replaces its local tensors, and makes parameters of one rank's rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 __all__ = ["AllGather", "FsdpGroup", "FsdpParameter", "ReduceScatter", "groups_of", "reshard"]
-# What is used of torch's parameter groups, and of the parameters in them, that has no public name.
+# The private attributes of torch's parameter groups, and of the parameters in them, that are used here.
 _OF_GROUPS = (
     "fsdp_params", "mesh_info", "post_forward_mesh_info", "_reset_sharded_params", "gradient_divide_factor",
     "offload_policy",
@@ -38,12 +38,12 @@ _OF_PARAMETERS = (
 
 @dataclass(frozen=True, eq=False)
 class FsdpParameter:
-    """One parameter that `fully_shard` divides."""
+    """One parameter that `fully_shard` sharded."""
 
     name: str  # as `model.named_parameters()` gives it
     leaf: torch.nn.Parameter  # the DTensor that model and optimizer hold
     _torch: Any
-    # `torch.utils.swap_tensors`, as a cast of the model calls it, refuses a tensor that a weak reference is held of.
+    # Weak references, so that `torch.utils.swap_tensors` (which casts of the model call) rejects the tensor.
     _unswapped: list[weakref.ref[torch.Tensor]] = field(default_factory=list, init=False)
 
     @property
@@ -54,7 +54,7 @@ class FsdpParameter:
 
     @property
     def held(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the parameter and torch keep on the memory of this rank's rows."""
+        """The tensors of the parameter and of torch on the memory of this rank's rows."""
         return self.local, self._torch._sharded_param_data  # noqa: SLF001
 
     @property
@@ -64,41 +64,41 @@ class FsdpParameter:
 
     @property
     def padded_shape(self) -> torch.Size:
-        """Of what is gathered from each rank: as many rows as the first has."""
+        """The shape that each rank gives to a gather: as many rows as the first rank has."""
         return torch.Size(self._torch.padded_sharded_param_size)
 
     @property
     def rows(self) -> Rows:
-        """Which rows of the parameter this rank has."""
+        """The range of rows of the parameter that this rank has."""
         shape = self.shape
         after = int(self.leaf.device_mesh.get_local_rank()) * self.padded_shape[0]  # type: ignore[attr-defined]
         return Rows(self.leaf.shape, min(after, self.leaf.shape[0]), shape[0])
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """The device that the model computes on."""
         kind: str = self.leaf.device_mesh.device_type  # type: ignore[attr-defined]
         return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """What `MixedPrecisionPolicy` reduces its gradient in; None: as it comes."""
+        """The dtype in which `MixedPrecisionPolicy` reduces its gradient; None: the gradient's own."""
         found: torch.dtype | None = self._torch.mp_policy.reduce_dtype
         return found
 
     def replace_local(self, rows: torch.Tensor) -> None:
-        """Let the parameter's local tensor be another one, which may have the hooks of an extension."""
-        # What it had lies in here, too.
+        """Replace the parameter's local tensor; the new one may have the hooks of an FSDP2 extension."""
+        # This also refers to the old rows.
         self._torch._sharded_param_data = torch.empty(0, dtype=rows.dtype, device=rows.device)  # noqa: SLF001
         if self.leaf.is_meta:
-            # A DTensor is on the device that it was made with.
+            # The device of a DTensor cannot change.
             made = torch.nn.Parameter(self.as_sharded(rows), requires_grad=self.leaf.requires_grad)
             swap: Any = torch.utils.swap_tensors
             swap(self.leaf, made)
         self._unswapped.append(weakref.ref(self.leaf))
         self.leaf._local_tensor = rows  # type: ignore[attr-defined] # noqa: SLF001
         self._torch._init_extensions()  # noqa: SLF001
-        # After `load_state_dict()` and what casts a module torch would take the memory of the rows.
+        # After `load_state_dict()` and casts of a module, torch would replace the rows by a tensor in memory.
         self._torch.reset_sharded_param = self._require_kept
 
     def _require_kept(self) -> None:
@@ -111,7 +111,7 @@ class FsdpParameter:
             )
 
     def as_sharded(self, local: torch.Tensor) -> torch.Tensor:
-        """A DTensor of the parameter's shape and division, with these rows: what stands in `.grad`."""
+        """A DTensor of the parameter's shape and sharding, with these rows: the form of `.grad`."""
         with torch.no_grad():
             found: torch.Tensor = self._torch.to_sharded_dtensor(local)
         return found
@@ -123,17 +123,17 @@ class FsdpGroup:
 
     name: str  # of the module
     parameters: tuple[FsdpParameter, ...]  # in the order in which they are gathered
-    module: FSDPModule  # that it was made for, or the first of several
+    module: FSDPModule  # the group's module, or the first of several
     _torch: Any
 
     @property
     def process_group(self) -> Any:
-        """The ranks among which rows are divided."""
+        """The process group of the ranks that share the rows."""
         return self._torch.mesh_info.shard_process_group
 
     @property
     def kept_after_forward(self) -> str | None:
-        """What does not work: parts of another number of ranks stay after the forward."""
+        """Why the group is rejected, if parts for another number of ranks stay in memory after the forward."""
         after = self._torch.post_forward_mesh_info
         if after is not None and after != self._torch.mesh_info:
             return "reshard_after_forward= is a number of ranks: pass True or False"
@@ -141,7 +141,7 @@ class FsdpGroup:
 
     @property
     def divided_twice(self) -> bool:
-        """Whether ranks replicate what others divide (HSDP), or nothing is divided at all."""
+        """Whether ranks hold replicas of the rows of others (HSDP), or nothing is sharded."""
         info = self._torch.mesh_info
         return type(info).__name__ != "FSDPMeshInfo"
 
@@ -151,21 +151,21 @@ class FsdpGroup:
         return type(self._torch.offload_policy).__name__ == "CPUOffloadPolicy"
 
     def settle(self) -> None:
-        """Torch is not to look for parameters that were replaced since: these were."""
+        """Keep torch from searching for replaced parameters: these were replaced on purpose."""
         self._torch._reset_sharded_params = True  # noqa: SLF001
 
     def gather_by(self, gather: AllGather) -> None:
-        """Let rows be gathered by this."""
+        """Gather rows by `gather`."""
         self.module.set_custom_all_gather(gather)
 
     def reduce_by(self, reduction: ReduceScatter, *, sums: bool) -> None:
-        """Let gradients be reduced by this; what `sums` has its sum divided after it."""
+        """Reduce gradients by `reduction`. With `sums` torch divides the result, not the parts."""
         self.module.set_custom_reduce_scatter(reduction)
         if sums:
             self.module.set_force_sum_reduction_for_comms(enable=True)
 
     def factor_after(self, dtype: torch.dtype) -> float | None:
-        """What torch divides a sum of this dtype by, after it was made; None: by nothing."""
+        """The divisor of a finished sum of this dtype; None: the sum is not divided."""
         found = _fsdp_collectives._get_gradient_divide_factors(  # noqa: SLF001
             self.process_group,
             None,
@@ -178,7 +178,7 @@ class FsdpGroup:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Let every rank have its rows alone; a forward may have left more."""
+    """Free gathered parameters that a forward may have left."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -188,7 +188,7 @@ def groups_of(model: torch.nn.Module) -> list[FsdpGroup]:
     """The groups of a model, in the order of its modules.
 
     Raises:
-        ConfigError: torch keeps them in another way than is known here.
+        ConfigError: torch stores the groups in an unknown way.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: list[FsdpGroup] = []
@@ -223,19 +223,19 @@ def groups_of(model: torch.nn.Module) -> list[FsdpGroup]:
 
 
 def _groups_of_module(module: Any) -> list[Any]:
-    """What torch gathers for a module; several groups where it is divided over several meshes."""
+    """Torch's groups of a module; several if it is sharded over several meshes."""
     _require_known(module, ("_get_fsdp_state",))
     state = module._get_fsdp_state()  # noqa: SLF001
     groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return groups
-    # Before torch 2.12 there was one at most.
+    # Before torch 2.12 a module had at most one group.
     _require_known(state, ("_fsdp_param_group",))
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # noqa: SLF001
 
 
 def _require_known(kept: Any, names: tuple[str, ...]) -> None:
-    """Refuse a torch whose FSDP2 keeps other things."""
+    """Reject a torch whose FSDP2 lacks one of these attributes."""
     missing = [name for name in names if not hasattr(kept, name)]
     if missing:
         raise ConfigError(
@@ -244,12 +244,12 @@ def _require_known(kept: Any, names: tuple[str, ...]) -> None:
         )
 
 
-# These give the same tensor again.
+# Operations that return the same tensor.
 _SAME = frozenset({"detach", "alias"})
 
 
 class RowSource:
-    """Where one parameter's rows come from."""
+    """Reads the rows of one parameter from its unit."""
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class RowSource:
         residency: Residency,
         alone: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """They come from the unit of `place`; None: this rank has none. `alone` is around what it does by itself."""
+        """`place`: the parameter's place in a unit; None: this rank has no rows. `alone`: around work of this rank."""
         self.name = sharded.name
         self.shape = sharded.shape
         self.dtype = sharded.local.dtype
@@ -268,23 +268,12 @@ class RowSource:
         self._alone = alone
 
     def gathered(self, dtype: torch.dtype | None) -> torch.Tensor:
-        """The rows for a gather, in `dtype`, filled up to as many as each rank gives.
+        """The rows for a gather, in `dtype`, padded to as many as each rank gives.
 
-        They lie in the arena, which has their bytes for as long as the tensor lives.
+        They may lie in the arena, which keeps their bytes as long as the tensor exists.
         """
-        with self._alone():
-            return self._gathered(dtype)
-
-    def _gathered(self, dtype: torch.dtype | None) -> torch.Tensor:
         wanted = self.dtype if dtype is None or not self.dtype.is_floating_point else dtype
         residency, place = self._residency, self._place
-        residency.units.require_open()
-        residency.transfers.settle()
-        if not residency.reached.computes:
-            # A part of the model that is called by itself.
-            residency.reached.look()
-        if place is None:
-            return torch.zeros(self._padded_shape, dtype=wanted)
         found: list[torch.Tensor] = []
 
         def take(values: torch.Tensor) -> None:
@@ -295,11 +284,19 @@ class RowSource:
             padded[: self.shape[0]] = values
             found.append(padded)
 
-        residency.read_into(place, take)
-        return found[0]
+        with self._alone():
+            residency.units.require_open()
+            residency.transfers.settle()
+            if not residency.reached.computes:
+                # A module of the model that is called by itself.
+                residency.reached.look()
+            if place is None:
+                return torch.zeros(self._padded_shape, dtype=wanted)
+            residency.read_into(place, take)
+            return found[0]
 
     def copy(self) -> torch.Tensor:
-        """The rows, in an unlinked file of their own; or the memory that somebody has of them."""
+        """The rows, in an unlinked file of their own, or in the memory that user code already has of them."""
         residency, place = self._residency, self._place
         residency.units.require_open()
         if place is None:
@@ -309,10 +306,10 @@ class RowSource:
         return residency.copy_of(place)
 
     def memory(self, what: str, *, written: bool) -> torch.Tensor:
-        """Memory of the rows, which the model computes with from the next forward on, for an operation that needs it.
+        """Memory of the rows, for an operation that needs it; the model uses it from the next forward on.
 
         Raises:
-            UsageError: the model computes, or a step is staged and `written` says that it is written to.
+            UsageError: the model computes, or a step is staged and the operation writes to the rows (`written`).
         """
         residency, place = self._residency, self._place
         reached = residency.reached
@@ -331,13 +328,13 @@ class RowSource:
 
 
 class LocalRows(torch.Tensor):
-    """This rank's rows without their memory. What reads them gets a copy; what writes to them has memory of theirs."""
+    """This rank's rows without memory. Operations that read get a copy; operations that write get the rows' memory."""
 
     source: RowSource
 
     @staticmethod
     def __new__(cls: type[Self], source: RowSource, device: torch.device) -> Self:
-        """Make a tensor that has all of a tensor but its memory."""
+        """Make a tensor without memory."""
         made: Self = torch.Tensor._make_wrapper_subclass(cls, source.shape, dtype=source.dtype, device=device)  # noqa: SLF001
         return made
 
@@ -347,12 +344,12 @@ class LocalRows(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001
 
-    # --- what FSDP2 asks ------------------------------------------------------------
+    # --- called by FSDP2 ------------------------------------------------------------
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor], None]:
-        """What this rank gives to a gather."""
+        """The rows that this rank gives to a gather."""
         del mesh, outer_size, outer_stride, module
         return (self.source.gathered(mp_policy.param_dtype),), None
 
@@ -364,15 +361,15 @@ class LocalRows(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """The gathered parameter: what was gathered, where it was gathered to."""
+        """The gathered parameter, on the memory of the gather."""
         del metadata, param_dtype
         if out is not None:
-            # It lies in the same memory as before.
+            # It is in the same memory as before.
             return None
         (gathered,) = outputs
         return gathered, (gathered,)
 
-    # --- what anybody else does ---------------------------------------------------------
+    # --- called by user code ---------------------------------------------------------
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -382,7 +379,7 @@ class LocalRows(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Every operation of torch that gets rows comes through here."""
+        """Runs every torch operation that has rows among its arguments."""
         del types
         options = kwargs or {}
         schema = func._schema  # noqa: SLF001
@@ -394,7 +391,7 @@ class LocalRows(torch.Tensor):
         written += [options[one.name] for one in schema.arguments if _writes(one, options)]
         sources = {id(leaf.source) for leaf in tree_leaves(written) if isinstance(leaf, LocalRows)}
         is_view = any(one.alias_info and not one.alias_info.is_write for one in schema.returns)
-        # By its source: two tensors of the same rows are one to the operation.
+        # By source: two tensors of the same rows are one tensor for the operation.
         instead: dict[int, torch.Tensor] = {}
         own: dict[int, LocalRows] = {}
 
@@ -412,7 +409,7 @@ class LocalRows(torch.Tensor):
         found = func(*tree_map(real, args), **tree_map(real, options))
         return tree_map(lambda leaf: own.get(id(leaf), leaf), found)
 
-    # --- what does not come through the dispatcher ----------------------------------------
+    # --- not called through the dispatcher ----------------------------------------
 
     def numpy(self, *, force: bool = False) -> Any:
         """Share the memory of the rows with numpy."""
@@ -443,17 +440,17 @@ def _writes(argument: Any, options: dict[str, Any]) -> bool:
 
 
 class LocalParameter(torch.nn.Parameter):
-    """This rank's rows of a parameter that `fully_shard` divides.
+    """This rank's rows of a parameter that `fully_shard` sharded.
 
-    What stands in its `grad` is what the DTensor's `grad` has of this rank. So there is one record of which gradients
-    there are, and everything that users do to the model's parameters is seen.
+    Its `grad` is this rank's part of the DTensor's `grad`. So each gradient exists once, and changes that users make to
+    the model's parameters are visible here.
     """
 
     _sharded: FsdpParameter
 
     @classmethod
     def of(cls, sharded: FsdpParameter) -> Self:
-        """The rows that a parameter has now, on the same memory."""
+        """The present rows of a parameter, on the same memory."""
         found: Self = torch.Tensor._make_subclass(cls, sharded.local.detach(), sharded.leaf.requires_grad)  # noqa: SLF001
         found._sharded = sharded
         return found

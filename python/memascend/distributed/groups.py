@@ -13,49 +13,50 @@ import torch
 from torch import distributed
 
 from memascend.errors import RankError
+from memascend.tensors import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 _Answer = TypeVar("_Answer")
-# How often who waits for others looks for them.
+# How often a rank that waits for others looks for their keys.
 _LOOK_SECONDS = 0.01
-# How long those that did not meet are waited for, of all the time: each has waited as long as the others.
+# The share of the timeout in which ranks report that they made no group: each has waited as long as the others.
 _PART_AFTER = 0.25
 _SECONDS_AFTER_MAX = 5.0
-# How long the word of a rank is waited for that may just have left; one that died sends none.
+# How long to wait for the reason of a rank that may just have left; a dead rank leaves none.
 _WORD_SECONDS = 0.5
-# The number of ranks of which each has one other.
+# With two ranks, the other one is always at fault.
 _PAIR = 2
-# What a rank says that has met all others.
+# The word of a rank that has made the group.
 _MADE = "made"
 
 
 class _Next:
-    """The number of the group that is made next; all ranks count alike."""
+    """Counts groups, equally on all ranks."""
 
     number = 0
 
     @classmethod
     def take(cls) -> int:
-        """The number of a group that is made now."""
+        """The number of the group that is being made."""
         cls.number += 1
         return cls.number - 1
 
 
 def make_group(timeout: float, ranks: Sequence[int] | None = None) -> Any:
-    """A group; all ranks make it together.
+    """Make a group; all ranks do so together.
 
-    gloo does not say who is missing, so the ranks look for each other first, over the store that torch's own group was
-    made with, and once more where they did not meet all the same.
+    gloo does not report which rank is missing. So the ranks look for each other before and after, through the store
+    with which torch's own group was made.
 
     Args:
-        timeout: seconds that one waits for another, those included in which they look for who is missing.
+        timeout: seconds that ranks wait for each other, including the search for missing ranks.
         ranks: in their order; None: all.
 
     Raises:
-        RankError: they do not meet; it names who is missing, unless the store is gone, too.
+        RankError: no group was made; the error names the missing ranks, unless the store is gone, too.
     """
     members = None if ranks is None else list(ranks)
     number, group, why = _Next.take(), None, "it did not come"
@@ -66,7 +67,7 @@ def make_group(timeout: float, ranks: Sequence[int] | None = None) -> Any:
         until = time.monotonic() + timeout
         if not missing:
             group, why = _met(members, timeout - after)
-            # One that has met all others may be ahead of one that waits for who died.
+            # A rank that has made the group may be ahead of one that still waits for a dead rank.
             seconds = max(after, until - time.monotonic())
             missing = _missing(number, "ends", why if group is None else _MADE, seconds)
             if not missing and _all_said(number, "ends", _MADE):
@@ -84,25 +85,25 @@ def make_group(timeout: float, ranks: Sequence[int] | None = None) -> Any:
 
 
 def left_by(blamed: Iterable[int]) -> None:
-    """Say that this rank takes part in nothing any more, because of others: who waits for it in vain names those."""
+    """Leave a note that this rank stopped because of others, so that ranks that wait for it name those."""
     key, said = _left(_Next.number, distributed.get_rank()), json.dumps(sorted(blamed))
-    # Where the store is gone nobody waits.
+    # If the store is gone, no rank waits.
     with contextlib.suppress(RuntimeError):
         _answered(lambda: _store().set(key, said), 2 * _WORD_SECONDS)
 
 
 def at_fault(missing: Iterable[int], number: int | None = None) -> tuple[int, ...]:
-    """Of ranks that are missing those that did not leave because of others, and those because of whom the rest left.
+    """The ranks at fault: missing ranks that left no note, and the ranks that the notes of the others blame.
 
-    Call `left_by()` first, where others may ask the same about this one.
+    Call `left_by()` first if other ranks may wait for this one.
 
     Args:
-        missing: there is one at least.
-        number: of the group for which they were waited; None: of the next, for ranks that talk in one they have.
+        missing: at least one rank.
+        number: of the group that the ranks were to make; None: of the next, for ranks that use an existing one.
     """
     gone, own = {*missing}, distributed.get_rank()
     if distributed.get_world_size() == _PAIR:
-        # There is nobody else.
+        # There is no other rank.
         return tuple(gone)
     asked = _Next.number if number is None else number
     left: dict[int, list[int]] = {}
@@ -112,7 +113,7 @@ def at_fault(missing: Iterable[int], number: int | None = None) -> tuple[int, ..
         return gone.union(*known.values()) - known.keys() - {own}
 
     def listen() -> None:
-        # Where the store is gone what is known has to do.
+        # If the store is gone, the notes read so far must do.
         with contextlib.suppress(RuntimeError):
             store, until = _store(), time.monotonic() + _WORD_SECONDS
             while silent() and time.monotonic() < until:
@@ -129,8 +130,8 @@ def at_fault(missing: Iterable[int], number: int | None = None) -> tuple[int, ..
 
 
 def _met(members: list[int] | None, seconds: float) -> tuple[Any, str]:
-    """The group, or why there is none. gloo may try for several times as long as it is told."""
-    # Of whoever comes first: the group, or None, which gives it up.
+    """The group, or the reason why there is none. gloo may try for several times the timeout that it is given."""
+    # Set once: the group, or None if the time ran out first; a group made later is destroyed.
     met: dict[str, Any] = {}
     why = f"no group within {seconds:g} s"
 
@@ -151,7 +152,7 @@ def _met(members: list[int] | None, seconds: float) -> tuple[Any, str]:
 
 
 def _missing(number: int, moment: str, said: str, seconds: float) -> tuple[int, ...]:
-    """The ranks that do not come to this moment of making a group within so many seconds; others hear what is said."""
+    """Ranks that do not reach this moment of making a group in time; `said` is what the others read of this one."""
     keys, until = _keys(number, moment), time.monotonic() + seconds
 
     def look() -> list[int]:
@@ -173,10 +174,10 @@ def _all_said(number: int, moment: str, said: str) -> bool:
 
 
 def _answered(ask: Callable[[], _Answer], seconds: float) -> _Answer:
-    """What the store of the process group answers: it may be in a process that hangs, and then waits for ever.
+    """Query the store of the process group: it may be in a process that hangs, and then never answers.
 
     Raises:
-        RuntimeError: it does not answer within so many seconds, or failed.
+        RuntimeError: it failed, or did not answer within `seconds`.
     """
     answers: list[_Answer] = []
     errors: list[BaseException] = []
@@ -210,16 +211,11 @@ def _store() -> Any:
 
 
 def let_go(group: Any) -> None:
-    """Leave a group; who waits in it for this rank waits no longer. None, and twice, are fine."""
+    """Leave a group, which ends the waits of other ranks for this one. None, and a second call, do nothing."""
     if group is not None:
-        # Of what the user destroyed nothing is left.
+        # The user may have destroyed it already.
         with contextlib.suppress(ValueError, AssertionError):
             distributed.destroy_process_group(group)
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's memory, as gloo moves it."""
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 _PIECE, _END, _FAILED = range(3)
@@ -227,37 +223,37 @@ _GO_ON, _STOP = range(2)
 
 
 class StoppedError(Exception):
-    """The first rank wants no more: something failed there, or on another rank, which all hear of afterwards."""
+    """The first rank stopped the transfer: it or another rank failed, and all ranks are notified afterwards."""
 
 
 class Piece(NamedTuple):
-    """Some elements of a tensor that both sides know."""
+    """Consecutive elements of a tensor that both sides know."""
 
     tensor: int  # its number
     start: int  # its first element
-    values: torch.Tensor  # the elements, on memory that is taken again for the next piece
+    values: torch.Tensor  # the elements, in memory that the next piece overwrites
 
 
 class Line:
-    """What goes from each rank to the first one, over a group of gloo of its own.
+    """Moves rows from each rank to the first one, over a gloo group of its own.
 
-    A rank sends pieces and then an end, as often as both sides know. Each is answered, so that nobody is sent more than
-    it has room for, and who sends hears that it is enough. What fails on one side leaves no rank waiting.
+    A rank sends pieces and then an end, as often as both sides know. The first rank answers each, so that it receives
+    one piece at a time and can stop the sender. A failure on one side leaves no rank waiting.
     """
 
     def __init__(self, timeout: float) -> None:
-        """Make the group; all ranks do so together. `timeout` is how many seconds one waits for another."""
+        """Make the group; all ranks do so together. `timeout`: seconds that one rank waits for another."""
         self._timeout = timeout
         self._group: Any = make_group(timeout)
         self.rank = distributed.get_rank()
         self.world_size = distributed.get_world_size()
-        # Of the ranks that send: those that sent their last, could not go on, or are gone.
+        # Senders that sent their last piece, failed, or are gone.
         self._over: set[int] = set()
         self.broken: RankError | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Let the group go."""
+        """Leave the group."""
         group, self._group = self._group, None
         let_go(group)
 
@@ -267,7 +263,7 @@ class Line:
         """Send elements of a tensor.
 
         Raises:
-            StoppedError: no more is wanted.
+            StoppedError: the first rank stopped the transfer.
         """
         self._tell([_PIECE, tensor, start, values.nbytes])
         if values.nbytes:
@@ -275,16 +271,16 @@ class Line:
         self._hear_answer()
 
     def end(self) -> None:
-        """What belongs together was sent.
+        """End a series of pieces.
 
         Raises:
-            StoppedError: no more is wanted.
+            StoppedError: the first rank stopped the transfer.
         """
         self._tell([_END, 0, 0, 0])
         self._hear_answer()
 
     def fail(self) -> None:
-        """Say that this rank cannot go on; what failed, all hear afterwards."""
+        """Report that this rank failed; the others are notified of the error afterwards."""
         self._tell([_FAILED, 0, 0, 0])
 
     def _tell(self, header: list[int]) -> None:
@@ -299,10 +295,10 @@ class Line:
     # --- on the first rank -----------------------------------------------------------------
 
     def pieces(self, rank: int, dtypes: list[torch.dtype]) -> Iterator[Piece]:
-        """What a rank sends up to its next end; `dtypes` are those of the tensors that both sides know.
+        """The pieces of a rank up to its next end; `dtypes` are those of the tensors that both sides know.
 
         Raises:
-            StoppedError: that rank could not go on.
+            StoppedError: that rank failed.
         """
         while True:
             kind, tensor, start, values = self._received(rank)
@@ -315,10 +311,10 @@ class Line:
             yield Piece(tensor, start, values.view(dtypes[tensor]))
 
     def finish(self) -> None:
-        """Hear the last end of each rank, after which it sends no more.
+        """Receive the last end of each rank.
 
         Raises:
-            StoppedError: a rank could not go on.
+            StoppedError: a rank failed.
         """
         for rank in range(1, self.world_size):
             for _ in self.pieces(rank, []):
@@ -327,7 +323,7 @@ class Line:
         self._over.clear()
 
     def stop(self) -> None:
-        """Tell all who still send that it is enough."""
+        """Stop all ranks that still send."""
         for rank in range(1, self.world_size):
             if rank in self._over:
                 continue
@@ -352,7 +348,7 @@ class Line:
         self._waited(rank, lambda: distributed.isend(torch.tensor([answer]), rank, group=self._group))
 
     def _waited(self, rank: int, begin: Callable[[], Any]) -> None:
-        """Begin to send or receive, and wait for it."""
+        """Begin to send or receive, and wait until it completes."""
         try:
             begin().wait(timedelta(seconds=self._timeout))
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Opens the stores of all ranks at the newest commit that all of them have, and tells which store goes on."""
+"""Opens the stores of all ranks at the newest commit that all of them have."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from memascend.storage import Store
 
 
-# In the hyperparameters of a first commit: the stores that it stands for, the ones that were read first.
+# The field of a first commit's hyperparameters that lists the stores it replaces, the ones that were read first.
 EARLIER = "earlier"
-# The number of a run's first commit; that of a single process has none.
+# The number of a run's first commit; commits of a single process have none.
 _FIRST = 1
 _OF_ONE = 1
 
@@ -33,36 +33,36 @@ class Stores:
     """The stores of one number of ranks, in one folder."""
 
     count: int  # of ranks
-    owners: Mapping[int, int]  # by old rank, which of now reads its store
-    seen: Mapping[int, Mapping[str, Any]]  # by old rank, what its roots name: see `seen_at`
+    owners: Mapping[int, int]  # by old rank, the present rank that reads its store
+    seen: Mapping[int, Mapping[str, Any]]  # by old rank, the contents of its roots: see `seen_at`
 
     @property
     def missing(self) -> list[int]:
-        """The ranks whose store is not there, or has no commit."""
+        """The ranks whose store is missing or has no commit."""
         return [rank for rank in range(self.count) if rank not in self.seen or self._is_empty(rank)]
 
     @property
     def has_commits(self) -> bool:
-        """Whether there is one on any rank."""
+        """Whether the store of any rank has a commit."""
         return any(one["commits"] for one in self.seen.values())
 
     @property
     def is_unfilled(self) -> bool:
-        """Whether not all have made their first commit: a rank stages its second one once all have the first."""
+        """Whether some have no first commit: no rank stages its second commit before all have the first."""
         numbers = [commit["number"] for one in self.seen.values() for commit in one["commits"]]
         return any(map(self._is_empty, self.seen)) and all(number <= _FIRST for number in numbers)
 
     @property
     def owned(self) -> list[int]:
-        """By old rank, which of now reads its store, where all are there."""
+        """By old rank, the present rank that reads its store, if no store is missing."""
         return [self.owners[rank] for rank in range(self.count)]
 
     def named(self, run: str, number: int) -> dict[str, Any]:
-        """What tells a commit of theirs from any other: that of a single process by its store's id and its step."""
+        """The identity of a commit of these stores; a single process's has its store's id and step."""
         return {"ranks": self.count, "run": run, "number": number}
 
     def are(self, identity: Mapping[str, Any], said: Mapping[str, Any] | None) -> bool:
-        """Whether they are what is left of the stores of this identity; others of them may be removed by now."""
+        """Whether they are stores of this identity; some of those may have been removed."""
         if self.count == _OF_ONE:
             return said is not None and self.named(said["uuid"], said["step"]) == identity
         return all(
@@ -74,13 +74,13 @@ class Stores:
         )
 
     def _is_empty(self, rank: int) -> bool:
-        # A file of zeros is no store, and one whose first write did not finish names no commit.
+        # A file of zeros is no store, and a store whose first write did not finish names no commit.
         one = self.seen[rank]
         return not one["commits"] and (not one["there"] or not one["filled"])
 
 
 def told_by(file: Path) -> dict[str, Any] | None:
-    """What a store says of itself beside its roots; None where it cannot be looked at."""
+    """Id, step and replaced stores of a store; None if it cannot be opened."""
     try:
         with look(file) as store:
             said = store.hyperparameters
@@ -91,18 +91,18 @@ def told_by(file: Path) -> dict[str, Any] | None:
 
 
 def outlived_by(found: Iterable[Stores], said: Mapping[int, Mapping[str, Any] | None]) -> dict[int, Mapping[str, Any]]:
-    """By their number of ranks, the stores that others, which are whole, stand for; and the identity that they have.
+    """The stores that complete newer ones replaced: by number of ranks, their identities.
 
     Args:
         found: stores that were filled.
-        said: of the number of ranks, what `told_by` gave for one of its stores.
+        said: by number of ranks, the result of `told_by` for one of the stores.
     """
     by_count = {one.count: one for one in found}
     outlived: dict[int, Mapping[str, Any]] = {}
     for count, one in by_count.items():
         told = said.get(count)
         if one.missing or told is None:
-            # They may not stand for others: their own rows are not all there.
+            # They replace nothing, since not all of their rows are there.
             continue
         for identity in told[EARLIER]:
             other = by_count.get(identity["ranks"])
@@ -127,18 +127,18 @@ _log = logging.getLogger("memascend")
 class Opening:
     """How this rank opens its store, so that all ranks are at one commit."""
 
-    exchange: Exchange  # how the ranks talk
-    existing: Existing  # as `Store.create` takes it; "previous" where this rank is ahead of others
-    run: bytes  # which run it is
-    number: int  # of the commit that is opened; 0 where the stores are made
-    identity: bytes  # of that commit; zeros where they are made, or it has none
+    exchange: Exchange  # between the ranks
+    existing: Existing  # as in `Store.create`; "previous" if this rank is ahead of others
+    run: bytes  # the run's id
+    number: int  # of the commit that is opened; 0 for new stores
+    identity: bytes  # of that commit; zeros for new stores and for commits without one
     nonce: bytes  # of this opening
 
     def open(self, make: Callable[[Existing], Store], earlier: bytes | None = None) -> tuple[Store, Agreement]:
-        """Open the store by `make`, and give up on every rank what not all have, before any rank stages.
+        """Open the store by `make`, and drop commits that not all ranks have, before any rank stages.
 
-        `make` leaves the newest commit there until `Store.go_back()`, where it opens the one before. New stores go on
-        from the commit of `earlier` ones that has this identity, if there are any.
+        If `make` opens the commit before the newest, the newest stays until `Store.go_back()`. `earlier` is the
+        identity of the commit that new stores are filled from, if any.
 
         Raises:
             RankError: another rank could not open its store; nothing was changed on any.
@@ -179,21 +179,20 @@ def choose(
     existing: Existing,
     others: Mapping[int, Sequence[str]] | None = None,
 ) -> Opening:
-    """Look at the stores of all ranks, and say which commit each opens. Writes nothing; all ranks call it together.
+    """Choose the commit at which each rank opens its store. Writes nothing; all ranks call it together.
 
-    Without `paths` the store is a temporary one. `others` are places that this rank sees and others look for their
-    stores at, by rank: on a host of its own a rank that had another number left its store there.
+    Without `paths` the store is temporary. `others`: places on this rank's host, by the rank whose store would be
+    there. A rank that had another number on this host may have left a store in such a place.
 
     Raises:
-        ConfigError: stores are there on some ranks and not on others, of other ranks or not of one run; or `existing`
-            refuses them.
-        CorruptionError: a root of a rank is damaged; existing="previous" opens the commit that all have whole.
+        ConfigError: only some ranks have a store, stores belong to other ranks or to several runs, or `existing`
+            rejects them.
+        CorruptionError: a root of a rank is damaged; existing="previous" opens the commit that is whole on all ranks.
         RankError: a rank's store cannot be opened, or a rank is gone.
     """
-    # What only one of them draws is the same for all.
+    # All ranks use the bytes that the first one drew.
     drawn = exchange.tell("a new run", os.urandom(16).hex())[0]
     seen = exchange.tell("the stores", {**seen_at(paths), "others": sorted(map(list, _places(others or {}).items()))})
-    unread = {rank: one["error"] for rank, one in enumerate(seen) if one["error"] is not None}
     missing = {rank: _NOTHING for rank, one in enumerate(seen) if not one["there"]}
     if missing:
         _require_none_elsewhere(seen, others or {}, exchange)
@@ -201,8 +200,7 @@ def choose(
     anew = Opening(exchange=exchange, existing="refuse", run=nonce, number=0, identity=_NO_IDENTITY, nonce=nonce)
     if existing == "replace":
         return replace(anew, existing="replace")
-    if unread:
-        raise RankError(f"{_listed(unread)}; nothing was changed on any rank", ranks=tuple(unread))
+    _require_read(seen)
     if len(missing) == len(seen):
         if existing == "previous":
             raise ConfigError(
@@ -227,7 +225,7 @@ def choose(
             number,
         )
     own = seen[exchange.rank]["commits"][0]
-    # The second root of a run that was closed may be of the same commit as the first.
+    # After a close, both roots may name the same commit.
     newest = is_at(own, number, identity) and seen[exchange.rank]["damage"] is None
     return Opening(
         exchange=exchange,
@@ -240,7 +238,7 @@ def choose(
 
 
 def seen_at(paths: _Path | Sequence[_Path] | None) -> dict[str, Any]:
-    """What the roots of a store name, or why that cannot be said; one that is not "filled" never had a commit."""
+    """The contents of a store's roots, or the error on reading them; a store that is not "filled" has no commit."""
     seen: dict[str, Any] = {"there": True, "filled": True, "commits": [], "damage": None, "error": None, "at": None}
     if paths is None:
         return {**seen, "there": False}
@@ -254,36 +252,31 @@ def seen_at(paths: _Path | Sequence[_Path] | None) -> dict[str, Any]:
     named, damage = found
     if not named:
         return {**seen, "filled": False, "error": f"{', '.join(paths_listed(paths))}: {_UNFILLED}"}
-    known = [
-        {
-            "run": one.run.hex(),
-            "number": one.number,
-            "identity": one.identity.hex(),
-            "rank": one.rank,
-            "ranks": one.ranks,
-        }
-        for one in named
-    ]
+    known = [{**vars(one), "run": one.run.hex(), "identity": one.identity.hex()} for one in named]
     return {**seen, "commits": known, "damage": damage and damage[:400]}
 
 
 def common_of(seen: list[dict[str, Any]]) -> tuple[int, bytes]:
-    """Number and identity of the newest commit that all of some stores have, by what `seen_at` says of each.
+    """Number and identity of the newest commit that all of some stores have, from `seen_at` of each.
 
     Raises:
-        RankError, ConfigError, CorruptionError: they have none.
+        RankError, ConfigError, CorruptionError: there is none.
     """
-    unread = {rank: one["error"] for rank, one in enumerate(seen) if one["error"] is not None}
-    if unread:
-        raise RankError(f"{_listed(unread)}; nothing was changed on any rank", ranks=tuple(unread))
+    _require_read(seen)
     return _common(seen, "resume")[1:]
 
 
+def _require_read(seen: list[dict[str, Any]]) -> None:
+    unread = {rank: one["error"] for rank, one in enumerate(seen) if one["error"] is not None}
+    if unread:
+        raise RankError(f"{_listed(unread)}; nothing was changed on any rank", ranks=tuple(unread))
+
+
 def require_own(seen: list[dict[str, Any]]) -> None:
-    """Refuse stores that say that they are those of other ranks than that of their place in this list, or of so many.
+    """Reject stores whose commits name another rank than their position in this list, or another number of ranks.
 
     Raises:
-        ConfigError: some are.
+        ConfigError: some do.
     """
     count = len(seen)
     known = {rank: whose for rank, whose in enumerate(map(_whose, seen)) if whose is not None}
@@ -304,7 +297,7 @@ def require_own(seen: list[dict[str, Any]]) -> None:
 
 
 def _whose(one: dict[str, Any]) -> tuple[int, int] | None:
-    """Rank and number of ranks as the commits of a store say it; None where none does."""
+    """Rank and number of ranks that the commits of a store name; None if none names them."""
     return next(((commit["rank"], commit["ranks"]) for commit in one["commits"] if commit["ranks"]), None)
 
 
@@ -313,15 +306,15 @@ def _rank_of(whose: tuple[int, int]) -> str:
 
 
 def _places(others: Mapping[int, Sequence[str]]) -> dict[int, str]:
-    """What tells the places of other ranks apart, by rank."""
+    """Unique names of the places of other ranks, by rank."""
     return {rank: f"{socket.gethostname()}:{os.path.realpath(places[0])}" for rank, places in others.items()}
 
 
 def _require_none_elsewhere(
     seen: list[dict[str, Any]], others: Mapping[int, Sequence[str]], exchange: Exchange
 ) -> None:
-    """Refuse where the host of a rank has the store of another one that finds none: nothing begins anew beside that."""
-    # A store is looked at by one rank alone, which locks it meanwhile.
+    """Reject the call if a rank finds no store and the host of another rank has it: no run begins anew beside that."""
+    # Only one rank looks at each store, since this locks it.
     looks: dict[str, tuple[int, int]] = {}
     for seer, one in enumerate(seen):
         for rank, place in one["others"]:
@@ -345,16 +338,12 @@ def _require_none_elsewhere(
 
 
 def is_at(commit: dict[str, Any], number: int, identity: bytes) -> bool:
-    """Whether what `seen_at` says of a commit is this one."""
-    return _named(commit) == (number, identity.hex())
-
-
-def _named(commit: dict[str, Any]) -> tuple[int, str]:
-    return commit["number"], commit["identity"]
+    """Whether a commit from `seen_at` has this number and identity."""
+    return bool(commit["number"] == number and commit["identity"] == identity.hex())
 
 
 def _common(seen: list[dict[str, Any]], existing: Existing) -> tuple[bytes, int, bytes]:
-    """The run, and number and identity of the commit that all ranks open."""
+    """The run's id, and number and identity of the commit that all ranks open."""
     runs = {one["commits"][0]["run"] for one in seen}
     damaged = {rank: one["damage"] for rank, one in enumerate(seen) if one["damage"] is not None}
     alone = {rank: "belongs to no run" for rank, one in enumerate(seen) if not one["commits"][0]["number"]}
@@ -364,7 +353,7 @@ def _common(seen: list[dict[str, Any]], existing: Existing) -> tuple[bytes, int,
         of = {rank: f"is of run {one['commits'][0]['run'][:8]}" for rank, one in enumerate(seen)}
         raise ConfigError(f"the stores are of several runs: {_listed(of)}; nothing was changed: {_ANEW}")
     (run,) = runs
-    have = [{_named(one) for one in each["commits"] if one["run"] == run} for each in seen]
+    have = [{(one["number"], one["identity"]) for one in each["commits"] if one["run"] == run} for each in seen]
     both = set.intersection(*have)
     if damaged and existing != "previous":
         left = f"existing='previous' opens commit {max(both)[0]}, which the roots of all name" if both else _ANEW

@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     _Done = TypeVar("_Done")
 
 
-# What is told of a step that is refused by name.
+# Names that are kept for the error about a step in which ranks computed different modules.
 _NAMES_MAX = 4096
-# The part of the time that is waited for rows; in the rest the ranks say where they are.
+# The share of the timeout for a collective. In the rest, ranks exchange what each was doing.
 _PART = 0.9
 _SECONDS_MIN = 0.5
 
 
 class Collectives:
-    """Where the ranks of a run meet in a forward and in a backward.
+    """Runs the collectives of a forward and a backward.
 
-    On the CPU over a group of gloo of its own, with the run's own time to wait. A rank that fails cuts it, so that the
-    others wait no longer for what does not come, and all say what happened. Elsewhere it is the mesh's group.
+    On the CPU they use a gloo group of the run's own, with its timeout. A rank that fails leaves the group, so that the
+    others stop waiting and all ranks raise the reason. On other devices they use the mesh's group.
     """
 
     def __init__(self, exchange: Exchange, ranks: Sequence[int], device: torch.device) -> None:
         """Make the group; all ranks do so together, with the `ranks` of the mesh in its order."""
         self._exchange = exchange
-        # What was gathered and reduced since the ranks compared it last: the first ones by name, and a sum of all.
+        # Gathers and reductions since the ranks last compared them: the first names, and a checksum of all.
         self._done: list[str] = []
         self._last: list[str] = []
         self._sum = Checksum()
@@ -51,22 +51,22 @@ class Collectives:
             self._group = make_group(max(_SECONDS_MIN, exchange.timeout * _PART), ranks)
 
     def note(self, done: str) -> None:
-        """This rank has taken part in something, which it takes for what all others do."""
+        """Record a gather or a reduction of this rank."""
         if len(self._done) < _NAMES_MAX:
             self._done.append(done)
         self._sum.update(torch.frombuffer(bytearray(done.encode() + b"\0"), dtype=torch.uint8))
 
     def told(self) -> str:
-        """Tells whether ranks gathered and reduced the same since this was asked last."""
+        """A checksum of gathers and reductions since the last call, which must be equal on all ranks."""
         found, self._sum = str(self._sum), Checksum()
         self._last, self._done = self._done, []
         return found
 
     def require_same(self, told: Sequence[str]) -> None:
-        """Refuse a step whose ranks took rows or gradients of one module for those of another; `told` is by all ranks.
+        """Reject a step in which ranks mixed rows or gradients of different modules; `told`: checksums by rank.
 
         Raises:
-            UsageError: they did, in silence: FSDP2 compares shapes alone.
+            UsageError: they did. FSDP2 does not notice, since it compares only shapes.
         """
         if len(set(told)) == 1:
             return
@@ -84,11 +84,11 @@ class Collectives:
         )
 
     def hear_of_gathers(self, met: Callable[[], Callable[[], object] | None]) -> None:
-        """Let what `met` refers to, as long as it lives, hear of each gather."""
+        """Call the function that `met` refers to, as long as it exists, in each gather."""
         self._met = met
 
     def gather(self, what: str, given: Any, do: Callable[[Any], _Done]) -> _Done:
-        """Have all ranks meet in a gather."""
+        """Run a gather on all ranks."""
         self.note(what.removeprefix("in "))
         met = self._met()
         if met is not None and self._exchange.broken is None:
@@ -97,7 +97,7 @@ class Collectives:
         return self.meet(what, given, do)
 
     def meet(self, what: str, given: Any, do: Callable[[Any], _Done]) -> _Done:
-        """Have all ranks `do` something in a group; `given` is the mesh's.
+        """Run a collective on all ranks, by `do` with a group; `given` is the mesh's.
 
         Raises:
             RankError: a rank failed, is gone, or did not come in time; the run has ended.
@@ -107,7 +107,7 @@ class Collectives:
         try:
             return do(given if self._group is None else self._group)
         except RuntimeError as error:
-            # Whoever waits for this one hears of it: connections close with the last of who knows the group.
+            # Ranks that wait for this one notice when its connections close, with the last reference to the group.
             traceback.clear_frames(error.__traceback__)
             self.close()
             within = max(_SECONDS_MIN, self._exchange.timeout * (1 - _PART))
@@ -115,7 +115,7 @@ class Collectives:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """What this rank does by itself before or after it meets the others: where it fails, they wait no longer."""
+        """Around work of this rank before or after a collective: if it fails, the others stop waiting."""
         try:
             yield
         except BaseException as error:
@@ -126,20 +126,20 @@ class Collectives:
             raise
 
     def close(self) -> None:
-        """Let the group go; who waits in it for this rank waits no longer."""
+        """Leave the group, which ends the waits of other ranks for this one."""
         group, self._group = self._group, None
         let_go(group)
 
 
 class _Met:
-    """A collective of FSDP2's that is done by `Collectives`."""
+    """A collective of FSDP2 that `Collectives` runs."""
 
     def __init__(self, collectives: Collectives, name: str) -> None:
         self._collectives = collectives
         self._name = name
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for what is sent, or for what comes."""
+        """Memory to send from or to receive into."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -174,11 +174,11 @@ class NativeReduction(_Met, ReduceScatter):
 class Taken(NamedTuple):
     """A parameter's gradient in one round."""
 
-    before: torch.Tensor | None  # what stood in its `.grad`
-    parts: list[torch.Tensor]  # of all ranks, in their order, divided by what FSDP2 divides their sum by
+    before: torch.Tensor | None  # the previous value of its `.grad`
+    parts: list[torch.Tensor]  # of all ranks, in their order, divided by FSDP2's divisor of the sum
 
     def sum_into(self, values: torch.Tensor) -> None:
-        """Leave the sum of all parts."""
+        """Write the sum of all parts to `values`."""
         first, *others = self.parts
         values.copy_(first)
         for part in others:
@@ -186,26 +186,26 @@ class Taken(NamedTuple):
 
 
 class OrderedReduction(_Met, ReduceScatter):
-    """Exchanges the parts of one group's gradients, and lets each parameter have those of all ranks.
+    """Exchanges the parts of one group's gradients, so that each rank has its rows' parts from all ranks.
 
-    FSDP2 takes what the call leaves for the whole gradient, and calls the hooks of one parameter after the other. Those
-    ask for the parts. What a round before has left in `.grad` is put aside meanwhile: FSDP2 would add the first part.
+    FSDP2 uses the output of the call as the whole gradient, and then calls the hooks of each parameter in turn. The
+    hooks take the parts. Meanwhile `.grad` of earlier rounds is put aside: FSDP2 would add the first part to it.
     """
 
     def __init__(self, group: FsdpGroup, collectives: Collectives) -> None:
         super().__init__(collectives, group.name)
         self._group = group
-        # Of the round that is being reduced, by rank.
+        # The parts of the present round, by rank.
         self._parts: torch.Tensor | None = None
         self._at = 0
         self._before: dict[int, torch.Tensor] = {}
 
     def exact_factor(self, dtype: torch.dtype) -> float:
-        """What FSDP2 divides a sum of this dtype by.
+        """FSDP2's divisor of a sum of this dtype.
 
         Raises:
-            UsageError: it is no power of two. The sum of all rounds would have to be divided once, after the last
-                round, and nobody says which round that is.
+            UsageError: it is no power of two. Then the sum of all rounds would have to be divided once, after the last
+                round, and FSDP2 does not say which round is the last.
         """
         factor = self._group.factor_after(dtype)
         if factor is None:
@@ -222,7 +222,7 @@ class OrderedReduction(_Met, ReduceScatter):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Leave the first rank's part; the others' are handed out by `take`."""
+        """Write the first rank's part to the output; `take` returns all parts."""
         del op, async_op
         factor = self.exact_factor(input_tensor.dtype)
         parts = torch.empty_like(input_tensor)
@@ -234,7 +234,7 @@ class OrderedReduction(_Met, ReduceScatter):
         self._parts = parts.view(group.size(), -1)
         # FSDP2 divides this as if it were the sum.
         output_tensor.copy_(self._parts[0])
-        # Each part as well as the sum of all rounds: nothing is rounded.
+        # Dividing each part equals dividing the sum of all rounds: by a power of two nothing is rounded.
         self._parts.div_(factor)
         self._at = 0
         for one in self._group.parameters:
@@ -243,7 +243,7 @@ class OrderedReduction(_Met, ReduceScatter):
                 one.leaf.grad = None
 
     def take(self, one: FsdpParameter) -> Taken | None:
-        """What came of a parameter in this round; None where FSDP2 has reduced nothing."""
+        """A parameter's parts of this round; None if FSDP2 has reduced nothing."""
         before = self._before.pop(id(one), None)
         if self._parts is None:
             return None
@@ -255,7 +255,7 @@ class OrderedReduction(_Met, ReduceScatter):
         return Taken(before, parts)
 
     def _end(self) -> None:
-        """All parameters that this round has gradients of were asked for: others keep what they had."""
+        """All gradients of this round were taken: other parameters get their previous `.grad` back."""
         self._parts = None
         for one in self._group.parameters:
             before = self._before.pop(id(one), None)

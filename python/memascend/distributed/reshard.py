@@ -15,11 +15,12 @@ import torch
 from torch import distributed
 
 from memascend.distributed.control_plane import Alone
-from memascend.distributed.groups import bytes_of, let_go, make_group
+from memascend.distributed.groups import let_go, make_group
 from memascend.distributed.opening import EARLIER, Stores, common_of, is_at, outlived_by, require_own, seen_at, told_by
 from memascend.distributed.rows import BLOCK_ELEMENTS, is_in_blocks
 from memascend.errors import ConfigError
 from memascend.storage import Store, order_of
+from memascend.tensors import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -33,25 +34,25 @@ if TYPE_CHECKING:
 _log = logging.getLogger("memascend")
 _FOLDER = re.compile(r"rank-(\d{1,5})-of-(\d{1,5})")
 _FILE = "memascend.store"
-# A parameter's count of updates goes with its rows.
+# The name under which a parameter's count of updates moves with its rows.
 _STEP = "\0step"
 
 
 def file_of_rank(folder: str, rank: int, count: int) -> Path:
-    """The store of one of several ranks in the folder that they share; that of a single process lies in it itself."""
+    """The store of one of several ranks in their folder; that of a single process is directly in the folder."""
     return Path(folder, _FILE) if count == 1 else Path(folder, f"rank-{rank}-of-{count}", _FILE)
 
 
 class Earlier:
-    """The stores of another number of ranks, of which each is read by one rank of now.
+    """The stores of another number of ranks; one of the present ranks reads each of them.
 
     Attributes:
-        files: by the old rank; none where the run goes on with the stores of now, and only has others to remove.
-        owners: by the old rank, which of now reads it.
-        exchange: how the ranks of now talk.
-        stores: by the old rank, those that are open here.
-        stands_for: what the first commit of the stores of now says that it stands for; known once these are open.
-        identity: of the commit that they are opened at, which the new stores go on from.
+        files: by old rank; empty if the run resumes with the present stores and only removes others.
+        owners: by old rank, the present rank that reads the store.
+        exchange: between the present ranks.
+        stores: by old rank, the stores that are open on this rank.
+        stands_for: the stores that the first commit of the new stores replaces; known once the old ones are open.
+        identity: of the commit at which the old stores are opened, from which the new ones continue.
     """
 
     def __init__(
@@ -61,14 +62,14 @@ class Earlier:
         outlived: Sequence[tuple[Stores, Mapping[str, Any]]],
         exchange: Exchange | Alone,
     ) -> None:
-        """`outlived` are stores that others stand for, and what they are known by: nobody reads them."""
+        """`outlived`: stores that newer ones replaced, and their identities. No rank reads them."""
         self.exchange = exchange
         self.rank, self.count = exchange.rank, exchange.size
         self.owners = [] if source is None else source.owned
         self.files = [file_of_rank(folder, rank, len(self.owners)) for rank in range(len(self.owners))]
         self.stores: dict[int, Store] = {}
         self.identity = bytes(16)
-        # Those of as many ranks as now are replaced.
+        # Stores of the present number of ranks are overwritten.
         others = [(one, identity) for one, identity in outlived if one.count != self.count]
         self.stands_for: list[Mapping[str, Any]] = [identity for _, identity in others]
         self._source = source
@@ -78,7 +79,7 @@ class Earlier:
         self._open = contextlib.ExitStack()
 
     def open(self) -> None:
-        """Open those that this rank reads, at the newest commit that all have. They are locked until `close()`."""
+        """Open the stores that this rank reads, at the newest commit that all have; they are locked until `close()`."""
         source = self._source
         assert source is not None
         each = [dict(source.seen[number]) for number in range(source.count)]
@@ -98,18 +99,18 @@ class Earlier:
         self.stands_for = [source.named(run, number), *self.stands_for]
 
     def close(self) -> None:
-        """Let them go."""
+        """Close the stores."""
         self._open.close()
 
     def remove(self) -> None:
-        """Remove them: all ranks have committed the new ones, and none gives them up any more."""
+        """Remove the old stores, once all ranks have committed the new ones."""
         self.close()
         useless = [*self._useless, *zip(self.files, self.owners, strict=True)]
         for file in [file for file, owner in useless if owner == self.rank]:
             file.unlink(missing_ok=True)
             _flush_folder(file.parent)
             if file.parent.name.startswith("rank-"):
-                # A folder with files of others stays.
+                # A folder with other files stays.
                 with contextlib.suppress(OSError):
                     file.parent.rmdir()
         if useless:
@@ -119,7 +120,7 @@ class Earlier:
 
 
 def _flush_folder(folder: Path) -> None:
-    """What was removed stays so after a loss of power, too: then it would be older than what stands for it."""
+    """Make a removal survive a loss of power: a store must not reappear beside the newer one that replaced it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -128,10 +129,10 @@ def _flush_folder(folder: Path) -> None:
 
 
 def find_earlier(folder: str, existing: str, exchange: Exchange | Alone) -> Earlier | None:
-    """The stores that a run is to go on from which had another number of ranks; None where there are none.
+    """The stores of another number of ranks from which a run resumes; None if there are none.
 
     Raises:
-        ConfigError: they are there and cannot be gone on from; nothing was changed.
+        ConfigError: there are such stores, and the run cannot resume from them; nothing was changed.
     """
     count = exchange.size
     found = _found(folder, exchange)
@@ -173,14 +174,14 @@ def find_earlier(folder: str, existing: str, exchange: Exchange | Alone) -> Earl
 
 
 def _found(folder: str, exchange: Exchange | Alone) -> dict[int, Stores]:
-    """What is in the folder, by the number of ranks; nothing where all of it is of as many as now."""
+    """The stores in the folder, by number of ranks; empty if all are of the present number of ranks."""
     seers: dict[int, dict[int, list[int]]] = {}
     for seer, each in enumerate(exchange.tell("which stores are there", _there(folder))):
         for number, of in each:
             seers.setdefault(of, {}).setdefault(number, []).append(seer)
     if not seers.keys() - {exchange.size}:
         return {}
-    # A store is looked at by one rank alone, which locks it meanwhile.
+    # Only one rank looks at each store, since this locks it.
     owners = {of: {number: who[number % len(who)] for number, who in each.items()} for of, each in seers.items()}
     seen = [
         [of, number, seen_at(str(file_of_rank(folder, number, of)))]
@@ -205,7 +206,7 @@ def _outlived(folder: str, found: Mapping[int, Stores], exchange: Exchange | Alo
 
 
 def _require_harmless(unfilled: Stores, filled: Sequence[Stores], existing: str) -> None:
-    """Refuse to begin anew beside stores of which some have a commit."""
+    """Refuse to begin anew if some of the unfilled stores have a commit."""
     if existing != "resume" or filled or not unfilled.has_commits:
         return
     raise ConfigError(
@@ -227,16 +228,16 @@ def _there(folder: str) -> list[list[int]]:
 
 
 class Passed(NamedTuple):
-    """What goes from one rank to another."""
+    """A tensor that moves from one rank to another."""
 
-    source: int  # the rank that has it
-    target: int  # the rank that gets it
+    source: int  # the rank that sends it
+    target: int  # the rank that receives it
     sent: torch.Tensor | None  # the tensor, at the source
-    got: torch.Tensor | None  # where it comes to, at the target
+    got: torch.Tensor | None  # the memory that receives it, at the target
 
 
 class Transfer:
-    """Moves pieces over a group of gloo of its own; a rank that closes it in the midst is missed by name."""
+    """Moves tensors between ranks, over a gloo group of its own. If a rank closes it early, errors name that rank."""
 
     def __init__(self, exchange: Exchange | Alone) -> None:
         """Make the group; all ranks do so together."""
@@ -245,7 +246,7 @@ class Transfer:
         self._group: Any = None if isinstance(exchange, Alone) else make_group(exchange.timeout)
 
     def move(self, pieces: Sequence[Passed]) -> None:
-        """Move all pieces that this rank sends or gets. Those of two ranks are in the same order on both.
+        """Move all pieces that this rank sends or receives. Pieces of a pair of ranks have the same order on both.
 
         Raises:
             RankError: a rank failed, or is gone.
@@ -255,7 +256,7 @@ class Transfer:
         except RuntimeError as error:
             if isinstance(self._exchange, Alone):
                 raise
-            # Whoever waits for this one hears of it: connections close with the last of who knows the group.
+            # Ranks that wait for this one notice when its connections close, with the last reference to the group.
             traceback.clear_frames(error.__traceback__)
             self.close()
             raise self._exchange.lost(f"moving rows ({str(error).splitlines()[0][:200]})", 5.0) from error
@@ -263,7 +264,7 @@ class Transfer:
             got.copy_(memory.view(got.dtype).view(got.shape))
 
     def _moved(self, pieces: Sequence[Passed]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What came from other ranks, beside where it belongs."""
+        """Pairs of a target tensor and the bytes that came for it from another rank."""
         works, coming = [], []
         tags: Counter[tuple[int, int]] = Counter()
         for piece in pieces:
@@ -286,17 +287,17 @@ class Transfer:
         return coming
 
     def close(self) -> None:
-        """Let the group go; who waits in it for this rank waits no longer."""
+        """Leave the group, which ends the waits of other ranks for this one."""
         group, self._group = self._group, None
         let_go(group)
 
 
 class EarlierValues:
-    """The first values of new stores, from ranges of earlier ones: a source as a checkpoint is one.
+    """The first values of new stores, from ranges of rows of earlier ones.
 
     Attributes:
-        step: that they are at.
-        user_state: of the old rank of this rank's number; of the first one where there were fewer.
+        step: the committed steps of the earlier stores.
+        user_state: of the old rank with this rank's number; of the first old rank if there were fewer.
     """
 
     def __init__(
@@ -310,11 +311,11 @@ class EarlierValues:
         """Open the earlier stores.
 
         Args:
-            earlier: which.
+            earlier: the earlier stores.
             shapes: of whole parameters, by name, the same on all ranks.
             named: this rank's rows of them, by name.
-            describe: the state of a parameter, on meta, by its name.
-            optimizer: whose state it is.
+            describe: returns the state of a parameter, on meta, by its name.
+            optimizer: the name of the optimizer.
         """
         self._earlier = earlier
         self._shapes = shapes
@@ -334,7 +335,7 @@ class EarlierValues:
             self.user_state = of[earlier.rank][1]
 
     def check(self) -> None:
-        """Refuse stores of another model or optimizer, before anything is written."""
+        """Reject stores of another model or optimizer, before anything is written."""
         first = self._earlier.stores.get(0)
         said = None if first is None else [first.info()["optimizer"], _described(first)]
         optimizer, there = next(one for one in self._earlier.exchange.tell("what they hold", said) if one is not None)
@@ -360,7 +361,7 @@ class EarlierValues:
             store.set_first_elements({name: self._first_element(name, number) for name in self._shapes})
 
     def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """Those that were committed last."""
+        """The hyperparameters of the last commit."""
         del groups
         kept = {name: value for name, value in (self._hyperparameters or {}).items() if name != "line"}
         return {**kept, EARLIER: self._earlier.stands_for}
@@ -377,7 +378,7 @@ class EarlierValues:
                     yield name, into.pop(""), into, step
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
-        """Persistent buffers are those of the first old rank."""
+        """Copy a persistent buffer from the first old rank to all ranks."""
         store, owner = self._earlier.stores.get(0), self._earlier.owners[0]
         sent = None if store is None else store.read(name)[0]
         got = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -387,12 +388,12 @@ class EarlierValues:
         tensor.copy_(got)
 
     def _first_element(self, name: str, number: int) -> int:
-        """Where in a whole parameter the rows of an earlier store begin."""
+        """The first element, in a whole parameter, of the rows in an earlier store."""
         shape = self._shapes[name]
         return _rows(shape[0], len(self._earlier.files), number)[0] * shape[1:].numel() if shape else 0
 
     def _room(self, name: str) -> dict[str, torch.Tensor]:
-        """Where this rank's part of a parameter comes to; nothing where it has none."""
+        """Memory for this rank's part of a parameter; empty if it has no rows."""
         own = self._named.get(name)
         if own is None:
             return {}
@@ -401,7 +402,7 @@ class EarlierValues:
         return {**room, _STEP: torch.zeros((), dtype=torch.int64)}
 
     def _pieces(self, name: str, shape: torch.Size, into: Mapping[str, torch.Tensor]) -> list[Passed]:
-        """All that this rank sends or gets of a parameter."""
+        """The pieces of a parameter that this rank sends or receives."""
         earlier = self._earlier
         rows = shape[0] if shape else 1
         olds = [_rows(rows, len(earlier.files), number) for number in range(len(earlier.files))]
@@ -419,7 +420,7 @@ class EarlierValues:
                 got = into if rank == earlier.rank else {}
                 for of in sorted(sent or got):
                     if not first and not _is_divided(sent or got, of):
-                        # It is the same in all.
+                        # An undivided tensor is the same in all stores.
                         continue
                     out = _part(sent, of, low - old_start, high - old_start) if sent else None
                     room = _part(got, of, low - start, high - start) if got else None
@@ -434,14 +435,14 @@ class EarlierValues:
 
 
 def _rows(rows: int, count: int, rank: int) -> tuple[int, int]:
-    """The rows that one of several ranks has, as FSDP2 divides them."""
+    """The range of rows of one of `count` ranks, as FSDP2 divides them."""
     size = -(-rows // count)
     return min(rows, rank * size), min(rows, (rank + 1) * size)
 
 
 def _together(of: str) -> int:
-    """How many elements have one number of this state; 0 where each has its own, or all have one."""
-    # A bit for each: which way a compact master was rounded.
+    """Elements for each number of a state tensor; 0 if each element has a number, or all share one tensor."""
+    # A bit for each element says which way a compact master was rounded.
     return BLOCK_ELEMENTS if is_in_blocks(of) else 8 if of == "rounded_up" else 0
 
 
@@ -450,7 +451,7 @@ def _is_divided(tensors: Mapping[str, torch.Tensor], of: str) -> bool:
 
 
 def _part(tensors: Mapping[str, torch.Tensor], of: str, start: int, end: int) -> torch.Tensor:
-    """What belongs to some rows, which begin and end with a block where there are blocks."""
+    """The part of a tensor for some rows; if its state has blocks, the rows begin and end with one."""
     tensor, values = tensors[of], tensors[""]
     together = _together(of)
     if together:
@@ -460,9 +461,9 @@ def _part(tensors: Mapping[str, torch.Tensor], of: str, start: int, end: int) ->
 
 
 def _description(values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> list[Any]:
-    """What is the same of a parameter's rows whatever their number."""
+    """Properties of a parameter's rows that do not depend on the number of rows."""
     kinds = sorted([of, str(tensor.dtype), tensor.shape == values.shape] for of, tensor in state.items())
-    # Blocks of another order are of other elements.
+    # In another order of dimensions, blocks consist of other elements.
     reordered = any(map(is_in_blocks, state)) and order_of(values) is not None
     return [str(values.dtype), list(values.shape[1:]), kinds, reordered]
 

@@ -1,4 +1,4 @@
-"""Tells which rows of whole parameters a rank has, and which parameters are gathered together."""
+"""Describes the rows of whole parameters that a rank has, and the units of parameters that are gathered together."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Rows:
 
     whole: torch.Size  # the shape of all of it
     first: int  # the first row
-    count: int  # how many
+    count: int  # the number of rows
 
     @property
     def shape(self) -> torch.Size:
-        """Of these rows."""
+        """The shape of these rows."""
         return torch.Size((self.count, *self.whole[1:]))
 
     @property
     def first_element(self) -> int:
-        """The first one of these rows, in all of the parameter."""
+        """The number of their first element in the whole parameter."""
         return self.first * self.whole[1:].numel()
 
     def of(self, state: str, tensor: torch.Tensor) -> torch.Tensor:
-        """These rows of a whole tensor; `state` is its name where it is the parameter's state, else ""."""
+        """These rows of a whole tensor; `state` is the name of a state tensor, or "" for the values."""
         if tensor.shape == self.whole:
             return tensor[self.first : self.first + self.count]
         if is_in_blocks(state):
@@ -49,13 +49,13 @@ class Rows:
         return tensor
 
     def first_of(self, state: str, part: torch.Tensor) -> int | None:
-        """Where the part of a tensor that belongs to these rows begins in all of it; None: it is not divided."""
+        """The position in a whole tensor at which the part for these rows begins; None: it is not divided."""
         if part.shape == self.shape:
             return self.first_element
         return self.first_element // BLOCK_ELEMENTS if is_in_blocks(state) else None
 
     def whole_of(self, state: str, part: torch.Tensor) -> torch.Size:
-        """The shape of the tensor of which this is the part that belongs to these rows."""
+        """The shape of the whole tensor, from the part for these rows."""
         if part.shape == self.shape:
             return self.whole
         return blocks_of(self.whole) if is_in_blocks(state) else part.shape
@@ -63,28 +63,28 @@ class Rows:
 
 @dataclass(frozen=True)
 class Partition:
-    """What of a model's parameters a process has."""
+    """The share of a model's parameters that a process has."""
 
-    rows: Mapping[str, Rows] = field(default_factory=dict)  # of those that are divided, by name; empty for one process
-    rank: int = 0  # which one this is
-    count: int = 1  # how many share them
+    rows: Mapping[str, Rows] = field(default_factory=dict)  # of sharded parameters, by name; empty for one process
+    rank: int = 0  # of this process
+    count: int = 1  # the number of ranks
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The parameter on meta that a part is of: itself where it is not divided."""
+        """The whole parameter on meta, from its part; the part itself if the parameter is not sharded."""
         if name not in self.rows:
             return part
         whole = torch.empty(self.rows[name].whole, dtype=part.dtype, device="meta")
         return torch.nn.Parameter(whole, requires_grad=part.requires_grad)
 
     def part(self, name: str, whole: torch.Tensor, state: str = "") -> torch.Tensor:
-        """What this process has of a parameter, or where `state` names it, of its state."""
+        """This process's part of a parameter, or of the state tensor that `state` names."""
         return self.rows[name].of(state, whole) if name in self.rows else whole
 
 
 def require_divisible(
     arithmetic: Arithmetic, named: Mapping[str, torch.nn.Parameter], firsts: Mapping[str, int]
 ) -> None:
-    """Refuse what cannot be updated by rows: optimizers that need whole parameters, rows that end within a block.
+    """Reject updates that rows do not allow: optimizers that need whole parameters, rows that end within a block.
 
     Args:
         arithmetic: of the optimizer.
@@ -92,7 +92,7 @@ def require_divisible(
         firsts: by the same names, the first element of a rank's rows in the whole parameter.
 
     Raises:
-        ConfigError: something needs more; nothing was changed.
+        ConfigError: an optimizer or a format needs more than rows; nothing was changed.
     """
     for member in arithmetic.members:
         if any(layout is not None and layout.whole for layout in member.layouts.values()):
@@ -106,7 +106,7 @@ def require_divisible(
         if "8bit" in given:
             block = BLOCK_ELEMENTS
         elif given == "compact bf16" and "rounded_up" in arithmetic.describe(parameter):
-            # A byte has a bit for each of eight.
+            # Each byte of `rounded_up` has the bits of eight elements.
             block = 8
         if firsts[name] % block:
             kept = "8bit" if "8bit" in given else "bf16"
@@ -134,7 +134,7 @@ def units_of_gathers(
 
     Args:
         gathers: names, and the names of the parameters that are gathered together.
-        named: this rank's rows, of those that it has some of.
+        named: this rank's rows, without parameters that it has no rows of.
     """
     units: list[Unit] = []
     taken: set[str] = set()

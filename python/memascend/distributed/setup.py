@@ -1,4 +1,4 @@
-"""Finds out whether several ranks train a model together, where each one's store lies, and divides the model."""
+"""Detects whether several ranks train a model together, finds each rank's store, and shards the model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def places_of_rank(options: Options) -> list[str] | None:
 
 
 def filled(path: str, rank: int) -> str:
-    """A path with the rank in it, and its number on its host."""
+    """A path with the rank, and the rank on its host, filled in."""
     local = os.environ.get("LOCAL_RANK", str(rank))
     return path.replace("{rank}", str(rank)).replace("{local_rank}", local)
 
@@ -72,14 +72,14 @@ def _place(path: str, rank: int, *, several: bool) -> str:
             f"{path} is {what}, and each rank has a store of its own: give a folder, or a path with {{rank}} or "
             "{local_rank} in it"
         )
-    # A folder in it that is made where it is missing.
+    # The folder is created if missing.
     found.mkdir(parents=True, exist_ok=True)
-    # Of which number of ranks it is: another number has other rows.
+    # Its name contains the number of ranks: another number has other rows.
     return str(file_of_rank(path, rank, distributed.get_world_size()).parent) + "/"
 
 
 def shared_folder(options: Options) -> str | None:
-    """The folder that all ranks have their stores in; None where each is told its own place."""
+    """The folder that contains the stores of all ranks; None if each rank has a path of its own."""
     storage = options.storage
     if not isinstance(storage, (str, os.PathLike)) or options.paths is None or "{" in options.paths[0]:
         return None
@@ -87,7 +87,7 @@ def shared_folder(options: Options) -> str | None:
 
 
 def places_of_others(options: Options) -> dict[int, list[str]]:
-    """What this rank sees where other ranks look for their stores, by the rank in its path."""
+    """Places of other ranks' stores that exist on this rank's host, by the rank in their paths."""
     folder, rank = shared_folder(options), distributed.get_rank()
     if folder is None:
         local = os.environ.get("LOCAL_RANK", str(rank))
@@ -96,7 +96,7 @@ def places_of_others(options: Options) -> dict[int, list[str]]:
         paths = [str(Path(folder, f"rank-{{rank}}-of-{distributed.get_world_size()}")) + "/"]
     parts = os.path.normpath(paths[0]).split("{rank}") if paths else []
     if len(parts) < 2:
-        # It is the same for all.
+        # The path is the same for all ranks.
         return {}
     first, *more = map(re.escape, parts)
     pattern = re.compile(first + r"(\d{1,5})" + r"\1".join(more))
@@ -106,17 +106,17 @@ def places_of_others(options: Options) -> dict[int, list[str]]:
 
 
 def _may_be_of_rank(path: str, number: int) -> bool:
-    """Files are ours by their names; devices of other numbers are somebody else's."""
+    """Files belong to the run by their names. A device whose number is no rank's belongs to something else."""
     return not Path(path).is_block_device() or number < distributed.get_world_size()
 
 
 def candidates(paths: Sequence[str], rank: int, count: int) -> list[list[str]]:
-    """Where the store of a rank may be, its own place first; then those of other numbers of ranks, by their names."""
+    """Possible places of a rank's store: first its own, then those of other numbers of ranks, by name."""
     places = [filled(path, rank) for path in paths] if count > 1 else list(paths)
     if len(paths) > 1 or places != list(paths):
         return [places]
     folder = Path(paths[0])
-    # A single process makes a file where no folder is.
+    # A single process creates a file if there is no folder.
     own = str(file_of_rank(paths[0], rank, count)) if count > 1 or folder.is_dir() else paths[0]
     there = [
         str(file) for pattern in ("rank-*-of-*/memascend.store", "memascend.store") for file in folder.glob(pattern)
@@ -125,10 +125,10 @@ def candidates(paths: Sequence[str], rank: int, count: int) -> list[list[str]]:
 
 
 def require_own(places: Sequence[str], exchange: Exchange) -> None:
-    """No two ranks have one file or device; asked of all ranks.
+    """Check that no two ranks have the same file or device; all ranks make this call together.
 
     Raises:
-        StorageError: two have; it names both.
+        StorageError: two ranks have; the error names both.
     """
     owner: dict[str, int] = {}
     for rank, theirs in enumerate(exchange.everyone([_identity(place) for place in places])):
@@ -144,7 +144,7 @@ def require_own(places: Sequence[str], exchange: Exchange) -> None:
 
 
 def _identity(place: str) -> str:
-    """What tells two places apart: on which host, and where a path leads to, or which device that is."""
+    """Identifies a place: the host, and the real path or the number of the device."""
     path = os.path.realpath(place)
     if Path(path).is_block_device():
         number = Path(path).stat().st_rdev
@@ -162,17 +162,17 @@ def divide(
     exchange: Exchange,
     undo: contextlib.ExitStack,
 ) -> None:
-    """Divide a model's rows among all ranks, and let its optimizer own what then stands for the parameters.
+    """Shard a model among all ranks, and give its optimizer the sharded parameters.
 
     Args:
-        model: stays divided, also where the rest of `offload()` is refused: torch cannot take it back.
+        model: stays sharded even if the rest of `offload()` is rejected: torch cannot undo it.
         optimizer: has no state yet.
         units: names of modules that are gathered as one each; None: found from the model.
-        exchange: how the ranks talk.
-        undo: takes back what is changed of the optimizer.
+        exchange: between the ranks.
+        undo: undoes the changes to the optimizer.
 
     Raises:
-        ConfigError: it cannot be divided so; nothing was changed.
+        ConfigError: the model cannot be sharded; nothing was changed.
     """
     modules = exchange.together(lambda: _found(model, optimizer, units))
     told = exchange.everyone(_checksum(model))
@@ -201,7 +201,7 @@ def divide(
 def _found(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, units: Sequence[str] | None
 ) -> list[torch.nn.Module]:
-    """The modules that are gathered as one each; the rest is gathered with the model."""
+    """The modules that are gathered as one each; all other parameters are gathered with the model."""
     if any(member.state for member in members_of(optimizer)):
         raise ConfigError(
             "the optimizer has state of whole parameters: call torch.distributed.fsdp.fully_shard() on each block and "
@@ -217,7 +217,7 @@ def _found(
     require_unaliased(dict(model.named_parameters()), model)
     found = find_units(model, units=units)
     named = dict(model.named_modules())
-    # What is tied to another unit is gathered with the model, as both use it.
+    # A unit with a parameter that is tied to another unit is gathered with the model, since both use it.
     whole = [unit.module for unit in found if unit.module and not unit.again]
     return [named[name] for name in whole]
 
@@ -233,19 +233,19 @@ def _checksum(model: torch.nn.Module) -> str:
     return str(checksum)
 
 
-# How long ranks wait for each other where nobody says.
+# The default of `timeout=`.
 _TIMEOUT_SECONDS = 600.0
 
 
 def begin(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: Options, undo: contextlib.ExitStack
 ) -> tuple[Sharding | None, Options, Earlier | None]:
-    """The rows of a model that ranks share, the options as this rank has them, and what another number of ranks left.
+    """A model's sharding, the options of this rank, and the stores of an earlier run with another number of ranks.
 
-    None and None for one process's own model: one process with a plain model imports and pays nothing.
+    Sharding and earlier stores are None for a plain model in one process, which imports nothing for them.
 
     Raises:
-        ConfigError: what is asked for does not work with several ranks; the message says what does.
+        ConfigError: an option does not work with several ranks; the message says what does.
     """
     several = _world_size() > 1
     if not (several or _is_sharded(model)):
@@ -260,7 +260,7 @@ def begin(
 
     exchange = Exchange(options.timeout or _TIMEOUT_SECONDS)
     undo.callback(exchange.close)
-    divides = exchange.any(not _is_sharded(model))
+    divides = any(exchange.everyone(not _is_sharded(model)))
     if divides:
         exchange.together(lambda: refuse_options(options, divides=True))
         divide(model, optimizer, options.unit_names, exchange, undo)
@@ -269,7 +269,7 @@ def begin(
         if not divides:
             refuse_options(options)
         sharding = _sharding(model, optimizer, options.reduction, undo, exchange)
-        # What is divided here is gathered by its units.
+        # A model that is sharded here is gathered by its units.
         return sharding, replace(options, storage=places_of_rank(options), units=None if divides else options.units)
 
     sharding, own = exchange.together(found)
@@ -280,16 +280,16 @@ def begin(
     earlier = None if folder is None else find_earlier(folder, options.existing, exchange)
     if earlier is not None:
         undo.callback(earlier.close)
-    # What lies there of now was never filled, or the earlier ones stand for it.
+    # Stores of the present number of ranks were never filled, or the earlier ones replace them.
     existing = "replace" if earlier is not None and earlier.files else options.existing
     opening = choose(own.paths, exchange, existing, places_of_others(options))
     sharding.open_by(opening)
-    # A rank that is ahead of others goes back.
+    # A rank that is one commit ahead of others goes back.
     return sharding, replace(own, existing=opening.existing), earlier
 
 
 def _earlier_of_others(options: Options, undo: contextlib.ExitStack) -> tuple[Options, Earlier | None]:
-    """The stores that several ranks left in the folder of a single process, which goes on from them."""
+    """The stores of several ranks in the folder of a single process, which resumes from them."""
     storage = options.storage
     if not isinstance(storage, (str, os.PathLike)) or not any(Path(expanded(storage)).glob("rank-*-of-*")):
         return options, None
@@ -332,7 +332,7 @@ def _world_size() -> int:
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:
-    # Whoever divided a model has imported it.
+    # A sharded model can only exist if this was imported.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not isinstance(model, torch.nn.Module):
         return False
@@ -340,7 +340,7 @@ def _is_sharded(model: torch.nn.Module) -> bool:
 
 
 def _refuse_wrappers(model: torch.nn.Module) -> None:
-    """Other ways to train on several ranks."""
+    """Reject other ways to train on several ranks."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     for kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
         if kind in kinds:
@@ -351,7 +351,7 @@ def _refuse_wrappers(model: torch.nn.Module) -> None:
 
 
 def refuse_options(options: Options, *, divides: bool = False) -> None:
-    """What this version does with one rank only; `units` are for a model that is divided here (`divides`)."""
+    """Reject options that need a single rank; `units` work only if `offload()` shards the model (`divides`)."""
     refused = {
         "activations": (options.activations != "device", "leave it out, and checkpoint activations"),
         "units": (
@@ -365,9 +365,9 @@ def refuse_options(options: Options, *, divides: bool = False) -> None:
 
 
 class PlannedSharding:
-    """The rows of the first of some ranks, as `offload()` divides a model that nobody divided.
+    """The rows of the first of `count` ranks, as `offload()` shards a plain model.
 
-    It has the most, where rows cannot be divided evenly.
+    The first rank has the most rows if they cannot be divided evenly.
 
     Attributes:
         named: by the names of the model's parameters, on meta.
@@ -375,11 +375,11 @@ class PlannedSharding:
         world_size: the number of ranks.
     """
 
-    # There is nobody to talk to.
+    # There are no other ranks.
     exchange = None
 
     def __init__(self, model: torch.nn.Module, count: int, options: Options) -> None:
-        """Divide a model on meta among `count` ranks; `options` are those of `offload()`.
+        """Plan to shard a model on meta among `count` ranks; `options` are those of `offload()`.
 
         Raises:
             ConfigError: a parameter cannot be divided, or an option does not work with several ranks.
@@ -399,12 +399,12 @@ class PlannedSharding:
         blocks = [unit for unit in find_units(model, units=options.unit_names) if unit.module and not unit.again]
         inside = {name for unit in blocks for name in unit.parameters}
         self._root = [name for name in whole if name not in inside]
-        # In the order in which torch gathers.
+        # In the order in which torch gathers them.
         self._gathers = [("root", self._root), *((unit.name, unit.parameters) for unit in blocks)]
         self.network = self._network(count)
 
     def _network(self, count: int) -> Network:
-        values = {name: self._nbytes(name) for name in self.named}
+        values = {name: rows.nbytes for name, rows in self.named.items()}
         gradients = {name: nbytes for name, nbytes in values.items() if self.named[name].requires_grad}
         of_blocks = [sum(values[name] for name in names) for name, names in self._gathers if name != "root"]
         of_gradients = [sum(gradients.get(name, 0) for name in names) for _, names in self._gathers]
@@ -414,15 +414,12 @@ class PlannedSharding:
             forward=others * sum(values.values()),
             backward=others * (sum(values.values()) - root),
             gradients=others * sum(gradients.values()),
-            # Each rank has as many rows of what is gathered as the first.
+            # In a gather each rank sends as many rows as the first.
             gathered=count * (root + 2 * max(of_blocks, default=0) + 2 * max(of_gradients, default=0)),
         )
 
-    def _nbytes(self, name: str) -> int:
-        return self.named[name].nbytes
-
     def stand_in(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """An optimizer like this one, of the rows."""
+        """A copy of the optimizer that owns the rows."""
         members = members_of(optimizer)
         if len(members) > 1:
             return JoinedOptimizers([self.stand_in(member) for member in members])
@@ -433,7 +430,7 @@ class PlannedSharding:
         return made
 
     def units(self) -> tuple[Unit, ...]:
-        """What is gathered together."""
+        """The units: parameters that are gathered together."""
         return units_of_gathers(self._gathers, self.named)
 
     @property
@@ -442,13 +439,13 @@ class PlannedSharding:
         return dict.fromkeys(self.named, 0)
 
     def require_by_rows(self, arithmetic: Arithmetic) -> None:
-        """Refuse what needs more than rows."""
-        # The rank after the first begins where that one's rows end.
+        """Reject optimizers and formats that need whole parameters."""
+        # The second rank's rows begin where the first rank's end.
         firsts = {name: rows.numel() if rows.numel() < self._whole[name] else 0 for name, rows in self.named.items()}
         require_divisible(arithmetic, self.named, firsts)
 
     def elements(self) -> dict[int, int]:
-        """How many elements the parameters have whose rows these are, by the rows' ids."""
+        """The number of elements of each whole parameter, by the id of its rows."""
         return {id(rows): self._whole[name] for name, rows in self.named.items()}
 
     def local_of(self, parameter: torch.Tensor) -> torch.Tensor:

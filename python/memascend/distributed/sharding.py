@@ -1,4 +1,4 @@
-"""Represents a model that `fully_shard` divides: the rows of one rank are parameters, in a store of its own."""
+"""Represents a sharded model on one rank: its rows are parameters, in a store of their own."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class Sharding:
     """This rank's rows of a model.
 
     Attributes:
-        named: by the names of the model's parameters, those of which this rank has rows, in the model's order.
-        rows: by the same names, which rows those are.
-        exchange: how the ranks talk; None where there is one.
-        collectives: where they meet in a forward and a backward; None where there is one.
-        opening: how their stores are opened at one commit; None where there is one.
+        named: this rank's rows, by the parameters' names, in the model's order. Parameters without rows are left out.
+        rows: by the same names, the range of rows.
+        exchange: between the ranks; None with a single rank.
+        collectives: the gathers and reductions of a forward and a backward; None with a single rank.
+        opening: opens the stores of all ranks at one commit; None with a single rank.
         world_size: the number of ranks.
-        rank: which one this is.
+        rank: of this process.
     """
 
     def __init__(self, model: torch.nn.Module, reduction: str, exchange: Exchange | None = None) -> None:
-        """Nothing of the model has changed; `reduction` is "ordered" or "native", and `exchange` None for one rank.
+        """Changes nothing of the model. `reduction` is "ordered" or "native"; `exchange` is None for a single rank.
 
         Raises:
-            ConfigError: it is divided in a way that cannot be offloaded.
+            ConfigError: the model is sharded in a way that cannot be offloaded.
         """
         self._groups = groups_of(model)
         self._ordered = reduction == "ordered"
@@ -84,7 +84,7 @@ class Sharding:
     # --- before there is a store ---------------------------------------------------------
 
     def open_by(self, opening: Opening) -> None:
-        """Have the stores of all ranks opened so."""
+        """Set how the stores of all ranks are opened."""
         self.opening = opening
 
     def stand_in(self, optimizer: torch.optim.Optimizer, undo: contextlib.ExitStack) -> None:
@@ -93,7 +93,7 @@ class Sharding:
         for group in optimizer.param_groups:
             given = group["params"]
             undo.callback(group.__setitem__, "params", given)
-            # Of some this rank has no rows.
+            # This rank has no rows of some parameters.
             group["params"] = [
                 self._local.get(id(one), one) for one in given if id(one) in self._local or id(one) not in leaves
             ]
@@ -106,24 +106,24 @@ class Sharding:
                 undo.callback(optimizer.state.pop, local, None)
 
     def units(self) -> tuple[Unit, ...]:
-        """What is gathered together travels together. Only the rows of one gather are needed at once."""
+        """The units: parameters that are gathered together, since only the rows of one gather are needed at once."""
         return units_of_gathers(
             [(group.name, [one.name for one in group.parameters]) for group in self._groups], self.named
         )
 
     @property
     def held(self) -> list[torch.Tensor]:
-        """What the model's parameters and torch keep on the memory of this rank's rows."""
+        """The tensors of the model's parameters and of torch on the memory of this rank's rows."""
         return [tensor for one in self._sharded.values() for tensor in one.held]
 
     @property
     def order(self) -> list[str]:
-        """The parameters that the first rank has rows of, in the order of its units: all that have elements."""
+        """The parameters with rows on the first rank, in the order of its units: all parameters that have elements."""
         return [one.name for group in self._groups for one in group.parameters if one.leaf.shape.numel()]
 
     @property
     def partition(self) -> Partition:
-        """What this rank has of the model."""
+        """This rank's share of the model."""
         return Partition(self.rows, self.rank, self.world_size)
 
     @property
@@ -142,11 +142,11 @@ class Sharding:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Of whole parameters that have elements, by name, in the model's order: the same on all ranks."""
+        """The shapes of whole parameters that have elements, by name, in the model's order: the same on all ranks."""
         return {name: one.leaf.shape for name, one in self._sharded.items() if one.leaf.shape.numel()}
 
     def require_same_generators(self) -> None:
-        """What is on meta and initialised here is made by each rank whole, and must be the same; asked of all ranks.
+        """Check that all ranks initialise parameters on meta equally: each makes them whole. All ranks call this.
 
         Raises:
             ConfigError: torch's generators are in different states.
@@ -170,7 +170,7 @@ class Sharding:
         return {name: rows.first_element for name, rows in self.rows.items()}
 
     def require_by_rows(self, arithmetic: Arithmetic) -> None:
-        """Refuse what needs more than rows.
+        """Reject optimizers and formats that need whole parameters.
 
         Raises:
             ConfigError: the optimizer or the format of its state does; nothing was changed.
@@ -178,19 +178,19 @@ class Sharding:
         require_divisible(arithmetic, self.named, self.first_elements)
 
     def elements(self) -> dict[int, int]:
-        """How many elements the parameters have whose rows these are, by the rows' ids."""
+        """The number of elements of each whole parameter, by the id of its rows."""
         return {id(local): self.rows[name].whole.numel() for name, local in self.named.items()}
 
     def leaf_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The model's parameter that some rows are of; anything else is itself."""
+        """The model's parameter of some rows; any other tensor is returned as it is."""
         return parameter.sharded.leaf if isinstance(parameter, LocalParameter) else parameter
 
     def local_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The other way."""
+        """The rows of a parameter of the model; any other tensor is returned as it is."""
         return self._local.get(id(parameter), parameter)
 
     def leaving(self) -> Callable[[], None]:
-        """What ends all talk with the other ranks; it knows nothing of the model."""
+        """A function that leaves all groups of ranks; it does not keep the model alive."""
         collectives, exchange = self.collectives, self.exchange
 
         def leave() -> None:
@@ -203,16 +203,16 @@ class Sharding:
     # --- the run ---------------------------------------------------------------------------
 
     def install(self, residency: Residency, places: Mapping[str, Place], heard: Any, met: Any) -> None:
-        """Let FSDP2 gather from storage, and hand on what it reduces.
+        """Let FSDP2 gather rows from storage, and pass on the gradients that it reduces.
 
         Args:
-            residency: has the rows.
-            places: of the parameters that this rank has rows of, by name.
-            heard: a bound method, which hears of each gradient: whose it is, what stood in its place before, the parts
-                that are to be added to that in their order. Where nothing stood there the sum is made.
-            met: a bound method, which is called in each gather, where all ranks are.
+            residency: reads the rows.
+            places: of this rank's rows, by the parameters' names.
+            heard: a bound method, called with each gradient: the rows' parameter, the previous value of its `grad`, and
+                the parts to add to that in their order. Without a previous value, `grad` is already the sum.
+            met: a bound method, called in each gather, which all ranks make.
         """
-        # torch holds hooks where Python's collector does not look.
+        # torch keeps hooks where Python's garbage collector cannot see them.
         self._heard = weakref.WeakMethod(heard)
         if self.collectives is not None:
             self.collectives.hear_of_gathers(weakref.WeakMethod(met))
@@ -228,16 +228,16 @@ class Sharding:
             group.settle()
 
     def require_exact(self) -> None:
-        """Refuse to begin a step whose gradients could not be reduced in order.
+        """Reject a step whose gradients could not be reduced in order.
 
         Raises:
-            UsageError: FSDP2 divides them by what is no power of two; see `OrderedReduction.exact_factor`.
+            UsageError: FSDP2 divides them by a factor that is no power of two; see `OrderedReduction.exact_factor`.
         """
         for reduction in set(self._reductions.values()):
             reduction.exact_factor(torch.float32)
 
     def _let_meet(self, group: FsdpGroup) -> None:
-        """Have the rows of a group gathered, and its gradients reduced, where a rank that is gone is missed by name."""
+        """Gather and reduce a group through `Collectives`, whose errors name a rank that is gone."""
         if self.collectives is None:
             return
         group.gather_by(Gather(self.collectives, group.name))
@@ -252,14 +252,14 @@ class Sharding:
         return nullcontext() if self.collectives is None else self.collectives.alone()
 
     def _hear(self, leaf: torch.Tensor) -> None:
-        """FSDP2 has reduced a gradient."""
+        """Pass on a gradient that FSDP2 has reduced."""
         with self._alone():
-            self._hand_on(leaf)
+            self._pass_on(leaf)
 
-    def _hand_on(self, leaf: torch.Tensor) -> None:
+    def _pass_on(self, leaf: torch.Tensor) -> None:
         one = self._of.get(id(leaf))
         if one is None:
-            # What a hook of the user's returned, which torch refuses after the last hook.
+            # A user's hook returned another tensor, which torch rejects after the last hook.
             return
         if self.collectives is not None:
             self.collectives.note(f"the gradient of {one.name}")

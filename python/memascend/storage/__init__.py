@@ -1,13 +1,14 @@
 """Stores training state on SSD and updates it in a pipeline: the Python side of the Rust store and engine.
 
-`Store` and `Engine` are the extension's classes; what is added to them here reads, fills and applies tensors, which
-needs torch. `entries` describes what a store holds; `formats` converts state into the formats that lie on storage, and
-back. `memascend.engine` is the public name of this room; `_core.pyi` documents what the extension gives as it is.
+`Store` and `Engine` are the extension's classes, with methods that read, fill and apply tensors, which needs torch.
+`entries` describes the contents of a store; `formats` converts state to and from the formats on storage.
+`memascend.engine` is the public name of this package, and `_core.pyi` documents the extension's own methods.
 
-Invariant: every tensor that crosses into Rust was checked against the entry's description (device, dtype, shape, order
-of dimensions), and is held until Rust is done with it.
+Invariant: every tensor that is passed to Rust was checked against the entry's description (device, dtype, shape, order
+of dimensions), and is kept alive until Rust has finished with it.
 
-Never: it knows no model, module or optimizer of torch, decides no plan, and wraps nothing that Rust gives as it is.
+Never: this package knows no model, module or optimizer of torch, makes no plan, and does not wrap methods of the
+extension that need no torch.
 """
 
 from __future__ import annotations

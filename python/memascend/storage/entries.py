@@ -1,4 +1,4 @@
-"""Describes what a store holds, and checks the tensors that are passed to the Rust extension against that."""
+"""Describes the contents of a store, and checks tensors that are passed to the Rust extension against it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _Path = str | os.PathLike[str]
 
 
 class Lent(NamedTuple):
-    """A gradient that the extension cannot reach, and a function that lends it.
+    """A gradient that the extension cannot reach, and a function that copies parts of it to host memory.
 
     Attributes:
-        tensor: it, wherever it lies, without gaps in the order in which its parameter is stored.
-        window: of (first byte, bytes), on the engine's thread: an address in host memory, aligned to 8, the first byte
-            there, and how many, which hold what was asked for. They are left alone until the next call of any window of
-            the same engine's.
-        order: lets what the calling thread does with it from now on come after what made it.
+        tensor: the gradient, on any device, without gaps in the order in which its parameter is stored.
+        window: called with (first byte, bytes) on the engine's thread. Returns an address in host memory, aligned to 8,
+            the first byte there, and the number of bytes, which contain the range. The memory does not change before
+            the next call of a window of the same engine.
+        order: makes later work of the calling thread on the gradient wait for the work that computes it.
     """
 
     tensor: torch.Tensor
@@ -42,17 +42,17 @@ class Lent(NamedTuple):
 
 
 def place_of(tensor: torch.Tensor) -> tuple[int, int, object]:
-    """Address, bytes, and what keeps them valid."""
+    """Address, number of bytes, and the object that keeps them valid."""
     return tensor.data_ptr(), tensor.nbytes, tensor.untyped_storage()
 
 
 def stored_order(entry: Mapping[str, Any], shape: Sequence[int]) -> tuple[int, ...] | None:
-    """In which order a tensor of an entry is stored: state of its shape lies as its values do."""
+    """The order of dimensions in which a tensor of an entry is stored: state of its shape has that of the values."""
     return entry["order"] if list(shape) == entry["shape"] else None
 
 
 def require_laid_out(name: str, tensor: torch.Tensor, order: Sequence[int] | None) -> None:
-    """Refuse a tensor that is not on the CPU, or not without gaps in this order."""
+    """Reject a tensor that is not on the CPU, or has gaps in this order of dimensions."""
     if tensor.device.type != "cpu":
         raise ConfigError(f"the tensors of {name!r} must be on the CPU, not on {tensor.device}")
     if order is None and not tensor.is_contiguous():
@@ -62,7 +62,7 @@ def require_laid_out(name: str, tensor: torch.Tensor, order: Sequence[int] | Non
 
 
 def require(name: str, tensor: torch.Tensor, dtype: str, shape: list[int], order: Sequence[int] | None) -> None:
-    """Refuse a tensor that is not what is described."""
+    """Reject a tensor that differs from its description."""
     require_laid_out(name, tensor, order)
     got = str(tensor.dtype).removeprefix("torch.")
     if got != dtype or list(tensor.shape) != shape:
@@ -79,12 +79,12 @@ def json_of(value: Any) -> str | None:
         raise ConfigError(f"only JSON values can be committed: {error}") from error
 
 
-# Bytes of the largest request. Of a smaller one a disk moves less in the same time; a state a little larger than one
-# would be a large and a small request.
+# Bytes of the largest request. Disks are slower with smaller requests, and slightly larger state would need a large and
+# a small one.
 _REQUEST_BYTES = 1 << 20
 
 
-# The most elements of a chunk, so that the staging chunks of an engine, 16-bit gradients included, stay within 16 MiB.
+# Elements of the largest chunk: the staging chunks of an engine, with 16-bit gradients, stay within 16 MiB.
 CHUNK_ELEMENTS = 98_304
 
 
@@ -97,17 +97,17 @@ class Entry:
 
     Attributes:
         name: its name, which no other entry has.
-        values: a CPU tensor without gaps; on the meta device, what is only described.
-        state: its state tensors by name, likewise.
+        values: a CPU tensor without gaps, or one on the meta device as a description.
+        state: its state tensors by name, of the same kind.
         unit: the name of its unit; entries of a unit follow each other.
         buffer: a persistent buffer and not a parameter.
-        order: its dimensions from the one with the largest stride to the one with the smallest, where it is not
-            row-major (`order_of` tells). Bytes are stored in that order: values, gradients and state of its shape have
-            these strides, other state is row-major.
-        spill: the dtype of gradients that may be spilled; None makes no room for them.
-        format: how its state is to be read, a name of `memascend.engine.FORMATS`, with the tensors that `state_tensors`
-            says. None: each tensor is what it is called, or compact if it has the tensors of that.
-        first_element: the number of its first element in the parameter of which it has rows; None where it is whole.
+        order: its dimensions from the largest stride to the smallest, as `order_of` returns them; None: row-major.
+            Bytes are stored in that order: values, gradients and state of its shape have these strides, other state is
+            row-major.
+        spill: the dtype of gradients that may be spilled; None reserves no space for them.
+        format: the format of its state, a name of `memascend.engine.FORMATS`, with the tensors of `state_tensors`.
+            None: the tensors are what their names say; an entry with the tensors of a compact one is compact.
+        first_element: if the entry has rows of a parameter, the number of its first element there; None: it is whole.
     """
 
     name: str
@@ -123,17 +123,17 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What a store takes, in bytes.
+    """The sizes of a store, in bytes.
 
     Attributes:
-        total_bytes: on storage, all of it.
+        total_bytes: the whole store on storage.
         slot_bytes: one slot of all values and state.
-        index_bytes: memory while it is open that grows with the state.
-        buffer_bytes: memory while it is open, whatever it holds.
+        index_bytes: memory of an open store that grows with the state.
+        buffer_bytes: memory of an open store that does not depend on its contents.
         chunk_bytes: memory of one staging chunk of an `Engine`.
         other_bytes: memory of an `Engine` for state of other shapes than its entries'.
-        unit_bytes: the values of each unit, as `Store.fetch` gives them.
-        entry_bytes: values and state of each entry, which it takes to hold it in memory, with `Store.hold`.
+        unit_bytes: the values of each unit, as `Store.fetch` returns them.
+        entry_bytes: values and state of each entry, the memory that `Store.hold` needs for it.
     """
 
     total_bytes: int
@@ -154,7 +154,7 @@ def sizes(
     devices: int = 1,
     stripe: int | None = None,
 ) -> Sizes:
-    """What `Store.create` would take for these entries, whose tensors may be on the meta device. Touches no device.
+    """The sizes of a store that `Store.create` would make. Tensors may be on the meta device; nothing is written.
 
     Raises:
         ConfigError: they cannot be stored; the message says why.
@@ -176,7 +176,7 @@ def sizes(
 
 
 def log_bytes(entries: Sequence[Entry]) -> Callable[[Sequence[str], int], int]:
-    """What a log of gradients takes on storage, for the names of some of these entries and a number of steps."""
+    """A function that returns the bytes of a gradient log, for the names of some entries and a number of steps."""
     units, described = description(entries)
     chunk = chunk_elements_of(entries)
     numbers = {entry.name: number for number, entry in enumerate(entries)}
@@ -188,7 +188,7 @@ def log_bytes(entries: Sequence[Entry]) -> Callable[[Sequence[str], int], int]:
 
 
 def chunk_elements_of(entries: Sequence[Entry]) -> int:
-    """Elements of a chunk unless told otherwise: as many as have their state in one request, at most 98,304."""
+    """The default elements of a chunk: as many as have their state in one request, at most 98,304."""
     widths = [
         sum(tensor.element_size() for tensor in entry.state.values() if tensor.shape == entry.values.shape)
         for entry in entries
@@ -197,7 +197,7 @@ def chunk_elements_of(entries: Sequence[Entry]) -> int:
     def fitting(grain: int) -> int:
         return max(grain, min(_REQUEST_BYTES // max([1, *widths]) // grain * grain, CHUNK_ELEMENTS))
 
-    # A chunk that others follow must end with a page. Without need the finer grain stays: a store is resumed with the
+    # A chunk that is not the last must end with a page. Otherwise the finer grain stays: a store is resumed with the
     # chunks that it was made with.
     chunk = fitting(_CHUNK_GRAIN)
     ends_inside_a_page = any(
@@ -225,13 +225,13 @@ def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
 def adam_state(
     values: torch.Tensor, master: torch.Tensor | None = None, *, compact: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The state that Adam begins with: a float32 master where `values` has 16 bits, and two moments of zeros.
+    """The initial state of Adam: a float32 master if `values` has 16 bits, and two moments of zeros.
 
     Args:
         values: the parameter.
-        master: what it is rounded from; its own values in float32 where it is not given.
-        compact: for bfloat16, keep no second copy of the master: 10 bytes for an element, and not 12 (see
-            `memascend.compact`). Other types are as without it.
+        master: the float32 values that the parameter is rounded from; None: the parameter in float32.
+        compact: store a bfloat16 parameter and its master in 4 bytes per element instead of 6 (see `compact_of`). Has
+            no effect on other dtypes.
     """
     import torch
 
@@ -249,7 +249,7 @@ def description(entries: Sequence[Entry]) -> tuple[list[str], list[Described]]:
     described: list[Described] = []
     for entry in entries:
         order = list(entry.order or ())
-        # Written only where it says something, so that the same tensors are the same description.
+        # Row-major order is left out, so that equal tensors have equal descriptions.
         order = [] if order == list(range(entry.values.dim())) else order
         spill = None if entry.spill is None else str(entry.spill).removeprefix("torch.")
         state = [_described(name, tensor) for name, tensor in entry.state.items()]
@@ -264,7 +264,7 @@ def _described(name: str, tensor: torch.Tensor) -> tuple[str, str, list[int]]:
 
 
 def tensors_of(entry: Mapping[str, Any], values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """All tensors of an entry in the order in which they are stored; what its format narrows may be in float32."""
+    """All tensors of an entry in the order in which they are stored; state may be given in float32 and is encoded."""
     name = entry["name"]
     if entry["format"]:
         state = encode_state(values, state, entry["format"])
@@ -307,7 +307,7 @@ class Part(NamedTuple):
 def shown_to(
     visit: Callable[[str, list[Part]], object], entries: Mapping[int, Mapping[str, Any]]
 ) -> Callable[[int, list[tuple[int, int, Any]]], None]:
-    """A function that shows what is lent of entries, which have these numbers, to `visit`."""
+    """A function that passes memory which the extension lends to `visit`, as tensors; `entries` by their numbers."""
     import torch
 
     tensors = {

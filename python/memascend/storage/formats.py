@@ -13,21 +13,32 @@ if TYPE_CHECKING:
     import torch
 
 
-# The state tensors of a compact entry: int16, float32, float32.
-NAMES = ("rest", "exp_avg", "exp_avg_sq")
-
-
-_ADAM = ("master", "exp_avg", "exp_avg_sq")
+Rule = Literal["adam", "momentum"]
+_MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buffer",)}
+_ADAM = ("master", *_MOMENTS["adam"])
+# The formats of state. The first word says how the master is stored, the second how the moments are.
+FORMATS = (
+    "",
+    "bf16",
+    "8bit",
+    "compact",
+    "compact fp32",
+    "compact bf16",
+    "compact 8bit",
+    "stochastic",
+    "stochastic bf16",
+    "stochastic 8bit",
+)
 
 
 def is_compact(values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> bool:
     """Whether this is a compact entry: bfloat16 values with an int16 "rest" and float32 moments, all of one shape."""
     import torch
 
-    wanted = dict(zip(NAMES, (torch.int16, torch.float32, torch.float32), strict=True))
+    wanted = {"rest": torch.int16, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
     return (
         values.dtype == torch.bfloat16
-        and set(state) == set(NAMES)
+        and state.keys() == wanted.keys()
         and all(state[name].dtype == dtype and state[name].shape == values.shape for name, dtype in wanted.items())
     )
 
@@ -35,37 +46,21 @@ def is_compact(values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> bool:
 def master_of(values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Adam's state as torch knows it, from an entry of any layout: "master", "exp_avg" and "exp_avg_sq", float32.
 
-    Of a compact entry the master is put together and the signs of the second moment are cleared, in new tensors; of
-    another one the tensors are what was given, float32 values being their own master.
+    A compact entry gives new tensors: its master is put together, and the signs of its second moment are cleared.
+    Any other entry gives the tensors that were passed; float32 values are their own master.
 
     Raises:
         ConfigError: the state is not Adam's.
     """
     import torch
 
-    if not is_compact(values, state):
-        moments = {name: state[name] for name in _ADAM[1:] if name in state}
-        master = state.get("master", values)
-        if len(moments) != len(_ADAM[1:]) or master.dtype != torch.float32:
-            raise ConfigError(f"state of {list(state)} beside values of {values.dtype} is not Adam's: it has no master")
-        return {"master": master, **moments}
-    order = order_of_strides(values)
-    kept, rest = rows(values, order), rows(state["rest"], order)
-    exp_avg_sq = rows(state["exp_avg_sq"], order).clone()
-    master = torch.empty(kept.shape, dtype=torch.float32, device=values.device)
-    _core.kernel_join_master(
-        kept.data_ptr(),
-        rest.data_ptr(),
-        exp_avg_sq.data_ptr(),
-        master.data_ptr(),
-        kept.numel(),
-        torch.get_num_threads(),
-    )
-    return {
-        "master": back(master, order),
-        "exp_avg": state["exp_avg"].clone(),
-        "exp_avg_sq": back(exp_avg_sq, order),
-    }
+    if is_compact(values, state):
+        return _decoded(values, state, "compact", "adam")
+    moments = {name: state[name] for name in _MOMENTS["adam"] if name in state}
+    master = state.get("master", values)
+    if len(moments) != len(_MOMENTS["adam"]) or master.dtype != torch.float32:
+        raise ConfigError(f"state of {list(state)} beside values of {values.dtype} is not Adam's: it has no master")
+    return {"master": master, **moments}
 
 
 def compact_of(values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -85,47 +80,13 @@ def compact_of(values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[
     if values.dtype != torch.bfloat16 or not set(state) <= set(_ADAM):
         raise ConfigError(f"state of {list(state)} beside values of {values.dtype} is not that of a bfloat16 parameter")
     for name, tensor in state.items():
-        if tensor.dtype != torch.float32 or tensor.shape != values.shape or tensor.device != values.device:
-            raise ConfigError(
-                f"{name!r} is {tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}, not torch.float32 of "
-                f"{list(values.shape)} on {values.device}"
-            )
-    order = order_of_strides(values)
-    kept = rows(values, order)
-    zeros = torch.zeros(kept.shape, dtype=torch.float32, device=values.device)
-    exp_avg_sq = rows(state["exp_avg_sq"], order).clone() if "exp_avg_sq" in state else zeros.clone()
-    rest = torch.zeros(kept.shape, dtype=torch.int16, device=values.device)
-    if values.device.type != "meta":
-        if bool((exp_avg_sq < 0).any()):
-            raise ConfigError("a second moment is negative: exp_avg_sq is a mean of squares")
-        exp_avg_sq.abs_()
-        if "master" in state:
-            _split(rows(state["master"], order), kept, rest, exp_avg_sq)
-    return {
-        "rest": back(rest, order),
-        "exp_avg": state["exp_avg"] if "exp_avg" in state else back(zeros, order),
-        "exp_avg_sq": back(exp_avg_sq, order),
-    }
-
-
-def _split(master: torch.Tensor, values: torch.Tensor, rest: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
-    import torch
-
-    rounded = torch.empty_like(values)
-    _core.kernel_split_master(
-        master.data_ptr(),
-        rounded.data_ptr(),
-        rest.data_ptr(),
-        exp_avg_sq.data_ptr(),
-        values.numel(),
-        torch.get_num_threads(),
-    )
-    differ = (rounded.view(torch.int16) != values.view(torch.int16)) & ~(rounded.isnan() & values.isnan())
-    if bool(differ.any()):
-        raise ConfigError(
-            f"{int(differ.sum())} of {values.numel()} values are not their master rounded to bfloat16; "
-            "give master.bfloat16() as values, or no master"
-        )
+        _require_wide(name, tensor, values)
+    state = dict(state)
+    if "exp_avg_sq" in state and values.device.type != "meta":
+        _require_squares(state["exp_avg_sq"])
+        # Its sign bit says which way the master was rounded: -0.0 would be read as rounded up.
+        state["exp_avg_sq"] = state["exp_avg_sq"].abs()
+    return _encoded(values, state, "compact", "adam")
 
 
 def order_of_strides(values: torch.Tensor) -> list[int]:
@@ -144,27 +105,6 @@ def back(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
     return tensor.permute([order.index(dim) for dim in range(len(order))])
 
 
-# By the first word and the second.
-FORMATS = (
-    "",
-    "bf16",
-    "8bit",
-    "compact",
-    "compact fp32",
-    "compact bf16",
-    "compact 8bit",
-    "stochastic",
-    "stochastic bf16",
-    "stochastic 8bit",
-)
-
-
-_MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buffer",)}
-
-
-Rule = Literal["adam", "momentum"]
-
-
 def state_tensors(values: torch.Tensor, form: str, rule: Rule = "adam") -> dict[str, torch.Tensor]:
     """The state tensors that a parameter has in a form, on the meta device, in the order of `Entry.state`.
 
@@ -181,13 +121,11 @@ def state_tensors(values: torch.Tensor, form: str, rule: Rule = "adam") -> dict[
     described = _core.store_state_in(_name(values.dtype), list(values.shape), form, rule == "momentum")
     made = {}
     for name, dtype, shape in described:
-        own = _is_own(name)
-        strides = values.stride() if own else None
         of = getattr(torch, dtype)
         made[name] = (
-            torch.empty(shape, dtype=of, device="meta")
-            if strides is None
-            else torch.empty_strided(shape, strides, dtype=of, device="meta")
+            torch.empty_strided(shape, values.stride(), dtype=of, device="meta")
+            if _is_own(name)
+            else torch.empty(shape, dtype=of, device="meta")
         )
     return made
 
@@ -209,37 +147,54 @@ def encode_state(values: torch.Tensor, state: Mapping[str, torch.Tensor], form: 
     rule: Rule = "momentum" if "momentum_buffer" in state else "adam"
     if form == "compact":
         return compact_of(values, state)
+    return _encoded(values, state, form, rule)
+
+
+def _encoded(values: torch.Tensor, state: Mapping[str, torch.Tensor], form: str, rule: Rule) -> dict[str, torch.Tensor]:
+    """See `encode_state`."""
     described = state_tensors(values, form, rule)
     if values.device.type == "meta":
         return described
     order = order_of_strides(values)
     left = dict(state)
-    wide = [None if tensor is None else _wide(tensor, values, order) for tensor in _taken(described, left, rule)]
-    made = {}
-    for name, like in described.items():
-        given = left.pop(name, None)
-        if given is not None and (given.dtype != like.dtype or given.shape != like.shape):
-            raise ConfigError(
-                f"{name!r} is {given.dtype} of shape {list(given.shape)}, not {like.dtype} of {list(like.shape)}"
-            )
-        if given is None:
-            widened = name == "master"
-            made[name] = rows(values, order).float().clone() if widened else _zeros(like, order)
-        else:
-            made[name] = (rows(given, order) if _is_own(name) else given.contiguous()).clone()
+    wide: dict[str, torch.Tensor | None] = {}
+    for name, tensor in _taken(described, left, rule).items():
+        if tensor is not None:
+            _require_wide(name, tensor, values)
+        wide[name] = None if tensor is None else rows(tensor, order)
+    made = {name: _begun(name, like, left.pop(name, None), values, order) for name, like in described.items()}
     if left:
         raise ConfigError(f"a parameter has no state called {next(iter(left))!r} in the format {form!r}")
-    kept = rows(values, order)
-    second = wide[2] if wide[2] is not None else made.get("exp_avg_sq")
-    if second is not None and second.is_floating_point() and wide[0] is not None and bool((second < 0).any()):
-        raise ConfigError("a second moment is negative: exp_avg_sq is a mean of squares")
-    if any(tensor is not None for tensor in wide):
+    if wide["master"] is not None:
+        second = wide.get("exp_avg_sq")
+        second = made.get("exp_avg_sq") if second is None else second
+        if second is not None and second.is_floating_point():
+            _require_squares(second)
+    if any(tensor is not None for tensor in wide.values()):
+        kept = rows(values, order)
         rounded = kept.clone()
-        of = _form(values, form, rule)
-        _core.state_convert(*of, rounded.data_ptr(), _addresses(made), _places(wide), False, *_size(values))
-        if wide[0] is not None:
+        _convert(form, rule, rounded, made, wide, back=False)
+        if wide["master"] is not None:
             _require_rounded(rounded, kept)
     return {name: back(tensor, order) if _is_own(name) else tensor for name, tensor in made.items()}
+
+
+def _begun(
+    name: str, like: torch.Tensor, given: torch.Tensor | None, values: torch.Tensor, order: list[int]
+) -> torch.Tensor:
+    """The tensor that a conversion writes to, in the order of memory: a copy of the given one, else its default."""
+    import torch
+
+    if given is None:
+        if name == "master":
+            return rows(values, order).float().clone()
+        shape = [like.shape[dim] for dim in order] if like.dim() == len(order) else list(like.shape)
+        return torch.zeros(shape, dtype=like.dtype)
+    if given.dtype != like.dtype or given.shape != like.shape:
+        raise ConfigError(
+            f"{name!r} is {given.dtype} of shape {list(given.shape)}, not {like.dtype} of {list(like.shape)}"
+        )
+    return (rows(given, order) if _is_own(name) else given.contiguous()).clone()
 
 
 def decode_state(values: torch.Tensor, state: Mapping[str, torch.Tensor], form: str) -> dict[str, torch.Tensor]:
@@ -250,8 +205,6 @@ def decode_state(values: torch.Tensor, state: Mapping[str, torch.Tensor], form: 
     Raises:
         ConfigError: the state is not in that format.
     """
-    import torch
-
     rule: Rule = "momentum" if "momentum_buffer" in state else "adam"
     if form == "compact":
         return master_of(values, state)
@@ -260,17 +213,49 @@ def decode_state(values: torch.Tensor, state: Mapping[str, torch.Tensor], form: 
         name: (tensor.dtype, tensor.shape) for name, tensor in state.items()
     }:
         raise ConfigError(f"state of {list(state)} beside values of {values.dtype} is not in the format {form!r}")
+    return _decoded(values, state, form, rule)
+
+
+def _decoded(values: torch.Tensor, state: Mapping[str, torch.Tensor], form: str, rule: Rule) -> dict[str, torch.Tensor]:
+    """See `decode_state`."""
+    import torch
+
     order = order_of_strides(values)
     kept = rows(values, order)
-    # They are lent for writing, and stay as they are.
-    tensors = {name: rows(state[name], order) if _is_own(name) else state[name].contiguous() for name in described}
-    names = ("master", *_MOMENTS[rule])
-    wide = {name: torch.empty(kept.shape, dtype=torch.float32) for name in names}
-    # Of momentum there is no second one.
-    places = _places([*(wide[name] for name in names), None][:3])
-    of = _form(values, form, rule)
-    _core.state_convert(*of, kept.data_ptr(), _addresses(tensors), places, True, *_size(values))
+    given = {name: state[name] for name in state_tensors(values, form, rule)}
+    # The extension borrows these for writing, and leaves them unchanged.
+    tensors = {name: rows(tensor, order) if _is_own(name) else tensor.contiguous() for name, tensor in given.items()}
+    wide = {name: torch.empty(kept.shape, dtype=torch.float32) for name in ("master", *_MOMENTS[rule])}
+    _convert(form, rule, kept, tensors, wide, back=True)
     return {name: back(tensor, order) for name, tensor in wide.items()}
+
+
+def _convert(
+    form: str,
+    rule: Rule,
+    values: torch.Tensor,
+    state: Mapping[str, torch.Tensor],
+    wide: Mapping[str, torch.Tensor | None],
+    *,
+    back: bool,
+) -> None:
+    """Convert float32 tensors (`wide`) into a format, or with `back` from it; all elements in the order of memory."""
+    import torch
+
+    # Momentum has no second moment.
+    places = [None if tensor is None else tensor.data_ptr() for tensor in (*wide.values(), None)][:3]
+    addresses = [tensor.data_ptr() for tensor in state.values()]
+    _core.state_convert(
+        form,
+        _name(values.dtype),
+        rule == "momentum",
+        values.data_ptr(),
+        addresses,
+        places,
+        back,
+        values.numel(),
+        torch.get_num_threads(),
+    )
 
 
 def wide_parts(
@@ -283,7 +268,7 @@ def wide_parts(
         return None, None, None
     described = {name: getattr(torch, dtype) for name, dtype, _ in entry["state"]}
     rule: Rule = "momentum" if "momentum_buffer" in described else "adam"
-    master, first, second = _taken(described, state, rule)
+    master, first, second = (*_taken(described, state, rule).values(), None)[:3]
     return master, first, second
 
 
@@ -300,31 +285,34 @@ def wide_state(entry: Mapping[str, Any]) -> list[tuple[str, str, list[int]]]:
     return [(name, "float32", entry["shape"]) for name in wide]
 
 
-def _taken(described: Mapping[str, Any], state: dict[str, torch.Tensor], rule: Rule) -> list[torch.Tensor | None]:
-    """Takes what is given in float32 and has another form: the master, the first moment, the second one."""
+def _taken(described: Mapping[str, Any], state: dict[str, torch.Tensor], rule: Rule) -> dict[str, torch.Tensor | None]:
+    """Take float32 tensors out of `state` that the format has otherwise: the master and each moment, by name."""
     import torch
 
-    taken: list[torch.Tensor | None] = []
-    # In place of the rest; where there is neither, the values are all.
+    # A master takes the place of the rest. Where there is neither, the values are the master.
     has_master = "rest" in described and "rest" not in state
-    taken.append(state.pop("master", None) if has_master else None)
+    taken = {"master": state.pop("master", None) if has_master else None}
     for name in _MOMENTS[rule]:
         of = described.get(name)
         own = getattr(of, "dtype", of)
         narrow = name in state and own != torch.float32 and state[name].dtype == torch.float32
-        taken.append(state.pop(name) if narrow else None)
-    return [*taken, None][:3]
+        taken[name] = state.pop(name) if narrow else None
+    return taken
 
 
-def _wide(tensor: torch.Tensor, values: torch.Tensor, order: list[int]) -> torch.Tensor:
+def _require_wide(name: str, tensor: torch.Tensor, values: torch.Tensor) -> None:
     import torch
 
     if tensor.dtype != torch.float32 or tensor.shape != values.shape or tensor.device != values.device:
         raise ConfigError(
-            f"a tensor of the state is {tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}, not "
-            f"torch.float32 of {list(values.shape)} on {values.device}"
+            f"{name!r} is {tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}, not torch.float32 of "
+            f"{list(values.shape)} on {values.device}"
         )
-    return rows(tensor, order)
+
+
+def _require_squares(second: torch.Tensor) -> None:
+    if bool((second < 0).any()):
+        raise ConfigError("a second moment is negative: exp_avg_sq is a mean of squares")
 
 
 def _require_rounded(rounded: torch.Tensor, values: torch.Tensor) -> None:
@@ -354,21 +342,3 @@ def _zeros(like: torch.Tensor, order: list[int]) -> torch.Tensor:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _form(values: torch.Tensor, form: str, rule: Rule) -> tuple[str, str, bool]:
-    return form, _name(values.dtype), rule == "momentum"
-
-
-def _size(values: torch.Tensor) -> tuple[int, int]:
-    import torch
-
-    return values.numel(), torch.get_num_threads()
-
-
-def _addresses(tensors: Mapping[str, torch.Tensor]) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors.values()]
-
-
-def _places(wide: list[torch.Tensor | None]) -> list[int | None]:
-    return [None if tensor is None else tensor.data_ptr() for tensor in wide]

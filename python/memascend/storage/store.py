@@ -29,31 +29,30 @@ from memascend.text import paths_listed
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     import torch
 
 
-# What is called before a commit counts; it raises where not all ranks are as far.
+# Called before a commit takes effect; raises if not all ranks have staged it.
 Agree = Callable[[], object]
 
 
-# The id of a run, 16 bytes; number and identity (16 bytes) of a commit, the same on all ranks; which rank, of how many.
+# The id of a run (16 bytes), the number and identity (16 bytes) of a commit, the rank, and the number of ranks.
 CommitOfRank = tuple[bytes, int, bytes, int, int]
 
 
-# A store's own commit, or its engine's: step, user's value, hyperparameters.
+# The commit of a store or of its engine: step, user value, hyperparameters.
 CommitOfOne = Callable[[int, str | None, str | None, CommitOfRank | None, Agree | None], int]
 
 
 class SharedCommits(Protocol):
-    """Makes the commits of a store together with other ranks; a protocol, as who does is in a room above this one."""
+    """Makes the commits of a store together with other ranks; `memascend.distributed` implements it."""
 
     def step(self) -> AbstractContextManager[None]:
-        """Around what leads to a commit: the others hear where it fails."""
+        """Around the work before a commit: other ranks are notified if it fails."""
 
     def commit(self, make: Callable[[CommitOfRank, Agree], int]) -> int:
-        """Make one by `make`, and return the generation."""
+        """Make a commit by `make`, and return its generation."""
 
 
 _RESCUE = "is gone with the end of this run; keep it with optimizer.save(folder)"
@@ -67,16 +66,11 @@ _LOST = {
 }
 
 
-def loss(path: Path, what: str) -> StorageError:
-    """The error: `what` is "deleted", "moved", "truncated" or "replaced"."""
-    return StorageError(f"{path} {_LOST[what]}", errno=errno.ENOENT, path=os.fspath(path))
-
-
 _Path = str | os.PathLike[str]
 
 
 def not_as_written(path: str, what: str) -> CorruptionError:
-    """That a store's checksums are right, and what it says is not what any version of memascend writes."""
+    """The error for a store whose checksums are right and whose contents no version of memascend writes."""
     return CorruptionError(
         f"{path}: {what}. The checksum is right, so another program wrote that; restore the store from a copy, or "
         "try existing='previous', which opens the commit before",
@@ -85,7 +79,7 @@ def not_as_written(path: str, what: str) -> CorruptionError:
 
 
 class Store(_core.Store):
-    """State on SSD: every commit is all of a step or none of it, and every byte that is read was checked."""
+    """State on SSD: every commit is all of a step or none of it, and every byte that is read is verified."""
 
     __slots__ = ("_is_temporary", "_shared")
 
@@ -108,28 +102,28 @@ class Store(_core.Store):
         backend: Literal["auto", "io_uring", "threads"] = "auto",
         fill: bool = True,
     ) -> Self:
-        """Make a store and fill it, as step 0; or resume the one that is there, whose own values then stand.
+        """Make a store and fill it, as step 0; or resume an existing store, whose own values then count.
 
         Args:
             paths: a folder, a file or a raw block device, or several, over which it is striped.
-            entries: what it holds, grouped by unit.
-            optimizer: whose state it is; a store of another one is refused.
-            existing: what to do where a store is already: refuse, resume its last committed step, replace it, or go
+            entries: its contents, grouped by unit.
+            optimizer: the optimizer's name; a store of another one is rejected.
+            existing: what to do with an existing store: refuse it, resume its last committed step, replace it, or go
                 back to the commit before, as `open` does.
-            durability: "step": commits survive a loss of power; "close": the death of the process; "none": nothing is
-                kept before `close()`.
+            durability: "step": commits survive a loss of power; "close": commits survive the death of the process;
+                "none": no commit survives before `close()`.
             chunk_elements: elements of a chunk, a multiple of 2,048, and of 4,096 where an entry of more elements has
-                values of one byte; None: as many as have their state in one request.
-            stripe: bytes that lie together on one of several devices.
-            backend: how the devices are driven.
-            fill: False leaves a store that was made now unfilled, at generation 0, for the caller to fill and commit:
-                its entries may be on the meta device. Until its first commit nobody can open it. With "previous" it
-                leaves the newest commit there, too, until `go_back()`; nothing can be staged before.
+                values of one byte; None: see `chunk_elements_of`.
+            stripe: consecutive bytes on one of several devices.
+            backend: the way of I/O.
+            fill: False leaves a new store unfilled, at generation 0, for the caller to fill and commit; its entries may
+                be on the meta device. Before its first commit it cannot be opened. With "previous", False also keeps
+                the newest commit until `go_back()`; nothing can be staged before.
 
         Raises:
-            ConfigError: an argument is wrong, or a store is there that does not fit or that `existing` refuses.
+            ConfigError: an argument is wrong, or an existing store does not fit or is refused by `existing`.
             StorageError: a device is full, foreign or in use; nothing was changed.
-            CorruptionError: the store that is there is damaged; the message says where.
+            CorruptionError: the existing store is damaged; the message says where.
         """
         units, described = description(entries)
         if fill:
@@ -155,11 +149,11 @@ class Store(_core.Store):
         durability: Literal["step", "close", "none"] = "step",
         backend: Literal["auto", "io_uring", "threads"] = "auto",
     ) -> Self:
-        """Open the last committed step of the store that is there, or the commit before it.
+        """Open the last committed step of an existing store, or the commit before it.
 
-        "previous" is for a store whose newest commit is damaged, or unwanted. It reads and checks every byte of the
-        other commit first, and changes nothing if one is not whole; then the newest is given up for good. The step that
-        follows a commit is written over the one before it, so it works until that step begins.
+        "previous" is for a store whose newest commit is damaged or unwanted. It first verifies every byte of the other
+        commit, and changes nothing if a byte is wrong. Then it drops the newest commit durably. It works until the next
+        step begins, since each step overwrites the commit before the last.
 
         Raises:
             ConfigError: "previous", and only one commit was ever made.
@@ -180,18 +174,18 @@ class Store(_core.Store):
             raise
 
     def difference(self, entries: Sequence[Entry], *, optimizer: str) -> str | None:
-        """In which way it is no store of these entries and this optimizer, in words; None where it is one."""
+        """How the store differs from these entries and this optimizer, in words; None if it fits."""
         units, described = description(entries)
         return self.difference_of(described, units, optimizer, chunk_elements_of(entries))
 
     @property
     def user_state(self) -> Any:
-        """The JSON value that was committed last; None where there was none."""
+        """The JSON value of the last commit; None if it has none."""
         return self._committed_json("user")
 
     @property
     def hyperparameters(self) -> Any:
-        """The hyperparameters that were committed last; None where there were none."""
+        """The hyperparameters of the last commit; None if it has none."""
         return self._committed_json("hyperparameters")
 
     def _committed_json(self, which: Literal["user", "hyperparameters"]) -> Any:
@@ -210,7 +204,7 @@ class Store(_core.Store):
         return list(self.each_entry())
 
     def each_entry(self) -> Iterator[dict[str, Any]]:
-        """The same one at a time: what is known of thousands takes megabytes, which Python keeps once it had them."""
+        """The same one at a time: a list of thousands takes megabytes, which Python does not return to the system."""
         return map(self.entry_at, range(self.count()))
 
     def stage(
@@ -218,7 +212,7 @@ class Store(_core.Store):
     ) -> None:
         """Stage a whole entry, as its update number `step`; `commit()` makes it live.
 
-        Of a compact entry, `state` is the compact one, or what `compact_of` makes it from.
+        For a compact entry, `state` is its compact state or the input of `compact_of`.
         """
         tensors = tensors_of(self.entry(name), values, state or {})
         self.stage_at(self.index(name), step, [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
@@ -227,7 +221,7 @@ class Store(_core.Store):
         """A copy of an entry as the last commit left it: its values, and its state by name.
 
         Raises:
-            CorruptionError: what is on storage is not what was written.
+            CorruptionError: the bytes on storage are not those that were written.
         """
         values, state = room_for(self.entry(name))
         tensors = (values, *state.values())
@@ -237,48 +231,47 @@ class Store(_core.Store):
     def scan(self, names: Sequence[str], visit: Callable[[str, list[Part]], object]) -> None:
         """Read entries in this order, as the last commit left them, in memory that does not grow with them.
 
-        `visit` is called with a name and parts that belong together: of a chunk, the values and the state of the same
-        elements; tensors of another shape come by themselves. The parts stand on memory that is taken again after the
-        call. It must not commit.
+        `visit` is called with a name and the parts of a chunk: values and state of the same elements. State of another
+        shape is passed in calls of its own. The memory of the parts is reused after the call. `visit` must not commit.
 
         Raises:
-            CorruptionError: what is on storage is not what was written.
+            CorruptionError: the bytes on storage are not those that were written.
         """
         entries = {self.index(name): self.entry(name) for name in names}
         self.scan_at(list(entries), shown_to(visit, entries))
 
     def commit(self, step: int, *, user_state: Any = None, hyperparameters: Any = None) -> int:
-        """Make all that is staged live at once; None leaves what was committed before. Returns the generation."""
+        """Make all staged entries live at once; None keeps the committed value. Returns the generation."""
         return self.make_live(self.commit_as, step, user_state, hyperparameters)
 
     def share(self, commits: SharedCommits) -> None:
-        """Have its commits made together with other ranks from now on."""
+        """Make later commits together with other ranks."""
         self._shared = commits
 
     def make_live(self, commit: CommitOfOne, step: int, user_state: Any, hyperparameters: Any) -> int:
-        """Commit by the store's own `commit` or its engine's; with the other ranks, where it is shared with some."""
+        """Commit by `commit`, the store's or its engine's, together with the other ranks if there are any."""
         said = (step, json_of(user_state), json_of(hyperparameters))
         if self._shared is None:
             return commit(*said, None, None)
         return self._shared.commit(lambda run, agree: commit(*said, run, agree))
 
     def preparing(self) -> AbstractContextManager[None]:
-        """Around all that leads to a commit: where it fails here, the other ranks do not wait for this one."""
+        """Around the work before a commit: if it fails, the other ranks are notified instead of waiting."""
         return contextlib.nullcontext() if self._shared is None else self._shared.step()
 
     def set_first_elements(self, firsts: Mapping[str, int]) -> None:
-        """Say, once and before any update, where entries begin that are rows of parameters.
+        """Set, once and before any update, the first elements of entries that are rows of parameters.
 
-        What is rounded by chance depends on an element's number in the whole parameter. A store knows it by itself,
-        but for one that an earlier version made.
+        Stochastic rounding depends on the number of an element in the whole parameter. Only stores that an earlier
+        version made do not contain these numbers.
         """
         self.set_first_elements_at([firsts.get(entry["name"], 0) for entry in self.each_entry()])
 
     def close(self) -> None:
-        """Keep what was committed, drop what is only staged, and let go of the devices. Twice is fine.
+        """Keep commits, drop staged entries, and close the devices. A second call does nothing.
 
         Raises:
-            StorageError: its file was deleted, moved or replaced meanwhile; everything was let go of all the same.
+            StorageError: its file was deleted, moved or replaced meanwhile; all devices are closed nevertheless.
         """
         lost = self.lost()
         super().close()
@@ -286,26 +279,29 @@ class Store(_core.Store):
             raise lost
 
     def become_temporary(self) -> None:
-        """Its file is about to have no name on purpose: that it has none is no loss."""
+        """Note that its file is unlinked on purpose, so that `lost` does not report it."""
         self._is_temporary = True
 
     def lost(self) -> StorageError | None:
-        """What became of a file of it that its path does not name any more; None where all is as it was."""
+        """The error for a file that its path does not name any more; None if all files are in place."""
         found = None if self._is_temporary else self.lost_file()
-        return loss(*found) if found else None
+        if found is None:
+            return None
+        path, what = found
+        return StorageError(f"{path} {_LOST[what]}", errno=errno.ENOENT, path=os.fspath(path))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """A commit as it lies on storage.
+    """A commit on storage, with its damage.
 
     Attributes:
-        generation: counts commits; None where its root is damaged.
-        step: committed steps; None where its catalog is damaged.
-        pieces: how many pieces of it are whole.
+        generation: counts commits; None if its root is damaged.
+        step: committed steps; None if its catalog is damaged.
+        pieces: the number of extents that are whole.
         nbytes: their bytes.
-        damages: what is damaged where, the first of it.
-        others: how many damages more there are.
+        damages: descriptions of the first damages.
+        others: the number of further damages.
     """
 
     generation: int | None
@@ -327,13 +323,13 @@ class NamedCommit:
 
     Attributes:
         generation: counts commits of this store.
-        run: the run of several ranks that it belongs to; zeros where it belongs to none.
+        run: the id of its run of several ranks; zeros for a single process.
         number: of this commit, the same on all ranks of that run.
-        identity: what tells it from the commit of that number in another continuation of the run, the same on all
-            ranks; zeros where an earlier version made it, which did not say the ranks either.
-        rank: whose store it is.
-        ranks: of how many; 0 where that is not known.
-        kept: False while a run with durability "none" goes on.
+        identity: distinguishes it from commits with this number in other continuations of the run, the same on all
+            ranks; zeros in commits of earlier versions, which do not name the ranks either.
+        rank: of the store.
+        ranks: the number of ranks; 0 if unknown.
+        kept: False while a run with durability "none" continues.
     """
 
     generation: int
@@ -350,12 +346,12 @@ def commits(
 ) -> tuple[list[NamedCommit], str | None] | None:
     """The commits that the roots of a store name, the newest first, and what is wrong with a damaged root.
 
-    Nothing else is read, and nothing written. No commits where its first write did not finish; None where there is no
+    Nothing else is read, and nothing is written. The list is empty if the first write did not finish. None: there is no
     store.
 
     Raises:
-        StorageError: a store is there and cannot be opened: a device lacks, another process has it.
-        CorruptionError: what both commits need is damaged.
+        StorageError: the store cannot be opened: a device is missing, or another process uses it.
+        CorruptionError: a part that both commits need is damaged.
     """
     found = _core.store_commits(paths_listed(paths), backend)
     if found is None:
@@ -373,14 +369,15 @@ def examine(
     *,
     backend: Literal["auto", "io_uring", "threads"] = "auto",
 ) -> list[Commit]:
-    """Read and check both commits of a store; `progress(done, all)` hears of bytes.
+    """Read and verify both commits of a store; `progress(done, all)` is called with bytes.
 
     Returns:
-        What may be the newest first: a root that is damaged, or the newer commit. One, where only one was ever made.
+        First the commit that may be the newest: one with a damaged root, else the newer one. Only one if only one was
+        ever made.
 
     Raises:
-        StorageError: there is no store, or none that could be looked at.
-        CorruptionError: what both commits need is damaged.
+        StorageError: there is no store, or it cannot be opened.
+        CorruptionError: a part that both commits need is damaged.
     """
     return [
         Commit(
@@ -396,9 +393,9 @@ def examine(
 
 
 def look(paths: _Path | Sequence[_Path], *, backend: Literal["auto", "io_uring", "threads"] = "auto") -> Store:
-    """Open a store to be looked at, at its newest commit whose catalog is whole, also where `Store.open` refuses.
+    """Open a store for reading, at its newest commit whose catalog is whole, even if `Store.open` would reject it.
 
-    Nothing can be staged in it, and closing it changes nothing.
+    Nothing can be staged in it, and closing it changes nothing on storage.
 
     Raises:
         StorageError: there is no store.
