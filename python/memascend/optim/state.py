@@ -291,7 +291,7 @@ def _add(layout: StateLayout, optimizer: torch.optim.Optimizer, narrow: torch.dt
         return
     if not isinstance(name, str) or name == _MASTER or name in layout.tensors:
         raise ConfigError(
-            f"{named(optimizer)} keeps state under {name!r}, which cannot be stored: give the state a string as its name"
+            f"{named(optimizer)} keeps state under {name!r}, which cannot be stored: name it by a string"
         )
     if type(value) in _NUMBERS:
         layout.numbers[name] = type(value)

@@ -88,7 +88,9 @@ class Edits:
     def stage(self, edit: Edit, place: Place, values: torch.Tensor) -> None:
         """Stage values that a user gave; nothing is staged where no bit differs."""
         if tuple(values.shape) != place.shape:
-            raise UsageError(f"{place.name!r} has shape {list(place.shape)}, and was given {list(values.shape)}")
+            raise UsageError(
+                f"{place.name!r} has shape {list(place.shape)}, and was given {list(values.shape)}: give its shape"
+            )
         given = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="cpu").copy_(values.detach())
         reached = self.run.residency.reached
         stored = reached.is_stored(place, given)
