@@ -41,7 +41,7 @@ impl Caller {
     pub(crate) fn begin(&mut self, queue: &Queue, entry: usize, call: Call) -> Result<()> {
         let calls = match self.calls.take() {
             Some(calls) => calls,
-            None => start(Arc::clone(&self.store), queue)?,
+            None => started(Arc::clone(&self.store), queue)?,
         };
         let begun = calls.begun.send((entry, call));
         self.calls = Some(calls);
@@ -64,14 +64,14 @@ impl Drop for Caller {
     }
 }
 
-fn start(store: Arc<Store>, queue: &Queue) -> Result<Calls> {
+fn started(store: Arc<Store>, queue: &Queue) -> Result<Calls> {
     let ((begun, calls), (results, ended)) = (channel::<(usize, Call)>(), channel());
     let serve = move || {
         for (entry, call) in calls {
-            let began = Instant::now();
+            let start = Instant::now();
             let result = catch_unwind(AssertUnwindSafe(call));
             let name = &store.description().entries[entry].name;
-            store.volume().trace().span("compute", name, began, Instant::now());
+            store.volume().trace().span("compute", name, start, Instant::now());
             if results.send(result).is_err() {
                 return;
             }

@@ -149,8 +149,21 @@ impl<'a> Pipeline<'a> {
         chunks: usize,
     ) -> Self {
         let (reading, writing) = (VecDeque::with_capacity(chunks), VecDeque::with_capacity(chunks));
-        let (current, calling, called, next) = (None, None, VecDeque::new(), None);
-        Self { caller, bench, queue, ring, owner, chunks, current, calling, called, next, reading, writing }
+        let (current, calling, next) = (None, None, None);
+        Self {
+            caller,
+            bench,
+            queue,
+            ring,
+            owner,
+            chunks,
+            current,
+            calling,
+            called: VecDeque::new(),
+            next,
+            reading,
+            writing,
+        }
     }
 
     /// Works until the engine closes.

@@ -78,9 +78,8 @@ fn apply(
     ok(engine.apply(entry, application, None, Wait::at_most(PATIENCE)));
 }
 
-fn nothing() -> Result<(), Cause> {
-    Ok(())
-}
+/// Calls with nothing before.
+const NOTHING: fn() -> Result<(), Cause> = || Ok(());
 
 fn failing(what: &str) -> Result<(), Cause> {
     Err(Arc::new(std::io::Error::other(what.to_owned())))
@@ -123,7 +122,7 @@ fn moved(store: &Store) -> (u64, u64) {
 /// Bytes that are read of an entry, and written; what a commit writes is not among them.
 fn of_entry(engine: &Engine, entry: usize) -> (u64, u64) {
     let before = moved(engine.store());
-    apply(engine, (entry, 1, true), nothing);
+    apply(engine, (entry, 1, true), NOTHING);
     ok(engine.finish(Wait::at_most(PATIENCE)));
     let after = moved(engine.store());
     ok(engine.discard(Wait::at_most(PATIENCE)));
@@ -171,7 +170,7 @@ fn with_memory_for_one_nothing_of_the_next_is_read_but_other_jobs_go_on() {
         let gradient = ok(memascend_engine::Gradient::new(Box::new(bytes(NUMELS[2])), Dtype::F32));
         let by = memascend_engine::By::Given(gradient);
         ok(engine.update(2, by, None, setup::adam(1e-3, 1), Wait::forever()));
-        apply(&engine, (3, 1, true), nothing);
+        apply(&engine, (3, 1, true), NOTHING);
     });
     commit(&engine, 1);
 }
@@ -192,7 +191,7 @@ fn trained(chunks: usize, slots: (usize, usize), patience: u64) -> Contents {
         });
         if step == 2 {
             ok(engine.discard_entry(5, Wait::at_most(PATIENCE)));
-            apply(&engine, (5, step, true), nothing);
+            apply(&engine, (5, step, true), NOTHING);
         }
         commit(&engine, step);
     }
@@ -284,7 +283,7 @@ fn a_function_that_fails_ends_the_step_whatever_else_goes_on() {
         assert_eq!(engine.queued_bytes(), 0);
     }
     // Its memory is free.
-    at_once(&engine, 1, || (1..NUMELS.len()).for_each(|entry| apply(&engine, (entry, 1, true), nothing)));
+    at_once(&engine, 1, || (1..NUMELS.len()).for_each(|entry| apply(&engine, (entry, 1, true), NOTHING)));
     commit(&engine, 1);
 }
 
@@ -369,7 +368,7 @@ fn a_function_runs_on_one_thread_of_its_own_and_cannot_wait_for_its_engine() {
     assert_eq!(seen.len(), NUMELS.len() - 1);
     for (thread, name, waited) in &*seen {
         assert_eq!((*thread, name.as_deref()), (seen[0].0, Some("memascend-call")));
-        let refused = waited.as_ref().is_some_and(|waited| waited.is_err());
+        let refused = waited.as_ref().is_some_and(Result::is_err);
         assert!(refused, "{waited:?}");
     }
 }
