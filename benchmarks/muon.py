@@ -1,7 +1,8 @@
 """Measures steps of Muon for a model's matrices with AdamW for the rest, beside AdamW for all, offloaded and in memory.
 
 Each case trains in a process of its own; the processes take turns. Bytes are the kernel's counts. What a parameter of
-Muon's moves follows from both offloaded cases, since the other parameters move what they move under AdamW.
+Muon's moves follows from both offloaded cases, since the other parameters move what they move under AdamW. "One matrix"
+has memory for one matrix with its state instead of two: none is read or written while another is computed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,6 +21,7 @@ from benchmarks.turns import Process, serve
 _CASES = {
     "AdamW": {"muon": False, "memory": False},
     "Muon + AdamW": {"muon": True, "memory": False},
+    "Muon + AdamW, one matrix": {"muon": True, "memory": False, "one": True},
     "torch's AdamW in memory": {"muon": False, "memory": True},
     "torch's Muon + AdamW in memory": {"muon": True, "memory": True},
 }
@@ -61,9 +64,11 @@ def _measured(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         for name, case in _CASES.items():
             work = {**case, "parameters": options.parameters, "length": options.length}
             processes[name] = Process("muon", {**work, "storage": f"{folder}/{name}.store"})
-        for _ in range(options.rounds):
+        for number in range(options.rounds):
             for name, process in processes.items():
                 turns[name].append(process.ask(steps=options.steps))
+                seconds = " ".join(f"{one:.2f}" for one in turns[name][-1]["seconds"])
+                print(f"turn {number + 1} of {options.rounds}, {name}: {seconds} s", file=sys.stderr, flush=True)
     finally:
         for process in processes.values():
             process.end()
@@ -73,6 +78,7 @@ def _measured(options: argparse.Namespace, folder: str) -> dict[str, Any]:
             "seconds": statistics.median(one for turn in own for one in turn["seconds"]),
             "moved": statistics.median(turn["moved"] for turn in own),
             "peak": max(turn["peak"] for turn in own),
+            "waited": statistics.median(turn["waited"] for turn in own),
         }
         for name, own in turns.items()
     }
@@ -88,19 +94,22 @@ def _shown(cases: dict[str, Any]) -> str:
             f"{case['seconds'] / cases['AdamW']['seconds']:.2f}",
             f"{case['moved']:.1f}",
             f"{case['peak'] / 1e6:.0f}",
+            f"{case['waited']:.2f}" if case["waited"] else "",
         )
         for name, case in cases.items()
     ]
-    plain, muon = cases["AdamW"], cases["Muon + AdamW"]
+    plain, muon, one = (cases[name] for name in ("AdamW", "Muon + AdamW", "Muon + AdamW, one matrix"))
     part = muon["by_muon"]
     own = (muon["moved"] - (1 - part) * plain["moved"]) / part
     memory = cases["torch's Muon + AdamW in memory"]["seconds"] - cases["torch's AdamW in memory"]["seconds"]
     more = muon["seconds"] - plain["seconds"]
     met = "met" if own <= _MOST_BYTES else "MISSED"
-    return f"""{table(("optimizer", "s/step", "of AdamW's", "B/param", "MB"), rows)}
+    head = ("optimizer", "s/step", "of AdamW's", "B/param", "MB", "waits for I/O, s")
+    return f"""{table(head, rows)}
 
 Muon has {part:.0%} of the parameters; each moves {own:.1f} bytes a step (at most {_MOST_BYTES:.0f}: {met})
-Muon takes {more:.2f} s more than AdamW offloaded, {memory:.2f} s in memory"""
+Muon takes {more:.2f} s more than AdamW offloaded, {memory:.2f} s in memory
+with memory for one matrix a step takes {one["seconds"] / muon["seconds"]:.2f} of its time with memory for two"""
 
 
 class _Worker:
@@ -111,6 +120,9 @@ class _Worker:
 
         import memascend
         from benchmarks.train.cell.workload import WORKLOADS, made
+        from memascend.plan.options import Options
+        from memascend.session.decide import planned
+        from memascend.session.optimizer import session_of
 
         workload = WORKLOADS[f"{work['parameters']}-1x128"]
         self.parameters = workload.parameters
@@ -131,10 +143,15 @@ class _Worker:
         if matrices:
             members.insert(0, torch.optim.Muon(matrices, lr=1e-3))
         self.members = members
+        self.engine: Any = None
         if not work["memory"]:
-            self.model, optimizer = memascend.offload(
-                self.model, members, storage=work["storage"], device="cpu", gradients="fused"
-            )
+            how: dict[str, Any] = {"storage": work["storage"], "device": "cpu", "gradients": "fused"}
+            if work.get("one"):
+                plan = planned(self.model, members, Options(**how)).plan
+                how["host_memory"] = plan.comfortable - plan.whole_next_bytes
+            self.model, optimizer = memascend.offload(self.model, members, **how)
+            self.engine = session_of(optimizer).run.resources.engine
+            assert bool(optimizer.plan.whole_next_bytes) == (bool(matrices) and not work.get("one"))
             self.members = [optimizer]
         for _ in range(_WARM_STEPS):
             self._step()
@@ -146,7 +163,7 @@ class _Worker:
 
         self._step()
         process.restart_peak()
-        before, seconds = counters.counts(), []
+        before, seconds, waited = counters.counts(), [], self._waited()
         for _ in range(steps):
             began = time.perf_counter()
             self._step()
@@ -156,8 +173,14 @@ class _Worker:
             "seconds": seconds,
             "moved": (moved["read"] + moved["written"]) / steps / self.parameters,
             "peak": process.resident_peak(),
+            "waited": (self._waited() - waited) / steps,
             "by_muon": self.by_muon,
         }
+
+    def _waited(self) -> float:
+        """Seconds in which the engine's thread waited for reads and writes."""
+        seconds = {} if self.engine is None else self.engine.counters()["seconds"]
+        return float(seconds.get("reading", 0) + seconds.get("writing", 0))
 
     def _step(self) -> None:
         import torch

@@ -766,7 +766,14 @@ class Engine:
     """The pipelined update: state is read, computed and written in chunks, beside whatever else runs."""
 
     def __new__(
-        cls, store: Store, *, chunks: int = 12, queue: int = 268435456, whole: int = 0, threads: int = 1
+        cls,
+        store: Store,
+        *,
+        chunks: int = 12,
+        queue: int = 268435456,
+        whole: int = 0,
+        whole_next: int = 0,
+        threads: int = 1,
     ) -> Self:
         """Start one on a store.
 
@@ -775,6 +782,8 @@ class Engine:
             chunks: staging chunks (2 to 64). Twelve keep a disk as busy as I/O alone does; four reach 0.8 of it.
             queue: bytes of gradients that may wait; a larger one is let in alone.
             whole: bytes for an entry in one piece, for `apply(whole=True)`.
+            whole_next: bytes for a second one, which is read or written while a function computes on the other; at most
+                as many. An entry that does not fit waits for the memory of the first, as all do without.
             threads: that the updates of held entries run on at the end of a step.
         """
 

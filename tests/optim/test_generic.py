@@ -191,4 +191,5 @@ def test_a_whole_parameter_costs_what_is_said():
     kept = describe(optimizer, parameter)
     # The values and the gradient, the master and the gradient in its type, a factor for each row and column, the step.
     assert kept.whole_bytes == 1000 * (2 + 2 + 4 + 4) + 4 * (100 + 10) + 4
+    assert kept.stored_bytes == kept.whole_bytes - 4000
     assert describe(optimizer, parameter, None).whole_bytes == 1000 * (2 + 2) + 2 * (100 + 10) + 4

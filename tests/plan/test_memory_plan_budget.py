@@ -216,6 +216,27 @@ def test_frozen_units_are_not_written_and_stay_from_step_to_step():
     assert ample.read_bytes["values, forward"] == trained
 
 
+@pytest.mark.parametrize("device", [False, True])
+def test_memory_for_the_next_whole_parameter_is_taken_where_all_else_has_its_own(device):
+    how = {"whole_bytes": 90 * PAGE}
+    if device:
+        how["staging"] = {"unit staging": {PAGE: 4}}
+    without = plan(model(), **how)
+    easy = plan(model(), whole_next_bytes=70 * PAGE, **how)
+    assert easy.smallest == without.smallest
+    assert easy.comfortable == without.comfortable + 70 * PAGE
+    assert (easy.whole_bytes, easy.whole_next_bytes) == (160 * PAGE, 70 * PAGE)
+    assert easy.host["whole parameters"] == easy.whole_bytes
+    assert "one is updated while the next is read" in str(easy)
+    for budget in range(easy.smallest, easy.comfortable + 100 * PAGE, 9 * PAGE):
+        given = plan(model(), budget, whole_next_bytes=70 * PAGE, **how)
+        assert given.host_peak == sum(given.host.values()) <= budget
+        has_next = budget >= easy.comfortable
+        assert given.whole_next_bytes == (70 * PAGE if has_next else 0)
+        assert given.whole_bytes == (160 if has_next else 90) * PAGE
+        assert given.chunks >= plan(model(), budget - given.whole_next_bytes, **how).chunks
+
+
 def test_a_tied_embedding_meets_the_last_block():
     units = model(tied=True)
     assert [each.name for each in forward_order(units)][-2:] == ["layers.5", "embedding"]

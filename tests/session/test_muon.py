@@ -7,6 +7,8 @@ from support.orthogonal import MuonAlone
 from torch import nn
 
 import memascend
+from memascend.plan.options import Options
+from memascend.session.decide import planned
 
 WIDE, NARROW = 200, 136
 KINDS = [torch.optim.Muon, MuonAlone]
@@ -85,6 +87,25 @@ def test_halves_of_masters_have_the_bits_of_memory(tmp_path, kind, gradients, bu
     with optimizer:
         stepped(model, optimizer, dtype, 4)
         require_same(values(model, optimizer), in_memory(kind, dtype, 4))
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
+def test_memory_for_one_matrix_or_two_has_the_same_bits(tmp_path, gradients):
+    dtype = torch.bfloat16
+    model = made(dtype)
+    plan = planned(model, torch.optim.Muon(model.parameters()), Options(gradients=gradients)).plan
+    one = {}
+    for budget, is_next in [(plan.smallest, False), (plan.comfortable - 1, False), (plan.comfortable, True)]:
+        storage, options = tmp_path / str(budget), {"gradients": gradients, "host_memory": budget}
+        model, optimizer = offloaded(storage, torch.optim.Muon, dtype, **options)
+        with optimizer:
+            assert (optimizer.plan.whole_next_bytes > 0) == is_next
+            stepped(model, optimizer, dtype, 3)
+            require_same(values(model, optimizer), in_memory(torch.optim.Muon, dtype, 3))
+            host = optimizer.report().to_dict()["host"]
+            assert host["total"] <= host["peak"] <= budget
+            one[budget] = host["owners"]["whole parameters"]["bytes"]
+    assert one[plan.smallest] == one[plan.comfortable - 1] == one[plan.comfortable] - plan.whole_next_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])

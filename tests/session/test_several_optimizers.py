@@ -587,7 +587,9 @@ def test_the_plan_counts_the_largest_matrix_whole():
     named = dict(model.named_parameters())
     plan = planned(model, muon_and_adamw(named), Options()).plan
     largest = 2 * WIDTH * WIDTH
-    # Master and momentum, values and gradient, and the gradient in float32.
-    assert plan.to_dict()["host"]["whole parameters"] >= largest * (4 + 4 + 2 + 2 + 4)
+    # Master and momentum, values and gradient, and the gradient in float32. Of the next one, what is read of it.
+    nbytes = plan.to_dict()["host"]["whole parameters"]
+    assert nbytes >= largest * (4 + 4 + 2 + 2 + 4) + plan.whole_next_bytes
+    assert plan.whole_next_bytes >= WIDTH * WIDTH * (4 + 4 + 2 + 2)
     alone = planned(model, torch.optim.AdamW(named.values()), Options()).plan
     assert alone.to_dict()["host"]["whole parameters"] == 0

@@ -56,13 +56,14 @@ def on_chunk(chunk):
     arithmetic(chunk.values, chunk.gradient, chunk.state, first=chunk.start == 0, last=chunk.last)
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(("whole", "slots"), [(False, 0), (True, 1), (True, 2)])
 @pytest.mark.parametrize("spilled", [False, True])
 @pytest.mark.parametrize("chunks", [2, 4])
-def test_what_was_applied_is_what_it_is_in_memory(tmp_path, whole, spilled, chunks):
+def test_what_was_applied_is_what_it_is_in_memory(tmp_path, whole, slots, spilled, chunks):
     store, held, states = made(tmp_path / "store", spill=torch.bfloat16)
     room = 30_001 * (4 + 4 + 2 + 2) + 4 * 64 if whole else 0
-    with store, engine.Engine(store, chunks=chunks, queue=100_000, whole=room) as applying:
+    following = room if slots == 2 else 0
+    with store, engine.Engine(store, chunks=chunks, queue=100_000, whole=room, whole_next=following) as applying:
         for step in range(1, 4):
             for name, values in held.items():
                 gradient = torch.randn(values.shape).bfloat16()
@@ -80,10 +81,14 @@ def test_what_was_applied_is_what_it_is_in_memory(tmp_path, whole, spilled, chun
             for of, tensor in states[name].items():
                 assert same_bits(state[of], tensor), (name, of)
         assert applying.counters()["applied"] == 3 * len(held)
-        # The ring, two sets of other state, and the room for a whole one: nothing else, whatever the entries' number.
+        # The ring, two sets of other state, and the room for whole ones: nothing else, whatever the entries' number.
         sizes = store.info()
         assert sizes["index_bytes"] < 1 << 20
-        assert applying.staging_bytes < room + 2 * (300_000 * 8 + 8192) + chunks * (1 << 20) + (1 << 17)
+        assert (
+            room + following
+            < applying.staging_bytes
+            < room + following + 2 * (300_000 * 8 + 8192) + chunks * (1 << 20) + (1 << 17)
+        )
 
 
 def test_calls_come_in_order_on_another_thread(tmp_path):
@@ -120,6 +125,33 @@ def test_calls_come_in_order_on_another_thread(tmp_path):
         assert calls == [(3, 1741)]
 
 
+def test_no_two_functions_run_at_once(tmp_path):
+    """Those of whole entries have a thread of their own, those of chunks run beside the reads."""
+    store, held, _ = made(tmp_path / "store")
+    running, most, names = [], [], []
+
+    def function(chunk):
+        running.append(chunk)
+        time.sleep(0.002)
+        most.append(len(running))
+        running.remove(chunk)
+
+    def named(name):
+        def heard(chunk):
+            function(chunk)
+            if chunk.last:
+                names.append(name)
+
+        return heard
+
+    with store, engine.Engine(store, whole=1 << 20, whole_next=1 << 20) as applying:
+        for number, (name, values) in enumerate(held.items()):
+            applying.apply(name, named(name), step=1, gradient=values, whole=number % 3 > 0)
+        applying.finish()
+    assert set(most) == {1}
+    assert names == list(held)
+
+
 def test_strides_that_are_not_row_major_are_kept(tmp_path):
     values = torch.randn(8, 6, 20, 30).contiguous(memory_format=torch.channels_last)
     order = engine.order_of(values)
@@ -150,7 +182,7 @@ def test_strides_that_are_not_row_major_are_kept(tmp_path):
 def test_an_exception_fails_the_step_once_and_is_the_cause(tmp_path, whole):
     store, held, _ = made(tmp_path / "store")
     names = [name for name in held if "float32" in name]
-    with store, engine.Engine(store, whole=8 << 20) as applying:
+    with store, engine.Engine(store, whole=8 << 20, whole_next=1 << 16) as applying:
         for round_ in range(12):
             raised = KeyError("mine") if round_ % 2 else RuntimeError("mine")
 
@@ -207,17 +239,18 @@ def test_a_tensor_that_is_kept_fails_the_step_and_stays_readable(tmp_path):
         assert (store.read(name)[0] == 1).all()
 
 
-def test_a_function_cannot_wait_for_its_own_engine(tmp_path):
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_function_cannot_wait_for_its_own_engine(tmp_path, whole):
     store, held, _ = made(tmp_path / "store")
     name = "float32.(13,)"
-    with store, engine.Engine(store) as applying:
+    with store, engine.Engine(store, whole=1 << 16) as applying:
         for call in (applying.finish, lambda: applying.commit(1), applying.discard):
-            applying.apply(name, lambda _, call=call: call(), step=1, gradient=held[name])
+            applying.apply(name, lambda _, call=call: call(), step=1, gradient=held[name], whole=whole)
             with pytest.raises(UsageError) as error:
                 applying.finish()
             assert "cannot wait for the engine" in str(error.value.__cause__)
             applying.discard()
-        applying.apply(name, lambda _: applying.close(), step=1, gradient=held[name])
+        applying.apply(name, lambda _: applying.close(), step=1, gradient=held[name], whole=whole)
         applying.close()
         with pytest.raises(UsageError, match="closed"):
             applying.apply(name, print, step=2, gradient=held[name])
@@ -261,11 +294,12 @@ def openmp():
     torch.set_num_threads(before)
 
 
-def test_what_is_applied_has_as_many_threads_as_the_caller(tmp_path, openmp):
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_is_applied_has_as_many_threads_as_the_caller(tmp_path, openmp, whole):
     store, held, _ = made(tmp_path / "store")
     seen = []
     (name, values), *_ = ((name, values) for name, values in held.items() if values.numel() == 13)
-    with store, engine.Engine(store, chunks=2, queue=100_000) as applying:
+    with store, engine.Engine(store, chunks=2, queue=100_000, whole=1 << 16) as applying:
         # Where a new thread would have as many as there are processors, and what it had before.
         for step, threads in enumerate((1, 3, 1), 1):
             torch.set_num_threads(threads)
@@ -274,6 +308,7 @@ def test_what_is_applied_has_as_many_threads_as_the_caller(tmp_path, openmp):
                 lambda _: seen.append(openmp.omp_get_max_threads()),
                 step=step,
                 gradient=torch.zeros(values.shape).bfloat16(),
+                whole=whole,
             )
             applying.commit(step)
     assert seen == [1, 3, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -29,7 +30,7 @@ from memascend.params.offloaded_param import dense_strides
 from memascend.storage import Adam, Momentum, state_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from memascend.optim.state import StateLayout
 
@@ -137,13 +138,17 @@ class MemberArithmetic:
     @property
     def whole_bytes(self) -> int:
         """Memory for the largest parameter that is updated whole."""
-        whole = [
-            layout.whole_bytes
-            for parameter, layout in self.layouts.items()
-            if layout is not None and (layout.whole or parameter in self._sparse)
-        ]
-        # Its tensors begin on lines of the cache.
-        return whole_pages(max(whole) + 64 * 16) if whole else 0
+        return _aligned(layout.whole_bytes for layout in self._whole())
+
+    @property
+    def whole_next_bytes(self) -> int:
+        """Memory for the smaller of any two such that follow each other: one is read while the other is updated."""
+        return _aligned(map(min, pairwise(layout.stored_bytes for layout in self._whole())))
+
+    def _whole(self) -> Iterator[StateLayout]:
+        for parameter, layout in self.layouts.items():
+            if layout is not None and (layout.whole or parameter in self._sparse):
+                yield layout
 
     def is_replayed(self, parameter: torch.Tensor) -> bool:
         """Whether its updates are the engine's own, so that they can be replayed from their gradients alone."""
@@ -244,6 +249,11 @@ class Arithmetic:
         return max(member.whole_bytes for member in self.members)
 
     @property
+    def whole_next_bytes(self) -> int:
+        """Memory for a second one, which is read while the first is updated."""
+        return max(member.whole_next_bytes for member in self.members)
+
+    @property
     def update_values(self) -> Literal["resident", "read", "never"]:
         """Whether updates need the values, for the plan: "resident", "read" or "never"."""
         needs = {member.update_values for member in self.members}
@@ -322,6 +332,12 @@ class Arithmetic:
             ConfigError: it names the optimizers.
         """
         require_roster(self._roster, (stored or {}).get("members") or [], where)
+
+
+def _aligned(sizes: Iterable[int]) -> int:
+    """The largest of them, of which each tensor begins on a line of the cache."""
+    largest = max(sizes, default=0)
+    return whole_pages(largest + 64 * 16) if largest else 0
 
 
 def _has_no_master(given: str) -> bool:

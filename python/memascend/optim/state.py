@@ -219,11 +219,14 @@ class StateLayout:
     @property
     def whole_bytes(self) -> int:
         """Bytes in memory at once while a whole parameter is updated, beside what the optimizer makes itself."""
-        numel = self.shape.numel()
-        state = sum(tensor.nbytes for tensor in self.tensors.values())
-        # The values, the gradient as it came, and where there is a master the gradient in its type.
-        values = numel * (2 if self.master else self.dtype.itemsize)
-        return state + 2 * values + (numel * self.dtype.itemsize if self.master else 0)
+        # Where there is a master, the gradient in its type.
+        return self.stored_bytes + (self.shape.numel() * self.dtype.itemsize if self.master else 0)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of these, what is read or written: values, state, and the gradient as it came."""
+        values = self.shape.numel() * (2 if self.master else self.dtype.itemsize)
+        return sum(tensor.nbytes for tensor in self.tensors.values()) + 2 * values
 
 
 def describe(

@@ -111,6 +111,7 @@ class Requirements:
     largest_gradient: int  # bytes of it
     all_gradients: int  # bytes of all of them
     whole_bytes: int = 0  # what an optimizer needs that updates whole parameters
+    whole_next_bytes: int = 0  # what reading the next one takes, or writing the last one, while one is updated
     # {bytes: count} of the chunks through which checkpointed activations go to storage.
     activation_chunks: Mapping[int, int] = field(default_factory=dict)
     activation_group: int = 0  # further chunks, as many at a time, in which activations stay in memory; 0: none stay
@@ -222,6 +223,12 @@ class MemorySplit:
     host: dict[str, int]  # host memory by owner
     device: dict[str, int]  # memory of the device by owner; empty where the host computes
     activation_groups: int = 0  # further groups of chunks for activations
+    whole_next_bytes: int = 0  # for the next whole parameter
+
+    def with_next(self, nbytes: int) -> MemorySplit:
+        """The same with so much memory for the next whole parameter."""
+        host = {**self.host, "whole parameters": self.host["whole parameters"] + nbytes - self.whole_next_bytes}
+        return replace(self, host=host, whole_next_bytes=nbytes)
 
     def with_activations(self, groups: int, group_bytes: int) -> MemorySplit:
         """The same with so many groups of chunks for activations."""
@@ -371,6 +378,7 @@ class MemoryPlanner:
 
     def _with_classes(self, split: MemorySplit, classes: dict[int, int]) -> MemorySplit:
         other = self._split(split.window, split.chunks, split.queue_bytes, classes)
+        other = other.with_next(split.whole_next_bytes)
         return other.with_activations(split.activation_groups, self.run.group_bytes)
 
     def _saved(self, members: Sequence[Unit], slots: int, more: int) -> int:
@@ -394,12 +402,13 @@ _CHUNKS_MIN, _CHUNKS_FEW, _CHUNKS = 2, 4, 12
 def rungs(planner: MemoryPlanner) -> list[MemorySplit]:
     """From the smallest split to the comfortable one, in the order of what it gains: two chunks more cost little."""
     run = planner.run
+    comfortable = planner.smallest(2, _CHUNKS, planner.queue_bytes).with_next(run.whole_next_bytes)
     return [
         planner.smallest(1, _CHUNKS_MIN, run.largest_gradient),
         planner.smallest(1, _CHUNKS_FEW, run.largest_gradient),
         planner.smallest(2, _CHUNKS_FEW, run.largest_gradient),
         planner.smallest(2, _CHUNKS_FEW, planner.queue_bytes),
-        planner.smallest(2, _CHUNKS, planner.queue_bytes).with_activations(run.activation_groups, run.group_bytes),
+        comfortable.with_activations(run.activation_groups, run.group_bytes),
     ]
 
 
@@ -438,6 +447,9 @@ def choose(planner: MemoryPlanner, steps: Sequence[MemorySplit], budget: int, de
         if fits(more):
             chosen = more
             break
+    # And then memory for the next whole parameter.
+    more = chosen.with_next(comfortable.whole_next_bytes)
+    chosen = more if fits(more) else chosen
     if device_budget is not None and device_budget >= comfortable.device_peak:
         return planner.widened(chosen, limit)
     return chosen
@@ -494,7 +506,8 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
         resident=now.resident,
         held=held.names,
         held_units=held.units,
-        whole_bytes=run.whole_bytes,
+        whole_bytes=chosen.host["whole parameters"],
+        whole_next_bytes=chosen.whole_next_bytes,
         host=chosen.host,
         host_peak=chosen.peak,
         device=chosen.device,

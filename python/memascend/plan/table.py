@@ -70,6 +70,7 @@ class Plan:
             their gradients wait there for `step()`.
         held_units: the units whose values are all in the RAM tier: modules compute with them in place.
         whole_bytes: for optimizers that update whole parameters.
+        whole_next_bytes: of these, for the next one, which is read while one is updated; 0: one after the other.
         host: host memory by owner; its sum `host_peak` is within the budget.
         device: memory of the device by owner, where the host does not compute; its sum is `device_peak`.
         device_budget: the limit in force there; 0 where the host computes.
@@ -113,6 +114,7 @@ class Plan:
     held: tuple[str, ...]
     held_units: frozenset[str]
     whole_bytes: int
+    whole_next_bytes: int
     host: dict[str, int]
     host_peak: int
     device: dict[str, int]
@@ -281,6 +283,7 @@ def _note(plan: Plan, owner: str) -> str:
         "index": "where each extent lies, and its checksum",
         "gradients": "all of them" if plan.gradients == "ram" else "that wait for their update",
         "activations": stay if plan.activation_groups else through,
+        "whole parameters": "one is updated while the next is read" if plan.whole_next_bytes else "",
         "held entries": f"{len(plan.held)} parameters with their state: read once",
         "held gradients": "of those, until step()",
         "unit staging": "pinned, on the way to the device",

@@ -444,6 +444,7 @@ def _requirements(
         largest_gradient=max(gradients.values()),
         all_gradients=sum(gradients.values()),
         whole_bytes=subject.arithmetic.whole_bytes + sizes.other_bytes,
+        whole_next_bytes=subject.arithmetic.whole_next_bytes,
         staging={"unit staging": CHUNKS, "gradient windows": WINDOWS} if subject.staged else None,
         activation_chunks=activations.CHUNKS if moves else {},
         activation_group=activations.MORE if stays else 0,

@@ -246,6 +246,7 @@ def _begun(
         chunks=plan.chunks,
         queue=plan.queue_bytes,
         whole=subject.arithmetic.whole_bytes,
+        whole_next=plan.whole_next_bytes,
         threads=torch.get_num_threads(),
     )
     undo.callback(engine.close)

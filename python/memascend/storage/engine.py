@@ -219,9 +219,10 @@ class Engine(_core.Engine):
     ) -> None:
         """Queue arithmetic that is not ours, and return when its gradient has room in the queue.
 
-        `function` is called on the engine's thread, without gradients being recorded, with a `Chunk` of an entry after
-        the other, in order; what it writes there is staged. It must not wait for the engine. The tensors stand on the
-        engine's memory: one of them (or a view) that is kept beyond the call fails the step, so keep a `clone()`.
+        `function` is called on a thread of the engine's, no two at once, without gradients being recorded, with a
+        `Chunk` of an entry after the other, in order; what it writes there is staged. It must not wait for the engine.
+        The tensors stand on the engine's memory: one of them (or a view) that is kept beyond the call fails the step,
+        so keep a `clone()`.
 
         Args:
             name: of which entry.
@@ -231,6 +232,7 @@ class Engine(_core.Engine):
             whole: give all of the entry in one piece, of its shape, in the memory that `Engine(whole=)` set aside. Its
                 state in a format of its own is then given in float32 ("master" of 16-bit values, and moments), unless
                 there is no master. It is written in its format again, and 16-bit values are their master, rounded.
+                While the function computes, other entries are read and written.
             values: as in `update`; they are held like the gradient.
             late: where nothing is durable before the end, and the entry is held, it may be called once the step is
                 committed ("always"), on the entry in memory, of which then nothing is read or written. What it raises

@@ -8,6 +8,7 @@ use memascend_store::{Buffer, Content, Description, PAGE_BYTES, Shared, Store, W
 use crate::{
     Counters, Error, Result,
     bench::{Bench, Read, Write},
+    caller::Call,
     held::Kept,
     job::{Turn, Work},
     live::Live,
@@ -40,8 +41,9 @@ pub type Cause = Arc<dyn std::error::Error + Send + Sync>;
 
 /// Arithmetic that is not ours.
 pub trait Function: Send + Sync {
-    /// Computes one chunk in place, on the engine's thread. It must not wait for the engine. Memory of the chunk that is
-    /// held beyond the call is not written again, but it is missing to the engine: the function has to report it.
+    /// Computes one chunk in place, on a thread of the engine's; no two functions of an engine at once. It must not wait for
+    /// the engine. Memory of the chunk that is held beyond the call is not written again, but it is missing to the engine:
+    /// the function has to report it.
     fn call(&self, chunk: Chunk) -> std::result::Result<(), Cause>;
 }
 
@@ -80,6 +82,8 @@ pub enum Late {
 pub(crate) struct Slots {
     ring: ChunkRing,
     owner: OwnerId,
+    /// Bytes of a slot.
+    each: usize,
     /// What is mapped for it.
     pub(crate) bytes: usize,
 }
@@ -92,7 +96,7 @@ impl Slots {
         let region = Region::new(bytes * count, Pin::Off, OnFork::Wipe, owner)?;
         let ring = ChunkRing::new(&region, bytes, count)?;
         let owner = ring.owner(owner)?;
-        Ok(Some(Self { ring, owner, bytes: region.bytes() }))
+        Ok(Some(Self { ring, owner, each: bytes, bytes: region.bytes() }))
     }
 
     /// A slot, if one is free.
@@ -108,6 +112,15 @@ impl Slots {
 /// Room for the tensors of other shapes than their entry's, of the entry that has the most of them.
 pub(crate) fn others(description: &Description) -> Result<Option<Slots>> {
     Slots::new(largest_others(description), OTHERS_AT_ONCE, "other state")
+}
+
+/// Room for one entry in one piece, and for the next one, which may have to be a smaller one; the smaller room first.
+pub(crate) fn wholes(whole_bytes: usize, whole_next_bytes: usize) -> Result<Vec<Slots>> {
+    let mut slots = Vec::new();
+    for bytes in [whole_next_bytes.min(whole_bytes), whole_bytes] {
+        slots.extend(Slots::new(bytes, 1, "whole parameters")?);
+    }
+    Ok(slots)
 }
 
 /// Bytes that an engine holds for state of other shapes than its entries', on a store of this description.
@@ -140,6 +153,8 @@ pub(crate) struct Apply {
     asked: Arc<Application>,
     /// The gradient that is kept in memory instead of spilled, where the entry is held.
     kept: Option<Arc<Kept>>,
+    /// Bytes of the entry in one piece.
+    whole_bytes: usize,
     /// The values that it starts from, where the caller has them and they lie nowhere else in memory.
     live: Option<Live>,
     on: On,
@@ -180,7 +195,8 @@ impl Apply {
             )));
         }
         let asked = Arc::new(asked);
-        Ok(Self { asked, kept: None, live: None, on: On::Storage, others: RefCell::default(), all: RefCell::default() })
+        let (others, all) = (RefCell::default(), RefCell::default());
+        Ok(Self { asked, kept: None, whole_bytes: needed, live: None, on: On::Storage, others, all })
     }
 
     /// The same, with a gradient that is kept in memory instead of spilled.
@@ -200,8 +216,9 @@ impl Apply {
 
     /// The same on copies of what memory has, which are dropped.
     pub(crate) fn rehearsal(&self) -> Self {
-        let (asked, kept) = (Arc::clone(&self.asked), self.kept.clone());
-        Self { asked, kept, live: None, on: On::Copies, others: RefCell::default(), all: RefCell::default() }
+        let (asked, kept, whole_bytes) = (Arc::clone(&self.asked), self.kept.clone(), self.whole_bytes);
+        let (others, all) = (RefCell::default(), RefCell::default());
+        Self { asked, kept, whole_bytes, live: None, on: On::Copies, others, all }
     }
 }
 
@@ -226,11 +243,13 @@ impl Work for Apply {
             }
         }
         let mut all = self.all.borrow_mut();
-        if let (true, None, Some(slots)) = (self.asked.whole, &*all, &bench.whole) {
-            *all = slots.lease()?;
-            return Ok(all.is_some());
+        let needed = if self.asked.whole { self.whole_bytes } else { 0 };
+        for slots in bench.whole.iter().filter(|slots| slots.each >= needed) {
+            if needed > 0 && all.is_none() {
+                *all = slots.lease()?;
+            }
         }
-        Ok(true)
+        Ok(needed == 0 || all.is_some())
     }
 
     fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
@@ -285,24 +304,30 @@ impl Work for Apply {
             live.take(bench, turn)?;
         }
         if !self.asked.whole {
-            return self.call(bench, entry, self.of_chunk(bench, turn)?);
+            return self.calling(bench, entry, self.of_chunk(bench, turn)?)();
         }
-        // An entry without elements takes no memory.
-        let all = self.all.borrow().clone();
+        // Without elements, it takes no memory of its own.
+        if index == chunks {
+            return self.calling(bench, entry, self.in_one_piece(bench, entry, memory)?)();
+        }
+        let all = self.all.borrow();
         let all = all.as_ref().unwrap_or(memory);
         let plan = Plan::new(bench.store, entry, self.asked.spilled, self.asked.wide)?;
-        if index == chunks {
-            let (values, state, gradient) = plan.parts(all)?;
-            let count = bench.store.description().entries[entry].elements();
-            let count = usize::try_from(count).unwrap_or(usize::MAX);
-            let state = if self.asked.wide { state } else { self.state(bench, entry, state)? };
-            return self.call(bench, entry, Chunk { values, gradient, state, start: 0, count, last: true });
-        }
         if index < chunks {
             whole::gathered(bench, (entry, index), memory, &plan, all)
         } else {
             whole::scattered(bench, (entry, index - chunks - 1), memory, &plan, all)
         }
+    }
+
+    /// Between reads and writes of a whole entry.
+    fn called_at(&self, bench: &Bench<'_>, entry: usize) -> Option<u32> {
+        let chunks = bench.chunks_of(entry);
+        (self.asked.whole && chunks > 0).then_some(chunks)
+    }
+
+    fn call(&self, bench: &Bench<'_>, turn: &Turn) -> Result<Call> {
+        Ok(self.calling(bench, turn.entry, self.in_one_piece(bench, turn.entry, &turn.memory)?))
     }
 
     fn writes<'a>(&self, bench: &mut Bench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
@@ -335,9 +360,17 @@ impl Work for Apply {
 }
 
 impl Apply {
-    fn call(&self, bench: &Bench<'_>, entry: usize, chunk: Chunk) -> Result<()> {
-        let name = || bench.store.description().entries[entry].name.clone();
-        self.asked.function.call(chunk).map_err(|cause| Error::Function { name: name(), cause })
+    fn calling(&self, bench: &Bench<'_>, entry: usize, chunk: Chunk) -> Call {
+        let (asked, name) = (Arc::clone(&self.asked), bench.store.description().entries[entry].name.clone());
+        Box::new(move || asked.function.call(chunk).map_err(|cause| Error::Function { name, cause }))
+    }
+
+    fn in_one_piece(&self, bench: &Bench<'_>, entry: usize, memory: &Shared) -> Result<Chunk> {
+        let plan = Plan::new(bench.store, entry, self.asked.spilled, self.asked.wide)?;
+        let (values, state, gradient) = plan.parts(self.all.borrow().as_ref().unwrap_or(memory))?;
+        let state = if self.asked.wide { state } else { self.state(bench, entry, state)? };
+        let count = usize::try_from(bench.store.description().entries[entry].elements()).unwrap_or(usize::MAX);
+        Ok(Chunk { values, gradient, state, start: 0, count, last: true })
     }
 
     fn of_chunk(&self, bench: &Bench<'_>, turn: &Turn) -> Result<Chunk> {

@@ -82,8 +82,8 @@ pub(crate) struct Bench<'a> {
     pub(crate) counters: Counters,
     /// For state of other shapes than its entry's, where there is any.
     pub(crate) others: Option<Slots>,
-    /// For an entry in one piece.
-    pub(crate) whole: Option<Slots>,
+    /// For entries in one piece, the smaller slots first.
+    pub(crate) whole: Vec<Slots>,
     /// The job that is being begun.
     pub(crate) beginning: RefCell<Option<Arc<Mark>>>,
     pieces: Pieces,
@@ -100,7 +100,7 @@ enum Pieces {
 }
 
 impl<'a> Bench<'a> {
-    pub(crate) fn new(store: &'a Store, others: Option<Slots>, whole: Option<Slots>) -> Result<Self> {
+    pub(crate) fn new(store: &'a Store, others: Option<Slots>, whole: Vec<Slots>) -> Result<Self> {
         let parts = Parts::new(store.description());
         let exec = Exec::new(NonZeroUsize::MIN)?;
         let (counters, beginning) = (Counters::default(), RefCell::default());
@@ -109,12 +109,12 @@ impl<'a> Bench<'a> {
 
     /// For work on held entries where they lie: what would be a part of a staging chunk is the held piece.
     pub(crate) fn in_place(store: &'a Store) -> Result<Self> {
-        Ok(Self { pieces: Pieces::Held, ..Self::new(store, None, None)? })
+        Ok(Self { pieces: Pieces::Held, ..Self::new(store, None, Vec::new())? })
     }
 
     /// For work on one chunk, whose two pieces are given.
     pub(crate) fn on_chunk(store: &'a Store, values: Shared, state: Option<Shared>) -> Result<Self> {
-        Ok(Self { pieces: Pieces::Given(values, state), ..Self::new(store, None, None)? })
+        Ok(Self { pieces: Pieces::Given(values, state), ..Self::new(store, None, Vec::new())? })
     }
 
     /// Begins to stage an entry. Somebody may read its slot for long: a job that is cancelled waits no more.

@@ -45,7 +45,7 @@ pub struct Counters {
     pub idle: Duration,
     /// Waiting for reads, their checksums included.
     pub reading: Duration,
-    /// Computing.
+    /// Computing, and waiting for functions that compute on a thread of their own.
     pub computing: Duration,
     /// Computing checksums of what is written, and beginning the writes.
     pub sealing: Duration,

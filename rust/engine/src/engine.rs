@@ -16,6 +16,7 @@ use crate::{
     Counters, Error, First, Gradient, Result,
     apply::{self, Application, Apply, Late, Slots},
     bench::{Bench, Parts},
+    caller::Caller,
     fill::Fill,
     held::{HeldGradients, Waiting},
     job::{Job, Leaves},
@@ -41,6 +42,9 @@ pub struct Options {
     pub queue_bytes_max: usize,
     /// Bytes for an entry in one piece, for functions that are applied to it whole.
     pub whole_bytes: usize,
+    /// Bytes for a second such entry, which is read, or written, while the function of another computes; at most as many.
+    /// One that does not fit waits for the memory of the first, as all do without.
+    pub whole_next_bytes: usize,
     /// How the staging chunks are pinned.
     pub pin: Pin,
     /// Threads that updates of held entries run on at the end of a step.
@@ -53,6 +57,7 @@ impl Default for Options {
             chunks: CHUNKS_DEFAULT,
             queue_bytes_max: 256 << 20,
             whole_bytes: 0,
+            whole_next_bytes: 0,
             pin: Pin::Off,
             threads: NonZeroUsize::MIN,
         }
@@ -92,15 +97,15 @@ impl Engine {
         let owner = ring.owner("update")?;
         crate::apply_logs(&store);
         let others = apply::others(store.description())?;
-        let whole = Slots::new(options.whole_bytes, 1, "whole parameters")?;
+        let wholes = apply::wholes(options.whole_bytes, options.whole_next_bytes)?;
         let shared = Arc::new(Shared { store, queue: Queue::new(options.queue_bytes_max), ring, owner, chunks });
         let staging_bytes = region.bytes()
             + others.as_ref().map_or(0, |slots| slots.bytes)
-            + whole.as_ref().map_or(0, |slots| slots.bytes);
+            + wholes.iter().map(|slots| slots.bytes).sum::<usize>();
         let theirs = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
             .name("memascend-update".into())
-            .spawn(move || theirs.serve(others, whole))
+            .spawn(move || theirs.serve(others, wholes))
             .map_err(|error| Error::Invalid(format!("no thread could be started: {error}")))?;
         let (held, thread) = (HeldGradients::default(), Mutex::new(Some(thread)));
         let (whole_bytes, threads, generation) = (options.whole_bytes, options.threads, fork_generation());
@@ -368,12 +373,13 @@ impl Drop for Engine {
 }
 
 impl Shared {
-    fn serve(&self, others: Option<Slots>, whole: Option<Slots>) {
+    fn serve(&self, others: Option<Slots>, wholes: Vec<Slots>) {
         self.queue.work_here();
         // Unwinding drops what is in flight, which waits for the devices: no memory goes that the kernel still has.
         let served = catch_unwind(AssertUnwindSafe(|| {
-            let bench = Bench::new(&self.store, others, whole)?;
-            Pipeline::new(&self.queue, &self.ring, self.owner, bench, self.chunks).serve();
+            let bench = Bench::new(&self.store, others, wholes)?;
+            let caller = Caller::new(Arc::clone(&self.store));
+            Pipeline::new(&self.queue, &self.ring, self.owner, bench, caller, self.chunks).serve();
             Ok(())
         }));
         let error = match served {

@@ -8,8 +8,9 @@ use std::sync::{
 use memascend_store::Shared;
 
 use crate::{
-    Counters, Result,
+    Counters, Error, Result,
     bench::{Bench, Read, Write},
+    caller::Call,
 };
 
 /// A kind of job. What each of its turns reads, computes and writes; the pipeline keeps the order.
@@ -52,7 +53,18 @@ pub(crate) trait Work: Send {
         Ok(Vec::new())
     }
 
-    /// The arithmetic of a turn, once its reads have arrived.
+    /// The one turn, if any, whose arithmetic is a call on a thread of its own: turns of other jobs are read, computed and
+    /// written meanwhile. It reads and writes nothing, and the job's next turn begins after it.
+    fn called_at(&self, _bench: &Bench<'_>, _entry: usize) -> Option<u32> {
+        None
+    }
+
+    /// What is called in that turn.
+    fn call(&self, _bench: &Bench<'_>, _turn: &Turn) -> Result<Call> {
+        Err(Error::Invalid("a job that calls nothing".into()))
+    }
+
+    /// The arithmetic of any other turn, once its reads have arrived.
     fn compute(&self, bench: &Bench<'_>, turn: &Turn) -> Result<()>;
 
     /// Begins what a turn writes. A write that was begun is waited for when it is dropped.

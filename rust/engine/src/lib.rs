@@ -6,6 +6,7 @@
 
 mod apply;
 mod bench;
+mod caller;
 mod compact;
 mod counters;
 mod engine;

@@ -137,7 +137,9 @@ fn filled(disk: &SimDisk) -> Engine {
         first_elements: vec![],
     };
     let store = ok(Store::create_on(volume(disk), 8192, description, &Create::default()));
-    let engine = ok(Engine::new(Arc::new(store), &Options { queue_bytes_max: 30_000, ..Options::default() }));
+    let options =
+        Options { queue_bytes_max: 30_000, whole_bytes: 1 << 16, whole_next_bytes: 1 << 16, ..Options::default() };
+    let engine = ok(Engine::new(Arc::new(store), &options));
     for entry in 0..2 {
         let first = First { values: Box::new(bytes(1.0)), state: vec![], wide: WideState::default(), step: 0 };
         ok(engine.fill(entry, first, Wait::forever()));
@@ -212,19 +214,17 @@ impl Function for Faulty {
 
 #[test]
 fn a_panic_of_a_function_that_is_applied_is_told_too() {
-    let disk = SimDisk::new(1 << 20);
-    let engine = filled(&disk);
-    let application = Application {
-        function: Box::new(Faulty),
-        nbytes: 0,
-        step: 1,
-        spilled: false,
-        whole: false,
-        wide: false,
-        late: Late::Never,
-    };
-    ok(engine.apply(0, application, None, Wait::forever()));
-    told(&engine, &disk, "a fault of the caller's");
+    for whole in [false, true] {
+        let disk = SimDisk::new(1 << 20);
+        let engine = filled(&disk);
+        // Where it is called on a thread of its own, the next one is read meanwhile.
+        for entry in 0..2 {
+            let (function, late) = (Box::new(Faulty), Late::Never);
+            let application = Application { function, nbytes: 0, step: 1, spilled: false, whole, wide: false, late };
+            drop(engine.apply(entry, application, None, Wait::forever()));
+        }
+        told(&engine, &disk, "a fault of the caller's");
+    }
 }
 
 #[test]

@@ -3,6 +3,11 @@
 //! Turns are taken in the order of the queue, across jobs. Half of the staging chunks are ahead, being read; one is being
 //! computed; the others are being written. The order of operations depends on the jobs alone, never on time, so that a
 //! run on a simulated device can be repeated. A job is begun when nothing of an earlier one of its entry is left.
+//!
+//! A function that gets a whole entry is called on a thread of its own. Meanwhile the last such entry is written and the
+//! next one is read, if there is memory for two. Whether the call has ended is never asked: it is waited for where the next
+//! function is to be called, and where nothing else can be done. So no two functions run at once, and an entry's memory
+//! is given back by turns that wait for nothing but earlier ones.
 
 use std::{
     cell::Cell,
@@ -19,6 +24,7 @@ use memascend_store::{Shared, Store};
 use crate::{
     Counters, Error, Result,
     bench::{Bench, Read, Write},
+    caller::Caller,
     job::{Job, Leaves, Mark, Turn, Work},
     queue::Queue,
 };
@@ -34,6 +40,8 @@ const LEASE_TIMEOUT: Duration = Duration::from_secs(10);
 struct Begun<'a> {
     work: Box<dyn Work>,
     turns: u32,
+    /// The turn that is called on a thread of its own.
+    called_at: Option<u32>,
     _room: Room<'a>,
     running: Rc<Running<'a>>,
 }
@@ -90,6 +98,13 @@ pub(crate) fn lose_spilled(store: &Store, mark: &Mark) {
     }
 }
 
+impl Begun<'_> {
+    /// Whether a function is called in a turn, here or on the thread for that.
+    fn calls(&self, turn: u32) -> bool {
+        self.called_at.map_or_else(|| !self.work.is_ours(), |called_at| called_at == turn)
+    }
+}
+
 /// A turn that is being read. What is being read goes before its memory, and waits for it.
 struct Reading<'a> {
     reads: Vec<Read<'a>>,
@@ -105,6 +120,8 @@ struct Writing<'a> {
 
 /// What the pipeline's thread works with.
 pub(crate) struct Pipeline<'a> {
+    /// First, so that unwinding waits for the call before it ends the job.
+    caller: Caller,
     bench: Bench<'a>,
     queue: &'a Queue,
     ring: &'a ChunkRing,
@@ -112,6 +129,10 @@ pub(crate) struct Pipeline<'a> {
     chunks: usize,
     /// The job whose turns are being begun, and its next one.
     current: Option<(Rc<Begun<'a>>, u32)>,
+    /// The job whose function is being called, and the turn that this is.
+    calling: Option<(Rc<Begun<'a>>, u32)>,
+    /// Jobs whose functions have returned, and their next turns, which go before those of a job that was not begun.
+    called: VecDeque<(Rc<Begun<'a>>, u32)>,
     /// A job that cannot be begun yet.
     next: Option<Job>,
     reading: VecDeque<Reading<'a>>,
@@ -119,9 +140,30 @@ pub(crate) struct Pipeline<'a> {
 }
 
 impl<'a> Pipeline<'a> {
-    pub(crate) fn new(queue: &'a Queue, ring: &'a ChunkRing, owner: OwnerId, bench: Bench<'a>, chunks: usize) -> Self {
+    pub(crate) fn new(
+        queue: &'a Queue,
+        ring: &'a ChunkRing,
+        owner: OwnerId,
+        bench: Bench<'a>,
+        caller: Caller,
+        chunks: usize,
+    ) -> Self {
         let (reading, writing) = (VecDeque::with_capacity(chunks), VecDeque::with_capacity(chunks));
-        Self { bench, queue, ring, owner, chunks, current: None, next: None, reading, writing }
+        let (current, calling, next) = (None, None, None);
+        Self {
+            caller,
+            bench,
+            queue,
+            ring,
+            owner,
+            chunks,
+            current,
+            calling,
+            called: VecDeque::new(),
+            next,
+            reading,
+            writing,
+        }
     }
 
     /// Works until the engine closes.
@@ -141,7 +183,12 @@ impl<'a> Pipeline<'a> {
     }
 
     fn is_empty(&self) -> bool {
-        self.current.is_none() && self.next.is_none() && self.reading.is_empty() && self.writing.is_empty()
+        self.current.is_none() && self.called.is_empty() && self.next.is_none() && self.is_still()
+    }
+
+    /// Whether nothing is being read, called or written.
+    fn is_still(&self) -> bool {
+        self.reading.is_empty() && self.calling.is_none() && self.writing.is_empty()
     }
 
     /// One turn further.
@@ -158,7 +205,10 @@ impl<'a> Pipeline<'a> {
         if let Some(reading) = self.reading.pop_front() {
             return self.compute(reading);
         }
-        // Nothing is ahead: what is being written is all there is.
+        // Nothing is ahead: what is being written and called is all there is.
+        if self.writing.is_empty() {
+            self.finish_call()?;
+        }
         while !self.writing.is_empty() {
             self.finish_write()?;
         }
@@ -169,14 +219,17 @@ impl<'a> Pipeline<'a> {
     /// The next turn of the job at hand, or of the next job. Waits for one only when nothing is in flight.
     fn next_turn(&mut self) -> Result<Option<(Rc<Begun<'a>>, u32)>> {
         loop {
-            if let Some((job, turn)) = self.current.take()
-                && turn < job.turns
-                && !job.running.mark.is_cancelled()
-            {
-                self.current = Some((Rc::clone(&job), turn + 1));
+            while let Some((job, turn)) = self.current.take().or_else(|| self.called.pop_front()) {
+                if turn == job.turns || job.running.mark.is_cancelled() {
+                    continue;
+                }
+                // After a call it goes on when that has ended.
+                if job.called_at != Some(turn) {
+                    self.current = Some((Rc::clone(&job), turn + 1));
+                }
                 return Ok(Some((job, turn)));
             }
-            let or_wait = self.reading.is_empty() && self.writing.is_empty();
+            let or_wait = self.is_still();
             let Some(job) = self.next.take().or_else(|| self.queue.next(or_wait)) else { return Ok(None) };
             if self.is_in_flight(job.mark.entry) {
                 self.next = Some(job);
@@ -189,16 +242,17 @@ impl<'a> Pipeline<'a> {
         }
     }
 
-    /// Whether something of an entry is being read or written.
+    /// Whether something of an entry is being read, called or written.
     fn is_in_flight(&self, entry: usize) -> bool {
         self.reading.iter().any(|reading| reading.job.running.mark.entry == entry)
+            || self.calling.iter().any(|(job, _)| job.running.mark.entry == entry)
             || self.writing.iter().any(|writing| writing.running.mark.entry == entry)
     }
 
     /// Begins a job, or gives it back where memory that it needs is not free yet.
     fn begin(&mut self, job: Job) -> Result<Option<Job>> {
         let claimed = if job.mark.is_cancelled() { Ok(true) } else { job.work.claim(&self.bench, job.mark.entry) };
-        if matches!(claimed, Ok(false)) && !(self.reading.is_empty() && self.writing.is_empty()) {
+        if matches!(claimed, Ok(false)) && !self.is_still() {
             return Ok(Some(job));
         }
         let Job { work, mark } = job;
@@ -221,7 +275,8 @@ impl<'a> Pipeline<'a> {
             running.mark.complete();
             return Ok(None);
         }
-        self.current = Some((Rc::new(Begun { work, turns, _room: room, running }), 0));
+        let called_at = work.called_at(&self.bench, entry);
+        self.current = Some((Rc::new(Begun { work, turns, called_at, _room: room, running }), 0));
         Ok(None)
     }
 
@@ -250,7 +305,16 @@ impl<'a> Pipeline<'a> {
 
     fn computed(&mut self, reading: Reading<'a>) -> Result<()> {
         let Reading { reads, turn, job } = reading;
+        if job.calls(turn.index) {
+            self.finish_call()?;
+        }
         if job.running.mark.is_cancelled() {
+            return Ok(());
+        }
+        if job.called_at == Some(turn.index) {
+            let call = job.work.call(&self.bench, &turn)?;
+            self.caller.begin(self.queue, turn.entry, call)?;
+            self.calling = Some((job, turn.index));
             return Ok(());
         }
         let bench = &mut self.bench;
@@ -275,6 +339,27 @@ impl<'a> Pipeline<'a> {
         if turn.index + 1 == job.turns {
             count(&*job.work, &mut bench.counters);
             job.running.mark.complete();
+        }
+        Ok(())
+    }
+
+    /// Waits for the function that is being called, if any. Its job's other turns are the next to be begun.
+    fn finish_call(&mut self) -> Result<()> {
+        let Some((job, turn)) = self.calling.take() else { return Ok(()) };
+        let began = Instant::now();
+        let result = self.caller.wait();
+        let ended = Instant::now();
+        self.bench.counters.computing += ended - began;
+        self.bench.counters.chunks += 1;
+        let store = self.bench.store;
+        let name = &store.description().entries[job.running.mark.entry].name;
+        store.volume().trace().span("wait for a function", name, began, ended);
+        job.running.heard(result)?;
+        if turn + 1 == job.turns {
+            count(&*job.work, &mut self.bench.counters);
+            job.running.mark.complete();
+        } else {
+            self.called.push_back((job, turn + 1));
         }
         Ok(())
     }
@@ -307,6 +392,12 @@ impl<'a> Pipeline<'a> {
             writing.running.failed.set(true);
         }
         self.reading.clear();
+        if let Some(calling) = self.calling.take() {
+            // The step has failed already, and what it would have written is dropped.
+            drop(self.caller.wait());
+            drop(calling);
+        }
+        self.called.clear();
         self.current = None;
         if let Some(job) = self.next.take() {
             self.queue.lock().dropped(&job);

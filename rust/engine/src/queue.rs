@@ -118,11 +118,13 @@ pub(crate) struct Queue {
     bytes_max: usize,
     /// The pipeline's thread, which must not wait for itself.
     worker: OnceLock<ThreadId>,
+    /// The one on which it has functions called, which it waits for.
+    caller: OnceLock<ThreadId>,
 }
 
 impl Queue {
     pub(crate) fn new(bytes_max: usize) -> Self {
-        Self { state: Guarded::default(), bytes_max, worker: OnceLock::new() }
+        Self { state: Guarded::default(), bytes_max, worker: OnceLock::new(), caller: OnceLock::new() }
     }
 
     /// Says that this thread is the pipeline's.
@@ -130,8 +132,15 @@ impl Queue {
         self.worker.get_or_init(|| thread::current().id());
     }
 
+    /// Says on which thread functions are called.
+    pub(crate) fn calls_on(&self, thread: ThreadId) {
+        self.caller.get_or_init(|| thread);
+    }
+
+    /// Whether this thread is one that the pipeline works with.
     pub(crate) fn is_worker(&self) -> bool {
-        self.worker.get() == Some(&thread::current().id())
+        let here = Some(&thread::current().id());
+        self.worker.get() == here || self.caller.get() == here
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {

@@ -50,8 +50,8 @@ struct Engine {
 impl Engine {
     #[new]
     #[pyo3(
-        signature = (store, *, chunks=CHUNKS, queue=QUEUE_BYTES, whole=0, threads=ONE),
-        text_signature = "(store, *, chunks=12, queue=268435456, whole=0, threads=1)"
+        signature = (store, *, chunks=CHUNKS, queue=QUEUE_BYTES, whole=0, whole_next=0, threads=ONE),
+        text_signature = "(store, *, chunks=12, queue=268435456, whole=0, whole_next=0, threads=1)"
     )]
     fn new(
         py: Python<'_>,
@@ -59,12 +59,14 @@ impl Engine {
         chunks: usize,
         queue: usize,
         whole: usize,
+        whole_next: usize,
         threads: NonZeroUsize,
     ) -> PyResult<Self> {
         let mut options = Options::default();
         options.chunks = chunks;
         options.queue_bytes_max = queue;
         options.whole_bytes = whole;
+        options.whole_next_bytes = whole_next;
         options.threads = threads;
         let updated = Arc::clone(&store.get().inner);
         let inner = py.detach(|| memascend_engine::Engine::new(updated, &options));

@@ -1,4 +1,4 @@
-//! Calls Python functions on the engine's thread, with a chunk's memory lent to them.
+//! Calls Python functions on the engine's threads, with a chunk's memory lent to them.
 
 use std::{os::raw::c_int, sync::Arc, thread::sleep, time::Duration};
 

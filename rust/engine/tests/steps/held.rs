@@ -77,7 +77,7 @@ fn engine(store: Store, held: &[usize]) -> Engine {
     ok(store.hold(held, Pin::Off, &mut || true));
     ok(store.refresh(held, &mut |_, _| true));
     let mut options = Options::default();
-    options.whole_bytes = 1 << 17;
+    (options.whole_bytes, options.whole_next_bytes) = (1 << 17, 1 << 17);
     options.threads = std::num::NonZeroUsize::new(3).unwrap_or(std::num::NonZeroUsize::MIN);
     ok(Engine::new(Arc::new(store), &options))
 }

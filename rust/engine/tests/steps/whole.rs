@@ -1,0 +1,374 @@
+//! Tests functions of whole entries: the next one is read and the last one written meanwhile, in an order that no time changes.
+
+use std::{
+    slice,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
+    },
+    thread::{self, sleep},
+    time::{Duration, Instant},
+};
+
+use memascend_engine::{Application, Cause, Chunk, Engine, Function, Late, Options};
+use memascend_mem::Wait;
+use memascend_nvme::sim::{Faults, Rng, SimDisk};
+use memascend_store::{Buffer, Commit, Create, Description, Dtype, Format, Store};
+
+use crate::setup::{self, Contents, MOMENTS, contents, first, ok, parameter, volume};
+
+/// The last one takes twice the memory of the others.
+const NUMELS: [u64; 6] = [5000, 5000, 4097, 5000, 5000, 10_000];
+/// The entry at which the pipeline is stopped until all jobs are there.
+const GATE: usize = 0;
+const EACH: usize = 3 * 4 * 5056;
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn description() -> Description {
+    let entry = |(number, &numel)| parameter(&format!("{number}"), Dtype::F32, numel, Format::Plain, &MOMENTS);
+    setup::description(NUMELS.iter().enumerate().map(entry).collect(), 2)
+}
+
+fn bytes(numel: u64) -> Vec<u8> {
+    (0..numel).flat_map(|index| f32::from(u16::try_from(index % 97).unwrap_or(0)).to_le_bytes()).collect()
+}
+
+fn engine_on(disk: &SimDisk, chunks: usize, (whole, next): (usize, usize)) -> Engine {
+    let store =
+        Store::create_on(volume(slice::from_ref(disk), &Faults::default()), 8192, description(), &Create::default());
+    let mut options = Options::default();
+    (options.chunks, options.whole_bytes, options.whole_next_bytes) = (chunks, whole, next);
+    let engine = ok(Engine::new(Arc::new(ok(store)), &options));
+    for (entry, &numel) in NUMELS.iter().enumerate() {
+        ok(engine.fill(entry, first(bytes(numel), 2, 0), Wait::forever()));
+    }
+    ok(engine.commit(Commit::default(), Wait::forever()));
+    engine
+}
+
+fn engine(chunks: usize, slots: (usize, usize)) -> Engine {
+    engine_on(&SimDisk::new(2 << 20), chunks, slots)
+}
+
+/// A function that does something first, and then adds one to everything.
+struct Adding<F>(F);
+
+impl<F: Fn() -> Result<(), Cause> + Send + Sync> Function for Adding<F> {
+    fn call(&self, chunk: Chunk) -> Result<(), Cause> {
+        (self.0)()?;
+        for part in chunk.state.iter().chain([&chunk.values]) {
+            // SAFETY: the chunk's memory is the call's.
+            let bytes = unsafe { slice::from_raw_parts_mut(part.as_ptr().as_ptr(), part.len()) };
+            for number in bytes.chunks_exact_mut(4) {
+                let more = 1.0 + f32::from_le_bytes([number[0], number[1], number[2], number[3]]);
+                number.copy_from_slice(&more.to_le_bytes());
+            }
+        }
+        Ok(())
+    }
+}
+
+fn apply(
+    engine: &Engine,
+    (entry, step, whole): (usize, u64, bool),
+    before: impl Fn() -> Result<(), Cause> + Send + Sync + 'static,
+) {
+    let (function, late) = (Box::new(Adding(before)), Late::Never);
+    let application = Application { function, nbytes: 0, step, spilled: false, whole, wide: false, late };
+    ok(engine.apply(entry, application, None, Wait::at_most(PATIENCE)));
+}
+
+/// Calls with nothing before.
+const NOTHING: fn() -> Result<(), Cause> = || Ok(());
+
+fn failing(what: &str) -> Result<(), Cause> {
+    Err(Arc::new(std::io::Error::other(what.to_owned())))
+}
+
+/// Waits until it is so.
+fn soon(what: &str, is_so: impl Fn() -> bool) -> Result<(), Cause> {
+    let began = Instant::now();
+    while !is_so() {
+        if began.elapsed() > PATIENCE {
+            return failing(what);
+        }
+        sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}
+
+/// Holds the pipeline at the gate's entry until what is begun meanwhile is in its queue.
+fn at_once(engine: &Engine, step: u64, begin: impl FnOnce()) {
+    let gate = Arc::new((AtomicBool::new(false), AtomicBool::new(false)));
+    let waits = Arc::clone(&gate);
+    apply(engine, (GATE, step, false), move || {
+        waits.0.store(true, Relaxed);
+        soon("opened", || waits.1.load(Relaxed))
+    });
+    assert!(soon("reached", || gate.0.load(Relaxed)).is_ok());
+    begin();
+    gate.1.store(true, Relaxed);
+}
+
+fn commit(engine: &Engine, step: u64) {
+    ok(engine.commit(Commit { step, ..Commit::default() }, Wait::at_most(PATIENCE)));
+}
+
+fn moved(store: &Store) -> (u64, u64) {
+    let stats = store.volume().stats();
+    (stats.read.bytes, stats.written.bytes)
+}
+
+/// Bytes that are read of an entry, and written; what a commit writes is not among them.
+fn of_entry(engine: &Engine, entry: usize) -> (u64, u64) {
+    let before = moved(engine.store());
+    apply(engine, (entry, 1, true), NOTHING);
+    ok(engine.finish(Wait::at_most(PATIENCE)));
+    let after = moved(engine.store());
+    ok(engine.discard(Wait::at_most(PATIENCE)));
+    (after.0 - before.0, after.1 - before.1)
+}
+
+#[test]
+fn the_next_entry_is_read_and_the_last_one_written_while_a_function_computes() {
+    for chunks in [2, 3, 4, 12] {
+        let engine = engine(chunks, (2 * EACH, EACH));
+        let (gate, each) = (of_entry(&engine, GATE), [1, 2, 3, 4].map(|entry| of_entry(&engine, entry)));
+        let store = Arc::clone(engine.store());
+        let (reads, writes) = moved(&store);
+        at_once(&engine, 1, || {
+            let (mut read, mut written) = (reads + gate.0 + each[0].0, writes + gate.1);
+            for (number, entry) in (1..5).enumerate() {
+                read += each.get(number + 1).map_or(0, |next| next.0);
+                let (store, reads, writes) = (Arc::clone(&store), read, written);
+                apply(&engine, (entry, 1, true), move || {
+                    soon("read and written", || moved(&store).0 >= reads && moved(&store).1 >= writes)
+                });
+                written += each[number].1;
+            }
+        });
+        commit(&engine, 1);
+    }
+}
+
+#[test]
+fn with_memory_for_one_nothing_of_the_next_is_read_but_other_jobs_go_on() {
+    let engine = engine(4, (2 * EACH, 0));
+    let (gate, each) = (of_entry(&engine, GATE), [1, 2, 3].map(|entry| of_entry(&engine, entry)));
+    let store = Arc::clone(engine.store());
+    let before = moved(&store).0 + gate.0 + each[0].0;
+    at_once(&engine, 1, || {
+        let (seen, other) = (Arc::clone(&store), each[1].0);
+        apply(&engine, (1, 1, true), move || {
+            soon("read", || moved(&seen).0 >= before + other)?;
+            sleep(Duration::from_millis(100));
+            if moved(&seen).0 == before + other { Ok(()) } else { failing("more was read") }
+        });
+        let first = first(bytes(NUMELS[4]), 2, 1);
+        ok(engine.fill(4, first, Wait::forever()));
+        // An update by our own arithmetic, which nothing has to wait for.
+        let gradient = ok(memascend_engine::Gradient::new(Box::new(bytes(NUMELS[2])), Dtype::F32));
+        let by = memascend_engine::By::Given(gradient);
+        ok(engine.update(2, by, None, setup::adam(1e-3, 1), Wait::forever()));
+        apply(&engine, (3, 1, true), NOTHING);
+    });
+    commit(&engine, 1);
+}
+
+/// What is stored after some steps with these slots.
+fn trained(chunks: usize, slots: (usize, usize), patience: u64) -> Contents {
+    let engine = engine(chunks, slots);
+    for step in 1..4 {
+        at_once(&engine, step, || {
+            for entry in 1..NUMELS.len() {
+                let time = Duration::from_millis(patience * (entry as u64 % 3));
+                // One by chunks is among them.
+                apply(&engine, (entry, step, entry != 3), move || {
+                    sleep(time);
+                    Ok(())
+                });
+            }
+        });
+        if step == 2 {
+            ok(engine.discard_entry(5, Wait::at_most(PATIENCE)));
+            apply(&engine, (5, step, true), NOTHING);
+        }
+        commit(&engine, step);
+    }
+    contents(engine.store())
+}
+
+#[test]
+fn what_is_stored_depends_on_no_slots() {
+    let wanted = trained(12, (2 * EACH, 0), 0);
+    assert!(wanted.iter().all(|(step, _)| *step == 3));
+    assert_eq!(wanted[1].1[0][..4], 3.0_f32.to_le_bytes());
+    // The second: none, one for all but the last entry, for all.
+    for chunks in [2, 4, 12] {
+        for next in [0, EACH, 2 * EACH] {
+            for patience in [0, 7] {
+                assert!(trained(chunks, (2 * EACH, next), patience) == wanted, "{chunks} chunks, {next}, {patience}");
+            }
+        }
+    }
+}
+
+/// The operations of a step in the order in which they were begun.
+fn operations(slots: (usize, usize), patience: u64) -> Vec<String> {
+    let engine = engine(4, slots);
+    let store = Arc::clone(engine.store());
+    let name = format!("memascend-whole-{}-{}-{patience}.json", std::process::id(), slots.1);
+    let path = std::env::temp_dir().join(name);
+    at_once(&engine, 1, || {
+        for entry in 1..NUMELS.len() {
+            let time = Duration::from_millis(patience * (entry as u64 % 3));
+            apply(&engine, (entry, 1, entry != 3), move || {
+                sleep(time);
+                Ok(())
+            });
+        }
+        ok(store.volume().trace().begin(&path));
+    });
+    ok(engine.finish(Wait::at_most(PATIENCE)));
+    ok(store.volume().trace().end());
+    let text = ok(std::fs::read_to_string(&path));
+    ok(std::fs::remove_file(&path));
+    let number = |line: &str, field: &str| {
+        let (_, rest) = line.split_once(field).unwrap_or_else(|| panic!("{line}"));
+        rest.chars().take_while(|&letter| letter.is_ascii_digit() || letter == '.').collect::<String>()
+    };
+    let begun = text.lines().filter(|line| line.contains(r#""ph":"b""#));
+    let mut begun: Vec<(f64, String)> = begun
+        .map(|line| {
+            let kind = if line.contains(r#""name":"read""#) { "read" } else { "write" };
+            (ok(number(line, r#""ts":"#).parse()), format!("{kind} {}", number(line, r#""offset":"#)))
+        })
+        .collect();
+    begun.sort_by(|one, other| one.0.total_cmp(&other.0));
+    begun.into_iter().map(|(_, operation)| operation).collect()
+}
+
+#[test]
+fn the_order_of_operations_depends_on_the_jobs_alone() {
+    for slots in [(2 * EACH, 0), (2 * EACH, EACH), (2 * EACH, 2 * EACH)] {
+        let wanted = operations(slots, 0);
+        assert!(wanted.len() > 50, "{wanted:?}");
+        for patience in [1, 20] {
+            assert_eq!(operations(slots, patience), wanted, "{slots:?}");
+        }
+    }
+}
+
+#[test]
+fn a_function_that_fails_ends_the_step_whatever_else_goes_on() {
+    let engine = engine(4, (2 * EACH, 2 * EACH));
+    let before = contents(engine.store());
+    for fails_at in 1..NUMELS.len() {
+        let calls = Arc::new(AtomicUsize::new(0));
+        at_once(&engine, 1, || {
+            for entry in 1..NUMELS.len() {
+                let counted = Arc::clone(&calls);
+                apply(&engine, (entry, 1, true), move || {
+                    counted.fetch_add(1, Relaxed);
+                    if entry == fails_at { failing("told to") } else { Ok(()) }
+                });
+            }
+        });
+        let failed = engine.finish(Wait::at_most(PATIENCE));
+        let wanted = format!("the function applied to \"{fails_at}\" failed: told to");
+        assert!(failed.as_ref().is_err_and(|error| error.to_string() == wanted), "{failed:?}");
+        assert_eq!(calls.load(Relaxed), fails_at, "none is called after one that failed");
+        ok(engine.discard(Wait::at_most(PATIENCE)));
+        assert!(contents(engine.store()) == before);
+        assert_eq!(engine.queued_bytes(), 0);
+    }
+    // Its memory is free.
+    at_once(&engine, 1, || (1..NUMELS.len()).for_each(|entry| apply(&engine, (entry, 1, true), NOTHING)));
+    commit(&engine, 1);
+}
+
+#[test]
+fn what_is_discarded_at_any_moment_is_whole() {
+    let mut rng = Rng::new(5);
+    let engine = engine(4, (2 * EACH, EACH));
+    let mut counts = [0_u64; NUMELS.len()];
+    for round in 1..40 {
+        let calls = Arc::new(AtomicUsize::new(0));
+        for (entry, count) in counts.iter().enumerate() {
+            let calls = Arc::clone(&calls);
+            apply(&engine, (entry, count + 1, entry != 3), move || {
+                calls.fetch_add(1, Relaxed);
+                sleep(Duration::from_micros(500));
+                Ok(())
+            });
+        }
+        sleep(Duration::from_micros(rng.below(6000) as u64));
+        let dropped = rng.below(NUMELS.len() + 1);
+        if dropped == NUMELS.len() {
+            ok(engine.discard(Wait::at_most(PATIENCE)));
+        } else {
+            ok(engine.discard_entry(dropped, Wait::at_most(PATIENCE)));
+            counts.iter_mut().enumerate().filter(|(entry, _)| *entry != dropped).for_each(|(_, count)| *count += 1);
+        }
+        commit(&engine, round);
+        for (entry, (step, tensors)) in contents(engine.store()).into_iter().enumerate() {
+            assert_eq!(step, counts[entry], "round {round}, entry {entry}");
+            #[expect(clippy::cast_precision_loss, reason = "a small number")]
+            let wanted = (step as f32).to_le_bytes();
+            assert!(tensors[1].chunks_exact(4).all(|number| number == wanted), "round {round}, entry {entry}");
+        }
+    }
+}
+
+#[test]
+fn an_engine_that_is_closed_waits_for_the_function_and_commits_nothing() {
+    let disk = SimDisk::new(2 << 20);
+    let engine = engine_on(&disk, 4, (2 * EACH, EACH));
+    let before = contents(engine.store());
+    let (begun, ended) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+    let (begins, ends) = (Arc::clone(&begun), Arc::clone(&ended));
+    apply(&engine, (1, 1, true), move || {
+        begins.store(true, Relaxed);
+        sleep(Duration::from_millis(50));
+        ends.store(true, Relaxed);
+        Ok(())
+    });
+    let later = Arc::new(AtomicUsize::new(0));
+    for entry in 2..NUMELS.len() {
+        let later = Arc::clone(&later);
+        apply(&engine, (entry, 1, true), move || {
+            later.fetch_add(1, Relaxed);
+            Ok(())
+        });
+    }
+    assert!(soon("begun", || begun.load(Relaxed)).is_ok());
+    engine.close();
+    assert!(ended.load(Relaxed));
+    assert_eq!(later.load(Relaxed), 0);
+    assert_eq!(engine.store().volume().stats().in_flight, 0);
+    assert!(contents(engine.store()) == before);
+}
+
+#[test]
+fn a_function_runs_on_one_thread_of_its_own_and_cannot_wait_for_its_engine() {
+    let engine = Arc::new(engine(4, (2 * EACH, EACH)));
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    for entry in 1..NUMELS.len() {
+        let (theirs, seen) = (Arc::downgrade(&engine), Arc::clone(&seen));
+        apply(&engine, (entry, 1, true), move || {
+            let name = thread::current().name().map(str::to_owned);
+            let waited =
+                theirs.upgrade().map(|engine| engine.finish(Wait::forever()).map_err(|error| error.to_string()));
+            seen.lock().unwrap_or_else(|_| panic!("poisoned")).push((thread::current().id(), name, waited));
+            Ok(())
+        });
+    }
+    ok(engine.finish(Wait::at_most(PATIENCE)));
+    let seen = seen.lock().unwrap_or_else(|_| panic!("poisoned"));
+    assert_eq!(seen.len(), NUMELS.len() - 1);
+    for (thread, name, waited) in &*seen {
+        assert_eq!((*thread, name.as_deref()), (seen[0].0, Some("memascend-call")));
+        let refused = waited.as_ref().is_some_and(Result::is_err);
+        assert!(refused, "{waited:?}");
+    }
+}
