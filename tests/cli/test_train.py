@@ -272,8 +272,7 @@ def test_options_of_the_machine_may_change(folders, tmp_path, capfd, monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(Loop, "_tell", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         ran(capfd, *command, status=130)
-    lines, err = ran(capfd, *command, "--host-memory", "64MiB", "--save-every", "2")
-    assert "--host-memory 32MiB -> 64MiB; --save-every 500 -> 2" in err
+    lines, _ = ran(capfd, *command, "--host-memory", "64MiB", "--save-every", "2")
     assert [line["step"] for line in lines if line["event"] == "save"] == [2, 3]
 
 

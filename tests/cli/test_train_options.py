@@ -179,6 +179,9 @@ def test_more_epochs_after_the_end(folder, tmp_path, capfd):
     assert same_states(weights_of(tmp_path / "out"), weights_of(tmp_path / "whole/out"))
     _, err = ran(capfd, *arguments(folder, tmp_path, *constant, "--epochs", 1), status=1)
     assert "has done 6 steps, and --epochs 3.0 -> 1.0 would end it at 2" in err
+    twice = ["--epochs", 4, "--data", folder / "rows.jsonl"]
+    _, err = ran(capfd, *arguments(folder, tmp_path, *constant, *twice), status=1)
+    assert "--epochs 3.0 -> 4.0; --data: other tokens" in err
     (tmp_path / "store").unlink()
     _, err = ran(capfd, *arguments(folder, tmp_path, *constant, "--epochs", 4), status=1)
     assert "the training state of" in err
