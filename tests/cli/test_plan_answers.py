@@ -53,9 +53,9 @@ def test_operations_are_those_that_one_counts_by_hand(config, recomputes):
     # A block's last product is not computed again: nothing saves its result. Nor is the head.
     last = 2 * 256 * HIDDEN * (VOCABULARY + LAYERS * WIDE)
     # The table of positions is a product of its own, by some thousand operations.
-    assert found.forward.flops == pytest.approx(weights + attention, rel=0.01)
+    assert found.forward == pytest.approx(weights + attention, rel=0.01)
     again = weights - last + attention if recomputes else 0
-    assert found.backward.flops == pytest.approx(2 * weights + 2.5 * attention + again, rel=0.01)
+    assert found.backward == pytest.approx(2 * weights + 2.5 * attention + again, rel=0.01)
 
 
 def test_torchs_memory_is_what_a_run_allocates(config):

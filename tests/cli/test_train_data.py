@@ -153,7 +153,7 @@ def test_texts_are_packed(tmp_path, kind):
 
 
 def test_a_long_text_is_read_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("memascend.cli.train.rows._PIECE_CHARACTERS", 40)
+    monkeypatch.setattr("memascend.cli.train.rows._PART_CHARACTERS", 40)
     tokenizer = make_tokenizer()
     path = tmp_path / "text.txt"
     path.write_text("The model learns.\n" * 20)

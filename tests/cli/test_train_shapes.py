@@ -139,21 +139,24 @@ def test_columns_have_other_names(tmp_path):
 
 
 def test_an_array_of_json(tmp_path, monkeypatch):
-    monkeypatch.setattr("memascend.cli.train.rows._PIECE_CHARACTERS", 16)
     path = tmp_path / "rows.json"
     for text in (json.dumps([ALPACA] * 3, indent=2), json.dumps([ALPACA] * 3), (json.dumps(ALPACA) + "\n") * 3):
         path.write_text(text)
         assert encoded(path)[1].rows == 3
     for text, said in (
-        (json.dumps([ALPACA, ALPACA])[:-9], "example 2: not valid JSON"),
+        (json.dumps([ALPACA, ALPACA])[:-9], r"rows\.json: not valid JSON"),
         ("[1]", "example 1: an example must be a JSON object, not a int"),
         (json.dumps(ALPACA, indent=2), r"a \.json file must be an array of examples"),
         ("[]", "has no examples"),
-        ('[{"text": "a"} {"text": "b"}]', "example 1: not valid JSON: neither a comma"),
+        ('[{"text": "a"} {"text": "b"}]', "not valid JSON: Expecting ',' delimiter"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=said):
             encoded(path)
+    monkeypatch.setattr("memascend.cli.train.rows._ARRAY_BYTES_MAX", 16)
+    path.write_text(json.dumps([ALPACA]))
+    with pytest.raises(ConfigError, match="write one example on each line"):
+        encoded(path)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "tsv"])
