@@ -148,16 +148,14 @@ def test_tied_weights_have_a_gradient_for_each_micro_batch(capsys, config):
     assert four["device_bytes"] == one["device_bytes"] + 3 * (traced(config, 1, 256).kept + shared)
 
 
-def test_what_the_next_format_buys_is_what_it_is_told_to_take(capsys, config):
+def test_each_format_costs_what_it_costs_alone(capsys, config):
     asked = (*MACHINE, "--tokens", 256, "--host-memory", "64MiB")
     compared = {one["state"]: one["step_seconds"] for one in told(capsys, config, *asked)["formats"]}
     for state in ("fp32", "bf16", "8bit"):
         alone = told(capsys, config, *asked, "--state", state)["step"]["seconds_per_step"]
         assert compared[state] == pytest.approx(alone)
-    for state, following in ((None, "bf16"), ("bf16", "8bit"), ("8bit", None)):
-        assert main(["plan", str(config), *map(str, asked), *(["--state", state] if state else [])]) == 0
-        rows = [line for line in capsys.readouterr().out.splitlines() if "with other numerics" in line]
-        assert [row.split()[0] for row in rows] == ([f'state="{following}"'] if following else [])
+    assert main(["plan", str(config), *map(str, asked)]) == 0
+    assert "State formats that move fewer bytes" in capsys.readouterr().out
 
 
 def test_the_drives_life(capsys, config):

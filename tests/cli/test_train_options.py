@@ -239,7 +239,7 @@ def test_a_file_has_every_option_and_flags_go_before_it(folder, tmp_path):
     assert (settings.lr, settings.max_steps, settings.packing, settings.merge) == (1e-4, 7, True, False)
     assert (settings.data, settings.storage) == (("a.jsonl", "b.jsonl"), ("store",))
     assert (settings.betas, settings.columns, settings.lora_targets) == ("0.9,0.95", "prompt=question", "q_proj,v_proj")
-    assert settings.pair("betas") == (0.9, 0.95)
+    assert settings.pair_of_betas() == (0.9, 0.95)
     given = read("--config", path, "--lr", 1e-3, "--data", "c.jsonl")
     assert (given.lr, given.data, given.max_steps) == (1e-3, ("c.jsonl",), 7)
     # What is kept of it says the same again.

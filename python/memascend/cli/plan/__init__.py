@@ -104,8 +104,7 @@ def run(options: argparse.Namespace, measure: Measure | None = None) -> int:
         print(json.dumps({**described, "formats": [asdict(cost) for cost in compared]}, indent=2))
     else:
         head = f"{options.model}: {{parameters}}, described by {source.by}; {options.optimizer}"
-        fewer = text.next_format(compared, options.state)
-        shown = text.shown(head, question, found, fewer, _takes_over(options, question), speeds)
+        shown = text.shown(head, question, found, _takes_over(options, question), speeds)
         print(shown + text.formats_shown(compared, found.plan.budget))
     return int(bool(found.problems))
 
@@ -115,7 +114,7 @@ def _asked(options: argparse.Namespace, measure: Measure | None) -> tuple[Descri
     import torch
 
     from memascend.cli.plan.answer import Question, drive_at, free_bytes, parse_drive, parse_gpu
-    from memascend.cli.plan.model import describe, optimizer_class, with_adapters
+    from memascend.cli.plan.model import describe, optimizer_class, trace, with_adapters
     from memascend.plan.options import Options
 
     gpu = None if options.gpu is None else parse_gpu(options.gpu)
@@ -143,11 +142,12 @@ def _asked(options: argparse.Namespace, measure: Measure | None) -> tuple[Descri
     if drive is None:
         drive, speeds = drive_at(paths)
     optimizer: Any = optimizer_class(options.optimizer)
+    shape = shape_of(options, source.model)
     question = Question(
         model=source.model,
         optimizer=optimizer([one for one in source.model.parameters() if one.requires_grad]),
         options=asked,
-        trace="",
+        trace=trace(source.model, *shape, recomputes=not options.keep_activations),
         gpu=gpu,
         drive=drive,
         free=free_bytes(paths),
@@ -156,17 +156,9 @@ def _asked(options: argparse.Namespace, measure: Measure | None) -> tuple[Descri
         network=None if options.network is None else options.network * 1e9,
         micro_batches=options.accumulation_steps,
     )
-    return source, _traced(options, question, measure), speeds
-
-
-def _traced(options: argparse.Namespace, question: Question, measure: Measure | None) -> Question:
-    """The question with the trace of its tokens, and with measured times of the processor."""
-    from memascend.cli.plan.model import trace
-
-    batch, length = shape_of(options, question.model)
-    found = trace(question.model, batch, length, recomputes=not options.keep_activations)
-    question = replace(question, trace=found)
-    return question if measure is None or isinstance(found, str) else measure(question, (batch, length))
+    if measure is not None and not isinstance(question.trace, str):
+        question = measure(question, shape)
+    return source, question, speeds
 
 
 def shape_of(options: argparse.Namespace, model: torch.nn.Module) -> tuple[int, int]:
@@ -213,8 +205,9 @@ def _values(
     step = described(found)
     tokens = None if isinstance(trace, str) else trace.tokens * question.micro_batches * question.ranks
     takeover = _takes_over(options, question)
+    parameters = sum(parameter.numel() for parameter in source.model.parameters())
     return {
-        "model": {"path": str(options.model), "described_by": source.by, "parameters": parameters_of(source.model)},
+        "model": {"path": str(options.model), "described_by": source.by, "parameters": parameters},
         "optimizer": options.optimizer,
         "fits": not found.problems,
         "problems": list(found.problems),
@@ -249,8 +242,3 @@ def _values(
         "gb_per_second": speeds or None,
         "disk_seconds_per_step": disk_seconds(question, plan),
     }
-
-
-def parameters_of(model: torch.nn.Module) -> int:
-    """The number of elements of all parameters."""
-    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,4 +1,4 @@
-"""Estimates what training a model on a machine takes: memory of memascend and torch, seconds, disk space, wear."""
+"""Estimates the training of a model on a machine: memory of memascend and torch, seconds, disk space, wear."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ DRIVES = {
     "gen4": Drive(read=5e9, write=4e9),
     "gen5": Drive(read=10e9, write=8e9),
 }
-# Host memory of Python, torch and transformers before there is a model.
+# Host memory of Python, torch and transformers without a model.
 IMPORTS = 740 << 20
 # Warranted terabytes written of consumer drives, for each terabyte of size; server drives have 2 to 10 times as much.
 ENDURANCE_PER_TB = 600
@@ -176,7 +176,7 @@ class Question:
     free: int | None = None  # free bytes of storage; None: no storage is named
     # Bytes that may be written to storage in its life; None: the usual endurance of a drive just large enough.
     endurance: int | None = None
-    ranks: int = 1  # processes that share the model; drive, tokens and memory are those of one
+    ranks: int = 1  # processes that share the model; drive, tokens and memory are of one process
     network: float | None = None  # bytes a second that a rank receives while it sends as many; None: not known
     micro_batches: int = 1  # of a step, each with the tokens of the trace
 
@@ -406,7 +406,7 @@ _LENGTHS = (8192, 2048, 512)
 _BATCH_MAX = 256
 # No step has more sequences.
 _SEQUENCES_MAX = 1 << 20
-# Without --state: the optimizer's own format, and those of fewer bytes.
+# Without --state: the optimizer's own format, and the formats of fewer bytes.
 _STATES: tuple[Literal["bf16", "8bit"] | None, ...] = (None, "bf16", "8bit")
 
 

@@ -65,9 +65,7 @@ def describe(path: Path, dtype: torch.dtype | None) -> DescribedModel:
         )
     is_config = path.is_file() and path.suffix == ".json" and not path.name.endswith(".index.json")
     config = path if is_config else folder / _CONFIG
-    if not config.is_file():
-        return DescribedModel(described_by_names(path, dtype), "the names and shapes in its safetensors")
-    values = read_config(config)
+    values = read_config(config) if config.is_file() else {}
     if not is_config and not values.get("model_type"):
         return DescribedModel(described_by_names(path, dtype), "the names and shapes in its safetensors")
     try:
@@ -176,10 +174,10 @@ def _untied(model: nn.Module, path: Path | None, *, tied: bool) -> list[str]:
 
 
 def read_config(config: Path) -> dict[str, Any]:
-    """What is in a model's config.json.
+    """The values of a model's config.json.
 
     Raises:
-        ConfigError: it is none, or the model would have more layers than can be made.
+        ConfigError: the file is no config, or the model would have too many layers.
     """
     if config.stat().st_size > _CONFIG_BYTES_MAX:
         raise ConfigError(f"{config} is larger than {_CONFIG_BYTES_MAX} bytes: this is no config")

@@ -37,13 +37,6 @@ def formats_compared(question: Question, budget: int) -> list[FormatCost]:
     ]
 
 
-def next_format(costs: list[FormatCost], now: str | None) -> FormatCost | None:
-    """The format with the next fewer bits after `now`; None: there is none."""
-    names = [cost.state for cost in costs]
-    at = names.index(now or "fp32") + 1 if (now or "fp32") in names else len(names)
-    return costs[at] if at < len(costs) else None
-
-
 def formats_shown(costs: list[FormatCost], budget: int) -> str:
     """A table of the formats, or nothing if there is only one."""
     if len(costs) < 2:
@@ -60,21 +53,13 @@ _YEAR_DAYS = 365
 _FASTER = 0.99
 
 
-def shown(
-    head: str,
-    question: Question,
-    found: Answer,
-    fewer: FormatCost | None,
-    takeover: Takeover | None,
-    speeds: Mapping[str, float],
-) -> str:
+def shown(head: str, question: Question, found: Answer, takeover: Takeover | None, speeds: Mapping[str, float]) -> str:
     """An answer as text.
 
     Args:
         head: the model, with a placeholder for the number of its parameters.
         question: the question.
         found: its answer.
-        fewer: the cost of the state format with the next fewer bits.
         takeover: the tokens from which on compute takes longest.
         speeds: of storage as measured, GB/s by pattern.
     """
@@ -93,9 +78,6 @@ def shown(
     if found.seconds is not None:
         rows += _in_turn(question, found.seconds)
         rows += _taken_over(takeover)
-        if fewer is not None and fewer.step_seconds is not None:
-            gained = f"a step, {1 - fewer.step_seconds / found.seconds:.0%} less, with other numerics (below)"
-            rows.append((f'state="{fewer.state}"', seconds_shown(fewer.step_seconds), gained))
     parts.append(table(("what", "how much", "note"), rows))
     parts.append(str(found.plan))
     return "\n\n".join(parts)

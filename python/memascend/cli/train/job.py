@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from memascend.cli.train.data import Batches, Counts, Encoder, Sequences, alone, packed
-from memascend.cli.train.loop import Log, Loop, Rate, open_display, open_reporters, require_reporters, warmup_steps
+from memascend.cli.train.loop import JsonLines, Lines, Log, Loop, Rate, open_reporters, require_reporters, warmup_steps
 from memascend.cli.train.model import (
     describe_model,
     keeps_rows_apart,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 # A sample of a weights file has its header, and values that no other model has.
 _SAMPLE_BYTES = 1 << 20
 _ANEW = "start a new run with another --output and --storage (and --model {output}, to continue from its weights)"
-# What a store reports of itself, as JSON: its names, its run's folder, its step, its files.
+# The description of a store as JSON: its names, its run's folder, its step, its files.
 _Found = dict[str, Any]
 # `existing=` of `offload()`; None: the run is finished, and its store is gone.
 _Existing = Literal["refuse", "replace", "resume", "previous"] | None
@@ -137,7 +137,7 @@ def _stores(storage: tuple[str, ...], ranks: Ranks, *, unfinished: bool = False)
             try:
                 own += _look_at(places, unfinished=unfinished)
             except StorageError as error:
-                # Stores that are being filled from those of another number of ranks are not complete.
+                # Stores that are being filled for another number of ranks are not complete.
                 failed = failed or error
         if failed is not None and not own:
             raise failed
@@ -220,7 +220,6 @@ class Job(Closing):
         """
         self._ranks = ranks
         self._settings = settings = ranks.of_this(settings)
-        self._undo = contextlib.ExitStack()
         require_transformers().utils.logging.disable_progress_bar()
         require_reporters(settings.report)
         self._folder = self._of_first(lambda: find_model(settings.model))
@@ -235,7 +234,8 @@ class Job(Closing):
             self._output, settings.storage, ranks, previous=settings.previous
         )
         self._tokenizer = load_tokenizer(self._folder)
-        try:
+        with contextlib.ExitStack() as opened:
+            self._undo = opened
             # Checks that take seconds come before the data, which may take minutes.
             self._described = describe_model(self._folder, settings)
             self._optimizer()
@@ -246,9 +246,7 @@ class Job(Closing):
             self._require_same_on_all()
             if record is not None:
                 self._require_same(record)
-        except BaseException:
-            self._undo.close()
-            raise
+            self._undo = opened.pop_all()
         steps = self._batches.steps
         # Under a constant schedule a run may get more steps than at its start; its warmup stays.
         warm = warmup_steps(settings.warmup, steps if record is None else record.steps)
@@ -310,7 +308,12 @@ class Job(Closing):
         settings = self._settings
         paths, left_out = self._of_first(lambda: find_files(texts, held_out=held_out))
         counts = Counts()
-        encoder = Encoder(self._tokenizer, settings.max_length, self._began, self._ranks.note)
+        encoder = Encoder(
+            self._tokenizer,
+            settings.max_length,
+            self._began,
+            lambda text: self._ranks.say(f"memascend train: {text}", as_json=True),
+        )
         rows = read_rows(*paths, columns=settings.columns)
         sequences = self._undo.enter_context(Sequences(encoder.run(rows, counts), self._output.parent))
         padding = self._tokenizer.pad_token_id
@@ -441,11 +444,11 @@ class Job(Closing):
                 self._next_step = (optimizer.user_state or {}).get("next_step", 0)
 
     def _displays(self) -> list[Display]:
-        """Where rank 0 reports what all ranks do: to people, to the log, to --report."""
+        """The displays of rank 0: for people, the log, and the reporters of --report."""
         settings, folder = self._settings, self._output.folder
         assert self._output.record is not None
         return [
-            open_display(self._batches.steps, self._next_step, as_json=settings.json),
+            JsonLines() if settings.json else Lines(),
             Log(settings.log or folder / LOG),
             *open_reporters(settings.report, folder / LOGS, str(self._output.record.store), settings.of_the_result()),
         ]

@@ -62,7 +62,7 @@ def warmup_steps(warmup: float, steps: int) -> int:
 
 
 class Display:
-    """A destination for what a run reports; this base class discards it."""
+    """A destination for the reports of a run; this base class discards them."""
 
     def tell(self, text: str) -> None:
         """Show a sentence."""
@@ -74,18 +74,30 @@ class Display:
         """Release files and connections."""
 
 
-def open_display(steps: int, first: int, *, as_json: bool) -> Display:
-    """The display that fits standard output and standard error; `first` of the `steps` are done."""
-    if as_json:
-        return _JsonLines()
-    if sys.stderr is not None and sys.stderr.isatty():
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            pass
-        else:
-            return _Bar(tqdm(total=steps, initial=first, unit="step", dynamic_ncols=True))
-    return _Lines()
+class Lines(Display):
+    """Sentences and events on standard output."""
+
+    def tell(self, text: str) -> None:
+        """Print a sentence."""
+        print(text, flush=True)
+
+    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        """Print a line."""
+        of_all = f"/{values['steps']}" if name == "step" else ""
+        self.tell(f"step {values['step']}{of_all}: {text}")
+
+
+class JsonLines(Display):
+    """Events as JSON on standard output, sentences on standard error."""
+
+    def tell(self, text: str) -> None:
+        """Print a sentence."""
+        print(text, file=sys.stderr, flush=True)
+
+    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        """Print a line."""
+        del text
+        print(json.dumps({"event": name, **values}), flush=True)
 
 
 class Log(Display):
@@ -108,44 +120,6 @@ class Log(Display):
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-class _Lines(Display):
-    def tell(self, text: str) -> None:
-        print(text, flush=True)
-
-    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
-        of_all = f"/{values['steps']}" if name == "step" else ""
-        self.tell(f"step {values['step']}{of_all}: {text}")
-
-
-class _Bar(_Lines):
-    def __init__(self, bar: Any) -> None:
-        self._bar = bar
-
-    def tell(self, text: str) -> None:
-        self._bar.write(text)
-
-    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
-        if name != "step":
-            super().event(name, values, text)
-            return
-        self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update(1)
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-class _JsonLines(Display):
-    """Events on standard output, sentences on standard error."""
-
-    def tell(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
-        del text
-        print(json.dumps({"event": name, **values}), flush=True)
 
 
 def time_shown(seconds: float) -> str:

@@ -261,10 +261,8 @@ def make_optimizer(settings: Settings, described: Described) -> list[torch.optim
         ConfigError: torch has no optimizer of this name, or the optimizer lacks an option.
     """
     given: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
-    for name in ("betas", "eps", "momentum"):
-        value = settings.pair(name) if name == "betas" else getattr(settings, name)
-        if value is not None:
-            given[name] = value
+    further = {"betas": settings.pair_of_betas(), "eps": settings.eps, "momentum": settings.momentum}
+    given |= {name: value for name, value in further.items() if value is not None}
     if settings.optimizer.lower() == "muon":
         momentum = {"momentum": given.pop("momentum")} if "momentum" in given else {}
         rates = {"lr": settings.lr, "weight_decay": settings.weight_decay}

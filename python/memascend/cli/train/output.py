@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 # Ranks wait for each other so long while they read data and model, which takes all of them about as long.
 _TIMEOUT_SECONDS = 3600.0
-_NEEDED = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Ranks(Closing):
@@ -52,29 +51,21 @@ class Ranks(Closing):
             RankError: the ranks cannot connect.
         """
         self.rank, self.count = 0, _number("WORLD_SIZE", 1)
-        if self.count < 1:
-            raise ConfigError(f"WORLD_SIZE is {self.count}, and must be at least 1: unset it")
         self._exchange: Any = None
         if self.count == 1:
             return
-        missing = [name for name in _NEEDED if not os.environ.get(name)]
-        if missing:
-            raise ConfigError(
-                f"WORLD_SIZE is {self.count}, and {missing[0]} is not set: start several ranks by torchrun "
-                f"--nproc-per-node {self.count} -m memascend train, or unset WORLD_SIZE"
-            )
-        rank = _number("RANK", 0)
-        if not 0 <= rank < self.count:
-            raise ConfigError(f"RANK is {rank} of WORLD_SIZE {self.count}: start the ranks by torchrun")
-        _number("MASTER_PORT", 0)
+        start = "start several ranks by torchrun --nproc-per-node N -m memascend train, or unset WORLD_SIZE"
+        # torch would wait for ranks that do not exist.
+        if not 0 <= (rank := _number("RANK", 0)) < self.count:
+            raise ConfigError(f"RANK is {rank} of WORLD_SIZE {self.count}: {start}")
         # A single process does not need this import.
         from memascend.distributed.control_plane import Exchange
 
         try:
             torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
             self._exchange = Exchange(_TIMEOUT_SECONDS)
-        except RuntimeError as error:
-            raise RankError(f"the {self.count} ranks of this run cannot connect: {error}", ranks=()) from error
+        except (RuntimeError, ValueError) as error:
+            raise RankError(f"the {self.count} ranks of this run cannot connect: {error}; {start}", ranks=()) from error
         self.rank = self._exchange.rank
 
     def of_this(self, settings: Settings) -> Settings:
@@ -123,13 +114,8 @@ class Ranks(Closing):
         done: _T = self._exchange.together(do)
         return done
 
-    def note(self, text: str) -> None:
-        """Print on standard error of rank 0, before there is a display."""
-        if not self.rank and sys.stderr is not None:
-            print(f"memascend train: {text}", file=sys.stderr, flush=True)
-
     def say(self, text: str, *, as_json: bool) -> None:
-        """Print on rank 0 after the display has closed; with `as_json` standard output is for JSON alone."""
+        """Print on rank 0; with `as_json`, standard output is for JSON alone."""
         if not self.rank:
             print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
 
@@ -300,10 +286,9 @@ class Output:
         loss = before.eval_loss if before.evaluated == step else None
         is_best = keep > 0 and loss is not None and (before.best is None or loss < before.best)
         record = replace(before, saved=step, kept=kept, best=loss if is_best else before.best)
-        dropped = {_checkpoint(one) for one in before.kept if one not in kept} | ({_BEST} if is_best else set())
+        own = ([f"checkpoint-{step}"] if keep else []) + ([_BEST] if is_best else [])
         # The merged model has the adapters of an earlier step.
-        dropped.add(_MERGED)
-        own = ([_checkpoint(step)] if keep else []) + ([_BEST] if is_best else [])
+        dropped = {f"checkpoint-{one}" for one in before.kept if one not in kept} | {_MERGED, *own}
 
         def do_part() -> None:
             if self._ranks.rank:
@@ -372,10 +357,6 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
     """A parameter; a DTensor is gathered from all ranks."""
     gather = getattr(parameter, "full_tensor", None)
     return parameter.detach() if gather is None else gather().detach()
-
-
-def _checkpoint(step: int) -> str:
-    return f"checkpoint-{step}"
 
 
 def _link(new: Path, names: list[str]) -> None:

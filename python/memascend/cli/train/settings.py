@@ -118,7 +118,7 @@ class Settings:
                 raise ConfigError(f"{_flag(name)} must be a number above 0, not {value}")
         self._require_rates()
         self._require_together()
-        self.pair("betas")
+        self.pair_of_betas()
         # offload() checks its options before any data is read.
         self.offload_options()
 
@@ -146,23 +146,21 @@ class Settings:
         if self.eval_every is not None and not self.eval:
             raise ConfigError("--eval-every needs examples to evaluate: also give --eval FILE")
 
-    def pair(self, name: str) -> tuple[float, ...] | None:
-        """The two numbers of an option, or None if it was not given.
+    def pair_of_betas(self) -> tuple[float, float] | None:
+        """The two numbers of --betas, or None if it was not given.
 
         Raises:
-            ConfigError: the option is not two numbers with a comma between them.
+            ConfigError: --betas is not two numbers with a comma between them.
         """
-        text = getattr(self, name)
-        if text is None:
+        if self.betas is None:
             return None
-        wrong = ConfigError(f"{_flag(name)} takes two numbers with a comma between them, as 0.9,0.95, not {text}")
         try:
-            numbers = tuple(float(part) for part in text.split(","))
+            first, second = map(float, self.betas.split(","))
         except ValueError as error:
-            raise wrong from error
-        if len(numbers) != 2:
-            raise wrong
-        return numbers
+            raise ConfigError(
+                f"--betas takes two numbers with a comma between them, as 0.9,0.95, not {self.betas}"
+            ) from error
+        return first, second
 
     def offload_options(self, ranks: int = 1) -> Options:
         """The options of `offload()` among these, which that class checks."""
