@@ -94,7 +94,7 @@ class Callback(TrainerCallback):
         self._attach(others.get("optimizer"))
 
     def _attach(self, optimizer: Any) -> None:
-        self._session = _session_of(optimizer)
+        self._session = session_of(_optimizer_of(optimizer))
         # Weights that were loaded before are the user's; from now on, loaded weights are of a resume.
         self._session.loads.settle()
         self._before = self._counted()
@@ -230,7 +230,7 @@ def by_layer(trainer: Any) -> None:
     Raises:
         ConfigError: the Trainer's optimizer is not offloaded.
     """
-    _session_of(trainer.optimizer)
+    _optimizer_of(trainer.optimizer)
     _Steps(trainer)
 
 
@@ -303,11 +303,6 @@ class _Saving:
         if plain and theirs and not self._session.run.resources.closed:
             return self._session.save(save_directory, among_others=True)
         return self._own(save_directory, *rest, **options)
-
-
-def _session_of(optimizer: Any) -> Session:
-    """The session of a Trainer's optimizer."""
-    return session_of(_optimizer_of(optimizer))
 
 
 def _optimizer_of(optimizer: Any) -> OffloadedOptimizer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -70,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
 
 def examine(storage: str | None) -> Iterator[Finding]:
     """Run all checks."""
-    for check in (_system, _processor, _memory, _regions, examine_ring, _torch, _triton, _kernels):
+    for check in (_system, _memory, _regions, examine_ring, _torch, _triton, _kernels):
         try:
             yield from check()
         except MemascendError as error:
@@ -84,9 +83,6 @@ def _system() -> Iterator[Finding]:
     yield Finding(subject="system", found=f"{platform.system()} {platform.release()} {platform.machine()}")
     yield Finding(subject="python", found=platform.python_version())
     yield Finding(subject="memascend", found=importlib.metadata.version("memascend"))
-
-
-def _processor() -> Iterator[Finding]:
     yield Finding(subject="processor", found=f"{len(os.sched_getaffinity(0))} cores")
 
 
@@ -143,12 +139,10 @@ def _torch() -> Iterator[Finding]:
 
 
 def _triton() -> Iterator[Finding]:
-    if importlib.util.find_spec("triton") is None:
-        yield Finding(subject="triton", found="not installed; on a GPU torch's own operations are used")
-    else:
-        # Nightly and ROCm builds of torch have it in distributions with other names.
-        names = importlib.metadata.packages_distributions().get("triton", [])
-        yield Finding(subject="triton", found=importlib.metadata.version(names[0]) if names else "of unknown version")
+    # Nightly and ROCm builds of torch have it in distributions with other names.
+    names = importlib.metadata.packages_distributions().get("triton", [])
+    absent = "not installed; on a GPU torch's own operations are used"
+    yield Finding(subject="triton", found=importlib.metadata.version(names[0]) if names else absent)
 
 
 def _kernels() -> Iterator[Finding]:

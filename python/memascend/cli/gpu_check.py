@@ -198,34 +198,25 @@ def _differing(left: torch.Tensor, right: torch.Tensor) -> int:
     return int((left.detach().cpu().contiguous().view(kind) != right.detach().cpu().contiguous().view(kind)).sum())
 
 
-def _compared(subject: str, wrong: dict[str, str], cases: int, figures: Figures) -> tuple[Finding, Figures]:
-    figures = {**figures, "cases": cases, "different": wrong}
-    if not wrong:
-        return Finding(subject=subject, found=f"the bits of the CPU in {cases} cases"), figures
-    first = next(iter(wrong.items()))
-    advice = f"{first[0]}: {first[1]}; the file has all: this is a bug, or the GPU is faulty: please report it"
-    return (
-        Finding(subject=subject, found=f"{len(wrong)} of {cases} cases DIFFER", verdict="fails", advice=advice),
-        figures,
-    )
+def _compared(
+    subject: str, wrong: dict[str, str], cases: int, figures: Figures | None = None
+) -> tuple[Finding, Figures]:
+    found, advice = f"the bits of the CPU in {cases} cases", ""
+    if wrong:
+        case, difference = next(iter(wrong.items()))
+        found = f"{len(wrong)} of {cases} cases DIFFER"
+        advice = f"{case}: {difference}; the file has all: this is a bug, or the GPU is faulty: please report it"
+    verdict: Literal["fine", "fails"] = "fails" if wrong else "fine"
+    finding = Finding(subject=subject, found=found, verdict=verdict, advice=advice)
+    return finding, {**(figures or {}), "cases": cases, "different": wrong}
 
 
 def _kernels(device: torch.device) -> Iterator[tuple[Finding, Figures]]:
-    route = kernels.route(device)
-    yield (
-        Finding(
-            subject="kernels",
-            found=f"{route.name} ({route.why})",
-            verdict="fine" if route.name == "triton" else "slower",
-            advice="" if route.name == "triton" else f"torch's own operations, because {route.why}",
-        ),
-        {"route": route.name, "why": route.why},
-    )
     yield _compared("overflow check and norm", *_check_bits(device))
     yield _compared("AdamW and Adam", *_adam_bits(device))
 
 
-def _check_bits(device: torch.device) -> tuple[dict[str, str], int, Figures]:
+def _check_bits(device: torch.device) -> tuple[dict[str, str], int]:
     wrong: dict[str, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     for dtype in _DTYPES:
@@ -253,10 +244,10 @@ def _check_bits(device: torch.device) -> tuple[dict[str, str], int, Figures]:
         wrong["unscaled by 1/3"] = "values differ"
     if kernels.route(device).name == "triton" and float(norm) != float(norm_there):
         wrong["norm, unscaled"] = f"{float(norm)!r}, and the CPU {float(norm_there)!r}"
-    return wrong, len(tensors) + 2, {}
+    return wrong, len(tensors) + 2
 
 
-def _adam_bits(device: torch.device) -> tuple[dict[str, str], int, Figures]:
+def _adam_bits(device: torch.device) -> tuple[dict[str, str], int]:
     wrong: dict[str, str] = {}
     cases = 0
     for update in (kernels.adamw, kernels.adam):
@@ -277,7 +268,7 @@ def _adam_bits(device: torch.device) -> tuple[dict[str, str], int, Figures]:
                     wrong[f"{update.__name__}, {dtype} gradient, {half}, {numel}"] = ", ".join(
                         f"{count} of {name}" for name, count in named if count
                     )
-    return wrong, cases, {}
+    return wrong, cases
 
 
 # --- a training --------------------------------------------------------------------------

@@ -85,21 +85,9 @@ def fio(
     """Run fio with io_uring and direct I/O; the times are fio's own."""
     if shutil.which("fio") is None:
         raise ConfigError("fio is not installed: apt-get install fio")
-    words = [
-        "fio",
-        "--name=peer",
-        f"--filename={path}",
-        f"--rw={_FIO_PATTERNS[pattern]}",
-        f"--rwmixread={reads_percent}",
-        f"--bs={block}",
-        f"--iodepth={depth}",
-        f"--size={nbytes}",
-        f"--loops={PASSES}",
-        "--ioengine=io_uring",
-        "--direct=1",
-        "--allow_mounted_write=1",
-        "--output-format=json",
-    ]
+    what = f"--rw={_FIO_PATTERNS[pattern]} --rwmixread={reads_percent} --bs={block} --iodepth={depth} --size={nbytes}"
+    how = f"--loops={PASSES} --ioengine=io_uring --direct=1 --allow_mounted_write=1 --output-format=json"
+    words = ["fio", "--name=peer", f"--filename={path}", *what.split(), *how.split()]
     if huge is not None:
         words.append(f"--iomem=mmaphuge:{huge}")
     done = subprocess.run(words, check=False, capture_output=True, text=True)

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from memascend import nvme
 from memascend.cli.bench import bag
@@ -36,33 +36,18 @@ _MIB = 1 << 20
 _VALUE_BYTES = 2
 _BLOCK = 4096
 _FORMS = {"own": "", "fp32": "compact", "bf16": "compact bf16", "8bit": "compact 8bit"}
-_STATE_HELP = (
-    "format of the state: as `offload(state=...)` has it, or own: fp32 master weights beside the values (default)"
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    formats = "format of the state: as in `offload(state=...)`, or own: fp32 master weights beside the values (default)"
     parser.add_argument("--storage", default=None, metavar="FOLDER", help="where to measure (default: here)")
     parser.add_argument("--parameters", type=int, default=64, metavar="M", help="millions of parameters (default 64)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="interleaved rounds (default 5)")
     parser.add_argument("--chunks", type=int, default=12, metavar="N", help="staging chunks (default 12)")
     parser.add_argument("--chunk-elements", type=int, default=None, metavar="N", help="default: what a store takes")
-    parser.add_argument("--state", choices=_FORMS, default="own", help=_STATE_HELP)
+    parser.add_argument("--state", choices=_FORMS, default="own", help=formats)
     parser.add_argument("--no-fio", action="store_true", help="leave fio out")
-
-
-class Other(Protocol):
-    """Another system with the same parameters."""
-
-    def step(self) -> float:
-        """Seconds of a step."""
-
-    def compared(self, sample: torch.Tensor) -> dict[str, Any]:
-        """Its figures, or an error if its parameters differ from ours after as many steps."""
-
-    def close(self) -> None:
-        """End it."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -150,8 +135,12 @@ def _create(folder: Path, subject: _Parameters) -> storage.Store:
     return storage.Store.create(folder / "store", entries, chunk_elements=subject.chunk)
 
 
-def measure(folder: Path, options: argparse.Namespace, begin: Callable[[int], Other] | None = None) -> dict[str, Any]:
-    """The medians of all measurements; `begin` starts another system for parameters of so many elements."""
+def measure(folder: Path, options: argparse.Namespace, begin: Callable[[int], Any] | None = None) -> dict[str, Any]:
+    """The medians of all measurements.
+
+    `begin` starts another system for parameters of so many elements. That system has `step()`, which returns seconds,
+    `compared(sample)`, which returns its figures or an error if its parameters differ from ours, and `close()`.
+    """
     from memascend import storage
 
     subject = _choose_parameters(options)

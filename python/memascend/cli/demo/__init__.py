@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import statistics
 import subprocess
@@ -47,6 +48,9 @@ def _width(text: str) -> int:
     if width < 1 or width % 64:
         raise ValueError
     return width
+
+
+_say = functools.partial(print, flush=True)
 
 
 @dataclass(frozen=True)
@@ -221,7 +225,3 @@ def row_shown(step: int, memory: dict[str, Any], offloaded: dict[str, Any]) -> s
 
 def _line(cells: tuple[str, ...]) -> str:
     return "  ".join(cell.rjust(width) for cell, width in zip(cells, _WIDTHS, strict=True))
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)

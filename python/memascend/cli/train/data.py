@@ -162,39 +162,21 @@ class Tokens:
 
 
 @dataclass
-class Counts:
-    """Statistics of the examples of a data set."""
-
-    rows: int = 0
-    truncated: int = 0
-    left_out: int = 0
-    sequences: int = 0
-    tokens: int = 0
-    learnt: int = 0
-    shape: str = ""
-    packs_text: bool = False
-
-    def said(self, max_length: int) -> str:
-        """The statistics in words."""
-        text = f"{counted(self.rows, 'example')} of {self.shape}: {counted(self.tokens, 'token')}, "
-        text += f"trained on {self.learnt:,} of them"
-        if self.packs_text:
-            text += f"; packed into {counted(self.sequences, 'sequence')} of up to {max_length:,}"
-        if self.truncated:
-            text += f"; {counted(self.truncated, 'example')} cut at --max-length {max_length:,}"
-        if self.left_out:
-            text += f", {self.left_out:,} of them left out since no token to train on remained"
-        return text
-
-
-@dataclass
 class Encoder:
-    """Turns examples into tokens."""
+    """Turns the examples of a data set into tokens, and counts them."""
 
     tokenizer: Any  # of transformers, with offsets
     max_length: int  # of a sequence, in tokens
     began: dt.datetime  # the time that chat templates insert
     tell: Callable[[str], None] = print  # reports progress
+    rows: int = field(default=0, init=False)
+    truncated: int = field(default=0, init=False)
+    left_out: int = field(default=0, init=False)
+    sequences: int = field(default=0, init=False)
+    tokens: int = field(default=0, init=False)
+    learnt: int = field(default=0, init=False)
+    shape: str = field(default="", init=False)
+    packs_text: bool = field(default=False, init=False)
     _chat: Chat | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -210,31 +192,31 @@ class Encoder:
                 "tokenizer_config.json"
             )
 
-    def run(self, rows: Iterable[Row], counts: Counts) -> Iterator[Tokens]:
+    def run(self, rows: Iterable[Row]) -> Iterator[Tokens]:
         """Encode examples of one shape; texts are packed."""
         rows = iter(rows)
         first = next(rows)
-        counts.shape, counts.packs_text = first.shape.name, first.shape is shapes.TEXT
+        self.shape, self.packs_text = first.shape.name, first.shape is shapes.TEXT
         every = itertools.chain([first], rows)
         reported = time.monotonic()
-        for tokens in (self._packed if counts.packs_text else self._each)(every, counts):
+        for tokens in (self._packed if self.packs_text else self._each)(every):
             if time.monotonic() - reported > _REPORT_SECONDS:
                 reported = time.monotonic()
-                self.tell(f"{counted(counts.rows, 'example')} read so far")
-            counts.sequences += 1
-            counts.tokens += len(tokens.ids)
+                self.tell(f"{counted(self.rows, 'example')} read so far")
+            self.sequences += 1
+            self.tokens += len(tokens.ids)
             # No token predicts the first one.
-            counts.learnt += sum(tokens.learnt[1:])
+            self.learnt += sum(tokens.learnt[1:])
             yield tokens
-        if not counts.learnt:
+        if not self.learnt:
             raise ConfigError(
-                f"none of {counted(counts.rows, 'example')} has a token to train on within --max-length "
+                f"none of {counted(self.rows, 'example')} has a token to train on within --max-length "
                 f"{self.max_length}: raise it"
             )
 
-    def _each(self, rows: Iterable[Row], counts: Counts) -> Iterator[Tokens]:
+    def _each(self, rows: Iterable[Row]) -> Iterator[Tokens]:
         for row in rows:
-            counts.rows += 1
+            self.rows += 1
             try:
                 whole = self._row(row)
             except ConfigError as error:
@@ -243,13 +225,13 @@ class Encoder:
                 raise ConfigError(f"{row.place}: this example has no token to train on: remove it")
             if len(whole.ids) > self.max_length:
                 whole = Tokens(whole.ids[: self.max_length], whole.learnt[: self.max_length])
-                counts.truncated += 1
+                self.truncated += 1
                 if not any(whole.learnt[1:]):
-                    counts.left_out += 1
+                    self.left_out += 1
                     continue
             yield whole
 
-    def _packed(self, rows: Iterable[Row], counts: Counts) -> Iterator[Tokens]:
+    def _packed(self, rows: Iterable[Row]) -> Iterator[Tokens]:
         """Concatenate texts, each with an end-of-sequence token, and cut the result into full sequences."""
         waiting: list[int] = []
         continued = False
@@ -257,7 +239,7 @@ class Encoder:
             text = row.values["text"]
             if not isinstance(text, str):
                 raise ConfigError(f"{row.place}: `text` must be a text, not {type(text).__name__}")
-            counts.rows += not continued
+            self.rows += not continued
             # The second part of a text gets no special tokens at its beginning.
             waiting += self.tokenizer(text, add_special_tokens=not continued, verbose=False)["input_ids"]
             continued = CONTINUED in row.values
@@ -268,6 +250,18 @@ class Encoder:
                 yield Tokens(full, [True] * len(full))
         if len(waiting) > 1:
             yield Tokens(waiting, [True] * len(waiting))
+
+    def said(self) -> str:
+        """The statistics of the examples in words."""
+        text = f"{counted(self.rows, 'example')} of {self.shape}: {counted(self.tokens, 'token')}, "
+        text += f"trained on {self.learnt:,} of them"
+        if self.packs_text:
+            text += f"; packed into {counted(self.sequences, 'sequence')} of up to {self.max_length:,}"
+        if self.truncated:
+            text += f"; {counted(self.truncated, 'example')} cut at --max-length {self.max_length:,}"
+        if self.left_out:
+            text += f", {self.left_out:,} of them left out since no token to train on remained"
+        return text
 
     def _row(self, row: Row) -> Tokens:
         values = row.values

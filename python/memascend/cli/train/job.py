@@ -8,7 +8,7 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from memascend.cli.train.data import Batches, Counts, Encoder, Sequences, alone, packed
+from memascend.cli.train.data import Batches, Encoder, Sequences, alone, packed
 from memascend.cli.train.loop import JsonLines, Lines, Log, Loop, Rate, open_reporters, require_reporters, warmup_steps
 from memascend.cli.train.model import (
     describe_model,
@@ -307,7 +307,6 @@ class Job(Closing):
         """Read examples; return a description of them, and their batches."""
         settings = self._settings
         paths, left_out = self._of_first(lambda: find_files(texts, held_out=held_out))
-        counts = Counts()
         encoder = Encoder(
             self._tokenizer,
             settings.max_length,
@@ -315,9 +314,9 @@ class Job(Closing):
             lambda text: self._ranks.say(f"memascend train: {text}", as_json=True),
         )
         rows = read_rows(*paths, columns=settings.columns)
-        sequences = self._undo.enter_context(Sequences(encoder.run(rows, counts), self._output.parent))
+        sequences = self._undo.enter_context(Sequences(encoder.run(rows), self._output.parent))
         padding = self._tokenizer.pad_token_id
-        is_packed = settings.packing and not counts.packs_text and keeps_rows_apart(self._described.own)
+        is_packed = settings.packing and not encoder.packs_text and keeps_rows_apart(self._described.own)
         packs = packed(sequences, settings.max_length, settings.seed) if is_packed else alone(sequences)
         batches = Batches(
             sequences=sequences,
@@ -331,10 +330,10 @@ class Job(Closing):
             # Padding is masked, so any token will do.
             padding=self._tokenizer.eos_token_id if padding is None else padding,
         )
-        said = f"{texts[0] if len(texts) == 1 else counted(len(paths), 'file')}: {counts.said(settings.max_length)}"
+        said = f"{texts[0] if len(texts) == 1 else counted(len(paths), 'file')}: {encoder.said()}"
         if is_packed:
             said += f"; packed into {counted(len(packs), 'sequence')}, with attention within each example"
-        elif settings.packing and not counts.packs_text:
+        elif settings.packing and not encoder.packs_text:
             said += f"; not packed: {type(self._described.own).__name__} would mix examples that share a sequence"
         return f"{said}; {left_out}" if left_out else said, batches
 
