@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 
 __all__ = ["Callback", "Offload", "by_layer", "last_checkpoint"]
 
-# As the Trainer names them.
+# The Trainer's names of checkpoints.
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 # The last file that the Trainer writes to one of its checkpoints.
 _LAST_FILE = "trainer_state.json"
-# Stages of a report in which the training loop stands still.
+# Stages of a report in which the training loop waits.
 _WAITING = ("waiting for units", "handing on gradients", "step()")
 
 
 def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """The newest whole checkpoint of a Trainer, for `offload(checkpoint=)` and `train(resume_from_checkpoint=)`.
 
-    One that a killed process left unfinished is passed over.
+    A checkpoint that a killed process left unfinished is skipped.
 
     Args:
-        folder: the Trainer's `output_dir`; it need not be there.
+        folder: the Trainer's `output_dir`, which need not exist.
 
     Returns:
-        None where there is none.
+        The checkpoint, or None if there is none.
     """
     found = []
     for path in Path(folder).glob("checkpoint-*"):
@@ -66,53 +66,52 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 class Callback(TrainerCallback):
     """For `Trainer(callbacks=[memascend.trainer.Callback()])` with an offloaded model and optimizer.
 
-    Each checkpoint of the Trainer gets what `OffloadedOptimizer.save` writes, and the log with a loss these:
+    Each checkpoint of the Trainer gets the files of `OffloadedOptimizer.save`, and each log with a loss gets:
 
-    - `host_memory_bytes`: the most that memascend held so far.
+    - `host_memory_bytes`: memascend's peak so far.
     - `read_bytes`, `written_bytes`: from and to storage since the last log.
-    - `waiting_seconds`: of the training loop, for units, for room for gradients and in `step()`, since the last log.
+    - `waiting_seconds`: of the training loop, for units, for space for gradients and in `step()`, since the last log.
 
-    They are in the Trainer's log history and in what it prints. Reporters that it calls before its callbacks
+    They appear in the Trainer's log history and printed logs. Reporters that it calls before its callbacks
     (`report_to`) do not see them.
 
-    The weights of a checkpoint are written once, from storage to their file, where the model is one of transformers;
-    other models (peft) are saved by the Trainer first and then once more. With `save_only_model` nothing is added.
+    The weights of a transformers model are streamed once from storage into the checkpoint. Other models (peft) are
+    saved by the Trainer first and then again. With `save_only_model` nothing is added.
 
-    To go on from a checkpoint, begin from it, and name it to the Trainer: see `last_checkpoint`. A Trainer that resumes
-    from other weights than the store's is refused before they are written over the store.
+    To resume from a checkpoint, begin from it, and pass it to the Trainer: see `last_checkpoint`. If a Trainer resumes
+    from other weights than the store's, an error is raised before they overwrite the store.
     """
 
     def __init__(self) -> None:
-        """It finds model and optimizer when the Trainer calls it."""
+        """The Trainer passes model and optimizer later."""
         self._session: Session | None = None
-        self._state: TrainerState | None = None
-        # What was counted at the last log.
+        # The figures at the last log.
         self._before = (0, 0, 0.0)
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
         """Find the offloaded optimizer."""
         del args, state, control
-        self._session = _session_of(others.get("optimizer"))
-        # Weights that were loaded before are meant; those that come now are of a resume.
+        self._attach(others.get("optimizer"))
+
+    def _attach(self, optimizer: Any) -> None:
+        self._session = session_of(_optimizer_of(optimizer))
+        # Weights that were loaded before are the user's; from now on, loaded weights are of a resume.
         self._session.loads.settle()
         self._before = self._counted()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        """Take the writing of checkpoints over."""
+        """Take over the writing of checkpoints."""
         del control
         if self._session is None:
-            self._session = _session_of(others.get("optimizer"))
-            self._before = self._counted()
-            # Whatever was loaded before it was known here is the user's.
-            self._session.loads.settle()
+            self._attach(others.get("optimizer"))
+        assert self._session is not None
         changed = self._session.loads.changed
         if changed:
-            # The Trainer found no state of an optimizer beside them.
+            # The Trainer loaded them without the state of the optimizer.
             self._session.loads.drop()
             raise self._refusal(changed[0])
-        self._state = state
         model = others["model"]
         if _is_streamed(model, self._session) and not args.save_only_model:
             model.save_pretrained = _Saving(model.save_pretrained, self._session, state)
@@ -120,17 +119,17 @@ class Callback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        """Let the model save itself again."""
+        """Restore the model's own `save_pretrained`."""
         del args, state, control
         others["model"].__dict__.pop("save_pretrained", None)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        """Complete a checkpoint that the model wrote itself."""
+        """Add our files to a checkpoint that the model wrote itself."""
         del control, others
         folder = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
         if self._session is None or args.save_only_model or not folder.is_dir():
             return
-        if not _is_of(folder, self._session):
+        if identity_of(folder) != self._session.run.record.position.identity():
             self._session.save(folder, among_others=True)
 
     def on_log(
@@ -158,7 +157,7 @@ class Callback(TrainerCallback):
             state.log_history[-1].update(figures)
 
     def _refusal(self, name: str) -> UsageError:
-        """Say that weights were loaded that the store does not hold; it never had them."""
+        """The error for loaded weights that differ from the store's."""
         assert self._session is not None
         position = self._session.run.record.position
         return UsageError(
@@ -171,19 +170,19 @@ class Callback(TrainerCallback):
     def _counted(self) -> tuple[int, int, float]:
         assert self._session is not None
         report = self._session.report()
-        # What offload() itself wrote is not of the training.
+        # offload() itself wrote the first values.
         written = sum(nbytes for kind, nbytes in report.written.items() if kind != "first values")
         return sum(report.read.values()), written, sum(report.seconds.get(stage, 0.0) for stage in _WAITING)
 
 
 class Offload(Callback):
-    """For `Trainer(callbacks=[memascend.trainer.Offload(storage=...)])` on several ranks, divided by FSDP2.
+    """For `Trainer(callbacks=[memascend.trainer.Offload(storage=...)])` on several ranks, sharded by FSDP2.
 
-    There the Trainer itself makes model and optimizer ready (`fsdp="full_shard"`, `fsdp_config={"fsdp_version": 2}`),
-    so that they can be offloaded only when it begins to train, which this does. Its log gets what `Callback` gives.
+    There the Trainer itself prepares model and optimizer (`fsdp="full_shard"`, `fsdp_config={"fsdp_version": 2}`). So
+    this callback offloads them when training begins. Its log gets the figures of `Callback`.
     """
 
-    optimizer: OffloadedOptimizer  # what `memascend.offload()` returned, once the training has begun
+    optimizer: OffloadedOptimizer  # of `memascend.offload()`, once training has begun
 
     def __init__(self, **options: Any) -> None:
         """`options` are those of `memascend.offload()`."""
@@ -191,7 +190,7 @@ class Offload(Callback):
         self._options = options
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        """Refuse checkpoints that the Trainer cannot write."""
+        """Reject checkpoints that the Trainer cannot write."""
         del state, control, others
         if args.save_strategy != "no" and not args.save_only_model:
             raise ConfigError(
@@ -203,10 +202,10 @@ class Offload(Callback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        """Offload what the Trainer has made ready.
+        """Offload the model and optimizer that the Trainer has prepared.
 
         Raises:
-            ConfigError: the Trainer or the storage is in the midst of a run, and the two would not stand at one place.
+            ConfigError: the Trainer or the storage would resume a run, at different positions.
         """
         existing = self._options.get("existing", "refuse")
         if state.global_step or existing in ("resume", "previous"):
@@ -225,23 +224,23 @@ def by_layer(trainer: Any) -> None:
     """Have a Trainer compute the micro-batches of each step by `optimizer.accumulate()`: one line before `train()`.
 
     With `gradient_accumulation_steps` a step then moves as many bytes as one with a single micro-batch. It calls the
-    Trainer's own `training_step()` for each micro-batch, so that subclasses (TRL's) compute their losses as ever; what
-    they begin by `accelerator.backward()` is begun by layer.
+    Trainer's own `training_step()` for each micro-batch, so that subclasses (TRL's) compute their losses as before.
+    Their `accelerator.backward()` then runs by layer.
 
     Raises:
         ConfigError: the Trainer's optimizer is not offloaded.
     """
-    _session_of(trainer.optimizer)
+    _optimizer_of(trainer.optimizer)
     _Steps(trainer)
 
 
 class _Steps:
-    """Stands in for two methods of a Trainer, and for its accelerator's backward while micro-batches are computed."""
+    """Replaces two methods of a Trainer, and its accelerator's backward while micro-batches are computed."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._get_batch_samples, self._training_step = trainer.get_batch_samples, trainer.training_step
-        # Of this step: those not asked for yet, and what training_step() returned for each that was computed.
+        # Of this step: the micro-batches that the Trainer has not passed yet, and the results of training_step().
         self._samples: list[Any] = []
         self._results: list[Any] | None = None
         # The loss of the micro-batch that this thread computes.
@@ -249,13 +248,13 @@ class _Steps:
         trainer.get_batch_samples, trainer.training_step = self.get_batch_samples, self.training_step
 
     def get_batch_samples(self, *given: Any, **options: Any) -> Any:
-        """Those of one step, which are noted."""
+        """The micro-batches of one step, which are recorded."""
         found = self._get_batch_samples(*given, **options)
         self._samples, self._results = list(found[0]), None
         return found
 
     def training_step(self, model: Any, inputs: Any, *given: Any, **options: Any) -> Any:
-        """The loss of one micro-batch; the first of a step computes all of them."""
+        """The loss of one micro-batch; the first call of a step computes all of them."""
         if self._results is None:
             if len(self._samples) < 2 or inputs is not self._samples[0]:
                 self._samples = []
@@ -285,15 +284,15 @@ class _Steps:
             del accelerator.backward
 
     def _begun(self, loss: Any, **_: Any) -> None:
-        # As accelerate divides it.
+        # accelerate divides in the same way.
         self._local.loss = loss / self._trainer.accelerator.gradient_accumulation_steps
 
 
 class _Saving:
-    """`save_pretrained` of a model while it is trained: a checkpoint of the Trainer is streamed, with all state."""
+    """`save_pretrained` of a model during training: streams a checkpoint of the Trainer, with all state."""
 
     def __init__(self, own: Callable[..., Any], session: Session, state: TrainerState) -> None:
-        # Not one of these, where an earlier training ended with an error.
+        # An earlier training that ended with an error may have left a _Saving.
         self._own: Callable[..., Any] = own._own if isinstance(own, _Saving) else own  # noqa: SLF001
         self._session = session
         self._state = state
@@ -306,13 +305,8 @@ class _Saving:
         return self._own(save_directory, *rest, **options)
 
 
-def _session_of(optimizer: Any) -> Session:
-    """What is behind a Trainer's optimizer."""
-    return session_of(_optimizer_of(optimizer))
-
-
 def _optimizer_of(optimizer: Any) -> OffloadedOptimizer:
-    """A Trainer's optimizer, which accelerate may have wrapped."""
+    """The offloaded optimizer of a Trainer, without accelerate's wrapper."""
     while not isinstance(optimizer, OffloadedOptimizer):
         optimizer = getattr(optimizer, "optimizer", None)
         if optimizer is None:
@@ -324,7 +318,7 @@ def _optimizer_of(optimizer: Any) -> OffloadedOptimizer:
 
 
 def _is_streamed(model: Any, session: Session) -> bool:
-    """Whether what the model saves of itself is its weights and configuration, and nothing else."""
+    """Whether `save_pretrained` of the model writes only its weights and configuration."""
     saves: Any = getattr(model, "save_pretrained", None)
     its_own = isinstance(saves, _Saving) or getattr(saves, "__func__", None) is PreTrainedModel.save_pretrained
     return (
@@ -334,8 +328,3 @@ def _is_streamed(model: Any, session: Session) -> bool:
         and not getattr(model, "_hf_peft_config_loaded", False)
         and getattr(model, "_auto_class", None) is None
     )
-
-
-def _is_of(folder: Path, session: Session) -> bool:
-    """Whether a folder has the checkpoint of where the session stands."""
-    return identity_of(folder) == session.run.record.position.identity()

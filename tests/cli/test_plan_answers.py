@@ -53,9 +53,9 @@ def test_operations_are_those_that_one_counts_by_hand(config, recomputes):
     # A block's last product is not computed again: nothing saves its result. Nor is the head.
     last = 2 * 256 * HIDDEN * (VOCABULARY + LAYERS * WIDE)
     # The table of positions is a product of its own, by some thousand operations.
-    assert found.forward.flops == pytest.approx(weights + attention, rel=0.01)
+    assert found.forward == pytest.approx(weights + attention, rel=0.01)
     again = weights - last + attention if recomputes else 0
-    assert found.backward.flops == pytest.approx(2 * weights + 2.5 * attention + again, rel=0.01)
+    assert found.backward == pytest.approx(2 * weights + 2.5 * attention + again, rel=0.01)
 
 
 def test_torchs_memory_is_what_a_run_allocates(config):
@@ -148,16 +148,14 @@ def test_tied_weights_have_a_gradient_for_each_micro_batch(capsys, config):
     assert four["device_bytes"] == one["device_bytes"] + 3 * (traced(config, 1, 256).kept + shared)
 
 
-def test_what_the_next_format_buys_is_what_it_is_told_to_take(capsys, config):
+def test_each_format_costs_what_it_costs_alone(capsys, config):
     asked = (*MACHINE, "--tokens", 256, "--host-memory", "64MiB")
     compared = {one["state"]: one["step_seconds"] for one in told(capsys, config, *asked)["formats"]}
     for state in ("fp32", "bf16", "8bit"):
         alone = told(capsys, config, *asked, "--state", state)["step"]["seconds_per_step"]
         assert compared[state] == pytest.approx(alone)
-    for state, following in ((None, "bf16"), ("bf16", "8bit"), ("8bit", None)):
-        assert main(["plan", str(config), *map(str, asked), *(["--state", state] if state else [])]) == 0
-        rows = [line for line in capsys.readouterr().out.splitlines() if "with other numerics" in line]
-        assert [row.split()[0] for row in rows] == ([f'state="{following}"'] if following else [])
+    assert main(["plan", str(config), *map(str, asked)]) == 0
+    assert "State formats that move fewer bytes" in capsys.readouterr().out
 
 
 def test_the_drives_life(capsys, config):

@@ -256,14 +256,6 @@ def test_a_model_of_70_billion_parameters_is_planned_from_its_config(capsys, tmp
     assert moved <= 28.5 * found["model"]["parameters"]
 
 
-def test_a_picture_is_drawn(capsys, tmp_path):
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "plan.png"
-    assert main(["plan", str(written(tmp_path, "ViT")), "--picture", str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    capsys.readouterr()
-
-
 def test_of_a_device_that_is_not_there(tmp_path, capsys):
     """Host memory is the chunks on the way, whatever the model's size; a budget there is kept, or named."""
     path = written(tmp_path, "Qwen2")

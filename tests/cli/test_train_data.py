@@ -11,7 +11,6 @@ from support.small_folder import CHATML, GENERATION, make_tokenizer, write_rows 
 
 from memascend.cli.train.data import (  # noqa: E402  # noqa: E402
     Batches,
-    Counts,
     Encoder,
     Sequences,
     alone,
@@ -49,9 +48,8 @@ PLAIN = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% 
 
 def encoded(tmp_path, rows, tokenizer=None, max_length=512, name="rows.jsonl"):
     path = write_rows(tmp_path / name, rows)
-    counts = Counts()
     encoder = Encoder(tokenizer or make_tokenizer(), max_length, BEGAN)
-    return list(encoder.run(read_rows(path), counts)), counts
+    return list(encoder.run(read_rows(path))), encoder
 
 
 def learnt(tokenizer, tokens):
@@ -143,8 +141,8 @@ def test_texts_are_packed(tmp_path, kind):
     else:
         path = tmp_path / "text.txt"
         path.write_text(texts[0])
-        counts = Counts()
-        made = list(Encoder(tokenizer, 16, BEGAN).run(read_rows(path), counts))
+        counts = Encoder(tokenizer, 16, BEGAN)
+        made = list(counts.run(read_rows(path)))
     assert [one for tokens in made for one in tokens.ids] == stream[: sum(len(tokens.ids) for tokens in made)]
     assert len(stream) - sum(len(tokens.ids) for tokens in made) < 2
     assert [len(tokens.ids) for tokens in made[:-1]] == [16] * (len(made) - 1)
@@ -153,14 +151,14 @@ def test_texts_are_packed(tmp_path, kind):
 
 
 def test_a_long_text_is_read_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("memascend.cli.train.rows._PIECE_CHARACTERS", 40)
+    monkeypatch.setattr("memascend.cli.train.rows._PART_CHARACTERS", 40)
     tokenizer = make_tokenizer()
     path = tmp_path / "text.txt"
     path.write_text("The model learns.\n" * 20)
     rows = list(read_rows(path))
     assert len(rows) > 3
     assert rows[1].place == f"{path}:4"
-    made = list(Encoder(tokenizer, 1000, BEGAN).run(rows, Counts()))
+    made = list(Encoder(tokenizer, 1000, BEGAN).run(rows))
     # One end, where the text ends.
     assert [one for tokens in made for one in tokens.ids] == [*tokenizer(path.read_text())["input_ids"], 2]
 
@@ -174,7 +172,7 @@ def test_what_is_too_long_is_cut_and_counted(tmp_path):
     made, counts = encoded(tmp_path, rows, max_length=16)
     assert [len(tokens.ids) <= 16 for tokens in made] == [True, True]
     assert (counts.rows, counts.truncated, counts.left_out, counts.sequences) == (3, 2, 1, 2)
-    said = counts.said(16)
+    said = counts.said()
     assert "2 examples cut at --max-length 16" in said
     assert "1 of them left out" in said
 
@@ -202,7 +200,7 @@ def test_a_bad_line_is_named(tmp_path, line, said):
         file.write(f"\n{line}\n")
     template = "{% if messages[0]['role'] == 'bad' %}{{ raise_exception('no such role') }}{% endif %}" + CHATML
     with pytest.raises(ConfigError, match=r"rows\.jsonl:3: .*" + said):
-        list(Encoder(make_tokenizer(template), 512, BEGAN).run(read_rows(path), Counts()))
+        list(Encoder(make_tokenizer(template), 512, BEGAN).run(read_rows(path)))
 
 
 def test_other_bad_files_are_named(tmp_path):
@@ -248,7 +246,7 @@ def make_batches(opened, tmp_path, count, options):
     tokenizer = make_tokenizer()
     rows = [{"prompt": f"{number} ", "completion": "yes" * (1 + number % 3)} for number in range(count)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    sequences = opened.enter_context(Sequences(Encoder(tokenizer, 64, BEGAN).run(read_rows(path), Counts()), tmp_path))
+    sequences = opened.enter_context(Sequences(Encoder(tokenizer, 64, BEGAN).run(read_rows(path)), tmp_path))
     return Batches(
         **{
             "sequences": sequences,

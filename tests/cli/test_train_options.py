@@ -179,6 +179,9 @@ def test_more_epochs_after_the_end(folder, tmp_path, capfd):
     assert same_states(weights_of(tmp_path / "out"), weights_of(tmp_path / "whole/out"))
     _, err = ran(capfd, *arguments(folder, tmp_path, *constant, "--epochs", 1), status=1)
     assert "has done 6 steps, and --epochs 3.0 -> 1.0 would end it at 2" in err
+    twice = ["--epochs", 4, "--data", folder / "rows.jsonl"]
+    _, err = ran(capfd, *arguments(folder, tmp_path, *constant, *twice), status=1)
+    assert "--epochs 3.0 -> 4.0; --data: other tokens" in err
     (tmp_path / "store").unlink()
     _, err = ran(capfd, *arguments(folder, tmp_path, *constant, "--epochs", 4), status=1)
     assert "the training state of" in err
@@ -236,7 +239,7 @@ def test_a_file_has_every_option_and_flags_go_before_it(folder, tmp_path):
     assert (settings.lr, settings.max_steps, settings.packing, settings.merge) == (1e-4, 7, True, False)
     assert (settings.data, settings.storage) == (("a.jsonl", "b.jsonl"), ("store",))
     assert (settings.betas, settings.columns, settings.lora_targets) == ("0.9,0.95", "prompt=question", "q_proj,v_proj")
-    assert settings.pair("betas") == (0.9, 0.95)
+    assert settings.pair_of_betas() == (0.9, 0.95)
     given = read("--config", path, "--lr", 1e-3, "--data", "c.jsonl")
     assert (given.lr, given.data, given.max_steps) == (1e-3, ("c.jsonl",), 7)
     # What is kept of it says the same again.

@@ -49,10 +49,14 @@ def test_each_is_told_of_every_step(told, tmp_path):
     reporters = open_reporters(list(NAMES), tmp_path / "logs", "run-1", {"lr": 0.1})
     for reporter in reporters:
         for step in (3, 4):
-            reporter.add(step, {"loss": step / 2, "grad_norm": 1.5})
+            reporter.event("step", {"step": step, "loss": step / 2, "grad_norm": 1.5, "tokens": 8}, "")
+        reporter.event("step", {"step": 5, "loss": 3.0, "grad_norm": None}, "")
+        reporter.event("eval", {"step": 5, "eval_loss": 2.0}, "")
+        reporter.event("save", {"step": 5, "folder": "out"}, "")
         reporter.close()
     assert told["tensorboard"].begun == [((str(tmp_path / "logs"),), {})]
     figures = [("loss", 1.5, 3), ("grad_norm", 1.5, 3), ("loss", 2.0, 4), ("grad_norm", 1.5, 4)]
+    figures += [("loss", 3.0, 5), ("eval_loss", 2.0, 5)]
     assert told["tensorboard"].figures == [(f"train/{name}", value, step) for name, value, step in figures]
     # The same name goes on with the same run; its folder must be there before.
     ((_, options),) = told["wandb"].begun

@@ -12,7 +12,6 @@ from support.small_folder import make_tokenizer, write_rows  # noqa: E402
 
 from memascend.cli.train.data import (  # noqa: E402  # noqa: E402
     Batch,
-    Counts,
     Encoder,
     Sequences,
     packed,
@@ -42,15 +41,16 @@ ALPACA = {"instruction": "yes?", "input": "", "output": "no"}
 
 
 def encoded(*paths, columns=None, tokenizer=None):
-    tokenizer, counts = tokenizer or make_tokenizer(), Counts()
-    made = list(Encoder(tokenizer, 512, BEGAN).run(read_rows(*paths, columns=columns), counts))
+    tokenizer = tokenizer or make_tokenizer()
+    encoder = Encoder(tokenizer, 512, BEGAN)
+    made = list(encoder.run(read_rows(*paths, columns=columns)))
     return [
         (
             tokenizer.decode(tokens.ids),
             tokenizer.decode([one for one, is_learnt in zip(tokens.ids, tokens.learnt, strict=True) if is_learnt]),
         )
         for tokens in made
-    ], counts
+    ], encoder
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_conversation_is_learnt_whatever_its_shape(tmp_path, row, said):
     ((text, learnt),), counts = encoded(write_rows(tmp_path / "rows.jsonl", [row]))
     assert text == ASKED.format("yes?") + ANSWERED.format("no") + "\n"
     assert learnt == "no<|im_end|>"
-    assert f"1 example of {said}: " in counts.said(512)
+    assert f"1 example of {said}: " in counts.said()
 
 
 def test_alpaca_has_an_input_a_system_and_words_of_its_own(tmp_path):
@@ -139,21 +139,24 @@ def test_columns_have_other_names(tmp_path):
 
 
 def test_an_array_of_json(tmp_path, monkeypatch):
-    monkeypatch.setattr("memascend.cli.train.rows._PIECE_CHARACTERS", 16)
     path = tmp_path / "rows.json"
     for text in (json.dumps([ALPACA] * 3, indent=2), json.dumps([ALPACA] * 3), (json.dumps(ALPACA) + "\n") * 3):
         path.write_text(text)
         assert encoded(path)[1].rows == 3
     for text, said in (
-        (json.dumps([ALPACA, ALPACA])[:-9], "example 2: not valid JSON"),
+        (json.dumps([ALPACA, ALPACA])[:-9], r"rows\.json: not valid JSON"),
         ("[1]", "example 1: an example must be a JSON object, not a int"),
         (json.dumps(ALPACA, indent=2), r"a \.json file must be an array of examples"),
         ("[]", "has no examples"),
-        ('[{"text": "a"} {"text": "b"}]', "example 1: not valid JSON: neither a comma"),
+        ('[{"text": "a"} {"text": "b"}]', "not valid JSON: Expecting ',' delimiter"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=said):
             encoded(path)
+    monkeypatch.setattr("memascend.cli.train.rows._ARRAY_BYTES_MAX", 16)
+    path.write_text(json.dumps([ALPACA]))
+    with pytest.raises(ConfigError, match="write one example on each line"):
+        encoded(path)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "tsv"])
@@ -254,7 +257,7 @@ def test_names_on_the_hub(hub):
 def test_rows_are_packed_in_an_order_that_the_seed_decides(tmp_path):
     rows = [{"prompt": "yes " * (1 + number % 7), "completion": "no"} for number in range(40)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    with Sequences(Encoder(make_tokenizer(), 64, BEGAN).run(read_rows(path), Counts()), tmp_path) as sequences:
+    with Sequences(Encoder(make_tokenizer(), 64, BEGAN).run(read_rows(path)), tmp_path) as sequences:
         packs = packed(sequences, 32, 3)
         assert sorted(row for pack in packs for row in pack) == list(range(40))
         assert all(sum(map(sequences.length, pack)) <= 32 for pack in packs)

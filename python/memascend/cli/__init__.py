@@ -1,11 +1,10 @@
 """The command line: one module or folder for each command, imported when it is called.
 
-Invariant: `--help` of every command is there without torch; what a command needs is imported in functions. A command
-ends with 0 (fine), 1 (a named problem) or 2 (wrong usage), and with `--json` prints one JSON value for programs.
+Invariant: `--help` of every command works without torch; commands import torch in functions. The exit code is 0 (fine),
+1 (a named problem) or 2 (wrong usage). With `--json` a command prints one JSON value for programs.
 
-`train` has the loop, `plan` answers before there is a run, `store` and `doctor` look, `demo` and `bench` compare.
-The commands never do what `offload()` and its optimizer do not offer to everybody, and never change a store that they
-only look at.
+`train` trains, `plan` estimates a run, `store` and `doctor` inspect, `demo` and `bench` compare. Commands use only the
+public functions of `offload()` and its optimizer, and inspection never changes a store.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import difflib
 import importlib
 import re
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from memascend.errors import MemascendError
 from memascend.text import expanded
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-# Each command is a module with add_arguments(parser) and run(options) -> exit status.
+# Each command is a module with add_arguments(parser) and run(options) -> exit code.
 _COMMANDS = {
     "doctor": "Check this machine, and print what to do about each check that is slow or fails.",
     "demo": "Train a model in memory and offloaded, side by side, and compare every bit (one minute).",
@@ -36,7 +35,7 @@ _COMMANDS = {
 }
 
 
-# What `memascend train` offers in place of arguments and methods of `offload()` that errors name.
+# Errors name arguments and methods of `offload()`; `memascend train` has these instead.
 _OWN_WORDS = {
     'none before it: open it with existing="resume"': "none before it: leave --previous out",
     'open it with existing="resume", or give existing="replace"': "give the command that made it, or another --storage",
@@ -47,7 +46,7 @@ _OWN_WORDS = {
     'existing="replace" would write': "a new run in this --storage would write",
     "; keep it with optimizer.save(folder)": "; the model that was saved last stays in --output",
 }
-# Arguments of `offload()` that are options of `memascend train` under the same names, with a value or without.
+# Arguments of `offload()` that are options of `memascend train` with the same names, with a value or without.
 _OPTION = re.compile(
     r"\b(host_memory|device_memory|max_grad_norm|activations|device|storage|state)=(?:(['\"])(.*?)\2)?"
     r"|\b(host_memory|device_memory|max_grad_norm)\b"
@@ -55,7 +54,7 @@ _OPTION = re.compile(
 
 
 class _Parser(argparse.ArgumentParser):
-    """Rejects unknown arguments itself, so that the usage is that of the command that was called."""
+    """Rejects unknown arguments itself, so that the error shows the usage of the command that was called."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -69,22 +68,12 @@ class _Parser(argparse.ArgumentParser):
         return found, unknown
 
 
-class _Version(argparse.Action):
-    """Looks the version up only where it is asked for, which takes as long as all the rest."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib.metadata import version
-
-        print(f"{parser.prog} {version('memascend')}")
-        parser.exit()
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. 0: fine; 1: a named problem; 2: wrong usage; 130: ended by Ctrl-C."""
+    """Run one command. Exit code 0: fine; 1: a named problem; 2: wrong usage; 130: Ctrl-C."""
     parser = _Parser(
         prog="memascend", description="Fine-tune all parameters of models whose training state does not fit in RAM."
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     given = sys.argv[1:] if arguments is None else arguments
     called = next((word for word in given if not word.startswith("-")), None)
@@ -95,6 +84,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command.add_arguments(command_parser)
             command_parser.set_defaults(run=command.run, refuse=command_parser.error)
     options = parser.parse_args([_at_home(word) for word in given])
+    if options.version:
+        from importlib.metadata import version
+
+        print(f"memascend {version('memascend')}")
+        return 0
     if options.command is None:
         parser.print_help()
         return 0
@@ -105,7 +99,7 @@ def _ran(options: argparse.Namespace) -> int:
     try:
         return int(options.run(options))
     except argparse.ArgumentError as error:
-        # What argparse cannot see: arguments that depend on others.
+        # Arguments that depend on others, which argparse cannot check.
         options.refuse(str(error))
     except MemascendError as error:
         print(
@@ -115,11 +109,11 @@ def _ran(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader has seen enough; what is still buffered has nowhere to go.
+        # The reader has closed the pipe: drop the rest of the output.
         sys.stdout = None
         return 0
     except OSError as error:
-        # A file that was named cannot be read or written: the system says which and why.
+        # A named file cannot be read or written; the message of the system names it.
         print(f"memascend {options.command}: {error}", file=sys.stderr)
     return 1
 
@@ -136,7 +130,7 @@ def _flag(found: re.Match[str]) -> str:
 
 
 def _at_home(word: str) -> str:
-    """An argument as a shell would give it: "--storage=~/run" has a "~" that no shell replaces."""
+    """The argument with its "~" replaced: shells leave it in "--storage=~/run"."""
     option, equals, value = word.partition("=")
     if equals and option.startswith("--"):
         return f"{option}={expanded(value)}"

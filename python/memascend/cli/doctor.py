@@ -1,10 +1,9 @@
-"""`memascend doctor`: checks what this machine offers, what will be slow or fail, and says what to do."""
+"""`memascend doctor`: checks this machine, and advises on each check that is slow or fails."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -18,27 +17,18 @@ from memascend.errors import MemascendError
 from memascend.text import bytes_shown, table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterator
 
 
 _PROBE_BYTES = 8 << 20
-# In the folder that the command runs in.
+# In the current folder.
 _GPU_FILE = "memascend-gpu.json"
 
 
 def examine_registration() -> Finding:
-    """Register some memory, in a process that has a CUDA context."""
-    subject = "registration with CUDA"
-    try:
-        region = memory.Region(_PROBE_BYTES, owner="doctor")
-    except MemascendError as error:
-        return Finding(subject=subject, found="no memory for it", verdict="fails", advice=str(error))
-    with region:
-        return registration_of(region, subject, "possible")
-
-
-# The instruction sets that the kernels are written for, widest first, as /proc/cpuinfo names them.
-_INSTRUCTION_SETS = ("avx512f", "avx512_bf16", "avx2", "fma", "f16c", "asimd", "bf16")
+    """Register some memory with CUDA, in a process with a CUDA context."""
+    with memory.Region(_PROBE_BYTES, owner="doctor") as region:
+        return registration_of(region, "registration with CUDA", "possible")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,11 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; 1 where something will fail."""
+    """Print the report. Exit code 1 if a check fails."""
     if options.gpu:
         from memascend.cli import gpu_check
 
-        return gpu_check.run(Path(options.output or _GPU_FILE), as_json=options.json)
+        def machine() -> dict[str, str]:
+            return {finding.subject: finding.found for finding in examine(None)}
+
+        return gpu_check.run(Path(options.output or _GPU_FILE), machine, as_json=options.json)
     if options.output is not None:
         raise argparse.ArgumentError(None, "--output is the file that --gpu writes: give both, or neither")
     findings = list(examine(options.storage))
@@ -75,19 +68,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine(storage: str | None) -> Iterator[Finding]:
-    """Look at everything, in the order in which it is shown."""
-    checks: list[Callable[[], Iterable[Finding]]] = [
-        _system,
-        _processor,
-        _memory,
-        _regions,
-        examine_ring,
-        _torch,
-        _triton,
-        _kernels,
-    ]
-    for check in checks:
-        yield from check()
+    """Run all checks."""
+    for check in (_system, _memory, _regions, examine_ring, _torch, _triton, _kernels):
+        try:
+            yield from check()
+        except MemascendError as error:
+            name = check.__name__.removeprefix("_")
+            yield Finding(subject=name, found="none to be had", verdict="fails", advice=str(error))
     if storage is not None:
         yield from examine_storage(Path(storage))
 
@@ -95,26 +82,8 @@ def examine(storage: str | None) -> Iterator[Finding]:
 def _system() -> Iterator[Finding]:
     yield Finding(subject="system", found=f"{platform.system()} {platform.release()} {platform.machine()}")
     yield Finding(subject="python", found=platform.python_version())
-
-
-def _processor() -> Iterator[Finding]:
-    try:
-        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        yield Finding(subject="processor", found=f"unknown: {error}")
-        return
-    flags = {
-        flag for line in cpuinfo if line.startswith(("flags", "Features")) for flag in line.partition(":")[2].split()
-    }
-    has = [name for name in _INSTRUCTION_SETS if name in flags]
-    cores = len(os.sched_getaffinity(0))
-    wide = {"avx512f", "avx2", "asimd"} & flags
-    yield Finding(
-        subject="processor",
-        found=f"{cores} cores, {' '.join(has) or 'no vector instructions that are used here'}",
-        verdict="fine" if wide else "slower",
-        advice="" if wide else "the portable arithmetic is used, several times slower than with AVX2",
-    )
+    yield Finding(subject="memascend", found=importlib.metadata.version("memascend"))
+    yield Finding(subject="processor", found=f"{len(os.sched_getaffinity(0))} cores")
 
 
 def _memory() -> Iterator[Finding]:
@@ -137,18 +106,12 @@ def _memory() -> Iterator[Finding]:
 
 
 def _regions() -> Iterator[Finding]:
-    try:
-        region = memory.Region(_PROBE_BYTES, owner="doctor")
-    except MemascendError as error:
-        yield Finding(subject="regions", found="none to be had", verdict="fails", advice=str(error))
-        return
-    with region:
-        huge, why_not_huge = region.huge_bytes, region.why_not_huge
+    with memory.Region(_PROBE_BYTES, owner="doctor") as region:
         yield Finding(
             subject="huge pages",
-            found=f"{bytes_shown(huge)} of {bytes_shown(region.mapped_bytes)}",
-            verdict="slower" if why_not_huge else "fine",
-            advice=why_not_huge or "",
+            found=f"{bytes_shown(region.huge_bytes)} of {bytes_shown(region.mapped_bytes)}",
+            verdict="slower" if region.why_not_huge else "fine",
+            advice=region.why_not_huge or "",
         )
         yield Finding(
             subject="pinning",
@@ -161,25 +124,25 @@ def _regions() -> Iterator[Finding]:
 def _torch() -> Iterator[Finding]:
     import torch
 
-    yield Finding(subject="torch", found=f"{torch.__version__}, {torch.get_num_threads()} threads")
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    yield Finding(subject="torch", found=f"{torch.__version__}, {built}, {torch.get_num_threads()} threads")
     if not torch.cuda.is_available():
         yield Finding(subject="GPU", found="none; models compute on the CPU")
         return
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        yield Finding(subject=f"GPU {index}", found=f"{properties.name}, {bytes_shown(properties.total_memory)}")
-    # Which makes the context that registering asks for.
+        about = f"{properties.name}, {bytes_shown(properties.total_memory)}, {properties.major}.{properties.minor}"
+        yield Finding(subject=f"GPU {index}", found=about)
+    # Registration needs a CUDA context, which this makes.
     torch.zeros(1, device="cuda")
     yield examine_registration()
 
 
 def _triton() -> Iterator[Finding]:
-    if importlib.util.find_spec("triton") is None:
-        yield Finding(subject="triton", found="not installed; on a GPU torch's own operations are used")
-    else:
-        # Its distribution has other names in nightly and ROCm builds of torch.
-        names = importlib.metadata.packages_distributions().get("triton", [])
-        yield Finding(subject="triton", found=importlib.metadata.version(names[0]) if names else "of unknown version")
+    # Nightly and ROCm builds of torch have it in distributions with other names.
+    names = importlib.metadata.packages_distributions().get("triton", [])
+    absent = "not installed; on a GPU torch's own operations are used"
+    yield Finding(subject="triton", found=importlib.metadata.version(names[0]) if names else absent)
 
 
 def _kernels() -> Iterator[Finding]:
@@ -188,15 +151,14 @@ def _kernels() -> Iterator[Finding]:
     from memascend import kernels
 
     for device in ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))):
-        subject = f"kernels on {device}"
-        try:
-            route = kernels.route(device)
-        except MemascendError as error:
-            yield Finding(subject=subject, found="none", verdict="fails", advice=str(error))
-            continue
+        route = kernels.route(device)
         slow = route.name == "torch" or route.why == "portable"
         advice = f"several times slower than it could be: {route.name}, because {route.why}" if slow else ""
         if route.why == "portable":
             advice = "arithmetic for any processor, several times slower than with AVX2, AVX-512 or NEON"
-        found = f"{route.name} ({route.why})"
-        yield Finding(subject=subject, found=found, verdict="slower" if slow else "fine", advice=advice)
+        yield Finding(
+            subject=f"kernels on {device}",
+            found=f"{route.name} ({route.why})",
+            verdict="slower" if slow else "fine",
+            advice=advice,
+        )

@@ -1,4 +1,4 @@
-"""Checks a GPU in two minutes: pinning, copies, bits of kernels and of a small training; writes a file for a report."""
+"""Checks a GPU in two minutes: pinning, copies, bits of the kernels and of a small training. Writes a report file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,6 @@ import time
 import traceback
 import warnings
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 
 _PINNED_BYTES = 256 << 20
 _COPIES = 8
-# Beside the sizes at which blocks of a kernel begin and end.
+# Sizes beside the boundaries of a kernel's blocks.
 _SIZES = (1, 2047, 2049, 32_769, 1_000_003)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDTH, _BLOCKS, _BATCH, _STEPS = 256, 4, 64, 4
@@ -41,9 +39,9 @@ Figures = dict[str, Any]
 Waits = Literal["fused", "ssd", "ram"]
 
 
-def run(output: Path, *, as_json: bool) -> int:
-    """Check the first device, print what was found, and write the file; 2 where there is no device, 1 for a failure."""
-    # Before the context is made: cuBLAS takes what it says for the same bits in each run.
+def run(output: Path, machine: Callable[[], dict[str, str]], *, as_json: bool) -> int:
+    """Check the current device, print the report, write the file. Exit code 2 without a device, 1 for a failure."""
+    # cuBLAS reads it with the context; with it, each run has the same bits.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if (missing := _missing()) is not None:
         print(f"memascend doctor --gpu: {missing}; nothing was checked, and nothing written", file=sys.stderr)
@@ -53,6 +51,7 @@ def run(output: Path, *, as_json: bool) -> int:
         return 2
     with tempfile.TemporaryDirectory(prefix=".memascend-gpu-", dir=output.parent) as folder:
         report = checked(torch.device("cuda", torch.cuda.current_device()), Path(folder))
+    report["machine"] = {**machine(), "link": _link()}
     text = json.dumps(report, indent=1) + "\n"
     partial = output.with_name(f".{output.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
@@ -63,11 +62,11 @@ def run(output: Path, *, as_json: bool) -> int:
 
 
 def _missing() -> str | None:
-    """Why there is no device to check."""
+    """The reason why there is no device."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is not a build for CUDA: install one as https://pytorch.org says"
     with warnings.catch_warnings():
-        # Of torch, about the driver: the line below says where to look.
+        # torch warns about the driver; the message below has advice.
         warnings.simplefilter("ignore")
         there = torch.cuda.is_available()
     if not there:
@@ -76,7 +75,7 @@ def _missing() -> str | None:
 
 
 def checked(device: torch.device, folder: Path) -> dict[str, Any]:
-    """All that is found; a check that fails says how, and the others go on."""
+    """The report of all checks. A check that raises is recorded, and the others still run."""
     checks: dict[str, Callable[[], Iterator[tuple[Finding, Figures]]]] = {
         "pinning": lambda: _pinning(device),
         "copies": lambda: _copies(device),
@@ -94,7 +93,7 @@ def checked(device: torch.device, folder: Path) -> dict[str, Any]:
             results.append({**asdict(failure), "figures": {}, "trace": traceback.format_exc()})
         ok = ok and all(result["verdict"] != "fails" for result in results)
         entries.append({"check": name, "seconds": round(time.perf_counter() - began, 3), "findings": results})
-    return {"ok": ok, "machine": _machine(device), "checks": entries}
+    return {"ok": ok, "machine": {}, "checks": entries}
 
 
 def shown(report: dict[str, Any]) -> str:
@@ -106,32 +105,8 @@ def shown(report: dict[str, Any]) -> str:
     return f"{about}\n\n{table(('what', 'verdict', 'found'), rows)}\n{''.join(advice)}"
 
 
-def _machine(device: torch.device) -> dict[str, Any]:
-    about: dict[str, Any] = {
-        "memascend": version("memascend"),
-        "torch": torch.__version__,
-        "CUDA": torch.version.cuda,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cores": len(os.sched_getaffinity(0)),
-        "host memory": memory.limits()["available"],
-        "device": str(device),
-    }
-    with contextlib.suppress(ImportError):
-        import triton
-
-        about["triton"] = triton.__version__
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        about["GPU"] = properties.name
-        about["compute capability"] = f"{properties.major}.{properties.minor}"
-        about["device memory"] = properties.total_memory
-        about["link"] = _link()
-    return about
-
-
 def _link() -> str | None:
-    """What the driver says of itself and of the bus."""
+    """The driver's version and the link of the device."""
     asked = "name,driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current"
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
@@ -149,7 +124,7 @@ def _link() -> str | None:
 
 
 def _pinning(device: torch.device) -> Iterator[tuple[Finding, Figures]]:
-    # Which makes the context that registering asks for.
+    # Registration needs a CUDA context, which this makes.
     torch.zeros(1, device=device)
     began = time.perf_counter()
     with Region(_PINNED_BYTES, owner="doctor") as region:
@@ -168,10 +143,10 @@ def _copies(device: torch.device) -> Iterator[tuple[Finding, Figures]]:
 
 
 def _copied(device: torch.device, host: torch.Tensor) -> tuple[Figures, bool]:
-    """Bytes a second of copies between halves of memory here and there; whether all of it has arrived."""
+    """Bytes a second of copies between host and device, and whether all bytes arrived."""
     there = torch.empty_like(host, device=device)
     (source, back), (first, second) = host.chunk(2), there.chunk(2)
-    # A prime: a part that is left out, or comes twice, shows.
+    # The period is prime, so that a missing or repeated part is noticed.
     pattern = (torch.arange(source.numel(), dtype=torch.int32, device="cpu") % 251).to(torch.uint8)
     source.copy_(pattern)
     back.zero_()
@@ -188,7 +163,7 @@ def _copied(device: torch.device, host: torch.Tensor) -> tuple[Figures, bool]:
 
 
 def _rate(device: torch.device, copies: Sequence[Callable[[], Any]], nbytes: int) -> float:
-    """Bytes a second of each of several copies that go on at once, each on a stream of its own."""
+    """Bytes a second of each of several concurrent copies, each on a stream of its own."""
     streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in copies]
     _wait(device)
 
@@ -218,39 +193,30 @@ def _randoms(numel: int, seed: int) -> torch.Tensor:
 
 
 def _differing(left: torch.Tensor, right: torch.Tensor) -> int:
-    """How many elements have other bits; a NaN has those of itself."""
+    """The number of elements with other bits."""
     kind = {2: torch.int16, 4: torch.int32}[left.element_size()]
     return int((left.detach().cpu().contiguous().view(kind) != right.detach().cpu().contiguous().view(kind)).sum())
 
 
-def _compared(subject: str, wrong: dict[str, str], cases: int, figures: Figures) -> tuple[Finding, Figures]:
-    figures = {**figures, "cases": cases, "different": wrong}
-    if not wrong:
-        return Finding(subject=subject, found=f"the bits of the CPU in {cases} cases"), figures
-    first = next(iter(wrong.items()))
-    advice = f"{first[0]}: {first[1]}; the file has all: this is a bug, or the GPU is faulty: please report it"
-    return (
-        Finding(subject=subject, found=f"{len(wrong)} of {cases} cases DIFFER", verdict="fails", advice=advice),
-        figures,
-    )
+def _compared(
+    subject: str, wrong: dict[str, str], cases: int, figures: Figures | None = None
+) -> tuple[Finding, Figures]:
+    found, advice = f"the bits of the CPU in {cases} cases", ""
+    if wrong:
+        case, difference = next(iter(wrong.items()))
+        found = f"{len(wrong)} of {cases} cases DIFFER"
+        advice = f"{case}: {difference}; the file has all: this is a bug, or the GPU is faulty: please report it"
+    verdict: Literal["fine", "fails"] = "fails" if wrong else "fine"
+    finding = Finding(subject=subject, found=found, verdict=verdict, advice=advice)
+    return finding, {**(figures or {}), "cases": cases, "different": wrong}
 
 
 def _kernels(device: torch.device) -> Iterator[tuple[Finding, Figures]]:
-    route = kernels.route(device)
-    yield (
-        Finding(
-            subject="kernels",
-            found=f"{route.name} ({route.why})",
-            verdict="fine" if route.name == "triton" else "slower",
-            advice="" if route.name == "triton" else f"torch's own operations, because {route.why}",
-        ),
-        {"route": route.name, "why": route.why},
-    )
     yield _compared("overflow check and norm", *_check_bits(device))
     yield _compared("AdamW and Adam", *_adam_bits(device))
 
 
-def _check_bits(device: torch.device) -> tuple[dict[str, str], int, Figures]:
+def _check_bits(device: torch.device) -> tuple[dict[str, str], int]:
     wrong: dict[str, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     for dtype in _DTYPES:
@@ -258,7 +224,7 @@ def _check_bits(device: torch.device) -> tuple[dict[str, str], int, Figures]:
             values = (_randoms(numel, numel) * 2.0 ** (_randoms(numel, 1) * 12)).to(dtype)
             tensors[f"{dtype} {numel}"] = values
             for bad in (math.inf, math.nan):
-                # At the first, the last and one between: also where a block ends.
+                # In the middle or at the end, where a block ends, too.
                 spoilt = values.clone()
                 spoilt[(numel - 1) if math.isnan(bad) else numel // 2] = bad
                 tensors[f"{dtype} {numel} with {bad}"] = spoilt
@@ -267,7 +233,7 @@ def _check_bits(device: torch.device) -> tuple[dict[str, str], int, Figures]:
     kernels.begin_check(there, sums)
     for (name, values), found in zip(tensors.items(), kernels.found_in(sums), strict=True):
         expected = kernels.checked(values)
-        # As text: a NaN is another one's equal.
+        # Compared as text, in which NaN equals NaN.
         if str(found) != str(expected):
             wrong[name] = f"found {found[0], rounded(found[1])}, and the CPU {expected[0], rounded(expected[1])}"
     finite = [values for name, values in tensors.items() if "with" not in name]
@@ -278,10 +244,10 @@ def _check_bits(device: torch.device) -> tuple[dict[str, str], int, Figures]:
         wrong["unscaled by 1/3"] = "values differ"
     if kernels.route(device).name == "triton" and float(norm) != float(norm_there):
         wrong["norm, unscaled"] = f"{float(norm)!r}, and the CPU {float(norm_there)!r}"
-    return wrong, len(tensors) + 2, {}
+    return wrong, len(tensors) + 2
 
 
-def _adam_bits(device: torch.device) -> tuple[dict[str, str], int, Figures]:
+def _adam_bits(device: torch.device) -> tuple[dict[str, str], int]:
     wrong: dict[str, str] = {}
     cases = 0
     for update in (kernels.adamw, kernels.adam):
@@ -302,28 +268,23 @@ def _adam_bits(device: torch.device) -> tuple[dict[str, str], int, Figures]:
                     wrong[f"{update.__name__}, {dtype} gradient, {half}, {numel}"] = ", ".join(
                         f"{count} of {name}" for name, count in named if count
                     )
-    return wrong, cases, {}
+    return wrong, cases
 
 
 # --- a training --------------------------------------------------------------------------
 
 
-class _Block(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(_WIDTH)
-        self.wide = torch.nn.Linear(_WIDTH, 4 * _WIDTH)
-        self.narrow = torch.nn.Linear(4 * _WIDTH, _WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.narrow(torch.nn.functional.gelu(self.wide(self.norm(x))))
-        return y
-
-
 def _model(dtype: torch.dtype) -> torch.nn.Sequential:
+    nn = torch.nn
+
+    def block() -> torch.nn.Module:
+        return nn.Sequential(
+            nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH)
+        )
+
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        return torch.nn.Sequential(*(_Block() for _ in range(_BLOCKS)), torch.nn.Linear(_WIDTH, 16)).to(dtype)
+        return nn.Sequential(*(block() for _ in range(_BLOCKS)), nn.Linear(_WIDTH, 16)).to(dtype)
 
 
 def _loss(model: torch.nn.Module, step: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -333,7 +294,7 @@ def _loss(model: torch.nn.Module, step: int, dtype: torch.dtype, device: torch.d
 
 
 def _in_memory(device: torch.device, dtype: torch.dtype, clip: float | None) -> tuple[list[Any], list[torch.Tensor]]:
-    """Computed by the device, updated by the CPU's kernel; losses and norms, and the parameters."""
+    """Losses and norms, and the parameters, of training on the device with updates by the CPU's kernel."""
     model = _model(dtype).to(device)
     parameters = list(model.parameters())
     masters = [p.detach().float().cpu().clone() for p in parameters]
@@ -393,7 +354,7 @@ def _training(device: torch.device, folder: Path) -> Iterator[tuple[Finding, Fig
         for gradients, dtype, clip in cases:
             name = f"{gradients}, {dtype}"
             said, expected = _in_memory(device, dtype, clip)
-            # The host computes with as many threads for both; what the device computes is compared with itself.
+            # Both sides compute on the same device, and update on the host.
             again, found = _offloaded(device, dtype, clip, folder, gradients)
             figures[name] = {"losses": [str(loss) for loss, _ in again], "norms": [str(norm) for _, norm in again]}
             if said != again:

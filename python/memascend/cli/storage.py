@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What was looked at, what was found, and what to do about it."""
+    """The result of a check, and advice."""
 
     subject: str
     found: str
@@ -35,7 +35,7 @@ class Finding:
 
 
 def registration_of(region: memory.Region, subject: str, found: str) -> Finding:
-    """Whether CUDA took a region that was made in a process with its context; `found` is said where it did."""
+    """Whether CUDA registered a region, in a process with a CUDA context; `found` describes success."""
     if region.pinned == "cuda":
         return Finding(subject=subject, found=found)
     return Finding(
@@ -51,7 +51,7 @@ Pattern = Literal["read", "write", "mixed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What a transfer took."""
+    """The cost of a transfer."""
 
     nbytes: int
     seconds: float
@@ -79,7 +79,7 @@ def blocks(nbytes: int, count: int) -> Iterator[list[torch.Tensor]]:
         tensors = [arena.lease(nbytes).tensor(nbytes, torch.uint8) for _ in range(count)]
         tensors[0].random_(256)
         for tensor in tensors[1:]:
-            # Turned by a little, so that no two are equal to a device that looks for that.
+            # Rotated, so that a device that deduplicates finds no two alike.
             tensor.copy_(tensors[0].roll(4099))
         yield tensors
 
@@ -87,10 +87,9 @@ def blocks(nbytes: int, count: int) -> Iterator[list[torch.Tensor]]:
 def transfer(
     volume: Volume, tensors: list[torch.Tensor], pattern: Pattern, nbytes: int, seconds: float | None = None
 ) -> Speed:
-    """Move at least `nbytes`, or for at least `seconds`, from the volume's beginning on and round again.
+    """Move at least `nbytes`, or for at least `seconds`, from the volume's beginning to its end and again.
 
-    As many operations are in flight as there are tensors. "mixed" reads and writes in turn, each one block after the
-    other from the beginning on, as fio does.
+    One operation for each tensor is in flight. "mixed" reads and writes in turn, each sequentially, as fio does.
     """
     block = tensors[0].nbytes
     places = max(1, volume.size // block)
@@ -116,10 +115,10 @@ def _cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-# What is written and read to see the speed: enough to leave a drive's own cache behind a little, gone in seconds.
+# The bytes of a measurement: more than a small drive cache takes, and moved in seconds.
 _TRIAL_BYTES = 512 << 20
 _TRIAL_SECONDS = 1.5
-# The transfer that every disk measured was fastest with.
+# The size and depth that were fastest on every measured disk.
 _BLOCK_BYTES, _DEPTH = 1 << 20, 8
 # Below this a step of a small model takes minutes.
 _SLOW_GB_PER_SECOND = 0.5
@@ -140,50 +139,64 @@ def examine_ring() -> Iterator[Finding]:
 
 
 def examine_storage(path: Path) -> Iterator[Finding]:
-    """What `path`, a folder, a file or a raw device, offers. Nothing that is there is written to."""
+    """Check `path`, a folder, a file or a raw device. Existing data is not changed."""
     if path.is_block_device():
         yield from _device(path)
         return
-    folder = path if path.is_dir() else path.parent
+    problem = _unusable(path)
+    if problem is not None:
+        yield _fails(path, problem)
+        return
+    folder = _folder_of(path)
+    yield Finding(subject="storage", found=f"{path}, {file_system(folder)}, {bytes_shown(_space(folder)[0])} free")
+    try:
+        with _trial(folder) as volume:
+            yield from _volume(volume, ("write", "read"))
+    except MemascendError as error:
+        yield Finding(subject="storage trial", found="failed", verdict="fails", advice=str(error))
+
+
+def _folder_of(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
+
+
+def _unusable(path: Path) -> str | None:
+    """The reason why no store can be made at `path`, and what to do; None: one can."""
+    folder = _folder_of(path)
     if not folder.is_dir():
-        yield _fails(path, f"{folder} does not exist: make it")
-    elif os.statvfs(folder).f_flag & os.ST_RDONLY:
-        yield _fails(path, f"{folder} is on a read-only file system; remount it, or choose another")
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        yield _fails(path, f"{folder} cannot be written to by this user; change its owner or mode, or choose another")
-    else:
-        yield from _folder(path, folder)
+        return f"{folder} does not exist: make it"
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:
+        return f"{folder} is on a read-only file system; remount it, or choose another"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"{folder} cannot be written to by this user; change its owner or mode, or choose another"
+    kind = file_system(folder)
+    if kind in _MEMORY:
+        return f"{folder} is a {kind}, which lives in RAM and so defeats offloading; choose a disk"
+    free, trial = _space(folder)
+    if trial == 0:
+        return f"{folder} is full ({bytes_shown(free)} free): free disk space, or choose another disk"
+    return None
+
+
+@contextmanager
+def _trial(folder: Path) -> Iterator[Volume]:
+    """A volume for a measurement."""
+    # The file loses its name at once, so that nothing is left behind.
+    with (
+        tempfile.NamedTemporaryFile(dir=folder, prefix=".memascend-trial-") as file,
+        nvme.open(file.name, size=_space(folder)[1]) as volume,
+    ):
+        yield volume
 
 
 def _fails(path: Path, advice: str) -> Finding:
     return Finding(subject="storage", found=str(path), verdict="fails", advice=advice)
 
 
-def _folder(path: Path, folder: Path) -> Iterator[Finding]:
-    kind, (free, trial) = file_system(folder), _room(folder)
-    if kind in _MEMORY:
-        yield _fails(path, f"{folder} is a {kind}, which lives in RAM and so defeats offloading; choose a disk")
-        return
-    yield Finding(subject="storage", found=f"{path}, {kind}, {bytes_shown(free)} free")
-    if trial == 0:
-        yield Finding(
-            subject="room", found=bytes_shown(free), verdict="fails", advice="free some, or choose another disk"
-        )
-        return
-    # The name goes at once, so that nothing is left behind whatever happens.
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".memascend-doctor-") as file:
-        try:
-            with nvme.open(file.name, size=trial) as volume:
-                yield from _volume(volume)
-                yield from _speed(volume, write=True)
-        except MemascendError as error:
-            yield Finding(subject="storage trial", found="failed", verdict="fails", advice=str(error))
-
-
-def _room(folder: Path) -> tuple[int, int]:
-    """Bytes that are free there, and how many of them a trial takes."""
-    room = os.statvfs(folder)
-    free = room.f_bavail * room.f_frsize
+def _space(folder: Path) -> tuple[int, int]:
+    """Free bytes, and the bytes of them that a measurement takes."""
+    space = os.statvfs(folder)
+    free = space.f_bavail * space.f_frsize
     return free, min(_TRIAL_BYTES, free // 4) // _BLOCK_BYTES * _BLOCK_BYTES
 
 
@@ -191,13 +204,14 @@ def _device(path: Path) -> Iterator[Finding]:
     try:
         with nvme.open(path) as volume:
             yield Finding(subject="storage", found=f"{path}, a raw device of {bytes_shown(volume.size)}, free to use")
-            yield from _volume(volume)
-            yield from _speed(volume, write=False)
+            yield from _volume(volume, ("read",))
+            yield Finding(subject="sequential write", found="not tried: it would overwrite what is on the device")
     except MemascendError as error:
         yield _fails(path, str(error))
 
 
-def _volume(volume: Volume) -> Iterator[Finding]:
+def _volume(volume: Volume, patterns: Sequence[Pattern]) -> Iterator[Finding]:
+    """How the volume does its I/O, and how fast."""
     (device,) = volume.devices()
     if volume.direct:
         yield Finding(subject="direct I/O", found=f"yes, aligned to {volume.alignment} bytes")
@@ -205,21 +219,23 @@ def _volume(volume: Volume) -> Iterator[Finding]:
         advice = f"{device['why_buffered']}; every byte goes through the page cache: slower, and it takes memory"
         yield Finding(subject="direct I/O", found="no", verdict="slower", advice=advice)
     yield Finding(subject="I/O backend", found=volume.backend, verdict="slower" if volume.why_not else "fine")
-
-
-def _speed(volume: Volume, *, write: bool) -> Iterator[Finding]:
-    speeds = _measured(volume, ("write", "read") if write else ("read",))
-    yield from (_judged(f"sequential {pattern}", speed.gb_per_second) for pattern, speed in speeds.items())
-    if not write:
-        yield Finding(subject="sequential write", found="not tried: it would overwrite what is on the device")
+    faster = "every parameter moves about 28 bytes in a step: a faster disk, or several, make it faster"
+    for pattern, speed in _measured(volume, patterns).items():
+        slow = speed.gb_per_second < _SLOW_GB_PER_SECOND
+        yield Finding(
+            subject=f"sequential {pattern}",
+            found=f"{speed.gb_per_second:.2f} GB/s",
+            verdict="slower" if slow else "fine",
+            advice=faster if slow else "",
+        )
 
 
 def _measured(volume: Volume, patterns: Sequence[Pattern]) -> dict[str, Speed]:
-    """By pattern; where one writes, the volume is filled first."""
+    """The speed of each pattern; the volume is filled before a pattern that writes."""
     speeds: dict[str, Speed] = {}
     with blocks(_BLOCK_BYTES, _DEPTH) as tensors:
         if set(patterns) != {"read"}:
-            # The first pass fills what was only reserved, which a run does once.
+            # The first pass writes blocks that were only reserved; a run does so once.
             transfer(volume, tensors, "write", volume.size, _TRIAL_SECONDS)
         for pattern in patterns:
             speeds[pattern] = transfer(volume, tensors, pattern, 8 * volume.size, _TRIAL_SECONDS)
@@ -229,46 +245,26 @@ def _measured(volume: Volume, patterns: Sequence[Pattern]) -> dict[str, Speed]:
 
 
 def speeds_at(path: Path) -> dict[str, Speed]:
-    """Where `path` is, of reads, of writes, and of both in turn ("mixed"); of a raw device of reads alone.
+    """The speed of reads, of writes, and of both in turn ("mixed"); of a raw device, of reads alone.
 
     Raises:
-        StorageError: no store can be there; the message says why.
+        StorageError: no store can be made there.
     """
     if path.is_block_device():
         with nvme.open(path) as volume:
             return _measured(volume, ("read",))
-    folder = path if path.is_dir() else path.parent
-    if not folder.is_dir():
-        raise StorageError(f"{folder} does not exist: make it")
-    if file_system(folder) in _MEMORY:
-        raise StorageError(f"{folder} lives in RAM, which defeats offloading; choose a disk")
-    _, trial = _room(folder)
-    if trial == 0:
-        raise StorageError(f"{folder} is full: free disk space, or choose another disk")
-    with (
-        tempfile.NamedTemporaryFile(dir=folder, prefix=".memascend-plan-") as file,
-        nvme.open(file.name, size=trial) as volume,
-    ):
+    problem = _unusable(path)
+    if problem is not None:
+        raise StorageError(problem)
+    with _trial(_folder_of(path)) as volume:
         return _measured(volume, ("read", "write", "mixed"))
 
 
-def _judged(subject: str, gb_per_second: float) -> Finding:
-    slow = gb_per_second < _SLOW_GB_PER_SECOND
-    return Finding(
-        subject=subject,
-        found=f"{gb_per_second:.2f} GB/s",
-        verdict="slower" if slow else "fine",
-        advice="every parameter moves about 28 bytes in a step: a faster disk, or several, make it faster"
-        if slow
-        else "",
-    )
-
-
 def disk_folder() -> Path:
-    """The first of the folders for temporary files, and this one, that is on a disk and may be written to.
+    """The first writable folder on a disk among those for temporary files and the current one.
 
     Raises:
-        StorageError: None is.
+        StorageError: there is none.
     """
     for place in (Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()):  # noqa: S108
         if os.access(place, os.W_OK | os.X_OK) and file_system(place) not in _MEMORY:

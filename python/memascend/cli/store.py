@@ -1,4 +1,4 @@
-"""`memascend store`: shows what a store holds, and verifies it."""
+"""`memascend store`: shows the contents of a store, and verifies it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Look or check; what is wrong with the store is said with its place, and 1."""
+    """Run the action. Exit code 1 if the store is damaged."""
     action = {"info": _info, "verify": _verify}[options.action]
     return action(options.paths, as_json=options.json)
 
@@ -78,7 +78,7 @@ def _describe(store: storage.Store, *, as_json: bool) -> None:
 
 
 def _summary(info: dict[str, Any], entries: list[dict[str, Any]]) -> str:
-    """What is in the store, for somebody who has forgotten which one it is."""
+    """A summary of the store, which identifies it."""
     trained = [entry for entry in entries if not entry["buffer"]]
     elements = sum(math.prod(entry["shape"]) for entry in trained)
     kinds = sorted({entry["dtype"] for entry in trained})
@@ -117,7 +117,7 @@ def _verify(paths: list[str], *, as_json: bool) -> int:
         _tell(commits, seconds)
         for copy in damaged:
             print(f"{copy}; its other copy is whole, and the next training step repairs it")
-    # Damaged copies lose nothing, and yet something is wrong.
+    # A damaged copy loses nothing, but something is wrong.
     return 0 if commits[0].whole and not damaged else 1
 
 
@@ -129,7 +129,7 @@ def _damaged_copies(paths: list[str]) -> list[str]:
         with storage.look(paths) as store:
             return store.damaged()
     except CorruptionError:
-        # No catalog is whole, which is said already.
+        # No catalog is complete, which is reported already.
         return []
 
 

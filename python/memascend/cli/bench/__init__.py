@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import argparse
 
-# Each module has SUMMARY, add_arguments(parser) and run(options) -> exit status.
+# Each module has SUMMARY, add_arguments(parser) and run(options) -> exit code.
 _SUBJECTS = ("io", "update")
 
 

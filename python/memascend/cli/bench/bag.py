@@ -1,6 +1,6 @@
 """Generates the parameters and gradients of `bench update`: equal numbers in every process and torch version.
 
-Read also in a peer's environment: nothing of ours is imported.
+DeepSpeed's environment imports this file, too, so it imports nothing of ours.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def described() -> dict[str, str | int]:
-    """Processor, memory, system, versions and the day."""
+    """The machine, versions and the date."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(": ")[2] for line in lines if line.startswith(("model name", "CPU part"))]
     return {
@@ -50,7 +50,7 @@ def _fio_version() -> str:
     return subprocess.run(["fio", "--version"], check=False, capture_output=True, text=True).stdout.strip()
 
 
-# Over the file in one measurement, ours and fio's: the start of either is then a small part of it.
+# Passes over the file in one measurement, so that the start takes a small part of it.
 PASSES = 2
 _FIO_PATTERNS = {"read": "read", "write": "write", "mixed": "rw"}
 _HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
@@ -59,12 +59,12 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 @contextmanager
 def huge_pages(nbytes: int) -> Iterator[Path | None]:
-    """A file on a hugetlbfs for `fio --iomem=mmaphuge:FILE`; None where this process may not make one."""
+    """A file on a hugetlbfs for `fio --iomem=mmaphuge:FILE`; None: this process may not make one."""
     with tempfile.TemporaryDirectory(prefix="memascend-huge-") as folder:
         mounted = False
         try:
             before = _HUGE_PAGES.read_text()
-            # fio aligns its buffers and rounds up to 4 MiB, and aborts where it finds too few.
+            # fio aligns its buffers, rounds up to 4 MiB, and aborts if there are too few pages.
             _HUGE_PAGES.write_text(str(int(before) + nbytes // _HUGE_PAGE_BYTES + 4))
         except OSError:
             yield None
@@ -82,24 +82,12 @@ def huge_pages(nbytes: int) -> Iterator[Path | None]:
 def fio(
     path: Path, pattern: str, block: int, depth: int, nbytes: int, huge: Path | None, *, reads_percent: int = 50
 ) -> Speed:
-    """Run fio with io_uring and direct I/O; its own clock and its own account of processor time."""
+    """Run fio with io_uring and direct I/O; the times are fio's own."""
     if shutil.which("fio") is None:
         raise ConfigError("fio is not installed: apt-get install fio")
-    words = [
-        "fio",
-        "--name=peer",
-        f"--filename={path}",
-        f"--rw={_FIO_PATTERNS[pattern]}",
-        f"--rwmixread={reads_percent}",
-        f"--bs={block}",
-        f"--iodepth={depth}",
-        f"--size={nbytes}",
-        f"--loops={PASSES}",
-        "--ioengine=io_uring",
-        "--direct=1",
-        "--allow_mounted_write=1",
-        "--output-format=json",
-    ]
+    what = f"--rw={_FIO_PATTERNS[pattern]} --rwmixread={reads_percent} --bs={block} --iodepth={depth} --size={nbytes}"
+    how = f"--loops={PASSES} --ioengine=io_uring --direct=1 --allow_mounted_write=1 --output-format=json"
+    words = ["fio", "--name=peer", f"--filename={path}", *what.split(), *how.split()]
     if huge is not None:
         words.append(f"--iomem=mmaphuge:{huge}")
     done = subprocess.run(words, check=False, capture_output=True, text=True)
@@ -114,7 +102,7 @@ def fio(
 SUMMARY = "bandwidth and processor time of storage, beside fio"
 MIB = 1 << 20
 PATTERNS = ("read", "write", "mixed")
-# What the headline compares: the size and depth at which every disk measured was fastest.
+# The size and depth that were fastest on every measured disk.
 BLOCK_BYTES, DEPTH = MIB, 8
 Case = Callable[[], Speed]
 
@@ -127,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def require_measurable(options: argparse.Namespace) -> None:
-    """Refuse sizes that the start of a measurement would decide.
+    """Reject sizes at which the start dominates the measurement.
 
     Raises:
         ConfigError: --size or --rounds is too small.
@@ -137,7 +125,7 @@ def require_measurable(options: argparse.Namespace) -> None:
 
 
 def about(options: argparse.Namespace, bench: Bench) -> dict[str, Any]:
-    """What the figures are of, as JSON values."""
+    """The conditions of the measurement as JSON values."""
     return {
         "machine": described(),
         "size_bytes": bench.nbytes,
@@ -163,7 +151,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class Bench:
-    """What the measurements share: folder, sizes, peers."""
+    """The folder, sizes and baselines of the measurements."""
 
     def __init__(
         self,
@@ -172,7 +160,7 @@ class Bench:
         stack: ExitStack,
         flying: int = BLOCK_BYTES * DEPTH,
     ) -> None:
-        """`flying`: the most bytes that are in flight at once, for which fio has huge pages."""
+        """`flying`: the maximum of bytes in flight, for which fio gets huge pages."""
         self.folder, self.rounds, self.nbytes = folder, options.rounds, options.size * MIB
         self.stack = stack
         self.left_out: list[str] = []
@@ -182,7 +170,7 @@ class Bench:
         self.file = self.made("one")
 
     def headline(self, others: dict[str, Case] | None = None) -> dict[str, Speed]:
-        """All ways at the size and depth that are best; `others` are measured beside them."""
+        """All cases at the best size and depth, beside `others`."""
         halves = [self.made(f"half{index}", self.nbytes // 2) for index in range(2)]
         cases: dict[str, Case] = {}
         for pattern in PATTERNS:
@@ -196,7 +184,7 @@ class Bench:
         return medians({**cases, **(others or {})}, self.rounds, "files")
 
     def pair(self, paths: list[Path], pattern: str, block: int, depth: int) -> dict[str, Case]:
-        """Ours and both ways of running fio."""
+        """Our I/O beside fio with and without huge pages."""
         path, nbytes = paths[0], self.nbytes
         cases: dict[str, Case] = {
             f"{pattern}: io_uring": self.ours(paths, pattern, block, depth),
@@ -209,18 +197,18 @@ class Bench:
     def ours(
         self, paths: list[Path], pattern: Any, block: int, depth: int, backend: Any = "auto", first: int = 0
     ) -> Case:
-        """Ours, from memory that begins `first` bytes after an aligned place, one block after the other."""
+        """Our I/O, sequential, with memory that begins `first` bytes after an aligned address."""
         size = block + 4096 if first else block
-        # Half as many more than the device gets at once: tickets are waited for in the order they began in,
-        # and one that is late must not leave the device with less. fio fills whichever place is free.
+        # Half as many more than the queue depth: tickets are awaited in order, and a late one must not leave the
+        # device idle. fio refills any free place.
         count = depth + max(1, depth // 2)
-        # The end of a region that is less than a huge page lies on small ones, of which a request becomes many pieces.
+        # The end of a region that is less than a huge page lies on small pages, which split requests.
         spare = -(-(memory.limits()["huge_page"] or 0) // size)
 
         def case() -> Speed:
             with (
                 nvme.open(paths, queue_depth=max(depth, 1), backend=backend) as volume,
-                # Side by side, as fio's buffers lie; room to shift only where it is used.
+                # Adjacent like fio's buffers.
                 blocks(size, count + spare) as tensors,
             ):
                 used = [tensor[first : first + block] for tensor in tensors[:count]]
@@ -229,7 +217,7 @@ class Bench:
         return case
 
     def made(self, name: str, nbytes: int | None = None) -> Path:
-        """A file whose every block was written once: what was only reserved is slower the first time."""
+        """A file with every block written, since reserved blocks are slower the first time."""
         path = self.folder / name
         with nvme.open(path, size=nbytes or self.nbytes) as volume, blocks(BLOCK_BYTES, DEPTH) as tensors:
             transfer(volume, tensors, "write", volume.size)
@@ -238,11 +226,11 @@ class Bench:
 
 
 def medians(cases: dict[str, Case], rounds: int, what: str) -> dict[str, Speed]:
-    """Each case once in every round, shuffled; the medians of bandwidth and of processor time, each by itself."""
+    """Run each case once in every round; return separate medians of bandwidth and of processor time."""
     samples: dict[str, list[Speed]] = {name: [] for name in cases}
     with Progress(what, rounds * len(cases), unit="measurements") as progress:
         for index in range(rounds):
-            # In another order each time: what a disk still does for the one before is not always borne by the same.
+            # Shuffled, since a disk may still work for the case before.
             for name in random.Random(index).sample(list(cases), len(cases)):  # noqa: S311
                 samples[name].append(cases[name]())
                 progress.add(1)
@@ -259,7 +247,7 @@ def _median(speeds: list[Speed]) -> Speed:
 
 
 def shown(cases: dict[str, Speed]) -> str:
-    """Every case; those with a ring of ours in their pattern are compared with it."""
+    """All cases, compared with our io_uring in the same pattern."""
     rows = []
     for name, speed in cases.items():
         pattern, _, way = name.partition(": ")

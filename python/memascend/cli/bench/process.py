@@ -16,7 +16,7 @@ def resident_peak() -> int:
 
 
 def restart_peak() -> None:
-    """Let the peak begin anew from what is resident now."""
+    """Reset the peak to the bytes in memory now."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from memascend import nvme
 from memascend.cli.bench import bag
@@ -36,33 +36,18 @@ _MIB = 1 << 20
 _VALUE_BYTES = 2
 _BLOCK = 4096
 _FORMS = {"own": "", "fp32": "compact", "bf16": "compact bf16", "8bit": "compact 8bit"}
-_STATE_HELP = (
-    "format of the state: as `offload(state=...)` has it, or own: fp32 master weights beside the values (default)"
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    formats = "format of the state: as in `offload(state=...)`, or own: fp32 master weights beside the values (default)"
     parser.add_argument("--storage", default=None, metavar="FOLDER", help="where to measure (default: here)")
     parser.add_argument("--parameters", type=int, default=64, metavar="M", help="millions of parameters (default 64)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="interleaved rounds (default 5)")
     parser.add_argument("--chunks", type=int, default=12, metavar="N", help="staging chunks (default 12)")
     parser.add_argument("--chunk-elements", type=int, default=None, metavar="N", help="default: what a store takes")
-    parser.add_argument("--state", choices=_FORMS, default="own", help=_STATE_HELP)
+    parser.add_argument("--state", choices=_FORMS, default="own", help=formats)
     parser.add_argument("--no-fio", action="store_true", help="leave fio out")
-
-
-class Other(Protocol):
-    """Another system at the same parameters."""
-
-    def step(self) -> float:
-        """Seconds of a step."""
-
-    def compared(self, sample: torch.Tensor) -> dict[str, Any]:
-        """What it took, if its parameters are ours after as many steps: else an error."""
-
-    def close(self) -> None:
-        """End it."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -74,31 +59,26 @@ def run(options: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Bytes:
-    """Bytes of a chunk, in whole blocks: of its state, and of its values, which a step writes and may also read."""
+class _Parameters:
+    """The parameters of the benchmark, all of one size."""
 
-    state: int
-    values: int
-    read_values: bool
+    names: list[str]
+    numel: int
+    chunk: int  # elements
+    form: str
+    state: int  # bytes of a chunk's state, in whole blocks
+    values: int  # bytes of a chunk's values, in whole blocks
+    read_values: bool  # whether a step also reads values
 
     @property
     def read(self) -> int:
+        """Bytes of a chunk that a step reads."""
         return self.state + self.values * self.read_values
 
     @property
     def moved(self) -> int:
+        """Bytes of a chunk that a step reads and writes."""
         return self.read + self.state + self.values
-
-
-@dataclass(frozen=True)
-class _Parameters:
-    """What is updated: equal parameters, in chunks of so many elements."""
-
-    names: list[str]
-    numel: int
-    chunk: int
-    form: str
-    each: _Bytes
 
     @property
     def parameters(self) -> int:
@@ -110,7 +90,7 @@ class _Parameters:
 
     @property
     def nbytes(self) -> int:
-        return self.chunks * self.each.moved
+        return self.chunks * self.moved
 
 
 def _entry(name: str, values: torch.Tensor, form: str) -> storage.Entry:
@@ -130,14 +110,17 @@ def _choose_parameters(options: argparse.Namespace) -> _Parameters:
         [_entry("", torch.zeros(1, dtype=torch.bfloat16), form)]
     )
     whole = _entry("", torch.empty(chunk, dtype=torch.bfloat16, device="meta"), form)
-    each = _Bytes(
+    # The queue must take one gradient, so the parameters are many.
+    names = [f"weight.{index}" for index in range(bag.PARAMETERS)]
+    return _Parameters(
+        names=names,
+        numel=max(1, options.parameters * _MEGA // chunk // len(names)) * chunk,
+        chunk=chunk,
+        form=form,
         state=_whole_blocks(sum(tensor.nbytes for tensor in whole.state.values())),
         values=_whole_blocks(chunk * _VALUE_BYTES),
         read_values=bool(form),
     )
-    # The size of one gradient is what the queue must take.
-    names = [f"weight.{index}" for index in range(bag.PARAMETERS)]
-    return _Parameters(names, max(1, options.parameters * _MEGA // chunk // len(names)) * chunk, chunk, form, each)
 
 
 def _whole_blocks(nbytes: int) -> int:
@@ -152,15 +135,19 @@ def _create(folder: Path, subject: _Parameters) -> storage.Store:
     return storage.Store.create(folder / "store", entries, chunk_elements=subject.chunk)
 
 
-def measure(folder: Path, options: argparse.Namespace, begin: Callable[[int], Other] | None = None) -> dict[str, Any]:
-    """Medians of all that is measured; also of another system, which `begin` gives for the elements of a parameter."""
+def measure(folder: Path, options: argparse.Namespace, begin: Callable[[int], Any] | None = None) -> dict[str, Any]:
+    """The medians of all measurements.
+
+    `begin` starts another system for parameters of so many elements. That system has `step()`, which returns seconds,
+    `compared(sample)`, which returns its figures or an error if its parameters differ from ours, and `close()`.
+    """
     from memascend import storage
 
     subject = _choose_parameters(options)
     store = _create(folder, subject)
     gradient = bag.gradient(subject.numel)
     seconds: dict[str, list[float]] = defaultdict(list)
-    block_bytes = subject.each.state + subject.each.values
+    block_bytes = subject.state + subject.values
     with ExitStack() as stack:
         volume = stack.enter_context(nvme.open(folder / "pure", size=2 * subject.chunks * block_bytes))
         updates = stack.enter_context(storage.Engine(store, chunks=options.chunks))
@@ -170,7 +157,7 @@ def measure(folder: Path, options: argparse.Namespace, begin: Callable[[int], Ot
         if other is not None:
             stack.callback(other.close)
             peers["other"] = other.step
-        # Both slots of both are written once before anything counts: fresh extents are slower.
+        # Two steps write both slots before the measurement, since fresh blocks are slower.
         for step in range(1, options.rounds + 3):
             began = time.perf_counter()
             for name in subject.names:
@@ -199,12 +186,12 @@ def measure(folder: Path, options: argparse.Namespace, begin: Callable[[int], Ot
 def _fio_peers(
     folder: Path, subject: _Parameters, options: argparse.Namespace, stack: ExitStack
 ) -> dict[str, Callable[[], float]]:
-    """Runs of fio, as people run it and with huge pages, where there is fio: each gives seconds for as many bytes."""
+    """Runs of fio with and without huge pages, if fio is installed; each returns its seconds for as many bytes."""
     if options.no_fio or shutil.which("fio") is None:
         return {}
 
     def moved(memory: Path | None) -> float:
-        reads = 100 * subject.each.read // subject.each.moved
+        reads = 100 * subject.read // subject.moved
         nbytes = subject.nbytes // PASSES
         speed = fio(folder / "pure", "mixed", _MIB, options.chunks, nbytes, memory, reads_percent=reads)
         return speed.seconds * subject.nbytes / speed.nbytes
@@ -222,7 +209,7 @@ def _result(
     """Medians, and medians of the ratios of each round."""
     result: dict[str, Any] = {"parameters": subject.parameters, "bytes": subject.nbytes}
     if "error" in told.get("other", ()):
-        # What computes something else is no peer.
+        # A system with other results is no baseline.
         seconds.pop("other", None)
     for what, times in seconds.items():
         result[f"{what}_seconds"] = statistics.median(times)
@@ -242,9 +229,8 @@ def _result(
 
 
 def _pure(volume: Volume, memory: list[torch.Tensor], subject: _Parameters, *, slot: int) -> None:
-    """Read each chunk's state, write its state and values to the other slot: as many in flight, nothing computed."""
-    chunks, each = subject.chunks, subject.each
-    state, values = each.state, each.values
+    """The I/O of a step without its computation: read each chunk's state, write state and values to the other slot."""
+    chunks, state, values = subject.chunks, subject.state, subject.values
     values_at = 2 * chunks * state
     reading: deque[tuple[int, torch.Tensor, list[Ticket]]] = deque()
     writing: deque[tuple[torch.Tensor, Ticket, Ticket]] = deque()
@@ -260,7 +246,7 @@ def _pure(volume: Volume, memory: list[torch.Tensor], subject: _Parameters, *, s
             tensor = free.pop()
             offset = (slot * chunks + begun) * state
             tickets = [volume.read(tensor[:state], offset)]
-            if each.read_values:
+            if subject.read_values:
                 tickets.append(volume.read(tensor[state:], values_at + (slot * chunks + begun) * values))
             reading.append((begun, tensor, tickets))
             begun += 1
@@ -286,7 +272,7 @@ _ROWS = (
 
 
 def shown(result: dict[str, Any]) -> str:
-    """A table of what was measured."""
+    """The measurements as a table."""
     rows = [
         (
             title,

@@ -1,4 +1,4 @@
-"""Runs one side of the demonstration in a process of its own: one training step for each line on standard input."""
+"""One side of the demonstration: a process that trains one step for each line on standard input."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from memascend.cli.bench import process
-from memascend.cli.demo.turns import Settings
-from memascend.errors import ConfigError, MemascendError
+from memascend.cli.demo import Settings
+from memascend.errors import MemascendError
 from memascend.session.offload import offload
 from memascend.tensors import memory_of
 
@@ -30,9 +30,9 @@ _TEXT_BYTES_MAX = 4 << 20
 
 
 def read_text() -> torch.Tensor:
-    """The bytes of Python's licence and sources, the same ones in the same order each time."""
+    """The bytes of Python's licence and sources, always the same."""
     library = Path(sysconfig.get_path("stdlib"))
-    # A Python whose library is an archive has no sources; torch has.
+    # The library of some Pythons is an archive; then torch's sources serve.
     files = sorted(library.glob("*.py")) or sorted(Path(torch.__file__).parent.glob("*.py"))
     text = bytearray()
     for file in [*library.glob("LICENSE*"), *files]:
@@ -43,7 +43,7 @@ def read_text() -> torch.Tensor:
 
 
 def batch(text: torch.Tensor, step: int, rows: int, length: int) -> torch.Tensor:
-    """What step number `step` learns from: `rows` pieces of `length` bytes, and one more byte to be foretold."""
+    """The batch of step number `step`: `rows` texts of `length` bytes, and one more byte to predict."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - length - 1, (rows,), generator=generator)
     return torch.stack([text[start : start + length + 1] for start in starts.tolist()]).long()
@@ -54,7 +54,7 @@ _HEAD_WIDTH = 64
 
 
 class ByteModel(nn.Module):
-    """A decoder: embeddings, blocks of attention and two linear layers, a head."""
+    """A decoder: embeddings, blocks of attention and two linear layers, an LM head."""
 
     def __init__(self, layers: int, width: int, length: int) -> None:
         super().__init__()
@@ -65,11 +65,11 @@ class ByteModel(nn.Module):
         self.head = nn.Linear(width, _BYTES, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The loss of foretelling each byte from those before it."""
+        """The loss of predicting each byte from the bytes before it."""
         given, wanted = tokens[:, :-1], tokens[:, 1:]
         hidden = self.bytes(given) + self.places(torch.arange(given.shape[1]))
         for block in self.blocks:
-            # Activations are the same with and without offloading, so both sides keep few.
+            # Offloading does not change activations, so both sides keep few of them.
             hidden = checkpoint(block, hidden, use_reentrant=False)
         logits = self.head(self.norm(hidden))
         return functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
@@ -101,7 +101,7 @@ _LR = 1e-3
 
 
 def main() -> None:
-    """Train as told, until told to end or until nobody is there to tell."""
+    """Train a step for each line "step"; end after any other line or at the end of the input."""
     settings = Settings(**json.loads(sys.argv[1]))
     try:
         _train(settings)
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def _train(settings: Settings) -> None:
-    # On one thread torch's fused AdamW has the bits of ours.
+    # On one thread, torch's fused AdamW and ours are bit-identical.
     torch.set_num_threads(1)
     text = read_text()
     _warm_up()
@@ -130,12 +130,13 @@ def _train(settings: Settings) -> None:
         )
         optimizer = offloaded
     with contextlib.suppress(OSError):
-        # Some containers forbid it, and then the peak is that of the whole process.
+        # Some containers forbid it; then the peak includes the imports.
         process.restart_peak()
     done = offloaded.steps if offloaded else 0
     last = (offloaded.user_state or {}) if offloaded else {}
-    parameters, held = (sum(one.numel() for one in some) for some in (model.parameters(), _held(model, offloaded)))
-    _answer(steps=done, last_loss=last.get("loss"), parameters=parameters, in_memory=held)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    kept = sum(sizes[name] for name in sizes if offloaded and name in offloaded.plan.held)
+    _answer(steps=done, last_loss=last.get("loss"), parameters=sum(sizes.values()), in_memory=kept)
     for line in sys.stdin:
         if line.strip() != "step":
             break
@@ -150,30 +151,19 @@ def _train(settings: Settings) -> None:
         seconds = time.perf_counter() - began
         held, peak = (max(0, bytes_now - imported) for bytes_now in (process.resident(), process.resident_peak()))
         _answer(step=done, loss=loss.item(), seconds=seconds, held=held, peak=peak, imported=imported)
-    _answer(digest=_digest(model), **_reported(offloaded, settings.picture))
+    _answer(digest=_digest(model), **_reported(offloaded))
 
 
-def _held(model: torch.nn.Module, offloaded: OffloadedOptimizer | None) -> list[torch.nn.Parameter]:
-    """Parameters that are held in memory with their state."""
-    held = offloaded.plan.held if offloaded else ()
-    return [parameter for name, parameter in model.named_parameters() if name in held]
-
-
-def _reported(offloaded: OffloadedOptimizer | None, picture: str | None) -> dict[str, Any]:
+def _reported(offloaded: OffloadedOptimizer | None) -> dict[str, Any]:
     if offloaded is None:
         return {}
     report = offloaded.report()
-    drawn = None
-    if picture is not None:
-        with contextlib.suppress(ConfigError):
-            report.plot(picture)
-            drawn = picture
     counted = {"in_memory": report.in_memory.total, "offloaded": report.peak}
-    return {"report": report.to_dict(), "counted": counted, "picture": drawn, "disk": offloaded.plan.disk_bytes}
+    return {"report": report.to_dict(), "counted": counted, "disk": offloaded.plan.disk_bytes}
 
 
 def _warm_up() -> None:
-    """Let torch take what it takes whatever is trained."""
+    """Let torch allocate the memory that it needs for any model."""
     model = ByteModel(1, 64, 16)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model(torch.zeros((1, 17), dtype=torch.long)).backward()

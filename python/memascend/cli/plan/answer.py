@@ -1,4 +1,4 @@
-"""Puts together what training a model on a machine takes: memory of ours and of torch, seconds, room, wear."""
+"""Estimates the training of a model on a machine: memory of memascend and torch, seconds, disk space, wear."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ if TYPE_CHECKING:
     from memascend.session.decide import Planned
 
 
-_CARD_GB, _GIB, _T = 10**9, 1 << 30, 10**12
-# Of a GPU's dense 16-bit peak, what training of large blocks reaches: large products alone reach 0.7 and more, the
-# operations between them are bound by memory.
+_GB, _GIB, _TB = 10**9, 1 << 30, 10**12
+# The part of a GPU's dense 16-bit peak that training of large blocks reaches: large products alone reach 0.7 and more,
+# but the operations between them are bound by memory.
 REACHED = 0.5
-# What CUDA, its libraries and the allocator's gaps take of a card beside tensors.
+# Memory of a card that CUDA, its libraries and gaps of the allocator take.
 _CONTEXT = 1 << 30
-# What a link of 16 lanes moves one way, of 31.5 and 63 GB/s in its specification.
+# Bytes a second of 16 lanes in one direction; the specification has 31.5 and 63 GB/s.
 _PCIE_4, _PCIE_5 = 25e9, 50e9
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What is known of a GPU: its peak, its memory, its link; 10**12 operations, bytes, bytes a second."""
+    """The figures of a GPU."""
 
     name: str
-    tflops: float
-    nbytes: int
-    link: float
+    tflops: float  # peak, in 10**12 operations a second
+    nbytes: int  # memory
+    link: float  # bytes a second, each way
 
     @property
     def usable(self) -> int:
@@ -67,11 +67,11 @@ class Gpu:
 
     @property
     def flops(self) -> float:
-        """Operations a second that training reaches."""
-        return self.tflops * _T * REACHED
+        """Operations a second in training."""
+        return self.tflops * _TB * REACHED
 
 
-# The peak is of dense bf16 products with sums in fp32: half of what is given with sparsity.
+# The peak is of dense bf16 products with sums in fp32: half of the figure with sparsity.
 CARDS = {
     # NVIDIA Ampere GA102 GPU Architecture, whitepaper V2, tables of the GeForce RTX 3080 and 3090
     "3080": Gpu("RTX 3080", 59.5, 10 * _GIB, _PCIE_4),
@@ -96,35 +96,32 @@ CARDS = {
     "a100-40": Gpu("A100 40 GB", 312, 40 * _GIB, _PCIE_4),
     "h100": Gpu("H100 SXM", 989, 80 * _GIB, _PCIE_5),
     "h100-pcie": Gpu("H100 PCIe", 756, 80 * _GIB, _PCIE_5),
-    "h200": Gpu("H200", 989, 141 * _CARD_GB, _PCIE_5),
-    "b200": Gpu("B200", 2250, 180 * _CARD_GB, _PCIE_5),
+    "h200": Gpu("H200", 989, 141 * _GB, _PCIE_5),
+    "b200": Gpu("B200", 2250, 180 * _GB, _PCIE_5),
     # AMD Instinct MI210, MI300X and MI325X: data sheets
-    "mi210": Gpu("MI210", 181, 64 * _CARD_GB, _PCIE_4),
-    "mi300x": Gpu("MI300X", 1307, 192 * _CARD_GB, _PCIE_5),
-    "mi325x": Gpu("MI325X", 1307, 256 * _CARD_GB, _PCIE_5),
+    "mi210": Gpu("MI210", 181, 64 * _GB, _PCIE_4),
+    "mi300x": Gpu("MI300X", 1307, 192 * _GB, _PCIE_5),
+    "mi325x": Gpu("MI325X", 1307, 256 * _GB, _PCIE_5),
 }
-# What good drives sustain, after any cache, by the generation of PCIe that they speak on four lanes, which bounds
-# reading at 3.9, 7.9 and 15.8 GB/s: somewhat below the data sheets of servers' drives of 4 TB, read and written in
-# sequence: Samsung PM983 (3.2 and 2.0 GB/s), Micron 7450 PRO (6.8 and 5.3), Micron 9550 PRO (14 and 10). Many drives of
-# desktops write 1 to 2 GB/s once their cache is full.
+# Sustained speeds of good drives, by generation of PCIe (four lanes: at most 3.9, 7.9 and 15.8 GB/s). They are somewhat
+# below the sequential speeds in data sheets of 4 TB server drives: Samsung PM983 (3.2 and 2.0 GB/s), Micron 7450 PRO
+# (6.8 and 5.3), Micron 9550 PRO (14 and 10). Many desktop drives write 1 to 2 GB/s once their cache is full.
 DRIVES = {
     "gen3": Drive(read=3e9, write=2e9),
     "gen4": Drive(read=5e9, write=4e9),
     "gen5": Drive(read=10e9, write=8e9),
 }
-_GB = 10**9
-# Python, torch and transformers in host memory, before there is a model.
+# Host memory of Python, torch and transformers without a model.
 IMPORTS = 740 << 20
-# Terabytes written that consumer drives are warranted for, for each terabyte of size; those of servers have 2 to 10
-# times as much.
+# Warranted terabytes written of consumer drives, for each terabyte of size; server drives have 2 to 10 times as much.
 ENDURANCE_PER_TB = 600
 
 
 def parse_gpu(text: str) -> Gpu:
-    """A name, or TFLOPS,GB,PCIE_GB_S: the peak of dense 16-bit products, the memory, the link's speed one way.
+    """The GPU of a name, or of TFLOPS,GB,PCIE_GB_S: peak of dense 16-bit products, memory, link in one direction.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the text is neither.
     """
     plain = re.sub(r"^(nvidia|geforce|amd|instinct|rtx|\s|-)*", "", text.lower())
     known = CARDS.get(plain) or CARDS.get(plain.replace(" ", "").replace("-", ""))
@@ -140,10 +137,10 @@ def parse_gpu(text: str) -> Gpu:
 
 
 def parse_drive(text: str) -> Drive:
-    """READ,WRITE in GB/s, of all devices together, as they last: not a cache's speed; or a kind of drive by name.
+    """The drive of a name, or of READ,WRITE: sustained GB/s of all devices together.
 
     Raises:
-        ConfigError: it is not that.
+        ConfigError: the text is neither.
     """
     known = DRIVES.get(text.lower().replace(" ", ""))
     if known is not None:
@@ -164,42 +161,37 @@ def _positive(text: str, count: int) -> list[float]:
     return values
 
 
-_MORE = 16 << 30
-_TB = 10**12
-
-
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A model, a machine, and what is asked of them."""
+    """A model, a machine, and the options of a run."""
 
     model: torch.nn.Module  # on "meta"
-    optimizer: torch.optim.Optimizer  # made for it
+    optimizer: torch.optim.Optimizer  # of its parameters
     options: Options  # of `offload()`
-    trace: Trace | str  # what torch takes for one backward; or why that is not known
-    gpu: Gpu | None = None  # that computes; None: the processor does
-    # What the processor takes with a format of the state; None: nobody measured it.
+    trace: Trace | str  # of one backward; or the reason why there is none
+    gpu: Gpu | None = None  # computes; None: the processor does
+    # Times of the processor for a format of the state; None: not measured.
     measured: Callable[[Plan, str], tuple[Work, Host]] | None = None
-    drive: Drive | None = None  # as fast as storage is; None where that is not known
-    free: int | None = None  # bytes that storage has; None where none was named
-    # Bytes that may be written to storage in its life; None: what is usual for as large a drive as the store needs.
+    drive: Drive | None = None  # the speed of storage; None: not known
+    free: int | None = None  # free bytes of storage; None: no storage is named
+    # Bytes that may be written to storage in its life; None: the usual endurance of a drive just large enough.
     endurance: int | None = None
-    ranks: int = 1  # how many processes share the model; drive, tokens and memory are those of one
-    # Bytes a second that a rank receives while it sends as many; None where that is not known.
-    network: float | None = None
+    ranks: int = 1  # processes that share the model; drive, tokens and memory are of one process
+    network: float | None = None  # bytes a second that a rank receives while it sends as many; None: not known
     micro_batches: int = 1  # of a step, each with the tokens of the trace
 
     @property
     def by_layer(self) -> bool:
-        """Whether each unit computes all micro-batches before the next one, as `accumulate()` does on one rank."""
+        """Whether each unit computes all micro-batches before the next unit, as in `accumulate()` on one rank."""
         return self.micro_batches > 1 and self.ranks == 1 and self.options.accumulation_steps == 1
 
     def one_after_the_other(self) -> Question:
-        """The same in a loop of backwards, of which each reads everything."""
+        """The same run in a loop of backwards, each of which reads everything."""
         return replace(self, options=replace(self.options, accumulation_steps=self.micro_batches))
 
     @property
     def torchs(self) -> int:
-        """The most that torch takes beside parameters, where that is known: M micro-batches keep what one keeps."""
+        """Peak bytes of torch beside parameters, or 0 without a trace. Each micro-batch keeps its own checkpoints."""
         if isinstance(self.trace, str):
             return 0
         more = self.trace.kept + _shared_bytes(self.model) if self.by_layer else 0
@@ -208,27 +200,26 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What it takes."""
+    """The estimate for a question."""
 
-    plan: Plan  # of memory, and what a step moves
-    in_memory: int  # bytes that the same training holds in memory, but for activations: values, state, gradients
-    # Of the process: the budget's use, Python and its libraries, and what torch takes where it computes.
-    host_bytes: int
-    device_bytes: int  # of the GPU; 0 where there is none
-    phases: tuple[Phase, ...] | None  # of a step; None where a speed is not known
+    plan: Plan  # memory of memascend, and the bytes of a step
+    in_memory: int  # bytes of the same training in memory without activations: values, state, gradients
+    host_bytes: int  # of the process: memascend, Python and its libraries, and torch if the host computes
+    device_bytes: int  # of the GPU; 0 without one
+    phases: tuple[Phase, ...] | None  # of a step; None: a speed is not known
     endurance: int  # bytes written in a drive's life
-    days: float | None  # of training until then; None where the seconds are not known
-    problems: tuple[str, ...]  # why it does not fit; empty where it does
-    network: Network | None = None  # what one of several ranks sends and receives
+    days: float | None  # of training in a drive's life; None: the seconds of a step are not known
+    problems: tuple[str, ...]  # reasons why it does not fit
+    network: Network | None = None  # bytes that one of several ranks sends and receives
 
     @property
     def seconds(self) -> float | None:
-        """Of a step; None where a speed is not known."""
+        """Seconds of a step; None: a speed is not known."""
         return None if self.phases is None else seconds(self.phases)
 
     @property
     def bound(self) -> str | None:
-        """What takes longest, over all phases."""
+        """The part of a step that takes longest, over all phases."""
         if self.phases is None:
             return None
         longest: dict[str, float] = {}
@@ -238,24 +229,25 @@ class Answer:
 
 
 def answer(question: Question, found: Planned | None = None) -> Answer:
-    """Plan as `offload()` would, and reckon what that takes on the machine.
+    """Plan as `offload()` does, and estimate the run on the machine.
 
     Args:
-        question: what is asked.
-        found: what `offload()` would do, where that is known already.
+        question: the model, the machine and the options.
+        found: the plan of `offload()`, if it is known already.
 
     Raises:
-        ConfigError: `offload()` would refuse; the message says why.
-        BudgetError: the budget is too small; `smallest` is what works.
+        ConfigError: `offload()` would raise it.
+        BudgetError: the budget is too small; `smallest` is one that works.
     """
     found = found or planned(question.model, question.optimizer, question.options, question.ranks)
     plan = found.plan
-    # With several ranks each holds what torch has gathered, too, and in memory its part of all of it.
+    # Each of several ranks also has the parameters that torch has gathered.
     gathered = 0 if found.network is None else found.network.gathered
     torchs = gathered + question.torchs
     ours = plan.host_peak + plan.object_bytes + IMPORTS
     steps = _phases(question, plan, found.network)
-    endurance = question.endurance or _usual_endurance(plan.storage_bytes)
+    # Drives have whole terabytes.
+    endurance = question.endurance or -(-plan.storage_bytes // _TB) * ENDURANCE_PER_TB * _TB
     return Answer(
         plan=plan,
         in_memory=_in_memory(question) + found.state_bytes,
@@ -270,14 +262,14 @@ def answer(question: Question, found: Planned | None = None) -> Answer:
 
 
 def _in_memory(question: Question) -> int:
-    """Values and gradients, as training in memory holds them; of several ranks one's part."""
+    """Bytes of values and gradients in training in memory; of several ranks, one rank's part."""
     parameters = list(question.model.parameters())
     nbytes = sum(one.nbytes for one in parameters) + sum(one.nbytes for one in parameters if one.requires_grad)
     return -(-nbytes // question.ranks)
 
 
 def _shared_bytes(model: torch.nn.Module) -> int:
-    """Gradients of parameters that several modules have: each micro-batch has its own until their last use."""
+    """Gradient bytes of tied parameters: each micro-batch keeps its own until their last use."""
     times: dict[torch.nn.Parameter, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         times[parameter] = times.get(parameter, 0) + parameter.requires_grad
@@ -291,7 +283,7 @@ def _phases(question: Question, plan: Plan, network: Network | None) -> list[Pha
     kept = plan.gradients in ("ssd", "ram")
     if question.gpu is not None:
         flops = question.gpu.flops
-        work = Work(forward=trace.forward.flops / flops, backward=trace.backward.flops / flops)
+        work = Work(forward=trace.forward / flops, backward=trace.backward / flops)
         host = assumed_host(question.gpu.link)
     elif question.measured is not None:
         work, host = question.measured(plan, question.options.state or "fp32")
@@ -320,7 +312,7 @@ def _problems(question: Question, plan: Plan, torchs: int) -> list[str]:
 
 
 def _elsewhere(question: Question) -> str:
-    """What takes off the card what several micro-batches keep there."""
+    """Advice to keep the checkpoints of several micro-batches off the card."""
     if not question.by_layer or isinstance(question.trace, str):
         return ""
     kept = bytes_shown(question.micro_batches * question.trace.kept)
@@ -328,46 +320,36 @@ def _elsewhere(question: Question) -> str:
 
 
 def step_seconds(question: Question, plan: Plan, network: Network | None = None) -> float | None:
-    """What a step of a plan takes; None where a speed is not known."""
+    """Seconds of a step of a plan; None: a speed is not known."""
     steps = _phases(question, plan, network)
     return None if steps is None else seconds(steps)
 
 
 def disk_seconds(question: Question, plan: Plan) -> float | None:
-    """What the drive takes of a step, if nothing else took longer; None where its speed is not known."""
+    """Seconds of the drive in a step; None: its speed is not known."""
     if question.drive is None:
         return None
     idle = Host(update=0.0, check=0.0, threads=1, shared=False)
     return storage_seconds(plan, question.drive, idle, backwards=question.micro_batches, by_layer=question.by_layer)
 
 
-def _usual_endurance(nbytes: int) -> int:
-    """Of a drive of whole terabytes that holds so much."""
-    return -(-nbytes // _TB) * ENDURANCE_PER_TB * _TB
-
-
-def larger(question: Question, now: Answer) -> Answer:
-    """The same with 16 GiB more of host memory."""
-    return answer(replace(question, options=replace(question.options, host_memory=now.plan.budget + _MORE)))
-
-
 def forecast_of(question: Question, plan: Plan, network: Network | None = None) -> Forecast | None:
-    """Seconds of a step with this and with larger budgets: of all of it, or else of the drive; None: not known."""
+    """Seconds of a step, or else of its drive, with this budget and larger ones; None: neither is known."""
 
-    def reckon(plan: Plan) -> float | None:
+    def estimated(plan: Plan) -> float | None:
         whole = step_seconds(question, plan, network)
         return disk_seconds(question, plan) if whole is None else whole
 
-    return forecast(plan, reckon)
+    return forecast(plan, estimated)
 
 
 def drive_at(paths: Sequence[Path]) -> tuple[Drive | None, dict[str, float]]:
-    """Storage as fast as it was measured: all devices together, and the figures in GB/s.
+    """Measure storage: the speed of all devices together, and the same figures in GB/s.
 
     Raises:
-        StorageError: a path cannot hold a store; the message says why.
+        StorageError: a path cannot hold a store.
     """
-    # Several devices are measured one after the other, and work at once; the slowest sets the pace of all.
+    # Devices are measured one after another and used at once; the slowest limits all.
     each = [speeds_at(path) for path in paths]
     slowest = {pattern: min(speed[pattern].gb_per_second for speed in each) for pattern in (each[0] if each else ())}
     speeds = {pattern: len(each) * slow for pattern, slow in slowest.items()}
@@ -379,7 +361,7 @@ def drive_at(paths: Sequence[Path]) -> tuple[Drive | None, dict[str, float]]:
 
 
 def free_bytes(paths: Sequence[Path]) -> int | None:
-    """Room for a store there; None where no path is named."""
+    """Free disk space at these paths; None: no path is given."""
     return sum(map(_free, paths)) if paths else None
 
 
@@ -392,7 +374,7 @@ def _free(path: Path) -> int:
 
 
 def moved(question: Question, found: Answer) -> dict[str, int]:
-    """Bytes that one rank moves in a step, by way: received and sent, through PCIe, from and to storage."""
+    """Bytes that one rank moves in a step: over the network, through PCIe, from and to storage."""
     plan, network = found.plan, found.network
     assert network is not None
     times = question.micro_batches
@@ -422,46 +404,50 @@ def described(one: Answer) -> dict[str, Any]:
 
 _LENGTHS = (8192, 2048, 512)
 _BATCH_MAX = 256
-# More sequences are in no step.
+# No step has more sequences.
 _SEQUENCES_MAX = 1 << 20
-# Where none is asked for: as torch has it, and what moves fewer bytes.
+# Without --state: the optimizer's own format, and the formats of fewer bytes.
 _STATES: tuple[Literal["bf16", "8bit"] | None, ...] = (None, "bf16", "8bit")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A batch, and what it takes."""
+    """A batch, and the estimate for it."""
 
-    state: str | None  # the format of the optimizer's state; None: as it has it
+    state: str | None  # the format of the optimizer's state; None: its own
     batch: int  # sequences
     length: int  # tokens of each
-    answer: Answer  # of the plan
+    answer: Answer
 
     @property
     def fits(self) -> bool:
-        """Whether nothing is too small."""
+        """Whether it fits the GPU and the storage."""
         return not self.answer.problems
 
     @property
     def tokens_per_second(self) -> float | None:
-        """None where a speed is not known."""
+        """None: a speed is not known."""
         return None if self.answer.seconds is None else self.batch * self.length / self.answer.seconds
 
 
+def _traces(model: torch.nn.Module, length: int, *, recomputes: bool) -> Callable[[int], Trace | str]:
+    """The trace of a number of sequences. Each sequence adds the same, so two traces suffice."""
+    one, two = (trace(model, batch, length, recomputes=recomputes) for batch in (1, 2))
+    return lambda batch: one if isinstance(one, str) or isinstance(two, str) else grown(one, two, batch - 1)
+
+
 def find(question: Question, length: int | None, *, recomputes: bool) -> list[Candidate]:
-    """The largest batch of some lengths, in powers of two, for each format of the state.
+    """The largest batch of some lengths that fits, in powers of two, for each format of the state.
 
     Args:
-        question: its trace is replaced; the format that it asks for is the only one.
+        question: its trace is ignored; if it names a format, only that one is tried.
         length: tokens of a sequence; None: a long, a usual and a short one.
-        recomputes: whether blocks are computed again in the backward.
+        recomputes: whether to use activation checkpointing.
     """
     most = getattr(getattr(question.model, "config", None), "max_position_embeddings", None)
     most = most if isinstance(most, int) else max(_LENGTHS)
     lengths = [length] if length else [one for one in _LENGTHS if one <= most] or [most]
-    traces = {
-        length: [trace(question.model, batch, length, recomputes=recomputes) for batch in (1, 2)] for length in lengths
-    }
+    traces = {length: _traces(question.model, length, recomputes=recomputes) for length in lengths}
     found = []
     for state in _STATES if question.options.state is None else (question.options.state,):
         asked = replace(question, options=replace(question.options, state=state))
@@ -470,37 +456,53 @@ def find(question: Question, length: int | None, *, recomputes: bool) -> list[Ca
         except ConfigError:
             if state == question.options.state:
                 raise
-            # What does not go with the optimizer is no choice.
+            # The optimizer does not have this format.
             continue
-        found += [_largest(asked, plan, length, one, two) for length, (one, two) in traces.items()]
+        found += [_largest(asked, plan, length, traces[length]) for length in lengths]
     return found
+
+
+def _largest(question: Question, plan: Planned, length: int, traces: Callable[[int], Trace | str]) -> Candidate:
+    """The largest batch of one length that fits; if none does, one sequence."""
+
+    def candidate(batch: int) -> Candidate:
+        found = answer(replace(question, trace=traces(batch)), plan)
+        return Candidate(state=question.options.state, batch=batch, length=length, answer=found)
+
+    best = candidate(1)
+    while best.fits and best.batch < _BATCH_MAX and not isinstance(traces(1), str):
+        larger = candidate(2 * best.batch)
+        if not larger.fits:
+            break
+        best = larger
+    return best
 
 
 @dataclass(frozen=True, kw_only=True)
 class Takeover:
-    """From how many tokens a step on the GPU takes longer than anything else."""
+    """The smallest step in which compute takes longest."""
 
     tokens: int  # of the step
-    seconds: float  # that it takes
-    problem: str  # why so many do not fit at once; empty where they do
+    seconds: float  # of the step
+    problem: str  # why so many tokens do not fit at once, or ""
 
     @property
     def tokens_per_second(self) -> float:
-        """There."""
+        """Of this step."""
         return self.tokens / self.seconds
 
 
 def takes_over(question: Question, length: int, *, recomputes: bool) -> Takeover | None:
-    """The fewest sequences of a length that let compute take longest; None where that is not known, or never so."""
+    """The fewest sequences of a length with which compute takes longest; None: there is no such number."""
     if question.gpu is None or question.drive is None:
         return None
-    one, two = (trace(question.model, batch, length, recomputes=recomputes) for batch in (1, 2))
-    if isinstance(one, str) or isinstance(two, str):
+    traces = _traces(question.model, length, recomputes=recomputes)
+    if isinstance(traces(1), str):
         return None
     plan = planned(question.model, question.optimizer, question.options, question.ranks)
 
     def at(batch: int) -> Answer:
-        return answer(replace(question, trace=grown(one, two, batch - 1)), plan)
+        return answer(replace(question, trace=traces(batch)), plan)
 
     enough = 1
     while at(enough).bound != "compute":
@@ -523,36 +525,8 @@ def takes_over(question: Question, length: int, *, recomputes: bool) -> Takeover
     )
 
 
-def _largest(question: Question, plan: Planned, length: int, one: Trace | str, two: Trace | str) -> Candidate:
-    """The largest batch of one length that fits; if none does, one sequence.
-
-    Args:
-        question: what is asked, with the format.
-        plan: what `offload()` would do, which does not depend on the batch.
-        length: tokens of a sequence.
-        one: what torch takes for one sequence.
-        two: for two.
-    """
-
-    def candidate(batch: int) -> Candidate:
-        # All that a batch takes grows by the same for each sequence.
-        traced = one if isinstance(one, str) or isinstance(two, str) else grown(one, two, batch - 1)
-        found = answer(replace(question, trace=traced), plan)
-        return Candidate(state=question.options.state, batch=batch, length=length, answer=found)
-
-    best = candidate(1)
-    if isinstance(one, str) or not best.fits:
-        return best
-    while best.batch < _BATCH_MAX:
-        larger = candidate(2 * best.batch)
-        if not larger.fits:
-            break
-        best = larger
-    return best
-
-
 def described_fit(one: Candidate) -> dict[str, Any]:
-    """As JSON values."""
+    """A candidate as JSON values."""
     return {
         "state": one.state,
         "batch": one.batch,

@@ -1,4 +1,4 @@
-"""Builds models on "meta", and counts what torch computes and holds in one forward and backward of them."""
+"""Builds models on "meta", and counts the operations and memory of one forward and backward."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ if TYPE_CHECKING:
 
 _CONFIG = "config.json"
 _CONFIG_BYTES_MAX = 16 << 20
-# The deepest models that were published have some hundreds, DeepNet 1,000. torch takes a millisecond or more to make
-# one of transformers' layers, and some hundred kilobytes, also on "meta".
+# The deepest published models have some hundred layers, DeepNet 1,000. Even on "meta", a layer of transformers takes a
+# millisecond or more and some hundred kilobytes.
 _LAYERS_MAX = 10_000
-# How configs call it: num_hidden_layers, n_layer, decoder_layers, num_blocks, depth.
+# Names of the depth in configs: num_hidden_layers, n_layer, decoder_layers, num_blocks, depth.
 _DEPTH = re.compile(r"(^|_)(n?layers?|blocks?|depths?)$")
-# What is computed last, whatever the order of names says.
+# Names of modules that compute last, whatever their place in the alphabet.
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|head|classifier|score|qa_outputs)\.")
-# Statistics, and not parameters.
+# Names of statistics, which are buffers.
 _BUFFERS = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked|inv_freq)$")
 
 
 @dataclass(frozen=True)
 class DescribedModel:
-    """A model on "meta", and what described it."""
+    """A model on "meta"."""
 
     model: nn.Module
-    by: str
+    by: str  # the source of the description, in words
 
 
 def describe(path: Path, dtype: torch.dtype | None) -> DescribedModel:
     """The model of a config, or of a file or folder of safetensors.
 
     Args:
-        path: a JSON file, a safetensors file or its index, or a folder of either; the config in a folder goes first.
-        dtype: of the parameters; None: as the config or the files say, bfloat16 where they do not.
+        path: a JSON file, a safetensors file or its index, or a folder of either; in a folder, the config decides.
+        dtype: of the parameters; None: the dtype of the config or the files, else bfloat16.
 
     Raises:
-        ConfigError: nothing there describes a model, or transformers is needed and is not there or does not know it.
+        ConfigError: nothing describes a model, or transformers is missing or does not know the model.
     """
     folder = path if path.is_dir() else path.parent
     if not path.exists():
@@ -65,9 +65,7 @@ def describe(path: Path, dtype: torch.dtype | None) -> DescribedModel:
         )
     is_config = path.is_file() and path.suffix == ".json" and not path.name.endswith(".index.json")
     config = path if is_config else folder / _CONFIG
-    if not config.is_file():
-        return DescribedModel(described_by_names(path, dtype), "the names and shapes in its safetensors")
-    values = read_config(config)
+    values = read_config(config) if config.is_file() else {}
     if not is_config and not values.get("model_type"):
         return DescribedModel(described_by_names(path, dtype), "the names and shapes in its safetensors")
     try:
@@ -79,46 +77,93 @@ def describe(path: Path, dtype: torch.dtype | None) -> DescribedModel:
         ) from error
     tied = values.get("tie_word_embeddings") is not False
     model = _configured(transformers, config, values, dtype)
-    for name in _untied(model, None if is_config else path, tied=tied):
-        module, _, last = name.rpartition(".")
-        setattr(model.get_submodule(module), last, nn.Parameter(torch.empty_like(model.get_parameter(name))))
+    untie(model, _untied(model, None if is_config else path, tied=tied))
     return DescribedModel(model, str(config))
 
 
-def with_adapters(source: DescribedModel, rank: int) -> DescribedModel:
-    """The model with adapters on all linear layers but the head, which are then all that is trained.
+def untie(model: nn.Module, names: Iterable[str]) -> None:
+    """Give the model a separate parameter under each of these names."""
+    for name in names:
+        module, _, last = name.rpartition(".")
+        setattr(model.get_submodule(module), last, nn.Parameter(torch.empty_like(model.get_parameter(name))))
+
+
+def with_adapters(
+    model: nn.Module, rank: int, *, alpha: float | None = None, dropout: float = 0.0, targets: str = "all-linear"
+) -> Any:
+    """The model with LoRA adapters on "meta", which are then its only trained parameters.
+
+    Args:
+        model: a model of transformers.
+        rank: of the adapters.
+        alpha: the adapters are scaled by alpha / rank; None: twice the rank.
+        dropout: before the adapters.
+        targets: names of layers with commas in between, or "all-linear".
 
     Raises:
-        ConfigError: it is no model of transformers, or peft is not installed.
+        ConfigError: peft is not installed, the model is not one of transformers, or there are no such layers.
     """
     try:
         import peft
     except ImportError as error:
         raise ConfigError("--lora needs peft, which is not installed: pip install 'memascend[train]'") from error
-    if not hasattr(source.model, "config"):
+    if not hasattr(model, "config"):
         raise ConfigError("--lora is for language models of transformers: give the folder with its config.json")
-    model: Any = source.model
-    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    whole: Any = model
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha or 2 * rank,  # type: ignore[arg-type] # peft divides it
+        lora_dropout=dropout,
+        target_modules=targets if targets == "all-linear" else [name.strip() for name in targets.split(",")],
+        task_type="CAUSAL_LM",
+    )
     with warnings.catch_warnings(), torch.device("meta"):
-        # peft asks transformers for what later versions call otherwise.
+        # peft calls methods of transformers that later versions rename.
         warnings.simplefilter("ignore", FutureWarning)
-        return DescribedModel(peft.get_peft_model(model, config), source.by)
+        try:
+            return peft.get_peft_model(whole, config)
+        except ValueError as error:
+            raise ConfigError(f"--lora-targets {targets}: {error}") from error
+
+
+# LBFGS evaluates the model several times in a step; SparseAdam takes sparse gradients only; Muon takes matrices only.
+_UNFIT = (torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon)
+
+
+def optimizer_class(name: str, others: str = "") -> type[torch.optim.Optimizer]:
+    """The class of torch.optim with this name, in any case.
+
+    Args:
+        name: of the class.
+        others: further names that the caller accepts, for the message.
+
+    Raises:
+        ConfigError: there is none, or it cannot stream.
+    """
+    kinds = {
+        kind.__name__.lower(): kind
+        for kind in vars(torch.optim).values()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind not in _UNFIT
+    }
+    if name.lower() not in kinds:
+        raise ConfigError(f"--optimizer must be {others}one of torch.optim's {', '.join(sorted(kinds))}, not {name!r}")
+    return kinds[name.lower()]
 
 
 def _untied(model: nn.Module, path: Path | None, *, tied: bool) -> list[str]:
-    """Parameters that transformers ties when it makes a model, and not when it loads one (Flan-T5's head).
+    """Names of parameters that transformers ties in a new model, and not in a loaded one (Flan-T5's LM head).
 
     Args:
-        model: as transformers made it.
-        path: of the files that decide it by their values, where there are any.
-        tied: whether the config ties the head, for where there are none.
+        model: made by transformers from a config.
+        path: of the files whose values decide; None: there are none.
+        tied: whether the config ties the LM head, which decides without files.
     """
     from memascend.checkpoint.files import Names
     from memascend.checkpoint.weights import WeightFiles
 
     names = Names(model)
     if path is not None and names.tied:
-        # Without files, or without all of them, only the config is left.
+        # If files are missing, the config decides.
         with contextlib.suppress(ConfigError):
             return WeightFiles(path).untied(names)
     head = None
@@ -129,10 +174,10 @@ def _untied(model: nn.Module, path: Path | None, *, tied: bool) -> list[str]:
 
 
 def read_config(config: Path) -> dict[str, Any]:
-    """What is in a model's config.json.
+    """The values of a model's config.json.
 
     Raises:
-        ConfigError: it is none, or the model would have more layers than can be made.
+        ConfigError: the file is no config, or the model would have too many layers.
     """
     if config.stat().st_size > _CONFIG_BYTES_MAX:
         raise ConfigError(
@@ -163,7 +208,7 @@ def _require_layers(config: Path, values: dict[str, Any]) -> None:
 
 
 def _configured(transformers: Any, config: Path, values: dict[str, Any], dtype: torch.dtype | None) -> nn.Module:
-    """The model that transformers makes of a config; code that comes with a model is never run."""
+    """The model that transformers makes of a config; a model's own code is never run."""
     kind = values.pop("model_type", None)
     if not isinstance(kind, str):
         raise ConfigError(f"{config} has no model_type, so that its model is not known: correct it")
@@ -177,10 +222,12 @@ def _configured(transformers: Any, config: Path, values: dict[str, Any], dtype: 
         chosen = next((one for one in named if isinstance(one, type)), None)
         with torch.device("meta"):
             if chosen is not None:
-                return _of_type(chosen(made), dtype)
+                model: nn.Module = chosen(made)
+                return model.to(dtype)
             for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
                 if type(made) in auto._model_mapping:  # noqa: SLF001
-                    return _of_type(auto.from_config(made), dtype)
+                    model = auto.from_config(made)
+                    return model.to(dtype)
     except ConfigError:
         raise
     except Exception as error:
@@ -193,27 +240,23 @@ def _configured(transformers: Any, config: Path, values: dict[str, Any], dtype: 
     )
 
 
-def _of_type(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    return model.to(dtype)
-
-
 # --- by names alone ----------------------------------------------------------------------------
 
 
 class _Container(nn.Module):
-    """A module of which nothing is known but what it holds."""
+    """A module without code."""
 
 
 def described_by_names(path: Path, dtype: torch.dtype | None) -> nn.Module:
-    """A tree of modules with the tensors that safetensors name; numbers in names are places in a list.
+    """A tree of modules with the tensors of safetensors; numbers in names are positions in a list.
 
     Args:
         path: a file, an index, or a folder; only headers are read.
-        dtype: of the parameters; None: as the files say.
+        dtype: of the parameters; None: the dtype in the files.
 
     Raises:
-        ConfigError: there are no safetensors there.
-        CorruptionError: a file is damaged or cut short.
+        ConfigError: there are no safetensors.
+        CorruptionError: a file is damaged or truncated.
     """
     from memascend.checkpoint.weights import WeightFiles
 
@@ -243,51 +286,40 @@ def described_by_names(path: Path, dtype: torch.dtype | None) -> nn.Module:
 
 
 def _place(name: str) -> tuple[bool, Iterable[tuple[bool, int, str]]]:
-    """Numbers by their value; embeddings first, which is how alphabets have it, and the head last."""
+    """A sort key: numbers by value, names by the alphabet (which puts embeddings first), the LM head last."""
     parts = tuple((not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split("."))
     return _HEAD.search(name) is not None, parts
 
 
-@dataclass
-class Pass:
-    """What a forward or a backward computes."""
-
-    flops: int = 0  # floating-point operations of matrix products and attention; of causal attention what is not masked
-
-    def add(self, flops: int) -> None:
-        """Count so many more."""
-        self.flops += flops
-
-
 @dataclass(frozen=True)
 class Trace:
-    """What one backward takes of torch, beside the parameters."""
+    """The operations and the memory of one backward, without parameters."""
 
     tokens: int  # of the batch
-    forward: Pass  # what it computes
-    backward: Pass  # likewise, with what is recomputed
-    peak: int  # bytes of torch's own memory at its highest, gradients being gone as soon as they are whole
-    held: dict[str, int]  # of these, by what they are: logits, gradients, activations
-    kept: int  # bytes that the forward leaves for the backward: what each of several micro-batches holds
-    recomputes: bool  # whether blocks are computed again in the backward
+    forward: int  # floating-point operations of products and attention; of causal attention, the unmasked part
+    backward: int  # likewise, with the recomputation of activation checkpointing
+    peak: int  # bytes of torch's own memory at its peak; a gradient is freed as soon as it is complete
+    held: dict[str, int]  # the peak by kind: logits, gradients, activations
+    kept: int  # bytes that the forward leaves for the backward: the memory of each further micro-batch
+    recomputes: bool  # whether activation checkpointing is on
 
     @property
     def flops(self) -> int:
-        """Of both passes."""
-        return self.forward.flops + self.backward.flops
+        """Operations of forward and backward."""
+        return self.forward + self.backward
 
 
 class _Watch(TorchDispatchMode):
-    """Counts every operator below autograd, and every storage from its first tensor to its end."""
+    """Counts operations below autograd, and the bytes of every storage from its first tensor to its end."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._now = Pass()
+        self.flops = 0
         self.peak = 0
         self.at_peak: list[tuple[int, tuple[int, ...]]] = []
         self._bytes = 0
         own = (*model.parameters(), *model.buffers())
-        # Views of parameters share their storages, which are counted elsewhere.
+        # The storages of parameters are counted elsewhere, and views share them.
         self._own = {tensor.untyped_storage()._cdata for tensor in own}  # noqa: SLF001
         self._living: dict[int, tuple[int, tuple[int, ...]]] = {}
 
@@ -301,12 +333,8 @@ class _Watch(TorchDispatchMode):
         if function.is_view or not made:
             return out
         args, kwargs = _unmasked(function, args, kwargs or {})
-        self._now.add(_flops(function, args, kwargs, out))
+        self.flops += _flops(function, args, kwargs, out)
         return out
-
-    def begin(self, now: Pass) -> None:
-        """Count what is computed from here on in this pass."""
-        self._now = now
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -319,12 +347,11 @@ class _Watch(TorchDispatchMode):
         weakref.finalize(storage, self._gone, key)
         if self._bytes > self.peak:
             self.peak = self._bytes
-            # A tenth more than the last look, or large ones: copying the list at every small tensor would take long.
             self.at_peak = list(self._living.values())
 
     @property
     def living(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Bytes and shape of each storage that there is now."""
+        """Bytes and shape of each storage that is alive."""
         return list(self._living.values())
 
     def _gone(self, key: int) -> None:
@@ -333,12 +360,12 @@ class _Watch(TorchDispatchMode):
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:
-    """Whether it is one of those that transformers makes while it is traced: else attention is told to be causal."""
+    """Whether the tensor is a causal mask. transformers makes one only in a trace; else it passes is_causal."""
     return tensor.dim() == 4 and tensor.shape[1] == 1 and tensor.shape[2] == tensor.shape[3]
 
 
 def _unmasked(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call of attention as it is made without such a mask."""
+    """The arguments of attention with is_causal in place of a causal mask."""
     mask = kwargs.get("attn_mask")
     names = [argument.name for argument in function._schema.arguments]  # noqa: SLF001
     if not isinstance(mask, torch.Tensor) or not _is_mask(mask) or "is_causal" not in names:
@@ -352,7 +379,7 @@ def _unmasked(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 def _flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     packet = function.overloadpacket
-    # Attention on a CPU has no formula in torch 2.11; others' is the same.
+    # torch 2.11 has no formula for attention on a CPU, which computes as many operations as on other devices.
     alike = getattr(torch.ops.aten, packet.__name__.replace("_for_cpu", ""), None)
     count = flop_registry.get(packet) or flop_registry.get(alike)
     if count is None:
@@ -360,7 +387,7 @@ def _flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
     flops = int(count(*args, **kwargs, out_val=out))
     names = [argument.name for argument in function._schema.arguments]  # noqa: SLF001
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    # Kernels skip what the mask of a causal attention leaves out, which is half of it.
+    # Kernels skip the masked half of causal attention.
     return flops // 2 if given.get("is_causal") is True else flops
 
 
@@ -368,13 +395,13 @@ def trace(model: nn.Module, batch: int, length: int, *, recomputes: bool) -> Tra
     """Run one forward and backward of a language model, on tensors that have shapes and no memory.
 
     Args:
-        model: as transformers makes it, on "meta".
+        model: of transformers, on "meta".
         batch: sequences.
         length: tokens of each.
-        recomputes: whether its blocks keep their inputs alone, and are computed again in the backward.
+        recomputes: whether to use activation checkpointing.
 
     Returns:
-        What it took, or why that cannot be said.
+        The trace, or the reason why there is none.
     """
     if getattr(model, "main_input_name", None) != "input_ids":
         return "tokens are counted for language models of transformers"
@@ -389,28 +416,27 @@ def trace(model: nn.Module, batch: int, length: int, *, recomputes: bool) -> Tra
     if recomputes:
         recompute(model)
     watch = _Watch(model)
-    forward, backward, kept = Pass(), Pass(), 0
+    forward = kept = 0
     failed = ""
     with fake, without_gradients_kept(model), watch, _without_torchs_log():
-        watch.begin(forward)
         try:
             tokens = torch.zeros(batch, length, dtype=torch.long)
             loss = model(input_ids=tokens, labels=tokens).loss
             kept = _kinds(model, watch.living)["activations"]
-            watch.begin(backward)
+            forward = watch.flops
             loss.backward()
             del loss
         except Exception as error:  # noqa: BLE001
-            # Whatever a model's code does that depends on values (the routes of some mixtures of experts).
+            # Some code depends on values, such as the routing of some mixtures of experts.
             failed = f"{type(model).__name__} cannot be traced without values ({type(error).__name__})"
     if failed:
-        # A checkpoint in which it ended leaves its hooks to all that is saved later, until it is collected.
+        # A checkpoint that was interrupted keeps its saved-tensor hooks active until it is collected.
         gc.collect()
         return failed
     return Trace(
         tokens=batch * length,
         forward=forward,
-        backward=backward,
+        backward=watch.flops - forward,
         peak=watch.peak,
         held=_kinds(model, watch.at_peak),
         kept=kept,
@@ -420,7 +446,7 @@ def trace(model: nn.Module, batch: int, length: int, *, recomputes: bool) -> Tra
 
 @contextlib.contextmanager
 def _without_torchs_log() -> Iterator[None]:
-    """What cannot be traced is told in one line. Who keeps the stack that torch logs keeps a checkpoint's hooks."""
+    """Disable torch's log of failed traces, whose stack would keep a checkpoint's hooks alive."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -430,15 +456,15 @@ def _without_torchs_log() -> Iterator[None]:
 
 
 def grown(one: Trace, two: Trace, times: int) -> Trace:
-    """What a larger batch takes: `one` and so many times what `two` takes more."""
+    """The trace of a larger batch: `one`, and `times` the difference to `two`."""
 
     def line(first: int, second: int) -> int:
         return first + times * (second - first)
 
     return Trace(
         tokens=line(one.tokens, two.tokens),
-        forward=Pass(line(one.forward.flops, two.forward.flops)),
-        backward=Pass(line(one.backward.flops, two.backward.flops)),
+        forward=line(one.forward, two.forward),
+        backward=line(one.backward, two.backward),
         peak=line(one.peak, two.peak),
         held={kind: line(nbytes, two.held[kind]) for kind, nbytes in one.held.items()},
         kept=line(one.kept, two.kept),
@@ -447,7 +473,7 @@ def grown(one: Trace, two: Trace, times: int) -> Trace:
 
 
 def settle(model: nn.Module) -> None:
-    """Give it parameters and buffers that count as the CPU's; tied ones stay tied."""
+    """Replace parameters and buffers by empty ones on the CPU; tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():  # noqa: SLF001
@@ -462,17 +488,17 @@ def settle(model: nn.Module) -> None:
 
 
 def recompute(model: nn.Module) -> None:
-    """Have the blocks computed again in the backward, as far as the model can."""
+    """Turn activation checkpointing on, if the model supports it."""
+    # transformers renames it.
     name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    change = getattr(model, f"{name}_checkpointing_enable", None)
-    if change is not None:
-        with contextlib.suppress(ValueError):
-            change()
+    if getattr(model, "supports_gradient_checkpointing", False):
+        change: Any = getattr(model, f"{name}_checkpointing_enable")
+        change(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
 
 
 @contextlib.contextmanager
 def without_gradients_kept(model: nn.Module) -> Iterator[None]:
-    """Gradients are gone as soon as they are whole, as they are in training."""
+    """Free each gradient as soon as it is complete, as in training."""
 
     def gone(parameter: torch.Tensor) -> None:
         parameter.grad = None

@@ -1,9 +1,9 @@
-"""Prints and draws what a plan answers: the lines to write, memory, seconds and what bounds them, wear."""
+"""Formats the answers of `memascend plan`: the lines to write, memory, seconds and their bounds, wear."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from memascend.cli.plan.answer import (
     ENDURANCE_PER_TB,
@@ -17,18 +17,17 @@ from memascend.cli.plan.answer import (
 )
 from memascend.plan.table import cost_of_format, format_table
 from memascend.session.decide import planned_formats
-from memascend.text import IN_MEMORY, OURS, bytes_shown, open_pyplot, seconds_shown, table
+from memascend.text import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from memascend.cli.plan.answer import Answer, Candidate, Question, Takeover
     from memascend.plan.table import FormatCost
 
 
 def formats_compared(question: Question, budget: int) -> list[FormatCost]:
-    """What a step costs in each format that goes with the optimizer, with one budget."""
+    """The cost of a step in each format that the optimizer supports, with one budget."""
     elements = {name: parameter.numel() for name, parameter in question.model.named_parameters()}
     found = planned_formats(question.model, question.optimizer, question.options, budget, question.ranks)
     return [
@@ -38,15 +37,8 @@ def formats_compared(question: Question, budget: int) -> list[FormatCost]:
     ]
 
 
-def next_format(costs: list[FormatCost], now: str | None) -> FormatCost | None:
-    """The one with the next fewer bits than what the optimizer has, or was asked to have; None after the last."""
-    names = [cost.state for cost in costs]
-    at = names.index(now or "fp32") + 1 if (now or "fp32") in names else len(names)
-    return costs[at] if at < len(costs) else None
-
-
 def formats_shown(costs: list[FormatCost], budget: int) -> str:
-    """A table, where there is something to compare."""
+    """A table of the formats, or nothing if there is only one."""
     if len(costs) < 2:
         return ""
     return (
@@ -57,27 +49,18 @@ def formats_shown(costs: list[FormatCost], budget: int) -> str:
 
 Row = tuple[str, str, str]
 _YEAR_DAYS = 365
-# A larger budget is shown where a step then takes at most this part of its time.
+# A larger budget is shown if a step then takes at most this part of its time.
 _FASTER = 0.99
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choices:
-    """What else could be given, and what it would buy; None where it would change nothing."""
-
-    more: Answer | None  # the answer with 16 GiB more of host memory
-    fewer: FormatCost | None  # state in the format of the next fewer bits
-    takeover: Takeover | None = None  # the tokens from which on compute takes longest
-
-
-def shown(head: str, question: Question, found: Answer, choices: Choices, speeds: Mapping[str, float]) -> str:
-    """All of an answer.
+def shown(head: str, question: Question, found: Answer, takeover: Takeover | None, speeds: Mapping[str, float]) -> str:
+    """An answer as text.
 
     Args:
-        head: the model, with a place for the number of its parameters.
-        question: what was asked.
-        found: the answer.
-        choices: what else could be given.
+        head: the model, with a placeholder for the number of its parameters.
+        question: the question.
+        found: its answer.
+        takeover: the tokens from which on compute takes longest.
         speeds: of storage as measured, GB/s by pattern.
     """
     every = list(question.model.parameters())
@@ -90,18 +73,21 @@ def shown(head: str, question: Question, found: Answer, choices: Choices, speeds
         *_memory(question, found),
         *_room(question, found),
         *_moved(question, found),
-        *_time(question, found, choices, speeds),
+        *_time(question, found, speeds),
     ]
+    if found.seconds is not None:
+        rows += _in_turn(question, found.seconds)
+        rows += _taken_over(takeover)
     parts.append(table(("what", "how much", "note"), rows))
     parts.append(str(found.plan))
     return "\n\n".join(parts)
 
 
 def _lines(question: Question) -> str:
-    """What to write, in a loop of one's own."""
+    """The lines for a loop of one's own."""
     options = question.options
     given = [f'storage="{options.paths[0] if options.paths else "/mnt/nvme/run"}"']
-    # What nobody gave is left to offload(), which takes the same.
+    # offload() has the same defaults.
     for name in ("host_memory", "device_memory", "max_grad_norm", "state"):
         value = getattr(options, name)
         if value is not None:
@@ -121,6 +107,10 @@ def _lines(question: Question) -> str:
 
 def _memory(question: Question, found: Answer) -> list[Row]:
     plan, trace, gpu = found.plan, question.trace, question.gpu
+    in_memory = (
+        f"in memory, training takes {bytes_shown(found.in_memory)} and activations: "
+        f"{found.in_memory / plan.host_peak:.3g} times memascend's part"
+    )
     rows: list[Row] = []
     if gpu is not None:
         rows.append(("GPU memory", bytes_shown(found.device_bytes), f"of {bytes_shown(gpu.usable)} for tensors"))
@@ -128,7 +118,7 @@ def _memory(question: Question, found: Answer) -> list[Row]:
             ("  memascend", bytes_shown(plan.device_peak), "parameters in use, gradients on their way to the host")
         )
         rows += _torchs(question)
-    rows.append(("host memory, the whole process", bytes_shown(found.host_bytes), _fewer(found)))
+    rows.append(("host memory, the whole process", bytes_shown(found.host_bytes), in_memory))
     rows.append(("  memascend", bytes_shown(plan.host_peak), f"within the budget of {bytes_shown(plan.budget)}"))
     rows.append(("  Python, torch and objects", bytes_shown(IMPORTS + plan.object_bytes), "assumed"))
     if gpu is None:
@@ -152,13 +142,6 @@ def _torchs(question: Question) -> list[Row]:
     return rows
 
 
-def _fewer(found: Answer) -> str:
-    return (
-        f"in memory, training takes {bytes_shown(found.in_memory)} and activations: "
-        f"{found.in_memory / found.plan.host_peak:.3g} times memascend's part"
-    )
-
-
 def _room(question: Question, found: Answer) -> list[Row]:
     plan = found.plan
     written = sum(plan.written_bytes.values())
@@ -175,7 +158,7 @@ def _room(question: Question, found: Answer) -> list[Row]:
 
 
 def _moved(question: Question, found: Answer) -> list[Row]:
-    """What one of several ranks exchanges with the others, and with its device."""
+    """Bytes that one of several ranks exchanges with the others and with its device."""
     if found.network is None:
         return []
     nbytes = moved(question, found)
@@ -193,7 +176,7 @@ def _moved(question: Question, found: Answer) -> list[Row]:
     return rows
 
 
-def _time(question: Question, found: Answer, choices: Choices, speeds: Mapping[str, float]) -> list[Row]:
+def _time(question: Question, found: Answer, speeds: Mapping[str, float]) -> list[Row]:
     rows = [_disk(question, found, speeds), *_held(question, found)]
     if found.phases is None or found.seconds is None:
         why = _unknown(question)
@@ -208,14 +191,13 @@ def _time(question: Question, found: Answer, choices: Choices, speeds: Mapping[s
     trace = question.trace
     if not isinstance(trace, str):
         tokens = trace.tokens * question.micro_batches * question.ranks
-        rows.append(("tokens a second", f"{tokens / found.seconds:,.0f}", _wider(found)))
-    rows += _in_turn(question, found.seconds)
-    rows += _taken_over(choices.takeover)
-    return [*rows, *_bought(found.seconds, choices)]
+        more = "raised by more tokens in a step (--tokens, --accumulation-steps)" if found.bound == "disk" else ""
+        rows.append(("tokens a second", f"{tokens / found.seconds:,.0f}", more))
+    return rows
 
 
 def _in_turn(question: Question, now: float) -> list[Row]:
-    """What the same micro-batches take in a loop of backwards."""
+    """The seconds of the same micro-batches in a loop of backwards."""
     if not question.by_layer:
         return []
     other = answer(question.one_after_the_other())
@@ -226,22 +208,8 @@ def _in_turn(question: Question, now: float) -> list[Row]:
     return [(what, seconds_shown(other.seconds), note)]
 
 
-def _bought(now: float, choices: Choices) -> list[Row]:
-    """What else could be given, with the seconds of a step."""
-    rows: list[Row] = []
-    more, fewer = choices.more, choices.fewer
-    if more is not None and more.seconds is not None:
-        gained = 1 - more.seconds / now
-        rows.append(("16 GiB more of host memory", seconds_shown(more.seconds), f"a step, {max(gained, 0):.0%} less"))
-    if fewer is not None and fewer.step_seconds is not None:
-        gained = 1 - fewer.step_seconds / now
-        note = f"a step, {gained:.0%} less, with other numerics (below)"
-        rows.append((f'state="{fewer.state}"', seconds_shown(fewer.step_seconds), note))
-    return rows
-
-
 def _held(question: Question, found: Answer) -> list[Row]:
-    """What the budget saves, and what larger ones would."""
+    """The seconds without parameters kept in RAM, and with larger budgets."""
     plan, seconds = found.plan, forecast_of(question, found.plan, found.network)
     if seconds is None:
         return []
@@ -262,7 +230,7 @@ def _held(question: Question, found: Answer) -> list[Row]:
 
 
 def _disk(question: Question, found: Answer, speeds: Mapping[str, float]) -> Row:
-    """How long the disk takes, and what that rests on."""
+    """The seconds of the disk, and their source."""
     what = "the disk's part of a step"
     took = disk_seconds(question, found.plan)
     if took is None:
@@ -289,12 +257,8 @@ def _assumed(question: Question) -> str:
     return f"; assumed: the {question.gpu.name} reaches {REACHED:.0%} of its {question.gpu.tflops:g} TFLOPS"
 
 
-def _wider(found: Answer) -> str:
-    return "raised by more tokens in a step (--tokens, --accumulation-steps)" if found.bound == "disk" else ""
-
-
 def _taken_over(at: Takeover | None) -> list[Row]:
-    """From how many tokens on a faster drive would buy nothing."""
+    """The tokens from which on a faster drive gains nothing."""
     if at is None:
         return []
     note = f"{at.tokens_per_second:,.0f} tokens a second there"
@@ -304,28 +268,21 @@ def _taken_over(at: Takeover | None) -> list[Row]:
 
 
 def _life(question: Question, found: Answer) -> Row:
-    """How long the drive lasts: what is found out too late if it does not come first."""
-    wear = _wear(question, found)
+    """The life of the drive."""
+    tb = found.endurance / 10**12
+    wear = f"of training without a pause, until {tb:,.0f} TB are written"
+    if question.endurance is None:
+        wear += f" (assumed: {ENDURANCE_PER_TB} TB for each TB of a drive just large enough; --endurance gives another)"
     if found.days is not None:
-        shown = f"{found.days:,.0f} days" if found.days >= 10 else f"{found.days:.1f} days"
+        days = f"{found.days:,.0f} days" if found.days >= 10 else f"{found.days:.1f} days"
         years = f"{found.days / _YEAR_DAYS:.1f} years " if found.days > 2 * _YEAR_DAYS else ""
-        return "the drive lasts", shown, years + wear
+        return "the drive lasts", days, years + wear
     steps = found.endurance // max(1, sum(found.plan.written_bytes.values()))
     return "the drive lasts", f"{steps:,} steps", wear
 
 
-def _wear(question: Question, found: Answer) -> str:
-    tb = found.endurance / 10**12
-    if question.endurance is not None:
-        return f"of training without a pause, until {tb:,.0f} TB are written"
-    return (
-        f"of training without a pause, until {tb:,.0f} TB are written (assumed: {ENDURANCE_PER_TB} TB for each TB of a "
-        "drive just large enough; --endurance gives another)"
-    )
-
-
 def fitting(found: Sequence[Candidate]) -> str:
-    """The batches that fit, one row for a format of the state and a length."""
+    """The batches that fit: a row for each format of the state and length."""
     rows = [
         (
             "exact" if one.state is None else f'"{one.state}"',
@@ -352,44 +309,3 @@ def fitting(found: Sequence[Candidate]) -> str:
         "",
     )
     return table(head, rows)
-
-
-_GIB = 1 << 30
-
-
-def draw(path: Path, found: Answer) -> None:
-    """Draw it.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    plt = open_pyplot()
-    plan = found.plan
-    figure, axes = plt.subplots(1, 3, figsize=(14, 5), layout="constrained")
-    beside, owners, moved = axes
-    beside.bar(["in memory", "memascend"], [found.in_memory / _GIB, plan.host_peak / _GIB], color=[IN_MEMORY, OURS])
-    beside.set_title("Host memory, but for activations")
-    _stacked(owners, "of host memory", {name: nbytes for name, nbytes in plan.host.items() if nbytes})
-    owners.axhline(plan.budget / _GIB, color=IN_MEMORY, linestyle=":", label="budget")
-    owners.set_title("memascend, by owner")
-    for direction, kinds in (("read", plan.read_bytes), ("written", plan.written_bytes)):
-        _stacked(moved, direction, {f"{direction}: {kind}": nbytes for kind, nbytes in kinds.items()})
-    moved.set_title("What a step moves")
-    for axis in axes:
-        axis.set_ylabel("GiB")
-        axis.grid(axis="y", alpha=0.3)
-    for axis in (owners, moved):
-        axis.margins(x=0.3)
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
-    finally:
-        plt.close(figure)
-
-
-def _stacked(axis: Any, where: str, parts: Mapping[str, int]) -> None:
-    bottom = 0.0
-    for name, nbytes in parts.items():
-        axis.bar([where], [nbytes / _GIB], 0.6, bottom=bottom, label=name)
-        bottom += nbytes / _GIB

@@ -1,4 +1,4 @@
-"""`memascend train`: trains the model of a folder on rows of a file, and goes on where it was killed."""
+"""`memascend train`: fine-tunes a model on files of examples, and resumes where it was killed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["add_arguments", "run"]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train; 0 once OUT holds the model of the last step."""
+    """Train. Exit code 0 once OUT holds the model of the last step."""
     settings = Settings.of(options)
     if os.environ.get("RANK", "0") in {"", "0"}:
-        # What follows loads torch and transformers, and reads all rows: that takes a while.
+        # Loading torch and transformers, and reading the data, take a while.
         print(f"memascend train: reading {settings.model} and {' '.join(settings.data)}", file=sys.stderr, flush=True)
     from memascend.cli.train.job import Job
     from memascend.cli.train.output import Ranks

@@ -1,4 +1,4 @@
-"""Turns rows of training data into tokens, and puts these into batches by seed and epoch alone."""
+"""Tokenizes training data, and forms batches from seed and epoch alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.cli.train import rows as shapes
-from memascend.cli.train.rows import GOES_ON
+from memascend.cli.train.rows import CONTINUED
 from memascend.errors import ConfigError
 from memascend.text import Closing, counted
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from memascend.cli.train.rows import Row
 
 
-# Templates that say which day it is; formats are always written out.
+# Calls in templates that insert the date; their formats are literals.
 _TIME = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _MARKED = re.compile(r"\{%-?\s*generation\b")
-# For private use: no text has them, and no template looks for them.
+# Of Unicode's private use area: neither texts nor templates have them.
 _WORDS = tuple(chr(first) + chr(first + 1) for first in range(0xE000, 0xE010, 2))
-# The text, and from where to where the assistant wrote.
+# A text, and the spans of it that the assistant wrote.
 Rendered = tuple[str, list[tuple[int, int]]]
 
 
@@ -43,7 +43,7 @@ class Chat:
     """A tokenizer's chat template."""
 
     def __init__(self, tokenizer: Any, began: dt.datetime) -> None:
-        """`began`: the time that templates are told, so that a run that goes on later makes the same of its data.
+        """Prepare the template; `began` is the time that it inserts, so that a resumed run gets the same texts.
 
         Raises:
             ConfigError: the tokenizer has no template.
@@ -61,26 +61,25 @@ class Chat:
         special = {str(token) for token in tokenizer.all_special_tokens}
         special |= {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         any_of_them = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)) or "(?!)"
-        # What ends a turn is part of the answer; what only separates it from the next turn is not.
+        # The token that ends a turn is part of the answer; white space before the next turn is not.
         self._turn_ends = re.compile(rf"\s*(?:{any_of_them})")
         self._separated = re.compile(rf"(?:{any_of_them})(\s+)\Z")
 
     def render(self, messages: list[dict[str, Any]], tools: Any = None) -> Rendered:
-        """The whole conversation as text.
+        """The conversation as text, with the spans of the assistant.
 
         Raises:
-            ConfigError: the template refuses it, or it cannot be said what of it the assistant wrote.
+            ConfigError: the template rejects it, or the assistant's text cannot be found in it.
         """
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
         if self.marks:
             return self._marked(messages, tools)
         whole = self._text(messages, tools)
-        spans = []
-        for index, message in enumerate(messages):
-            if message["role"] == "assistant":
-                spans.append(
-                    self._between(whole, messages, index, tools) or self._replaced(whole, messages, index, tools)
-                )
+        spans = [
+            self._between(whole, messages, index, tools) or self._replaced(whole, messages, index, tools)
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant"
+        ]
         return whole, spans
 
     def _marked(self, messages: list[dict[str, Any]], tools: Any) -> Rendered:
@@ -109,14 +108,14 @@ class Chat:
         return text
 
     def _between(self, whole: str, messages: list[dict[str, Any]], index: int, tools: Any) -> tuple[int, int] | None:
-        """From the end of what comes before the answer to the end of the answer, where both begin the whole."""
+        """The span between two prefixes of the whole: the turns before the answer, and the turns up to its end."""
         if not index:
             return None
         try:
             before = self._text(messages[:index], tools, asks=True)
             after = self._text(messages[: index + 1], tools)
         except ConfigError:
-            # A template may refuse a part of a conversation, and yet take all of it.
+            # A template may reject a part of a conversation and accept the whole.
             return None
         if not (whole.startswith(after) and after.startswith(before)):
             return None
@@ -124,7 +123,7 @@ class Chat:
         return len(before), separator.start(1) if separator else len(after)
 
     def _replaced(self, whole: str, messages: list[dict[str, Any]], index: int, tools: Any) -> tuple[int, int]:
-        """What of the whole changes with the answer."""
+        """The span that changes if the answer is replaced."""
         message = messages[index]
         word = next(word for word in _WORDS if word[0] not in whole and word[1] not in whole)
         if not message.get("content") or message.get("tool_calls"):
@@ -150,76 +149,38 @@ def _refused(error: Exception) -> ConfigError:
     return ConfigError(f"the chat template rejects these messages: {type(error).__name__}: {error}")
 
 
-# Long work tells so often how far it is.
-_TOLD_SECONDS = 15.0
+# How often the tokenizer's progress is reported.
+_REPORT_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A sequence of tokens; a loss is taken on those that are learnt."""
+    """A sequence of tokens, and whether each is trained on."""
 
     ids: list[int]
     learnt: list[bool]
 
 
 @dataclass
-class Counts:
-    """What became of the rows."""
-
-    rows: int = 0
-    truncated: int = 0
-    left_out: int = 0
-    sequences: int = 0
-    tokens: int = 0
-    learnt: int = 0
-    shape: str = ""
-    packs_text: bool = False
-
-    def begin(self, shape: shapes.Shape) -> None:
-        """All rows have this shape."""
-        self.shape, self.packs_text = shape.name, shape is shapes.TEXT
-
-    def read(self, rows: int = 1) -> None:
-        """So many more were read."""
-        self.rows += rows
-
-    def cut(self, *, left_out: bool) -> None:
-        """One was cut, or had nothing left to learn."""
-        self.truncated += 1
-        self.left_out += left_out
-
-    def take(self, tokens: Tokens) -> None:
-        """One more sequence is trained on."""
-        self.sequences += 1
-        self.tokens += len(tokens.ids)
-        # Nothing foretells the first one.
-        self.learnt += sum(tokens.learnt[1:])
-
-    def said(self, max_length: int) -> str:
-        """In words."""
-        text = f"{counted(self.rows, 'example')} of {self.shape}: {counted(self.tokens, 'token')}, "
-        text += f"trained on {self.learnt:,} of them"
-        if self.packs_text:
-            text += f"; packed into {counted(self.sequences, 'sequence')} of up to {max_length:,}"
-        if self.truncated:
-            text += f"; {counted(self.truncated, 'example')} cut at --max-length {max_length:,}"
-        if self.left_out:
-            text += f", {self.left_out:,} of them left out since no token to train on remained"
-        return text
-
-
-@dataclass
 class Encoder:
-    """A tokenizer, and how long sequences may be."""
+    """Turns the examples of a data set into tokens, and counts them."""
 
     tokenizer: Any  # of transformers, with offsets
-    max_length: int  # tokens of a sequence, at most
-    began: dt.datetime  # the time that chat templates are told
-    tell: Callable[[str], None] = print  # what is told of long work
+    max_length: int  # of a sequence, in tokens
+    began: dt.datetime  # the time that chat templates insert
+    tell: Callable[[str], None] = print  # reports progress
+    rows: int = field(default=0, init=False)
+    truncated: int = field(default=0, init=False)
+    left_out: int = field(default=0, init=False)
+    sequences: int = field(default=0, init=False)
+    tokens: int = field(default=0, init=False)
+    learnt: int = field(default=0, init=False)
+    shape: str = field(default="", init=False)
+    packs_text: bool = field(default=False, init=False)
     _chat: Chat | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        """Refuse a tokenizer that cannot say where its tokens stand."""
+        """Reject a tokenizer without offsets or without an end-of-sequence token."""
         if not self.tokenizer.is_fast:
             raise ConfigError(
                 f"{type(self.tokenizer).__name__} does not report which characters a token stands for: the folder "
@@ -231,29 +192,31 @@ class Encoder:
                 "tokenizer_config.json"
             )
 
-    def run(self, rows: Iterable[Row], counts: Counts) -> Iterator[Tokens]:
-        """Encode rows of one kind; texts are packed."""
+    def run(self, rows: Iterable[Row]) -> Iterator[Tokens]:
+        """Encode examples of one shape; texts are packed."""
         rows = iter(rows)
         first = next(rows)
-        counts.begin(first.shape)
+        self.shape, self.packs_text = first.shape.name, first.shape is shapes.TEXT
         every = itertools.chain([first], rows)
-        made = self._packed(every, counts) if counts.packs_text else self._each(every, counts)
-        told = time.monotonic()
-        for tokens in made:
-            if time.monotonic() - told > _TOLD_SECONDS:
-                told = time.monotonic()
-                self.tell(f"{counted(counts.rows, 'example')} read so far")
-            counts.take(tokens)
+        reported = time.monotonic()
+        for tokens in (self._packed if self.packs_text else self._each)(every):
+            if time.monotonic() - reported > _REPORT_SECONDS:
+                reported = time.monotonic()
+                self.tell(f"{counted(self.rows, 'example')} read so far")
+            self.sequences += 1
+            self.tokens += len(tokens.ids)
+            # No token predicts the first one.
+            self.learnt += sum(tokens.learnt[1:])
             yield tokens
-        if not counts.learnt:
+        if not self.learnt:
             raise ConfigError(
-                f"none of {counted(counts.rows, 'example')} has a token to train on within --max-length "
+                f"none of {counted(self.rows, 'example')} has a token to train on within --max-length "
                 f"{self.max_length}: raise it"
             )
 
-    def _each(self, rows: Iterable[Row], counts: Counts) -> Iterator[Tokens]:
+    def _each(self, rows: Iterable[Row]) -> Iterator[Tokens]:
         for row in rows:
-            counts.read()
+            self.rows += 1
             try:
                 whole = self._row(row)
             except ConfigError as error:
@@ -262,25 +225,25 @@ class Encoder:
                 raise ConfigError(f"{row.place}: this example has no token to train on: remove it")
             if len(whole.ids) > self.max_length:
                 whole = Tokens(whole.ids[: self.max_length], whole.learnt[: self.max_length])
-                is_left_out = not any(whole.learnt[1:])
-                counts.cut(left_out=is_left_out)
-                if is_left_out:
+                self.truncated += 1
+                if not any(whole.learnt[1:]):
+                    self.left_out += 1
                     continue
             yield whole
 
-    def _packed(self, rows: Iterable[Row], counts: Counts) -> Iterator[Tokens]:
-        """Texts one after another, each with an end, cut where a sequence is full."""
+    def _packed(self, rows: Iterable[Row]) -> Iterator[Tokens]:
+        """Concatenate texts, each with an end-of-sequence token, and cut the result into full sequences."""
         waiting: list[int] = []
-        goes_on = False
+        continued = False
         for row in rows:
             text = row.values["text"]
             if not isinstance(text, str):
                 raise ConfigError(f"{row.place}: `text` must be a text, not {type(text).__name__}")
-            counts.read(not goes_on)
-            # A piece of a text has no beginning of its own.
-            waiting += self._ids(text, special=not goes_on)
-            goes_on = bool(row.values.get(GOES_ON))
-            if not goes_on and waiting[-1:] != [self.tokenizer.eos_token_id]:
+            self.rows += not continued
+            # The second part of a text gets no special tokens at its beginning.
+            waiting += self.tokenizer(text, add_special_tokens=not continued, verbose=False)["input_ids"]
+            continued = CONTINUED in row.values
+            if not continued and waiting[-1:] != [self.tokenizer.eos_token_id]:
                 waiting.append(self.tokenizer.eos_token_id)
             while len(waiting) >= self.max_length:
                 full, waiting = waiting[: self.max_length], waiting[self.max_length :]
@@ -288,9 +251,17 @@ class Encoder:
         if len(waiting) > 1:
             yield Tokens(waiting, [True] * len(waiting))
 
-    def _ids(self, text: str, *, special: bool) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-        return ids
+    def said(self) -> str:
+        """The statistics of the examples in words."""
+        text = f"{counted(self.rows, 'example')} of {self.shape}: {counted(self.tokens, 'token')}, "
+        text += f"trained on {self.learnt:,} of them"
+        if self.packs_text:
+            text += f"; packed into {counted(self.sequences, 'sequence')} of up to {self.max_length:,}"
+        if self.truncated:
+            text += f"; {counted(self.truncated, 'example')} cut at --max-length {self.max_length:,}"
+        if self.left_out:
+            text += f", {self.left_out:,} of them left out since no token to train on remained"
+        return text
 
     def _row(self, row: Row) -> Tokens:
         values = row.values
@@ -313,7 +284,7 @@ class Encoder:
         return Tokens([*made.ids, end], [*made.learnt, True])
 
     def _messages(self, messages: list[dict[str, Any]], first: int, tools: Any) -> Tokens:
-        """A conversation; the assistant's words are learnt from a turn on."""
+        """A conversation; the assistant's text is trained on from turn `first` on."""
         count = sum(message["role"] == "assistant" for message in messages[first:])
         if not count:
             raise ConfigError("no message has the role 'assistant', whose text is trained on: remove this example")
@@ -323,7 +294,7 @@ class Encoder:
         return self._spans(text, spans[-count:] if first else spans, special=False)
 
     def _spans(self, text: str, spans: list[tuple[int, int]], *, special: bool) -> Tokens:
-        """Tokens of a text; learnt is each that has a character of a span."""
+        """The tokens of a text; a token is trained on if it has a character of a span."""
         found = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
         learnt = [any(_is_within(token, span) for span in spans) for token in found["offset_mapping"]]
         return Tokens(found["input_ids"], learnt)
@@ -331,21 +302,21 @@ class Encoder:
 
 def _is_within(token: tuple[int, int], span: tuple[int, int]) -> bool:
     if token[0] == token[1]:
-        # A token of white space alone, which some tokenizers trim: it stands before this place.
+        # Some tokenizers trim white space: such a token stands before this position.
         return span[0] < token[0] <= span[1]
     return token[0] < span[1] and span[0] < token[1]
 
 
 _TOKEN_BYTES = 4
-# What no loss is taken on, by torch's default.
+# The label of a token without a loss, by torch's default.
 _IGNORED = -100
 
 
 class Sequences(Closing):
-    """Sequences of tokens by number. What is not learnt is stored with its bits inverted, as a negative number."""
+    """Sequences of tokens by number. A token that is not trained on is stored inverted, as a negative number."""
 
     def __init__(self, made: Iterable[Tokens], folder: Path) -> None:
-        """Write all of them to a file in `folder`, which has no name."""
+        """Write all sequences to an unlinked file in `folder`."""
         self._starts = array("Q", [0])
         digest = hashlib.sha256()
         self._map: mmap.mmap | None = None
@@ -364,14 +335,14 @@ class Sequences(Closing):
         except BaseException:
             self.close()
             raise
-        # Of all tokens, and which are learnt.
+        # Covers all tokens, and whether each is trained on.
         self.digest = digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._starts) - 1
 
     def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and labels of one."""
+        """The ids and labels of a sequence."""
         assert self._map is not None
         start, end = self._starts[number], self._starts[number + 1]
         stored = torch.frombuffer(self._map, dtype=torch.int32, offset=start * _TOKEN_BYTES, count=end - start).long()
@@ -379,40 +350,40 @@ class Sequences(Closing):
         return torch.where(hidden, ~stored, stored), torch.where(hidden, _IGNORED, stored)
 
     def length(self, number: int) -> int:
-        """Tokens of one."""
+        """The number of tokens of a sequence."""
         return self._starts[number + 1] - self._starts[number]
 
     def close(self) -> None:
-        """The file is gone."""
+        """Delete the file."""
         if self._map is not None:
             self._map.close()
             self._map = None
         self._file.close()
 
 
-# Sequences that wait for a row that fills them.
+# Sequences with free space that packing considers at once.
 _OPEN_MAX = 64
 
 
 def seed_of(seed: int, what: str, number: int) -> int:
-    """A seed of its own for each thing that is random, so that none depends on where another stands."""
+    """A separate seed for each random choice, so that none depends on how many numbers another has drawn."""
     named = f"{seed}/{what}/{number}".encode()
     return int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "little") >> 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What the model is given at once; the shorter rows are padded at their ends."""
+    """A batch of the model; shorter examples are padded at their ends."""
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
     labels: torch.Tensor
-    # Of each token in its row, where several rows are in one sequence: what they are told apart by.
+    # The position of each token in its example, which separates examples that share a sequence.
     position_ids: torch.Tensor | None = None
 
     @classmethod
     def of(cls, rows: list[tuple[torch.Tensor, torch.Tensor]], padding: int) -> Batch:
-        """Rows of (ids, labels) beside each other."""
+        """A batch of examples, given as (ids, labels)."""
         length = max(len(ids) for ids, _ in rows)
         made = cls(
             input_ids=torch.full((len(rows), length), padding),
@@ -427,16 +398,16 @@ class Batch:
 
     @classmethod
     def of_packs(cls, packs: list[list[tuple[torch.Tensor, torch.Tensor]]], padding: int) -> Batch:
-        """Several rows in each sequence, with positions that begin again at 0: attention then stays within a row."""
+        """Several examples in each sequence. Positions restart at 0, so that attention stays within an example."""
         joined = []
         for rows in packs:
             ids, labels = (torch.cat(column) for column in zip(*rows, strict=True))
             starts = torch.tensor([0, *(len(row) for row, _ in rows[:-1])]).cumsum(0)
-            # Nothing foretells a row's first token.
+            # No token predicts the first token of an example.
             labels[starts] = _IGNORED
             joined.append((ids, labels))
         made = cls.of(joined, padding)
-        # Each token of padding is a row of its own.
+        # Each token of padding is an example of its own.
         positions = torch.zeros_like(made.input_ids)
         for number, rows in enumerate(packs):
             own = torch.cat([torch.arange(len(ids)) for ids, _ in rows])
@@ -445,31 +416,28 @@ class Batch:
 
     @classmethod
     def of_padding(cls, padding: int) -> Batch:
-        """The least that a model computes a loss of, for a rank that has to compute with the others and has no rows."""
+        """The smallest batch with a loss, for a rank that has no examples and must run the same collectives."""
         ids = torch.full((2,), padding)
         return cls.of([(ids, ids)], padding)
 
     @property
     def tokens(self) -> int:
-        """Tokens, without padding."""
+        """The number of tokens without padding."""
         return int(self.attention_mask.sum())
 
     @property
     def learnt(self) -> int:
-        """Tokens that a loss is taken on; nothing foretells a row's first."""
+        """The number of trained tokens; no token predicts the first of an example."""
         return int((self.labels[:, 1:] != _IGNORED).sum())
 
 
 def alone(sequences: Sequences) -> list[list[int]]:
-    """Each row by itself."""
+    """One example in each sequence."""
     return [[number] for number in range(len(sequences))]
 
 
 def packed(sequences: Sequences, length: int, seed: int) -> list[list[int]]:
-    """Rows put together into sequences of a length at most, in an order that the seed decides.
-
-    Each goes into the first of those that wait which has room for it.
-    """
+    """Pack examples into sequences of at most `length` tokens (first fit), in an order that the seed decides."""
     order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(seed_of(seed, "packing", 0)))
     made: list[list[int]] = []
     waiting: deque[tuple[int, list[int]]] = deque()
@@ -490,41 +458,41 @@ def packed(sequences: Sequences, length: int, seed: int) -> list[list[int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """Which sequences each step learns from."""
+    """The batches of each step."""
 
-    sequences: Sequences  # all of them
-    packs: list[list[int]]  # the numbers of those that are computed as one
-    batch: int  # how many are computed at once
-    accumulate: int  # batches of a step; an epoch's last step has what is left
-    epochs: float  # passes, the last one perhaps not whole
+    sequences: Sequences  # the examples
+    packs: list[list[int]]  # the numbers of the examples of each packed sequence
+    batch: int  # packed sequences of a batch
+    accumulate: int  # batches of a step; the last step of an epoch may have fewer
+    epochs: float  # passes over the data, or a fraction of one
     seed: int  # of the order
-    padding: int  # the token that shorter rows end with
-    steps_max: int | None = None  # in place of `epochs`
-    is_packed: bool = False  # whether several rows may be in one sequence
+    padding: int  # the token that fills up shorter examples
+    steps_max: int | None = None  # overrides `epochs`
+    is_packed: bool = False  # whether several examples may share a sequence
 
     @property
     def steps_of_epoch(self) -> int:
-        """Steps of one pass."""
+        """The steps of one epoch."""
         return math.ceil(len(self.packs) / (self.batch * self.accumulate))
 
     @property
     def steps(self) -> int:
-        """Steps of the run."""
+        """The steps of the run."""
         return self.steps_max or max(1, math.ceil(self.epochs * self.steps_of_epoch))
 
     def of_step(self, step: int) -> list[Batch]:
-        """The batches of a step, counted from 0."""
+        """The batches of step number `step`, counted from 0."""
         epoch, place = divmod(step, self.steps_of_epoch)
         order = self.order(epoch)
         together = self.batch * self.accumulate
         return list(self._batches(order[place * together : (place + 1) * together]))
 
     def in_file_order(self) -> Iterator[Batch]:
-        """All of them once, as an evaluation takes them."""
+        """All batches once, for an evaluation."""
         return self._batches(range(len(self.packs)))
 
     def order(self, epoch: int) -> list[int]:
-        """The sequences of a pass."""
+        """The order of the packed sequences in an epoch."""
         generator = torch.Generator().manual_seed(seed_of(self.seed, "order", epoch))
         found: list[int] = torch.randperm(len(self.packs), generator=generator).tolist()
         return found

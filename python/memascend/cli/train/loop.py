@@ -1,4 +1,4 @@
-"""Runs the training loop: forward, backward, step, and what is shown and saved between steps."""
+"""Runs the training loop: forward, backward, step; reports and saves between steps."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import os
 import sys
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import reduce
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,12 +20,13 @@ from memascend.errors import ConfigError, UsageError
 from memascend.text import bytes_shown, counted
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from memascend.cli.train.data import Batches
     from memascend.cli.train.model import Described
     from memascend.cli.train.output import Output, Ranks
+    from memascend.cli.train.settings import Settings
     from memascend.session.optimizer import OffloadedOptimizer
 
 
@@ -33,14 +34,14 @@ if TYPE_CHECKING:
 class Rate:
     """The learning rate over a run."""
 
-    peak: float  # the highest
+    peak: float  # the highest learning rate
     steps: int  # of the run
-    warmup_steps: int  # of them, that warm up
-    schedule: str  # "linear", "cosine" or "constant" after that
-    lowest: float = 0.0  # what it falls to
+    warmup_steps: int  # steps of them that warm up
+    schedule: str  # "linear", "cosine" or "constant" after the warmup
+    lowest: float = 0.0  # the learning rate at the end of the schedule
 
     def of_step(self, step: int) -> float:
-        """Of a step, counted from 0: the first and the last learn something, too."""
+        """The learning rate of a step, counted from 0. It is above 0 in the first and the last step, too."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / (self.warmup_steps + 1)
         part = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
@@ -48,7 +49,7 @@ class Rate:
         return self.lowest + (self.peak - self.lowest) * factor
 
     def said(self) -> str:
-        """In words."""
+        """The schedule in words."""
         falls = {"linear": "falls linearly to {}", "cosine": "falls to {} along a cosine", "constant": "stays"}
         fall = falls[self.schedule].format(f"{self.lowest:g}")
         rises = f"rises to {self.peak:g} in {counted(self.warmup_steps, 'step')}, then" if self.warmup_steps else ""
@@ -56,150 +57,73 @@ class Rate:
 
 
 def warmup_steps(warmup: float, steps: int) -> int:
-    """Steps that warm up, of --warmup: a part of all, or how many."""
+    """The number of warmup steps. --warmup gives a fraction of all steps, or the number itself."""
     return int(warmup) if warmup >= 1 else math.ceil(steps * warmup)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """What is told of a step."""
-
-    step: int  # its number, from 1
-    steps: int  # of the run
-    epoch: float  # passes over the data so far
-    loss: float  # the mean over the tokens that are learnt
-    grad_norm: float | None  # of all gradients, before clipping; None where the step was skipped
-    lr: float  # the learning rate
-    tokens: int  # computed, without padding
-    seconds: float  # that the step took
-    tokens_per_second: float  # over the last steps
-    read_bytes: int  # from storage
-    written_bytes: int  # to storage
-    seconds_left: float  # to the end of the run, at the speed of the last steps
-    skipped: bool = False  # whether gradients overflowed, so that nothing was learnt
-
-    def figures(self) -> str:
-        """In a few words."""
-        norm = "skipped (overflow)" if self.skipped or self.grad_norm is None else f"norm {self.grad_norm:.3g}"
-        moved = bytes_shown(self.read_bytes + self.written_bytes)
-        return f"loss {self.loss:.4f}, {norm}, {self.tokens_per_second:,.0f} tokens/s, {moved} moved"
-
-
 class Display:
-    """Where it is told; here nowhere."""
+    """A destination for the reports of a run; this base class discards them."""
 
     def tell(self, text: str) -> None:
-        """A sentence."""
+        """Show a sentence."""
 
     def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
-        """Something beside steps: `values` for machines, `text` for people."""
-
-    def step(self, step: Step) -> None:
-        """A step was committed."""
+        """Show an event of a step ("step", "eval" or "save"): `values` for programs, `text` for people."""
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Release files and connections."""
 
 
-def open_display(steps: int, first: int, *, as_json: bool, rank: int = 0) -> Display:
-    """What fits where the output goes; `first` steps are done. The first rank tells: what all do is the same."""
-    if rank:
-        return Display()
-    if as_json:
-        return _JsonLines()
-    if sys.stderr is not None and sys.stderr.isatty():
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            pass
-        else:
-            return _Bar(tqdm(total=steps, initial=first, unit="step", dynamic_ncols=True))
-    return _Lines()
+class Lines(Display):
+    """Sentences and events on standard output."""
+
+    def tell(self, text: str) -> None:
+        """Print a sentence."""
+        print(text, flush=True)
+
+    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        """Print a line."""
+        of_all = f"/{values['steps']}" if name == "step" else ""
+        self.tell(f"step {values['step']}{of_all}: {text}")
+
+
+class JsonLines(Display):
+    """Events as JSON on standard output, sentences on standard error."""
+
+    def tell(self, text: str) -> None:
+        """Print a sentence."""
+        print(text, file=sys.stderr, flush=True)
+
+    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        """Print a line."""
+        del text
+        print(json.dumps({"event": name, **values}), flush=True)
 
 
 class Log(Display):
-    """Another display, and one JSON line for each step and event in a file."""
+    """A file with one JSON line for each event."""
 
-    def __init__(self, path: Path, shown: Display) -> None:
-        """Go on with the file, behind what a killed process may have left of a line."""
+    def __init__(self, path: Path) -> None:
+        """Append to the file, and end a line that a killed process left unfinished."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._shown = shown
         self._file = path.open("ab+", buffering=0)
         if self._file.tell():
             self._file.seek(-1, os.SEEK_END)
             if self._file.read(1) != b"\n":
                 self._file.write(b"\n")
 
-    def tell(self, text: str) -> None:
-        """A sentence, which the file does not have."""
-        self._shown.tell(text)
-
     def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
-        """Something beside steps."""
-        self._write({"event": name, **values})
-        self._shown.event(name, values, text)
-
-    def step(self, step: Step) -> None:
-        """A step was committed."""
-        self._write({"event": "step", **asdict(step)})
-        self._shown.step(step)
-
-    def close(self) -> None:
-        """Nothing more comes."""
-        self._shown.close()
-        self._file.close()
-
-    def _write(self, values: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(values).encode() + b"\n")
-
-
-class _Lines(Display):
-    def tell(self, text: str) -> None:
-        print(text, flush=True)
-
-    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
-        del name, values
-        self.tell(text)
-
-    def step(self, step: Step) -> None:
-        self.tell(f"step {step.step}/{step.steps}: {step.figures()}, {time_shown(step.seconds_left)} left")
-
-
-class _Bar(Display):
-    def __init__(self, bar: Any) -> None:
-        self._bar = bar
-
-    def tell(self, text: str) -> None:
-        self._bar.write(text)
-
-    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
-        del name, values
-        self.tell(text)
-
-    def step(self, step: Step) -> None:
-        self._bar.set_postfix_str(step.figures(), refresh=False)
-        self._bar.update(1)
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-class _JsonLines(Display):
-    """Steps and events on standard output, sentences on standard error."""
-
-    def tell(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        """Append a line."""
         del text
-        print(json.dumps({"event": name, **values}), flush=True)
+        self._file.write(json.dumps({"event": name, **values}).encode() + b"\n")
 
-    def step(self, step: Step) -> None:
-        self.event("step", asdict(step), "")
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 def time_shown(seconds: float) -> str:
-    """A time to wait, in the two largest units that it has."""
+    """A duration in its two largest units."""
     whole = round(seconds)
     for size, unit, part, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if whole >= size:
@@ -207,21 +131,11 @@ def time_shown(seconds: float) -> str:
     return f"{whole} s"
 
 
-class Reporter(Protocol):
-    """One of them."""
-
-    def add(self, step: int, figures: Mapping[str, float]) -> None:
-        """Figures of a step."""
-
-    def close(self) -> None:
-        """Nothing more comes."""
-
-
 def require_reporters(names: Sequence[str]) -> None:
-    """Refuse those that are not installed, before anything is done.
+    """Check that the packages of --report are installed.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: a package is missing.
     """
     for name in names:
         try:
@@ -233,75 +147,79 @@ def require_reporters(names: Sequence[str]) -> None:
             raise ConfigError(f"--report {name} needs a package that is not installed: pip install {name}") from error
 
 
-def open_reporters(names: Sequence[str], folder: Path, run: str, options: Mapping[str, Any]) -> list[Reporter]:
-    """Those that were asked for, which write to `folder`; a run that goes on has the same name in `run`."""
-    found: list[Reporter] = []
-    if "tensorboard" in names:
-        found.append(_TensorBoard(folder))
-    if "wandb" in names:
-        found.append(_Wandb(folder, run, options))
-    return found
+def open_reporters(names: Sequence[str], folder: Path, run: str, options: Mapping[str, Any]) -> list[Display]:
+    """The reporters of --report, which write to `folder`; a run that resumes has the same name `run`."""
+    kinds: dict[str, Callable[[], Display]] = {
+        "tensorboard": lambda: _TensorBoard(folder),
+        "wandb": lambda: _Wandb(folder, run, options),
+    }
+    return [kinds[name]() for name in dict.fromkeys(names)]
 
 
-class _TensorBoard:
+def _reported(values: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of an event that reporters draw as curves."""
+    names = ("loss", "lr", "tokens_per_second", "grad_norm", "eval_loss")
+    return {name: values[name] for name in names if values.get(name) is not None}
+
+
+class _TensorBoard(Display):
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(str(folder))
 
-    def add(self, step: int, figures: Mapping[str, float]) -> None:
-        for name, value in figures.items():
-            self._writer.add_scalar(f"train/{name}", value, step)
+    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        del name, text
+        for figure, value in _reported(values).items():
+            self._writer.add_scalar(f"train/{figure}", value, values["step"])
 
     def close(self) -> None:
         self._writer.close()
 
 
-class _Wandb:
+class _Wandb(Display):
     def __init__(self, folder: Path, run: str, options: Mapping[str, Any]) -> None:
         import wandb
 
         folder.mkdir(parents=True, exist_ok=True)
         self._run: Any = wandb.init(dir=str(folder), id=run, resume="allow", config=dict(options))
 
-    def add(self, step: int, figures: Mapping[str, float]) -> None:
-        self._run.log(dict(figures), step=step)
+    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        del name, text
+        if figures := _reported(values):
+            self._run.log(figures, step=values["step"])
 
     def close(self) -> None:
         self._run.finish()
 
 
-# Steps whose mean speed tells how long the rest takes.
+# The remaining time is estimated from the mean speed of the last steps.
 _STEPS_OF_SPEED = 20
 
 
 @dataclass(kw_only=True)
 class Loop:
-    """A run between two saves and over all of them."""
+    """The training loop of one start of a run."""
 
+    settings: Settings  # the options of the run
     described: Described  # the offloaded model
-    optimizer: OffloadedOptimizer  # of it
+    optimizer: OffloadedOptimizer  # of that model
     tokenizer: Any  # saved beside the model
-    output: Output  # the folder
+    output: Output  # the folder of the run
     batches: Batches  # of each step
-    held_out: Batches | None  # for the evaluation, where there is one
+    held_out: Batches | None  # for the evaluation; None: no --eval
     rate: Rate  # the learning rate
-    save_every: int  # steps
-    eval_every: int | None  # steps; None: at each save
-    keep: int  # models in folders of their own
-    seed: int  # of what is random in the model
-    ranks: Ranks  # who computes which micro-batch of a step
-    display: Display  # for people
-    reporters: list[Reporter]  # for programs
+    ranks: Ranks  # which rank computes which micro-batch of a step
+    displays: list[Display]  # where events are reported
     _times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_STEPS_OF_SPEED), init=False)
 
     def run(self, first: int) -> None:
-        """Train from a step of the data on, counted from 0, to the end.
+        """Train from step `first`, counted from 0, to the end.
 
         Raises:
-            UsageError: the loss is no number any more.
+            UsageError: the loss is not finite.
         """
-        # A run that was killed between a step and its save.
+        # The run may have been killed between a step and its save.
         if first:
             self._save_where_due(first)
         for step in range(first, self.batches.steps):
@@ -312,17 +230,17 @@ class Loop:
             self._save_where_due(step + 1)
 
     def _step(self, step: int) -> tuple[float, int]:
-        """One step; its loss, and its tokens."""
+        """Compute one step; return its loss and its number of tokens."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate.of_step(step)
         batches = self.batches.of_step(step)
         learnt = sum(batch.learnt for batch in batches)
 
         def part_of(number: int) -> torch.Tensor:
-            # Dropout depends on step and batch alone: a run that goes on draws what it would have drawn, on any rank.
-            torch.manual_seed(seed_of(self.seed, f"step {step}", number))
+            # Dropout depends on step and batch alone, so a resumed run draws the same numbers, on any rank.
+            torch.manual_seed(seed_of(self.settings.seed, f"step {step}", number))
             if number < len(batches):
-                # The mean over all tokens of the step, whichever batch they are in.
+                # The loss of the step is the mean over the tokens of all its batches.
                 return self._loss(batches[number]) * (batches[number].learnt / learnt)
             return self._loss(Batch.of_padding(self.batches.padding)) * 0.0
 
@@ -350,7 +268,7 @@ class Loop:
             input_ids=batch.input_ids.to(device),
             labels=batch.labels.to(device),
             use_cache=False,
-            # Rows that share a sequence are told apart by their positions, where there is no mask.
+            # Position ids separate examples that share a sequence; a mask would turn that off.
             **(
                 {"attention_mask": batch.attention_mask.to(device)}
                 if batch.position_ids is None
@@ -360,10 +278,14 @@ class Loop:
         loss: torch.Tensor = made.loss
         return loss
 
-    # --- telling -----------------------------------------------------------------------
+    # --- reports -----------------------------------------------------------------------
+
+    def _event(self, name: str, values: dict[str, Any], text: str) -> None:
+        for display in self.displays:
+            display.event(name, values, text)
 
     def _moved(self) -> tuple[int, int]:
-        """Bytes read and written; of several ranks by all, up to the beginning of their last `step()`."""
+        """Bytes read and written. Several ranks report the sum of all, up to the beginning of their last `step()`."""
         report = self.optimizer.report()
         if self.ranks.count > 1:
             return (0, 0) if report.ranks is None else (report.ranks.read, report.ranks.written)
@@ -372,51 +294,50 @@ class Loop:
     def _tell(self, step: int, loss: float, tokens: int, before: tuple[int, int]) -> None:
         read, written = self._moved()
         seconds = sum(each for _, each in self._times)
-        told = Step(
-            step=step + 1,
-            steps=self.batches.steps,
-            epoch=round((step + 1) / self.batches.steps_of_epoch, 4),
-            loss=loss,
-            grad_norm=None if self.optimizer.overflowed else self.optimizer.grad_norm,
-            lr=self.rate.of_step(step),
-            tokens=tokens,
-            seconds=self._times[-1][1],
-            tokens_per_second=sum(each for each, _ in self._times) / seconds,
-            read_bytes=read - before[0],
-            written_bytes=written - before[1],
-            seconds_left=(self.batches.steps - step - 1) * seconds / len(self._times),
-            skipped=self.optimizer.overflowed,
-        )
-        self.display.step(told)
-        figures = {"loss": loss, "lr": told.lr, "tokens_per_second": told.tokens_per_second}
-        self._report(step + 1, figures if told.grad_norm is None else {**figures, "grad_norm": told.grad_norm})
-
-    def _report(self, step: int, figures: dict[str, float]) -> None:
-        for reporter in self.reporters:
-            reporter.add(step, figures)
+        left = (self.batches.steps - step - 1) * seconds / len(self._times)
+        skipped, norm = self.optimizer.overflowed, self.optimizer.grad_norm
+        moved = read - before[0], written - before[1]
+        speed = sum(each for each, _ in self._times) / seconds
+        values = {
+            "step": step + 1,
+            "steps": self.batches.steps,
+            "epoch": round((step + 1) / self.batches.steps_of_epoch, 4),
+            "loss": loss,  # the mean over the trained tokens
+            "grad_norm": None if skipped else norm,  # of all gradients, before clipping
+            "lr": self.rate.of_step(step),
+            "tokens": tokens,  # without padding
+            "seconds": self._times[-1][1],
+            "tokens_per_second": speed,  # over the last steps
+            "read_bytes": moved[0],
+            "written_bytes": moved[1],
+            "seconds_left": left,
+            "skipped": skipped,  # whether gradients overflowed, so that the step changed nothing
+        }
+        shown = "skipped (overflow)" if skipped or norm is None else f"norm {norm:.3g}"
+        text = f"loss {loss:.4f}, {shown}, {speed:,.0f} tokens/s, {bytes_shown(sum(moved))} moved"
+        self._event("step", values, f"{text}, {time_shown(left)} left")
 
     # --- saving ------------------------------------------------------------------------
 
     def _save_where_due(self, step: int) -> None:
-        """After so many steps: the evaluation, and the model into its folder."""
+        """Evaluate and save the model if either is due after so many steps."""
         assert self.output.record is not None
-        record, is_last = self.output.record, step == self.batches.steps
-        due = (is_last or step % self.save_every == 0) and record.saved != step
-        looks = due if self.eval_every is None else is_last or step % self.eval_every == 0 or (due and self.keep > 0)
+        record, is_last, keep = self.output.record, step == self.batches.steps, self.settings.keep
+        due = (is_last or step % self.settings.save_every == 0) and record.saved != step
+        every = self.settings.eval_every
+        looks = due if every is None else is_last or step % every == 0 or (due and keep > 0)
         if self.held_out is not None and looks and record.evaluated != step:
             loss = self.evaluate(self.held_out)
-            self.display.event("eval", {"step": step, "eval_loss": loss}, f"step {step}: eval loss {loss:.4f}")
-            self._report(step, {"eval_loss": loss})
+            self._event("eval", {"step": step, "eval_loss": loss}, f"eval loss {loss:.4f}")
             self.output.change(evaluated=step, eval_loss=loss)
         if not due:
             return
-        self.output.save(self.described, self.optimizer, self.tokenizer, step, self.keep)
-        text = f"step {step}: saved to {self.output.folder}"
-        self.display.event("save", {"step": step, "folder": str(self.output.folder)}, text)
+        self.output.save(self.described, self.optimizer, self.tokenizer, step, keep)
+        self._event("save", {"step": step, "folder": str(self.output.folder)}, f"saved to {self.output.folder}")
 
     @torch.no_grad()
     def evaluate(self, held_out: Batches) -> float:
-        """The mean loss over all tokens that would be learnt."""
+        """The mean loss over the trained tokens of the held-out examples."""
         model = self.described.model
         model.eval()
         own: list[float] = []
@@ -427,7 +348,7 @@ class Loop:
                 if number % self.ranks.count == self.ranks.rank:
                     own.append(self._loss(batch).item() * batch.learnt)
             if len(own) < len(self.ranks.numbers(len(learnt))):
-                # The others compute one more, and ranks compute together.
+                # The other ranks compute one more batch, and all ranks must run the same collectives.
                 own.append(self._loss(Batch.of_padding(held_out.padding)).item())
         finally:
             model.train()
@@ -435,5 +356,5 @@ class Loop:
 
 
 def _sum(numbers: list[float]) -> float:
-    """One after the other: sum() would make up for what each addition rounds."""
+    """Add in order and round each time: sum() of Python compensates rounding errors."""
     return reduce(operator.add, numbers, 0.0)

@@ -1,4 +1,4 @@
-"""Builds the model of a folder on "meta", with its tokenizer, its adapters and the optimizer that was asked for."""
+"""Builds the model of a folder on "meta", with its tokenizer, its adapters and its optimizer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import inspect
 import json
 import sys
 import tempfile
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import torch
 
 from memascend.checkpoint.files import Names
 from memascend.checkpoint.weights import WeightFiles
-from memascend.cli.plan.model import read_config
+from memascend.cli.plan.model import optimizer_class, read_config, recompute, untie, with_adapters
 from memascend.cli.train.data import seed_of
 from memascend.errors import ConfigError
 
@@ -27,13 +26,12 @@ if TYPE_CHECKING:
 
 _CONFIG = "config.json"
 _GENERATION = "generation_config.json"
-_INSTALL = "pip install 'memascend[train]'"
-# Where each tensor of a merged model begins.
+# The alignment of each tensor of a merged model.
 _ALIGNED = 64
 
 
 def require_transformers() -> Any:
-    """It.
+    """The module transformers.
 
     Raises:
         ConfigError: it is not installed.
@@ -41,26 +39,28 @@ def require_transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ConfigError(f"memascend train needs transformers, which is not installed: run {_INSTALL}") from error
+        raise ConfigError(
+            "memascend train needs transformers, which is not installed: run pip install 'memascend[train]'"
+        ) from error
     return transformers
 
 
 @dataclass(frozen=True)
 class Described:
-    """A model without values, and where they come from."""
+    """A model without values, and the source of its values."""
 
-    model: Any  # on "meta", but for adapters, which have their first values
+    model: Any  # on "meta"; adapters are on the CPU, with their first values
     weights: str | Callable[[str, torch.Tensor], torch.Tensor]  # for `offload(weights=)`
-    adapted: bool  # whether adapters alone are trained
+    adapted: bool  # whether only adapters are trained
 
     @property
     def own(self) -> Any:
-        """The model of transformers, below adapters."""
+        """The model of transformers, without adapters."""
         return self.model.get_base_model() if self.adapted else self.model
 
     @property
     def trained(self) -> list[torch.nn.Parameter]:
-        """The parameters that learn."""
+        """The trained parameters."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
 
@@ -68,10 +68,10 @@ def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a folder.
 
     Raises:
-        ConfigError: there is none, or transformers cannot read it; or the config beside it is none.
+        ConfigError: there is none, or transformers cannot read it or the config beside it.
     """
     transformers = require_transformers()
-    # The tokenizer looks at it, too.
+    # AutoTokenizer reads the config, too.
     if (folder / _CONFIG).is_file():
         read_config(folder / _CONFIG)
     try:
@@ -83,16 +83,16 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def describe_model(folder: Path, settings: Settings) -> Described:
-    """The language model of a folder, with adapters where these are asked for.
+    """The language model of a folder, with the adapters of --lora.
 
     Raises:
-        ConfigError: it is no causal language model that transformers knows, or its weights do not fit it.
+        ConfigError: transformers knows no causal language model of this kind, or the weights do not fit.
     """
     model, files = _plain(folder)
     model.train()
-    _recompute(model)
+    recompute(model)
+    files.check(Names(model), dict(model.named_parameters()))
     if settings.lora is None:
-        files.check(Names(model), dict(model.named_parameters()))
         return Described(model, str(folder), adapted=False)
     return _adapted(model, files, folder, settings)
 
@@ -116,11 +116,7 @@ def _plain(folder: Path) -> tuple[Any, WeightFiles]:
             f"({type(error).__name__}: {error}): give another model, or install another transformers"
         ) from error
     _require_causal(model, folder)
-    names = Names(model)
-    for name in files.untied(names):
-        module, _, last = name.rpartition(".")
-        setattr(model.get_submodule(module), last, torch.nn.Parameter(torch.empty_like(model.get_parameter(name))))
-    # A folder need not have one.
+    untie(model, files.untied(Names(model)))
     if (folder / _GENERATION).exists():
         try:
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
@@ -141,9 +137,9 @@ def _require_one_stack(config: Any, folder: Path) -> None:
 
 
 def _require_causal(model: Any, folder: Path) -> None:
-    """Refuse attention in both directions, to which the next token is no secret."""
+    """Reject bidirectional attention, which sees the token that it would predict."""
     config, source = model.config, inspect.getsource(sys.modules[type(model).__module__])
-    # Some configurations have the word, and models that do not ask for it.
+    # Some configs have is_decoder although the model's code does not read it.
     looks_back = getattr(config, "is_decoder", True) or "config.is_decoder" not in source
     if looks_back and getattr(config, "causal", True) and config.model_type != "xlnet":
         return
@@ -155,7 +151,7 @@ def _require_causal(model: Any, folder: Path) -> None:
 
 
 def keeps_rows_apart(model: Any) -> bool:
-    """Whether attention stays within a row where several are in one sequence, told apart by their position ids."""
+    """Whether position ids keep attention within an example if several share a sequence."""
     source = inspect.getsource(sys.modules[type(model).__module__])
     kinds = set(getattr(model.config, "layer_types", None) or ())
     return (
@@ -167,57 +163,33 @@ def keeps_rows_apart(model: Any) -> bool:
 
 
 def _dtype(config: Any, files: WeightFiles) -> torch.dtype:
-    """As the config says, or else the files."""
+    """The dtype of the config, or else of the files."""
     if isinstance(config.dtype, torch.dtype):
         return config.dtype
     found = next((dtype for dtype, _ in map(files.described, files.keys) if dtype and dtype.is_floating_point), None)
     return found or torch.bfloat16
 
 
-def _recompute(model: Any) -> None:
-    """Let the backward compute each block again: memory then holds one block's activations, and not all."""
-    if not model.supports_gradient_checkpointing:
-        return
-    how = {"use_reentrant": False}
-    # Its name in later versions.
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
-
-
 def _adapted(model: Any, files: WeightFiles, folder: Path, settings: Settings) -> Described:
-    """The model with adapters on linear layers; they are on the CPU, and the model stays on meta."""
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError(f"--lora needs peft, which is not installed: run {_INSTALL}") from error
-    lora: Any = peft.tuners.lora.LoraLayer
-    named = dict(model.named_parameters())
-    files.check(Names(model), named)
-    first_names = {id(parameter): name for name, parameter in named.items()}
+    """The model with adapters on linear layers. Adapters are on the CPU; the model stays on "meta"."""
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert settings.lora is not None
-    every = settings.lora_targets == "all-linear"
-    config = peft.LoraConfig(
-        r=settings.lora,
-        lora_alpha=settings.lora_alpha or 2 * settings.lora,  # type: ignore[arg-type] # peft divides it
-        lora_dropout=settings.lora_dropout,
-        target_modules="all-linear" if every else [name.strip() for name in settings.lora_targets.split(",")],
-        task_type="CAUSAL_LM",
-    )
-    # The adapters say what they belong to.
+    # peft writes this name into the adapters' config.
     model.name_or_path = str(folder.absolute())
-    with warnings.catch_warnings():
-        # peft asks transformers for what later versions call otherwise.
-        warnings.simplefilter("ignore", FutureWarning)
-        try:
-            adapted = peft.get_peft_model(model, config)
-        except ValueError as error:
-            raise ConfigError(f"--lora-targets {settings.lora_targets}: {error}") from error
+    adapted = with_adapters(
+        model,
+        settings.lora,
+        alpha=settings.lora_alpha,
+        dropout=settings.lora_dropout,
+        targets=settings.lora_targets,
+    )
+    from peft.tuners import lora
+
+    layer: Any = lora.LoraLayer
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(settings.seed, "adapters", 0))
         for name, module in adapted.named_modules():
-            if isinstance(module, lora):
+            if isinstance(module, layer):
                 if module.lora_embedding_A or not module.lora_A:
                     raise ConfigError(
                         f"--lora-targets names {name}, which is not linear: name linear layers, as q_proj,v_proj"
@@ -235,9 +207,9 @@ def _adapted(model: Any, files: WeightFiles, folder: Path, settings: Settings) -
 
 
 def merge(folder: Path, adapters: Path, merged: Path, tokenizer: Any) -> None:
-    """Write the model of a folder with adapters added into another folder, which is new.
+    """Write the model of a folder, with adapters added, into a new folder.
 
-    The values lie in a file without a name beside it meanwhile, and not in memory.
+    Meanwhile the values are in a temporary file there, and not in memory.
     """
     import safetensors
 
@@ -246,7 +218,7 @@ def merge(folder: Path, adapters: Path, merged: Path, tokenizer: Any) -> None:
     scale = settings["lora_alpha"] / settings["r"]
     files.check(Names(model), dict(model.named_parameters()))
     tied = Names(model).tied
-    # Of what is tied, each name has the same tensor.
+    # Tied names share one tensor.
     state = model.state_dict(keep_vars=True)
     wanted = {name: like for name, like in state.items() if files.has(name) or name in tied}
     with (
@@ -274,7 +246,7 @@ def merge(folder: Path, adapters: Path, merged: Path, tokenizer: Any) -> None:
                     factors.get_tensor(f"base_model.model.{module}.lora_{which}.weight").float() for which in "BA"
                 )
                 change = (up @ down) * scale
-                # transformers' Conv1D has its weight the other way round.
+                # The weight of transformers' Conv1D is transposed.
                 if not isinstance(model.get_submodule(module), torch.nn.Linear):
                     change = change.T
                 value.copy_((value.float() + change).to(like.dtype))
@@ -285,31 +257,29 @@ def merge(folder: Path, adapters: Path, merged: Path, tokenizer: Any) -> None:
 
 
 def make_optimizer(settings: Settings, described: Described) -> list[torch.optim.Optimizer]:
-    """The optimizer, or for muon the two of them, with the options that were given; biases and norms do not decay.
+    """The optimizer, or the two optimizers of muon. Biases and norms do not decay.
 
     Raises:
-        ConfigError: torch has none of that name, or it does not have such an option.
+        ConfigError: torch has no optimizer of this name, or the optimizer lacks an option.
     """
     given: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
-    for name in ("betas", "eps", "momentum"):
-        value = settings.pair(name) if name == "betas" else getattr(settings, name)
-        if value is not None:
-            given[name] = value
+    further = {"betas": settings.pair_of_betas(), "eps": settings.eps, "momentum": settings.momentum}
+    given |= {name: value for name, value in further.items() if value is not None}
     if settings.optimizer.lower() == "muon":
         momentum = {"momentum": given.pop("momentum")} if "momentum" in given else {}
         rates = {"lr": settings.lr, "weight_decay": settings.weight_decay}
         hidden, others = _hidden_matrices(described)
-        # The authors of Muon have it so; both are at AdamW's rates.
+        # The authors of Muon divide parameters in this way. Both optimizers take AdamW's learning rates.
         asked: list[tuple[Any, Any, dict[str, Any]]] = [
             (torch.optim.Muon, hidden, {**rates, **momentum, "adjust_lr_fn": "match_rms_adamw"}),
             (torch.optim.AdamW, _groups(others, settings.weight_decay), given),
         ]
     else:
-        kind = _class_of(settings.optimizer)
+        kind = optimizer_class(settings.optimizer, "muon or ")
         asked = [(kind, _groups(described.trained, settings.weight_decay), given)]
     made = [_made(kind, groups, options) for kind, groups, options in asked if groups]
     for group in (group for optimizer in made for group in optimizer.param_groups):
-        # The stored rate is the schedule's, made from this: no surprise to warn of.
+        # It marks the stored learning rate as scheduled: offload() does not warn that it differs.
         group["initial_lr"] = settings.lr
     return made
 
@@ -328,33 +298,17 @@ def _made(kind: Any, groups: Any, options: dict[str, Any]) -> torch.optim.Optimi
     return made
 
 
-# LBFGS evaluates the model several times in a step; SparseAdam takes sparse gradients alone; muon comes with AdamW.
-_UNFIT = (torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon)
-
-
-def _class_of(name: str) -> type[torch.optim.Optimizer]:
-    kinds = {
-        kind.__name__.lower(): kind
-        for kind in vars(torch.optim).values()
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind not in _UNFIT
-    }
-    kind = kinds.get(name.lower())
-    if kind is None:
-        raise ConfigError(f"--optimizer must be muon or one of torch.optim's {', '.join(sorted(kinds))}, not {name!r}")
-    return kind
-
-
 def _groups(trained: list[torch.nn.Parameter], decay: float) -> Any:
     if not decay:
         return trained
     matrices = [parameter for parameter in trained if parameter.dim() > 1]
     others = [parameter for parameter in trained if parameter.dim() <= 1]
-    # A group of its own for what does not decay.
+    # Biases and norms are a separate group.
     return [group for group in ({"params": matrices}, {"params": others, "weight_decay": 0.0}) if group["params"]]
 
 
 def _hidden_matrices(described: Described) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """Matrices of hidden layers, which Muon makes orthogonal; and the others: embeddings, head, biases and norms."""
+    """Matrices of hidden layers, which Muon trains; and the rest: embeddings, LM head, biases and norms."""
     model = described.model
     ends = {
         id(parameter)

@@ -29,63 +29,50 @@ if TYPE_CHECKING:
     _T = TypeVar("_T")
 
 
-# How long ranks wait for each other while they look at data and model: they have about the same to read.
+# Ranks wait for each other so long while they read data and model, which takes all of them about as long.
 _TIMEOUT_SECONDS = 3600.0
-_NEEDED = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Ranks(Closing):
-    """The processes of one run, and which one this is.
+    """The processes (ranks) of one run.
 
-    Micro-batch j W + r of a step is that of rank r in round j, of W ranks.
+    With W ranks, rank r computes micro-batch j W + r of a step in round j.
 
     Attributes:
-        rank: the number of this process; 0 tells and writes.
-        count: how many there are.
+        rank: the number of this process; rank 0 logs and writes.
+        count: the number of ranks.
     """
 
     def __init__(self) -> None:
-        """Meet those that torchrun started, if it did.
+        """Connect to the other ranks if torchrun started several.
 
         Raises:
-            ConfigError: they are several, and something else than torchrun started this one.
-            RankError: they do not meet.
+            ConfigError: the environment names several ranks and is not torchrun's.
+            RankError: the ranks cannot connect.
         """
         self.rank, self.count = 0, _number("WORLD_SIZE", 1)
-        if self.count < 1:
-            raise ConfigError(f"WORLD_SIZE is {self.count}, and must be at least 1: unset it")
         self._exchange: Any = None
         if self.count == 1:
             return
-        missing = [name for name in _NEEDED if not os.environ.get(name)]
-        if missing:
-            raise ConfigError(
-                f"WORLD_SIZE is {self.count}, and {missing[0]} is not set: start several ranks by torchrun "
-                f"--nproc-per-node {self.count} -m memascend train, or unset WORLD_SIZE"
-            )
-        rank = _number("RANK", 0)
-        if not 0 <= rank < self.count:
-            raise ConfigError(f"RANK is {rank} of WORLD_SIZE {self.count}: start the ranks by torchrun")
-        _number("MASTER_PORT", 0)
-        # One process needs nothing of these.
+        start = "start several ranks by torchrun --nproc-per-node N -m memascend train, or unset WORLD_SIZE"
+        # torch would wait for ranks that do not exist.
+        if not 0 <= (rank := _number("RANK", 0)) < self.count:
+            raise ConfigError(f"RANK is {rank} of WORLD_SIZE {self.count}: {start}")
+        # A single process does not need this import.
         from memascend.distributed.control_plane import Exchange
 
         try:
             torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
             self._exchange = Exchange(_TIMEOUT_SECONDS)
-        except RuntimeError as error:
-            raise RankError(
-                f"the {self.count} ranks of this run cannot connect ({error}): start all of them by torchrun, with a "
-                "MASTER_ADDR that each reaches",
-                ranks=(),
-            ) from error
+        except (RuntimeError, ValueError) as error:
+            raise RankError(f"the {self.count} ranks of this run cannot connect: {error}; {start}", ranks=()) from error
         self.rank = self._exchange.rank
 
     def of_this(self, settings: Settings) -> Settings:
-        """The settings as this rank has them: each computes on a device of its own.
+        """The settings of this rank, with its own device.
 
         Raises:
-            ConfigError: they do not go with so many ranks.
+            ConfigError: the settings do not suit this number of ranks.
         """
         if self.count == 1:
             return settings
@@ -103,49 +90,44 @@ class Ranks(Closing):
             device = f"cuda:{local}"
         return replace(settings, device=device)
 
-    # --- whose is what -----------------------------------------------------------------
+    # --- micro-batches -----------------------------------------------------------------
 
     def numbers(self, count: int) -> range:
-        """The micro-batches of this rank among so many; all ranks have as many, the last ones of some are not there."""
+        """The micro-batches of this rank among `count`. All ranks get as many; numbers from `count` on are padding."""
         return range(self.rank, -(-count // self.count) * self.count, self.count)
 
     def in_order(self, mine: Sequence[float], count: int) -> list[float]:
-        """What each of `count` micro-batches has, in their order; `mine` are those of `numbers()`."""
+        """The values of `count` micro-batches in their order; `mine` are the values of `numbers()`."""
         told = self.everyone(list(mine))
         return [told[number % self.count][number // self.count] for number in range(count)]
 
-    # --- talking -----------------------------------------------------------------------
+    # --- communication -----------------------------------------------------------------
 
     def everyone(self, mine: Any) -> list[Any]:
-        """What each rank says, a JSON value, in the order of ranks."""
+        """Gather a JSON value from each rank, in the order of ranks."""
         return [mine] if self._exchange is None else list(self._exchange.everyone(mine))
 
     def together(self, do: Callable[[], _T]) -> _T:
-        """Do what may fail. Where it does on one rank, all raise, and each says whose it was."""
+        """Call `do` on all ranks. If it fails on one rank, all raise, with that rank's number."""
         if self._exchange is None:
             return do()
         done: _T = self._exchange.together(do)
         return done
 
-    def note(self, text: str) -> None:
-        """Say something while there is no display yet: the first rank, on standard error."""
-        if not self.rank and sys.stderr is not None:
-            print(f"memascend train: {text}", file=sys.stderr, flush=True)
-
     def say(self, text: str, *, as_json: bool) -> None:
-        """Say something when there is no display any more: the first rank; standard output may be for JSON alone."""
+        """Print on rank 0; with `as_json`, standard output is for JSON alone."""
         if not self.rank:
             print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
 
     def talk_through(self, optimizer: OffloadedOptimizer) -> None:
-        """Talk as the run itself does from now on, so that what fails in one is heard in the other."""
+        """Communicate through the run's own exchange from now on, so that a failure of either reaches both."""
         exchange = session_of(optimizer).figures
         if self._exchange is not None and exchange is not None:
             self._exchange.close()
             self._exchange = exchange
 
     def divide_nothing(self, model: torch.nn.Module) -> None:
-        """Let gradients be sums: the loss is divided by the tokens of all ranks, as one process divides it."""
+        """Make gradients sums over ranks: the loss is already divided by the tokens of all ranks."""
         if self.count > 1:
             from torch.distributed.fsdp import FSDPModule
 
@@ -154,7 +136,7 @@ class Ranks(Closing):
                     module.set_gradient_divide_factor(1.0)
 
     def close(self) -> None:
-        """Leave the others."""
+        """Disconnect from the other ranks."""
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
@@ -163,7 +145,7 @@ class Ranks(Closing):
 
 
 def _number(name: str, default: int) -> int:
-    """A number of the environment, as torchrun sets it."""
+    """A number in an environment variable that torchrun sets."""
     value = os.environ.get(name) or default
     try:
         return int(value)
@@ -177,7 +159,7 @@ _RECORD = "memascend-train.json"
 _NEW = f".{_RECORD}.new"
 LOGS = "logs"
 LOG = "log.jsonl"
-# All options of the last start, as --config takes them.
+# All options of the last start, in the format of --config.
 _RESOLVED = "run.yaml"
 _MERGED, _BEST = "merged", "best"
 _FORMAT = 1
@@ -186,48 +168,42 @@ _RECORD_BYTES_MAX = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a run is."""
+    """The record of a run in its folder."""
 
-    began: str  # when, as ISO 8601 has it
+    began: str  # time of the first start, in ISO 8601
     steps: int  # of the whole run
-    options: dict[str, Any]  # by flag, that decide the result
-    machine: dict[str, Any]  # by flag, that do not
+    options: dict[str, Any]  # the options that decide the result, by flag
     digests: dict[str, str]  # of data and model
-    versions: dict[str, str] = field(default_factory=dict)  # of what computes
-    store: str | None = None  # which store holds it; None where none was whole yet
-    saved: int | None = None  # the step of the model that is in the folder; None where there is none yet
-    warmup_steps: int | None = None  # as the run began; None: an earlier version's, which has the part of `steps`
-    evaluated: int | None = None  # the last step whose loss on --eval was told; None where there was none
+    versions: dict[str, str] = field(default_factory=dict)  # of memascend, torch and transformers
+    store: str | None = None  # the store of the training state; None: none is complete yet
+    saved: int | None = None  # the step of the saved model; None: no model is saved yet
+    warmup_steps: int | None = None  # at the first start; None: of an earlier version, computed from `steps`
+    evaluated: int | None = None  # the last step whose loss on --eval was reported
     eval_loss: float | None = None  # that loss
-    kept: tuple[int, ...] = ()  # the steps of the models in folders of their own
-    best: float | None = None  # the loss of the model in the folder of the best one
+    kept: tuple[int, ...] = ()  # the steps of the models in checkpoint-STEP
+    best: float | None = None  # the loss of the model in best/
     format: int = _FORMAT  # of this record
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the folder holds the model of the last step."""
-        return self.saved == self.steps
 
 
 class Output:
-    """The folder of a run, which the first rank reads and writes; it is there for that one alone."""
+    """The folder of a run. Rank 0 alone reads and writes it; other ranks may not see it."""
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
-        """Look whether one is there; nothing is changed. All ranks do so together.
+        """Read the record of the folder, if there is one; all ranks do so together.
 
         Raises:
             ConfigError: the folder holds something else.
             CorruptionError: its record is damaged.
         """
-        self.folder = Path(os.path.abspath(folder))  # noqa: PTH100 - a link stays the link that was named
+        self.folder = Path(os.path.abspath(folder))  # noqa: PTH100 - keeps symbolic links
         self._ranks = ranks
         found = None if ranks.rank else self._found()
         told = ranks.everyone(None if found is None else asdict(found))[0]
-        self.record = None if told is None else Record(**{**told, "kept": tuple(told["kept"])})
+        self.record = None if told is None else _record(told)
 
     def _found(self) -> Record | None:
         record = self._read()
-        # What a killed process left of its first record is nothing.
+        # A killed process may have left an unfinished record.
         (self.folder / _NEW).unlink(missing_ok=True)
         if record is None and self.folder.exists() and not is_empty(self.folder):
             raise ConfigError(
@@ -237,7 +213,7 @@ class Output:
 
     @property
     def parent(self) -> Path:
-        """The nearest folder above that is there already."""
+        """The nearest existing folder above."""
         return next(above for above in self.folder.parents if above.is_dir())
 
     def _read(self) -> Record | None:
@@ -252,7 +228,7 @@ class Output:
                 raise ConfigError(
                     f"{path} has format {values['format']}, of another version of memascend: use that version"
                 )
-            return Record(**{**values, "kept": tuple(values.get("kept", ()))})
+            return _record(values)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -261,29 +237,23 @@ class Output:
             ) from error
 
     def begin(self, record: Record) -> None:
-        """Make the folder, with what the run is."""
-        self._ranks.together(lambda: self._begin(record))
+        """Make the folder with its record."""
+        self._put_new(_RECORD, _text(record))
         self.record = record
 
-    def _begin(self, record: Record) -> None:
-        if self._ranks.rank == 0:
-            with file_errors(self.folder, "cannot be written"):
-                self.folder.mkdir(parents=True, exist_ok=True)
-            self._write(record)
-
     def change(self, **values: Any) -> None:
-        """Change a part of the record."""
+        """Change fields of the record."""
         assert self.record is not None
         changed = replace(self.record, **values)
-        self._ranks.together(lambda: self._write(changed))
+        self._put_new(_RECORD, _text(changed))
         self.record = changed
 
     def resolve(self, text: str) -> None:
-        """Keep what the run was started with, for whoever looks, and as a file for --config."""
-        self._ranks.together(lambda: None if self._ranks.rank else self._put_new(_RESOLVED, text))
+        """Write the options of this start into the folder, as a file for --config."""
+        self._put_new(_RESOLVED, text)
 
     def give_up(self) -> None:
-        """Take back what `begin` did."""
+        """Undo `begin`."""
         self.record = None
         if self._ranks.rank:
             return
@@ -292,23 +262,25 @@ class Output:
         if is_empty(self.folder):
             self.folder.rmdir()
 
-    def _write(self, record: Record) -> None:
-        if self._ranks.rank:
-            return
-        self._put_new(_RECORD, _text(record))
-
     def _put_new(self, name: str, text: str) -> None:
-        new = self.folder / _NEW
-        with file_errors(new, "cannot be written"):
-            _put(new, text)
-            new.rename(self.folder / name)
-            sync(self.folder)
+        """Replace a file of the folder at once; all ranks do so together."""
+
+        def put() -> None:
+            if self._ranks.rank:
+                return
+            new = self.folder / _NEW
+            with file_errors(new, "cannot be written"):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                _put(new, text)
+                new.rename(self.folder / name)
+                sync(self.folder)
+
+        self._ranks.together(put)
 
     def save(self, described: Described, optimizer: OffloadedOptimizer, tokenizer: Any, step: int, keep: int) -> None:
-        """Put the model of a step in the place of the one before; whatever happens, one of them is there whole.
+        """Replace the saved model by the current one, at once; after a crash one of them is complete.
 
-        The model is between two steps. The tokenizer is saved beside it. `keep` models stay, the newest, in folders of
-        their own, and the one with the lowest loss on --eval.
+        The newest `keep` models stay in folders of their own, and so does the one with the lowest loss on --eval.
         """
         assert self.record is not None
         before = self.record
@@ -316,10 +288,9 @@ class Output:
         loss = before.eval_loss if before.evaluated == step else None
         is_best = keep > 0 and loss is not None and (before.best is None or loss < before.best)
         record = replace(before, saved=step, kept=kept, best=loss if is_best else before.best)
-        dropped = {_checkpoint(one) for one in before.kept if one not in kept} | ({_BEST} if is_best else set())
-        # It had the adapters of an earlier step.
-        dropped.add(_MERGED)
-        own = ([_checkpoint(step)] if keep else []) + ([_BEST] if is_best else [])
+        own = ([f"checkpoint-{step}"] if keep else []) + ([_BEST] if is_best else [])
+        # The merged model has the adapters of an earlier step.
+        dropped = {f"checkpoint-{one}" for one in before.kept if one not in kept} | {_MERGED, *own}
 
         def do_part() -> None:
             if self._ranks.rank:
@@ -339,7 +310,7 @@ class Output:
         self.record = record
 
     def _write_model(self, described: Described, optimizer: OffloadedOptimizer, new: Path | None) -> None:
-        """Write what is trained; ranks do so together, and those after the first have no folder."""
+        """Write the trained weights; all ranks do so together, and only rank 0 has a folder."""
         model = described.model
         if described.adapted:
             values = {name: _whole(p) for name, p in model.named_parameters() if p.requires_grad}
@@ -352,11 +323,11 @@ class Output:
 
     @property
     def merged(self) -> Path:
-        """The folder of the model with its adapters added."""
+        """The folder of the model merged with its adapters."""
         return self.folder / _MERGED
 
     def merge(self, make: Callable[[Path], None]) -> None:
-        """Let the merged model be made, where it is not there yet; it is there whole or not at all."""
+        """Make the merged model if there is none yet; it appears complete or not at all."""
 
         def do_part() -> None:
             if self._ranks.rank == 0 and not self.merged.exists():
@@ -368,7 +339,7 @@ class Output:
         self._ranks.together(do_part)
 
     def _keep_others(self, new: Path, dropped: set[str]) -> None:
-        """What is not of the model stays: logs, which somebody goes on writing to, and what users put there."""
+        """Keep files that are not the model's: logs that are being written, and files of the user."""
         for path in self.folder.iterdir():
             if (new / path.name).exists() or path.name in dropped:
                 continue
@@ -378,18 +349,20 @@ class Output:
                 os.link(path, new / path.name, follow_symlinks=False)
 
 
+def _record(values: dict[str, Any]) -> Record:
+    """The record of these JSON values. Earlier versions wrote the options of the machine, too."""
+    known = {name: value for name, value in values.items() if name != "machine"}
+    return Record(**{**known, "kept": tuple(known.get("kept", ()))})
+
+
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter; of a DTensor the rows of all ranks, which meet for them."""
+    """A parameter; a DTensor is gathered from all ranks."""
     gather = getattr(parameter, "full_tensor", None)
     return parameter.detach() if gather is None else gather().detach()
 
 
-def _checkpoint(step: int) -> str:
-    return f"checkpoint-{step}"
-
-
 def _link(new: Path, names: list[str]) -> None:
-    """The files of a model under other folders, too: on storage they are there once."""
+    """Hard-link the files of a model into other folders."""
     files = [path for path in new.iterdir() if path.is_file()]
     for name in names:
         (new / name).mkdir()
@@ -402,7 +375,7 @@ def _text(record: Record) -> str:
 
 
 def _finish(new: Path) -> None:
-    """Flush the files, and let them be read by whoever may read the folder: safetensors makes its own 0600."""
+    """Flush the files, and give them the folder's read permissions: safetensors creates files with mode 0600."""
     for path in new.rglob("*"):
         if path.is_file():
             path.chmod(stat.S_IMODE(new.stat().st_mode) & 0o666)

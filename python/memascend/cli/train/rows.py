@@ -1,10 +1,9 @@
-"""Finds and reads the files of training data, and makes conversations or texts of their rows."""
+"""Finds and reads the files of training data, and turns their examples into conversations or texts."""
 
 from __future__ import annotations
 
 import csv
 import glob
-import itertools
 import json
 import re
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
-# What lies beside rows and is none.
+# JSON files beside data sets that have no examples.
 _ABOUT = {"dataset_info.json", "dataset_infos.json", "state.json", "config.json"}
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?:/.+)?")
 _SPLIT = re.compile(r"(?:^|[-_./])(train|training|validation|valid|val|dev|eval|test)(?=[-_./\d]|$)")
@@ -28,7 +27,7 @@ _MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "tokenizer*", "
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether it is OWNER/NAME, perhaps with a path or pattern behind it, and nothing that lies here."""
+    """Whether the text is OWNER/NAME, perhaps followed by a path or pattern, and names no local file."""
     path = Path(text)
     if not _HUB_NAME.fullmatch(text) or path.exists() or path.parent.is_dir():
         return False
@@ -36,10 +35,10 @@ def is_hub_name(text: str) -> bool:
 
 
 def find_model(text: str) -> Path:
-    """The folder of a model; one of the hub is downloaded into its cache.
+    """The folder of a model; a model on the hub is downloaded into its cache.
 
     Raises:
-        ConfigError: it is neither here nor there.
+        ConfigError: there is no such model, neither in a folder nor on the hub.
     """
     folder = Path(text)
     if folder.is_dir():
@@ -52,14 +51,14 @@ def find_model(text: str) -> Path:
 
 
 def find_files(texts: Sequence[str], *, held_out: bool = False) -> tuple[list[Path], str]:
-    """The files of rows, in the order in which they are read; and what of them was left out, in words.
+    """The files of examples in the order in which they are read, and a sentence about files that were left out.
 
     Args:
         texts: each a file, a pattern, a folder, or a data set on the hub.
-        held_out: whether a folder with several splits means those that are held out, and not the one for training.
+        held_out: whether to take the held-out split of a folder, and not the one for training.
 
     Raises:
-        ConfigError: one of them is nothing, or leaves open what is meant.
+        ConfigError: a text matches no file, or is ambiguous.
     """
     files: list[Path] = []
     said = []
@@ -94,7 +93,7 @@ def _matching(pattern: str) -> tuple[list[Path], str]:
 
 
 def _in_folder(folder: Path, splits: tuple[str, ...]) -> tuple[list[Path], str]:
-    """All rows of a folder, of one split where it has several."""
+    """The files of examples in a folder, of one split if it has several."""
     there = sorted(
         path
         for path in folder.rglob("*")
@@ -103,7 +102,7 @@ def _in_folder(folder: Path, splits: tuple[str, ...]) -> tuple[list[Path], str]:
         and path.is_file()
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     )
-    # A text beside rows says something about them.
+    # A .txt file beside files of examples describes them.
     rows = [path for path in there if path.suffix.lower() != ".txt"] or there
     if not rows:
         saved = (
@@ -132,7 +131,7 @@ def _in_folder(folder: Path, splits: tuple[str, ...]) -> tuple[list[Path], str]:
 
 
 def _downloaded(name: str, kind: str, patterns: list[str]) -> Path:
-    """What the hub has under a name, in huggingface_hub's own cache."""
+    """The folder of a repository on the hub, in huggingface_hub's own cache."""
     line = f"`hf download {'--repo-type dataset ' if kind == 'dataset' else ''}{name} --local-dir FOLDER`"
     try:
         import huggingface_hub
@@ -152,15 +151,16 @@ def _downloaded(name: str, kind: str, patterns: list[str]) -> Path:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a row may consist of."""
+    """A set of columns that an example may have."""
 
-    name: str  # as it is told
-    keys: tuple[str, ...]  # that it has
-    others: tuple[str, ...] = ()  # that it may have
+    name: str  # in messages
+    keys: tuple[str, ...]  # required columns
+    others: tuple[str, ...] = ()  # optional columns
 
-    def fits(self, values: Mapping[str, Any]) -> bool:
-        """Whether a row has all of it."""
-        return all(values.get(key) is not None for key in self.keys)
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All columns."""
+        return (*self.keys, *self.others)
 
 
 MESSAGES = Shape("`messages`", ("messages",), ("tools",))
@@ -169,12 +169,12 @@ COMPLETED = Shape("`prompt` and `completion`", ("prompt", "completion"), ("tools
 INSTRUCTED = Shape("`instruction` and `output` (Alpaca)", ("instruction", "output"), ("input", "system", "history"))
 TEXT = Shape("`text`", ("text",))
 SHAPES = (MESSAGES, SHARED, COMPLETED, INSTRUCTED, TEXT)
-KEYS = tuple(dict.fromkeys(key for shape in SHAPES for key in (*shape.keys, *shape.others)))
+KEYS = tuple(dict.fromkeys(key for shape in SHAPES for key in shape.columns))
 _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "model": "assistant", "system": "system", "tool": "tool", "observation": "tool",
 }  # fmt: skip
-# Of Stanford's Alpaca, for tokenizers without a chat template.
+# The prompt of Stanford's Alpaca, for tokenizers without a chat template.
 _ALPACA = (
     "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request."
     "\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
@@ -182,13 +182,13 @@ _ALPACA = (
 
 
 class Columns:
-    """What the rows of a run call otherwise: OURS=THEIRS, several with commas between them."""
+    """Columns that the files name differently: OURS=THEIRS, with commas in between."""
 
     def __init__(self, text: str | None) -> None:
-        """Read it.
+        """Parse `text`.
 
         Raises:
-            ConfigError: it is none, or names what no row has.
+            ConfigError: `text` has another form, or OURS is no known column.
         """
         self.theirs: dict[str, str] = {}
         for part in text.split(",") if text else []:
@@ -202,20 +202,20 @@ class Columns:
 
     @property
     def wanted(self) -> set[str]:
-        """The columns that a row may need."""
+        """The columns that an example may need."""
         return {*KEYS, *self.theirs.values(), "chosen", "rejected"}
 
     def shape_of(self, values: Mapping[str, Any]) -> tuple[Shape, dict[str, Any]]:
-        """The one shape that a row fits, and the row under our names.
+        """The shape that an example fits, and its values under our names.
 
         Raises:
-            ConfigError: it fits none, or several.
+            ConfigError: it fits no shape, or several.
         """
         named = {**values, **{ours: values.get(theirs) for ours, theirs in self.theirs.items()}}
         fitting = [
             shape
             for shape in SHAPES
-            if shape.fits(named) and all(ours in (*shape.keys, *shape.others) for ours in self.theirs)
+            if all(named.get(key) is not None for key in shape.keys) and self.theirs.keys() <= set(shape.columns)
         ]
         if not fitting:
             raise ConfigError(_unfit(values, self.theirs))
@@ -225,7 +225,7 @@ class Columns:
                 f"this example fits several shapes, {' and '.join(one.name for one in fitting)}: choose by {choices}"
             )
         (shape,) = fitting
-        return shape, {key: named[key] for key in (*shape.keys, *shape.others) if named.get(key) is not None}
+        return shape, {key: named[key] for key in shape.columns if named.get(key) is not None}
 
 
 def _unfit(values: Mapping[str, Any], theirs: Mapping[str, str]) -> str:
@@ -245,10 +245,10 @@ def _unfit(values: Mapping[str, Any], theirs: Mapping[str, str]) -> str:
 
 
 def turns(shape: Shape, values: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
-    """The turns of a row that is a conversation, and from which on the assistant's words are learnt.
+    """The turns of a conversation, and the number of the first turn whose assistant text is trained on.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the values are not a conversation.
     """
     if shape is SHARED:
         found = [_shared(turn, number) for number, turn in enumerate(_list(values, "conversations"), 1)]
@@ -303,10 +303,10 @@ def _instructed(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def instructed_text(values: dict[str, Any]) -> dict[str, Any]:
-    """A row of Alpaca as prompt and completion, in Alpaca's own words.
+    """An example of Alpaca as prompt and completion, in Alpaca's own words.
 
     Raises:
-        ConfigError: it has what these words have no place for.
+        ConfigError: it has a system prompt or a history, which Alpaca's prompt does not have.
     """
     if values.get("system") or values.get("history"):
         raise ConfigError(
@@ -329,7 +329,7 @@ def _text_of(values: dict[str, Any], key: str) -> str:
 
 
 def _turn(turn: Any, number: int) -> dict[str, Any]:
-    """A turn whose content is one text."""
+    """The turn, with its content as one text."""
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         raise ConfigError(f"message {number} must be an object with a `role`")
     content = turn.get("content")
@@ -347,34 +347,34 @@ def _turn(turn: Any, number: int) -> dict[str, Any]:
     return turn
 
 
-# A line, or an object of an array, is read at once.
-_LINE_BYTES_MAX = 64 << 20
-# Python's JSON lets these bytes pass, which UTF-8 does not have.
+# A line is read at once, and so is an array.
+_LINE_BYTES_MAX, _ARRAY_BYTES_MAX = 64 << 20, 1 << 30
+# Python's JSON accepts these bytes, which are not valid in UTF-8.
 _SURROGATE = b"\xed"
-# A text of any length is read in pieces of whole lines; an array, in pieces of this size.
-_PIECE_CHARACTERS = 1 << 20
-# Of a piece of a text that has another behind it; no column has this name.
-GOES_ON = "\0goes on"
+# A text of any length is read in parts of whole lines.
+_PART_CHARACTERS = 1 << 20
+# Marks a part that another part of the same text follows; no column has this name.
+CONTINUED = "\0continued"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row, and where it stands."""
+    """One example."""
 
-    place: str
+    place: str  # file and line, or file and number
     shape: Shape
     values: dict[str, Any]
 
 
 def read_rows(*paths: Path, columns: str | None = None) -> Iterator[Row]:
-    """The rows of files, in their order.
+    """The examples of files, in their order.
 
     Args:
         paths: of the files.
-        columns: what their rows call otherwise.
+        columns: the text of --columns.
 
     Raises:
-        ConfigError: one is not there, is of no known kind, or a row is wrong: which, and why.
+        ConfigError: a file does not exist or is of no known kind, or an example is wrong.
     """
     named = Columns(columns)
     first = None
@@ -392,8 +392,8 @@ def read_rows(*paths: Path, columns: str | None = None) -> Iterator[Row]:
                     f"{place}: this example is {shape.name}, and the ones before are {first.name}: give files of one "
                     "shape"
                 )
-            if GOES_ON in values:
-                own[GOES_ON] = True
+            if CONTINUED in values:
+                own[CONTINUED] = True
             yield Row(place, shape, own)
         if not count:
             raise ConfigError(f"{path} has no examples: give another file")
@@ -432,7 +432,7 @@ def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _require_characters(place: str, values: Any) -> None:
-    """Refuse half of a pair of UTF-16, which is no character and which no tokenizer takes."""
+    """Reject half of a surrogate pair of UTF-16, which no tokenizer accepts."""
     try:
         json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -449,59 +449,29 @@ def _object(place: str, values: Any) -> dict[str, Any]:
 
 
 def _json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """An array of objects, one of them in memory at a time; or lines, as many files of this name are."""
+    """An array of examples; or one example on each line, as in many .json files."""
     with path.open("rb") as file:
         first = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
-    if first == b"[":
-        yield from _array(path)
+    if first != b"[":
+        try:
+            yield from _jsonl(path)
+        except ConfigError as error:
+            if ": not valid JSON" not in str(error):
+                raise
+            raise ConfigError(
+                f"{error}; a .json file must be an array of examples, [{{...}}, ...], or have one on each line"
+            ) from error
         return
+    if path.stat().st_size > _ARRAY_BYTES_MAX:
+        raise ConfigError(f"{path} is an array of more than {_ARRAY_BYTES_MAX} bytes: write one example on each line")
     try:
-        yield from _jsonl(path)
-    except ConfigError as error:
-        if ": not valid JSON" not in str(error):
-            raise
-        raise ConfigError(
-            f"{error}; a .json file must be an array of examples, [{{...}}, ...], or have one on each line"
-        ) from error
-
-
-def _array(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    decoder = json.JSONDecoder()
-    with path.open(encoding="utf-8-sig") as file:
-        try:
-            waiting = file.read(_PIECE_CHARACTERS).lstrip()[1:].lstrip()
-            for number in itertools.count(1):
-                place = f"{path}: example {number}"
-                if not waiting:
-                    waiting = file.read(_PIECE_CHARACTERS).lstrip()
-                if number == 1 and waiting.startswith("]"):
-                    return
-                values, waiting = _decoded(decoder, file, waiting, place)
-                _require_characters(place, values)
-                yield place, _object(place, values)
-                waiting = waiting.lstrip() or file.read(_PIECE_CHARACTERS).lstrip()
-                if waiting.startswith("]"):
-                    return
-                if not waiting.startswith(","):
-                    raise ConfigError(f"{place}: not valid JSON: neither a comma nor the end of the array follows it")
-                waiting = waiting[1:].lstrip()
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path}: not valid UTF-8: {error}") from error
-
-
-def _decoded(decoder: json.JSONDecoder, file: Any, waiting: str, place: str) -> tuple[Any, str]:
-    """The next value, and what is behind it; read on until it is whole."""
-    while True:
-        try:
-            values, end = decoder.raw_decode(waiting)
-        except (ValueError, RecursionError) as error:
-            # Twice as much each time, so that a long row is not decoded too often.
-            more = file.read(max(_PIECE_CHARACTERS, len(waiting))) if len(waiting) <= _LINE_BYTES_MAX else ""
-            if not more:
-                raise ConfigError(f"{place}: not valid JSON: {error}") from error
-            waiting += more
-            continue
-        return values, waiting[end:]
+        examples = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from error
+    for number, values in enumerate(examples, 1):
+        place = f"{path}: example {number}"
+        _require_characters(place, values)
+        yield place, _object(place, values)
 
 
 def _csv(path: Path, delimiter: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -533,27 +503,27 @@ def _parquet(path: Path, wanted: set[str]) -> Iterator[tuple[str, dict[str, Any]
             for batch in file.iter_batches(batch_size=256, columns=own):
                 for values in batch.to_pylist():
                     number += 1
-                    yield f"{path}: example {number}", _without_nothing(values)
+                    yield f"{path}: example {number}", _without_none(values)
     except pa.ArrowException as error:
         raise ConfigError(
             f"{path}: example {number + 1}: not readable as parquet ({error}): fetch the file again"
         ) from error
 
 
-def _without_nothing(value: Any) -> Any:
-    """What a column has for some rows only is None in all others, where JSON would have nothing."""
+def _without_none(value: Any) -> Any:
+    """The value without fields that are None: parquet has every field in each row, and JSON leaves absent ones out."""
     if isinstance(value, dict):
-        return {key: _without_nothing(each) for key, each in value.items() if each is not None}
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
     if isinstance(value, list):
-        return [_without_nothing(each) for each in value]
+        return [_without_none(each) for each in value]
     return value
 
 
 def _text(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """One text; every piece but the last ends with a line."""
+    """One text in parts; every part but the last ends with a line."""
     number = 1
     with path.open("rb") as file:
-        while lines := file.readlines(_PIECE_CHARACTERS):
+        while lines := file.readlines(_PART_CHARACTERS):
             place = f"{path}:{number}"
             text = []
             for line in lines:
@@ -562,4 +532,4 @@ def _text(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 except UnicodeDecodeError as error:
                     raise ConfigError(f"{path}:{number}: not valid UTF-8: {error}") from error
                 number += 1
-            yield place, {"text": "".join(text), **({GOES_ON: True} if file.peek(1) else {})}
+            yield place, {"text": "".join(text), **({CONTINUED: True} if file.peek(1) else {})}

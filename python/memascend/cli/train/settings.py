@@ -1,4 +1,4 @@
-"""Reads the options of `memascend train` from flags and a file, and says which of them change the result."""
+"""Reads the options of `memascend train` from flags and a file, and lists those that decide the result."""
 
 from __future__ import annotations
 
@@ -21,18 +21,14 @@ if TYPE_CHECKING:
 
 SCHEDULES = ("linear", "cosine", "constant")
 REPORTERS = ("tensorboard", "wandb")
-# What a step is computed from. A run keeps these as it began; all others may change from one start to the next.
+# These decide the result, and stay as they were at the first start of a run; all others may change.
 _OF_THE_RESULT = (
     "max_length", "packing", "batch", "accumulate", "optimizer", "lr", "min_lr", "betas", "eps", "weight_decay",
     "momentum", "schedule", "epochs", "max_steps", "warmup", "max_grad_norm", "state", "lora", "lora_alpha",
     "lora_dropout", "lora_targets", "seed",
 )  # fmt: skip
-# What decides how many steps there are; a schedule that does not depend on it lets it change.
+# These decide the number of steps, and may change under a schedule that does not depend on it.
 OF_THE_END = ("--epochs", "--max-steps")
-# What the other options are, where a change is told.
-_OF_THE_MACHINE = (
-    "host_memory", "device", "device_memory", "activations", "save_every", "eval_every", "keep", "merge",
-)  # fmt: skip
 _REQUIRED = ("model", "data", "output", "storage")
 # A file of options is small.
 _CONFIG_BYTES_MAX = 1 << 20
@@ -40,7 +36,7 @@ _CONFIG_BYTES_MAX = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a run is asked to do."""
+    """The options of a run."""
 
     model: str
     data: tuple[str, ...]
@@ -86,11 +82,11 @@ class Settings:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Settings:
-        """As the command line has them, and what it leaves out as the file of --config has it.
+        """The options of the command line, completed by the file of --config.
 
         Raises:
-            ConfigError: the file cannot be read, or says what is no option.
-            argparse.ArgumentError: an option is missing that every run needs.
+            ConfigError: the file cannot be read, or names an unknown option.
+            argparse.ArgumentError: a required option is missing.
         """
         given = vars(options)
         merged = {**_in_file(given.get("config")), **given}
@@ -104,10 +100,10 @@ class Settings:
         return cls(**values)
 
     def __post_init__(self) -> None:
-        """Refuse values that mean nothing.
+        """Check the values.
 
         Raises:
-            ConfigError: one of them does.
+            ConfigError: a value is out of range, or needs another option.
         """
         least = {"max_length": 2, "batch": 1, "accumulate": 1, "save_every": 1, "eval_every": 1, "max_steps": 1,
                  "keep": 0, "lora": 1}  # fmt: skip
@@ -122,8 +118,8 @@ class Settings:
                 raise ConfigError(f"{_flag(name)} must be a number above 0, not {value}")
         self._require_rates()
         self._require_together()
-        self.pair("betas")
-        # Those of offload() are refused before any data is read.
+        self.pair_of_betas()
+        # offload() checks its options before any data is read.
         self.offload_options()
 
     def _require_rates(self) -> None:
@@ -150,57 +146,49 @@ class Settings:
         if self.eval_every is not None and not self.eval:
             raise ConfigError("--eval-every needs examples to evaluate: also give --eval FILE")
 
-    def pair(self, name: str) -> tuple[float, ...] | None:
-        """Two numbers with a comma between them; None where the option was not given.
+    def pair_of_betas(self) -> tuple[float, float] | None:
+        """The two numbers of --betas, or None if it was not given.
 
         Raises:
-            ConfigError: it is something else.
+            ConfigError: --betas is not two numbers with a comma between them.
         """
-        text = getattr(self, name)
-        if text is None:
+        if self.betas is None:
             return None
-        wrong = ConfigError(f"{_flag(name)} takes two numbers with a comma between them, as 0.9,0.95, not {text}")
         try:
-            numbers = tuple(float(part) for part in text.split(","))
+            first, second = map(float, self.betas.split(","))
         except ValueError as error:
-            raise wrong from error
-        if len(numbers) != 2:
-            raise wrong
-        return numbers
+            raise ConfigError(
+                f"--betas takes two numbers with a comma between them, as 0.9,0.95, not {self.betas}"
+            ) from error
+        return first, second
 
     def offload_options(self, ranks: int = 1) -> Options:
-        """What `offload()` is given of these, with its own checks."""
+        """The options of `offload()` among these, which that class checks."""
         from memascend.plan.options import Options
 
         return Options(**self.offloaded(ranks))
 
     def offloaded(self, ranks: int = 1) -> dict[str, Any]:
-        """The keywords for `offload()` that do not depend on what is there already, on one of so many ranks."""
+        """The keywords of `offload()` that depend on the options alone, for one of `ranks` ranks."""
         return {
-            # Ranks share a folder, and divide what is a list.
+            # Ranks share a single folder, and divide a list among themselves.
             "storage": list(self.storage) if len(self.storage) > 1 else self.storage[0],
             "host_memory": self.host_memory,
             "device": self.device,
             "device_memory": self.device_memory,
             "activations": self.activations,
             "max_grad_norm": self.max_grad_norm or None,
-            # One rank's `accumulate()` needs none.
+            # `accumulate()` on one rank needs no accumulation steps.
             "accumulation_steps": 1 if ranks == 1 else self.accumulate // ranks,
             "state": self.state,
         }
 
     def of_the_result(self) -> dict[str, Any]:
-        """By their flags: those that a run keeps as it began."""
+        """The options that decide the result, by flag."""
         return {_flag(name): getattr(self, name) for name in _OF_THE_RESULT}
 
-    def of_the_machine(self) -> dict[str, Any]:
-        """By their flags: those that may change from one start to the next, as JSON has them."""
-        found = {_flag(name): getattr(self, name) for name in _OF_THE_MACHINE}
-        found["--eval"] = " ".join(self.eval) or None
-        return found
-
     def resolved(self) -> str:
-        """All of them as a file for --config: what was given, and the defaults of what was not."""
+        """All options, defaults included, as a file for --config."""
         lines = ["# The options of this run at its last start. `memascend train --config` reads this file."]
         for field in fields(self):
             value = getattr(self, field.name)
@@ -215,8 +203,8 @@ _DEFAULTS: dict[str, Any] = {one.name: one.default for one in fields(Settings) i
 
 
 def with_defaults(options: dict[str, Any]) -> dict[str, Any]:
-    """Options by their flags, with the defaults of what an earlier version did not have, which it did."""
-    return {**{_flag(name): value for name, value in _DEFAULTS.items()}, "--eval": None, **options}
+    """Recorded options, completed by the defaults of options that earlier versions did not have."""
+    return {**{_flag(name): value for name, value in _DEFAULTS.items()}, **options}
 
 
 def _flag(name: str) -> str:
@@ -224,7 +212,7 @@ def _flag(name: str) -> str:
 
 
 def _absolute(path: str) -> str:
-    """A path that means the same from another folder; a name on the hub stays."""
+    """The absolute path; a name on the hub stays."""
     from memascend.cli.train.rows import is_hub_name
 
     if is_hub_name(path):
@@ -236,14 +224,14 @@ def _absolute(path: str) -> str:
 
 
 class _FileParser(argparse.ArgumentParser):
-    """Says what is wrong with a file of options, where a command line would be shown its usage."""
+    """Raises an error that names the file, instead of printing the usage."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"--config {self.prog}: {message}")
 
 
 def _in_file(path: Path | None) -> dict[str, Any]:
-    """What a file says, each under the name that its flag has; relative paths are those of the command."""
+    """The options of a file by their names; relative paths are relative to the current folder."""
     if path is None:
         return {}
     values = _loaded(path)
@@ -278,7 +266,7 @@ def _loaded(path: Path) -> dict[Any, Any]:
 
 
 def _words(name: str, value: Any) -> Iterator[str]:
-    """What a command line would have of one option."""
+    """An option of the file as words of a command line."""
     if value is None or value is False:
         return
     flag = _flag(name)
@@ -298,122 +286,92 @@ def _words(name: str, value: Any) -> Iterator[str]:
 # --- the flags -------------------------------------------------------------------------------------------------------
 
 
+class _Group:
+    """An argument group whose help ends with the default of each option."""
+
+    def __init__(self, parser: argparse.ArgumentParser, title: str) -> None:
+        self._group = parser.add_argument_group(title)
+
+    def add(self, name: str, metavar: str | None, text: str, kind: Any = None, **options: Any) -> None:
+        default = _DEFAULTS.get(name.replace("-", "_"))
+        if default is not None and default != ():
+            text += f" ({default:g})" if isinstance(default, int | float) else f" ({default})"
+        if "choices" not in options:
+            options |= {"metavar": metavar, "type": kind}
+        self._group.add_argument(f"--{name}", help=text, **options)
+
+    def switch(self, name: str, text: str) -> None:
+        self._group.add_argument(f"--{name}", action="store_true", help=text)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options; one that is not given is not in what they are read into."""
+    """Declare the options. An option that is not given is missing in the namespace."""
     parser.argument_default = argparse.SUPPRESS
-    _add_places(parser.add_argument_group("model, data, output"))
-    _add_memory(parser.add_argument_group("memory"))
-    _add_learning(parser.add_argument_group("training"))
-    _add_adapters(parser.add_argument_group("adapters"))
-    _add_telling(parser.add_argument_group("saving and logging"))
+    _add_places(_Group(parser, "model, data, output"))
+    _add_memory(_Group(parser, "memory"))
+    _add_learning(_Group(parser, "training"))
+    _add_adapters(_Group(parser, "adapters"))
+    _add_reports(_Group(parser, "saving and logging"))
 
 
-def _add_places(group: Any) -> None:
-    add = group.add_argument
-    add("--config", metavar="YAML", type=Path, help="a file of these options by their names; flags override it")
-    add("--model", metavar="FOLDER", help="a folder with config.json, safetensors and tokenizer, or a name on the hub")
-    add(
-        "--data",
-        metavar="FILE",
-        nargs="+",
-        action="extend",
-        help="examples: .jsonl, .json, .csv, .tsv, .parquet or .txt files, patterns, folders, or a data set on the hub",
-    )
-    add("--columns", metavar="OURS=THEIRS", help="columns with other names: prompt=question,completion=answer")
-    add("--output", metavar="OUT", type=Path, help="a folder for the trained model, which from_pretrained() loads")
-    add(
-        "--storage",
-        metavar="PATH",
-        action="append",
-        help="a folder, file or NVMe device for the training state; repeat it to stripe it over several; {rank} is "
-        "filled in",
-    )
-    add(
-        "--eval",
-        metavar="FILE",
-        nargs="+",
-        action="extend",
-        help="held-out examples, whose loss is computed at each save",
-    )
-    add("--previous", action="store_true",
-        help="resume from the commit before the last one, if the last one is damaged")  # fmt: skip
+def _add_places(group: _Group) -> None:
+    several = {"nargs": "+", "action": "extend"}
+    examples = ".jsonl, .json, .csv, .tsv, .parquet or .txt files, patterns, folders, or a data set on the hub"
+    storage = "a folder, file or NVMe device for the training state; repeat it to stripe it over several; {rank} is "
+    group.add("config", "YAML", "a file of these options by their names; flags override it", Path)
+    group.add("model", "FOLDER", "a folder with config.json, safetensors and tokenizer, or a name on the hub")
+    group.add("data", "FILE", f"examples: {examples}", **several)
+    group.add("columns", "OURS=THEIRS", "columns with other names: prompt=question,completion=answer")
+    group.add("output", "OUT", "a folder for the trained model, which from_pretrained() loads", Path)
+    group.add("storage", "PATH", f"{storage}filled in", action="append")
+    group.add("eval", "FILE", "held-out examples, whose loss is computed at each save", **several)
+    group.switch("previous", "resume from the commit before the last one, if the last one is damaged")
 
 
-def _add_memory(group: Any) -> None:
-    add = group.add_argument
-    add(
-        "--host-memory",
-        metavar="B",
-        help='a hard budget, as "48GiB" (default: the smallest that keeps disk and compute busy)',
-    )
-    add("--device", metavar="D", help="cpu, cuda or cuda:1 (default: cuda if there is one)")
-    add(
-        "--device-memory",
-        metavar="B",
-        help="a budget of the GPU's memory (default: the smallest that keeps disk and compute busy)",
-    )
-    add(
-        "--activations",
-        choices=("device", "host", "ssd"),
-        help="where checkpointed activations are stored until the backward (device)",
-    )
-    add("--state", choices=("fp32", "bf16", "8bit"), help="of the optimizer's moments (default: exact)")
+def _add_memory(group: _Group) -> None:
+    smallest = "(default: the smallest that keeps disk and compute busy)"
+    group.add("host-memory", "B", f'a hard budget, as "48GiB" {smallest}')
+    group.add("device", "D", "cpu, cuda or cuda:1 (default: cuda if there is one)")
+    group.add("device-memory", "B", f"a budget of the GPU's memory {smallest}")
+    activations = "where checkpointed activations are stored until the backward"
+    group.add("activations", None, activations, choices=("device", "host", "ssd"))
+    group.add("state", None, "of the optimizer's moments (default: exact)", choices=("fp32", "bf16", "8bit"))
 
 
-def _add_learning(group: Any) -> None:
-    def add(flag: str, metavar: str, kind: type, text: str) -> None:
-        default = _DEFAULTS[flag[2:].replace("-", "_")]
-        shown = "" if default is None else f" ({default:g})" if isinstance(default, int | float) else f" ({default})"
-        group.add_argument(flag, metavar=metavar, type=kind, help=text + shown)
-
-    add("--max-length", "N", int, "tokens of an example; longer ones are cut")
-    group.add_argument(
-        "--packing",
-        action="store_true",
-        help="several examples in one sequence of --max-length; attention stays within each",
-    )
-    add("--batch", "N", int, "examples, or packed sequences, of a micro-batch")
-    add("--accumulate", "N", int, "micro-batches of a step (gradient accumulation)")
-    add("--optimizer", "NAME", str, "muon, or a class of torch.optim, such as sgd or adafactor")
-    add("--lr", "X", float, "the learning rate after warmup")
-    add("--min-lr", "X", float, "the learning rate at the end of the schedule")
-    add("--betas", "X,X", str, "of the optimizer (default: its own)")
-    add("--eps", "X", float, "of the optimizer (default: its own)")
-    add("--momentum", "X", float, "of the optimizer (default: its own)")
-    add("--weight-decay", "X", float, "of matrices; biases and norms never decay")
-    group.add_argument("--schedule", choices=SCHEDULES, help="of the learning rate after warmup (linear)")
-    add("--epochs", "X", float, "passes over the data")
-    add("--max-steps", "N", int, "steps of the run; overrides --epochs")
-    add("--warmup", "X", float, "a fraction of all steps, or a number of steps")
-    add("--max-grad-norm", "X", float, "clip the global norm; 0: no clipping")
-    add("--seed", "N", int, "of the order of examples, dropout and adapters")
+def _add_learning(group: _Group) -> None:
+    group.add("max-length", "N", "tokens of an example; longer ones are cut", int)
+    group.switch("packing", "several examples in one sequence of --max-length; attention stays within each")
+    group.add("batch", "N", "examples, or packed sequences, of a micro-batch", int)
+    group.add("accumulate", "N", "micro-batches of a step (gradient accumulation)", int)
+    group.add("optimizer", "NAME", "muon, or a class of torch.optim, such as sgd or adafactor")
+    group.add("lr", "X", "the learning rate after warmup", float)
+    group.add("min-lr", "X", "the learning rate at the end of the schedule", float)
+    group.add("betas", "X,X", "of the optimizer (default: its own)")
+    group.add("eps", "X", "of the optimizer (default: its own)", float)
+    group.add("momentum", "X", "of the optimizer (default: its own)", float)
+    group.add("weight-decay", "X", "of matrices; biases and norms never decay", float)
+    group.add("schedule", None, "of the learning rate after warmup", choices=SCHEDULES)
+    group.add("epochs", "X", "passes over the data", float)
+    group.add("max-steps", "N", "steps of the run; overrides --epochs", int)
+    group.add("warmup", "X", "a fraction of all steps, or a number of steps", float)
+    group.add("max-grad-norm", "X", "clip the global norm; 0: no clipping", float)
+    group.add("seed", "N", "of the order of examples, dropout and adapters", int)
 
 
-def _add_adapters(group: Any) -> None:
-    add = group.add_argument
-    add("--lora", metavar="RANK", type=int, help="train LoRA adapters of this rank instead of the model")
-    add(
-        "--lora-alpha",
-        metavar="X",
-        type=float,
-        help="adapters are scaled by this, divided by the rank (twice the rank)",
-    )
-    add("--lora-dropout", metavar="X", type=float, help="dropout before the adapters (0)")
-    add("--lora-targets", metavar="NAMES", help="linear layers, as q_proj,v_proj (all-linear: all but the LM head)")
-    add("--merge", action="store_true", help="at the end, write the model with its adapters added to OUT/merged")
+def _add_adapters(group: _Group) -> None:
+    group.add("lora", "RANK", "train LoRA adapters of this rank instead of the model", int)
+    group.add("lora-alpha", "X", "adapters are scaled by this, divided by the rank (twice the rank)", float)
+    group.add("lora-dropout", "X", "dropout before the adapters", float)
+    group.add("lora-targets", "NAMES", "linear layers, as q_proj,v_proj; all-linear: all but the LM head")
+    group.switch("merge", "at the end, write the model with its adapters added to OUT/merged")
 
 
-def _add_telling(group: Any) -> None:
-    add = group.add_argument
-    add("--save-every", metavar="N", type=int, help="save the model every N steps (500)")
-    add("--eval-every", metavar="N", type=int, help="compute the loss of --eval every N steps (default: at each save)")
-    add(
-        "--keep",
-        metavar="N",
-        type=int,
-        help="keep the last N saved models in OUT/checkpoint-STEP and, with --eval, the best one in OUT/best (0)",
-    )
-    add("--log", metavar="FILE", type=Path, help="write one JSON line for each step to it (OUT/log.jsonl)")
-    add("--report", choices=REPORTERS, action="append", help="also log to it")
-    add("--json", action="store_true", help="print one JSON line for each step")
-    add("--dry-run", action="store_true", help="check everything, print the plan, and change nothing")  # fmt: skip
+def _add_reports(group: _Group) -> None:
+    kept = "keep the last N saved models in OUT/checkpoint-STEP and, with --eval, the best one in OUT/best"
+    group.add("save-every", "N", "save the model every N steps", int)
+    group.add("eval-every", "N", "compute the loss of --eval every N steps (default: at each save)", int)
+    group.add("keep", "N", kept, int)
+    group.add("log", "FILE", "write one JSON line for each step to it (OUT/log.jsonl)", Path)
+    group.add("report", None, "also log to it", choices=REPORTERS, action="append")
+    group.switch("json", "print one JSON line for each step")
+    group.switch("dry-run", "check everything, print the plan, and change nothing")
