@@ -1,4 +1,4 @@
-"""Writes safetensors files, matches the names in them, and replaces folders at once; errors name the path."""
+"""Writes safetensors files, matches names in them with a model's, and replaces folders atomically."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def file_errors(path: Path, what: str) -> Iterator[None]:
-    """Around work on a file or folder; `what` says what could not be done, as "cannot be read"."""
+    """Around work on a file or folder: errors name the path; `what` is a text such as "cannot be read"."""
     try:
         yield
     except StorageError:
@@ -38,15 +38,16 @@ def file_errors(path: Path, what: str) -> Iterator[None]:
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _MARK = ".memascend-saving"
-# Others may put what is at the temporary name into its place, or remove it, between two looks.
+# Other processes may rename or remove the temporary folder between two checks.
 _ATTEMPTS = 16
 
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A new folder beside the target, gone at the end; what a killed process left there before is, too.
+    """A new folder beside the target, removed at the end if it was not put in place; so is one of a killed process.
 
-    It and the target are locked meanwhile, whichever of the two paths each is at; nothing is removed that is not.
+    This folder and the target are locked meanwhile, at whichever of the two paths they are. Only locked folders are
+    removed.
     """
     new = target.parent / f".{target.name}{_MARK}"
     with file_errors(new, "cannot be written"), contextlib.ExitStack() as held:
@@ -59,7 +60,7 @@ def new_folder(target: Path) -> Iterator[Path]:
             except FileNotFoundError:
                 continue
             if not _is_one_of(new, ours):
-                # Whoever had it has just put it in place.
+                # Another process has just put it in place.
                 continue
             if is_empty(new):
                 break
@@ -78,7 +79,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def _lock(folder: Path, target: Path, held: contextlib.ExitStack) -> int:
-    """A descriptor of a folder that no other saver has."""
+    """Lock a folder against other processes that save; returns its descriptor."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     held.callback(os.close, descriptor)
     try:
@@ -92,7 +93,7 @@ def _lock(folder: Path, target: Path, held: contextlib.ExitStack) -> int:
 
 
 def _is_one_of(path: Path, descriptors: list[int]) -> bool:
-    """Whether a path names what one of the descriptors has open."""
+    """Whether a path names a folder that one of the descriptors has open."""
     try:
         there = path.stat()
     except FileNotFoundError:
@@ -101,10 +102,10 @@ def _is_one_of(path: Path, descriptors: list[int]) -> bool:
 
 
 def put_in_place(target: Path, new: Path) -> None:
-    """Put the new folder in the place of the target; at no moment is there less than one of them whole."""
+    """Replace the target by the new folder; at every moment one of them is whole."""
     with file_errors(target, "cannot be written"):
         if target.is_dir():
-            # Who may look into it stays as it was.
+            # The permissions stay as they were.
             new.chmod(stat.S_IMODE(target.stat().st_mode))
         _sync_all(new)
         if not target.exists() or is_empty(target):
@@ -119,7 +120,7 @@ def put_in_place(target: Path, new: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders at once; False where the system or the file system cannot."""
+    """Exchange two folders atomically; False if the system or the file system cannot."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:
@@ -129,7 +130,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def is_empty(path: Path) -> bool:
-    """Whether it is a folder with nothing in it."""
+    """Whether a path is an empty folder."""
     return path.is_dir() and not any(path.iterdir())
 
 
@@ -147,7 +148,7 @@ def _sync_all(folder: Path) -> None:
         sync(Path(path))
 
 
-# Torch's types by the names that the format has for them.
+# torch's dtypes by their names in safetensors.
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
@@ -155,16 +156,16 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Of one file, unless a single tensor is larger; what file systems, caches and downloads like.
+# The largest size of a file, unless a single tensor is larger: suits file systems, caches and downloads.
 FILE_BYTES_MAX = 4 << 30
-# Bytes that may wait in the page cache before they are sent to the device.
+# Bytes in the page cache after which a file is flushed.
 _FLUSH_BYTES = 256 << 20
 _ALIGN = 64
 
 
 @dataclass
 class FileLayout:
-    """One file: its name, its tensors (meta ones will do) and where each begins."""
+    """One file: its name, and its tensors, which may be on meta."""
 
     name: str
     tensors: dict[str, torch.Tensor]
@@ -172,7 +173,7 @@ class FileLayout:
 
     def header(self) -> tuple[bytes, dict[str, int]]:
         """The bytes before the data, and where in the file each tensor begins."""
-        # The largest elements first, so that every tensor is aligned to its own.
+        # The largest elements come first, so that every tensor is aligned to its elements.
         names = sorted(self.tensors, key=lambda name: -self.tensors[name].element_size())
         described: dict[str, Any] = {"__metadata__": dict(self.metadata)} if self.metadata else {}
         offsets, at = {}, 0
@@ -183,14 +184,9 @@ class FileLayout:
                     f"{name!r} is {tensor.dtype}, which safetensors has no name for, so that it cannot be saved: give "
                     "it another dtype, or register it as a buffer with persistent=False"
                 )
-            nbytes = tensor.numel() * tensor.element_size()
-            described[name] = {
-                "dtype": _NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [at, at + nbytes],
-            }
-            offsets[name] = at
-            at += nbytes
+            end = at + tensor.nbytes
+            described[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+            offsets[name], at = at, end
         text = json.dumps(described, separators=(",", ":"), ensure_ascii=True).encode()
         text += b" " * (-(8 + len(text)) % _ALIGN)
         start = 8 + len(text)
@@ -198,8 +194,8 @@ class FileLayout:
 
     @property
     def nbytes(self) -> int:
-        """Of its tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def divide_into_files(
@@ -210,12 +206,11 @@ def divide_into_files(
     parts: list[dict[str, torch.Tensor]] = [{}]
     held = 0
     for name, tensor in tensors.items():
-        nbytes = tensor.numel() * tensor.element_size()
-        if parts[-1] and held + nbytes > limit:
+        if parts[-1] and held + tensor.nbytes > limit:
             parts.append({})
             held = 0
         parts[-1][name] = tensor
-        held += nbytes
+        held += tensor.nbytes
     if len(parts) == 1:
         return [FileLayout(f"{stem}.safetensors", parts[0], metadata)]
     return [
@@ -225,7 +220,7 @@ def divide_into_files(
 
 
 class TensorFile:
-    """One file being written; the parts of a tensor come in their order."""
+    """A file that is being written; the parts of a tensor are written in their order."""
 
     def __init__(self, folder: Path, layout: FileLayout) -> None:
         """Make the file and write its header."""
@@ -242,7 +237,7 @@ class TensorFile:
         self._write(header, 0)
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
-        """Write contiguous elements of a tensor from element `start` on, which follow what was written of it."""
+        """Write contiguous elements of a tensor from element `start` on, right after those written before."""
         if values.numel() == 0:
             return
         self._sums[name].update(values)
@@ -264,7 +259,7 @@ class TensorFile:
         self._unflushed = 0
 
     def finish(self) -> dict[str, Any]:
-        """Flush it; what a manifest says of it."""
+        """Flush and close the file, and return its part of the manifest."""
         assert self._written == self.nbytes, f"{self.path}: {self._written} bytes of {self.nbytes}"
         with file_errors(self.path, "cannot be written"):
             self._flush()
@@ -276,7 +271,7 @@ class TensorFile:
         }
 
     def close(self) -> None:
-        """Let the file go. Twice is fine."""
+        """Close the file. A second call does nothing."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -284,12 +279,12 @@ class TensorFile:
 
 @dataclass(frozen=True)
 class Matched:
-    """How the names of files match."""
+    """The names in files, matched with a model's."""
 
-    # By the model's first name of a tensor, the names in the files that are meant; that first name before others.
+    # By the model's first name of a tensor, its names in the files; the first name comes first.
     of: dict[str, list[str]]
     unexpected: list[str]  # names in the files that the model has nothing for
-    named: dict[str, str]  # by the names in the files, those that the model has for the same, first or tied
+    named: dict[str, str]  # by name in the files, the model's name for the tensor, first or tied
 
 
 def each_buffer(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
@@ -301,14 +296,14 @@ def each_buffer(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, 
 
 
 class Names:
-    """All names of a model's tensors; a tied one's first name stands for it."""
+    """All names of a model's tensors; a tied tensor is known by its first name."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
         self._first: dict[str, str] = {}
-        # Names beside the first, and that.
+        # Further names of tied tensors, and the first name of each.
         self.tied: dict[str, str] = {}
-        # What is not in a state dict, and in some files all the same.
+        # Buffers that are not in a state dict, and may still be in files.
         self._unsaved: set[str] = set()
         prefix = getattr(model, "base_model_prefix", None)
         self._base = prefix if isinstance(prefix, str) and prefix else None
@@ -325,7 +320,7 @@ class Names:
                 self.tied[name] = self._first[name]
 
     def matched(self, keys: Collection[str]) -> Matched:
-        """Match the names in files: as they are, or with a prefix more or less, whichever leaves fewest over."""
+        """Match the names in files, as they are or with a prefix added or removed, so that the fewest are left over."""
         best = self._with(keys, None)
         if self.left(best):
             for prefix in self._prefixes(keys):

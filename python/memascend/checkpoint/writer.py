@@ -58,15 +58,15 @@ def save(
     file_bytes_max: int | None = None,
     among_others: bool = False,
 ) -> None:
-    """Write what a store holds to a folder; the one that is there is replaced at the end, or stays whole.
+    """Write a checkpoint to a folder; an earlier one is replaced at the end, or stays whole.
 
     Args:
-        folder: where; its parent exists. An earlier checkpoint is replaced, and files of others in it are kept.
-        contents: nothing is staged in what they are read from.
-        model: whose weights these are, for names and configuration.
-        facts: what the manifest says beside files and format.
-        file_bytes_max: of one file of weights or state.
-        among_others: the folder may hold files of others and no earlier checkpoint; weights in it are replaced.
+        folder: its parent exists. An earlier checkpoint is replaced, and other files in it are kept.
+        contents: nothing is staged in their store.
+        model: the model, for names and configuration.
+        facts: fields of the manifest beside files and format.
+        file_bytes_max: the largest size of a file of weights or state.
+        among_others: the folder may contain other files and no earlier checkpoint; weights in it are replaced.
     """
     why = refusal_of(folder)
     if why is not None:
@@ -75,8 +75,7 @@ def save(
             "another one"
         )
     target = Path(os.path.abspath(expanded(folder)))  # noqa: PTH100
-    order = {name: position for position, (name, _) in enumerate(model.named_parameters())}
-    files = _CheckpointFiles(contents, Names(model).tied, order, file_bytes_max)
+    files = _CheckpointFiles(contents, model, file_bytes_max)
     _require_place(target, files.nbytes, among_others=among_others)
     with new_folder(target) as new:
         (new / FOLDER).mkdir()
@@ -99,12 +98,11 @@ def save(
 
 
 def save_weights(folder: Path, contents: Contents, model: torch.nn.Module) -> None:
-    """Write values and configuration for `from_pretrained` into a folder that is there, and has nothing of this yet.
+    """Write values and configuration for `from_pretrained` into an existing folder without such files.
 
     `contents` are without state; names and configuration are those of `model`.
     """
-    order = {name: position for position, (name, _) in enumerate(model.named_parameters())}
-    files = _CheckpointFiles(contents, Names(model).tied, order, None)
+    files = _CheckpointFiles(contents, model, None)
     files.run(folder)
     _configure(model, folder)
     files.index(folder)
@@ -113,16 +111,17 @@ def save_weights(folder: Path, contents: Contents, model: torch.nn.Module) -> No
 class _CheckpointFiles:
     """The files of one checkpoint; tensors lie in them in the order of the model's names."""
 
-    def __init__(
-        self, contents: Contents, tied: Mapping[str, str], order: Mapping[str, int], file_bytes_max: int | None
-    ) -> None:
+    def __init__(self, contents: Contents, model: torch.nn.Module, file_bytes_max: int | None) -> None:
         self._contents = contents
-        # However the model was divided into units, its checkpoint is the same.
+        order = {name: position for position, (name, _) in enumerate(model.named_parameters())}
+        # The order of files does not depend on how the model was divided into units.
         entries = sorted(contents.entries, key=lambda entry: order.get(entry.name, len(order)))
         values = {entry.name: entry.values for entry in entries}
         state = {state_key(entry.name, of): tensor for entry in entries for of, tensor in entry.state.items()}
-        # Texts as safetensors' own save_model() has them: which name stands for another.
-        self._weights = divide_into_files("model", values, {"format": "pt", **tied}, bytes_max=file_bytes_max)
+        # The metadata maps tied names to their first names, as safetensors' own save_model() does.
+        self._weights = divide_into_files(
+            "model", values, {"format": "pt", **Names(model).tied}, bytes_max=file_bytes_max
+        )
         self._state = divide_into_files(f"{FOLDER}/state", state, {}, bytes_max=file_bytes_max) if state else []
         self._layout_of = {
             (is_state, name): layout
@@ -132,13 +131,13 @@ class _CheckpointFiles:
         }
         self.orders = {entry.name: entry.order for entry in entries if entry.order is not None}
         self.nbytes = sum(layout.nbytes for layout in (*self._weights, *self._state))
-        # Files that are being written, and what is left to write of each.
+        # Files that are being written, and the bytes that are left to write of each.
         self._open: dict[str, TensorFile] = {}
         self._left = {layout.name: layout.nbytes for layout in (*self._weights, *self._state)}
         self._said: dict[str, Any] = {}
 
     def run(self, folder: Path) -> dict[str, Any]:
-        """Write all files; what the manifest says of them."""
+        """Write all files, and return their part of the manifest."""
         try:
             with Progress("saving the checkpoint", self.nbytes) as progress:
                 self._contents.read(partial(self._put, folder, progress))
@@ -152,7 +151,7 @@ class _CheckpointFiles:
         return self._said
 
     def _put(self, folder: Path, progress: Progress, name: str, of: str, start: int, values: torch.Tensor) -> None:
-        """Write elements of an entry's values, or where `of` names it, of its state."""
+        """Write elements of an entry's values, or of the state tensor that `of` names."""
         key = state_key(name, of) if of else name
         layout = self._layout_of[bool(of), key]
         self._file(folder, layout).write(key, start, values)
@@ -170,7 +169,7 @@ class _CheckpointFiles:
         self._said[layout.name] = self._open.pop(layout.name).finish()
 
     def index(self, folder: Path) -> list[str]:
-        """Write the index that several files of weights need; its name."""
+        """Write the index that several files of weights need, and return its name."""
         if len(self._weights) == 1:
             return []
         places = {name: layout.name for layout in self._weights for name in layout.tensors}
@@ -181,10 +180,10 @@ class _CheckpointFiles:
 
 
 def _configure(model: torch.nn.Module, folder: Path) -> list[str]:
-    """Write the configurations that `from_pretrained` reads; their names."""
+    """Write the configurations that `from_pretrained` reads, and return their names."""
     before = set(os.listdir(folder))  # noqa: PTH208
     config: Any = getattr(model, "config", None)
-    # A wrapper (peft) shows the configuration of what it wraps.
+    # A wrapper (peft) has the configuration of the model inside.
     if callable(getattr(config, "save_pretrained", None)) and not hasattr(model, "get_base_model"):
         config = copy.deepcopy(config)
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
@@ -221,7 +220,7 @@ def _require_place(target: Path, nbytes: int, *, among_others: bool) -> None:
 
 
 def _keep_others(target: Path, new: Path) -> None:
-    """What others put into an earlier checkpoint (a tokenizer, say) is in the new one, too."""
+    """Link other files of an earlier checkpoint (a tokenizer, say) into the new one."""
     if not target.is_dir():
         return
     manifest = target / FOLDER / MANIFEST
