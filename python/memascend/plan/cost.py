@@ -121,7 +121,7 @@ class Phase:
         return max(self.parts, key=lambda part: self.parts[part])
 
 
-def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool) -> list[Phase]:
+def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool, early: bool = False) -> list[Phase]:
     """The phases of one step, one after the other.
 
     Args:
@@ -130,6 +130,8 @@ def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool) -> l
         drive: the speed of storage.
         host: the speed of processors and link.
         kept: whether gradients wait for the last of them ("ssd" and "ram", clipping, accumulation).
+        early: updates begin in the backward although the gradients are kept, and step() changes no gradient. Then
+            nobody reads the gradients that are written.
     """
     forward_read = plan.read_bytes.get("values, forward", 0)
     backward_read = plan.read_bytes.get("values, backward", 0)
@@ -156,13 +158,15 @@ def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool) -> l
     to, fro = (None, None) if work.exchanged is None else (part * times for part in work.exchanged)
     forward = _phase("forward", work.forward * computed, (into * times, 0), (forward_read * times, 0), drive, host)
     forward = _beside(forward, to)
-    if kept:
+    if kept and not early:
         backward = _phase(
             "backward", work.backward * computed, (back * times, out * times),
             (backward_read * times + added, spilled * times), drive, host,
         )  # fmt: skip
         update = _phase("update", 0.0, (0, 0), (update_read, update_written), drive, host, streamed)
         return [forward, _beside(backward, fro), update, *held]
+    if kept:
+        update_read, update_written = update_read - spilled, update_written + spilled
     last = _phase(
         "backward and update", work.backward * computed, (back * times, out * times),
         (backward_read * times + update_read, update_written), drive, host, streamed,

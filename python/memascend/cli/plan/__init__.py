@@ -198,6 +198,7 @@ def _values(
     speeds: dict[str, float],
 ) -> dict[str, Any]:
     from memascend.cli.plan.answer import answer, described, disk_seconds, forecast_of, moved
+    from memascend.plan.cost import seconds
 
     plan, trace = found.plan, question.trace
     turns = answer(question.one_after_the_other()) if question.by_layer else None
@@ -221,6 +222,7 @@ def _values(
         "gpu": None if question.gpu is None else question.gpu.name,
         "step": {
             **step,
+            "seconds_if_nothing_is_clipped": None if found.unclipped is None else seconds(found.unclipped),
             "tokens_per_second": None if found.seconds is None or tokens is None else tokens / found.seconds,
         },
         "compute_takes_over": None

@@ -185,6 +185,12 @@ class Question:
         """Whether each unit computes all micro-batches before the next unit, as in `accumulate()` on one rank."""
         return self.micro_batches > 1 and self.ranks == 1 and self.options.accumulation_steps == 1
 
+    @property
+    def may_clip_nothing(self) -> bool:
+        """Whether updates may begin before the norm of all gradients is known (`memascend.grads.speculation`)."""
+        options, alone = self.options, self.ranks == 1 and (self.by_layer or self.micro_batches == 1)
+        return alone and options.gradients == "auto" and options.max_grad_norm is not None
+
     def one_after_the_other(self) -> Question:
         """The same run in a loop of backwards, each of which reads everything."""
         return replace(self, options=replace(self.options, accumulation_steps=self.micro_batches))
@@ -207,6 +213,8 @@ class Answer:
     host_bytes: int  # of the process: memascend, Python and its libraries, and torch if the host computes
     device_bytes: int  # of the GPU; 0 without one
     phases: tuple[Phase, ...] | None  # of a step; None: a speed is not known
+    # Of a step that clips nothing, whose updates begin in the backward; None: no such step, or a speed is not known.
+    unclipped: tuple[Phase, ...] | None
     endurance: int  # bytes written in a drive's life
     days: float | None  # of training in a drive's life; None: the seconds of a step are not known
     problems: tuple[str, ...]  # reasons why it does not fit
@@ -246,6 +254,7 @@ def answer(question: Question, found: Planned | None = None) -> Answer:
     torchs = gathered + question.torchs
     ours = plan.host_peak + plan.object_bytes + IMPORTS
     steps = _phases(question, plan, found.network)
+    unclipped = _phases(question, plan, found.network, early=True) if question.may_clip_nothing else None
     # Drives have whole terabytes.
     endurance = question.endurance or -(-plan.storage_bytes // _TB) * ENDURANCE_PER_TB * _TB
     return Answer(
@@ -254,6 +263,7 @@ def answer(question: Question, found: Planned | None = None) -> Answer:
         host_bytes=ours + (torchs if question.gpu is None else 0),
         device_bytes=0 if question.gpu is None else plan.device_peak + torchs,
         phases=None if steps is None else tuple(steps),
+        unclipped=None if unclipped is None else tuple(unclipped),
         endurance=endurance,
         days=None if steps is None else drive_days(plan, seconds(steps), endurance),
         problems=tuple(_problems(question, plan, torchs)),
@@ -276,7 +286,7 @@ def _shared_bytes(model: torch.nn.Module) -> int:
     return sum(parameter.nbytes for parameter, count in times.items() if count > 1)
 
 
-def _phases(question: Question, plan: Plan, network: Network | None) -> list[Phase] | None:
+def _phases(question: Question, plan: Plan, network: Network | None, *, early: bool = False) -> list[Phase] | None:
     trace, drive = question.trace, question.drive
     if drive is None or isinstance(trace, str):
         return None
@@ -293,7 +303,8 @@ def _phases(question: Question, plan: Plan, network: Network | None) -> list[Pha
     if network is not None and question.network is not None:
         backward = network.backward + network.gradients
         work = replace(work, exchanged=(network.forward / question.network, backward / question.network))
-    return phases(plan, work, drive, replace(host, update=update_seconds(plan, host.update)), kept=kept)
+    host = replace(host, update=update_seconds(plan, host.update))
+    return phases(plan, work, drive, host, kept=kept, early=early)
 
 
 def _problems(question: Question, plan: Plan, torchs: int) -> list[str]:

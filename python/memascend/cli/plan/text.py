@@ -15,6 +15,7 @@ from memascend.cli.plan.answer import (
     moved,
     step_seconds,
 )
+from memascend.plan import cost
 from memascend.plan.table import cost_of_format, format_table
 from memascend.session.decide import planned_formats
 from memascend.text import bytes_shown, seconds_shown, table
@@ -188,6 +189,9 @@ def _time(question: Question, found: Answer, speeds: Mapping[str, float]) -> lis
         after = f"; {seconds_shown(phase.tail)} of it not overlapped, for the last gradient"
         rows.append((f"  {phase.name}", seconds_shown(phase.seconds), parts + (after if phase.tail else "")))
     rows.append(("a step", seconds_shown(found.seconds), f"mostly {found.bound}{_assumed(question)}"))
+    if found.unclipped is not None:
+        note = "its updates run beside the backward; every other step waits for the norm of all gradients"
+        rows.append(("  a step that clips nothing", seconds_shown(cost.seconds(found.unclipped)), note))
     trace = question.trace
     if not isinstance(trace, str):
         tokens = trace.tokens * question.micro_batches * question.ranks
