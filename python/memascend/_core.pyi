@@ -44,10 +44,8 @@ __all__ = [
     "kernel_adam",
     "kernel_cast",
     "kernel_check",
-    "kernel_join_master",
     "kernel_scalars",
     "kernel_simd",
-    "kernel_split_master",
     "layout",
     "limits",
     "regions",
@@ -999,8 +997,6 @@ def kernel_adam(
 ) -> None: ...
 def kernel_cast(source: _Place, out: _Place, numel: int, threads: int) -> None: ...
 def kernel_accumulate(grad: _Place, total: _Place, numel: int, threads: int) -> None: ...
-def kernel_split_master(master: int, values: int, rest: int, exp_avg_sq: int, numel: int, threads: int) -> None: ...
-def kernel_join_master(values: int, rest: int, exp_avg_sq: int, master: int, numel: int, threads: int) -> None: ...
 def state_convert(
     of_state: str,
     of_values: str,

@@ -327,6 +327,5 @@ def _whole(entry: Content, rows: Rows | None) -> Content:
     return Content(entry.name, values, state, entry.order)
 
 
-# The contents that a checkpoint is written from, and those of one of several ranks.
+# The contents that a checkpoint is written from.
 Contents = StoreContents | GatheredContents
-RankContents = StoreContents

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from memascend.checkpoint.contents import Contents, RankContents
+    from memascend.checkpoint.contents import Contents, StoreContents
     from memascend.distributed.sharding import Sharding
     from memascend.params.residency import Residency
     from memascend.params.unit import Home
@@ -208,7 +208,7 @@ class Saving:
     ) -> None:
         save(folder, contents, self._model, {**self._run.record.facts(), **more}, among_others=among_others)
 
-    def _gather(self, own: RankContents, write: Callable[[Contents], None]) -> None:
+    def _gather(self, own: StoreContents, write: Callable[[Contents], None]) -> None:
         """Let the first rank write the rows of all ranks."""
         # One process does not import these.
         from memascend.checkpoint.contents import GatheredContents, send_contents

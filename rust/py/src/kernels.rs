@@ -20,9 +20,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(kernel_check, module)?)?;
     module.add_function(wrap_pyfunction!(kernel_adam, module)?)?;
     module.add_function(wrap_pyfunction!(kernel_cast, module)?)?;
-    module.add_function(wrap_pyfunction!(kernel_accumulate, module)?)?;
-    module.add_function(wrap_pyfunction!(kernel_split_master, module)?)?;
-    module.add_function(wrap_pyfunction!(kernel_join_master, module)?)
+    module.add_function(wrap_pyfunction!(kernel_accumulate, module)?)
 }
 
 /// An address and the place of its type in `memascend.kernels.arguments.FLOATS`.
@@ -176,52 +174,6 @@ fn kernel_accumulate(py: Python<'_>, grad: Place, total: Place, numel: usize, th
     // SAFETY: the module's contract; `total` is fp32.
     let total = unsafe { elements_mut(total.0, numel) };
     py.detach(|| math::accumulate(total, grad, exec)).map_err(|error| math_error(py, &error))
-}
-
-/// Splits a master into bfloat16 values, a 16-bit rest and the signs of the second moment.
-#[pyfunction]
-fn kernel_split_master(
-    py: Python<'_>,
-    master: usize,
-    values: usize,
-    rest: usize,
-    exp_avg_sq: usize,
-    numel: usize,
-    threads: NonZeroUsize,
-) -> PyResult<()> {
-    let exec = exec(py, threads)?;
-    // SAFETY: the module's contract.
-    let master = unsafe { elements::<f32>(master, numel) };
-    // SAFETY: the module's contract; `Bf16` is its two bytes.
-    let values = unsafe { elements_mut::<Bf16>(values, numel) };
-    // SAFETY: the module's contract.
-    let rest = unsafe { elements_mut::<u16>(rest, numel) };
-    // SAFETY: the module's contract.
-    let exp_avg_sq = unsafe { elements_mut::<f32>(exp_avg_sq, numel) };
-    py.detach(|| math::split_master(master, values, rest, exp_avg_sq, exec)).map_err(|error| math_error(py, &error))
-}
-
-/// Puts a master together again, and clears the signs of the second moment.
-#[pyfunction]
-fn kernel_join_master(
-    py: Python<'_>,
-    values: usize,
-    rest: usize,
-    exp_avg_sq: usize,
-    master: usize,
-    numel: usize,
-    threads: NonZeroUsize,
-) -> PyResult<()> {
-    let exec = exec(py, threads)?;
-    // SAFETY: the module's contract; `Bf16` is its two bytes.
-    let values = unsafe { elements::<Bf16>(values, numel) };
-    // SAFETY: the module's contract.
-    let rest = unsafe { elements::<u16>(rest, numel) };
-    // SAFETY: the module's contract.
-    let exp_avg_sq = unsafe { elements_mut::<f32>(exp_avg_sq, numel) };
-    // SAFETY: the module's contract.
-    let master = unsafe { elements_mut::<f32>(master, numel) };
-    py.detach(|| math::join_master(values, rest, exp_avg_sq, master, exec)).map_err(|error| math_error(py, &error))
 }
 
 fn exec(py: Python<'_>, threads: NonZeroUsize) -> PyResult<Exec> {
