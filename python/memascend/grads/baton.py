@@ -447,6 +447,9 @@ class Baton:
     def _pass(self, own: MicroBatch) -> None:
         self._require_whole()
         chosen = self._choose()
+        if chosen is own:
+            # A stage has ended, although the baton stays.
+            self._passed_at = time.monotonic()
         if chosen is own or chosen is None:
             return
         try:

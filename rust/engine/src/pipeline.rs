@@ -392,12 +392,6 @@ impl<'a> Pipeline<'a> {
             writing.running.failed.set(true);
         }
         self.reading.clear();
-        if let Some(calling) = self.calling.take() {
-            // The step has failed already, and what it would have written is dropped.
-            drop(self.caller.wait());
-            drop(calling);
-        }
-        self.called.clear();
         self.current = None;
         if let Some(job) = self.next.take() {
             self.queue.lock().dropped(&job);
@@ -407,6 +401,12 @@ impl<'a> Pipeline<'a> {
             lose_spilled(self.bench.store, &job.mark);
         }
         drop(waiting);
+        // Last, as a panic of the function goes on here. The step has failed already: its results are dropped.
+        if let Some(calling) = self.calling.take() {
+            drop(self.caller.wait());
+            drop(calling);
+        }
+        self.called.clear();
         self.queue.notify();
     }
 }
