@@ -27,7 +27,7 @@ class MemascendError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         keywords: dict[str, Any] = {name: getattr(self, name) for name in self._keywords}
-        return partial(type(self), *self.args, **keywords), ()
+        return partial(type(self), *self.args, **keywords), (), vars(self)
 
 
 class ConfigError(MemascendError, ValueError):

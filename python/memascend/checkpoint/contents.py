@@ -215,7 +215,7 @@ class StoreContents:
                 put(names[0], of, 0, tensor.contiguous())
         for name in names:
             if name in self._trained:
-                put(name, UPDATES, 0, torch.tensor(self._by_name[name]["step"]))
+                put(name, UPDATES, 0, torch.tensor(self._by_name[name]["step"], device="cpu"))
 
 
 def _meta(dtype: str, shape: list[int]) -> torch.Tensor:

@@ -284,10 +284,10 @@ class Line:
         self._tell([_FAILED, 0, 0, 0])
 
     def _tell(self, header: list[int]) -> None:
-        self._waited(0, lambda: distributed.isend(torch.tensor(header), 0, group=self._group))
+        self._waited(0, lambda: distributed.isend(torch.tensor(header, device="cpu"), 0, group=self._group))
 
     def _hear_answer(self) -> None:
-        answer = torch.empty(1, dtype=torch.int64)
+        answer = torch.empty(1, dtype=torch.int64, device="cpu")
         self._waited(0, lambda: distributed.irecv(answer, 0, group=self._group))
         if answer.item() == _STOP:
             raise StoppedError
@@ -334,18 +334,18 @@ class Line:
         self._over.clear()
 
     def _received(self, rank: int) -> tuple[int, int, int, torch.Tensor]:
-        header = torch.empty(4, dtype=torch.int64)
+        header = torch.empty(4, dtype=torch.int64, device="cpu")
         self._waited(rank, lambda: distributed.irecv(header, rank, group=self._group))
         kind, tensor, start, nbytes = header.tolist()
         if len(self._memory) < nbytes:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         values = self._memory[:nbytes]
         if nbytes:
             self._waited(rank, lambda: distributed.irecv(values, rank, group=self._group))
         return kind, tensor, start, values
 
     def _answer(self, rank: int, answer: int) -> None:
-        self._waited(rank, lambda: distributed.isend(torch.tensor([answer]), rank, group=self._group))
+        self._waited(rank, lambda: distributed.isend(torch.tensor([answer], device="cpu"), rank, group=self._group))
 
     def _waited(self, rank: int, begin: Callable[[], Any]) -> None:
         """Begin to send or receive, and wait until it completes."""

@@ -293,7 +293,9 @@ def _add(layout: StateLayout, optimizer: torch.optim.Optimizer, narrow: torch.dt
     if value is None:
         return
     if not isinstance(name, str) or name == _MASTER or name in layout.tensors:
-        raise ConfigError(f"{named(optimizer)} keeps state under {name!r}, which cannot be stored: name it by a string")
+        raise ConfigError(
+            f"{named(optimizer)} keeps state under {name!r}, which cannot be stored: give it another name, a string"
+        )
     if type(value) in _NUMBERS:
         layout.numbers[name] = type(value)
         layout.tensors[name] = torch.empty((), dtype=_NUMBERS[type(value)], device="meta")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from memascend.checkpoint.contents import Contents, StoreContents
+    from memascend.checkpoint.contents import Contents
     from memascend.distributed.sharding import Sharding
     from memascend.params.residency import Residency
     from memascend.params.unit import Home

@@ -189,7 +189,7 @@ def _begun(
         if name == "master":
             return rows(values, order).float().clone()
         shape = [like.shape[dim] for dim in order] if like.dim() == len(order) else list(like.shape)
-        return torch.zeros(shape, dtype=like.dtype)
+        return torch.zeros(shape, dtype=like.dtype, device=values.device)
     if given.dtype != like.dtype or given.shape != like.shape:
         raise ConfigError(
             f"{name!r} is {given.dtype} of shape {list(given.shape)}, not {like.dtype} of {list(like.shape)}"
@@ -225,7 +225,9 @@ def _decoded(values: torch.Tensor, state: Mapping[str, torch.Tensor], form: str,
     given = {name: state[name] for name in state_tensors(values, form, rule)}
     # The extension borrows these for writing, and leaves them unchanged.
     tensors = {name: rows(tensor, order) if _is_own(name) else tensor.contiguous() for name, tensor in given.items()}
-    wide = {name: torch.empty(kept.shape, dtype=torch.float32) for name in ("master", *_MOMENTS[rule])}
+    wide = {
+        name: torch.empty(kept.shape, dtype=torch.float32, device=kept.device) for name in ("master", *_MOMENTS[rule])
+    }
     _convert(form, rule, kept, tensors, wide, back=True)
     return {name: back(tensor, order) for name, tensor in wide.items()}
 
@@ -331,13 +333,6 @@ def _require_rounded(rounded: torch.Tensor, values: torch.Tensor) -> None:
 def _is_own(name: str) -> bool:
     """Whether a tensor of a format has an item for each element."""
     return name != "rounded_up" and not name.endswith("_absmax")
-
-
-def _zeros(like: torch.Tensor, order: list[int]) -> torch.Tensor:
-    import torch
-
-    shape = [like.shape[dim] for dim in order] if like.dim() == len(order) else list(like.shape)
-    return torch.zeros(shape, dtype=like.dtype)
 
 
 def _name(dtype: torch.dtype) -> str:
