@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP  # noqa: E402
 
 from memascend.cli import main  # noqa: E402
 from memascend.cli.train.data import seed_of  # noqa: E402
-from memascend.cli.train.loop import Loop  # noqa: E402
+from memascend.cli.train.loop import JsonLines, Loop  # noqa: E402
 
 # What a process begins with is loaded within a minute or two where ten others want the processors.
 pytestmark = pytest.mark.timeout(900)
@@ -389,6 +389,22 @@ def test_a_loss_that_is_no_number_is_not_learnt(folders, tmp_path, capfd, monkey
     assert "the loss of step 2 is nan" in err
     lines, _ = ran(capfd, *arguments(folders, tmp_path))
     assert [line["step"] for line in lines if line["event"] == "step"] == [2, 3, 4, 5, 6]
+
+
+def test_the_log_has_each_step_although_standard_output_is_closed(folders, tmp_path, capfd, monkeypatch):
+    own = JsonLines.event
+
+    def closed(self, name, values, text):
+        if values.get("step") == 2:
+            raise BrokenPipeError
+        own(self, name, values, text)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(JsonLines, "event", closed)
+        main(["train", *arguments(folders, tmp_path)])
+    ran(capfd, *arguments(folders, tmp_path))
+    log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log if line["event"] == "step"] == [1, 2, 3, 4, 5, 6]
 
 
 def test_plain_lines(folders, tmp_path, capfd):

@@ -73,10 +73,13 @@ def examine(storage: str | None) -> Iterator[Finding]:
         try:
             yield from check()
         except MemascendError as error:
-            name = check.__name__.removeprefix("_")
-            yield Finding(subject=name, found="none to be had", verdict="fails", advice=str(error))
+            yield _failed(check.__name__.removeprefix("_"), error)
     if storage is not None:
         yield from examine_storage(Path(storage))
+
+
+def _failed(subject: str, error: MemascendError) -> Finding:
+    return Finding(subject=subject, found="none to be had", verdict="fails", advice=str(error))
 
 
 def _system() -> Iterator[Finding]:
@@ -135,7 +138,10 @@ def _torch() -> Iterator[Finding]:
         yield Finding(subject=f"GPU {index}", found=about)
     # Registration needs a CUDA context, which this makes.
     torch.zeros(1, device="cuda")
-    yield examine_registration()
+    try:
+        yield examine_registration()
+    except MemascendError as error:
+        yield _failed("registration with CUDA", error)
 
 
 def _triton() -> Iterator[Finding]:
@@ -151,7 +157,11 @@ def _kernels() -> Iterator[Finding]:
     from memascend import kernels
 
     for device in ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))):
-        route = kernels.route(device)
+        try:
+            route = kernels.route(device)
+        except MemascendError as error:
+            yield _failed(f"kernels on {device}", error)
+            continue
         slow = route.name == "torch" or route.why == "portable"
         advice = f"several times slower than it could be: {route.name}, because {route.why}" if slow else ""
         if route.why == "portable":

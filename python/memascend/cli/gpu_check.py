@@ -49,9 +49,11 @@ def run(output: Path, machine: Callable[[], dict[str, str]], *, as_json: bool) -
     if not output.parent.is_dir():
         print(f"memascend doctor --gpu: there is no folder {output.parent} for --output", file=sys.stderr)
         return 2
+    # First, as a check that fails may leave a device that answers nothing.
+    about = {**machine(), "link": _link()}
     with tempfile.TemporaryDirectory(prefix=".memascend-gpu-", dir=output.parent) as folder:
         report = checked(torch.device("cuda", torch.cuda.current_device()), Path(folder))
-    report["machine"] = {**machine(), "link": _link()}
+    report["machine"] = about
     text = json.dumps(report, indent=1) + "\n"
     partial = output.with_name(f".{output.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8")

@@ -97,7 +97,7 @@ def files_of_run(output: Output, storage: tuple[str, ...], ranks: Ranks) -> list
     """The files and devices that hold the run's training state. Nothing else beside them belongs to the run."""
     assert output.record is not None
     name = output.record.store
-    own = [found["files"] for found in _stores(storage, ranks, unfinished=True) if name in found["names"]]
+    own = [found["files"] for found in _stores(storage, ranks, unfinished=True, skips=True) if name in found["names"]]
     return sorted({file for files in own for file in files})
 
 
@@ -127,8 +127,13 @@ def _first(output: Output, storage: tuple[str, ...], ranks: Ranks) -> tuple[_Exi
     return "refuse", 0
 
 
-def _stores(storage: tuple[str, ...], ranks: Ranks, *, unfinished: bool = False) -> Iterator[_Found]:
-    """The stores that the ranks see, for any number of ranks; all ranks iterate together and get the same."""
+def _stores(
+    storage: tuple[str, ...], ranks: Ranks, *, unfinished: bool = False, skips: bool = False
+) -> Iterator[_Found]:
+    """The stores that the ranks see, for any number of ranks; all ranks iterate together and get the same.
+
+    `skips`: leave out a store that cannot be read, as one that another process has open.
+    """
     # One rank after another: several may see the same store, and reading a store locks it.
     for number in range(ranks.count):
         own: list[_Found] = []
@@ -139,7 +144,7 @@ def _stores(storage: tuple[str, ...], ranks: Ranks, *, unfinished: bool = False)
             except StorageError as error:
                 # Stores that are being filled for another number of ranks are not complete.
                 failed = failed or error
-        if failed is not None and not own:
+        if failed is not None and not own and not skips:
             raise failed
         yield from ranks.everyone(own)[number]
 
@@ -443,12 +448,12 @@ class Job(Closing):
                 self._next_step = (optimizer.user_state or {}).get("next_step", 0)
 
     def _displays(self) -> list[Display]:
-        """The displays of rank 0: for people, the log, and the reporters of --report."""
+        """The displays of rank 0: the log, which has a step even if standard output is closed; for people; --report."""
         settings, folder = self._settings, self._output.folder
         assert self._output.record is not None
         return [
-            JsonLines() if settings.json else Lines(),
             Log(settings.log or folder / LOG),
+            JsonLines() if settings.json else Lines(),
             *open_reporters(settings.report, folder / LOGS, str(self._output.record.store), settings.of_the_result()),
         ]
 

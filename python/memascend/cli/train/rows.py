@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memascend.errors import ConfigError
+from memascend.text import bytes_shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -347,8 +348,8 @@ def _turn(turn: Any, number: int) -> dict[str, Any]:
     return turn
 
 
-# A line is read at once, and so is an array.
-_LINE_BYTES_MAX, _ARRAY_BYTES_MAX = 64 << 20, 1 << 30
+# A line is read at once, and so is an array, which takes six times its size when it is parsed.
+_LINE_BYTES_MAX, _ARRAY_BYTES_MAX = 64 << 20, 256 << 20
 # Python's JSON accepts these bytes, which are not valid in UTF-8.
 _SURROGATE = b"\xed"
 # A text of any length is read in parts of whole lines.
@@ -463,7 +464,10 @@ def _json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             ) from error
         return
     if path.stat().st_size > _ARRAY_BYTES_MAX:
-        raise ConfigError(f"{path} is an array of more than {_ARRAY_BYTES_MAX} bytes: write one example on each line")
+        most = bytes_shown(_ARRAY_BYTES_MAX)
+        raise ConfigError(
+            f"{path} is an array of more than {most}, and an array is read at once: write one example on each line"
+        )
     try:
         examples = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
