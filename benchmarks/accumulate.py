@@ -90,6 +90,9 @@ def _seconds(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         for name in (LAYERS, TURNS, MEMORY):
             work = {"case": name, "parameters": options.parameters, "options": {"gradients": "fused"}}
             processes[name] = Process("accumulate", {**work, "storage": str(folder / f"{name}.store")})
+        # None is measured before all are ready.
+        for process in processes.values():
+            process.ask(count=1, length=min(options.lengths), steps=1)
         rows = []
         for length in options.lengths:
             for count in options.counts:

@@ -74,6 +74,9 @@ def _measured(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         for name, (gradients, habit) in _CASES.items():
             work = {"gradients": gradients, "habit": habit, "parameters": options.parameters, "length": options.length}
             processes[name] = Process("clipped", {**work, "storage": f"{folder}/{name}.store"})
+        # None is measured before all are ready.
+        for process in processes.values():
+            process.ask(steps=1)
         for _ in range(options.rounds):
             for name, process in processes.items():
                 turns[name].append(process.ask(steps=options.steps))

@@ -64,6 +64,9 @@ def _measured(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         for name, case in _CASES.items():
             work = {**case, "parameters": options.parameters, "length": options.length}
             processes[name] = Process("muon", {**work, "storage": f"{folder}/{name}.store"})
+        # None is measured before all are ready.
+        for process in processes.values():
+            process.ask(steps=1)
         for number in range(options.rounds):
             for name, process in processes.items():
                 turns[name].append(process.ask(steps=options.steps))

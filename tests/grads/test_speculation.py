@@ -396,8 +396,12 @@ def drawn(seed):
     generator = random.Random(seed)
     # Of norms around the limit, some of them far away.
     spread = generator.choice([0.3, 1.0, 3.0])
-    micro_batches = [generator.choice([1, 1, 2, 3]) for _ in range(generator.randint(4, 8))]
-    scales = [[generator.lognormvariate(generator.choice([-2, 0, 2]), spread) for _ in range(m)] for m in micro_batches]
+    # A loop that was seen to accumulate does not begin early.
+    counts = generator.choice([[1], [1, 1, 2, 3]])
+    micro_batches = [generator.choice(counts) for _ in range(generator.randint(4, 8))]
+    scales = [
+        [generator.lognormvariate(generator.choice([-5, -2, 0, 2]), spread) for _ in range(m)] for m in micro_batches
+    ]
     options = {
         "dtype": generator.choice([torch.bfloat16, torch.float32]),
         "optimizer": generator.choice([adamw, adamw, sgd, rmsprop]),
@@ -486,5 +490,5 @@ def test_random_runs_are_those_that_wait(tmp_path, seeds):
         torch.set_num_threads(threads)
     if len(seeds) > 100:
         assert early > 100
-        assert anew > 20
+        assert anew > 10
         assert kills > 20
