@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.turns import Process, serve
+from benchmarks.turns import Process, at_work, serve
 
 LAYERS, TURNS, MEMORY = "by layer", "one after the other", "torch in memory"
 _LENGTHS = (128, 512)
@@ -85,15 +85,12 @@ def _kept(folder: Path | None) -> dict[str, Any]:
 
 def _seconds(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """All three, by number and length of micro-batches."""
-    processes = {}
-    try:
-        for name in (LAYERS, TURNS, MEMORY):
-            work = {"case": name, "parameters": options.parameters, "options": {"gradients": "fused"}}
-            processes[name] = Process("accumulate", {**work, "storage": str(folder / f"{name}.store")})
-        # None is measured before all are ready.
-        for process in processes.values():
-            process.ask(count=1, length=min(options.lengths), steps=1)
-        rows = []
+    common = {"parameters": options.parameters, "options": {"gradients": "fused"}}
+    works = {
+        name: {**common, "case": name, "storage": str(folder / f"{name}.store")} for name in (LAYERS, TURNS, MEMORY)
+    }
+    rows = []
+    with at_work("accumulate", works, count=1, length=min(options.lengths), steps=1) as processes:
         for length in options.lengths:
             for count in options.counts:
                 turns: dict[str, list[dict[str, Any]]] = {name: [] for name in processes}
@@ -101,10 +98,7 @@ def _seconds(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                     for name, process in processes.items():
                         turns[name].append(process.ask(count=count, length=length, steps=options.steps))
                 rows.append({"length": length, "count": count, **{name: _joined(turns[name]) for name in turns}})
-        return rows
-    finally:
-        for process in processes.values():
-            process.end()
+    return rows
 
 
 def _joined(turns: list[dict[str, Any]]) -> dict[str, Any]:

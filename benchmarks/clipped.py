@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.turns import Process, serve
+from benchmarks.turns import at_work, serve
 
 # Which steps are clipped, by their number; None: no limit is given.
 _HABITS: dict[str, Any] = {
@@ -68,21 +68,16 @@ def main() -> None:
 
 
 def _measured(options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    processes: dict[str, Process] = {}
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in _CASES}
-    try:
-        for name, (gradients, habit) in _CASES.items():
-            work = {"gradients": gradients, "habit": habit, "parameters": options.parameters, "length": options.length}
-            processes[name] = Process("clipped", {**work, "storage": f"{folder}/{name}.store"})
-        # None is measured before all are ready.
-        for process in processes.values():
-            process.ask(steps=1)
+    common = {"parameters": options.parameters, "length": options.length}
+    works = {
+        name: {**common, "gradients": gradients, "habit": habit, "storage": f"{folder}/{name}.store"}
+        for name, (gradients, habit) in _CASES.items()
+    }
+    with at_work("clipped", works, steps=1) as processes:
         for _ in range(options.rounds):
             for name, process in processes.items():
                 turns[name].append(process.ask(steps=options.steps))
-    finally:
-        for process in processes.values():
-            process.end()
     found = {}
     for name, own in turns.items():
         taken = [one for turn in own for one in turn["seconds"]]

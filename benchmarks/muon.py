@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.turns import Process, serve
+from benchmarks.turns import at_work, serve
 
 _CASES = {
     "AdamW": {"muon": False, "memory": False},
@@ -58,23 +58,15 @@ def main() -> None:
 
 
 def _measured(options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    processes: dict[str, Process] = {}
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in _CASES}
-    try:
-        for name, case in _CASES.items():
-            work = {**case, "parameters": options.parameters, "length": options.length}
-            processes[name] = Process("muon", {**work, "storage": f"{folder}/{name}.store"})
-        # None is measured before all are ready.
-        for process in processes.values():
-            process.ask(steps=1)
+    common = {"parameters": options.parameters, "length": options.length}
+    works = {name: {**case, **common, "storage": f"{folder}/{name}.store"} for name, case in _CASES.items()}
+    with at_work("muon", works, steps=1) as processes:
         for number in range(options.rounds):
             for name, process in processes.items():
                 turns[name].append(process.ask(steps=options.steps))
                 seconds = " ".join(f"{one:.2f}" for one in turns[name][-1]["seconds"])
                 print(f"turn {number + 1} of {options.rounds}, {name}: {seconds} s", file=sys.stderr, flush=True)
-    finally:
-        for process in processes.values():
-            process.end()
     return {
         name: {
             **own[-1],

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
 
 class Process:
@@ -34,6 +35,21 @@ class Process:
         """Kill the process."""
         self._peer.kill()
         self._peer.wait()
+
+
+@contextmanager
+def at_work(module: str, works: Mapping[str, dict[str, Any]], **first: Any) -> Iterator[dict[str, Process]]:
+    """A process for each case, ended afterwards. All have answered a first question: none is still being made."""
+    processes: dict[str, Process] = {}
+    try:
+        for name, work in works.items():
+            processes[name] = Process(module, work)
+        for process in processes.values():
+            process.ask(**first)
+        yield processes
+    finally:
+        for process in processes.values():
+            process.end()
 
 
 def serve(answer: Callable[..., dict[str, Any]]) -> None:

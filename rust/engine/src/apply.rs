@@ -243,13 +243,12 @@ impl Work for Apply {
             }
         }
         let mut all = self.all.borrow_mut();
-        let needed = if self.asked.whole { self.whole_bytes } else { 0 };
-        for slots in bench.whole.iter().filter(|slots| slots.each >= needed) {
-            if needed > 0 && all.is_none() {
-                *all = slots.lease()?;
-            }
+        if !self.asked.whole || self.whole_bytes == 0 || all.is_some() {
+            return Ok(true);
         }
-        Ok(needed == 0 || all.is_some())
+        let mut fitting = bench.whole.iter().filter(|slots| slots.each >= self.whole_bytes);
+        *all = fitting.find_map(|slots| slots.lease().transpose()).transpose()?;
+        Ok(all.is_some())
     }
 
     fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
