@@ -1,6 +1,7 @@
-"""Tests that large allocations are mapped once a model is offloaded, and that the heap can be left alone."""
+"""Tests that large allocations are mapped once a model is offloaded, and what threads keep beside their tensors."""
 
 import pytest
+import torch
 
 # Freed once, a tensor of 20 MiB lets glibc take all up to that size from its heap.
 PROGRAM = """if True:
@@ -37,3 +38,77 @@ PROGRAM = """if True:
 )
 def test_what_is_large_is_mapped(loaded, tmp_path, environment, mapped):
     assert loaded(PROGRAM, tmp_path / "store", env=environment).split()[-2:] == mapped.split()
+
+
+# MKL keeps memory of its own in each thread that computed, which it counts.
+KEPT = """if True:
+    import ctypes, os, sys, threading
+    import torch
+    import memascend
+
+    def kept():
+        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
+        library.mkl_serv_mem_stat.restype = ctypes.c_int64
+        return library.mkl_serv_mem_stat(ctypes.byref(ctypes.c_int()))
+"""
+
+PRODUCTS = (
+    KEPT
+    + """
+    from memascend.memory import free_scratch
+
+    one, other = torch.rand(512, 768), torch.rand(768, 2048)
+    expected = one @ other
+    before = kept()
+    free_scratch()
+    print(before, kept(), torch.equal(one @ other, expected))
+"""
+)
+
+MICRO_BATCHES = (
+    KEPT
+    + """
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(768, 2048), torch.nn.Linear(2048, 768)) for _ in range(3))
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = dict(storage=sys.argv[1], gradients="fused")
+    try:
+        memascend.offload(model, optimizer, host_memory=1, **options)
+    except memascend.BudgetError as error:
+        options["host_memory"] = error.smallest
+    model, optimizer = memascend.offload(model, optimizer, **options)
+    threads, after = set(), []
+
+    def loss_of(batch):
+        threads.add(threading.get_ident())
+        return model(batch).square().mean()
+
+    with optimizer:
+        for _ in range(2):
+            optimizer.accumulate(loss_of, [torch.rand(512, 768) for _ in range(3)])
+            optimizer.step()
+            optimizer.zero_grad()
+            after.append(kept())
+    print(len(threads), *after)
+"""
+)
+
+needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch is built without MKL")
+
+
+@needs_mkl
+def test_memory_of_products_is_freed(loaded):
+    before, after, equal = loaded(PRODUCTS).split()[-3:]
+    assert int(before) > 0
+    assert (after, equal) == ("0", "True")
+
+
+@needs_mkl
+def test_threads_of_micro_batches_keep_nothing_for_their_next_products(loaded, tmp_path):
+    threads, in_turn, by_layer = map(int, loaded(MICRO_BATCHES, tmp_path / "store").split()[-3:])
+    # The main thread computes the first call, and a thread for each micro-batch the second.
+    assert threads == 4
+    assert in_turn > 0
+    assert by_layer == 0

@@ -401,7 +401,8 @@ class Baton:
             course: the stages.
             generators: of random numbers.
             states: of the random numbers that each micro-batch begins with.
-            look: raises an error where no other micro-batch may run while one is between two stages.
+            look: called where one micro-batch has computed a stage and another is about to run; raises an error where
+                none may.
         """
         self.micro_batches = [MicroBatch(index, own) for index, own in enumerate(states)]
         self.low: float = -1
@@ -549,6 +550,7 @@ class Baton:
         own.reach(math.inf)
         own.pause(self._generators)
         try:
+            self._look()
             chosen = self._choose()
         except BaseException as error:  # noqa: BLE001 - likewise
             self._fail(error)

@@ -26,6 +26,7 @@ from memascend.grads.baton import (
     Recorder,
     Threads,
 )
+from memascend.memory import free_scratch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from memascend.grads.backward import Arrivals, GradientMeter
     from memascend.grads.baton import MicroBatch
     from memascend.grads.gradient import Gradient
+    from memascend.memory import Heap
     from memascend.params.residency import Residency
     from memascend.storage import Engine
 
@@ -280,6 +282,7 @@ class Accumulation:
     residency: Residency  # of its units
     engine: Engine  # whose queue of gradients has the same bound as their sums
     meter: GradientMeter  # counts these sums as memory
+    heap: Heap
     device: torch.device  # the one that computes
     limit: int  # bytes that partial sums may have in memory, with the parts that wait to be added to them
     strict: bool  # the user gave a budget: sums and queue together stay within `limit`
@@ -389,7 +392,7 @@ class Accumulation:
             states.append(self._generators.states())
         assert self._course is not None
         kept, numbers = KeptValues(self.model), _random_states()
-        baton = Baton(self._course, self._generators, states, lambda: self._require_nothing_kept(kept.changed()))
+        baton = Baton(self._course, self._generators, states, lambda: self._change_over(kept))
         backwards = self.arrivals.backwards
         whole = backwards.declared == 1 or backwards.is_last(len(batches))
         stream = CallerStream(self.device)
@@ -411,6 +414,12 @@ class Accumulation:
             self._course = Course([before, *(one.path for one in baton.micro_batches)])
         self._generators.load(baton.micro_batches[-1].states)
         return [one.result for one in baton.micro_batches]
+
+    def _change_over(self, kept: KeptValues) -> None:
+        """Another micro-batch is about to run: what this one's thread keeps for its next products is given back."""
+        self._require_nothing_kept(kept.changed())
+        free_scratch()
+        self.heap.trim_in_between()
 
     def _require_nothing_kept(self, changed: str | None) -> None:
         if changed is not None:

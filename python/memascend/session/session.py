@@ -13,7 +13,6 @@ import torch
 
 from memascend.device.device import refuse_graphs
 from memascend.errors import ConfigError, MemascendError, UsageError
-from memascend.memory import Heap
 from memascend.params import module_hooks
 from memascend.session.run import CLOSED
 from memascend.session.value_edits import roll_back
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from memascend.distributed.sharding import Sharding
     from memascend.grads.gradient import Gradient
     from memascend.grads.microbatches import Accumulation
+    from memascend.memory import Heap
     from memascend.params.offloaded_param import Place
     from memascend.session.attachment import Attachment, AutocastWatch, Newcomers
     from memascend.session.materialize import Saving
@@ -60,11 +60,11 @@ class Session:
     attachment: Attachment
     measurements: Measurements
     accumulation: Accumulation
+    heap: Heap
     max_grad_norm: float | None
     # None for one process.
     sharding: Sharding | None = None
     outcome: Outcome = field(default_factory=Outcome)
-    heap: Heap = field(default_factory=Heap)
 
     # --- what is done with the model ----------------------------------------------------
 

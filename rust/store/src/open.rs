@@ -205,17 +205,14 @@ impl Store {
         let store = Self::new(volume, uuid, description, layout, how)?;
         let flush = || store.volume.flush(Wait::forever());
         // First the old roots go, so that a second label that a former store left where no new one comes is that of no
-        // store any more.
+        // store any more. The newest goes last: as long as there is a root, it is that of the last commit.
         if let Some(label) = former {
-            let (of, page) = (label.devices, root::mark(&label.uuid));
-            for slot in 0..2 {
-                let (device, offset) = of.on_device(of.root_offset(slot));
-                let before = devices.in_volume(device, offset);
-                if before + PAGE_BYTES <= store.volume.size_bytes() {
-                    store.put(before, &page)?;
-                }
+            let mut pages = former_roots(&store.volume, &label, devices);
+            pages.sort_by_key(|&(generation, _)| generation);
+            for (_, offset) in pages {
+                store.put(offset, &root::mark(&label.uuid))?;
+                flush()?;
             }
-            flush()?;
         }
         // The device with the pages of the roots comes first: where those are blank, the others may lack their labels.
         store.put_first_labels(0..1)?;
@@ -366,6 +363,20 @@ fn labelled_before(volume: &Volume, devices: Devices) -> Result<Option<Label>> {
         }
     }
     Ok(None)
+}
+
+/// The pages of a former store's roots, as far as the volume reaches: the generation (0: no root) and the offset.
+fn former_roots(volume: &Volume, label: &Label, devices: Devices) -> Vec<(u64, u64)> {
+    let offsets = [0, 1].map(|slot| {
+        let (device, offset) = label.devices.on_device(label.devices.root_offset(slot));
+        devices.in_volume(device, offset)
+    });
+    let generation = |offset| match root::read(&bytes_at(volume, offset, PAGE_BYTES).ok()?, &label.uuid) {
+        Ok(root::Found::Root(root)) => Some(root.generation),
+        _ => None,
+    };
+    let reached = offsets.into_iter().filter(|offset| offset + PAGE_BYTES <= volume.size_bytes());
+    reached.map(|offset| (generation(offset).unwrap_or(0), offset)).collect()
 }
 
 /// Bytes of the volume, from a page on; the caller has bounded how many.
