@@ -310,12 +310,6 @@ class Heap:
     def trim(self) -> None:
         """Give back to the system what is free."""
 
-    def trim_in_between(self) -> None:
-        """Give back what is free, in the middle of a step; soon after the last time it does nothing.
-
-        All calls take no more than 2 % of the time.
-        """
-
     def close(self) -> None:
         """Make the holes free for anybody."""
 

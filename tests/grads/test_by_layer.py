@@ -622,14 +622,15 @@ def test_modes_of_the_caller_are_those_of_all_micro_batches(tmp_path):
 
 
 def test_threads_end_with_the_run(tmp_path):
+    before = threading.enumerate()
     model, optimizer = by_layer_run(tmp_path, steps=2)
-    assert any("micro-batch" in one.name for one in threading.enumerate())
+    own = [one for one in threading.enumerate() if one not in before and "micro-batch" in one.name]
+    assert own
     del model
     optimizer.close()
-    for one in threading.enumerate():
-        if "micro-batch" in one.name:
-            one.join(10)
-            assert not one.is_alive()
+    for one in own:
+        one.join(10)
+        assert not one.is_alive()
 
 
 def test_a_dynamic_scale_that_overflows_skips_the_step(tmp_path):

@@ -401,8 +401,7 @@ class Baton:
             course: the stages.
             generators: of random numbers.
             states: of the random numbers that each micro-batch begins with.
-            look: called where one micro-batch has computed a stage and another is about to run; raises an error where
-                none may.
+            look: called where another micro-batch is about to run; raises an error where none may.
         """
         self.micro_batches = [MicroBatch(index, own) for index, own in enumerate(states)]
         self.low: float = -1
@@ -550,7 +549,6 @@ class Baton:
         own.reach(math.inf)
         own.pause(self._generators)
         try:
-            self._look()
             chosen = self._choose()
         except BaseException as error:  # noqa: BLE001 - likewise
             self._fail(error)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import random
 import sys
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -269,6 +270,8 @@ def _other_order(name: str) -> UsageError:
 _log = logging.getLogger("memascend")
 
 
+# Free memory is given back after so many times of what that took: to fill it anew takes some times longer.
+_PAUSES = 200
 # The key of our own hook on accumulated gradients.
 _OWN_HOOK = "memascend"
 
@@ -291,6 +294,8 @@ class Accumulation:
     def __post_init__(self) -> None:
         self._generators = Generators(self.device)
         self._threads = Threads()
+        # The time from which on free memory is given back between two micro-batches.
+        self._gives_back_at = 0.0
         # What the calls so far have shown; None before the first.
         self._course: Course | None = None
         self._told: set[str] = set()
@@ -408,6 +413,7 @@ class Accumulation:
             raise
         finally:
             self.meter.count(None)
+            self._give_back()
         backwards.note_ended(len(batches))
         if baton.strayed:
             before = Path(self._course.units, self._course.arrivals)
@@ -416,10 +422,17 @@ class Accumulation:
         return [one.result for one in baton.micro_batches]
 
     def _change_over(self, kept: KeptValues) -> None:
-        """Another micro-batch is about to run: what this one's thread keeps for its next products is given back."""
+        """Another micro-batch is about to run; now and then free memory that this one's thread keeps is given back."""
         self._require_nothing_kept(kept.changed())
+        began = time.monotonic()
+        if began >= self._gives_back_at:
+            self._give_back()
+            ended = time.monotonic()
+            self._gives_back_at = ended + _PAUSES * (ended - began)
+
+    def _give_back(self) -> None:
         free_scratch()
-        self.heap.trim_in_between()
+        self.heap.trim()
 
     def _require_nothing_kept(self, changed: str | None) -> None:
         if changed is not None:

@@ -9,7 +9,6 @@
 
 use std::env;
 use std::ffi::c_void;
-use std::time::{Duration, Instant};
 
 /// From here on an allocation is a mapping of its own, whose pages the kernel clears each time. With 32 KiB a step of a
 /// model of 125 M takes a quarter longer and saves 28 MB of 393; `benchmarks/heap.py` compares others.
@@ -18,9 +17,6 @@ const MAPPED_BYTES: libc::c_int = 1 << 20;
 const VARIABLE: &str = "MEMASCEND_MALLOC";
 /// By these a user has said what glibc is to do.
 const OF_GLIBC: [&str; 2] = ["MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"];
-
-/// Giving back in between takes at most one part of so many of the time.
-const PAUSES: u32 = 50;
 
 /// From here on a hole is taken; smaller ones are for what is always in the heap.
 #[cfg(target_env = "gnu")]
@@ -34,8 +30,6 @@ const PIECE_BYTES: usize = 256 << 20;
 pub struct Heap {
     // Addresses of what was allocated.
     taken: Vec<usize>,
-    // When free memory was given back in between the last time, and how long that took.
-    last: Option<(Instant, Duration)>,
 }
 
 impl Heap {
@@ -53,16 +47,6 @@ impl Heap {
         if !is_left_alone() {
             trimmed();
         }
-    }
-
-    /// Gives back what is free, in the middle of a step: a call soon after the last one does nothing.
-    pub fn trim_in_between(&mut self) {
-        if self.last.is_some_and(|(ended, took)| ended.elapsed() < took * PAUSES) {
-            return;
-        }
-        let began = Instant::now();
-        self.trim();
-        self.last = Some((Instant::now(), began.elapsed()));
     }
 
     /// Gives back what is free, and takes the holes: large memory was freed that does not come again.

@@ -388,13 +388,6 @@ impl Heap {
         py.detach(|| self.held().as_ref().map(mem::Heap::trim));
     }
 
-    /// Give back what is free, in the middle of a step; soon after the last time it does nothing.
-    ///
-    /// All calls take no more than 2 % of the time.
-    fn trim_in_between(&self, py: Python<'_>) {
-        py.detach(|| self.held().as_mut().map(mem::Heap::trim_in_between));
-    }
-
     /// Make the holes free for anybody. Twice is fine.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.held().take());
