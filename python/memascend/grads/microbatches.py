@@ -422,7 +422,7 @@ class Accumulation:
         return [one.result for one in baton.micro_batches]
 
     def _change_over(self, kept: KeptValues) -> None:
-        """Another micro-batch is about to run; now and then free memory that this one's thread keeps is given back."""
+        """Another micro-batch is about to run; occasionally free memory that this one's thread keeps is given back."""
         self._require_nothing_kept(kept.changed())
         began = time.monotonic()
         if began >= self._gives_back_at:
