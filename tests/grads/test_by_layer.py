@@ -2,6 +2,7 @@
 
 import _thread
 import contextlib
+import gc
 import itertools
 import logging
 import random
@@ -622,15 +623,30 @@ def test_modes_of_the_caller_are_those_of_all_micro_batches(tmp_path):
 
 
 def test_threads_end_with_the_run(tmp_path):
-    before = threading.enumerate()
     model, optimizer = by_layer_run(tmp_path, steps=2)
-    own = [one for one in threading.enumerate() if one not in before and "micro-batch" in one.name]
-    assert own
+    assert threads_of_micro_batches()
     del model
     optimizer.close()
+    # Those of other tests end once their runs are collected.
+    gc.collect()
+    for one in threads_of_micro_batches():
+        one.join(10)
+        assert not one.is_alive()
+
+
+def test_threads_end_with_a_run_that_nobody_closes(tmp_path):
+    model, optimizer = by_layer_run(tmp_path, steps=2)
+    own = threads_of_micro_batches()
+    assert own
+    del model, optimizer
+    gc.collect()
     for one in own:
         one.join(10)
         assert not one.is_alive()
+
+
+def threads_of_micro_batches():
+    return [one for one in threading.enumerate() if "micro-batch" in one.name]
 
 
 def test_a_dynamic_scale_that_overflows_skips_the_step(tmp_path):

@@ -10,6 +10,7 @@ import operator
 import queue
 import threading
 import time
+import weakref
 from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, field
@@ -564,6 +565,8 @@ class Threads:
 
     def __init__(self) -> None:
         self._queues: list[queue.SimpleQueue[Callable[[], None] | None]] = []
+        # Those of a run that nobody closed end, too.
+        weakref.finalize(self, _end, self._queues)
 
     def begin(self, index: int, work: Callable[[], None]) -> None:
         """Begin some work in the thread of that number."""
@@ -577,9 +580,12 @@ class Threads:
 
     def close(self) -> None:
         """Let the threads end."""
-        queues, self._queues = self._queues, []
-        for own in queues:
-            own.put(None)
+        _end(self._queues)
+
+
+def _end(queues: list[queue.SimpleQueue[Callable[[], None] | None]]) -> None:
+    while queues:
+        queues.pop().put(None)
 
 
 def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:

@@ -285,7 +285,7 @@ class Accumulation:
     residency: Residency  # of its units
     engine: Engine  # whose queue of gradients has the same bound as their sums
     meter: GradientMeter  # counts these sums as memory
-    heap: Heap
+    heap: Heap  # of the process
     device: torch.device  # the one that computes
     limit: int  # bytes that partial sums may have in memory, with the parts that wait to be added to them
     strict: bool  # the user gave a budget: sums and queue together stay within `limit`
@@ -413,7 +413,8 @@ class Accumulation:
             raise
         finally:
             self.meter.count(None)
-            self._give_back()
+            # The heap is trimmed by the step.
+            free_scratch()
         backwards.note_ended(len(batches))
         if baton.strayed:
             before = Path(self._course.units, self._course.arrivals)
@@ -426,13 +427,10 @@ class Accumulation:
         self._require_nothing_kept(kept.changed())
         began = time.monotonic()
         if began >= self._gives_back_at:
-            self._give_back()
+            free_scratch()
+            self.heap.trim()
             ended = time.monotonic()
             self._gives_back_at = ended + _PAUSES * (ended - began)
-
-    def _give_back(self) -> None:
-        free_scratch()
-        self.heap.trim()
 
     def _require_nothing_kept(self, changed: str | None) -> None:
         if changed is not None:
