@@ -6,6 +6,7 @@ A program that depends on how its interpreter starts (its environment, what is i
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
@@ -38,10 +39,14 @@ class Done(NamedTuple):
 class Loaded:
     """The interpreter that programs are forked from, one after the other; a new one after one that had no end."""
 
-    def __init__(self, environment=None, modules=()):
-        """An interpreter that begins with this environment (None: with the caller's) and loads these modules, too."""
+    def __init__(self, environment=None, modules=(), warnings=("error", NO_NUMPY)):
+        """An interpreter that begins with this environment (None: with the caller's) and loads these modules, too.
+
+        Its programs take warnings as these options of `python -W` say.
+        """
         self._environment = environment
         self._modules = modules
+        self._warnings = [word for option in warnings for word in ("-W", option)]
         self._process = None
 
     def run(self, program, *arguments, env, timeout):
@@ -71,7 +76,7 @@ class Loaded:
     def _begin(self, wanted):
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-W", "error", "-W", NO_NUMPY, __file__, *self._modules],
+                [sys.executable, *self._warnings, __file__, *self._modules],
                 env={name: value for name, value in (self._environment or os.environ).items() if name not in HEAP},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -100,6 +105,11 @@ class Loaded:
             self._process.stdin.close()
             self._process.stdout.close()
             self._process = None
+
+
+def die_with_parent():
+    """Ends this process when the one that began it ends, however that does."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def forked():
@@ -134,6 +144,7 @@ def become(wanted):
 
 
 if __name__ == "__main__":
+    die_with_parent()
     import torch._dynamo  # noqa: F401 - each optimizer loads it
 
     for module in sys.argv[1:]:

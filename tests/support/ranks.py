@@ -1,27 +1,34 @@
 """Runs a function on several gloo ranks, each a process of its own; none outlives the call, also where it fails.
 
-One process imports what all need and forks the ranks: importing torch takes longer than most of what they do.
+One process for all calls imports torch. For each call it forks one that imports the module of the function and forks
+the ranks: imports take longer than most of what ranks do.
 """
 
 import contextlib
-import ctypes
+import functools
 import importlib.util
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import time
 import traceback
 from pathlib import Path
 
 import torch
+from support.loaded import Loaded, die_with_parent
 
 __all__ = ["on_ranks"]
 
 TESTS = Path(__file__).resolve().parents[1]
 # How long the others may still say something when a rank has failed.
 LAST_WORDS_SECONDS = 2.0
+PROGRAM = """
+import sys
+from pathlib import Path
+from support.ranks import run
+run(Path(sys.argv[1]))
+"""
 
 
 def on_ranks(count, function, folder, *arguments, seconds=100, ends=(0,)):
@@ -39,25 +46,17 @@ def on_ranks(count, function, folder, *arguments, seconds=100, ends=(0,)):
     place.mkdir()
     source = sys.modules[function.__module__].__file__
     (place / "task").write_bytes(pickle.dumps((source, function.__name__, (str(folder), *arguments), count)))
-    with (place / "parent").open("w") as words:
-        parent = subprocess.Popen(
-            [sys.executable, __file__, str(place)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"},
-            stdout=words,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    words = ""
     try:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            parent.wait(seconds)
+        done = _loaded().run(PROGRAM, str(place), env=_environment(), timeout=seconds)
+        words = done.out + done.err
+    except AssertionError as error:
+        words = str(error)
     finally:
         # With all that it forked, whatever has become of the test.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(parent.pid, signal.SIGKILL)
-        parent.wait()
-    told = "\n".join(
-        f"--- {path.name}\n{path.read_text()[-4000:]}" for path in sorted(place.glob("*")) if _is_text(path)
-    )
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            os.killpg(int((place / "group").read_text()), signal.SIGKILL)
+    told = "\n".join([words, *(f"--- {path.name}\n{path.read_text()[-4000:]}" for path in place.glob("words-*"))])
     found = place / "ends"
     assert found.exists(), f"the ranks did not end within {seconds} s\n{told}"
     status = pickle.loads(found.read_bytes())
@@ -65,16 +64,18 @@ def on_ranks(count, function, folder, *arguments, seconds=100, ends=(0,)):
     return [_result(place / f"result-{rank}") for rank in range(count)]
 
 
-def _is_text(path):
-    return path.name == "parent" or path.name.startswith("words-")
+@functools.cache
+def _loaded():
+    """The process that has torch. It ends with this one."""
+    return Loaded(_environment(), ["torch.distributed.fsdp"], warnings=())
+
+
+def _environment():
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"}
 
 
 def _result(path):
     return torch.load(path, weights_only=True) if path.exists() else None
-
-
-def _die_with_parent():
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _imported(source):
@@ -85,10 +86,12 @@ def _imported(source):
     return module
 
 
-def _run(place):
+def run(place):
     """Fork the ranks and wait for them; the first that fails is the end of all."""
     # Where the test's own process is killed, this one goes with it, and so do its children.
-    _die_with_parent()
+    die_with_parent()
+    os.setpgid(0, 0)
+    (place / "group").write_text(str(os.getpid()))
     torch.set_num_threads(1)
     source, name, arguments, count = pickle.loads((place / "task").read_bytes())
     function = getattr(_imported(source), name)
@@ -119,7 +122,7 @@ def _forked(place, rank, count, function, arguments):
         return process
     status = 1
     try:
-        _die_with_parent()
+        die_with_parent()
         with (place / f"words-{rank}").open("w") as words:
             os.dup2(words.fileno(), 1)
             os.dup2(words.fileno(), 2)
@@ -136,7 +139,3 @@ def _forked(place, rank, count, function, arguments):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-if __name__ == "__main__":
-    _run(Path(sys.argv[1]))
