@@ -94,7 +94,8 @@ def _beside_memory(result: dict[str, Any], cell: dict[str, Any], reference: dict
     compute = {part: statistics.median(taken) for part, taken in reference["seconds"].items()}
     result["of_memory_seconds"] = result["seconds"]["step"] / compute["step"]
     result["of_memory_bytes"] = cell["added_bytes"] / reference["added_bytes"]
-    if "plan" in cell and "speeds" in cell:
+    # Of micro-batches forward and backward are not told apart.
+    if "plan" in cell and "speeds" in cell and compute["forward"]:
         plan = cell["plan"]
         result["bound"] = bound(compute, plan["read"], plan["written"], cell["speeds"])
         result["of_bound"] = result["seconds"]["step"] / result["bound"]["step"]

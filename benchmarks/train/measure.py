@@ -47,7 +47,8 @@ class Bench:
         if "error" in found:
             return found
         found = {**found, **(settings or {})}
-        steps = max(1, self.steps // 2) if work.batch * work.length * work.parameters > _LONG else self.steps
+        products = work.micro_batches * work.batch * work.length * work.parameters
+        steps = max(1, self.steps // 2) if products > _LONG else self.steps
 
         def measure() -> dict[str, Any]:
             speeds = disk_speeds(self.launcher.storage) if SYSTEMS[system].module == "ours" else None

@@ -8,14 +8,16 @@ __all__ = ["FULL", "HEADLINE", "LIMITS", "Cells"]
 Cells = dict[str, tuple[str, ...]]
 
 _INFINITY = ("zero-infinity", "zero-infinity-pipelined")
-_PEERS = (*_INFINITY, "zero-infinity-params-in-ram", "zero-offload")
+_PEERS = (*_INFINITY, "zero-infinity-params-in-ram", "zero-offload", "fsdp2-offload")
+_COMPARED = ("torch", "memascend", "memascend-held", *_INFINITY, "zero-offload", "fsdp2-offload")
 _ALL = ("torch", "memascend", "memascend-smallest", *_PEERS)
 _STATES = ("memascend-bf16", "memascend-8bit")
 _HELD = ("memascend-held-60", "memascend-held", "memascend-held-none")
 
 HEADLINE: Cells = {
     "125M-1x128": ("torch", "memascend", "memascend-smallest", "memascend-meta", *_STATES, *_HELD, *_PEERS),
-    "125M-1x128-clip": ("torch", "memascend", "zero-infinity-pipelined"),
+    "125M-8x1x128": _COMPARED,
+    "125M-1x128-clip": _COMPARED,
     "125M-4x512": ("torch", "memascend", "zero-infinity-pipelined"),
 }
 FULL: Cells = {
@@ -24,7 +26,8 @@ FULL: Cells = {
     "25M-fp16": ("torch", "memascend", "memascend-smallest", "zero-infinity", "zero-offload"),
     "125M-1x2048-checkpointed": ("torch", "memascend", "zero-infinity", "zero-offload"),
     "500M-1x128": ("torch", "memascend", "memascend-smallest", "memascend-meta", *_PEERS),
-    "500M-1x128-clip": ("torch", "memascend", "zero-infinity-pipelined"),
+    "500M-8x1x128": ("torch", "memascend", *_INFINITY, "zero-offload", "fsdp2-offload"),
+    "500M-1x128-clip": ("torch", "memascend", *_INFINITY, "zero-offload", "fsdp2-offload"),
 }
 # The 500 M model is what does not fit; its smallest cgroups are found for these.
 LIMITS: Cells = {

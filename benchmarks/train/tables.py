@@ -61,9 +61,10 @@ def notes() -> str:
 
 
 def _title(work: Workload) -> str:
+    shape = [*([work.micro_batches] if work.micro_batches > 1 else []), work.batch, work.length]
     more = [
         f"{work.parameters / 1e6:.1f} M parameters in {work.dtype}",
-        f"{work.batch} x {work.length} tokens a step",
+        f"{' x '.join(map(str, shape))} tokens a step",
         *(["activation checkpointing"] if work.checkpoint else []),
         *([f"clipped at {work.clip:g}"] if work.clip is not None else []),
         *(["one step overflows"] if work.overflow else []),
@@ -127,9 +128,9 @@ def pictures(path: Path, judged: dict[str, dict[str, dict[str, Any]]]) -> list[P
 def _worded(workload: str) -> str:
     """A workload, as 125M-1x128-clip, in words."""
     size, batch, *more = workload.split("-")
-    sequences, _, length = batch.partition("x")
+    shape = batch.split("x")
     told = {"clip": "clipped", "checkpointed": "activation checkpointing"}
-    tokens = f"{sequences} x {length} tokens" if length else batch
+    tokens = f"{' x '.join(shape)} tokens" if len(shape) > 1 else batch
     return ",\n".join([f"{size.removesuffix('M')} M", tokens, *(told.get(word, word) for word in more)])
 
 

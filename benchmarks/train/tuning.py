@@ -35,7 +35,7 @@ def tuned(bench: Bench, work: Workload, system: str, *, lean: bool = False) -> d
     settings = SYSTEMS[system].settings
     if "nvme" not in (settings.get("parameters"), settings.get("state")):
         return {}
-    plain = replace(work, name="", clip=None, overflow=False)
+    plain = replace(work, name="", clip=None, overflow=False, micro_batches=1)
     trial = replace(plain, layers=min(work.layers, _TRIAL_LAYERS), batch=1, length=_TRIAL_LENGTH)
     way = {"lean": True} if lean else {}
 

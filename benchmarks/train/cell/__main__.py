@@ -60,7 +60,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
 
 def _trained(system: System, work: Workload, order: dict[str, Any], storage: Path) -> dict[str, Any]:
     """Warm steps and measured ones; seconds of each of the latter, means of what is counted over them."""
-    batch = tokens(work)
+    batches = tokens(work)
     losses: list[float] = []
     seconds: dict[str, list[float]] = {"step": [], **{part: [] for part in _PARTS}}
     between: list[dict[str, float]] = []
@@ -69,12 +69,18 @@ def _trained(system: System, work: Workload, order: dict[str, Any], storage: Pat
         if index == order["warm"]:
             counted = system.counted()
         at = [counters.counts(storage)]
-        loss = system.forward(batch)
-        losses.append(loss.item())
-        at.append(counters.counts(storage))
-        # A loss that is too large for 16-bit gradients, where the workload wants to see what then happens.
-        overflows = work.overflow and index == OVERFLOWING_STEP
-        system.backward(loss * OVERFLOW_FACTOR if overflows else loss)
+        if len(batches) > 1:
+            # Each has its forward and its backward; all of it is told as backward.
+            at.append(at[0])
+            loss = system.accumulate(batches)
+            losses.append(float(loss))
+        else:
+            loss = system.forward(batches[0])
+            losses.append(loss.item())
+            at.append(counters.counts(storage))
+            # A loss that is too large for 16-bit gradients, where the workload wants to see what then happens.
+            overflows = work.overflow and index == OVERFLOWING_STEP
+            system.backward(loss * OVERFLOW_FACTOR if overflows else loss)
         at.append(counters.counts(storage))
         del loss
         system.update()

@@ -40,6 +40,7 @@ class Workload:
     vocabulary: int = 32_000
     dtype: str = "bfloat16"
     batch: int = 1
+    micro_batches: int = 1
     length: int = 128
     checkpoint: bool = False
     clip: float | None = None
@@ -74,6 +75,7 @@ def _named() -> dict[str, Workload]:
         variants: dict[str, dict[str, Any]] = {
             "1x128": {},
             "1x128-clip": {"clip": 1.0},
+            "8x1x128": {"micro_batches": 8},
             "4x512": {"batch": 4, "length": 512},
             "fp16": {"dtype": "float16", "overflow": True},
             "1x2048-checkpointed": {"length": 2048, "checkpoint": True},
@@ -130,10 +132,11 @@ def prepared(work: Workload, model: Any) -> Any:
     return model
 
 
-def tokens(work: Workload) -> Any:
-    """The batch of every step: one batch, so that its loss falls, and a system that does not train is found out."""
+def tokens(work: Workload) -> list[Any]:
+    """The micro-batches of every step, one for most; the same each time, so that the loss of what trains falls."""
     import torch
 
     # Arithmetic, as random numbers may differ between versions of torch.
-    count = work.batch * work.length
-    return (torch.arange(count) * 7919 % 9973 % work.vocabulary).view(work.batch, work.length)
+    shape = (work.micro_batches, work.batch, work.length)
+    count = work.micro_batches * work.batch * work.length
+    return list((torch.arange(count) * 7919 % 9973 % work.vocabulary).view(shape))

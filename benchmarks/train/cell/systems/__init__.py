@@ -1,4 +1,4 @@
-"""The systems under comparison: memascend, torch in memory, DeepSpeed; one module each.
+"""The systems under comparison: memascend, torch in memory and under FSDP2, DeepSpeed; one module each.
 
 Each module has `ready()`, which imports what training needs, before memory is counted, and says what that is, and
 `begin(work, settings, storage)`, which makes the model and gives a `System`. The module of a peer is read in the
@@ -20,6 +20,9 @@ class System(Protocol):
 
     def backward(self, loss: Any) -> None:
         """Its gradients."""
+
+    def accumulate(self, batches: list[Any]) -> Any:
+        """The mean loss of a step's micro-batches, and its gradients."""
 
     def update(self) -> None:
         """The optimizer's step; gradients are gone afterwards."""
@@ -50,6 +53,7 @@ SYSTEMS = {
     "memascend-held": Way("ours", {"held": 100}, "all held in memory, a log of gradients on SSD"),
     "memascend-held-none": Way("ours", {"held": 100, "durability": "none"}, "all held in memory, written at the end"),
     "torch": Way("in_ram", {}, "in memory: fp32 masters, fused AdamW"),
+    "fsdp2-offload": Way("fsdp2", {}, "torch's FSDP2 with CPU offload, on one rank: fp32 masters, fused AdamW"),
     "zero-infinity": Way(
         "zero", {"stage": 3, "parameters": "nvme", "state": "nvme"}, "DeepSpeed, parameters and state on SSD", True
     ),

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import ModuleType
 
-__all__ = ["InRam", "begin", "ready"]
+    from benchmarks.train.cell.systems import System
+
+__all__ = ["InRam", "begin", "one_after_the_other", "ready"]
 
 
 def ready() -> list[ModuleType]:
@@ -26,6 +28,16 @@ def ready() -> list[ModuleType]:
 def begin(work: Workload, settings: dict[str, Any], storage: Path) -> InRam:  # noqa: ARG001 - as every system is begun
     """The model beside its masters."""
     return InRam(made(work), clip=work.clip, scale=2.0**LOSS_SCALE_POWER if work.dtype == "float16" else None)
+
+
+def one_after_the_other(system: System, batches: list[Any]) -> Any:
+    """The usual loop over a step's micro-batches: the mean of their losses, each with its backward."""
+    total = 0.0
+    for batch in batches:
+        loss = system.forward(batch) / len(batches)
+        system.backward(loss)
+        total = total + loss.detach()
+    return total
 
 
 class InRam:
@@ -46,6 +58,10 @@ class InRam:
     def backward(self, loss: Any) -> None:
         """Gradients, times the loss scale where there is one."""
         (loss if self.scale is None else loss * self.scale).backward()
+
+    def accumulate(self, batches: list[Any]) -> Any:
+        """The mean loss of the step's batches, with its gradients."""
+        return one_after_the_other(self, batches)
 
     def update(self) -> None:
         """Through the masters; a step that overflowed is left out and halves the scale."""

@@ -123,6 +123,11 @@ class Ours:
             else:
                 loss.backward()
 
+    def accumulate(self, batches: list[Any]) -> Any:
+        """The mean loss of the step's batches, with its gradients, layer by layer."""
+        with self._span("accumulate()"):
+            return sum(self.optimizer.accumulate(self.forward, batches, scale=1 / len(batches))) / len(batches)
+
     def update(self) -> None:
         """The step, committed."""
         with self._span("step()"):

@@ -87,6 +87,7 @@ def config(work: Workload, settings: dict[str, Any], storage: Path) -> dict[str,
         }
     described: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": work.batch,
+        "gradient_accumulation_steps": work.micro_batches,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1 << 30,
@@ -122,6 +123,17 @@ class Zero:
     def backward(self, loss: Any) -> None:
         """Gradients."""
         self.engine.backward(loss)
+
+    def accumulate(self, batches: list[Any]) -> Any:
+        """The mean loss of the step's batches, with its gradients; DeepSpeed divides, and counts its steps."""
+        total = 0.0
+        for batch in batches:
+            loss = self.forward(batch)
+            self.backward(loss)
+            total = total + loss.detach()
+            if batch is not batches[-1]:
+                self.engine.step()
+        return total / len(batches)
 
     def update(self) -> None:
         """The step."""

@@ -1,0 +1,177 @@
+"""Shows when the disk is idle in a training step, by its own counters: `python -m benchmarks.idle`.
+
+A process of its own reads the counters of the disk every 10 ms, while the model of a workload trains offloaded. The
+table has, for each part of a step, how long it took, for how much of that no request was out, how many were on
+average, and what was moved; the picture has the last steps one under the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.train.cell.systems import SYSTEMS, ours
+from benchmarks.train.cell.workload import WORKLOADS, tokens
+from memascend.errors import ConfigError
+from memascend.text import open_pyplot, table
+
+# Reads nothing but the clock and the counters, and holds up nobody.
+SAMPLER = """
+import json, select, sys, time
+path, seconds = sys.argv[1], float(sys.argv[2])
+samples, file = [], open(path)
+print("ready", flush=True)
+while not select.select([sys.stdin], [], [], seconds)[0]:
+    file.seek(0)
+    samples.append((time.perf_counter(), file.read()))
+found = [(at, *(int(words[place]) for place in (2, 6, 8, 10))) for at, text in samples for words in [text.split()]]
+print(json.dumps(found))
+"""
+_SECTOR = 512
+_SAMPLED_SECONDS = 0.01
+_PARTS = ("forward", "backward", "step()")
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", choices=WORKLOADS, default="125M-1x128")
+    parser.add_argument("--system", choices=[name for name in SYSTEMS if name.startswith("memascend")],
+                        default="memascend")  # fmt: skip
+    parser.add_argument("--steps", type=int, default=6, help="measured, after two (6)")
+    parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk to look at (here)")
+    parser.add_argument("--write", type=Path, help="a folder for idle.txt, and idle.png of the last two steps")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.storage, prefix="memascend-bench-") as folder:
+        spans, samples = measured(options, Path(folder))
+    text = shown(options, spans, samples)
+    print(text)
+    if options.write:
+        (options.write / "idle.txt").write_text(text + "\n")
+        draw(options.write / "idle.png", options, spans[-2 * len(_PARTS) :], samples)
+
+
+def measured(options: argparse.Namespace, folder: Path) -> tuple[list[tuple[str, float, float]], list[list[float]]]:
+    """The parts of each step as (name, begin, end), and what the disk's counters were meanwhile."""
+    work = WORKLOADS[options.workload]
+    ours.ready()
+    system = ours.begin(work, SYSTEMS[options.system].settings, folder)
+    (batch,) = tokens(work)
+    spans: list[tuple[str, float, float]] = []
+
+    def step() -> None:
+        at = [time.perf_counter()]
+        loss = system.forward(batch)
+        at.append(time.perf_counter())
+        system.backward(loss)
+        at.append(time.perf_counter())
+        system.update()
+        at.append(time.perf_counter())
+        spans.extend(zip(_PARTS, at, at[1:], strict=False))
+
+    for _ in range(2):
+        step()
+    spans.clear()
+    words = [sys.executable, "-S", "-c", SAMPLER, str(_counters(folder)), str(_SAMPLED_SECONDS)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sampler:
+        assert sampler.stdout is not None
+        sampler.stdout.readline()
+        for _ in range(options.steps):
+            step()
+        said, _ = sampler.communicate("end\n")
+    system.end()
+    return spans, json.loads(said)
+
+
+def _counters(folder: Path) -> Path:
+    device = folder.stat().st_dev
+    path = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat")
+    if not path.exists():
+        raise ConfigError(f"{folder} is on no disk that counts; name a folder on one with --storage")
+    return path
+
+
+def between(samples: list[list[float]]) -> list[dict[str, float]]:
+    """What happened from each sample to the next: GB/s read and written, requests out on average, seconds idle."""
+    found = []
+    for (at, read, written, out, queued), (until, *later) in itertools.pairwise(samples):
+        seconds = until - at
+        moved = later[0] - read + later[1] - written
+        found.append({
+            "at": at, "until": until,
+            "read": (later[0] - read) * _SECTOR / 1e9 / seconds,
+            "written": (later[1] - written) * _SECTOR / 1e9 / seconds,
+            "queue": (later[3] - queued) / 1e3 / seconds,
+            # The kernel's own busy time moves in ticks of some ms.
+            "idle": seconds if not (out or later[2] or moved) else 0.0,
+        })  # fmt: skip
+    return found
+
+
+def shown(options: argparse.Namespace, spans: list[tuple[str, float, float]], samples: list[list[float]]) -> str:
+    """The table: medians over the steps."""
+    moments = between(samples)
+    rows = []
+    for part in (*_PARTS, "a step"):
+        whole = len(_PARTS)
+        times = (
+            [(spans[at][1], spans[at + whole - 1][2]) for at in range(0, len(spans), whole)]
+            if part == "a step"
+            else [(begin, end) for name, begin, end in spans if name == part]
+        )
+        found = [_within(moments, begin, end) for begin, end in times]
+        middle = {name: statistics.median(one[name] for one in found) for name in found[0]}
+        rows.append((
+            part, f"{middle['seconds']:.3f}", f"{middle['idle']:.3f}", f"{middle['queue']:.1f}",
+            f"{middle['read']:.2f}", f"{middle['written']:.2f}", f"{middle['read'] + middle['written']:.2f}",
+        ))  # fmt: skip
+    head = ("part", "s", "s without a request", "requests out", "GB/s read", "GB/s written", "together")
+    return f"{options.workload}, {options.system}; medians of {options.steps} steps\n\n{table(head, rows)}"
+
+
+def _within(moments: list[dict[str, float]], begin: float, end: float) -> dict[str, float]:
+    """The mean of what lies between two times, of each moment as much as does."""
+    seconds = end - begin
+    parts = [(moment, max(0.0, min(end, moment["until"]) - max(begin, moment["at"]))) for moment in moments]
+    mean = {name: sum(moment[name] * part for moment, part in parts) / seconds for name in ("read", "written", "queue")}
+    idle = sum(moment["idle"] * part / (moment["until"] - moment["at"]) for moment, part in parts)
+    return {"seconds": seconds, "idle": idle, **mean}
+
+
+def draw(
+    path: Path, options: argparse.Namespace, spans: list[tuple[str, float, float]], samples: list[list[float]]
+) -> None:
+    """What was read and written over time, in two steps, and how many requests were out."""
+    plt = open_pyplot()
+    began, ended = spans[0][1], spans[-1][2]
+    moments = [moment for moment in between(samples) if began <= moment["at"] <= ended]
+    figure, (moved, queue) = plt.subplots(2, 1, sharex=True, figsize=(9, 5), layout="constrained")
+    seconds = [moment["at"] - began for moment in moments]
+    moved.stackplot(
+        seconds, [moment["read"] for moment in moments], [moment["written"] for moment in moments],
+        labels=("read", "written"), colors=("#1f6feb", "#f0b775"), step="post",
+    )  # fmt: skip
+    moved.set_ylabel("GB/s")
+    moved.legend(loc="upper right", ncols=2, frameon=False)
+    queue.step(seconds, [moment["queue"] for moment in moments], where="post", color="#24292f")
+    queue.set_ylabel("requests out")
+    queue.set_xlabel("seconds")
+    for name, begin, _ in spans:
+        for axes in (moved, queue):
+            axes.axvline(begin - began, color="#8c959f", linewidth=0.8)
+        queue.annotate(f" {name}", (begin - began, queue.get_ylim()[1]), va="top", fontsize=8)
+    figure.suptitle(f"The disk in two steps of {options.workload}, {options.system}")
+    figure.savefig(path, dpi=160)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
