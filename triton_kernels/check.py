@@ -23,6 +23,8 @@ __all__ = ["begin_check", "check_and_unscale", "check_and_unscale_reference", "c
 
 # Elements that the reference converts to float64 at a time: at most 32 MiB of temporaries.
 PIECE_ELEMENTS = 1 << 22
+# What one thread checks within a millisecond or two.
+_ALONE_BYTES = 16 << 20
 
 
 def check_and_unscale(
@@ -83,7 +85,9 @@ def checked(values: torch.Tensor) -> tuple[bool, Squares]:
     """Flag and exact sum of squares of a tensor in host memory, as Python values."""
     require("values", values)
     place = values.data_ptr(), FLOATS.index(values.dtype), values.numel()
-    return _core.kernel_check([place] if values.numel() else [], 1.0, torch.get_num_threads())
+    # Threads of torch's last operation wait in a loop for its next, and hold up ours for longer than a small one takes.
+    threads = torch.get_num_threads() if values.nbytes > _ALONE_BYTES else 1
+    return _core.kernel_check([place] if values.numel() else [], 1.0, threads)
 
 
 def begin_check(tensors: Sequence[torch.Tensor], sums: torch.Tensor) -> None:

@@ -301,7 +301,8 @@ class Heap:
     glibc raises that threshold by itself, and its heap grows with the depth of a model then. A model that was made in
     the heap leaves holes, which gradients would fill one after another: they are taken, and free again after `close()`.
     `MEMASCEND_MALLOC=system` in the environment leaves the heap alone; glibc's own variables, by which somebody chose,
-    leave their thresholds and the holes.
+    leave their thresholds and the holes. Without `gives_back` the heap keeps what is freed after `take_holes()`: pages
+    that come back each time cost more than they are worth where all state is in memory.
     """
 
     def take_holes(self) -> None:
@@ -313,7 +314,7 @@ class Heap:
     def close(self) -> None:
         """Make the holes free for anybody."""
 
-    def __new__(cls) -> Heap: ...
+    def __new__(cls, *, gives_back: bool = True) -> Heap: ...
     def __enter__(self) -> Heap: ...
     def __exit__(self, *_raised: object) -> None: ...
 

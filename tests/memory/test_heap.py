@@ -22,7 +22,8 @@ PROGRAM = """if True:
 
     torch.empty(20 << 20, dtype=torch.uint8)
     model = torch.nn.Linear(4, 4)
-    model, optimizer = memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=sys.argv[1])
+    options = {"host_memory": sys.argv[2]} if sys.argv[2:] else {}
+    model, optimizer = memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=sys.argv[1], **options)
     optimizer.close()
     print(mapped(5 << 20), mapped(20 << 10))
 """
@@ -38,6 +39,10 @@ PROGRAM = """if True:
 )
 def test_what_is_large_is_mapped(loaded, tmp_path, environment, mapped):
     assert loaded(PROGRAM, tmp_path / "store", env=environment).split()[-2:] == mapped.split()
+
+
+def test_where_all_state_is_in_memory_the_heap_keeps_what_is_freed(loaded, tmp_path):
+    assert loaded(PROGRAM, tmp_path / "store", "1GiB").split()[-2:] == ["False", "False"]
 
 
 # MKL keeps memory of its own in each thread that computed, which it counts.

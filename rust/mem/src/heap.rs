@@ -6,6 +6,9 @@
 //! Whatever the threshold, glibc serves a request from a hole that fits before it thinks of a mapping. Where a model was
 //! made in the heap, each gradient of a step lies in another of its holes, and the model's memory comes back. So the
 //! holes are taken: one that is allocated serves nobody, and without its pages it costs no memory.
+//!
+//! Pages that come back are cleared each time: a tenth of a step that waits for no storage. Where all state is in memory,
+//! the heap therefore keeps what is freed.
 
 use std::env;
 use std::ffi::c_void;
@@ -26,33 +29,37 @@ const HOLE_BYTES: u16 = 32 << 10;
 const PIECE_BYTES: usize = 256 << 20;
 
 /// How the heap is treated while this exists; afterwards the holes are free again, and the thresholds stay.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Heap {
+    gives_back: bool,
     // Addresses of what was allocated.
     taken: Vec<usize>,
 }
 
 impl Heap {
-    /// Fixes the thresholds of this process, but where the environment says what they are.
+    /// Fixes the thresholds of this process, but where the environment says what they are, or what is freed stays.
     #[must_use]
-    pub fn new() -> Self {
-        if is_ours() {
+    pub fn new(gives_back: bool) -> Self {
+        if gives_back && is_ours() {
             set_mapped_from(MAPPED_BYTES);
         }
-        Self::default()
+        Self { gives_back, taken: Vec::new() }
     }
 
-    /// Gives back to the system what is free.
+    /// Gives back to the system what is free, unless that stays.
     pub fn trim(&self) {
-        if !is_left_alone() {
+        if self.gives_back && !is_left_alone() {
             trimmed();
         }
     }
 
-    /// Gives back what is free, and takes the holes: large memory was freed that does not come again.
+    /// Large memory was freed that does not come again: gives back what is free, and takes the holes, unless they serve
+    /// what is freed from now on.
     pub fn take_holes(&mut self) {
-        self.trim();
-        if is_ours() {
+        if !is_left_alone() {
+            trimmed();
+        }
+        if self.gives_back && is_ours() {
             take(&mut self.taken);
         }
     }

@@ -365,7 +365,8 @@ fn layout(classes: &Bound<'_, PyAny>) -> PyResult<LayoutBytes> {
 /// glibc raises that threshold by itself, and its heap grows with the depth of a model then. A model that was made in the
 /// heap leaves holes, which gradients would fill one after another: they are taken, and free again after `close()`.
 /// `MEMASCEND_MALLOC=system` in the environment leaves the heap alone; glibc's own variables, by which somebody chose,
-/// leave their thresholds and the holes.
+/// leave their thresholds and the holes. Without `gives_back` the heap keeps what is freed after `take_holes()`: pages
+/// that come back each time cost more than they are worth where all state is in memory.
 #[pyclass(frozen, module = "memascend.memory")]
 struct Heap {
     inner: Mutex<Option<mem::Heap>>,
@@ -374,8 +375,9 @@ struct Heap {
 #[pymethods]
 impl Heap {
     #[new]
-    fn new() -> Self {
-        Self { inner: Mutex::new(Some(mem::Heap::new())) }
+    #[pyo3(signature = (*, gives_back = true))]
+    fn new(gives_back: bool) -> Self {
+        Self { inner: Mutex::new(Some(mem::Heap::new(gives_back))) }
     }
 
     /// Give back what is free, and take the holes: large memory was freed that does not come again.
