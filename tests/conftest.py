@@ -73,6 +73,18 @@ def pytest_sessionfinish(session, exitstatus):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.fixture(autouse=True)
+def threads_of_torch():
+    """Refuses a test that leaves torch another number of threads: what comes after it would compute other bits."""
+    torch = sys.modules.get("torch")
+    before = torch and torch.get_num_threads()
+    yield
+    if torch and torch.get_num_threads() != before:
+        left = torch.get_num_threads()
+        torch.set_num_threads(before)
+        pytest.fail(f"torch had {before} threads before, and {left} after")
+
+
 @pytest.fixture
 def python():
     """Runs a program in an interpreter of its own; its output is returned, a failure shows it whole."""

@@ -120,13 +120,16 @@ def made(make):
 
 @pytest.fixture
 def in_memory():
+    threads = torch.get_num_threads()
+
     def run(make, loss):
         torch.set_num_threads(1)
         model, optimizer = made(make)
         train(model, optimizer, loss)
         return model.state_dict()
 
-    return run
+    yield run
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("case", usual(CASES, "LSTM", "checkpoint segments", "view kept by a function"))

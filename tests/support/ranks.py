@@ -123,6 +123,8 @@ def _forked(place, rank, count, function, arguments):
     status = 1
     try:
         die_with_parent()
+        # Torch makes its pool anew in a fork, and fails where two threads are the first to ask for it.
+        torch.set_num_threads(1)
         with (place / f"words-{rank}").open("w") as words:
             os.dup2(words.fileno(), 1)
             os.dup2(words.fileno(), 2)
