@@ -2,7 +2,9 @@
 
 A process of its own reads the counters of the disk every 10 ms, while the model of a workload trains offloaded. The
 table has, for each part of a step, how long it took, for how much of that no request was out, how many were on
-average, and what was moved; the picture has the last steps one under the other.
+average, and what was moved. Below it is what fio (huge pages, 1 MiB, depth 16) reaches with the step's mix of reads and
+writes, right before and right after, and the step's seconds over those that fio takes for its bytes. The picture has
+the last two steps.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks import counters
 from benchmarks.train.cell.systems import SYSTEMS, ours
 from benchmarks.train.cell.workload import WORKLOADS, tokens
+from memascend.cli.bench.io import fio, huge_pages
 from memascend.errors import ConfigError
 from memascend.text import open_pyplot, table
 
@@ -37,6 +41,8 @@ print(json.dumps(found))
 """
 _SECTOR = 512
 _SAMPLED_SECONDS = 0.01
+_FIO_BLOCK, _FIO_DEPTH = 1 << 20, 16
+_FIO_FILE_BYTES = 4 << 30
 _PARTS = ("forward", "backward", "step()")
 
 
@@ -51,16 +57,18 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="a folder for idle.txt, and idle.png of the last two steps")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.storage, prefix="memascend-bench-") as folder:
-        spans, samples = measured(options, Path(folder))
-    text = shown(options, spans, samples)
+        spans, samples, peer = measured(options, Path(folder))
+    text = f"{shown(options, spans, samples)}\n\n{peer}"
     print(text)
     if options.write:
         (options.write / "idle.txt").write_text(text + "\n")
         draw(options.write / "idle.png", options, spans[-2 * len(_PARTS) :], samples)
 
 
-def measured(options: argparse.Namespace, folder: Path) -> tuple[list[tuple[str, float, float]], list[list[float]]]:
-    """The parts of each step as (name, begin, end), and what the disk's counters were meanwhile."""
+def measured(
+    options: argparse.Namespace, folder: Path
+) -> tuple[list[tuple[str, float, float]], list[list[float]], str]:
+    """The parts of each step as (name, begin, end), what the disk's counters were meanwhile, and what fio reaches."""
     work = WORKLOADS[options.workload]
     ours.ready()
     system = ours.begin(work, SYSTEMS[options.system].settings, folder)
@@ -77,9 +85,12 @@ def measured(options: argparse.Namespace, folder: Path) -> tuple[list[tuple[str,
         at.append(time.perf_counter())
         spans.extend(zip(_PARTS, at, at[1:], strict=False))
 
-    for _ in range(2):
-        step()
+    step()
+    before = counters.counts()
+    step()
+    moved = counters.counts().since(before)
     spans.clear()
+    peers = [_peer(folder, moved)]
     words = [sys.executable, "-S", "-c", SAMPLER, str(_counters(folder)), str(_SAMPLED_SECONDS)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sampler:
         assert sampler.stdout is not None
@@ -88,7 +99,35 @@ def measured(options: argparse.Namespace, folder: Path) -> tuple[list[tuple[str,
             step()
         said, _ = sampler.communicate("end\n")
     system.end()
-    return spans, json.loads(said)
+    peers.append(_peer(folder, moved))
+    ends = [end for name, _, end in spans if name == _PARTS[-1]]
+    seconds = statistics.median(end - begin for begin, end in zip([spans[0][1], *ends], ends, strict=False))
+    return spans, json.loads(said), _beside(seconds, moved, peers)
+
+
+def _peer(folder: Path, moved: dict[str, float]) -> float:
+    """GB/s of fio, of the mix of a step; 0 without a step's bytes."""
+    together = moved["read"] + moved["written"]
+    if not together:
+        return 0.0
+    pattern = "mixed" if moved["read"] else "write"
+    with huge_pages(2 * _FIO_BLOCK * _FIO_DEPTH) as huge:
+        file, percent = folder / "fio", round(100 * moved["read"] / together)
+        speed = fio(file, pattern, _FIO_BLOCK, _FIO_DEPTH, _FIO_FILE_BYTES, huge, reads_percent=percent)
+    file.unlink()
+    return speed.gb_per_second
+
+
+def _beside(seconds: float, moved: dict[str, float], peers: list[float]) -> str:
+    before, after = peers
+    together = moved["read"] + moved["written"]
+    if not together:
+        return "a step moves nothing"
+    ratio = seconds / (together / 1e9 / statistics.mean(peers))
+    return (
+        f"a step moves {together / 1e9:.2f} GB, {moved['read'] / together:.0%} of them read; fio with that mix: "
+        f"{before:.2f} GB/s before, {after:.2f} after; so the step takes {ratio:.2f} of fio's time"
+    )
 
 
 def _counters(folder: Path) -> Path:
