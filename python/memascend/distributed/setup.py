@@ -284,6 +284,8 @@ def begin(
     existing = "replace" if earlier is not None and earlier.files else options.existing
     opening = choose(own.paths, exchange, existing, places_of_others(options))
     sharding.open_by(opening)
+    # Not at the first save: where a rank dies while a group is made, the others wait for it as long as they may.
+    exchange.line()
     # A rank that is one commit ahead of others goes back.
     return sharding, replace(own, existing=opening.existing), earlier
 
