@@ -65,6 +65,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "25M": {"layers": 8, "hidden": 384, "intermediate": 1024, "heads": 6, "kv_heads": 2, "vocabulary": 16_000},
     "125M": {"layers": 12, "hidden": 768, "intermediate": 2048, "heads": 12, "kv_heads": 4},
     "500M": {"layers": 24, "hidden": 1152, "intermediate": 4608, "heads": 18, "kv_heads": 6, "vocabulary": 16_000},
+    "1.5B": {"layers": 28, "hidden": 2048, "intermediate": 6144, "heads": 16, "kv_heads": 4},
 }
 
 
