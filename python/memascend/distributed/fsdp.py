@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
@@ -56,6 +57,13 @@ class FsdpParameter:
     def held(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The tensors of the parameter and of torch on the memory of this rank's rows."""
         return self.local, self._torch._sharded_param_data  # noqa: SLF001
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether others hold the very tensor of this rank's rows, which `to_local()` without a graph may hand out."""
+        # Where C++ holds it, too (as the base of a view), the object has one more reference.
+        also_there = int(self.leaf._local_tensor._use_count()) > 1  # type: ignore[attr-defined] # noqa: SLF001
+        return _references(self.leaf) > _references(_Slot()) + also_there
 
     @property
     def shape(self) -> torch.Size:
@@ -115,6 +123,19 @@ class FsdpParameter:
         with torch.no_grad():
             found: torch.Tensor = self._torch.to_sharded_dtensor(local)
         return found
+
+
+class _Slot:
+    """Holds a tensor as a DTensor does."""
+
+    __slots__ = ("_local_tensor",)
+
+    def __init__(self) -> None:
+        self._local_tensor = torch.empty(1, device="cpu")
+
+
+def _references(holder: Any) -> int:
+    return sys.getrefcount(holder._local_tensor)  # noqa: SLF001
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from memascend.distributed.reduce import Collectives, Gather, NativeReduction, O
 from memascend.distributed.rows import Partition, require_divisible, units_of_gathers
 from memascend.errors import ConfigError
 from memascend.memory import whole_pages
+from memascend.params.aliases import shared_memory
 from memascend.plan.units import Unit
 from memascend.storage import Checksum
 
@@ -115,6 +117,19 @@ class Sharding:
     def held(self) -> list[torch.Tensor]:
         """The tensors of the model's parameters and of torch on the memory of this rank's rows."""
         return [tensor for one in self._sharded.values() for tensor in one.held]
+
+    def require_unaliased(self) -> None:
+        """Refuse rows whose very tensor others hold; further tensors on its memory are looked for as without ranks."""
+        kept = self._kept()
+        if kept:
+            # Unreachable cycles hold some until they are collected.
+            gc.collect()
+            kept = self._kept()
+        if kept:
+            raise shared_memory("the weight", kept)
+
+    def _kept(self) -> list[str]:
+        return [name for name, one in self._sharded.items() if not one.leaf.is_meta and one.is_kept]
 
     @property
     def order(self) -> list[str]:

@@ -267,11 +267,18 @@ def _other_order(name: str) -> UsageError:
     )
 
 
+def _is_compiled(module: torch.nn.Module) -> bool:
+    # torch.compile() of a module wraps it in another one; compile() of its own does not.
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")  # noqa: SLF001
+
+
 _log = logging.getLogger("memascend")
 
 
 # Free memory is given back after so many times of what that took: to fill it anew takes some times longer.
 _PAUSES = 200
+# Older torch compiles a block that waits for other micro-batches in parts, which round as eager code does.
+_FUSES_ALIKE = "2.15"
 # The key of our own hook on accumulated gradients.
 _OWN_HOOK = "memascend"
 
@@ -319,6 +326,9 @@ class Accumulation:
             begin(_loss_in(result))
             return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
+        if by_layer and torch.__version__ < _FUSES_ALIKE and any(map(_is_compiled, self.model.modules())):
+            self._tell(f"torch before {_FUSES_ALIKE} compiles other kernels for blocks that wait for micro-batches")
+            by_layer = False
         if by_layer and self._is_fit(len(listed)):
             return self._by_layer(computed, listed, seeds)
         watched = by_layer and self.never is None and self._course is None and len(listed) > 1

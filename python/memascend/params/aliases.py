@@ -49,13 +49,7 @@ def require_unaliased(
         gc.collect()
         aliased = [name for name in aliased if counts.others(named[name])]
     if aliased:
-        where = _attribute(model, named[aliased[0]], counts)
-        raise ConfigError(
-            f"{_listed(what, aliased)} shares memory with {where or 'something outside of the model'}, which would "
-            "keep old values during the run, and lose what is written to it: delete it, or take it after "
-            "offload(). It may be .data, detach() or another view, numpy(), a state_dict(), a buffer that it is a part "
-            "of, or what an earlier forward computed, whose graph holds views"
-        )
+        raise shared_memory(what, aliased, _attribute(model, named[aliased[0]], counts))
     foreign = _foreign(named)
     if foreign:
         raise ConfigError(
@@ -63,6 +57,16 @@ def require_unaliased(
             "or shared with other processes), and its owner would keep old values during the run: give it "
             "memory of its own by clone() before offload() (p.data = p.data.clone())"
         )
+
+
+def shared_memory(what: str, names: list[str], where: str | None = None) -> ConfigError:
+    """The refusal of such tensors; `where` says what shares their memory, if that is known."""
+    return ConfigError(
+        f"{_listed(what, names)} shares memory with {where or 'something outside of the model'}, which would "
+        "keep old values during the run, and lose what is written to it: delete it, or take it after "
+        "offload(). It may be .data, detach() or another view, numpy(), a state_dict(), a buffer that it is a part "
+        "of, or what an earlier forward computed, whose graph holds views"
+    )
 
 
 @dataclass

@@ -303,6 +303,8 @@ class Subject:
         if sharding is not None:
             sharding.require_by_rows(self.arithmetic)
         if not only_planned:
+            if sharding is not None:
+                sharding.require_unaliased()
             require_unaliased(self.named, model, () if sharding is None else sharding.held)
             for member in members_of(self.original):
                 require_unaliased_state(member, self.named, model)
