@@ -301,12 +301,16 @@ class Heap:
     glibc raises that threshold by itself, and its heap grows with the depth of a model then. A model that was made in
     the heap leaves holes, which gradients would fill one after another: they are taken, and free again after `close()`.
     `MEMASCEND_MALLOC=system` in the environment leaves the heap alone; glibc's own variables, by which somebody chose,
-    leave their thresholds and the holes. Without `gives_back` the heap keeps what is freed after `take_holes()`: pages
-    that come back each time cost more than they are worth where all state is in memory.
+    leave their thresholds and the holes. Without `gives_back` the heap keeps what is freed after `take_holes()`, as it
+    does once a backward touched three times `model_bytes` anew: pages that come back each time cost more than they are
+    worth where all state is in memory, and where a batch is large.
     """
 
     def take_holes(self) -> None:
         """Give back what is free, and take the holes: large memory was freed that does not come again."""
+
+    def step_ended(self, backwards: int) -> None:
+        """A step of so many backwards ended: give back what is free, or keep it from now on."""
 
     def trim(self) -> None:
         """Give back to the system what is free."""
@@ -314,7 +318,7 @@ class Heap:
     def close(self) -> None:
         """Make the holes free for anybody."""
 
-    def __new__(cls, *, gives_back: bool = True) -> Heap: ...
+    def __new__(cls, *, gives_back: bool = True, model_bytes: int | None = None) -> Heap: ...
     def __enter__(self) -> Heap: ...
     def __exit__(self, *_raised: object) -> None: ...
 

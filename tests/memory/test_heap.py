@@ -45,6 +45,27 @@ def test_where_all_state_is_in_memory_the_heap_keeps_what_is_freed(loaded, tmp_p
     assert loaded(PROGRAM, tmp_path / "store", "1GiB").split()[-2:] == ["False", "False"]
 
 
+# Twenty activations of 16 MiB, or as many small ones.
+BATCH = (
+    PROGRAM.split("    torch.empty(20", maxsplit=1)[0]
+    + """
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), *(torch.nn.Tanh() for _ in range(20)))
+    model, optimizer = memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=sys.argv[1])
+    for _ in range(3):
+        model(torch.ones(int(sys.argv[2]), 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    print(mapped(5 << 20))
+"""
+)
+
+
+@pytest.mark.parametrize(("rows", "said"), [(1 << 16, "False"), (16, "True")], ids=["large", "small"])
+def test_where_a_batch_is_large_the_heap_keeps_what_is_freed(loaded, tmp_path, rows, said):
+    assert loaded(BATCH, tmp_path / "store", str(rows)).split()[-1] == said
+
+
 # MKL keeps memory of its own in each thread that computed, which it counts.
 KEPT = """if True:
     import ctypes, os, sys, threading

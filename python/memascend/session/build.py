@@ -94,7 +94,8 @@ class Assembly:
         loads = Loads(edits)
         state_dicts = StateDicts(subject.model, run, loads, sharded=subject.sharding is not None)
         attachment = Attachment(subject.model, self._gates(residency), run, state_dicts, on_device=self._on_device)
-        heap = Heap(gives_back=any(plan.read_bytes.values()))
+        values = sum(parameter.nbytes for parameter in subject.named.values())
+        heap = Heap(gives_back=any(plan.read_bytes.values()), model_bytes=values)
         session = Session(
             run=run,
             newcomers=newcomers,

@@ -143,13 +143,13 @@ class Session:
     def step(self) -> None:
         """Commit the step, or skip it where a scaled gradient overflowed."""
         self.run.resources.require_open()
-        began = time.perf_counter()
+        began, backwards = time.perf_counter(), self.run.gradients.backwards
         with self.run.resources.store.preparing():
             committed = self._prepared_step()
         if committed:
             self.run.residency.units.end_step()
             self.measurements.step_ended(began)
-            self.heap.trim()
+            self.heap.step_ended(backwards)
             self.run.resources.warn_if_lost()
 
     def _prepared_step(self) -> bool:

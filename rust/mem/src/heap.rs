@@ -7,8 +7,9 @@
 //! made in the heap, each gradient of a step lies in another of its holes, and the model's memory comes back. So the
 //! holes are taken: one that is allocated serves nobody, and without its pages it costs no memory.
 //!
-//! Pages that come back are cleared each time: a tenth of a step that waits for no storage. Where all state is in memory,
-//! the heap therefore keeps what is freed.
+//! Pages that come back are cleared each time: a tenth of a step that waits for no storage, and a quarter of one with a
+//! large batch. Where all state is in memory, or activations are large beside the model, the heap therefore keeps what is
+//! freed.
 
 use std::env;
 use std::ffi::c_void;
@@ -16,6 +17,12 @@ use std::ffi::c_void;
 /// From here on an allocation is a mapping of its own, whose pages the kernel clears each time. With 32 KiB a step of a
 /// model of 125 M takes a quarter longer and saves 28 MB of 393; `benchmarks/heap.py` compares others.
 const MAPPED_BYTES: libc::c_int = 1 << 20;
+/// The highest threshold that glibc takes, and the one to which it goes by itself.
+const KEPT_BYTES: libc::c_int = 32 << 20;
+/// Of the model's bytes: forward and backward that touch so many times as many new pages are those of a large batch.
+const ACTIVATIONS: u64 = 3;
+/// And at least so many bytes: fewer take no time.
+const ACTIVATIONS_BYTES: u64 = 256 << 20;
 /// `MEMASCEND_MALLOC=system` leaves the heap alone.
 const VARIABLE: &str = "MEMASCEND_MALLOC";
 /// By these a user has said what glibc is to do.
@@ -32,6 +39,9 @@ const PIECE_BYTES: usize = 256 << 20;
 #[derive(Debug)]
 pub struct Heap {
     gives_back: bool,
+    model_bytes: u64,
+    // Bytes of the pages that the process had touched anew when the last step ended; none before the first.
+    touched: Option<u64>,
     // Addresses of what was allocated.
     taken: Vec<usize>,
 }
@@ -39,11 +49,41 @@ pub struct Heap {
 impl Heap {
     /// Fixes the thresholds of this process, but where the environment says what they are, or what is freed stays.
     #[must_use]
-    pub fn new(gives_back: bool) -> Self {
+    pub fn new(gives_back: bool, model_bytes: u64) -> Self {
         if gives_back && is_ours() {
-            set_mapped_from(MAPPED_BYTES);
+            set_thresholds(MAPPED_BYTES, 2 * MAPPED_BYTES);
         }
-        Self { gives_back, taken: Vec::new() }
+        Self { gives_back, model_bytes, touched: None, taken: Vec::new() }
+    }
+
+    /// A step of so many backwards ended: gives back what is free, unless it used so much more than the model itself
+    /// that what is freed stays from now on.
+    pub fn step_ended(&mut self, backwards: u64) {
+        let touched = touched_bytes();
+        // The first step also touches what lasts.
+        if let Some(before) = self.touched.replace(touched) {
+            let each = touched.saturating_sub(before) / backwards.max(1);
+            if self.gives_back
+                && is_ours()
+                && each > ACTIVATIONS_BYTES.max(ACTIVATIONS.saturating_mul(self.model_bytes))
+            {
+                self.keep();
+            }
+        }
+        self.trim();
+    }
+
+    fn keep(&mut self) {
+        self.gives_back = false;
+        self.free_holes();
+        set_thresholds(KEPT_BYTES, libc::c_int::MAX);
+    }
+
+    fn free_holes(&mut self) {
+        for address in self.taken.drain(..) {
+            // SAFETY: malloc gave it, and nobody else knows of it.
+            unsafe { libc::free(address as *mut c_void) };
+        }
     }
 
     /// Gives back to the system what is free, unless that stays.
@@ -67,10 +107,7 @@ impl Heap {
 
 impl Drop for Heap {
     fn drop(&mut self) {
-        for address in self.taken.drain(..) {
-            // SAFETY: malloc gave it, and nobody else knows of it.
-            unsafe { libc::free(address as *mut c_void) };
-        }
+        self.free_holes();
     }
 }
 
@@ -83,9 +120,17 @@ fn is_ours() -> bool {
     !is_left_alone() && !OF_GLIBC.into_iter().any(|name| env::var_os(name).is_some())
 }
 
+fn touched_bytes() -> u64 {
+    // SAFETY: zeros are a value of it.
+    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: it fills what it is given.
+    unsafe { libc::getrusage(libc::RUSAGE_SELF, &raw mut usage) };
+    u64::try_from(usage.ru_minflt).unwrap_or(0) * crate::page_bytes() as u64
+}
+
 #[cfg(target_env = "gnu")]
-fn set_mapped_from(bytes: libc::c_int) {
-    for (option, value) in [(libc::M_MMAP_THRESHOLD, bytes), (libc::M_TRIM_THRESHOLD, 2 * bytes)] {
+fn set_thresholds(mapped: libc::c_int, trimmed: libc::c_int) {
+    for (option, value) in [(libc::M_MMAP_THRESHOLD, mapped), (libc::M_TRIM_THRESHOLD, trimmed)] {
         // SAFETY: it takes two numbers, and the library's own lock.
         unsafe { libc::mallopt(option, value) };
     }
@@ -105,7 +150,7 @@ fn take(taken: &mut Vec<usize>) {
     let top = end();
     let mut bytes = PIECE_BYTES;
     // What no hole serves shall be mapped, so that its address tells.
-    set_mapped_from(HOLE_BYTES.into());
+    set_thresholds(HOLE_BYTES.into(), 2 * libc::c_int::from(HOLE_BYTES));
     // A heap that grows says that the process has as many mappings as it may.
     while bytes >= HOLE_BYTES.into() && end() == top {
         // SAFETY: as above.
@@ -118,11 +163,11 @@ fn take(taken: &mut Vec<usize>) {
         unsafe { libc::free(address) };
         bytes /= 2;
     }
-    set_mapped_from(MAPPED_BYTES);
+    set_thresholds(MAPPED_BYTES, 2 * MAPPED_BYTES);
 }
 
 #[cfg(not(target_env = "gnu"))]
-fn set_mapped_from(_: libc::c_int) {}
+fn set_thresholds(_: libc::c_int, _: libc::c_int) {}
 
 #[cfg(not(target_env = "gnu"))]
 fn trimmed() {}

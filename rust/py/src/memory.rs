@@ -365,8 +365,9 @@ fn layout(classes: &Bound<'_, PyAny>) -> PyResult<LayoutBytes> {
 /// glibc raises that threshold by itself, and its heap grows with the depth of a model then. A model that was made in the
 /// heap leaves holes, which gradients would fill one after another: they are taken, and free again after `close()`.
 /// `MEMASCEND_MALLOC=system` in the environment leaves the heap alone; glibc's own variables, by which somebody chose,
-/// leave their thresholds and the holes. Without `gives_back` the heap keeps what is freed after `take_holes()`: pages
-/// that come back each time cost more than they are worth where all state is in memory.
+/// leave their thresholds and the holes. Without `gives_back` the heap keeps what is freed after `take_holes()`, as it
+/// does once a backward touched three times `model_bytes` anew: pages that come back each time cost more than they are
+/// worth where all state is in memory, and where a batch is large.
 #[pyclass(frozen, module = "memascend.memory")]
 struct Heap {
     inner: Mutex<Option<mem::Heap>>,
@@ -375,14 +376,19 @@ struct Heap {
 #[pymethods]
 impl Heap {
     #[new]
-    #[pyo3(signature = (*, gives_back = true))]
-    fn new(gives_back: bool) -> Self {
-        Self { inner: Mutex::new(Some(mem::Heap::new(gives_back))) }
+    #[pyo3(signature = (*, gives_back = true, model_bytes = None))]
+    fn new(gives_back: bool, model_bytes: Option<u64>) -> Self {
+        Self { inner: Mutex::new(Some(mem::Heap::new(gives_back, model_bytes.unwrap_or(u64::MAX)))) }
     }
 
     /// Give back what is free, and take the holes: large memory was freed that does not come again.
     fn take_holes(&self, py: Python<'_>) {
         py.detach(|| self.held().as_mut().map(mem::Heap::take_holes));
+    }
+
+    /// A step of so many backwards ended: give back what is free, or keep it from now on.
+    fn step_ended(&self, py: Python<'_>, backwards: u64) {
+        py.detach(|| self.held().as_mut().map(|heap| heap.step_ended(backwards)));
     }
 
     /// Give back to the system what is free.
