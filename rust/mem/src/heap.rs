@@ -14,6 +14,8 @@
 use std::env;
 use std::ffi::c_void;
 
+use crate::{limits::memory_limits, page_bytes};
+
 /// From here on an allocation is a mapping of its own, whose pages the kernel clears each time. With 32 KiB a step of a
 /// model of 125 M takes a quarter longer and saves 28 MB of 393; `benchmarks/heap.py` compares others.
 const MAPPED_BYTES: libc::c_int = 1 << 20;
@@ -63,10 +65,8 @@ impl Heap {
         // The first step also touches what lasts.
         if let Some(before) = self.touched.replace(touched) {
             let each = touched.saturating_sub(before) / backwards.max(1);
-            if self.gives_back
-                && is_ours()
-                && each > ACTIVATIONS_BYTES.max(ACTIVATIONS.saturating_mul(self.model_bytes))
-            {
+            let is_large = each > ACTIVATIONS_BYTES.max(ACTIVATIONS.saturating_mul(self.model_bytes));
+            if self.gives_back && is_ours() && is_large && has_room(each) {
                 self.keep();
             }
         }
@@ -120,12 +120,17 @@ fn is_ours() -> bool {
     !is_left_alone() && !OF_GLIBC.into_iter().any(|name| env::var_os(name).is_some())
 }
 
+/// Whether activations and the gaps between them stay far from the limits: both are less than half of what is touched.
+fn has_room(touched: u64) -> bool {
+    memory_limits().headroom.available_bytes as u64 > touched / 2
+}
+
 fn touched_bytes() -> u64 {
     // SAFETY: zeros are a value of it.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
     // SAFETY: it fills what it is given.
     unsafe { libc::getrusage(libc::RUSAGE_SELF, &raw mut usage) };
-    u64::try_from(usage.ru_minflt).unwrap_or(0) * crate::page_bytes() as u64
+    u64::try_from(usage.ru_minflt).unwrap_or(0) * page_bytes() as u64
 }
 
 #[cfg(target_env = "gnu")]
