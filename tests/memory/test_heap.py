@@ -55,8 +55,8 @@ BATCH = (
         model(torch.ones(int(sys.argv[2]), 64)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    optimizer.close()
     print(mapped(5 << 20))
+    optimizer.close()
 """
 )
 

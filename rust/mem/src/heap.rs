@@ -41,6 +41,8 @@ const PIECE_BYTES: usize = 256 << 20;
 #[derive(Debug)]
 pub struct Heap {
     gives_back: bool,
+    // Since a large batch, until this is dropped.
+    keeps: bool,
     model_bytes: u64,
     // Bytes of the pages that the process had touched anew when the last step ended; none before the first.
     touched: Option<u64>,
@@ -55,7 +57,7 @@ impl Heap {
         if gives_back && is_ours() {
             set_thresholds(MAPPED_BYTES, 2 * MAPPED_BYTES);
         }
-        Self { gives_back, model_bytes, touched: None, taken: Vec::new() }
+        Self { gives_back, keeps: false, model_bytes, touched: None, taken: Vec::new() }
     }
 
     /// A step of so many backwards ended: gives back what is free, unless it used so much more than the model itself
@@ -75,6 +77,7 @@ impl Heap {
 
     fn keep(&mut self) {
         self.gives_back = false;
+        self.keeps = true;
         self.free_holes();
         set_thresholds(KEPT_BYTES, libc::c_int::MAX);
     }
@@ -108,6 +111,10 @@ impl Heap {
 impl Drop for Heap {
     fn drop(&mut self) {
         self.free_holes();
+        if self.keeps {
+            set_thresholds(MAPPED_BYTES, 2 * MAPPED_BYTES);
+            trimmed();
+        }
     }
 }
 
