@@ -13,6 +13,7 @@ disk holds. Fifty minutes to make and train 1 B parameters for half an hour on t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -23,9 +24,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memascend.text import open_pyplot, table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _EXAMPLE = Path(__file__).parents[1] / "examples" / "small_model.py"
 # Of each parameter: the model, its store with two slots, and the model that is saved at the end.
@@ -111,20 +115,15 @@ class Run:
         began = time.monotonic()
         kills: list[dict[str, Any]] = []
         for moment in moments:
-            process = self._begun(1_000_000)
-            started = time.monotonic()
-            steps = self.steps()
-            resumed = None
-            while time.monotonic() < began + moment:
-                if process.poll() is not None:
-                    sys.exit(f"{self._said()}\nthe run ended by itself, with {process.returncode}")
-                if resumed is None and self.steps() > steps:
-                    resumed = time.monotonic() - started
-                    if kills:
-                        kills[-1]["seconds_to_the_next_step"] = resumed
-                time.sleep(0.05)
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with self._begun(1_000_000) as process:
+                started = time.monotonic()
+                last = kills[-1] if kills else None
+                while time.monotonic() < began + moment:
+                    if process.poll() is not None:
+                        sys.exit(f"{self._said()}\nthe run ended by itself, with {process.returncode}")
+                    if last and "seconds_to_the_next_step" not in last and self.steps() > last["steps"]:
+                        last["seconds_to_the_next_step"] = time.monotonic() - started
+                    time.sleep(0.05)
             kills.append({"seconds": time.monotonic() - began, "steps": self.steps()})
             print(f"killed after {kills[-1]['seconds']:.0f} s, {kills[-1]['steps']} steps", file=sys.stderr, flush=True)
         return kills
@@ -132,15 +131,23 @@ class Run:
     def run(self, steps: int) -> float:
         """Do so many steps undisturbed: the seconds that took."""
         began = time.monotonic()
-        process = self._begun(steps)
-        if process.wait(_ENDS_SECONDS):
-            sys.exit(f"{self._said()}\nthe run ended with {process.returncode}")
+        with self._begun(steps) as process:
+            if process.wait(_ENDS_SECONDS):
+                sys.exit(f"{self._said()}\nthe run ended with {process.returncode}")
         return time.monotonic() - began
 
-    def _begun(self, steps: int) -> subprocess.Popen[bytes]:
+    @contextlib.contextmanager
+    def _begun(self, steps: int) -> Iterator[subprocess.Popen[bytes]]:
+        """The command, which is killed where this ends, if it has not ended by itself."""
+        words = [*self._words, "--max-steps", str(steps)]
         with (self.folder / "said").open("ab") as said:
-            words = [*self._words, "--max-steps", str(steps)]
-            return subprocess.Popen(words, stdout=said, stderr=said, start_new_session=True)
+            process = subprocess.Popen(words, stdout=said, stderr=said, start_new_session=True)
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
     def _said(self) -> str:
         return (self.folder / "said").read_text(errors="replace")[-4000:]

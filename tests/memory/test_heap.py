@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-# Freed once, a tensor of 20 MiB lets glibc take all up to that size from its heap.
-PROGRAM = """if True:
+MAPPED = """if True:
     import ctypes, sys
     import torch
     import memascend
@@ -19,10 +18,13 @@ PROGRAM = """if True:
         before = library.mallinfo2().hblkhd
         kept = torch.empty(nbytes, dtype=torch.uint8)
         return library.mallinfo2().hblkhd - before >= nbytes
+"""
 
+# Freed once, a tensor of 20 MiB lets glibc take all up to that size from its heap.
+PROGRAM = f"""{MAPPED}
     torch.empty(20 << 20, dtype=torch.uint8)
     model = torch.nn.Linear(4, 4)
-    options = {"host_memory": sys.argv[2]} if sys.argv[2:] else {}
+    options = {{"host_memory": sys.argv[2]}} if sys.argv[2:] else {{}}
     model, optimizer = memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=sys.argv[1], **options)
     optimizer.close()
     print(mapped(5 << 20), mapped(20 << 10))
@@ -46,24 +48,28 @@ def test_where_all_state_is_in_memory_the_heap_keeps_what_is_freed(loaded, tmp_p
 
 
 # Twenty activations of 16 MiB, or as many small ones.
-BATCH = (
-    PROGRAM.split("    torch.empty(20", maxsplit=1)[0]
-    + """
+BATCH = f"""{MAPPED}
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), *(torch.nn.Tanh() for _ in range(20)))
     model, optimizer = memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=sys.argv[1])
-    for _ in range(3):
-        model(torch.ones(int(sys.argv[2]), 64)).sum().backward()
+    for rows in map(int, sys.argv[2:]):
+        model(torch.ones(rows, 64)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     print(mapped(5 << 20))
     optimizer.close()
 """
+
+
+LARGE = 1 << 16
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [([LARGE, LARGE, LARGE], "False"), ([16, LARGE, 16], "True"), ([16, 16, 16], "True")],
+    ids=["large", "once", "small"],
 )
-
-
-@pytest.mark.parametrize(("rows", "said"), [(1 << 16, "False"), (16, "True")], ids=["large", "small"])
-def test_where_a_batch_is_large_the_heap_keeps_what_is_freed(loaded, tmp_path, rows, said):
-    assert loaded(BATCH, tmp_path / "store", str(rows)).split()[-1] == said
+def test_where_batches_are_large_the_heap_keeps_what_is_freed(loaded, tmp_path, rows, said):
+    assert loaded(BATCH, tmp_path / "store", *map(str, rows)).split()[-1] == said
 
 
 # MKL keeps memory of its own in each thread that computed, which it counts.

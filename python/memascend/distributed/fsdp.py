@@ -61,6 +61,8 @@ class FsdpParameter:
     @property
     def is_kept(self) -> bool:
         """Whether others hold the very tensor of this rank's rows, which `to_local()` without a graph may hand out."""
+        if self.leaf.is_meta:
+            return False
         # Where C++ holds it, too (as the base of a view), the object has one more reference.
         also_there = int(self.leaf._local_tensor._use_count()) > 1  # type: ignore[attr-defined] # noqa: SLF001
         return _references(self.leaf) > _references(_Slot()) + also_there

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from memascend.distributed.reduce import Collectives, Gather, NativeReduction, O
 from memascend.distributed.rows import Partition, require_divisible, units_of_gathers
 from memascend.errors import ConfigError
 from memascend.memory import whole_pages
-from memascend.params.aliases import shared_memory
+from memascend.params.aliases import held_for_good, shared_memory
 from memascend.plan.units import Unit
 from memascend.storage import Checksum
 
@@ -120,16 +119,9 @@ class Sharding:
 
     def require_unaliased(self) -> None:
         """Refuse rows whose very tensor others hold; further tensors on its memory are looked for as without ranks."""
-        kept = self._kept()
-        if kept:
-            # Unreachable cycles hold some until they are collected.
-            gc.collect()
-            kept = self._kept()
+        kept = held_for_good(self._sharded, lambda name: self._sharded[name].is_kept)
         if kept:
             raise shared_memory("the weight", kept)
-
-    def _kept(self) -> list[str]:
-        return [name for name, one in self._sharded.items() if not one.leaf.is_meta and one.is_kept]
 
     @property
     def order(self) -> list[str]:

@@ -326,9 +326,8 @@ class Accumulation:
             begin(_loss_in(result))
             return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
-        if by_layer and torch.__version__ < _FUSES_ALIKE and any(map(_is_compiled, self.model.modules())):
-            self._tell(f"torch before {_FUSES_ALIKE} compiles other kernels for blocks that wait for micro-batches")
-            by_layer = False
+        if self.never is None and torch.__version__ < _FUSES_ALIKE and any(map(_is_compiled, self.model.modules())):
+            self.never = f"torch before {_FUSES_ALIKE} compiles other kernels for blocks that wait for micro-batches"
         if by_layer and self._is_fit(len(listed)):
             return self._by_layer(computed, listed, seeds)
         watched = by_layer and self.never is None and self._course is None and len(listed) > 1

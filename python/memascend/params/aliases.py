@@ -16,7 +16,7 @@ from memascend.errors import ConfigError
 from memascend.memory import is_file_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 # A refusal names as many.
 _NAMED = 3
@@ -43,11 +43,7 @@ def require_unaliased(
         ConfigError: which of them, and what to do.
     """
     counts = _Counts([*named.values(), *known, *_computed_anew(model)])
-    aliased = [name for name, tensor in named.items() if counts.others(tensor)]
-    if aliased:
-        # Unreachable cycles hold some until they are collected.
-        gc.collect()
-        aliased = [name for name in aliased if counts.others(named[name])]
+    aliased = held_for_good(named, lambda name: counts.others(named[name]))
     if aliased:
         raise shared_memory(what, aliased, _attribute(model, named[aliased[0]], counts))
     foreign = _foreign(named)
@@ -57,6 +53,14 @@ def require_unaliased(
             "or shared with other processes), and its owner would keep old values during the run: give it "
             "memory of its own by clone() before offload() (p.data = p.data.clone())"
         )
+
+
+def held_for_good(names: Iterable[str], is_held: Callable[[str], bool]) -> list[str]:
+    """The names of what others hold, unreachable cycles apart, which hold some until they are collected."""
+    held = [name for name in names if is_held(name)]
+    if held:
+        gc.collect()
+    return [name for name in held if is_held(name)]
 
 
 def shared_memory(what: str, names: list[str], where: str | None = None) -> ConfigError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import weakref
 from collections import Counter, defaultdict
@@ -14,7 +13,7 @@ import torch
 from memascend.errors import ConfigError, UsageError
 from memascend.optim.shared import attributes_of
 from memascend.optim.trial import reached_from
-from memascend.params.aliases import require_unaliased
+from memascend.params.aliases import held_for_good, require_unaliased
 from memascend.session.optimizer import session_of
 
 if TYPE_CHECKING:
@@ -48,23 +47,15 @@ def require_unaliased_state(
     require_unaliased(tensors, model, known, what="the optimizer's state")
     names = list(states)
     states.clear()
-    held = _held(optimizer, named, names)
-    if held:
-        gc.collect()
-        held = _held(optimizer, named, held)
+    key = object()
+    alone = _references({key: {}}, key)
+    held = held_for_good(names, lambda name: _references(optimizer.state, named[name]) > alone)
     if held:
         raise ConfigError(
             f"the optimizer's state of {held[0]} is kept by something else than the optimizer: a variable, or what its "
             "state_dict() gave, has the very dict optimizer.state[p], which would keep old values during the "
             "run: delete it, or take it from the optimizer that offload() returns"
         )
-
-
-def _held(optimizer: torch.optim.Optimizer, named: Mapping[str, torch.nn.Parameter], names: list[str]) -> list[str]:
-    """The names of parameters whose dict is not the optimizer's alone."""
-    key = object()
-    alone = _references({key: {}}, key)
-    return [name for name in names if _references(optimizer.state, named[name]) > alone]
 
 
 def _references(mapping: Mapping[Any, Any], key: Any) -> int:

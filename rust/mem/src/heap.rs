@@ -43,34 +43,42 @@ pub struct Heap {
     gives_back: bool,
     // Since a large batch, until this is dropped.
     keeps: bool,
-    model_bytes: u64,
+    // What a step of a large batch touches anew for each backward.
+    large_bytes: u64,
     // Bytes of the pages that the process had touched anew when the last step ended; none before the first.
     touched: Option<u64>,
+    // The last step was one.
+    was_large: bool,
     // Addresses of what was allocated.
     taken: Vec<usize>,
 }
 
 impl Heap {
-    /// Fixes the thresholds of this process, but where the environment says what they are, or what is freed stays.
+    /// Fixes the thresholds of this process, but where the environment says what they are, or what is freed stays. Without
+    /// the model's bytes no batch is a large one.
     #[must_use]
-    pub fn new(gives_back: bool, model_bytes: u64) -> Self {
+    pub fn new(gives_back: bool, model_bytes: Option<u64>) -> Self {
         if gives_back && is_ours() {
-            set_thresholds(MAPPED_BYTES, 2 * MAPPED_BYTES);
+            set_mapped_from(MAPPED_BYTES);
         }
-        Self { gives_back, keeps: false, model_bytes, touched: None, taken: Vec::new() }
+        let large_bytes =
+            model_bytes.map_or(u64::MAX, |bytes| ACTIVATIONS_BYTES.max(ACTIVATIONS.saturating_mul(bytes)));
+        Self { gives_back, keeps: false, large_bytes, touched: None, was_large: false, taken: Vec::new() }
     }
 
-    /// A step of so many backwards ended: gives back what is free, unless it used so much more than the model itself
-    /// that what is freed stays from now on.
+    /// A step of so many backwards ended: gives back what is free, unless it and the last one used so much more than the
+    /// model itself that what is freed stays from now on.
     pub fn step_ended(&mut self, backwards: u64) {
         let touched = touched_bytes();
         // The first step also touches what lasts.
         if let Some(before) = self.touched.replace(touched) {
             let each = touched.saturating_sub(before) / backwards.max(1);
-            let is_large = each > ACTIVATIONS_BYTES.max(ACTIVATIONS.saturating_mul(self.model_bytes));
-            if self.gives_back && is_ours() && is_large && has_room(each) {
+            let is_large = each > self.large_bytes;
+            // Between two steps a user may also evaluate, load or save, once.
+            if is_large && self.was_large && self.gives_back && is_ours() && has_room(each) {
                 self.keep();
             }
+            self.was_large = is_large;
         }
         self.trim();
     }
@@ -79,7 +87,7 @@ impl Heap {
         self.gives_back = false;
         self.keeps = true;
         self.free_holes();
-        set_thresholds(KEPT_BYTES, libc::c_int::MAX);
+        set_mapped_from(KEPT_BYTES);
     }
 
     fn free_holes(&mut self) {
@@ -112,7 +120,7 @@ impl Drop for Heap {
     fn drop(&mut self) {
         self.free_holes();
         if self.keeps {
-            set_thresholds(MAPPED_BYTES, 2 * MAPPED_BYTES);
+            set_mapped_from(MAPPED_BYTES);
             trimmed();
         }
     }
@@ -141,8 +149,8 @@ fn touched_bytes() -> u64 {
 }
 
 #[cfg(target_env = "gnu")]
-fn set_thresholds(mapped: libc::c_int, trimmed: libc::c_int) {
-    for (option, value) in [(libc::M_MMAP_THRESHOLD, mapped), (libc::M_TRIM_THRESHOLD, trimmed)] {
+fn set_mapped_from(bytes: libc::c_int) {
+    for (option, value) in [(libc::M_MMAP_THRESHOLD, bytes), (libc::M_TRIM_THRESHOLD, 2 * bytes)] {
         // SAFETY: it takes two numbers, and the library's own lock.
         unsafe { libc::mallopt(option, value) };
     }
@@ -162,7 +170,7 @@ fn take(taken: &mut Vec<usize>) {
     let top = end();
     let mut bytes = PIECE_BYTES;
     // What no hole serves shall be mapped, so that its address tells.
-    set_thresholds(HOLE_BYTES.into(), 2 * libc::c_int::from(HOLE_BYTES));
+    set_mapped_from(HOLE_BYTES.into());
     // A heap that grows says that the process has as many mappings as it may.
     while bytes >= HOLE_BYTES.into() && end() == top {
         // SAFETY: as above.
@@ -175,11 +183,11 @@ fn take(taken: &mut Vec<usize>) {
         unsafe { libc::free(address) };
         bytes /= 2;
     }
-    set_thresholds(MAPPED_BYTES, 2 * MAPPED_BYTES);
+    set_mapped_from(MAPPED_BYTES);
 }
 
 #[cfg(not(target_env = "gnu"))]
-fn set_thresholds(_: libc::c_int, _: libc::c_int) {}
+fn set_mapped_from(_: libc::c_int) {}
 
 #[cfg(not(target_env = "gnu"))]
 fn trimmed() {}

@@ -378,7 +378,7 @@ impl Heap {
     #[new]
     #[pyo3(signature = (*, gives_back = true, model_bytes = None))]
     fn new(gives_back: bool, model_bytes: Option<u64>) -> Self {
-        Self { inner: Mutex::new(Some(mem::Heap::new(gives_back, model_bytes.unwrap_or(u64::MAX)))) }
+        Self { inner: Mutex::new(Some(mem::Heap::new(gives_back, model_bytes))) }
     }
 
     /// Give back what is free, and take the holes: large memory was freed that does not come again.
