@@ -57,6 +57,7 @@ MISSED = [
     ),
 ]
 IN_SHORT = 2
+TRIES = 3
 CASES = [
     pytest.param(*case, marks=[] if at < IN_SHORT else LONG, id=f"{at}-{case[0]}") for at, case in enumerate(MISSED)
 ]
@@ -83,9 +84,9 @@ NOT_TAKEN = {
 
 @pytest.mark.parametrize(("wait", "life", "options"), CASES)
 def test_each_wait_is_needed(simulated, wait, life, options):
-    # What the CPU sees of damaged weights is said on the way.
-    found = simulated(life, without=wait, **options)
-    assert found["wrong"] or found["faults"]
+    # What the CPU sees of damaged weights is said on the way. On a busy machine what is slow may come in time.
+    tries = (simulated(life, without=wait, **options) for _ in range(TRIES))
+    assert any(found["wrong"] or found["faults"] for found in tries)
 
 
 @pytest.mark.parametrize(("wait", "life", "options"), LONG_CASES)
