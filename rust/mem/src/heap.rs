@@ -21,6 +21,9 @@ use crate::{limits::memory_limits, page_bytes};
 const MAPPED_BYTES: libc::c_int = 1 << 20;
 /// The highest threshold that glibc takes, and the one to which it goes by itself.
 const KEPT_BYTES: libc::c_int = 32 << 20;
+/// The trim threshold by which glibc never gives back by itself: with 64 MiB, which it would choose, a step of 4 x 512
+/// tokens takes 1.19 of the time in memory instead of 1.02.
+const NEVER: libc::c_int = -1;
 /// Of the model's bytes: forward and backward that touch so many times as many new pages are those of a large batch.
 const ACTIVATIONS: u64 = 3;
 /// And at least so many bytes: fewer take no time.
@@ -87,7 +90,7 @@ impl Heap {
         self.gives_back = false;
         self.keeps = true;
         self.free_holes();
-        set_mapped_from(KEPT_BYTES);
+        set_thresholds(KEPT_BYTES, NEVER);
     }
 
     fn free_holes(&mut self) {
@@ -148,9 +151,14 @@ fn touched_bytes() -> u64 {
     u64::try_from(usage.ru_minflt).unwrap_or(0) * page_bytes() as u64
 }
 
-#[cfg(target_env = "gnu")]
+/// Of what is freed at its end, the heap then keeps twice as much, as glibc would.
 fn set_mapped_from(bytes: libc::c_int) {
-    for (option, value) in [(libc::M_MMAP_THRESHOLD, bytes), (libc::M_TRIM_THRESHOLD, 2 * bytes)] {
+    set_thresholds(bytes, 2 * bytes);
+}
+
+#[cfg(target_env = "gnu")]
+fn set_thresholds(mapped: libc::c_int, trimmed: libc::c_int) {
+    for (option, value) in [(libc::M_MMAP_THRESHOLD, mapped), (libc::M_TRIM_THRESHOLD, trimmed)] {
         // SAFETY: it takes two numbers, and the library's own lock.
         unsafe { libc::mallopt(option, value) };
     }
@@ -187,7 +195,7 @@ fn take(taken: &mut Vec<usize>) {
 }
 
 #[cfg(not(target_env = "gnu"))]
-fn set_mapped_from(_: libc::c_int) {}
+fn set_thresholds(_: libc::c_int, _: libc::c_int) {}
 
 #[cfg(not(target_env = "gnu"))]
 fn trimmed() {}
