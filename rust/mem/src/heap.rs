@@ -50,7 +50,7 @@ pub struct Heap {
     large_bytes: u64,
     // Bytes of the pages that the process had touched anew when the last step ended; none before the first.
     touched: Option<u64>,
-    // The last step was one.
+    // The last step was of a large batch.
     was_large: bool,
     // Addresses of what was allocated.
     taken: Vec<usize>,
