@@ -2,7 +2,8 @@
 
 Each cell is planned (with the processor and the disk measured) right before it is run, in processes of their own, as
 often as there are rounds; seconds are the medians of all rounds. A cell is a model and a budget; the table has memory
-of the process, what training adds to its imports, and seconds of a step, predicted and real. Ten minutes for a round.
+of the process, what training adds to its imports, and seconds of a step, predicted and real. A round takes a quarter of
+an hour.
 """
 
 from __future__ import annotations
@@ -14,24 +15,57 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.train.cell.workload import WORKLOADS
 from memascend.cli.plan.answer import IMPORTS
 from memascend.text import bytes_shown, seconds_shown, table
 
-MODELS: dict[str, dict[str, Any]] = {
-    "25 M, Qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 384,
-                    "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6,
-                    "num_key_value_heads": 2, "vocab_size": 16_000},
-    "50 M, GPT-2": {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 512, "n_layer": 12,
-                    "n_head": 8, "vocab_size": 16_000, "n_positions": 512},
-    "125 M, Llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 768,
-                     "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
-                     "num_key_value_heads": 4, "vocab_size": 32_000},
-}  # fmt: skip
 # The comfortable budget, and one that holds state in memory.
 BUDGETS = (1.0, 3.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how it is trained."""
+
+    shape: dict[str, Any]  # of its config
+    tokens: int = 512  # of a step
+    budgets: tuple[float, ...] = BUDGETS  # in comfortable ones
+
+
+def _as_trained(name: str, budgets: tuple[float, ...] = BUDGETS) -> Case:
+    """A workload of `benchmarks.train`, whose figures README shows."""
+    work = WORKLOADS[name]
+    shape = {
+        "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": work.hidden,
+        "intermediate_size": work.intermediate, "num_hidden_layers": work.layers, "num_attention_heads": work.heads,
+        "num_key_value_heads": work.kv_heads, "vocab_size": work.vocabulary,
+    }  # fmt: skip
+    return Case(shape, work.length, budgets)
+
+
+MODELS = {
+    "25 M, Qwen2": Case({
+        "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 384,
+        "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "vocab_size": 16_000,
+    }),
+    "50 M, GPT-2": Case({
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 512, "n_layer": 12,
+        "n_head": 8, "vocab_size": 16_000, "n_positions": 512,
+    }),
+    "125 M, Llama": Case({
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 768,
+        "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "num_key_value_heads": 4, "vocab_size": 32_000,
+    }),
+    "125 M, Qwen2": _as_trained("125M-1x128"),
+    "504 M, Qwen2": _as_trained("500M-1x128"),
+    "1.5 B, Qwen2": _as_trained("1.5B-1x128", (1.0,)),
+}  # fmt: skip
 WARM, STEPS = 2, 5
 
 
@@ -39,7 +73,7 @@ def main() -> None:
     """Plan and run every cell, or be the process of one run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk (here)")
-    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--tokens", type=int, help="of a step, instead of each model's own")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument(
         "--rounds", type=int, default=1, help="of plan and run; more, where the machine does other things"
@@ -61,14 +95,15 @@ def main() -> None:
 
 def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The cells of one model."""
-    tokens = options.tokens
+    case = MODELS[name]
+    tokens = options.tokens or case.tokens
     with tempfile.TemporaryDirectory(dir=options.storage, prefix="memascend-bench-") as folder:
         config = Path(folder) / "config.json"
-        shape = {"dtype": "bfloat16", "tie_word_embeddings": False, "max_position_embeddings": 4096, **MODELS[name]}
+        shape = {"dtype": "bfloat16", "tie_word_embeddings": False, "max_position_embeddings": 4096, **case.shape}
         config.write_text(json.dumps(shape))
         comfortable = planned(config, tokens, [])["plan"]["comfortable"]
         cells = []
-        for factor in BUDGETS:
+        for factor in case.budgets:
             budget = int(comfortable * factor)
             speeds = [] if options.memory else ["--storage", folder]
             order = {"config": str(config), "tokens": tokens, "budget": budget, "storage": folder}
@@ -144,12 +179,12 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
 def shown(cells: list[dict[str, Any]]) -> str:
     """The table."""
     head = (
-        "model", "budget", "the process, said", "real", "said / real", "training adds, said", "real", "said / real",
-        "step, said", "real", "said / real", "mostly",
+        "model", "tokens", "budget", "the process, said", "real", "said / real", "training adds, said", "real",
+        "said / real", "step, said", "real", "said / real", "mostly",
     )  # fmt: skip
     rows = [
         (
-            cell["model"], bytes_shown(cell["budget"]),
+            cell["model"], str(cell["tokens"]), bytes_shown(cell["budget"]),
             *_memory(cell["said_bytes"], cell["was_bytes"]),
             *_memory(cell["said_added_bytes"], cell["was_added_bytes"]),
             *_seconds(cell), cell["bound"] or "",

@@ -291,6 +291,11 @@ def _place(name: str) -> tuple[bool, Iterable[tuple[bool, int, str]]]:
     return _HEAD.search(name) is not None, parts
 
 
+# As `rust/mem/src/heap.rs` has them: what is mapped, and when so much is mapped that the heap keeps what is freed.
+_MAPPED_FROM = 1 << 20
+_LARGE_TIMES, _LARGE_BYTES = 3, 256 << 20
+
+
 @dataclass(frozen=True)
 class Trace:
     """The operations and the memory of one backward, without parameters."""
@@ -301,12 +306,18 @@ class Trace:
     peak: int  # bytes of torch's own memory at its peak; a gradient is freed as soon as it is complete
     held: dict[str, int]  # the peak by kind: logits, gradients, activations
     kept: int  # bytes that the forward leaves for the backward: the memory of each further micro-batch
+    mapped: int  # bytes of all allocations that the C library maps, as long as the heap gives back what is freed
     recomputes: bool  # whether activation checkpointing is on
 
     @property
     def flops(self) -> int:
         """Operations of forward and backward."""
         return self.forward + self.backward
+
+    def is_large(self, model: nn.Module) -> bool:
+        """Whether the batch is so large beside the model that the heap of the host keeps what is freed."""
+        values = sum(parameter.nbytes for parameter in model.parameters())
+        return self.mapped > max(_LARGE_BYTES, _LARGE_TIMES * values)
 
 
 class _Watch(TorchDispatchMode):
@@ -316,6 +327,7 @@ class _Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         self.peak = 0
+        self.mapped = 0
         self.at_peak: list[tuple[int, tuple[int, ...]]] = []
         self._bytes = 0
         own = (*model.parameters(), *model.buffers())
@@ -344,6 +356,7 @@ class _Watch(TorchDispatchMode):
         nbytes = storage.nbytes()
         self._living[key] = nbytes, tuple(tensor.shape)
         self._bytes += nbytes
+        self.mapped += nbytes if nbytes >= _MAPPED_FROM else 0
         weakref.finalize(storage, self._gone, key)
         if self._bytes > self.peak:
             self.peak = self._bytes
@@ -440,6 +453,7 @@ def trace(model: nn.Module, batch: int, length: int, *, recomputes: bool) -> Tra
         peak=watch.peak,
         held=_kinds(model, watch.at_peak),
         kept=kept,
+        mapped=watch.mapped,
         recomputes=recomputes,
     )
 
@@ -468,6 +482,7 @@ def grown(one: Trace, two: Trace, times: int) -> Trace:
         peak=line(one.peak, two.peak),
         held={kind: line(nbytes, two.held[kind]) for kind, nbytes in one.held.items()},
         kept=line(one.kept, two.kept),
+        mapped=line(one.mapped, two.mapped),
         recomputes=one.recomputes,
     )
 
