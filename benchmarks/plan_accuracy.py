@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.train.cell.workload import WORKLOADS
+from benchmarks.train.cell.workload import WORKLOADS, configuration
 from memascend.cli.plan.answer import IMPORTS
 from memascend.text import bytes_shown, seconds_shown, table
 
@@ -39,11 +39,7 @@ class Case:
 def _as_trained(name: str, budgets: tuple[float, ...] = BUDGETS) -> Case:
     """A workload of `benchmarks.train`, whose figures README shows."""
     work = WORKLOADS[name]
-    shape = {
-        "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": work.hidden,
-        "intermediate_size": work.intermediate, "num_hidden_layers": work.layers, "num_attention_heads": work.heads,
-        "num_key_value_heads": work.kv_heads, "vocab_size": work.vocabulary,
-    }  # fmt: skip
+    shape = {**configuration(work).to_diff_dict(), "architectures": ["Qwen2ForCausalLM"]}
     return Case(shape, work.length, budgets)
 
 
