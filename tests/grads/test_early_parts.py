@@ -74,7 +74,7 @@ def test_parts_that_wait_for_an_earlier_micro_batch_are_within_the_limit_of_the_
     found = Measured(monkeypatch)
     with optimizer:
         for _ in range(3):
-            optimizer.accumulate(lambda batch: square(model, batch), rows(COUNT))
+            optimizer.accumulate(lambda batch: square(model, batch), rows(COUNT), by_layer=True)
             optimizer.step()
             optimizer.zero_grad()
         assert optimizer._session.accumulation.never is None

@@ -119,7 +119,7 @@ MICRO_BATCHES = (
 
     with optimizer:
         for _ in range(2):
-            optimizer.accumulate(loss_of, [torch.rand(512, 768) for _ in range(3)])
+            optimizer.accumulate(loss_of, [torch.rand(512, 768) for _ in range(3)], by_layer=True)
             optimizer.step()
             optimizer.zero_grad()
             after.append(kept())

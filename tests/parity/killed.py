@@ -49,7 +49,11 @@ def train(storage, log, gradients, steps, state=None, together=1):
             else:
                 torch.manual_seed(index)
                 taken = [batches[(index + more) % len(batches)] for more in range(together)]
-                loss = sum(optimizer.accumulate(lambda batch: case.loss(model, batch), taken, scale=1 / together))
+                loss = sum(
+                    optimizer.accumulate(
+                        lambda batch: case.loss(model, batch), taken, scale=1 / together, by_layer=True
+                    )
+                )
             file.write(f"{index} {loss.item().hex()} {optimizer.steps}\n")
             optimizer.step()
             optimizer.zero_grad()

@@ -44,7 +44,7 @@ def accumulates(run, *, overflows=None, says=lambda _: ()):
             return loss * overflows if overflows and index == OVERFLOWS else loss
 
         if hasattr(run.optimizer, "accumulate"):
-            losses = run.optimizer.accumulate(loss_of, batches, scale=1 / count)
+            losses = run.optimizer.accumulate(loss_of, batches, scale=1 / count, by_layer=True)
         else:
             losses = one_after_the_other(run.optimizer, loss_of, batches, 1 / count)
         run.record(*losses)

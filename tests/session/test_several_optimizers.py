@@ -312,7 +312,7 @@ def test_micro_batches_of_a_step_are_summed_for_all_members(tmp_path, optimizers
         for one in micro:
             in_memory.append(loss_of(memory.model, one))
             in_memory[-1].backward()
-        losses = optimizer.accumulate(lambda one: loss_of(model, one), micro)
+        losses = optimizer.accumulate(lambda one: loss_of(model, one), micro, by_layer=True)
         assert all(same_bits(one.detach(), other) for one, other in zip(in_memory, losses, strict=True))
         for run in (memory, optimizer):
             run.step()

@@ -96,9 +96,9 @@ class BackwardTasks:
             begins: called at the begin of each backward, which it may reject.
             fails: called after each failed backward, once the failure is seen.
         """
-        self.declared = declared
-        # A call has said how many follow.
-        self.expected = False
+        self.declared: float = declared
+        # Backwards before those that a call has said will follow; None outside of such a call.
+        self.before: int | None = None
         # Backwards that ended and brought a gradient.
         self.count = 0
         # The one that is open brought a gradient.
@@ -171,15 +171,18 @@ class BackwardTasks:
         self.restart()
 
     @contextmanager
-    def expecting(self, more: int) -> Iterator[None]:
-        """So many backwards follow inside; where no number was declared, the last of them makes the step."""
-        declared, self.expected = self.declared, True
+    def expecting(self, more: float) -> Iterator[None]:
+        """So many backwards follow inside; where no number was declared, the last of them makes the step.
+
+        Infinity: their number is not known, so `step()` makes it.
+        """
+        declared, self.before = self.declared, self.count
         if declared == 1:
             self.declared = self.count + more
         try:
             yield
         finally:
-            self.declared, self.expected = declared, False
+            self.declared, self.before = declared, None
 
     def is_last(self, more: int = 1) -> bool:
         """Whether the one that is open makes a step."""
@@ -432,11 +435,13 @@ class Arrivals:
         inside = self.backwards.inside()
         if inside:
             self.backwards.enter()
-        again = self._brought.get(gradient.name) == self.backwards.count and inside and first
+        brought = self._brought.get(gradient.name, -1)
+        again = brought == self.backwards.count and inside and first
         if again:
             gradient.expect_pieces()
         else:
-            if not self.backwards.expected:
+            # A call that has said how many backwards follow is detected as any loop where it is one of several.
+            if self.backwards.before is None or brought < self.backwards.before:
                 self.loop.notice("accumulation")
             self._require_declared(gradient)
         gradient.require_own()

@@ -6,7 +6,6 @@ import contextlib
 import contextvars
 import logging
 import math
-import operator
 import queue
 import threading
 import time
@@ -16,7 +15,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import partial
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +24,7 @@ from memascend.params import module_hooks
 from memascend.params.threads import working_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from memascend.grads.gradient import Gradient
     from memascend.params.unit import Home
@@ -65,27 +63,24 @@ def unit_in(use: int) -> int:
 class Recorder:
     """Follows micro-batches that are computed one after the other."""
 
-    def __init__(self, kept: KeptValues) -> None:
-        """`kept`: the values that modules keep before the first micro-batch."""
+    def __init__(self, look: Callable[[], Callable[[], str | None]]) -> None:
+        """`look` is called after the first micro-batch; what it returns says after the last what changed since."""
         self.paths: list[Path] = []
-        # A value that a module keeps from one stage to another, or for the next micro-batch, in words.
-        self.keeps: str | None = None
-        self._kept = kept
         # Parameters whose gradient cannot be summed by layer, with the reason.
         self.unfit: dict[str, str] = {}
+        self._look = look
+        self._changed: Callable[[], str | None] = lambda: None
 
     def begin(self) -> None:
         """The next micro-batch begins."""
+        if len(self.paths) == 1:
+            # The first one is none to compare with: libraries install hooks and fill caches in a model's first call.
+            self._changed = self._look()
         self.paths.append(Path())
 
     def arrive(self, homes: Iterable[Home]) -> None:
         """A module or a backward is about to use units."""
-        if self.paths[-1].reach(homes):
-            self.look()
-
-    def look(self) -> None:
-        """Look for a value that a module keeps."""
-        self.keeps = self.keeps or self._kept.changed()
+        self.paths[-1].reach(homes)
 
     def take(self, gradient: Gradient) -> bool:
         """A gradient has arrived, which is left where it is."""
@@ -100,6 +95,13 @@ class Recorder:
 
     def require_open(self, gradient: Gradient) -> None:
         """Nothing is summed here."""
+
+    def against_layers(self) -> str | None:
+        """Why these micro-batches cannot be computed by layer; None where nothing of it was seen."""
+        if self.unfit:
+            name, reason = next(iter(self.unfit.items()))
+            return f"the gradient of {name!r} {reason}"
+        return self._changed()
 
 
 class Course:
@@ -152,94 +154,43 @@ def _merged(first: list[int], second: list[int]) -> list[int]:
     return merged
 
 
-class KeptValues:
-    """Finds modules that keep a value beyond their stage, in attributes, buffers, or objects in these."""
+class ModuleValues:
+    """The attributes and buffers of a model's modules, as they were: by identity, tensors also by version."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Note the values that modules keep now."""
-        self._kept: list[_Kept] = []
-        # An object that several modules hold, as a configuration, is examined once.
-        seen: set[int] = set()
-        for name, module in model.named_modules():
-            title = f"module {name!r}" if name else "the model"
-            for values in (vars(module), module._buffers):  # noqa: SLF001
-                self._kept.append(_Kept(title, values))
-                for attribute, value in values.items():
-                    inner = None if attribute in _OF_MODULES or id(value) in seen else _inner(value)
-                    if inner is not None:
-                        seen.add(id(value))
-                        self._kept.append(_Kept(title, inner, attribute))
-
-    def changed(self) -> str | None:
-        """The first changed value, in words; None where all are as before."""
-        for kept in self._kept:
-            attribute = kept.changed()
-            if attribute is not None:
-                return f"{kept.title} changes {attribute!r}"
-        return None
-
-
-# Attributes that torch has in every module.
-_OF_MODULES = frozenset(vars(torch.nn.Module()))
-# Of a longer list only the length is compared.
-_ITEMS_MAX = 256
-
-
-def _inner(value: Any) -> Any:
-    """The values that a value holds; None where it holds none that a module would change."""
-    if isinstance(value, list | set | dict):
-        return value
-    if isinstance(value, torch.Tensor | torch.nn.Module | type | ModuleType) or callable(value):
-        return None
-    # torch's own objects hold values of torch, such as compiled code.
-    return None if type(value).__module__.partition(".")[0] == "torch" else getattr(value, "__dict__", None)
-
-
-class _Kept:
-    """The attributes of a module, or the values in one of them, as they were."""
-
-    def __init__(self, title: str, values: Any, attribute: str | None = None) -> None:
-        """`attribute` holds them; None: they are the module's own."""
-        self.title = title
-        self._attribute = attribute
-        self._values = values
-        self._names = list(values) if attribute is None else []
-        # The values themselves, so that nothing else takes their identity.
-        self._items = list(self._now())
-        # A version counts changes in place; of a weight it also counts that its values come and go.
-        self._versions = [
-            (place, value, value._version)  # noqa: SLF001
-            for place, value in enumerate(self._items)
-            if isinstance(value, torch.Tensor) and not (isinstance(value, torch.nn.Parameter) or value.is_inference())
+        """Note the values that modules have now, and keep them, so that nothing else takes their identity."""
+        self._noted = [
+            (f"module {name!r}" if name else "the model", values, dict(values), _versions(values))
+            for name, module in model.named_modules()
+            for values in (vars(module), module._buffers)  # noqa: SLF001
         ]
 
     def changed(self) -> str | None:
-        """The attribute that is not as it was; None where all are."""
-        items = self._now()
-        if len(items) != len(self._items):
-            names = set(self._values) ^ set(self._names) if self._attribute is None else ()
-            return min(names, default=self._attribute)
-        if not all(map(operator.is_, items, self._items)):
-            for place, (one, other) in enumerate(zip(items, self._items, strict=True)):
-                if one is not other and not _is_same_number(one, other):
-                    return self._named(place)
-        for place, value, version in self._versions:
-            if value._version != version:  # noqa: SLF001
-                return self._named(place)
+        """The first value that is another one or was written to, in words; None where all are as before."""
+        for title, values, before, versions in self._noted:
+            names = [
+                name
+                for name in {**before, **values}
+                if not (name in before and name in values and _is_same(before[name], values[name]))
+            ]
+            names += [name for name, version in _versions(values).items() if versions.get(name) != version]
+            if names:
+                return f"{title} changes {names[0]!r} from one micro-batch to the next"
         return None
 
-    def _now(self) -> Collection[Any]:
-        if self._attribute is not None and len(self._values) > _ITEMS_MAX:
-            return (len(self._values),)
-        return self._values.values() if isinstance(self._values, dict) else self._values
 
-    def _named(self, place: int) -> str:
-        return self._names[place] if self._attribute is None else self._attribute
+def _versions(values: Mapping[str, Any]) -> dict[str, int]:
+    """How often each tensor was written to in place; a weight's counter also counts that its values come and go."""
+    return {
+        name: value._version  # noqa: SLF001
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor) and not (isinstance(value, torch.nn.Parameter) or value.is_inference())
+    }
 
 
-def _is_same_number(one: Any, other: Any) -> bool:
-    """Whether both are one number or text, which may be another object each time."""
-    return isinstance(one, int | float | str) and type(one) is type(other) and bool(one == other)
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether both are one object, or equal numbers or texts, which may be another object each time."""
+    return one is other or (isinstance(one, int | float | str) and type(one) is type(other) and bool(one == other))
 
 
 _log = logging.getLogger("memascend")
@@ -277,6 +228,11 @@ class Generators:
         torch.set_rng_state(states[0])
         if self._module is not None:
             self._module.set_rng_state(states[1], self._device)
+
+
+def same_states(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    """Whether no random number was drawn between two looks at the generators."""
+    return all(map(torch.equal, one, other))
 
 
 class CallerStream:
@@ -394,7 +350,7 @@ class Baton:
     """
 
     def __init__(
-        self, course: Course, generators: Generators, states: list[list[torch.Tensor]], look: Callable[[], None]
+        self, course: Course, generators: Generators, states: list[list[torch.Tensor]], tidy: Callable[[], None]
     ) -> None:
         """Begin with none of them.
 
@@ -402,14 +358,14 @@ class Baton:
             course: the stages.
             generators: of random numbers.
             states: of the random numbers that each micro-batch begins with.
-            look: called where another micro-batch is about to run; raises an error where none may.
+            tidy: called where another micro-batch is about to run.
         """
         self.micro_batches = [MicroBatch(index, own) for index, own in enumerate(states)]
         self.low: float = -1
         self.strayed = False
         self._course = course
         self._generators = generators
-        self._look = look
+        self._tidy = tidy
         self._local = threading.local()
         self._passed_at = time.monotonic()
         self._runs = self.micro_batches[0]
@@ -453,12 +409,7 @@ class Baton:
             self._passed_at = time.monotonic()
         if chosen is own or chosen is None:
             return
-        try:
-            self._look()
-        except BaseException as error:
-            # Code around the module might take it for its own.
-            self._fail(error)
-            raise
+        self._tidy()
         own.pause(self._generators)
         self._hand_to(chosen)
         own.turn.acquire()

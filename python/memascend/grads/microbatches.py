@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import random
 import sys
 import time
+from collections.abc import Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +24,11 @@ from memascend.grads.baton import (
     CallerStream,
     Course,
     Generators,
-    KeptValues,
+    ModuleValues,
     Path,
     Recorder,
     Threads,
+    same_states,
 )
 from memascend.memory import free_scratch
 
@@ -314,24 +317,30 @@ class Accumulation:
         begin: Callable[[torch.Tensor], None],
         *,
         by_layer: bool,
+        seeded: bool = True,
     ) -> list[Any]:
-        """Compute the losses and gradients of micro-batches; `begin` begins the backward of one's loss."""
-        listed = list(batches)
-        seeds = [int(torch.empty((), dtype=torch.int64, device="cpu").random_().item()) for _ in listed]
-        if not listed:
-            return []
+        """Compute the losses and gradients of micro-batches; `begin` begins the backward of one's loss.
+
+        By layer, each micro-batch has random numbers of its own, of a seed that is drawn for it before the first one.
+        Without seeds none may be drawn: where the first call draws some, all calls compute one after the other.
+        """
 
         def computed(batch: Any) -> Any:
             result = loss_of(batch)
             begin(_loss_in(result))
             return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
+        if not by_layer:
+            return self._in_turn(computed, batches)
+        listed = list(batches)
+        seeds = [_drawn_seed() for _ in listed] if seeded else None
         if self.never is None and torch.__version__ < _FUSES_ALIKE and any(map(_is_compiled, self.model.modules())):
             self.never = f"torch before {_FUSES_ALIKE} compiles other kernels for blocks that wait for micro-batches"
-        if by_layer and self._is_fit(len(listed)):
+        if self._is_fit(len(listed)):
             return self._by_layer(computed, listed, seeds)
-        watched = by_layer and self.never is None and self._course is None and len(listed) > 1
-        with self._watched() if watched else contextlib.nullcontext() as recorder:
+        if self.never is not None or self._course is not None or len(listed) < 2:
+            return self._in_turn(computed, listed, seeds)
+        with self._watched(seeded=seeded) as recorder:
             return self._in_turn(computed, listed, seeds, recorder)
 
     def close(self) -> None:
@@ -341,28 +350,41 @@ class Accumulation:
     # --- one after the other -----------------------------------------------------------
 
     def _in_turn(
-        self, computed: Callable[[Any], Any], batches: list[Any], seeds: list[int], recorder: Recorder | None
+        self,
+        computed: Callable[[Any], Any],
+        batches: Iterable[Any],
+        seeds: list[int] | None = None,
+        recorder: Recorder | None = None,
     ) -> list[Any]:
         results = []
-        with self.arrivals.backwards.expecting(len(batches)):
-            for batch, seed in zip(batches, seeds, strict=True):
+        # A generator is not read ahead: what it does comes between two micro-batches, as in a loop.
+        count = len(batches) if isinstance(batches, Sized) else math.inf
+        with self.arrivals.backwards.expecting(count):
+            for index, batch in enumerate(batches):
                 if recorder is not None:
                     recorder.begin()
-                torch.manual_seed(seed)
+                if seeds is not None:
+                    torch.manual_seed(seeds[index])
                 results.append(computed(batch))
         return results
 
     @contextlib.contextmanager
-    def _watched(self) -> Iterator[Recorder]:
-        """Learn the order in which units are used, and whether a module keeps something for the next micro-batch."""
-        recorder, numbers = Recorder(KeptValues(self.model)), _random_states()
+    def _watched(self, *, seeded: bool) -> Iterator[Recorder]:
+        """Record the order in which units are used, and look for what cannot be computed by layer."""
+
+        def look() -> Callable[[], str | None]:
+            values, foreign, states = ModuleValues(self.model), _foreign_generators(), self._generators.states()
+
+            def changed() -> str | None:
+                drawn = not (seeded or same_states(states, self._generators.states()))
+                return _DRAWN if drawn or foreign != _foreign_generators() else values.changed()
+
+            return changed
+
+        recorder = Recorder(look)
         with self.arrivals.summed_by(recorder):
             yield recorder
-        recorder.look()
-        self.never = recorder.keeps or (None if numbers == _random_states() else _OTHER_NUMBERS)
-        if recorder.unfit:
-            name, reason = next(iter(recorder.unfit.items()))
-            self.never = f"the gradient of {name!r} {reason}"
+        self.never = recorder.against_layers()
         self._course = Course(recorder.paths)
         if len(self._course.units) < 2:
             self.never = self.never or "no more than one unit is streamed"
@@ -378,7 +400,7 @@ class Accumulation:
 
     def _is_fit(self, count: int) -> bool:
         """Whether this call is computed by layer; the log says why not."""
-        if count == 1:
+        if count < 2:
             return False
         why = self.never or self._unfit_now()
         if why is not None:
@@ -399,24 +421,25 @@ class Accumulation:
                     return f"a hook of yours is called for each accumulated gradient of {gradient.name!r}"
         return None
 
-    def _by_layer(self, computed: Callable[[Any], Any], batches: list[Any], seeds: list[int]) -> list[Any]:
+    def _by_layer(self, computed: Callable[[Any], Any], batches: list[Any], seeds: list[int] | None) -> list[Any]:
         states = []
-        for seed in seeds:
-            torch.manual_seed(seed)
+        for index in range(len(batches)):
+            if seeds is not None:
+                torch.manual_seed(seeds[index])
             states.append(self._generators.states())
         assert self._course is not None
-        kept, numbers = KeptValues(self.model), _random_states()
-        baton = Baton(self._course, self._generators, states, lambda: self._change_over(kept))
+        baton = Baton(self._course, self._generators, states, self._tidy)
         backwards = self.arrivals.backwards
         whole = backwards.declared == 1 or backwards.is_last(len(batches))
         stream = CallerStream(self.device)
         sums = PartialSums(self.arrivals, self._course, baton, self.limit, self._make_room, stream=stream, whole=whole)
         self.meter.count(sums)
         try:
-            with self.arrivals.summed_by(sums):
+            with self.arrivals.summed_by(sums), self.residency.reached.sealed():
                 self.arrivals.begin_backward()
                 baton.run(lambda own: computed(batches[own.index]), CallerModes(self.device), self._threads)
-                self._require_nothing_kept(kept.changed() or (None if numbers == _random_states() else _OTHER_NUMBERS))
+                if seeds is None:
+                    self._require_none_drawn(states[0], baton)
         except BaseException:
             self._abandon(sums)
             raise
@@ -431,9 +454,8 @@ class Accumulation:
         self._generators.load(baton.micro_batches[-1].states)
         return [one.result for one in baton.micro_batches]
 
-    def _change_over(self, kept: KeptValues) -> None:
-        """Another micro-batch is about to run; occasionally free memory that this one's thread keeps is given back."""
-        self._require_nothing_kept(kept.changed())
+    def _tidy(self) -> None:
+        """Occasionally give back the free memory that the thread of a micro-batch keeps while others run."""
         began = time.monotonic()
         if began >= self._gives_back_at:
             free_scratch()
@@ -441,12 +463,12 @@ class Accumulation:
             ended = time.monotonic()
             self._gives_back_at = ended + _PAUSES * (ended - began)
 
-    def _require_nothing_kept(self, changed: str | None) -> None:
-        if changed is not None:
-            self.never = changed
+    def _require_none_drawn(self, states: list[torch.Tensor], baton: Baton) -> None:
+        if not all(same_states(states, one.states) for one in baton.micro_batches):
+            self.never = _DRAWN
             raise UsageError(
-                f"{changed} while micro-batches are computed by layer, and did not in earlier calls: nothing of the "
-                "step is kept; call accumulate() again, which takes one after the other from now on"
+                f"{self.never}, and earlier steps drew none: nothing of the step is kept; call zero_grad(), and "
+                "compute the micro-batches one after the other from now on"
             )
 
     def _abandon(self, sums: PartialSums) -> None:
@@ -471,11 +493,16 @@ def _loss_in(result: Any) -> torch.Tensor:
     return loss
 
 
-_OTHER_NUMBERS = "random numbers of Python or numpy are drawn"
+_DRAWN = "random numbers are drawn, which are others by layer"
 
 
-def _random_states() -> tuple[Any, ...]:
-    """The states of generators that are not torch's, so that two of them can be compared."""
+def _drawn_seed() -> int:
+    """A seed from torch's default generator."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+
+
+def _foreign_generators() -> tuple[Any, ...]:
+    """The states of the generators of Python and numpy, so that two of them can be compared."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return (random.getstate(),)

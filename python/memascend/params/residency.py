@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -304,7 +305,7 @@ class Residency:
         self._memory.require_usable()
         here = current()
         with self.lock:
-            self.turns.wait_to_bind()
+            self.turns.wait_to_bind(partial(self.units.is_crowded_out, home, here))
             if home.bound == 0:
                 # Through views that were taken while the model computed.
                 self._find_written(home)
@@ -330,6 +331,7 @@ class Residency:
                 return
             self._take_away(home)
             home.count(here, -1)
+            self.turns.note_release()
         self._meter.used()
 
     def release(self, holder: int) -> None:
@@ -342,6 +344,7 @@ class Residency:
                     self._take_away(home)
                 # Not the sum: an interrupt may have come between the two.
                 home.count(holder, -home.holders.get(holder, 0))
+            self.turns.note_release()
 
     def _take_away(self, home: Home) -> None:
         """Make the parameters of a unit placeholders; a repeated call after an interrupt completes it."""
@@ -467,6 +470,7 @@ class Residency:
         self.transfers.settle()
         self.reached.note_walk()
         with self.lock:
+            self.turns.wait_to_read(partial(self.units.is_crowded_out, home, current()))
             if home.version != version:
                 raise UsageError(
                     f"a graph needs unit {home.name!r} as it was before step(), or before it was written to: call "

@@ -358,6 +358,15 @@ class ResidentUnits:
         victim = victim_for(home, self.homes, self.order, self._current, must=must)
         return _LAST_SECONDS if victim is None and must else victim
 
+    def is_crowded_out(self, home: Home, here: int) -> bool:
+        """Whether units that other threads compute with leave a unit no memory: it is free once their modules end."""
+        if home.held or home.base is not None or self._arena.free_slots(home.nbytes):
+            return False
+        return (
+            any(other.slot_bytes == home.slot_bytes and other.holders.keys() - {here} for other in self.homes)
+            and victim_for(home, self.homes, self.order, None, must=True) is None
+        )
+
     def _add_room(self, home: Home) -> None:
         """Take memory beside the planned, where no budget was given: a plan cannot know which views code keeps."""
         limits, holders = self._limits, holders_beside(home, self.homes) or "units in use"
@@ -365,7 +374,7 @@ class ResidentUnits:
             smallest = limits.larger(home.slot_bytes)
             raise BudgetError(
                 f"no memory for unit {home.name!r} ({home.nbytes} bytes): all places of its size are held by views of "
-                f"{holders}, which a checkpoint segment of several blocks, or your code, keeps; "
+                f"{holders}, which a checkpoint segment of several blocks, another thread, or your code, keeps; "
                 f"{limits.option}={smallest} has a place for every unit",
                 smallest=smallest,
             ) from None

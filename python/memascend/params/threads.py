@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
@@ -14,7 +15,7 @@ import torch
 from memascend.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 # Threads of these packages carry out their own work, and never touch a model: progress bars, loaders, debuggers.
@@ -86,6 +87,8 @@ def _is_helper(thread: threading.Thread) -> bool:
 
 # How long an operation of another thread on a parameter may take before it is refused as one that does not end.
 _TOUCH_SECONDS = 60.0
+# How often a thread that waits for memory looks whether there is some.
+_LOOK_SECONDS = 0.05
 FORKED = (
     "the model belongs to the process that offloaded it, and this process is a fork of it: compute there, or offload a "
     "model here"
@@ -167,11 +170,24 @@ class Turns:
         elif thread != self.first and not is_autograds():
             self.several = True
 
-    def wait_to_bind(self) -> None:
-        """Under the lock: let another thread that changes values end."""
+    def wait_to_bind(self, crowded_out: Callable[[], bool]) -> None:
+        """Under the lock: let another thread that changes values end, and others release the memory that is needed."""
+        self.note_thread()
+        self.wait_to_read(crowded_out)
         if self._changing and self._changer != current():
             self._turn.wait_for(lambda: not self._changing)
-        self.note_thread()
+
+    def wait_to_read(self, crowded_out: Callable[[], bool]) -> None:
+        """Under the lock: let others release the memory that is needed; after some time there is an error for it."""
+        deadline = time.monotonic() + _TOUCH_SECONDS
+        while self.several and crowded_out() and time.monotonic() < deadline:
+            # What a view holds comes back without a notice.
+            self._turn.wait(_LOOK_SECONDS)
+
+    def note_release(self) -> None:
+        """Under the lock: a thread has ended a module, whose memory another one may wait for."""
+        if self.several:
+            self._turn.notify_all()
 
     @contextmanager
     def touching(self) -> Iterator[None]:

@@ -216,6 +216,10 @@ _log = logging.getLogger("memascend")
 
 
 _STAGED = "a step is staged, and its updates began from other values: call step() or zero_grad() first"
+_SEALED = (
+    "micro-batches are computed by layer, and would see different values: write to weights before accumulate(), "
+    "between steps, within memascend.materialized(model, modify=True), or leave by_layer=True out"
+)
 
 
 class ReachedWeights:
@@ -234,6 +238,8 @@ class ReachedWeights:
         self._late: set[str] = set()
         # The backward that was looked at last.
         self._walked = -1
+        # Micro-batches are computed by layer: no weight may change.
+        self._sealed = False
 
     def note_handed_out(self) -> None:
         """User code gets memory of rows that ranks share."""
@@ -351,8 +357,19 @@ class ReachedWeights:
     def require_writable(self, place: Place) -> None:
         """Refuse a write once an update has begun from the values."""
         self._residency.units.require_open()
-        if self._residency.listener.has_updates:
-            raise UsageError(f"{place.name!r} cannot be changed now: {_STAGED}")
+        if self._sealed or self._residency.listener.has_updates:
+            raise UsageError(f"{place.name!r} cannot be changed now: {_SEALED if self._sealed else _STAGED}")
+
+    @contextmanager
+    def sealed(self) -> Iterator[None]:
+        """Let the model compute with the values that were written before, and reject writes inside."""
+        self.look()
+        self._sealed = True
+        try:
+            yield
+            self.look()
+        finally:
+            self._sealed = False
 
     # --- writes -------------------------------------------------------------------------------
 
@@ -373,6 +390,8 @@ class ReachedWeights:
         now = one.checksum()
         written = now != one.seen
         if written:
+            if self._sealed:
+                raise UsageError(f"{one.place.name!r} was written to while {_SEALED}")
             if self._residency.listener.has_updates:
                 self._late.add(one.place.name)
                 return True

@@ -220,29 +220,35 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         batches: Iterable[Any],
         *,
         scale: float = 1.0,
-        by_layer: bool = True,
+        by_layer: bool = False,
     ) -> list[Any]:
         """Compute losses and gradients of all micro-batches of a step; `step()` comes next.
 
-        The result is bit-identical to a loop over the micro-batches, each after `torch.manual_seed(seed)`, with seeds
-        drawn from torch's default generator before the first. The weights are read once for all micro-batches: each
-        unit (a block, say) computes all of them before the next one begins.
+        The result is bit-identical to `for batch in batches: (loss_of(batch) * scale).backward()`. In such a loop, each
+        micro-batch reads all weights, and sums of gradients go to storage and back in between. By layer, each unit (a
+        block, say) computes all micro-batches before the next unit begins, so that weights are read and sums written
+        once. Each micro-batch then has random numbers of its own: the result is bit-identical to that loop with
+        `torch.manual_seed(seed)` before each `loss_of`, with seeds drawn from torch's default generator before the
+        first.
 
-        The first call computes one micro-batch after the other, and records the order of units. All calls do so where
-        layers cannot be shared, and the log gives the reason. There are three: several ranks, a module that keeps a
-        value from one micro-batch to the next (BatchNorm), a hook of yours on accumulated gradients.
+        The first call by layer computes one micro-batch after the other and records the order of units. All calls do
+        so where layers cannot be shared, and the log gives the reason: several ranks, a hook of yours on accumulated
+        gradients, gradients that exist already, or an attribute or a buffer of a module that the first call saw
+        change from one micro-batch to the next (BatchNorm).
 
         Args:
             loss_of: called with each micro-batch; returns its loss, or a tuple that begins with it.
             batches: the micro-batches of the step.
             scale: multiplies the losses before their backwards, as 1 / len(batches) does for a mean.
-            by_layer: False computes one micro-batch after the other.
+            by_layer: True is a promise about your code, which micro-batches then enter in turns, block by block:
+                neither `loss_of` nor the model keeps anything between micro-batches, or anywhere else than in its
+                arguments and results. Code that breaks it may compute wrong gradients without an error.
 
         Returns:
             The results of `loss_of`, detached, in order.
 
         Raises:
-            UsageError: a module began to keep values, or gradients arrived in another order; all of it is dropped.
+            UsageError: by layer, gradients arrived in another order, or a weight was written to; all of it is dropped.
         """
         return self._session.accumulate(loss_of, batches, scale=scale, by_layer=by_layer)
 

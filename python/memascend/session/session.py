@@ -114,7 +114,13 @@ class Session:
             (loss * scale.scale if scale.enabled else loss).backward(**options)
 
     def accumulate(
-        self, loss_of: Callable[[Any], Any], batches: Iterable[Any], *, scale: float, by_layer: bool
+        self,
+        loss_of: Callable[[Any], Any],
+        batches: Iterable[Any],
+        *,
+        scale: float,
+        by_layer: bool,
+        seeded: bool = True,
     ) -> list[Any]:
         """Run the backwards of several micro-batches; see `microbatches`."""
         self.run.resources.require_open()
@@ -134,7 +140,7 @@ class Session:
         grad = torch.is_grad_enabled()
         try:
             with self.run.gradients.scaled():
-                return self.accumulation.run(loss_of, batches, begin, by_layer=by_layer)
+                return self.accumulation.run(loss_of, batches, begin, by_layer=by_layer, seeded=seeded)
         except BaseException:
             # Ctrl-C while torch.no_grad() is entered or left leaves gradients disabled.
             torch.set_grad_enabled(grad)

@@ -174,7 +174,7 @@ def accumulated(batches=(None, None, None), steps=3, *, without=None, delays=Non
 
         for step in range(steps):
             training.check.step = step
-            training.optimizer.accumulate(loss_of, batches)
+            training.optimizer.accumulate(loss_of, batches, by_layer=True)
             training.commit(step, batches)
         course = training.optimizer._session.accumulation
         return {**training.compare(), "by_layer": course.never or course._course is not None}

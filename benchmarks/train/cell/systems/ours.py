@@ -126,7 +126,9 @@ class Ours:
     def accumulate(self, batches: list[Any]) -> Any:
         """The mean loss of the step's batches, with its gradients, layer by layer."""
         with self._span("accumulate()"):
-            return sum(self.optimizer.accumulate(self.forward, batches, scale=1 / len(batches))) / len(batches)
+            return sum(self.optimizer.accumulate(self.forward, batches, scale=1 / len(batches), by_layer=True)) / len(
+                batches
+            )
 
     def update(self) -> None:
         """The step, committed."""

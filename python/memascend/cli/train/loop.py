@@ -244,7 +244,9 @@ class Loop:
                 return self._loss(batches[number]) * (batches[number].learnt / learnt)
             return self._loss(Batch.of_padding(self.batches.padding)) * 0.0
 
-        parts = [part.item() for part in self.optimizer.accumulate(part_of, self.ranks.numbers(len(batches)))]
+        parts = [
+            part.item() for part in self.optimizer.accumulate(part_of, self.ranks.numbers(len(batches)), by_layer=True)
+        ]
         loss = _sum(self.ranks.in_order(parts, len(batches)))
         if not math.isfinite(loss):
             self.optimizer.zero_grad()

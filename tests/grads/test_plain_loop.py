@@ -1,0 +1,186 @@
+"""Tests `accumulate()` against the plain loop: programs that keep values, weights that are written, other threads."""
+
+import threading
+
+import pytest
+import torch
+from grads.kept_programs import DRAWING, PROGRAMS, Stack, listed_batches, square
+from support.bits import same_bits
+
+import memascend
+
+
+@pytest.mark.parametrize("gradients", ["auto", pytest.param("fused", marks=pytest.mark.slow)])
+def test_programs_that_keep_values_equal_the_plain_loop(python, tmp_path, gradients):
+    script = f"import runpy, sys; sys.argv[:] = ['', {str(tmp_path)!r}, {gradients!r}]; runpy.run_path({SCRIPT!r}, "
+    said = python(script + "run_name='__main__')", env={"OMP_NUM_THREADS": "1"}).splitlines()
+    assert [line for line in said if not line.endswith(": equal")] == []
+    assert len(said) == len(PROGRAMS) + len(DRAWING)
+
+
+SCRIPT = __file__.replace("test_plain_loop", "kept_programs")
+
+
+def in_place(parameter):
+    parameter.clamp_(-0.05, 0.05)
+
+
+def through_data(parameter):
+    parameter.data.clamp_(-0.05, 0.05)
+
+
+def through_numpy(parameter):
+    values = parameter.detach().numpy()
+    values[:] = values.clip(-0.05, 0.05)
+
+
+def written(model, write):
+    with torch.no_grad():
+        for parameter in model.blocks.parameters():
+            write(parameter)
+
+
+def in_memory(write, where):
+    """What the plain loop leaves, with seeds for micro-batches as by layer."""
+    torch.manual_seed(0)
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        batches = listed_batches()
+        if where == "between" and step:
+            written(model, write)
+        for part in (0, 1) if where == "within a step" else (0,):
+            if part and step:
+                written(model, write)
+            seeds = [int(torch.empty((), dtype=torch.int64).random_().item()) for _ in batches]
+            for seed, batch in zip(seeds, batches, strict=True):
+                torch.manual_seed(seed)
+                losses.append(square(model)(batch))
+                losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*(loss.detach() for loss in losses), *model.state_dict().values()]
+
+
+def smallest(gradients):
+    model = Stack()
+    with pytest.raises(memascend.BudgetError) as refused:
+        memascend.offload(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), host_memory=1, gradients=gradients, durability="none"
+        )
+    return refused.value.smallest
+
+
+# A second call of a step is refused where updates ran in the first one's backward.
+PLACES = [("between", "auto", True), ("between", "ssd", False), ("between", "fused", True),
+          ("within a step", "auto", True), ("within a step", "ssd", False)]  # fmt: skip
+
+
+@pytest.mark.parametrize("write", [in_place, through_data, through_numpy])
+@pytest.mark.parametrize(("where", "gradients", "small"), PLACES)
+def test_weights_that_are_written_between_two_calls_count(tmp_path, where, write, gradients, small):
+    options = {"host_memory": smallest(gradients)} if small else {}
+    expected = in_memory(write, where)
+    torch.manual_seed(0)
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = memascend.offload(
+        model, optimizer, storage=tmp_path / "run.store", gradients=gradients, **options
+    )
+    losses = []
+    with optimizer:
+        for step in range(3):
+            batches = listed_batches()
+            if where == "between" and step:
+                written(model, write)
+            for part in (0, 1) if where == "within a step" else (0,):
+                if part and step:
+                    written(model, write)
+                losses += optimizer.accumulate(square(model), batches, by_layer=True)
+            optimizer.step()
+            optimizer.zero_grad()
+        found = [*losses, *(value.clone() for value in model.state_dict().values())]
+    assert all(same_bits(one, other) for one, other in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("write", [in_place, through_data, through_numpy])
+@pytest.mark.parametrize(("gradients", "small"), [("auto", True), ("ssd", False), ("fused", True)])
+def test_weights_that_are_written_by_loss_of_are_refused_by_layer(tmp_path, write, gradients, small):
+    torch.manual_seed(0)
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"host_memory": smallest(gradients)} if small else {}
+    model, optimizer = memascend.offload(
+        model, optimizer, storage=tmp_path / "run.store", gradients=gradients, **options
+    )
+    with optimizer:
+        optimizer.accumulate(square(model), listed_batches(), by_layer=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+        def loss_of(batch):
+            written(model, write)
+            return model(batch).square().mean()
+
+        with pytest.raises(memascend.UsageError, match=r"blocks\.\d\.[a-z.]+'.*materialized\(model, modify=True\)"):
+            optimizer.accumulate(loss_of, listed_batches(), by_layer=True)
+        optimizer.zero_grad()
+        assert optimizer.steps == 1
+        # One after the other it is the plain loop.
+        optimizer.accumulate(loss_of, listed_batches())
+        optimizer.step()
+        assert optimizer.steps == 2
+
+
+def test_two_calls_in_a_step_are_detected_as_two_backwards_are(tmp_path):
+    torch.manual_seed(0)
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "run.store")
+    with optimizer:
+        for _ in range(3):
+            for _ in range(2):
+                optimizer.accumulate(square(model), listed_batches())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.steps == 3
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_another_thread_may_evaluate_meanwhile_at_the_smallest_budget(tmp_path, by_layer):
+    torch.manual_seed(0)
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = memascend.offload(
+        model, optimizer, storage=tmp_path / "run.store", gradients="ssd", host_memory=smallest("ssd")
+    )
+    batches = listed_batches()
+    found, stop = [], threading.Event()
+
+    def evaluate():
+        try:
+            while not stop.is_set():
+                with torch.no_grad():
+                    found.append(model(batches[0]))
+        except BaseException as error:
+            found.append(error)
+
+    with optimizer:
+        for _ in range(3):
+            with torch.no_grad():
+                expected = model(batches[0])
+            found.clear()
+            stop.clear()
+            thread = threading.Thread(target=evaluate)
+            thread.start()
+            try:
+                optimizer.accumulate(square(model), batches, by_layer=by_layer)
+            finally:
+                stop.set()
+                thread.join()
+            assert found
+            assert all(isinstance(one, torch.Tensor) and same_bits(one, expected) for one in found)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.steps == 3
