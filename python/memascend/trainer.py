@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import re
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules import module as torch_modules
 
 from memascend.checkpoint.reader import Checkpoint, identity_of
 from memascend.errors import ConfigError, MemascendError, UsageError
@@ -22,7 +28,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
@@ -221,17 +227,98 @@ class Offload(Callback):
 
 
 def by_layer(trainer: Any) -> None:
-    """Have a Trainer compute the micro-batches of each step by `optimizer.accumulate()`: one line before `train()`.
+    """Have a Trainer compute the micro-batches of each step by layer, where that is known to be exact.
 
-    With `gradient_accumulation_steps` a step then moves as many bytes as one with a single micro-batch. It calls the
-    Trainer's own `training_step()` for each micro-batch, so that subclasses (TRL's) compute their losses as before.
-    Their `accelerator.backward()` then runs by layer.
+    It is one line before `train()`. With `gradient_accumulation_steps` a step then moves as many bytes as one with a
+    single micro-batch. Losses, logs and weights are bit-identical to those of the Trainer without this line. So by
+    layer go only losses, modules and hooks that were tested: `training_step` and `compute_loss` of the Trainer and of
+    TRL's SFTTrainer and RewardTrainer; modules of torch, transformers and peft; no hook or callback of
+    yours between micro-batches; no random numbers (dropout). Of all others, the Trainer computes one micro-batch
+    after the other as usual, and the log says why.
 
     Raises:
         ConfigError: the Trainer's optimizer is not offloaded.
     """
     _optimizer_of(trainer.optimizer)
     _Steps(trainer)
+
+
+# Whose code was tested by layer.
+_LIBRARIES = frozenset({"torch", "transformers", "peft", "accelerate", "trl", "memascend"})
+# The methods that compute one micro-batch. TRL's others switch adapters or checkpointing on and off meanwhile.
+_TESTED = {
+    "transformers.trainer": "Trainer",
+    "trl.trainer.sft_trainer": "SFTTrainer",
+    "trl.trainer.reward_trainer": "RewardTrainer",
+}
+# What a subclass may define anew, as it does not run while a micro-batch is computed.
+_OUTSIDE = frozenset(
+    {
+        *("__init__", "log", "evaluate", "evaluation_loop", "prediction_step", "predict", "train", "store_flos"),
+        *("save_model", "_save", "_save_checkpoint", "create_optimizer", "create_scheduler"),
+        *("create_optimizer_and_scheduler", "get_decay_parameter_names", "get_train_dataloader"),
+        *("get_eval_dataloader", "get_test_dataloader", "_get_train_sampler", "_get_eval_sampler"),
+    }
+)
+_ATTENTION = frozenset({None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"})
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _is_known(code: Any) -> bool:
+    """Whether a function, a method or an object is of a library whose code was tested by layer."""
+    while isinstance(code, functools.partial):
+        code = code.func
+    module = getattr(code, "__module__", None) or type(code).__module__
+    return module.partition(".")[0] in _LIBRARIES
+
+
+def _against_layers(trainer: Any) -> str | None:
+    """Why a Trainer's micro-batches are not computed by layer; None where all that computes them was tested."""
+    reasons = itertools.chain(_in_methods(trainer), _in_settings(trainer), _in_modules(trainer.model))
+    return next(reasons, None)
+
+
+def _in_methods(trainer: Any) -> Iterator[str]:
+    kinds = type(trainer).__mro__[:-1]
+    for name in ("training_step", "compute_loss"):
+        method = getattr(type(trainer), name)
+        if method.__qualname__ != f"{_TESTED.get(method.__module__)}.{name}":
+            yield f"{name}() of {type(trainer).__name__} was not tested by layer"
+    known = {name for kind in kinds if _is_known(kind) for name in vars(kind)}
+    for kind in kinds:
+        replaced = () if _is_known(kind) else (vars(kind).keys() & known) - _OUTSIDE - {"__module__", "__doc__"}
+        yield from (f"{kind.__name__} has a {name} of its own" for name in sorted(replaced))
+    for name, value in vars(trainer).items():
+        if callable(getattr(type(trainer), name, None)) and not _is_known(value):
+            yield f"the Trainer was given a {name}() of its own"
+
+
+def _in_settings(trainer: Any) -> Iterator[str]:
+    if trainer.compute_loss_func is not None:
+        yield "compute_loss_func is a function of yours"
+    if not isinstance(getattr(trainer, "maybe_activation_offload_context", None), contextlib.nullcontext | None):
+        yield "activations are offloaded by TRL"
+    for callback in trainer.callback_handler.callbacks:
+        if not _is_known(type(callback).on_substep_end):
+            yield f"{type(callback).__name__} has an on_substep_end()"
+
+
+def _in_modules(model: torch.nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        title = f"module {name!r}" if name else "the model"
+        for code in (type(module), type(module).forward, vars(module).get("forward", type(module))):
+            if not _is_known(code):
+                yield f"{title} has code of yours ({getattr(code, '__qualname__', code)})"
+        if not all(_is_known(hook) for table in _HOOKS for hook in vars(module)[table].values()):
+            yield f"{title} has a hook of yours"
+        attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        if attention not in _ATTENTION or not _is_known(getattr(module, "_loss_function", None) or type(module)):
+            yield f"{title} has an attention or a loss of yours"
+    if any(getattr(torch_modules, f"_global{table}") for table in _HOOKS):
+        yield "a hook of yours is called for all modules"
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        hooked = [name for name, parameter in model.named_parameters() if parameter._backward_hooks]  # noqa: SLF001
+    yield from (f"a hook of yours is called for the gradient of {name!r}" for name in hooked)
 
 
 class _Steps:
@@ -256,7 +343,7 @@ class _Steps:
     def training_step(self, model: Any, inputs: Any, *given: Any, **options: Any) -> Any:
         """The loss of one micro-batch; the first call of a step computes all of them."""
         if self._results is None:
-            if len(self._samples) < 2 or inputs is not self._samples[0]:
+            if not self._goes_by_layer(inputs):
                 self._samples = []
                 return self._training_step(model, inputs, *given, **options)
             self._results = self._computed(lambda one: self._training_step(model, one, *given, **options))
@@ -268,6 +355,14 @@ class _Steps:
             )
         return self._results.pop(0)
 
+    def _goes_by_layer(self, inputs: Any) -> bool:
+        if len(self._samples) < 2 or inputs is not self._samples[0]:
+            return False
+        why = _against_layers(self._trainer)
+        if why is not None:
+            session_of(_optimizer_of(self._trainer.optimizer)).accumulation.explain(why)
+        return why is None
+
     def _computed(self, step: Callable[[Any], Any]) -> list[Any]:
         accelerator = self._trainer.accelerator
 
@@ -278,8 +373,10 @@ class _Steps:
         # An attribute of the object hides the method of its class.
         accelerator.backward = self._begun
         try:
-            optimizer = _optimizer_of(self._trainer.optimizer)
-            return [result for _, result in optimizer.accumulate(loss_of, self._samples)]
+            session = session_of(_optimizer_of(self._trainer.optimizer))
+            # Random numbers would be others than the Trainer's own.
+            results = session.accumulate(loss_of, self._samples, scale=1.0, by_layer=True, seeded=False)
+            return [result for _, result in results]
         finally:
             del accelerator.backward
 

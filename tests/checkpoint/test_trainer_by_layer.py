@@ -1,43 +1,170 @@
-"""Tests a Trainer whose micro-batches are computed by layer: the same losses, weights and state, and fewer bytes."""
+"""Tests a Trainer whose micro-batches go by layer where that was tested: losses, logs, weights of the plain Trainer."""
 
 from __future__ import annotations
+
+import logging
 
 import pytest
 import torch
 import transformers
 from support.bits import same_bits
-from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import memascend
 from memascend.errors import ConfigError
 from memascend.trainer import Callback, by_layer
 
 STEPS, COUNT = 4, 3
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 pytestmark = pytest.mark.filterwarnings("default")
 
 
-class Own(Trainer):
-    """As TRL's have it: a loss of its own, and a training_step that calls the Trainer's."""
+def qwen2(**options):
+    return Qwen2ForCausalLM(Qwen2Config(vocab_size=48, num_hidden_layers=4, **SHAPE, **options))
 
-    def __init__(self, *given, **options):
-        super().__init__(*given, **options)
-        self.seen = []
 
-    def training_step(self, *given, **options):
-        loss = super().training_step(*given, **options)
-        self.seen.append(loss.detach().clone())
-        return loss
+def mixtral(**options):
+    config = MixtralConfig(vocab_size=48, num_hidden_layers=3, num_local_experts=4, **SHAPE, **options)
+    return MixtralForCausalLM(config)
+
+
+class OwnLoss(Trainer):
+    """A loss that keeps something from one micro-batch to the next."""
+
+    last = 0.0
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-        return (2 * loss, None) if return_outputs else 2 * loss
+        loss, self.last = loss * (1 + self.last), 0.1 * loss.detach()
+        return (loss, None) if return_outputs else loss
 
 
-def trained(folder, kind, *, layers, **options):
+class OwnInputs(Trainer):
+    """Inputs that depend on what came before."""
+
+    count = 0
+
+    def _prepare_inputs(self, inputs):
+        self.count += 1
+        return {name: (value + self.count) % 48 for name, value in super()._prepare_inputs(inputs).items()}
+
+
+class OwnLog(Trainer):
+    """What runs between steps may be anything."""
+
+    def log(self, logs, *given, **options):
+        logs["seen"] = self.state.global_step
+        super().log(logs, *given, **options)
+
+
+class OwnBlock(torch.nn.Module):
+    """Multiplies what goes through it by what went through it before."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.before = inner, [1.0]
+
+    def forward(self, x):
+        x = self.inner(x) * self.before[0]
+        self.before[0] = 1 + 0.01 * float(x.detach().mean())
+        return x
+
+
+class Halves(TrainerCallback):
+    """Changes gradients between micro-batches."""
+
+    def on_substep_end(self, *_, **others):
+        for parameter in others["model"].parameters():
+            parameter.grad.mul_(0.5)
+
+
+def plain(trainer):
+    """Nothing of one's own."""
+
+
+def with_hook(trainer):
+    """Features of a block, which the next micro-batch finds."""
+    kept = {}
+
+    def hook(_module, _arguments, out):
+        out = out + 0.1 * kept.get("features", 0)
+        kept["features"] = out.detach().mean()
+        return out
+
+    trainer.model.model.layers[1].mlp.register_forward_hook(hook)
+
+
+def with_hook_of_a_gradient(trainer):
+    trainer.model.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: 2 * gradient)
+
+
+def with_method(trainer):
+    compute, scales = trainer.compute_loss, iter(range(1, 1000))
+    trainer.compute_loss = lambda *given, **options: compute(*given, **options) * next(scales)
+
+
+def with_callback(trainer):
+    trainer.add_callback(Halves())
+
+
+def with_loss(trainer):
+    scales = iter(range(1, 1000))
+
+    def loss_of(out, labels, **_):
+        return out.logits.square().mean() * next(scales) + 0 * labels.sum()
+
+    trainer.compute_loss_func = loss_of
+
+
+def with_attention(trainer):
+    trainer.model.config._attn_implementation = "own"
+
+
+def own_attention(module, query, key, value, *given, **options):
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward(module, query, key, value, *given, **options)
+
+
+def own_block():
+    model = qwen2()
+    model.model.layers[1].mlp = OwnBlock(model.model.layers[1].mlp)
+    return model
+
+
+# The kind of Trainer, the model, what is done to the Trainer, and the words of the log; None: by layer.
+CASES = {
+    "plain": (Trainer, qwen2, plain, None),
+    "checkpointed": (Trainer, qwen2, lambda trainer: trainer.model.gradient_checkpointing_enable(), None),
+    "log": (OwnLog, qwen2, plain, None),
+    "experts with router logits": (Trainer, lambda: mixtral(output_router_logits=True), plain, None),
+    "dropout": (Trainer, lambda: qwen2(attention_dropout=0.2), plain, "random numbers are drawn"),
+    "loss": (OwnLoss, qwen2, plain, "compute_loss() of OwnLoss was not tested"),
+    "inputs": (OwnInputs, qwen2, plain, "OwnInputs has a _prepare_inputs of its own"),
+    "block": (Trainer, own_block, plain, "code of yours (OwnBlock)"),
+    "hook": (Trainer, qwen2, with_hook, "module 'model.layers.1.mlp' has a hook of yours"),
+    "gradient": (Trainer, qwen2, with_hook_of_a_gradient, "called for the gradient of"),
+    "method": (Trainer, qwen2, with_method, "given a compute_loss() of its own"),
+    "callback": (Trainer, qwen2, with_callback, "Halves has an on_substep_end()"),
+    "function": (Trainer, qwen2, with_loss, "compute_loss_func is a function of yours"),
+    "attention": (Trainer, qwen2, with_attention, "an attention or a loss of yours"),
+}
+
+
+def trained(folder, case, *, layers, **options):
     transformers.utils.logging.disable_progress_bar()
+    transformers.AttentionInterface.register("own", own_attention)
+    kind, make, change, _ = case
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=48, num_hidden_layers=4, **shape))
+    model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = memascend.offload(model, optimizer, storage=folder / f"{layers}.store", **options)
     tokens = torch.randint(0, 48, (2 * COUNT * STEPS, 8), generator=torch.Generator().manual_seed(1))
@@ -55,27 +182,32 @@ def trained(folder, kind, *, layers, **options):
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
     data = [{"input_ids": one, "labels": one} for one in tokens]
     trainer = kind(model, arguments, train_dataset=data, optimizers=(optimizer, schedule), callbacks=[Callback()])
+    change(trainer)
     if layers:
         by_layer(trainer)
     trainer.train()
     with optimizer:
         assert optimizer.steps == STEPS
-        assert layers == (optimizer._session.accumulation._course is not None)
-        assert optimizer._session.accumulation.never is None
+        accumulation = optimizer._session.accumulation
+        went_by_layer = accumulation._course is not None and accumulation.never is None
         logs = [log for log in trainer.state.log_history if "loss" in log]
         weights = [value.clone() for value in model.state_dict().values()]
-        return [log["loss"] for log in logs], weights, logs[-1]["read_bytes"], getattr(trainer, "seen", [])
+        figures = [{name: log.get(name) for name in ("loss", "grad_norm", "learning_rate", "seen")} for log in logs]
+        return figures, weights, logs[-1]["read_bytes"], went_by_layer
 
 
-@pytest.mark.parametrize("kind", [Trainer, Own])
-def test_the_bits_are_the_same_and_fewer_bytes_are_read(tmp_path, kind):
-    losses, weights, read, seen = trained(tmp_path, kind, layers=True, gradients="ssd")
-    want, others, more, also = trained(tmp_path, kind, layers=False, gradients="ssd")
-    assert losses == want
+@pytest.mark.parametrize("name", CASES)
+def test_the_bits_are_those_of_the_plain_trainer(tmp_path, caplog, name):
+    with caplog.at_level(logging.INFO, "memascend"):
+        logs, weights, read, went = trained(tmp_path, CASES[name], layers=True, gradients="ssd")
+    why = CASES[name][3]
+    said = [record.getMessage() for record in caplog.records if "one after the other" in record.getMessage()]
+    assert went == (why is None)
+    assert (said == []) if why is None else (len(said) == 1 and why in said[0])
+    want, others, more, _ = trained(tmp_path, CASES[name], layers=False, gradients="ssd")
+    assert logs == want
     assert all(same_bits(one, other) for one, other in zip(weights, others, strict=True))
-    assert len(seen) == len(also)
-    assert all(same_bits(one, other) for one, other in zip(seen, also, strict=True))
-    assert read < more
+    assert read < more if went else read == more
 
 
 def test_a_trainer_that_is_not_offloaded_is_refused():

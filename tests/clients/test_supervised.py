@@ -1,11 +1,13 @@
-"""Tests TRL's SFTTrainer with micro-batches by layer: the losses and weights of the same Trainer without."""
+"""Tests TRL's Trainers with micro-batches by layer: the logs, metrics and weights of the same Trainers without."""
 
 import datasets
 import pytest
+import torch
 import trl
 from clients.test_adapters import adamw, language_model
-from clients.test_preferences import tokenizer
+from clients.test_preferences import pairs, tokenizer
 from support.bits import same_bits
+from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 import memascend
 from memascend.trainer import Callback, by_layer
@@ -17,13 +19,42 @@ def rows():
     return datasets.Dataset.from_dict({"text": [f"w{row} w{row + 1} w{row + 20}" for row in range(STEPS * COUNT * 2)]})
 
 
-def trained(folder, *, layers, **options):
-    """The losses of the log, the weights, the bytes that the last step read."""
-    model = language_model()
+def reward_model():
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen2Config(vocab_size=62, num_hidden_layers=4, num_labels=1, pad_token_id=0, **shape)
+    return Qwen2ForSequenceClassification(config)
+
+
+def many_pairs():
+    return datasets.concatenate_datasets([pairs()] * 3)
+
+
+KINDS = {
+    "supervised": (trl.SFTTrainer, trl.SFTConfig, language_model, rows, {}),
+    "packed": (trl.SFTTrainer, trl.SFTConfig, language_model, rows, {"packing": True, "max_length": 8}),
+    "reward": (trl.RewardTrainer, trl.RewardConfig, reward_model, many_pairs, {}),
+}
+
+
+def trained(folder, kind, *, layers, **options):
+    """The logs, each micro-batch's metrics in order, the weights, the bytes that the last step read."""
+    base, config, make, data, more = KINDS[kind]
+
+    noted = []
+
+    class Recording(base):
+        """Notes the metrics before they are averaged."""
+
+        def log(self, logs, *given, **named):
+            noted.append({name: list(values) for name, values in self._metrics["train"].items()})
+            super().log(logs, *given, **named)
+
+    model = make()
     model, optimizer = memascend.offload(
         model, adamw(model), storage=folder / f"{layers}.store", gradients="ssd", host_memory="1MiB"
     )
-    settings = trl.SFTConfig(
+    settings = config(
         output_dir=str(folder / "output"),
         use_cpu=True,
         bf16=False,
@@ -35,12 +66,13 @@ def trained(folder, *, layers, **options):
         report_to="none",
         disable_tqdm=True,
         max_grad_norm=0,
+        **more,
         **options,
     )
-    trainer = trl.SFTTrainer(
+    trainer = Recording(
         model,
         args=settings,
-        train_dataset=rows(),
+        train_dataset=data(),
         processing_class=tokenizer(),
         optimizers=(optimizer, None),
         callbacks=[Callback()],
@@ -49,18 +81,26 @@ def trained(folder, *, layers, **options):
         by_layer(trainer)
     trainer.train()
     with optimizer:
-        assert layers == (optimizer._session.accumulation._course is not None)
-        assert optimizer._session.accumulation.never is None
+        accumulation = optimizer._session.accumulation
+        assert layers == (accumulation._course is not None)
+        assert accumulation.never is None
         logs = [entry for entry in trainer.state.log_history if "loss" in entry]
         weights = [value.detach().clone() for value in model.state_dict().values()]
-    return [log["loss"] for log in logs], weights, logs[-1]["read_bytes"]
+    read = [log.pop("read_bytes") for log in logs]
+    for log in logs:
+        for name in ("written_bytes", "host_memory_bytes", "waiting_seconds"):
+            del log[name]
+    return logs, noted, weights, read[-1]
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_one_line_makes_supervised_training_go_by_layer(tmp_path, checkpointed):
-    losses, weights, read = trained(tmp_path, layers=True, gradient_checkpointing=checkpointed)
-    want, others, more = trained(tmp_path, layers=False, gradient_checkpointing=checkpointed)
-    assert len(losses) == STEPS
-    assert losses == want
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_line_makes_training_go_by_layer(tmp_path, kind, checkpointed):
+    logs, metrics, weights, read = trained(tmp_path, kind, layers=True, gradient_checkpointing=checkpointed)
+    want, in_order, others, more = trained(tmp_path, kind, layers=False, gradient_checkpointing=checkpointed)
+    assert len(logs) == STEPS
+    assert logs == want
+    assert metrics == in_order
+    assert any(len(values) == COUNT for noted in metrics for values in noted.values())
     assert all(map(same_bits, weights, others))
     assert read <= more

@@ -389,9 +389,10 @@ class Accumulation:
         if len(self._course.units) < 2:
             self.never = self.never or "no more than one unit is streamed"
         if self.never is not None:
-            self._tell(self.never)
+            self.explain(self.never)
 
-    def _tell(self, why: str) -> None:
+    def explain(self, why: str) -> None:
+        """Say in the log, once, why micro-batches are computed one after the other."""
         if why not in self._told:
             self._told.add(why)
             _log.info("accumulate(): micro-batches are computed one after the other, since %s", why)
@@ -404,7 +405,7 @@ class Accumulation:
             return False
         why = self.never or self._unfit_now()
         if why is not None:
-            self._tell(why)
+            self.explain(why)
             return False
         return self._course is not None
 
