@@ -86,19 +86,6 @@ def test_the_documents_have_the_fields_words(capsys):
     assert WORDS["main"]() == 0, capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("document", "lines"),
-    [
-        ("README.md", 150),
-        ("ARCHITECTURE.md", 350),
-        ("docs/measurements.md", 200),
-        *((f"docs/{page.name}", 60) for page in (ROOT / "docs").glob("recipe-*.md")),
-    ],
-)
-def test_a_document_stays_short(document, lines):
-    assert len((ROOT / document).read_text().splitlines()) <= lines
-
-
 def test_there_are_few_terms_of_our_own():
     terms = (ROOT / "docs/how-it-works.md").read_text().split("## Terms")[1]
     assert len(re.findall(r"^\| (?!term |---)", terms, re.MULTILINE)) <= 15
