@@ -86,10 +86,11 @@ def offload(  # noqa: PLR0913 - options are keywords
             temporary file that ends with the process. "~" is the user's home. A path that ends in "/" is a folder, and
             is created where it is missing; any other missing path becomes a file.
         existing: the action where there is a store already: "refuse", "resume" its last committed step, or "replace"
-            it. A run of this process that has the store open is closed, with a warning; but "replace" is rejected if
-            that run has made a step or is of another model or optimizer, whose only copy the store is: call its
-            `close()` first. An empty file is rejected by "resume". "previous" drops the last commit, and resumes the one before, after every byte of it was read and
-            checked. It is for a store whose newest commit is damaged, as long as the next step was not begun.
+            it. "previous" drops the last commit, and resumes the one before, after every byte of it was read and
+            checked. It is for a store whose newest commit is damaged, as long as the next step was not begun. A run of
+            this process that has the store open is closed, with a warning ("resume", "replace"). But "replace" is
+            rejected if that run has a step or is of another model or optimizer: the store is its only copy, so `close()`
+            it first. "resume" starts a store where there is none; a file that is empty is rejected, as its store is lost.
         host_memory: a hard budget of host memory: in bytes, as "8GiB", or as "75%" of the memory that process and
             cgroup have now. None: the smallest that keeps disk and compute busy. The rest of a larger budget keeps
             parameters with their state in RAM, the model's first ones first: they are read once, by this call.

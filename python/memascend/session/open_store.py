@@ -173,12 +173,12 @@ def open_store(subject: Subject, entries: list[engines.Entry]) -> tuple[Store, P
         difference = store.difference(entries, optimizer=kind)
         if options.existing == "replace":
             if store.step or difference is not None:
-                resumed = "" if difference else ", resume it (existing='resume')"
+                file, resumed = store.info()["devices"][0], "" if difference else ", resume it (existing='resume')"
                 raise ConfigError(
-                    f"the store at {store.info()['devices'][0]} is that of a run of this process which is open, at step "
-                    f"{store.step} ({difference or 'of the same model'}), and existing='replace' would destroy it; "
-                    "nothing was changed, and that run continues: call its optimizer.close() first"
-                    f"{resumed}, or name another storage="
+                    f"the store at {file} is that of a run of this process which is open, at step {store.step} "
+                    f"({difference or 'of the same model'}), and existing='replace' would destroy it; nothing was "
+                    f"changed, and that run continues: call its optimizer.close() first{resumed}, or name another "
+                    "storage="
                 )
             return
         _require_format(store, entries)
