@@ -302,6 +302,12 @@ class Subject:
         return frozenset(id(one if self.sharding is None else self.sharding.local_of(one)) for one in weights)
 
     @property
+    def gets_masters(self) -> bool:
+        """Whether any parameter is updated through a master weight that the model does not have."""
+        sizes = (self.named[name].dtype.itemsize for name in self.trained)
+        return self.options.master_dtype is not None and any(size == 2 for size in sizes)
+
+    @property
     def durability(self) -> Literal["step", "close", "none"]:
         """The durability of the store; a temporary one ends with the process, and needs none."""
         return self.options.durability if self.options.paths or self.unplaced else "none"
