@@ -24,6 +24,10 @@ def test_a_folder(capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_system_without_files(capsys):
+    assert "holds no files" in report(capsys, "/proc", 1)["storage"]["advice"]
+
+
 def test_a_file_that_is_there_is_not_touched(capsys, path):
     path.write_bytes(b"mine")
     report(capsys, path)

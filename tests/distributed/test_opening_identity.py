@@ -377,6 +377,14 @@ def test_ranks_that_are_numbered_otherwise_do_not_begin_anew(tmp_path):
     assert Life(tmp_path, 2, paths=paths, others=others).began == [0, 0]
 
 
+def test_ranks_whose_files_are_empty_do_not_begin_anew(tmp_path):
+    for rank in range(2):
+        (tmp_path / f"rank-{rank}").write_bytes(bytes(rank * 8192))
+    for existing in ("resume", "previous"):
+        refused(tmp_path, "what it held is lost", existing=existing)
+    assert Life(tmp_path, 2, existing="replace").began == [0, 0]
+
+
 def test_earlier_stores_are_those_of_their_ranks(tmp_path):
     paths = [tmp_path / f"rank-{rank}-of-2" / "memascend.store" for rank in range(2)]
     [path.parent.mkdir() for path in paths]

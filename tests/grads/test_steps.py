@@ -83,6 +83,42 @@ def test_clipping_in_step_holds_for_gradients_that_were_edited(tmp_path, gradien
         require_same(plain, model)
 
 
+KINDS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, weight_decay=0.1, fused=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("gradients", ["ssd", "ram"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("kind", KINDS)
+def test_clipping_does_to_gradients_that_are_not_finite_what_torchs_does(tmp_path, kind, value, gradients):
+    """NaN makes all gradients NaN; an infinite one becomes NaN alone, and the others 0."""
+    plain, model = chain(), chain()
+    theirs = KINDS[kind](plain.parameters())
+    options = {"gradients": gradients, "max_grad_norm": 1.0, "storage": tmp_path / "store"}
+    model, optimizer = memascend.offload(model, KINDS[kind](model.parameters()), **options)
+
+    def spoiled(gradient):
+        return gradient.index_fill(0, torch.tensor(1), value)
+
+    for of in (plain, model):
+        of[2].bias.register_hook(spoiled)
+        backward(of, 0)
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    theirs.step()
+    optimizer.step()
+    assert not math.isfinite(optimizer.grad_norm)
+    optimizer.close()
+    again = chain()
+    again, optimizer = memascend.offload(again, KINDS[kind](again.parameters()), existing="resume", **options)
+    with optimizer:
+        for name, expected in plain.state_dict().items():
+            assert torch.allclose(again.state_dict()[name], expected, rtol=0, atol=1e-7, equal_nan=True), name
+
+
 def test_a_step_that_failed_is_made_again_and_takes_no_further_gradient(tmp_path, monkeypatch):
     plain = chain()
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1)

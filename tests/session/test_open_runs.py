@@ -31,13 +31,13 @@ def step(model, optimizer):
 
 
 @pytest.mark.parametrize("at", ["folder", "file"])
-@pytest.mark.parametrize(("existing", "steps"), [("resume", 2), ("replace", 0)])
+@pytest.mark.parametrize(("existing", "steps"), [("resume", 2), ("resume", 0), ("replace", 0)])
 def test_the_earlier_run_is_closed_with_a_warning(tmp_path, existing, steps, at):
     where = tmp_path if at == "folder" else tmp_path / "run.store"
     model, optimizer = offloaded(where)
-    step(model, optimizer)
-    step(model, optimizer)
-    with pytest.warns(UserWarning, match=r"had this store open and was closed at step 2.*optimizer\.close\(\)"):
+    for _ in range(steps):
+        step(model, optimizer)
+    with pytest.warns(UserWarning, match=rf"had this store open and was closed at step {steps}.*optimizer\.close\(\)"):
         again, other = offloaded(where, existing=existing)
     with other:
         assert other.steps == steps
@@ -93,6 +93,25 @@ def test_a_resume_that_is_refused_leaves_the_run(tmp_path, other):
     _, optimizer = offloaded(tmp_path, existing="resume")
     with optimizer:
         assert optimizer.steps == 2
+
+
+@pytest.mark.parametrize(("other", "steps"), [("same", 2), ("shape", 0), ("shape", 2), ("optimizer", 0)])
+def test_replace_does_not_destroy_what_an_open_run_has(tmp_path, other, steps):
+    make, optimizer_of, _ = OTHERS.get(other, (plain, adamw, ""))
+    model, optimizer = offloaded(tmp_path)
+    for _ in range(steps):
+        step(model, optimizer)
+    before = [values.clone() for values in model.state_dict().values()]
+    changed = make()
+    with pytest.raises(memascend.ConfigError, match=rf"open, at step {steps}.*optimizer\.close\(\)") as refused:
+        memascend.offload(changed, optimizer_of(changed), storage=tmp_path, existing="replace")
+    assert str(tmp_path) in str(refused.value)
+    assert all(map(torch.equal, model.state_dict().values(), before))
+    step(model, optimizer)
+    optimizer.close()
+    _, replaced = memascend.offload(changed, optimizer_of(changed), storage=tmp_path, existing="replace")
+    with replaced:
+        assert replaced.steps == 0
 
 
 def test_a_run_that_nothing_refers_to_is_collected_without_a_word(tmp_path):

@@ -173,9 +173,11 @@ def _unusable(path: Path) -> str | None:
     if kind in _MEMORY:
         return f"{folder} is a {kind}, which lives in RAM and so defeats offloading; choose a disk"
     free, trial = _space(folder)
-    if trial == 0:
-        return f"{folder} is full ({bytes_shown(free)} free): free disk space, or choose another disk"
-    return None
+    if trial:
+        return None
+    full = f"is full ({bytes_shown(free)} free): free disk space, or choose another disk"
+    none = f"is a {kind}, which holds no files; choose a folder on a disk"
+    return f"{folder} {full if os.statvfs(folder).f_blocks else none}"
 
 
 @contextmanager

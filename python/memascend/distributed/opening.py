@@ -74,7 +74,7 @@ class Stores:
         )
 
     def _is_empty(self, rank: int) -> bool:
-        # A file of zeros is no store, and a store whose first write did not finish names no commit.
+        # An empty file and a store whose first write did not finish name no commit.
         one = self.seen[rank]
         return not one["commits"] and (not one["there"] or not one["filled"])
 
@@ -114,7 +114,7 @@ def outlived_by(found: Iterable[Stores], said: Mapping[int, Mapping[str, Any] | 
 Existing = Literal["refuse", "resume", "replace", "previous"]
 _Path = str | os.PathLike[str]
 _NOTHING = "holds no store"
-_UNFILLED = "its first write did not finish, so it holds no state; give existing='replace'"
+_UNFILLED = "it holds no state, as its first write did not finish or what it held is lost; give existing='replace'"
 _NOT_OPENED = "the stores were not opened"
 _ANEW = "give existing='replace' to begin anew on all ranks, or bring back what is missing"
 _AS_THEY_WERE = "number the ranks as before (torchrun --node-rank), or move each store to where its rank looks for it"

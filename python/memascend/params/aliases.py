@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _NAMED = 3
 # Words at the beginning of what torch keeps of a storage; where its memory is, and what frees it, are among them.
 _WORDS = 6
+# Memory whose other users cannot be counted, in words.
+FOREIGN = "memory that torch did not allocate (of numpy, DLPack or frombuffer(), or shared with other processes)"
 
 
 def require_unaliased(
@@ -46,13 +48,42 @@ def require_unaliased(
     aliased = held_for_good(named, lambda name: counts.others(named[name]))
     if aliased:
         raise shared_memory(what, aliased, _attribute(model, named[aliased[0]], counts))
-    foreign = _foreign(named)
+    foreign = find_foreign(named)
     if foreign:
         raise ConfigError(
-            f"{_listed(what, foreign)} lies in memory that torch did not allocate (of numpy, DLPack or frombuffer(), "
-            "or shared with other processes), and its owner would keep old values during the run: give it "
+            f"{_listed(what, foreign)} lies in {FOREIGN}, and its owner would keep old values during the run: give it "
             "memory of its own by clone() before offload() (p.data = p.data.clone())"
         )
+
+
+def others_hold(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of tensors whose memory anything outside of `tensors` refers to."""
+    counts = _Counts(tensors.values())
+    return held_for_good(tensors, lambda name: counts.others(tensors[name]))
+
+
+def overlapping(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] | None:
+    """The names of two tensors, one of them a parameter, that have memory in common; None: there are none."""
+    spans = []
+    for name, tensor in tensors:
+        if tensor.is_meta or tensor.layout != torch.strided or tensor.numel() == 0:
+            continue
+        # Other tensors may lie in the gaps of a tensor.
+        if torch.ops.aten.is_non_overlapping_and_dense(tensor):
+            begin = tensor.data_ptr()
+            spans.append((begin, begin + tensor.nbytes, name, isinstance(tensor, torch.nn.Parameter)))
+    spans.sort()
+    parameter: tuple[int, str] = (0, "")
+    other: tuple[int, str] = (0, "")
+    for begin, end, name, owned in spans:
+        for before in (parameter, other if owned else (0, "")):
+            if begin < before[0]:
+                return before[1], name
+        if owned:
+            parameter = max(parameter, (end, name))
+        else:
+            other = max(other, (end, name))
+    return None
 
 
 def held_for_good(names: Iterable[str], is_held: Callable[[str], bool]) -> list[str]:
@@ -185,7 +216,7 @@ def _listed(what: str, names: list[str]) -> str:
     return f"{what} {names[0]}{more}"
 
 
-def _foreign(named: Mapping[str, torch.Tensor]) -> list[str]:
+def find_foreign(named: Mapping[str, torch.Tensor]) -> list[str]:
     """Names of tensors in memory whose owner torch does not count, except files of weights that torch maps itself."""
     found: list[str] = []
     maps: list[tuple[int, int]] | None = None

@@ -440,8 +440,8 @@ def refuse_wrapper(wrapper: torch.nn.Module, name: str, module: torch.nn.Module 
     for kind in ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"):
         if kind in kinds:
             raise UsageError(
-                f"{kind} does not work with an offloaded model: offload() works in one process, on one device. "
-                "Call the model itself; for several ranks, start torchrun and call offload() on each"
+                f"{kind} does not work with an offloaded model: call the model itself. Several ranks share it by "
+                "fully_shard() (torch.distributed.fsdp), on each block and on the model, before offload() on each rank"
             )
 
 

@@ -453,6 +453,14 @@ class ResidentUnits:
                     self.sums.note(home)
                 self.evict(home)
 
+    def read_again(self) -> None:
+        """Release bytes that nothing uses: updates may have been rejected because these are not of the last commit."""
+        with self._lock:
+            for home in self.homes:
+                if not (home.held or home.bound):
+                    self.evict(home)
+                    home.forget()
+
     def end_step(self) -> None:
         """Learn the order in which units were used, and begin to fetch the first of the next step."""
         with self._lock:

@@ -13,6 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memascend.errors import UsageError
+from memascend.params.aliases import FOREIGN, find_foreign
 from memascend.params.unit import alive
 from memascend.storage import checksum_of
 from memascend.tensors import bytes_of
@@ -314,14 +315,37 @@ class ReachedWeights:
                 f"{list(values.shape)} {values.dtype} on {values.device}: close() and offload() anew for another kind"
             )
         with self._residency.lock:
-            own = span(values)
+            own, storage = span(values), values.untyped_storage()
+            is_foreign = bool(find_foreign({place.name: values}))
             for name, other in self._now.items():
                 theirs = span(other.values)
-                if name != place.name and own[0] < theirs[1] and theirs[0] < own[1]:
+                if own[0] >= theirs[1] or theirs[0] >= own[1]:
+                    continue
+                if name != place.name:
                     raise UsageError(
                         f"{place.name!r} and {name!r} would share memory, which storage cannot: give clones to .data"
                     )
+                # The same memory, on its way through numpy.
+                is_foreign |= storage._cdata != other.values.untyped_storage()._cdata  # noqa: SLF001
+            if is_foreign:
+                raise UsageError(
+                    f"{place.name!r} was given {FOREIGN}, and later writes there would be lost: give .data a clone(), "
+                    "or write the values within memascend.materialized(model, modify=True)"
+                )
             self._reach(place).hold(values)
+
+    def follow(self, place: Place, values: torch.Tensor) -> None:
+        """User code keeps memory that a parameter had while it was real, with the values that storage has now.
+
+        Writes to it are writes to the parameter, as in torch; where they cannot be, the next step rejects them.
+        """
+        one = self._now.get(place.name)
+        is_alike = (values.dtype, values.device) == (place.dtype, place.device)
+        with self._residency.lock:
+            if is_alike and (one is None or not one.is_shared):
+                self._reach(place).hold(values)
+            else:
+                self._outlived.append(Outlived(place, values))
 
     def duplicate(self, place: Place) -> torch.nn.Parameter:
         """A plain parameter with the same values in a file of its own."""

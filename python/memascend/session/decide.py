@@ -21,7 +21,7 @@ from memascend.errors import BudgetError, ConfigError, StorageError
 from memascend.optim.members import members_of, require_one_owner, title_of
 from memascend.optim.rules import Arithmetic, unwrapped
 from memascend.optim.state import StateFormats
-from memascend.params.aliases import require_unaliased
+from memascend.params.aliases import overlapping, require_unaliased
 from memascend.params.module_hooks import gated
 from memascend.params.offloaded_param import dense_strides
 from memascend.plan.memory_plan import Log, Requirements, make_plan
@@ -227,28 +227,12 @@ def _refuse_owners(named: Mapping[str, torch.nn.Parameter], groups: Mapping[int,
 
 def _refuse_shared(model: torch.nn.Module, named: Mapping[str, torch.nn.Parameter]) -> None:
     """Reject tensors that overlap in memory: torch changes them together, and storage would not."""
-    spans = []
-    for name, tensor in [*named.items(), *model.named_buffers()]:
-        if tensor.is_meta or tensor.layout != torch.strided or tensor.numel() == 0:
-            continue
-        # Other tensors may lie in the gaps of a tensor.
-        if torch.ops.aten.is_non_overlapping_and_dense(tensor):
-            begin = tensor.data_ptr()
-            spans.append((begin, begin + tensor.nbytes, name, isinstance(tensor, torch.nn.Parameter)))
-    spans.sort()
-    parameter: tuple[int, str] = (0, "")
-    other: tuple[int, str] = (0, "")
-    for begin, end, name, owned in spans:
-        for before in (parameter, other if owned else (0, "")):
-            if begin < before[0]:
-                raise ConfigError(
-                    f"{before[1]} and {name} share memory, so that each changes with the other, which storage cannot: "
-                    "tie them as one Parameter (head.weight = embedding.weight), or clone one"
-                )
-        if owned:
-            parameter = max(parameter, (end, name))
-        else:
-            other = max(other, (end, name))
+    pair = overlapping([*named.items(), *model.named_buffers()])
+    if pair is not None:
+        raise ConfigError(
+            f"{pair[0]} and {pair[1]} share memory, so that each changes with the other, which storage cannot: "
+            "tie them as one Parameter (head.weight = embedding.weight), or clone one"
+        )
 
 
 _STATES: tuple[Literal["fp32", "bf16", "8bit"], ...] = ("fp32", "bf16", "8bit")
@@ -316,6 +300,12 @@ class Subject:
         modules = [one for one in self.model.modules() if isinstance(one, torch.nn.Embedding | torch.nn.EmbeddingBag)]
         weights = [module.weight for module in modules if module.sparse or not sparse]
         return frozenset(id(one if self.sharding is None else self.sharding.local_of(one)) for one in weights)
+
+    @property
+    def gets_masters(self) -> bool:
+        """Whether any parameter is updated through a master weight that the model does not have."""
+        sizes = (self.named[name].dtype.itemsize for name in self.trained)
+        return self.options.master_dtype is not None and any(size == 2 for size in sizes)
 
     @property
     def durability(self) -> Literal["step", "close", "none"]:

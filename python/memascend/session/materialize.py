@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from memascend.checkpoint.contents import StoreContents
 from memascend.checkpoint.writer import save, save_weights
 from memascend.errors import RankError, UsageError
+from memascend.params.aliases import FOREIGN, find_foreign, others_hold, overlapping
 from memascend.params.unit import NOBODY
 from memascend.storage import checksum_of
 from memascend.tensors import bytes_of
@@ -17,7 +18,7 @@ from memascend.text import listed
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     import torch
@@ -69,7 +70,7 @@ def real_parameters(edits: Edits, attachment: Attachment, *, modify: bool, shard
         yield
         if checksums is None:
             run.require_open()
-            _write_back(edits, homes)
+            _write_back(edits, attachment, homes)
         else:
             written = _written(homes, checksums)
     finally:
@@ -102,17 +103,38 @@ def _make_real(residency: Residency, homes: list[Home], checksums: dict[str, str
                 place.release(copy)
 
 
-def _write_back(edits: Edits, homes: list[Home]) -> None:
+def _write_back(edits: Edits, attachment: Attachment, homes: list[Home]) -> None:
+    _require_own_memory({place.name: place.parameter for home in homes for place in home.places}, attachment.model)
     values = {place.name: place.parameter.detach() for home in homes for place in home.places}
     residency = edits.run.residency
     _release(residency, homes)
     places = [place for home in residency.units.homes for place in home.places]
+    kept = {name: values[name] for name in others_hold(values)}
     with edits.edit(with_buffers=True) as edit:
         for place in places:
             edits.stage(edit, place, values.pop(place.name))
         if edit.names:
             with residency.turns.alone():
                 edits.commit([edit])
+    for place in places:
+        if place.name in kept:
+            residency.reached.follow(place, kept.pop(place.name))
+
+
+def _require_own_memory(named: Mapping[str, torch.nn.Parameter], model: torch.nn.Module) -> None:
+    """Reject memory in which later writes would be lost, where they would change a plain model."""
+    pair = overlapping([*named.items(), *model.named_buffers()])
+    if pair is not None:
+        raise UsageError(
+            f"{pair[0]!r} and {pair[1]!r} were made to share memory within materialized(), which storage cannot; "
+            "nothing was changed: give clones to .data"
+        )
+    foreign = find_foreign(named)
+    if foreign:
+        raise UsageError(
+            f"{foreign[0]!r} was given {FOREIGN} within materialized(), and later writes there would be lost; nothing "
+            "was changed: write the values by copy_(), or give .data a clone()"
+        )
 
 
 def _release(residency: Residency, homes: list[Home]) -> None:

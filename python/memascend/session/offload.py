@@ -75,7 +75,9 @@ def offload(  # noqa: PLR0913 - options are keywords
 ) -> tuple[_Model, OffloadedOptimizer]:
     """Move a model's parameters and an optimizer's state to storage, and train on as before.
 
-    The loop stays as it is. Nothing changes numerically, and host memory stays within the budget.
+    The loop stays as it is, and host memory stays within the budget. Results are bit-identical to the same update in
+    memory: for Adam and AdamW on float32 that is torch's with `fused=True`, and 16-bit parameters get fp32 master
+    weights, which plain torch does not have (`master_dtype=None` adds none). docs/how-it-works.md lists all cases.
 
     Args:
         model: any module on the CPU, on meta, or on the device that computes; the same object comes back.
@@ -87,7 +89,10 @@ def offload(  # noqa: PLR0913 - options are keywords
             is created where it is missing; any other missing path becomes a file.
         existing: the action where there is a store already: "refuse", "resume" its last committed step, or "replace"
             it. "previous" drops the last commit, and resumes the one before, after every byte of it was read and
-            checked. It is for a store whose newest commit is damaged, as long as the next step was not begun.
+            checked. It is for a store whose newest commit is damaged, as long as the next step was not begun. A run of
+            this process that has the store open is closed, with a warning ("resume", "replace"). But "replace" is
+            rejected if that run has a step, or another model or optimizer: the store is its only copy, so `close()` it
+            first. "resume" starts a store where there is none. An empty file is rejected: what it held is lost.
         host_memory: a hard budget of host memory: in bytes, as "8GiB", or as "75%" of the memory that process and
             cgroup have now. None: the smallest that keeps disk and compute busy. The rest of a larger budget keeps
             parameters with their state in RAM, the model's first ones first: they are read once, by this call.
@@ -98,7 +103,7 @@ def offload(  # noqa: PLR0913 - options are keywords
         max_grad_norm: clip the global norm in `step()`.
         accumulation_steps: number of `backward()` calls per `step()`; "ssd" and "ram" take any number undeclared.
         loss_scale: "dynamic" or a number, for `optimizer.backward()`; None: dynamic for fp16 models, off otherwise.
-        master_dtype: of the master weights of 16-bit parameters; None: 16-bit parameters have none.
+        master_dtype: of the master weights of 16-bit parameters; None: 16-bit parameters have none, as in plain torch.
         units: names of modules that are read and evicted as one; None: found from the model.
         weights: for parameters on "meta": a safetensors file, a folder of them with their index, or a function of
             (name, parameter) that returns a tensor. The function is called for one parameter at a time. None: they are
@@ -157,6 +162,10 @@ def offload(  # noqa: PLR0913 - options are keywords
     wrap_again(optimizer, offloaded)
     if device is None and opened is not None:
         _log.info("device: %s, since there is one; device='cpu' computes without it", opened.torch_device)
+    if subject.gets_masters:
+        _log.info(
+            "16-bit parameters get fp32 master weights, which plain torch does not have; master_dtype=None adds none"
+        )
     smallest = ", the smallest that keeps disk and compute busy" if host_memory is None else ""
     _log.info("host_memory: %d bytes%s; %s", offloaded.plan.budget, smallest, said(offloaded.plan, seconds))
     return model, offloaded

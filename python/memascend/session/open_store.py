@@ -56,7 +56,7 @@ def open_again(
         create: opens or makes the store.
         paths: of the store.
         closes: close that run, with a warning; else raise an error, unless nothing refers to the run any more.
-        judge: raises where the store of that run does not fit; the run then continues.
+        judge: raises where that run must not be closed, or its store does not fit; the run then continues.
 
     Raises:
         StorageError: as `create`, or a run of this process has the store open.
@@ -170,10 +170,18 @@ def open_store(subject: Subject, entries: list[engines.Entry]) -> tuple[Store, P
         return temporary(create)
 
     def judge(store: Store) -> None:
-        if options.existing != "resume":
+        difference = store.difference(entries, optimizer=kind)
+        if options.existing == "replace":
+            if store.step or difference is not None:
+                file, resumed = store.info()["devices"][0], "" if difference else ", resume it (existing='resume')"
+                raise ConfigError(
+                    f"the store at {file} is that of a run of this process which is open, at step {store.step} "
+                    f"({difference or 'of the same model'}), and existing='replace' would destroy it; nothing was "
+                    f"changed, and that run continues: call its optimizer.close() first{resumed}, or name another "
+                    "storage="
+                )
             return
         _require_format(store, entries)
-        difference = store.difference(entries, optimizer=kind)
         if difference is not None:
             raise ConfigError(
                 f"the store at {store.info()['devices'][0]} does not fit: {difference}; nothing was changed, and the "

@@ -416,7 +416,8 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> contextlib.Abs
             and its state untouched. Without it changes are dropped at the end, with a warning.
 
     Raises:
-        UsageError: the model is not offloaded, or a step is staged (with `modify`).
+        UsageError: the model is not offloaded; or with `modify`, a step is staged, or a parameter was given memory that
+            other code may write to unseen.
     """
     offloaded = model.__dict__.get("_memascend")
     if model in MATERIALIZED:

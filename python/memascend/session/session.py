@@ -282,7 +282,10 @@ class Session:
         self.run.residency.units.written.clear()
         self.run.residency.reached.forget_late()
         if set_to_none:
+            drops_updates = self.has_updates
             self.run.gradients.clear()
+            if drops_updates:
+                self.run.residency.units.read_again()
             self.measurements.meter.cleared()
         else:
             self.run.gradients.zero()

@@ -346,8 +346,8 @@ def commits(
 ) -> tuple[list[NamedCommit], str | None] | None:
     """The commits that the roots of a store name, the newest first, and what is wrong with a damaged root.
 
-    Nothing else is read, and nothing is written. The list is empty if the first write did not finish. None: there is no
-    store.
+    Nothing else is read, and nothing is written. The list is empty if the first write did not finish, or if the file is
+    empty. None: there is no store.
 
     Raises:
         StorageError: the store cannot be opened: a device is missing, or another process uses it.

@@ -48,8 +48,9 @@ impl Live {
         }
         let name = &described.name;
         Err(Error::Usage(format!(
-            "the values of {name:?} that were given are not those of its last commit (chunk {chunk} differs): give the \
-             resident ones, which nothing may have changed, or none"
+            "the values of {name:?} were written to in memory, past torch's counters (numpy, data_ptr(), a kernel of one's \
+             own?), and its update would lose that: call zero_grad(), and change them within \
+             memascend.materialized(model, modify=True)"
         )))
     }
 }

@@ -93,8 +93,9 @@ impl Hyperparameters {
                 return number(name, value, "a number from 0 up to, and not including, 1");
             }
         }
-        if self.grad_scale.is_nan() || self.grad_scale.abs() > max {
-            return number("grad_scale", self.grad_scale, "a number that is finite in fp32");
+        // NaN is what clipping makes of a norm that is NaN: all gradients become NaN, as by torch.
+        if self.grad_scale.abs() > max {
+            return number("grad_scale", self.grad_scale, "a number that is finite in fp32, or NaN");
         }
         if self.step == 0 {
             return number("step", 0.0, "the number of this update, which counts from 1");

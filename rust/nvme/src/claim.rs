@@ -29,6 +29,12 @@ impl Claim {
         Ok(Self { paths, devices })
     }
 
+    /// Whether it made the file of the device of this number.
+    #[must_use]
+    pub fn is_new(&self, index: usize) -> bool {
+        self.devices.get(index).is_some_and(Device::is_new)
+    }
+
     /// Makes room and starts to work. What was made and grown is put back when the volume ends, unless
     /// [`Volume::keep`] is called before; so it is by a failure.
     pub fn open(self, options: &Options) -> Result<Volume> {

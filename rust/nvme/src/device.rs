@@ -132,7 +132,7 @@ impl Device {
     }
 
     /// Whether the file was made by this opening of it.
-    fn is_new(&self) -> bool {
+    pub(crate) fn is_new(&self) -> bool {
         locked(&self.undo).as_ref().is_some_and(Undo::is_new)
     }
 

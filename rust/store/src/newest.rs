@@ -188,12 +188,14 @@ pub struct Named {
 
 impl Store {
     /// The commits that the whole roots of a store name, the newest first, and what is wrong with a root that is not
-    /// whole; no commits where its first write did not finish, `None` where there is no store. Reads nothing else, and
-    /// writes nothing.
+    /// whole; no commits where its first write did not finish or its file is empty, `None` where there is no store. Reads
+    /// nothing else, and writes nothing.
     pub fn commits(paths: &[impl AsRef<Path>], how: &Create) -> Result<Option<(Vec<Named>, Option<Error>)>> {
         let resolved: Vec<PathBuf> = paths.iter().map(|path| resolve(path.as_ref())).collect();
-        if matches!(look(&resolved)?, There::Nothing) {
-            return Ok(None);
+        match look(&resolved, None)? {
+            There::Nothing => return Ok(None),
+            There::Empty(_) => return Ok(Some((Vec::new(), None))),
+            There::Store(_) | There::Unfilled | There::Unusable(_) => {}
         }
         match Self::prepare_at(paths, how) {
             Ok((_, roots)) => Ok(Some((roots.named(), roots.damaged().map(|(_, error)| error.clone())))),

@@ -19,7 +19,7 @@ use crate::{
     label::{self, Found, Label},
     layout::PAGE_BYTES,
     newest::{KEEP, Progress, Roots},
-    path::{There, check_place, look, names_folder, refused, resolve},
+    path::{There, check_place, emptied, look, names_folder, refused, resolve},
     places::Devices,
     root::{self, Root},
     store::CATALOG_CHUNK_BYTES,
@@ -96,10 +96,14 @@ impl Store {
             check_place(path, names_folder(given.as_ref()))?;
         }
         // What is refused is refused before anything is made.
-        decide(&look(&paths)?, how.existing, &paths)?;
+        match look(&paths, None)? {
+            // Somebody may have just made it: the claim says who has it.
+            There::Empty(_) => {}
+            there => drop(decide(&there, how.existing, &paths)?),
+        }
         let claim = Claim::new(&paths, Missing::MakeInFolder)?;
         // Again, and now for good: nobody else can have it open, and somebody may have had it in the meantime.
-        let there = look(&paths)?;
+        let there = look(&paths, Some(&claim))?;
         if let Some(label) = decide(&there, how.existing, &paths)? {
             let fits = |found: &Description| match found.difference(&description) {
                 None => Ok(()),
@@ -124,7 +128,7 @@ impl Store {
         options.private = Some(Privacy::Fresh);
         let former = match there {
             There::Store(label) => Some(label),
-            There::Nothing | There::Unfilled | There::Unusable(_) => None,
+            There::Nothing | There::Empty(_) | There::Unfilled | There::Unusable(_) => None,
         };
         let volume = claim.open(&options)?;
         let uuid = how.uuid.map_or_else(random_uuid, Ok)?;
@@ -150,9 +154,9 @@ impl Store {
     /// back at the end, unless something is committed.
     pub(crate) fn prepare_at(paths: &[impl AsRef<Path>], how: &Create) -> Result<(Self, Roots)> {
         let paths: Vec<PathBuf> = paths.iter().map(|path| resolve(path.as_ref())).collect();
-        there_is(&look(&paths)?, &paths)?;
+        there_is(&look(&paths, None)?, &paths)?;
         let claim = Claim::new(&paths, Missing::Refuse)?;
-        let label = there_is(&look(&paths)?, &paths)?;
+        let label = there_is(&look(&paths, None)?, &paths)?;
         Self::prepare_claimed(claim, &label, how)
     }
 
@@ -331,7 +335,8 @@ impl Store {
 fn decide(there: &There, existing: Existing, paths: &[PathBuf]) -> Result<Option<Label>> {
     match (there, existing) {
         (There::Nothing, Existing::Previous) => refused(&paths[0], "there is no store"),
-        (There::Nothing, _) | (_, Existing::Replace) => Ok(None),
+        (There::Nothing, _) | (There::Empty(_), Existing::Refuse) | (_, Existing::Replace) => Ok(None),
+        (There::Empty(path), _) => emptied(path),
         (There::Unusable(why), _) => refused(&paths[0], why),
         (There::Unfilled, _) => Err(Error::Unfilled { path: paths[0].as_path().into() }),
         (There::Store(_), Existing::Refuse) => Err(Error::Invalid(format!(
@@ -347,6 +352,7 @@ fn there_is(there: &There, paths: &[PathBuf]) -> Result<Label> {
     match there {
         There::Store(label) => Ok(*label),
         There::Nothing => refused(&paths[0], "there is no store"),
+        There::Empty(path) => emptied(path),
         There::Unfilled => Err(Error::Unfilled { path: paths[0].as_path().into() }),
         There::Unusable(why) => refused(&paths[0], why),
     }

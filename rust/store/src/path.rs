@@ -8,6 +8,8 @@ use std::{
     sync::Arc,
 };
 
+use memascend_nvme::Claim;
+
 use crate::{
     Error, Result,
     copies::of_version,
@@ -24,12 +26,27 @@ const EDGE_BYTES: u64 = 1 << 20;
 /// File systems in memory: `statfs` says so.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 const RAMFS_MAGIC: i64 = 0x8584_58f6;
+/// File systems that show the state of the kernel.
+const KERNEL_MAGICS: [i64; 10] = [
+    0x9fa0,      // proc
+    0x6265_6572, // sysfs
+    0x0027_e0eb, // cgroup
+    0x6367_7270, // cgroup2
+    0x6462_6720, // debugfs
+    0x7472_6163, // tracefs
+    0x7363_6673, // securityfs
+    0x6265_6570, // configfs
+    0xcafe_4a11, // bpf
+    0x1cd1,      // devpts
+];
 
 /// What lies at the paths of a store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum There {
     /// Nothing, or devices on which nothing is.
     Nothing,
+    /// A file that was there before, and of which both ends are blank: its store was lost, or never begun.
+    Empty(PathBuf),
     /// A store of ours; the label of the first device.
     Store(Label),
     /// A store of which some devices got their labels: whoever made it ended there.
@@ -48,14 +65,16 @@ pub(crate) fn names_folder(path: &Path) -> bool {
     path.as_os_str().as_encoded_bytes().ends_with(b"/")
 }
 
-/// Looks at every path. Foreign, swapped and missing devices are refused by name.
-pub(crate) fn look(paths: &[PathBuf]) -> Result<There> {
+/// Looks at every path. Foreign, swapped and missing devices are refused by name. Files that a claim made count as missing.
+pub(crate) fn look(paths: &[PathBuf], claim: Option<&Claim>) -> Result<There> {
     if paths.is_empty() {
         return Err(Error::Invalid("a store needs at least one path".into()));
     }
     let mut found = paths.iter().map(|path| look_at(path)).collect::<Result<Vec<_>>>()?;
     if found.iter().all(|found| *found == Found::Blank) {
-        return Ok(There::Nothing);
+        let is_made = |index| claim.is_some_and(|claim| claim.is_new(index));
+        let empty = paths.iter().enumerate().find(|(index, path)| path.is_file() && !is_made(*index));
+        return Ok(empty.map_or(There::Nothing, |(_, path)| There::Empty(path.clone())));
     }
     let is_missing = |found: &Found| matches!(found, Found::Blank | Found::Foreign | Found::Damaged(_));
     if found.iter().any(is_missing) {
@@ -250,6 +269,13 @@ pub(crate) fn check_place(path: &Path, in_folder: bool) -> Result<()> {
     if !place.exists() {
         return refused(path, &format!("the folder {} does not exist", folder.display()));
     }
+    if KERNEL_MAGICS.contains(&file_system(place)) {
+        return refused(
+            path,
+            "a store cannot be there, as this file system shows the state of the kernel and holds no files (procfs, \
+             sysfs, cgroup or the like); choose a folder on a disk",
+        );
+    }
     if [TMPFS_MAGIC, RAMFS_MAGIC].contains(&file_system(place)) && !is_device(path) {
         return refused(
             path,
@@ -275,6 +301,17 @@ fn file_system(path: &Path) -> i64 {
     }
     // SAFETY: the call succeeded, so it filled the answer.
     unsafe { answer.assume_init() }.f_type
+}
+
+/// Why nothing is resumed from an empty file: whoever lost a store must not begin another one unawares.
+pub(crate) fn emptied<T>(path: &Path) -> Result<T> {
+    let bytes = fs::metadata(path).map_or(0, |there| there.len());
+    let found = if bytes == 0 { "it has no bytes".into() } else { format!("its {bytes} bytes begin and end in zeros") };
+    let why = format!(
+        "{found}: what it held is lost, or its first write did not finish, so its run never began: bring back a copy of \
+         it, or give existing=\"replace\" to begin anew"
+    );
+    Err(Error::Corrupt { path: Arc::from(path), what: "the store".into(), offset: 0, nbytes: bytes, why })
 }
 
 pub(crate) fn refused<T>(path: &Path, why: &str) -> Result<T> {

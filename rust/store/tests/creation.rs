@@ -76,7 +76,6 @@ fn a_store_that_was_being_made_is_replaced_and_never_resumed() {
             for left in left {
                 let seed = format!("{count} devices, {old:?} to {new}, point {point}");
                 match met(&paths, &left, &how(Existing::Resume, new)) {
-                    Ok((_, is_new)) if old.is_none() => assert!(is_new, "{seed}"),
                     Ok((store, is_new)) => {
                         assert_eq!((is_new, store.info().uuid, toy::check(&store, &seed)), (false, toy::UUID, 2));
                     }
@@ -87,7 +86,8 @@ fn a_store_that_was_being_made_is_replaced_and_never_resumed() {
                             previous.as_ref().is_err_and(|why| why.to_string().contains(NEVER_BEGAN)),
                             "{previous:?}"
                         );
-                        assert!(met(&paths, &left, &how(Existing::Refuse, new)).is_err(), "{seed}");
+                        let begins = met(&paths, &left, &how(Existing::Refuse, new)).is_ok();
+                        assert_eq!(begins, left.iter().flatten().all(|&byte| byte == 0), "{seed}");
                         never_began += 1;
                     }
                 }
@@ -103,6 +103,38 @@ fn a_store_that_was_being_made_is_replaced_and_never_resumed() {
             }
         }
         assert!(never_began > 5, "{count} devices: {never_began}");
+        for path in &paths {
+            ok(fs::remove_file(path));
+        }
+    }
+}
+
+#[test]
+fn an_empty_file_is_no_store_and_begins_none_unless_that_is_asked_for() {
+    let folder = Folder::new("empty");
+    for (count, bytes) in [(1, 0), (1, 1), (1, 4 << 20), (2, 0), (2, 4 << 20)] {
+        let paths = folder.paths(count);
+        let left = vec![vec![0; bytes]; count];
+        for existing in [Existing::Resume, Existing::Previous] {
+            let refused = met(&paths, &left, &how(existing, 8192)).map(drop);
+            let named = |why: &Error| matches!(why, Error::Corrupt { .. }) && why.to_string().contains(NEVER_BEGAN);
+            assert!(refused.as_ref().is_err_and(named), "{count} of {bytes} bytes: {refused:?}");
+        }
+        assert!(Store::open(&paths, &Create::default()).is_err_and(|why| why.to_string().contains(NEVER_BEGAN)));
+        // One of two is missing: the one that is made for it is no reason to begin in the other.
+        if let [_, second] = &paths[..] {
+            ok(fs::remove_file(second));
+            let refused = Store::create(&paths, toy::description(), &how(Existing::Resume, 8192)).map(drop);
+            assert!(refused.is_err_and(|why| why.to_string().contains(NEVER_BEGAN)));
+            assert!(!second.exists());
+        }
+        for existing in [Existing::Refuse, Existing::Replace] {
+            assert!(ok(met(&paths, &left, &how(existing, 8192))).1);
+        }
+        for path in &paths {
+            ok(fs::remove_file(path));
+        }
+        assert!(ok(Store::create(&paths, toy::description(), &how(Existing::Resume, 8192))).1, "nothing was there");
         for path in &paths {
             ok(fs::remove_file(path));
         }

@@ -1,5 +1,6 @@
 """Tests what offload() refuses: options, models, optimizers; a refused call leaves everything as it was."""
 
+import functools
 import re
 
 import pytest
@@ -9,7 +10,7 @@ from parity.zoo_plain import Stack
 from torch import nn
 
 import memascend
-from memascend import BudgetError, ConfigError, StorageError
+from memascend import BudgetError, ConfigError, StorageError, UsageError
 
 OPTIONS = {
     "existing": "perhaps",
@@ -111,17 +112,25 @@ def test_a_model_is_offloaded_once(offloaded, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"])
-def test_wrappers_that_train_on_several_devices(tmp_path, unchanged, kind):
-    if kind == "DataParallel":
-        wrapped = nn.DataParallel(Stack())
-    else:
+def test_wrappers_that_train_on_several_devices(tmp_path, unchanged, offloaded, kind):
+    """Before offload() and after it: the error names FSDP2."""
+    wrap = {
+        "DataParallel": nn.DataParallel,
+        "DistributedDataParallel": nn.parallel.DistributedDataParallel,
+        "FullyShardedDataParallel": functools.partial(
+            torch.distributed.fsdp.FullyShardedDataParallel, device_id=torch.device("cpu")
+        ),
+    }[kind]
+    if kind != "DataParallel":
         torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
-        if kind == "DistributedDataParallel":
-            wrapped = nn.parallel.DistributedDataParallel(Stack())
-        elif kind == "FullyShardedDataParallel":
-            wrapped = torch.distributed.fsdp.FullyShardedDataParallel(Stack(), device_id=torch.device("cpu"))
-        assert kind in refused(tmp_path, unchanged, wrapped, adamw(wrapped))
+        wrapped = wrap(Stack())
+        said = refused(tmp_path, unchanged, wrapped, adamw(wrapped))
+        assert kind in said
+        assert "fully_shard" in said
+        training = offloaded()
+        with pytest.raises(UsageError, match=f"^{kind} .*fully_shard"):
+            wrap(training.model)
     finally:
         if kind != "DataParallel":
             torch.distributed.destroy_process_group()

@@ -1,6 +1,7 @@
 """Tests access to parameters that are on storage: what works, and what raises instead of being wrong."""
 
 import copy
+import ctypes
 import io
 import pickle
 import re
@@ -275,6 +276,24 @@ def test_memory_that_is_kept_from_a_backward_and_written_to_before_step_is_found
         training.optimizer.step()
     del kept
     training.optimizer.zero_grad()
+    training.step(1)
+    assert training.optimizer.steps == 2
+
+
+def test_a_write_to_an_address_that_an_update_finds_is_told_and_does_not_stay(offloaded):
+    training = offloaded(steps=1, host_memory=None, gradients="fused")
+    expected = training.loss(1).detach()
+    training.optimizer.zero_grad()
+
+    def written(module, _):
+        ctypes.c_float.from_address(module.weight.data_ptr()).value = 9.0
+
+    handle = training.model.blocks[1].up.register_forward_pre_hook(written)
+    with pytest.raises(UsageError, match=r"blocks\.1\.up\.weight.* written to in memory.*zero_grad\(\).*modify=True"):
+        training.step(1)
+    handle.remove()
+    training.optimizer.zero_grad()
+    assert torch.equal(training.loss(1), expected)
     training.step(1)
     assert training.optimizer.steps == 2
 
