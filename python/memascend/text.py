@@ -55,7 +55,9 @@ def bytes_shown(nbytes: int) -> str:
 
 
 def seconds_shown(seconds: float) -> str:
-    """A duration in s, ms, us or ns, with three digits."""
+    """A duration in s, ms, us or ns, with three digits at least."""
+    if seconds >= 1000:
+        return f"{seconds:,.0f} s"
     for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")):
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"

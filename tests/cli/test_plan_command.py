@@ -148,7 +148,7 @@ def test_storage_without_room_is_a_named_problem(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("memascend.cli.storage._TRIAL_SECONDS", 0.05)
     needed = told(capsys, config)["plan"]["disk_bytes"]
     for free, status in ((needed, 0), (needed - 1, 1)):
-        monkeypatch.setattr("memascend.cli.plan.answer._free", lambda _, free=free: free)
+        monkeypatch.setattr("memascend.session.decide.room_beside", lambda *_, free=free: free)
         assert main(["plan", str(config), "--storage", str(tmp_path)]) == status
         assert ("not enough" in capsys.readouterr().out) == bool(status)
         assert main(["plan", str(config), "--storage", str(tmp_path), "--json"]) == status
