@@ -238,7 +238,7 @@ def test_what_is_no_gpu_and_no_drive_is_refused(capsys, config):
     assert parse_gpu("RTX4090").tflops == 165
     assert parse_gpu("100,10,5").link == 5e9
     for words in ("4091", "165,24", "165,24,-1", "nan,1,1"):
-        with pytest.raises(ConfigError, match="--gpu must be one of .*, 3080, 3080ti, 3090,"):
+        with pytest.raises(ConfigError, match=r"--gpu must be one of .*, 3080, 3080ti, 3090,"):
             parse_gpu(words)
     assert main(["plan", str(config), "--drive", "5"]) == 1
     assert "READ,WRITE" in capsys.readouterr().err

@@ -73,7 +73,7 @@ def room_beside(paths: Sequence[str] | None, total_bytes: int) -> int | None:
     """Free bytes on storage beside a store of `total_bytes`, made or not; None where the system does not say."""
     try:
         places = [file_of(path) for path in paths or (tempfile.gettempdir(),)]
-        systems = [_nearest(place).stat().st_dev for place in places]
+        systems = [nearest(place).stat().st_dev for place in places]
         rooms = []
         for place, system in zip(places, systems, strict=True):
             if place.is_block_device():
@@ -81,14 +81,14 @@ def room_beside(paths: Sequence[str] | None, total_bytes: int) -> int | None:
                     rooms.append(device.seek(0, os.SEEK_END))
                 continue
             # Several shards on one file system share its free space.
-            free = shutil.disk_usage(_nearest(place)).free // systems.count(system)
+            free = shutil.disk_usage(nearest(place)).free // systems.count(system)
             rooms.append(free + (place.stat().st_size if place.is_file() else 0))
     except OSError:
         return None
     return max(0, min(rooms) * len(rooms) - total_bytes)
 
 
-def _nearest(place: Path) -> Path:
+def nearest(place: Path) -> Path:
     """The path, or its nearest parent that exists."""
     return next(path for path in (place, *place.absolute().parents) if path.exists())
 
