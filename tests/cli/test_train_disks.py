@@ -58,6 +58,7 @@ def run_and_fill(words, disk, left):
 
 
 @pytest.mark.root
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_save_without_space_loses_nothing_and_the_same_command_saves(folder, small_disk, capfd):
     weights = (folder / "model" / "model.safetensors").stat().st_size
