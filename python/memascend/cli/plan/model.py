@@ -68,7 +68,7 @@ def describe(path: Path, dtype: torch.dtype | None, *, adapted: bool = False) ->
             return DescribedModel(Decoder(shape).to(dtype or torch.bfloat16), f"the shape of {path}")
     folder = path if path.is_dir() else path.parent
     is_config = path.is_file() and path.suffix == ".json" and not path.name.endswith(".index.json")
-    config = path if is_config else folder / _CONFIG
+    config = path if is_config or shape is not None else folder / _CONFIG
     values = shape or (read_config(config) if config.is_file() else {})
     if not is_config and not values.get("model_type"):
         return DescribedModel(described_by_names(path, dtype), "the names and shapes in its safetensors")
@@ -83,7 +83,7 @@ def describe(path: Path, dtype: torch.dtype | None, *, adapted: bool = False) ->
     model = _configured(transformers, config, values, dtype)
     if shape is None:
         untie(model, _untied(model, None if is_config else path, tied=tied))
-    return DescribedModel(model, str(config) if shape is None else f"the shape of {path}")
+    return DescribedModel(model, str(config) if shape is None else f"the shape of {config}")
 
 
 def untie(model: nn.Module, names: Iterable[str]) -> None:
