@@ -28,7 +28,7 @@ from memascend.cli.plan.model import recompute, settle, without_gradients_kept
 from memascend.cli.storage import disk_folder
 from memascend.errors import ConfigError, StorageError
 from memascend.memory import Heap
-from memascend.plan.cost import Host, Work, assumed_host
+from memascend.plan.cost import Host, assumed_host
 from memascend.session.offload import offload
 from memascend.text import Progress
 
@@ -82,19 +82,17 @@ def _with_processor(question: Question, shape: tuple[int, int]) -> Question:
     return replace(question, measured=partial(_taken, processor))
 
 
-def _taken(processor: Processor, plan: Plan, state: str) -> tuple[Work, Host]:
-    """What a backward and the update take."""
+def _taken(processor: Processor, plan: Plan, state: str) -> tuple[float, float, Host]:
+    """Seconds of a forward and of a backward, and the speed of the update."""
     parameters = sum(len(unit.parameters) for unit in plan.units)
     handed = sum(unit.nbytes - unit.frozen_bytes for unit in plan.units) * processor.copy_seconds
-    work = Work(
-        forward=processor.forward_seconds + parameters * processor.bind_seconds,
-        backward=processor.backward_seconds + parameters * processor.hand_seconds + handed,
-    )
+    forward = processor.forward_seconds + parameters * processor.bind_seconds
+    backward = processor.backward_seconds + parameters * processor.hand_seconds + handed
     threads = torch.get_num_threads()
     # Where torch leaves processors free, the update has one of its own.
     host = assumed_host(None, shared=threads >= len(os.sched_getaffinity(0)))
     update = processor.update_seconds[state]
-    return work, replace(host, update=update, check=processor.check_seconds, held_threads=threads)
+    return forward, backward, replace(host, update=update, check=processor.check_seconds, held_threads=threads)
 
 
 def measure(model: nn.Module, trace: Trace, shape: tuple[int, int], folder: Path | None) -> Processor:

@@ -54,8 +54,25 @@ def bytes_shown(nbytes: int) -> str:
     )
 
 
+def size_option(nbytes: int, *, up: bool = True) -> str:
+    """A size with three digits as options take it, as "2.8MiB": rounded up, so that it works where `nbytes` do.
+
+    With `up=False` it is rounded down, so that a budget that is too small never looks like one that works.
+    """
+    # Options know nothing above TiB.
+    unit = min((max(1, nbytes).bit_length() - 1) // 10, 4)
+    if unit == 0:
+        return f"{nbytes}B"
+    size = 1 << (10 * unit)
+    scale = 100 if nbytes < 10 * size else 10 if nbytes < 100 * size else 1
+    parts = -(-nbytes * scale // size) if up else nbytes * scale // size
+    return f"{parts / scale:.15g}{_UNITS[unit]}"
+
+
 def seconds_shown(seconds: float) -> str:
-    """A duration in s, ms, us or ns, with three digits."""
+    """A duration in s, ms, us or ns, with three digits at least."""
+    if seconds >= 1000:
+        return f"{seconds:,.0f} s"
     for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")):
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"

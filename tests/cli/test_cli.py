@@ -13,7 +13,8 @@ import memascend
 from memascend.cli import _in_own_words, _ran, main
 from memascend.cli.demo import Settings, Side, row_shown
 from memascend.errors import MemascendError
-from memascend.text import bytes_shown, counted, seconds_shown, table
+from memascend.plan.options import parse_bytes
+from memascend.text import bytes_shown, counted, seconds_shown, size_option, table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -199,7 +200,19 @@ def test_sizes_are_shown_in_binary_units(nbytes, shown):
     assert bytes_shown(nbytes) == shown
 
 
-@pytest.mark.parametrize(("seconds", "shown"), [(2, "2 s"), (0.0015, "1.5 ms"), (3.25e-6, "3.25 us"), (4e-8, "40 ns")])
+def test_a_size_for_an_option_works_where_the_number_does():
+    assert (size_option(2_927_455), size_option(2_927_455, up=False)) == ("2.8MiB", "2.79MiB")
+    assert (size_option(48 << 30), size_option(48 << 30, up=False)) == ("48GiB", "48GiB")
+    for exponent in range(60):
+        for nbytes in (2**exponent, 2**exponent + 1, 2 ** (exponent + 1) - 1, 3 * 2**exponent // 2):
+            assert nbytes <= parse_bytes(size_option(nbytes)) <= 1.01 * nbytes + 1
+            assert 0.99 * nbytes - 1 <= parse_bytes(size_option(nbytes, up=False)) <= nbytes
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(12_345.6, "12,346 s"), (2, "2 s"), (0.0015, "1.5 ms"), (3.25e-6, "3.25 us"), (4e-8, "40 ns")],
+)
 def test_durations_are_shown(seconds, shown):
     assert seconds_shown(seconds) == shown
 

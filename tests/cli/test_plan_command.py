@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 import memascend
 from memascend.cli import main
 from memascend.cli.plan.model import describe, described_by_names
+from memascend.plan.options import parse_bytes
 
 TEXT = {
     "vocab_size": 2048,
@@ -148,7 +149,7 @@ def test_storage_without_room_is_a_named_problem(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("memascend.cli.storage._TRIAL_SECONDS", 0.05)
     needed = told(capsys, config)["plan"]["disk_bytes"]
     for free, status in ((needed, 0), (needed - 1, 1)):
-        monkeypatch.setattr("memascend.cli.plan.answer._free", lambda _, free=free: free)
+        monkeypatch.setattr("memascend.session.decide.room_beside", lambda *_, free=free: free)
         assert main(["plan", str(config), "--storage", str(tmp_path)]) == status
         assert ("not enough" in capsys.readouterr().out) == bool(status)
         assert main(["plan", str(config), "--storage", str(tmp_path), "--json"]) == status
@@ -216,7 +217,13 @@ def test_a_budget_that_is_too_small_names_the_one_that_works(capsys, tmp_path):
     config = written(tmp_path, "GPT-2, tied")
     smallest = told(capsys, config)["plan"]["smallest"]
     assert main(["plan", str(config), "--host-memory", str(smallest - 1)]) == 1
-    assert f"{smallest} bytes" in capsys.readouterr().err
+    said = re.search(
+        r"--host-memory (\S+) is too small: the smallest budget that works is (\S+), of", capsys.readouterr().err
+    )
+    # In the unit of other sizes; what the error names works as it stands, and the given one does not look the same.
+    assert said[1] != said[2]
+    assert smallest <= parse_bytes(said[2]) < 1.01 * smallest
+    assert told(capsys, config, "--host-memory", said[2])["plan"]["host_peak"] <= parse_bytes(said[2])
     assert told(capsys, config, "--host-memory", smallest)["plan"]["host_peak"] <= smallest
 
 
@@ -276,7 +283,9 @@ def test_of_a_device_that_is_not_there(tmp_path, capsys):
         hosts.append({owner: nbytes for owner, nbytes in plan["host"].items() if owner not in ("index", "catalog")})
     assert hosts[0] == hosts[1]
     assert main(["plan", str(path), "--device", "cuda", "--device-memory", "1KiB"]) == 1
-    smallest = plan_error(capsys)
+    works = plan_error(capsys)
+    assert main(["plan", str(path), "--device", "cuda", "--device-memory", works, "--json"]) == 0
+    smallest = json.loads(capsys.readouterr().out)["plan"]["device_smallest"]
     assert main(["plan", str(path), "--device", "cuda", "--device-memory", str(smallest)]) == 0
     assert "Device memory:" in capsys.readouterr().out
     assert main(["plan", str(path), "--device", "cuda", "--device-memory", str(smallest - 1)]) == 1
@@ -285,6 +294,6 @@ def test_of_a_device_that_is_not_there(tmp_path, capsys):
 
 def plan_error(capsys):
     found = re.search(
-        r"device_memory .* is too small: the smallest budget that works is (\d+) bytes", capsys.readouterr().err
+        r"--device-memory 1KiB is too small: the smallest budget that works is (\S+), of", capsys.readouterr().err
     )
-    return int(found[1])
+    return found[1]

@@ -1,5 +1,6 @@
 """Tests regions, arenas, rings and leases through the public interface: results, errors, waiting."""
 
+import re
 import signal
 import threading
 import time
@@ -77,7 +78,7 @@ def test_a_whole_number_of_bytes_may_be_a_float(tmp_path):
 
 
 def test_more_memory_than_there_is_is_refused_before_it_is_touched():
-    with pytest.raises(memascend.MemoryLimitError, match="can be had") as caught:
+    with pytest.raises(memascend.MemoryLimitError, match=r"^64 TiB of memory .* and [\d.]+ .iB can be had") as caught:
         Region(1 << 46)
     assert caught.value.needed == 1 << 46
     assert 0 < caught.value.available < 1 << 46
@@ -219,6 +220,9 @@ def test_a_region_too_small_for_its_plan_says_what_works():
     with Region(needed - page) as region, pytest.raises(memascend.BudgetError) as caught:
         Arena(region, plan)
     assert caught.value.smallest == needed
+    assert re.search(
+        rf"holds [\d.]+ \wiB and .* [\d.]+ \wiB: make the region at least {needed} bytes", str(caught.value)
+    )
     with Region(caught.value.smallest) as region:
         stats = Arena(region, plan).stats()
         assert needed == stats["capacity"] <= stats["reserved"] <= region.mapped_bytes

@@ -74,7 +74,7 @@ except memascend.MemoryLimitError as error:
     print(error)
 """
     )
-    assert "mmap of 268435456 bytes failed" in out
+    assert "mmap of 256 MiB failed" in out
 
 
 @pytest.fixture

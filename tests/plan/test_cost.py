@@ -146,9 +146,23 @@ def test_what_is_frozen_is_not_updated():
 
 def test_the_life_of_a_drive():
     # 48 GB in 12 s are 345.6 TB a day.
-    assert drive_days(plan(), 12.0, 600 * 10**12) == pytest.approx(600 / 345.6)
-    assert drive_days(plan(written_bytes={}), 12.0, 600 * 10**12) is None
+    assert drive_days(48 * GB, 12.0, 600 * 10**12) == pytest.approx(600 / 345.6)
+    assert drive_days(0, 12.0, 600 * 10**12) is None
 
 
 def test_a_phase_is_named_by_its_longest_part():
     assert Phase(name="forward", parts={"compute": 1.0, "disk": 2.0}).bound == "disk"
+
+
+def test_checkpointed_activations_pass_through_link_and_drive():
+    link = Host(update=0.0, check=0.0, threads=1, shared=False, link=2 * GB)
+    away = Work(forward=2.0, backward=4.0, carried=100 * GB, stored=60 * GB)
+    for kept in (False, True):
+        model = KEPT if kept else plan()
+        still = phases(model, Work(forward=2.0, backward=4.0), DRIVE, link, kept=kept)
+        forward, last, *_ = phases(model, away, DRIVE, link, kept=kept)
+        # Out of the device beside the units that come in, and back after them.
+        assert forward.parts["PCIe"] == pytest.approx(50)
+        assert last.parts["PCIe"] == pytest.approx(53)
+        assert forward.parts["disk"] == pytest.approx(still[0].parts["disk"] + 60 / 4)
+        assert last.parts["disk"] == pytest.approx(still[1].parts["disk"] + 60 / 5)

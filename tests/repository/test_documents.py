@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import re
 import runpy
 import shlex
@@ -87,10 +88,67 @@ def test_a_command_exists_and_takes_what_it_is_given(words, monkeypatch):
     assert len(taken) == 1
 
 
+# Why a command of a page cannot run here, by what it matches.
+NOT_HERE = {
+    r"^doctor --gpu": "needs a GPU",
+    r"--data rows\.jsonl": "needs the reader's weights and rows",
+    r"\.\.\.|(^| )[A-Z]+( |$)": "has a placeholder",
+    r"^(train|plan|store \w+|train --accumulate)$": "is named in a sentence",
+    r"^train needs ": "is a message",
+    r"^bench ": "measures for minutes",
+}
+SHELL = re.compile(r"(?:torchrun .*-m memascend|(?:python -m )?memascend) (.*)")
+
+
+def why_not(words):
+    return next((reason for pattern, reason in NOT_HERE.items() if re.search(pattern, words)), None)
+
+
 def typed(path):
-    """The lines of "console" blocks that are no set-up, in their order."""
-    lines = [line for body in blocks(path, "console") for line in body.replace("\\\n", " ").splitlines()]
-    return [line for line in lines if not line.startswith(("make ", "pip "))]
+    """What a reader can type here: lines of "console" blocks but for set-up, and each command of the page that runs."""
+    console = [line for body in blocks(path, "console") for line in body.replace("\\\n", " ").splitlines()]
+    found = [line for line in console if not line.startswith(("make ", "pip "))]
+    return found + [line for line in commands(path) if line not in found and not why_not(SHELL.fullmatch(line)[1])]
+
+
+def commands(path):
+    """Every line and every piece of code in a sentence that begins memascend."""
+    text = BLOCK.sub("", path.read_text())
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
+    lines = [
+        line.strip()
+        for found, _, body in BLOCK.findall(path.read_text())
+        if found in ("console", "bash", "sh", "")
+        for line in body.replace("\\\n", " ").splitlines()
+    ]
+    return [line for line in (*lines, *spans) if SHELL.fullmatch(line)]
+
+
+def test_every_plan_of_the_pages_fits_in_a_fresh_folder(tmp_path):
+    """In one process that begins with nothing but examples/; the first makes the model of the others."""
+    plans = [shlex.split(words) for page in PAGES for line in commands(page)
+             if (words := SHELL.fullmatch(line)[1]).startswith("plan ") and not why_not(words)]  # fmt: skip
+    assert ["plan", "llama-8b"] in [words[:2] for words in plans]
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    program = """
+import json, runpy, sys
+plans = json.loads(sys.argv[1])
+sys.argv[1:] = ["small"]
+runpy.run_path("examples/small_model.py", run_name="__main__")
+from memascend.cli import main
+for words in plans:
+    assert main(words) == 0, words
+"""
+    unique = [list(words) for words in dict.fromkeys(map(tuple, plans))]
+    done = subprocess.run([sys.executable, "-c", program, json.dumps(unique)], cwd=tmp_path, check=False, timeout=600,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_cannot_run_here_has_a_reason():
+    told = [why_not(SHELL.fullmatch(line)[1]) for page in PAGES for line in commands(page)]
+    assert set(NOT_HERE.values()) == {reason for reason in told if reason}
+    assert told.count(None) > 15
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Tests that a step which needs more room than a plan can know gets it, where nobody gave a budget."""
 
+import re
+
 import pytest
 import torch
 from support.bits import same_bits
@@ -10,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memascend
+from memascend.plan.options import parse_bytes
 
 __all__ = ["fake"]
 
@@ -251,9 +254,13 @@ def test_a_given_budget_is_kept_and_the_one_that_the_error_names_works(tmp_path,
             train(model, optimizer, loss)
         assert optimizer.steps == 0
         assert optimizer.plan.budget == budget
+    named = re.search(r'host_memory="(\S+)" has a place for every unit', str(error.value))[1]
+    assert error.value.smallest <= parse_bytes(named) < 1.01 * error.value.smallest
     model, optimizer = made(make)
+    # The number, or what the message says instead.
+    larger = error.value.smallest if gradients == "ssd" else named
     model, optimizer = memascend.offload(
-        model, optimizer, storage=tmp_path / "three", gradients=gradients, host_memory=error.value.smallest
+        model, optimizer, storage=tmp_path / "three", gradients=gradients, host_memory=larger
     )
     with optimizer:
         train(model, optimizer, loss)

@@ -7,6 +7,7 @@ import ctypes
 import fcntl
 import json
 import os
+import re
 import shutil
 import stat
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from memascend.errors import ConfigError, StorageError, UsageError
 from memascend.storage import Checksum
@@ -33,6 +35,13 @@ def file_errors(path: Path, what: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise StorageError(f"{path} {what}: {error.strerror}", errno=error.errno, path=str(path)) from error
+    except SafetensorError as error:
+        # It has the system's number as text alone.
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        reason = os.strerror(int(number[1]))
+        raise StorageError(f"{path} {what}: {reason}", errno=int(number[1]), path=str(path)) from error
 
 
 _AT_FDCWD = -100

@@ -35,7 +35,7 @@ _COMMANDS = {
 }
 
 
-# Errors name arguments and methods of `offload()`; `memascend train` has these instead.
+# Errors name arguments and methods of `offload()`; `memascend train` and `memascend plan` have these instead.
 _OWN_WORDS = {
     'none before it: open it with existing="resume"': "none before it: leave --previous out",
     'open it with existing="resume", or give existing="replace"': "give the command that made it, or another --storage",
@@ -46,7 +46,7 @@ _OWN_WORDS = {
     'existing="replace" would write': "a new run in this --storage would write",
     "; keep it with optimizer.save(folder)": "; the model that was saved last stays in --output",
 }
-# Arguments of `offload()` that are options of `memascend train` with the same names, with a value or without.
+# Arguments of `offload()` that are options of these commands with the same names, with a value or without.
 _OPTION = re.compile(
     r"\b(host_memory|device_memory|max_grad_norm|activations|device|storage|state)=(?:(['\"])(.*?)\2)?"
     r"|\b(host_memory|device_memory|max_grad_norm)\b"
@@ -102,10 +102,8 @@ def _ran(options: argparse.Namespace) -> int:
         # Arguments that depend on others, which argparse cannot check.
         options.refuse(str(error))
     except MemascendError as error:
-        print(
-            f"memascend {options.command}: {_in_own_words(str(error)) if options.command == 'train' else error}",
-            file=sys.stderr,
-        )
+        text = _in_own_words(str(error)) if options.command in {"train", "plan"} else str(error)
+        print(f"memascend {options.command}: {text}", file=sys.stderr)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -14,6 +14,7 @@ import torch
 from memascend.device.device import failures_named
 from memascend.errors import ConfigError, MemoryLimitError, TimeoutExpired, UsageError
 from memascend.memory import whole_pages
+from memascend.text import size_option
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -129,7 +130,8 @@ class DeviceArena:
         except torch.OutOfMemoryError as error:
             free = device.free()
             raise MemoryLimitError(
-                f"units take {nbytes} bytes of {device.torch_device}, which has {free} free: pass a smaller "
+                f"units take {size_option(nbytes)} of {device.torch_device}, which has "
+                f"{size_option(free, up=False)} free: pass a smaller "
                 "device_memory=, or free other memory there",
                 needed=nbytes,
                 available=free,

@@ -12,6 +12,7 @@ import torch
 from memascend.errors import BudgetError, TimeoutExpired, UsageError
 from memascend.params.threads import FORKED
 from memascend.params.unit import Bytes, Home, alive
+from memascend.text import bytes_shown, size_option
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
@@ -373,9 +374,9 @@ class ResidentUnits:
         if limits.add is None:
             smallest = limits.larger(home.slot_bytes)
             raise BudgetError(
-                f"no memory for unit {home.name!r} ({home.nbytes} bytes): all places of its size are held by views of "
-                f"{holders}, which a checkpoint segment of several blocks, another thread, or your code, keeps; "
-                f"{limits.option}={smallest} has a place for every unit",
+                f"no memory for unit {home.name!r} ({bytes_shown(home.nbytes)}): all places of its size are held by "
+                f"views of {holders}, which a checkpoint segment of several blocks, another thread, or your code, keeps; "
+                f'{limits.option}="{size_option(smallest)}" has a place for every unit',
                 smallest=smallest,
             ) from None
         added = limits.add(home.nbytes)

@@ -65,6 +65,13 @@ class Work:
     by_layer: bool = False
     # Seconds of the network in a forward and in a backward, where several ranks share the model.
     exchanged: tuple[float, float] | None = None
+    # Bytes of checkpointed activations of a step that leave a device in its forwards and return in its backwards, and
+    # those that files hold in between.
+    carried: int = 0
+    stored: int = 0
+
+
+_NO_WORK = Work(forward=0.0, backward=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +150,7 @@ def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool, earl
     times = 1 if work.by_layer else computed
     # Each backward after the first reads the spilled gradients, and adds to them.
     added = spilled * (times - 1)
+    back_link, back_read = back * times + work.carried, backward_read * times + work.stored
     # The RAM tier waits for step() in every mode, and all threads share its update.
     streamed = host.update * (1 - plan.held_part)
     together = host.held_threads or host.threads
@@ -156,20 +164,23 @@ def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool, earl
         in_step["disk"] = drive.seconds(0, through)
     held = [Phase(name="step()", parts=in_step)] if plan.held_part else []
     to, fro = (None, None) if work.exchanged is None else (part * times for part in work.exchanged)
-    forward = _phase("forward", work.forward * computed, (into * times, 0), (forward_read * times, 0), drive, host)
+    forward = _phase(
+        "forward", work.forward * computed, (into * times, work.carried), (forward_read * times, work.stored), drive,
+        host,
+    )  # fmt: skip
     forward = _beside(forward, to)
     if kept and not early:
         backward = _phase(
-            "backward", work.backward * computed, (back * times, out * times),
-            (backward_read * times + added, spilled * times), drive, host,
+            "backward", work.backward * computed, (back_link, out * times), (back_read + added, spilled * times), drive,
+            host,
         )  # fmt: skip
         update = _phase("update", 0.0, (0, 0), (update_read, update_written), drive, host, streamed)
         return [forward, _beside(backward, fro), update, *held]
     if kept:
         update_read, update_written = update_read - spilled, update_written + spilled
     last = _phase(
-        "backward and update", work.backward * computed, (back * times, out * times),
-        (backward_read * times + update_read, update_written), drive, host, streamed,
+        "backward and update", work.backward * computed, (back_link, out * times),
+        (back_read + update_read, update_written), drive, host, streamed,
     )  # fmt: skip
     part = _last_part(plan)
     tail = max(drive.seconds(update_read * part, update_written * part), streamed * part / host.threads)
@@ -231,10 +242,9 @@ def seconds(parts: Sequence[Phase]) -> float:
     return sum(part.seconds for part in parts)
 
 
-def storage_seconds(plan: Plan, drive: Drive, host: Host, *, backwards: int = 1, by_layer: bool = False) -> float:
-    """The seconds that storage and the update of a step take, without the model's."""
+def storage_seconds(plan: Plan, drive: Drive, host: Host, work: Work = _NO_WORK) -> float:
+    """The seconds that storage and the update of a step take; `work` computes nothing."""
     host = replace(host, update=update_seconds(plan, host.update))
-    work = Work(forward=0.0, backward=0.0, backwards=backwards, by_layer=by_layer)
     return seconds(phases(plan, work, drive, host, kept=plan.gradients in ("ssd", "ram")))
 
 
@@ -243,9 +253,8 @@ def update_seconds(plan: Plan, a_parameter: float) -> float:
     return sum(map(_trained, plan.units)) * a_parameter
 
 
-def drive_days(plan: Plan, step_seconds: float, endurance: float) -> float | None:
+def drive_days(written: int, step_seconds: float, endurance: float) -> float | None:
     """Days of continuous training until `endurance` bytes are written; None where a step writes nothing."""
-    written = sum(plan.written_bytes.values())
     if not written or not step_seconds:
         return None
     return endurance / written * step_seconds / _DAY_SECONDS

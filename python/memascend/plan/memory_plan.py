@@ -12,7 +12,7 @@ from memascend.errors import BudgetError, ConfigError
 from memascend.memory import whole_pages
 from memascend.plan.table import Plan, Traffic, with_log
 from memascend.plan.units import count_reads, forward_order, list_windows
-from memascend.text import bytes_shown
+from memascend.text import bytes_shown, size_option
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -567,8 +567,8 @@ def _require_room(
 
 def _too_small(option: str, budget: int, smallest: int, owners: str) -> BudgetError:
     return BudgetError(
-        f"{option} {bytes_shown(budget)} is too small: the smallest budget that works is {smallest} bytes "
-        f"({bytes_shown(smallest)}), of which {owners}",
+        f"{option} {size_option(budget, up=False)} is too small: the smallest budget that works is "
+        f"{size_option(smallest)}, of which {owners}",
         smallest=smallest,
     )
 

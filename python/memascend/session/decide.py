@@ -16,19 +16,15 @@ from memascend.activations import activations
 from memascend.checkpoint.init import Buffers, require_plain
 from memascend.device.device import copied_bytes
 from memascend.device.transfer import CHUNKS, WINDOWS
-from memascend.distributed.setup import PlannedSharding
 from memascend.errors import BudgetError, ConfigError, StorageError
 from memascend.optim.members import members_of, require_one_owner, title_of
 from memascend.optim.rules import Arithmetic, unwrapped
 from memascend.optim.state import StateFormats
 from memascend.params.aliases import overlapping, require_unaliased
-from memascend.params.module_hooks import gated
 from memascend.params.offloaded_param import dense_strides
 from memascend.plan.memory_plan import Log, Requirements, make_plan
 from memascend.plan.units import find_units
 from memascend.session.materialize import is_materialized
-from memascend.session.optimizer import OffloadedOptimizer
-from memascend.session.original_state import require_unaliased_state
 from memascend.text import expanded
 
 if TYPE_CHECKING:
@@ -36,6 +32,7 @@ if TYPE_CHECKING:
 
     from memascend.device.device import Device
     from memascend.distributed.reshard import Earlier
+    from memascend.distributed.setup import PlannedSharding
     from memascend.distributed.sharding import Sharding
     from memascend.plan.cost import Network
     from memascend.plan.options import Options
@@ -76,7 +73,7 @@ def room_beside(paths: Sequence[str] | None, total_bytes: int) -> int | None:
     """Free bytes on storage beside a store of `total_bytes`, made or not; None where the system does not say."""
     try:
         places = [file_of(path) for path in paths or (tempfile.gettempdir(),)]
-        systems = [_nearest(place).stat().st_dev for place in places]
+        systems = [nearest(place).stat().st_dev for place in places]
         rooms = []
         for place, system in zip(places, systems, strict=True):
             if place.is_block_device():
@@ -84,14 +81,14 @@ def room_beside(paths: Sequence[str] | None, total_bytes: int) -> int | None:
                     rooms.append(device.seek(0, os.SEEK_END))
                 continue
             # Several shards on one file system share its free space.
-            free = shutil.disk_usage(_nearest(place)).free // systems.count(system)
+            free = shutil.disk_usage(nearest(place)).free // systems.count(system)
             rooms.append(free + (place.stat().st_size if place.is_file() else 0))
     except OSError:
         return None
     return max(0, min(rooms) * len(rooms) - total_bytes)
 
 
-def _nearest(place: Path) -> Path:
+def nearest(place: Path) -> Path:
     """The path, or its nearest parent that exists."""
     return next(path for path in (place, *place.absolute().parents) if path.exists())
 
@@ -159,7 +156,16 @@ def find_groups(
     return trained
 
 
-def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _refuse_offloaded(model: torch.nn.Module, members: Sequence[torch.optim.Optimizer]) -> None:
+    # They load torch's compiler, which takes seconds that a plan without a run does not need.
+    from memascend.params.module_hooks import gated
+    from memascend.session.optimizer import OffloadedOptimizer
+
+    if any(isinstance(one, OffloadedOptimizer) for one in members) or gated(model) or is_materialized(model):
+        raise ConfigError("this model or optimizer is offloaded already; close() it first")
+
+
+def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, only_planned: bool) -> None:
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -171,8 +177,8 @@ def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> N
             f"step() of this {type(replaced).__name__} was replaced on the object, and offload() runs that of its "
             "class: use register_step_pre_hook() or register_step_post_hook(), or make it a subclass"
         )
-    if any(isinstance(one, OffloadedOptimizer) for one in members) or gated(model) or is_materialized(model):
-        raise ConfigError("this model or optimizer is offloaded already; close() it first")
+    if not only_planned:
+        _refuse_offloaded(model, members)
     wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     if isinstance(model, wrappers) or type(model).__name__ == "FullyShardedDataParallel":
         raise ConfigError(
@@ -266,7 +272,7 @@ class Subject:
         # The path of the store is not known yet, nor the free space beside it.
         self.unplaced = only_planned and options.paths is None
         self.sharding = sharding
-        _refuse_kinds(model, optimizer)
+        _refuse_kinds(model, optimizer, only_planned=only_planned)
         self.named = dict(model.named_parameters() if sharding is None else sharding.named)
         # By name, the number of the group that has the parameter.
         self.groups = find_groups(model, self.named, optimizer, None if device is None else device.torch_device)
@@ -290,6 +296,8 @@ class Subject:
             if sharding is not None:
                 sharding.require_unaliased()
             require_unaliased(self.named, model, () if sharding is None else sharding.held)
+            from memascend.session.original_state import require_unaliased_state
+
             for member in members_of(self.original):
                 require_unaliased_state(member, self.named, model)
         self.buffers = Buffers(model)
@@ -357,8 +365,12 @@ def planned(
     """
     with torch.no_grad():
         original = unwrapped(optimizer)
-        sharding = PlannedSharding(model, ranks, options) if ranks > 1 else None
-        if sharding is not None:
+        sharding: PlannedSharding | None = None
+        if ranks > 1:
+            # It loads torch's FSDP2, which takes seconds.
+            from memascend.distributed.setup import PlannedSharding
+
+            sharding = PlannedSharding(model, ranks, options)
             original = sharding.stand_in(original)
         rows = cast("Sharding | None", sharding)
         subject = Subject(model, original, options, None, sharding=rows, only_planned=True)

@@ -30,6 +30,23 @@ impl fmt::Display for Holders<'_> {
     }
 }
 
+/// A size in the largest binary unit that leaves at least 1, with three digits, rounded up or down.
+fn shown(nbytes: usize, up: bool) -> String {
+    const UNITS: [&str; 6] = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"];
+    let unit = (nbytes.max(1).ilog2() as usize / 10).min(UNITS.len() - 1);
+    if unit == 0 {
+        return format!("{nbytes} bytes");
+    }
+    let (nbytes, size) = (nbytes as u128, 1 << (10 * unit));
+    let digits = if nbytes < 10 * size { 2 } else { usize::from(nbytes < 100 * size) };
+    let scale = 10_u128.pow(u32::try_from(digits).unwrap_or(0));
+    let parts = if up { (nbytes * scale).div_ceil(size) } else { nbytes * scale / size };
+    let fraction = format!("{:0digits$}", parts % scale);
+    let fraction = if digits == 0 { "" } else { fraction.trim_end_matches('0') };
+    let point = if fraction.is_empty() { "" } else { "." };
+    format!("{}{point}{fraction} {}", parts / scale, UNITS[unit])
+}
+
 /// What can go wrong with memory.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -47,8 +64,8 @@ pub enum Error {
 
     /// A region is too small for the plan.
     #[error(
-        "the region holds {region_bytes} bytes and the plan needs {needed_bytes}: make the region at least \
-         {needed_bytes} bytes"
+        "the region holds {} and the plan needs {}: make the region at least {needed_bytes} bytes",
+        shown(*region_bytes, false), shown(*needed_bytes, true)
     )]
     RegionTooSmall {
         /// What the region has.
@@ -59,8 +76,8 @@ pub enum Error {
 
     /// The machine or its cgroup does not have the memory.
     #[error(
-        "{needed_bytes} bytes of memory were asked for and {available_bytes} can be had ({limited_by}): ask for less, \
-         free some, or raise that limit"
+        "{} of memory were asked for and {} can be had ({limited_by}): ask for less, free some, or raise that limit",
+        shown(*needed_bytes, true), shown(*available_bytes, false)
     )]
     OutOfMemory {
         /// What was asked for.
@@ -131,7 +148,7 @@ pub enum Error {
     },
 
     /// The kernel refused.
-    #[error("{call} of {nbytes} bytes failed: {source}")]
+    #[error("{call} of {} failed: {source}", shown(*nbytes, true))]
     System {
         /// The system call.
         call: &'static str,
@@ -140,4 +157,26 @@ pub enum Error {
         /// What the kernel said.
         source: std::io::Error,
     },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::shown;
+
+    #[test]
+    fn sizes_are_rounded_away_from_what_does_not_work() {
+        for (nbytes, down, up) in [
+            (0, "0 bytes", "0 bytes"),
+            (1023, "1023 bytes", "1023 bytes"),
+            (1024, "1 KiB", "1 KiB"),
+            (2_927_455, "2.79 MiB", "2.8 MiB"),
+            (20 << 20, "20 MiB", "20 MiB"),
+            ((20 << 20) + 1, "20 MiB", "20.1 MiB"),
+            ((512 << 20) + 1, "512 MiB", "513 MiB"),
+            ((1 << 30) - 1, "1023 MiB", "1024 MiB"),
+            (usize::MAX, "16383 PiB", "16384 PiB"),
+        ] {
+            assert_eq!((shown(nbytes, false).as_str(), shown(nbytes, true).as_str()), (down, up));
+        }
+    }
 }

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memascend.cli.plan.shapes import SHAPES, named_shape
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from memascend.cli.plan.answer import Answer, Question, Takeover
-    from memascend.cli.plan.model import DescribedModel
+    from memascend.cli.plan.model import DescribedModel, Traces
 
     Measure = Callable[[Question, tuple[int, int]], Question]
 
@@ -28,8 +29,8 @@ _TOKENS, _LENGTH = 8192, 2048
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options. The options of `offload()` have the same meaning here."""
-    describes = "config.json of a Hugging Face model, its folder, or safetensors"
-    parser.add_argument("model", metavar="CONFIG|FOLDER", type=Path, help=describes)
+    describes = f"config.json of a Hugging Face model, its folder, safetensors, or one of {', '.join(SHAPES)}"
+    parser.add_argument("model", metavar="CONFIG|FOLDER|NAME", type=Path, help=describes)
     _add_machine(parser.add_argument_group("the machine").add_argument)
     _add_run(parser.add_argument_group("the run").add_argument)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -52,11 +53,13 @@ def _add_machine(add: Callable[..., Any]) -> None:
 def _add_run(add: Callable[..., Any]) -> None:
     smallest = "(default: the smallest that keeps disk and compute busy)"
     gradients = {"choices": ("auto", "fused", "ssd", "ram"), "default": "auto"}
+    activations = "where checkpointed activations wait, as offload() takes it (%(default)s)"
     micro_batches = "micro-batches of a step (%(default)s)"
     lora = "train LoRA adapters of this rank instead of the model"
     add("--host-memory", metavar="B", help=f'the budget, as "32GiB" {smallest}')
     add("--tokens", metavar="N", type=_count, default=_TOKENS, help="tokens of a micro-batch (%(default)s)")
     add("--length", metavar="N", type=_count, help=f"tokens of a sequence (--tokens, at most {_LENGTH})")
+    add("--activations", choices=("device", "host", "ssd"), default="device", help=activations)
     add("--keep-activations", action="store_true", help="without activation checkpointing")
     add("--fit", action="store_true", help="find the largest batches that fit the GPU and the drive")
     add("--device", metavar="D", help="where the model would compute, as cuda, which need not exist here")
@@ -91,31 +94,38 @@ def run(options: argparse.Namespace, measure: Measure | None = None) -> int:
         options: of the command line.
         measure: adds measured times of a processor to a question, for a number of sequences and their length.
     """
+    # An error about it needs no torch, whose import takes seconds.
+    named_shape(options.model)
     from memascend.cli.plan import text
-    from memascend.cli.plan.answer import answer
+    from memascend.cli.plan.answer import answer, takes_over
 
-    source, question, speeds = _asked(options, measure)
+    source, question, traces, speeds = _asked(options, measure)
     if options.fit:
         return _fit(options, question)
     found = answer(question)
     compared = text.formats_compared(question, found.plan.budget)
+    takeover = takes_over(question, traces)
     if options.json:
-        described = _values(options, source, question, found, speeds)
+        described = _values(options, source, question, found, speeds, takeover)
         print(json.dumps({**described, "formats": [asdict(cost) for cost in compared]}, indent=2))
     else:
         head = f"{options.model}: {{parameters}}, described by {source.by}; {options.optimizer}"
-        shown = text.shown(head, question, found, _takes_over(options, question), speeds)
+        shown = text.shown(head, question, found, takeover, speeds)
         print(shown + text.formats_shown(compared, found.plan.budget))
     return int(bool(found.problems))
 
 
-def _asked(options: argparse.Namespace, measure: Measure | None) -> tuple[DescribedModel, Question, dict[str, float]]:
-    """The model and the question of the command line, and the measured speed of its storage."""
+def _asked(
+    options: argparse.Namespace, measure: Measure | None
+) -> tuple[DescribedModel, Question, Traces, dict[str, float]]:
+    """The model and the question of the command line, its traces, and the measured speed of its storage."""
     import torch
 
-    from memascend.cli.plan.answer import Question, drive_at, free_bytes, parse_drive, parse_gpu
-    from memascend.cli.plan.model import describe, optimizer_class, trace, with_adapters
+    from memascend.cli.plan.answer import Question
+    from memascend.cli.plan.machine import drive_at, parse_drive, parse_gpu, product_flops
+    from memascend.cli.plan.model import Traces, describe, optimizer_class, trace, with_adapters
     from memascend.plan.options import Options
+    from memascend.session.decide import room_beside
 
     gpu = None if options.gpu is None else parse_gpu(options.gpu)
     drive = None if options.drive is None else parse_drive(options.drive)
@@ -128,13 +138,15 @@ def _asked(options: argparse.Namespace, measure: Measure | None) -> tuple[Descri
         max_grad_norm=options.max_grad_norm,
         # On one rank, `accumulate()` needs none; several ranks compute micro-batches one after another.
         accumulation_steps=1 if options.ranks == 1 else options.accumulation_steps,
+        activations=options.activations,
         state=options.state,
     )
     if options.network is not None and options.ranks == 1:
         raise ConfigError("--network is the speed between ranks, and there is one: also give --ranks")
     if gpu is not None and asked.where.type == "cpu":
         raise ConfigError("--gpu names a GPU, and --device says that the CPU computes: give one of them")
-    source = describe(options.model, None if options.dtype is None else getattr(torch, _TYPES[options.dtype]))
+    dtype = None if options.dtype is None else getattr(torch, _TYPES[options.dtype])
+    source = describe(options.model, dtype, adapted=options.lora is not None)
     if options.lora is not None:
         source = replace(source, model=with_adapters(source.model, options.lora))
     paths = [Path(path) for path in asked.paths or ()]
@@ -142,23 +154,30 @@ def _asked(options: argparse.Namespace, measure: Measure | None) -> tuple[Descri
     if drive is None:
         drive, speeds = drive_at(paths)
     optimizer: Any = optimizer_class(options.optimizer)
-    shape = shape_of(options, source.model)
+    batch, length = shape_of(options, source.model)
+    traces = Traces(source.model, length, recomputes=not options.keep_activations)
     question = Question(
         model=source.model,
         optimizer=optimizer([one for one in source.model.parameters() if one.requires_grad]),
         options=asked,
-        trace=trace(source.model, *shape, recomputes=not options.keep_activations),
+        # Where more sequences move the peak to another place, two small batches do not tell.
+        trace=traces.of(1) if batch == 1 else trace(source.model, batch, length, recomputes=traces.recomputes),
         gpu=gpu,
         drive=drive,
-        free=free_bytes(paths),
+        free=room_beside(asked.paths, 0) if asked.paths else None,
         endurance=None if options.endurance is None else options.endurance * 10**12,
         ranks=options.ranks,
         network=None if options.network is None else options.network * 1e9,
         micro_batches=options.accumulation_steps,
     )
-    if measure is not None and not isinstance(question.trace, str):
-        question = measure(question, shape)
-    return source, question, speeds
+    if isinstance(question.trace, str):
+        return source, question, traces, speeds
+    if measure is not None:
+        question = measure(question, (batch, length))
+    elif drive is not None and asked.where.type == "cpu":
+        kind = next(source.model.parameters()).dtype
+        question = replace(question, processor=product_flops(kind))
+    return source, question, traces, speeds
 
 
 def shape_of(options: argparse.Namespace, model: torch.nn.Module) -> tuple[int, int]:
@@ -166,14 +185,6 @@ def shape_of(options: argparse.Namespace, model: torch.nn.Module) -> tuple[int, 
     most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     length = options.length or min(options.tokens, _LENGTH, most if isinstance(most, int) else _LENGTH)
     return max(1, options.tokens // length), length
-
-
-def _takes_over(options: argparse.Namespace, question: Question) -> Takeover | None:
-    from memascend.cli.plan.answer import takes_over
-
-    if isinstance(question.trace, str):
-        return None
-    return takes_over(question, shape_of(options, question.model)[1], recomputes=not options.keep_activations)
 
 
 def _fit(options: argparse.Namespace, question: Question) -> int:
@@ -196,16 +207,15 @@ def _values(
     question: Question,
     found: Answer,
     speeds: dict[str, float],
+    takeover: Takeover | None,
 ) -> dict[str, Any]:
     from memascend.cli.plan.answer import answer, described, disk_seconds, forecast_of, moved
     from memascend.plan.cost import seconds
 
     plan, trace = found.plan, question.trace
     turns = answer(question.one_after_the_other()) if question.by_layer else None
-    written = sum(plan.written_bytes.values())
     step = described(found)
     tokens = None if isinstance(trace, str) else trace.tokens * question.micro_batches * question.ranks
-    takeover = _takes_over(options, question)
     parameters = sum(parameter.numel() for parameter in source.model.parameters())
     return {
         "model": {"path": str(options.model), "described_by": source.by, "parameters": parameters},
@@ -216,10 +226,17 @@ def _values(
         "in_memory_bytes": found.in_memory,
         "torch": {"why_not": trace}
         if isinstance(trace, str)
-        else {"tokens": trace.tokens, "peak_bytes": trace.peak, "held": trace.held, "flops": trace.flops},
+        else {
+            "tokens": trace.tokens,
+            "peak_bytes": trace.peak,
+            "kept_bytes": trace.kept,
+            "held": trace.held,
+            "flops": trace.flops,
+        },
         "host_bytes": found.host_bytes,
         "device_bytes": found.device_bytes or None,
         "gpu": None if question.gpu is None else question.gpu.name,
+        "processor_flops": question.processor,
         "step": {
             **step,
             "seconds_if_nothing_is_clipped": None if found.unclipped is None else seconds(found.unclipped),
@@ -232,14 +249,14 @@ def _values(
         "one_after_the_other": None if turns is None else {**described(turns), "host_bytes": turns.host_bytes},
         "ranks": None if found.network is None else {"count": options.ranks, **moved(question, found)},
         "disk": {
-            "bytes": plan.disk_bytes,
+            "bytes": found.disk_bytes,
             "log_bytes": plan.log_bytes,
             "free_bytes": question.free,
-            "fits": question.free is None or question.free >= plan.disk_bytes,
+            "fits": question.free is None or question.free >= found.disk_bytes,
         },
-        "written_bytes_per_step": written,
-        "read_bytes_per_step": sum(plan.read_bytes.values()),
-        "steps_per_100_tb_written": 10**14 // max(1, written),
+        "written_bytes_per_step": found.written,
+        "read_bytes_per_step": sum(plan.read_bytes.values()) + question.stored(plan),
+        "steps_per_100_tb_written": 10**14 // max(1, found.written),
         "drive": {"endurance_bytes": found.endurance, "days": found.days},
         "gb_per_second": speeds or None,
         "disk_seconds_per_step": disk_seconds(question, plan),

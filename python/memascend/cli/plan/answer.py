@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import re
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from memascend.cli.plan.model import grown, trace
-from memascend.cli.storage import speeds_at
+from memascend.cli.plan.machine import REACHED
+from memascend.cli.plan.model import Traces
 from memascend.errors import ConfigError
 from memascend.plan.cost import (
     Drive,
@@ -29,11 +27,11 @@ from memascend.session.decide import planned
 from memascend.text import bytes_shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
+    from collections.abc import Callable
 
     import torch
 
+    from memascend.cli.plan.machine import Gpu
     from memascend.cli.plan.model import Trace
     from memascend.plan.cost import Network
     from memascend.plan.options import Options
@@ -41,126 +39,13 @@ if TYPE_CHECKING:
     from memascend.session.decide import Planned
 
 
-_GB, _GIB, _TB = 10**9, 1 << 30, 10**12
-# The part of a GPU's dense 16-bit peak that training of large blocks reaches: large products alone reach 0.7 and more,
-# but the operations between them are bound by memory.
-REACHED = 0.5
-# Memory of a card that CUDA, its libraries and gaps of the allocator take.
-_CONTEXT = 1 << 30
-# Bytes a second of 16 lanes in one direction; the specification has 31.5 and 63 GB/s.
-_PCIE_4, _PCIE_5 = 25e9, 50e9
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """The figures of a GPU."""
-
-    name: str
-    tflops: float  # peak, in 10**12 operations a second
-    nbytes: int  # memory
-    link: float  # bytes a second, each way
-
-    @property
-    def usable(self) -> int:
-        """Memory for tensors."""
-        return max(0, self.nbytes - _CONTEXT)
-
-    @property
-    def flops(self) -> float:
-        """Operations a second in training."""
-        return self.tflops * _TB * REACHED
-
-
-# The peak is of dense bf16 products with sums in fp32: half of the figure with sparsity.
-CARDS = {
-    # NVIDIA Ampere GA102 GPU Architecture, whitepaper V2, tables of the GeForce RTX 3080 and 3090
-    "3080": Gpu("RTX 3080", 59.5, 10 * _GIB, _PCIE_4),
-    "3090": Gpu("RTX 3090", 71, 24 * _GIB, _PCIE_4),
-    # NVIDIA Ada GPU Architecture, whitepaper V2, appendix A
-    "4070": Gpu("RTX 4070", 58.3, 12 * _GIB, _PCIE_4),
-    "4070ti": Gpu("RTX 4070 Ti", 80.2, 12 * _GIB, _PCIE_4),
-    "4080": Gpu("RTX 4080", 97.5, 16 * _GIB, _PCIE_4),
-    "4090": Gpu("RTX 4090", 165, 24 * _GIB, _PCIE_4),
-    # NVIDIA RTX Blackwell GPU Architecture, whitepaper V1, appendix A
-    "5070ti": Gpu("RTX 5070 Ti", 87.9, 16 * _GIB, _PCIE_5),
-    "5080": Gpu("RTX 5080", 112.6, 16 * _GIB, _PCIE_5),
-    "5090": Gpu("RTX 5090", 209, 32 * _GIB, _PCIE_5),
-    # NVIDIA RTX A6000, RTX 6000 Ada and L4, L40S: data sheets
-    "a6000": Gpu("RTX A6000", 154.8, 48 * _GIB, _PCIE_4),
-    "6000ada": Gpu("RTX 6000 Ada", 364, 48 * _GIB, _PCIE_4),
-    "l4": Gpu("L4", 121, 24 * _GIB, _PCIE_4),
-    "l40s": Gpu("L40S", 362, 48 * _GIB, _PCIE_4),
-    # NVIDIA A10, A100, H100, H200 and HGX B200: data sheets
-    "a10": Gpu("A10", 125, 24 * _GIB, _PCIE_4),
-    "a100": Gpu("A100 80 GB", 312, 80 * _GIB, _PCIE_4),
-    "a100-40": Gpu("A100 40 GB", 312, 40 * _GIB, _PCIE_4),
-    "h100": Gpu("H100 SXM", 989, 80 * _GIB, _PCIE_5),
-    "h100-pcie": Gpu("H100 PCIe", 756, 80 * _GIB, _PCIE_5),
-    "h200": Gpu("H200", 989, 141 * _GB, _PCIE_5),
-    "b200": Gpu("B200", 2250, 180 * _GB, _PCIE_5),
-    # AMD Instinct MI210, MI300X and MI325X: data sheets
-    "mi210": Gpu("MI210", 181, 64 * _GB, _PCIE_4),
-    "mi300x": Gpu("MI300X", 1307, 192 * _GB, _PCIE_5),
-    "mi325x": Gpu("MI325X", 1307, 256 * _GB, _PCIE_5),
-}
-# Sustained speeds of good drives, by generation of PCIe (four lanes: at most 3.9, 7.9 and 15.8 GB/s). They are somewhat
-# below the sequential speeds in data sheets of 4 TB server drives: Samsung PM983 (3.2 and 2.0 GB/s), Micron 7450 PRO
-# (6.8 and 5.3), Micron 9550 PRO (14 and 10). Many desktop drives write 1 to 2 GB/s once their cache is full.
-DRIVES = {
-    "gen3": Drive(read=3e9, write=2e9),
-    "gen4": Drive(read=5e9, write=4e9),
-    "gen5": Drive(read=10e9, write=8e9),
-}
+_TB = 10**12
 # Host memory of Python, torch and transformers without a model.
 IMPORTS = 740 << 20
 # A heap that keeps what is freed has gaps that serve nothing: 0.1 to 0.3 of torch's memory for three kinds of models.
 _GAPS = 0.2
 # Warranted terabytes written of consumer drives, for each terabyte of size; server drives have 2 to 10 times as much.
 ENDURANCE_PER_TB = 600
-
-
-def parse_gpu(text: str) -> Gpu:
-    """The GPU of a name, or of TFLOPS,GB,PCIE_GB_S: peak of dense 16-bit products, memory, link in one direction.
-
-    Raises:
-        ConfigError: the text is neither.
-    """
-    plain = re.sub(r"^(nvidia|geforce|amd|instinct|rtx|\s|-)*", "", text.lower())
-    known = CARDS.get(plain) or CARDS.get(plain.replace(" ", "").replace("-", ""))
-    if known is not None:
-        return known
-    try:
-        tflops, memory, link = _positive(text, 3)
-    except ValueError as error:
-        raise ConfigError(
-            f"--gpu must be one of {', '.join(CARDS)}, or TFLOPS,GB,PCIE_GB_S as 165,24,25, not {text!r}"
-        ) from error
-    return Gpu(f"GPU of {tflops:g} TFLOPS and {memory:g} GB", tflops, int(memory * _GB), link * _GB)
-
-
-def parse_drive(text: str) -> Drive:
-    """The drive of a name, or of READ,WRITE: sustained GB/s of all devices together.
-
-    Raises:
-        ConfigError: the text is neither.
-    """
-    known = DRIVES.get(text.lower().replace(" ", ""))
-    if known is not None:
-        return known
-    try:
-        read, write = _positive(text, 2)
-    except ValueError as error:
-        raise ConfigError(
-            f"--drive must be {', '.join(DRIVES)}, or READ,WRITE in GB/s, as 5,4, not {text!r}"
-        ) from error
-    return Drive(read=read * _GB, write=write * _GB)
-
-
-def _positive(text: str, count: int) -> list[float]:
-    values = [float(part) for part in text.split(",")]
-    if len(values) != count or not all(0 < value < float("inf") for value in values):
-        raise ValueError(text)
-    return values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +57,9 @@ class Question:
     options: Options  # of `offload()`
     trace: Trace | str  # of one backward; or the reason why there is none
     gpu: Gpu | None = None  # computes; None: the processor does
-    # Times of the processor for a format of the state; None: not measured.
-    measured: Callable[[Plan, str], tuple[Work, Host]] | None = None
+    processor: float | None = None  # operations a second of this processor, where it computes, in products of matrices
+    # Instead, its seconds for a forward and a backward, and its other speeds, for a format of the state.
+    measured: Callable[[Plan, str], tuple[float, float, Host]] | None = None
     drive: Drive | None = None  # the speed of storage; None: not known
     free: int | None = None  # free bytes of storage; None: no storage is named
     # Bytes that may be written to storage in its life; None: the usual endurance of a drive just large enough.
@@ -202,8 +88,40 @@ class Question:
         """Peak bytes of torch beside parameters, or 0 without a trace. Each micro-batch keeps its own checkpoints."""
         if isinstance(self.trace, str):
             return 0
-        more = self.trace.kept + _shared_bytes(self.model) if self.by_layer else 0
+        kept = 0 if self.carries else self.trace.kept
+        more = kept + _shared_bytes(self.model) if self.by_layer else 0
         return self.trace.peak + (self.micro_batches - 1) * more
+
+    @property
+    def carries(self) -> bool:
+        """Whether checkpointed activations leave the memory of the device that computes."""
+        where = self.options.activations
+        return where == "ssd" or (where == "host" and self.options.where.type != "cpu")
+
+    @property
+    def carried(self) -> int:
+        """Bytes of checkpointed activations of a step that leave that memory."""
+        return self.micro_batches * self.trace.kept if self.carries and not isinstance(self.trace, str) else 0
+
+    def scratch(self, plan: Plan) -> int:
+        """Bytes of checkpointed activations in files at once."""
+        at_once = self.carried if self.by_layer else self.carried // self.micro_batches
+        return max(0, at_once - plan.host.get("activations", 0))
+
+    def stored(self, plan: Plan) -> int:
+        """Bytes of checkpointed activations that a step writes to files, and reads again."""
+        return self.scratch(plan) * (1 if self.by_layer else self.micro_batches)
+
+    def work(self, plan: Plan, forward: float, backward: float) -> Work:
+        """A step whose forward and backward take so many seconds each."""
+        return Work(
+            forward=forward,
+            backward=backward,
+            backwards=self.micro_batches,
+            by_layer=self.by_layer,
+            carried=self.carried,
+            stored=self.stored(plan),
+        )
 
     def gaps(self, plan: Plan) -> int:
         """Host bytes between torch's allocations, in a heap that keeps what is freed."""
@@ -224,6 +142,8 @@ class Answer:
     phases: tuple[Phase, ...] | None  # of a step; None: a speed is not known
     # Of a step that clips nothing, whose updates begin in the backward; None: no such step, or a speed is not known.
     unclipped: tuple[Phase, ...] | None
+    disk_bytes: int  # that the drive must have: the store, and files of activations
+    written: int  # bytes that a step writes
     endurance: int  # bytes written in a drive's life
     days: float | None  # of training in a drive's life; None: the seconds of a step are not known
     problems: tuple[str, ...]  # reasons why it does not fit
@@ -265,7 +185,9 @@ def answer(question: Question, found: Planned | None = None) -> Answer:
     steps = _phases(question, plan, found.network)
     unclipped = _phases(question, plan, found.network, early=True) if question.may_clip_nothing else None
     # Drives have whole terabytes.
-    endurance = question.endurance or -(-plan.storage_bytes // _TB) * ENDURANCE_PER_TB * _TB
+    scratch = question.scratch(plan)
+    endurance = question.endurance or -(-(plan.storage_bytes + scratch) // _TB) * ENDURANCE_PER_TB * _TB
+    written = sum(plan.written_bytes.values()) + question.stored(plan)
     return Answer(
         plan=plan,
         in_memory=_in_memory(question) + found.state_bytes,
@@ -273,8 +195,10 @@ def answer(question: Question, found: Planned | None = None) -> Answer:
         device_bytes=0 if question.gpu is None else plan.device_peak + torchs,
         phases=None if steps is None else tuple(steps),
         unclipped=None if unclipped is None else tuple(unclipped),
+        disk_bytes=plan.disk_bytes + scratch,
+        written=written,
         endurance=endurance,
-        days=None if steps is None else drive_days(plan, seconds(steps), endurance),
+        days=None if steps is None else drive_days(written, seconds(steps), endurance),
         problems=tuple(_problems(question, plan, torchs)),
         network=found.network,
     )
@@ -302,13 +226,16 @@ def _phases(question: Question, plan: Plan, network: Network | None, *, early: b
     kept = plan.gradients in ("ssd", "ram")
     if question.gpu is not None:
         flops = question.gpu.flops
-        work = Work(forward=trace.forward / flops, backward=trace.backward / flops)
+        forward, backward = trace.forward / flops, trace.backward / flops
         host = assumed_host(question.gpu.link)
     elif question.measured is not None:
-        work, host = question.measured(plan, question.options.state or "fp32")
+        forward, backward, host = question.measured(plan, question.options.state or "fp32")
+    elif question.processor is not None:
+        flops = question.processor * REACHED
+        forward, backward, host = trace.forward / flops, trace.backward / flops, assumed_host(None, shared=True)
     else:
         return None
-    work = replace(work, backwards=question.micro_batches, by_layer=question.by_layer)
+    work = question.work(plan, forward, backward)
     if network is not None and question.network is not None:
         backward = network.backward + network.gradients
         work = replace(work, exchanged=(network.forward / question.network, backward / question.network))
@@ -324,19 +251,18 @@ def _problems(question: Question, plan: Plan, torchs: int) -> list[str]:
             f"the {gpu.name} has {bytes_shown(gpu.usable)} for tensors, and {bytes_shown(plan.device_peak + torchs)} "
             f"are needed: give fewer tokens at once (--tokens), or --fit to find how many fit{_elsewhere(question)}"
         )
-    if question.free is not None and question.free < plan.disk_bytes:
-        found.append(
-            f"the store needs {bytes_shown(plan.disk_bytes)}, and {bytes_shown(question.free)} are free: not enough"
-        )
+    needed = plan.disk_bytes + question.scratch(plan)
+    if question.free is not None and question.free < needed:
+        found.append(f"the store needs {bytes_shown(needed)}, and {bytes_shown(question.free)} are free: not enough")
     return found
 
 
 def _elsewhere(question: Question) -> str:
     """Advice to keep the checkpoints of several micro-batches off the card."""
-    if not question.by_layer or isinstance(question.trace, str):
+    if not question.by_layer or question.carries or isinstance(question.trace, str):
         return ""
-    kept = bytes_shown(question.micro_batches * question.trace.kept)
-    return f'; offload(activations="host") or "ssd" takes away {kept} that {question.micro_batches} micro-batches keep'
+    kept = bytes_shown((question.micro_batches - 1) * question.trace.kept)
+    return f"; --activations ssd or host moves {kept} that the other {question.micro_batches - 1} micro-batches keep"
 
 
 def step_seconds(question: Question, plan: Plan, network: Network | None = None) -> float | None:
@@ -350,7 +276,7 @@ def disk_seconds(question: Question, plan: Plan) -> float | None:
     if question.drive is None:
         return None
     idle = Host(update=0.0, check=0.0, threads=1, shared=False)
-    return storage_seconds(plan, question.drive, idle, backwards=question.micro_batches, by_layer=question.by_layer)
+    return storage_seconds(plan, question.drive, idle, question.work(plan, 0.0, 0.0))
 
 
 def forecast_of(question: Question, plan: Plan, network: Network | None = None) -> Forecast | None:
@@ -361,36 +287,6 @@ def forecast_of(question: Question, plan: Plan, network: Network | None = None) 
         return disk_seconds(question, plan) if whole is None else whole
 
     return forecast(plan, estimated)
-
-
-def drive_at(paths: Sequence[Path]) -> tuple[Drive | None, dict[str, float]]:
-    """Measure storage: the speed of all devices together, and the same figures in GB/s.
-
-    Raises:
-        StorageError: a path cannot hold a store.
-    """
-    # Devices are measured one after another and used at once; the slowest limits all.
-    each = [speeds_at(path) for path in paths]
-    slowest = {pattern: min(speed[pattern].gb_per_second for speed in each) for pattern in (each[0] if each else ())}
-    speeds = {pattern: len(each) * slow for pattern, slow in slowest.items()}
-    if "mixed" not in speeds:
-        return None, speeds
-    busy = sum(speed["mixed"].cpu_seconds for speed in each) / sum(speed["mixed"].nbytes for speed in each)
-    read, write, mixed = (speeds[pattern] * 1e9 for pattern in ("read", "write", "mixed"))
-    return Drive(read=read, write=write, mixed=mixed, processor_seconds=busy), speeds
-
-
-def free_bytes(paths: Sequence[Path]) -> int | None:
-    """Free disk space at these paths; None: no path is given."""
-    return sum(map(_free, paths)) if paths else None
-
-
-def _free(path: Path) -> int:
-    if path.is_block_device():
-        with path.open("rb") as device:
-            return device.seek(0, os.SEEK_END)
-    room = os.statvfs(path if path.is_dir() else path.parent)
-    return room.f_bavail * room.f_frsize
 
 
 def moved(question: Question, found: Answer) -> dict[str, int]:
@@ -450,12 +346,6 @@ class Candidate:
         return None if self.answer.seconds is None else self.batch * self.length / self.answer.seconds
 
 
-def _traces(model: torch.nn.Module, length: int, *, recomputes: bool) -> Callable[[int], Trace | str]:
-    """The trace of a number of sequences. Each sequence adds the same, so two traces suffice."""
-    one, two = (trace(model, batch, length, recomputes=recomputes) for batch in (1, 2))
-    return lambda batch: one if isinstance(one, str) or isinstance(two, str) else grown(one, two, batch - 1)
-
-
 def find(question: Question, length: int | None, *, recomputes: bool) -> list[Candidate]:
     """The largest batch of some lengths that fits, in powers of two, for each format of the state.
 
@@ -467,7 +357,7 @@ def find(question: Question, length: int | None, *, recomputes: bool) -> list[Ca
     most = getattr(getattr(question.model, "config", None), "max_position_embeddings", None)
     most = most if isinstance(most, int) else max(_LENGTHS)
     lengths = [length] if length else [one for one in _LENGTHS if one <= most] or [most]
-    traces = {length: _traces(question.model, length, recomputes=recomputes) for length in lengths}
+    traces = [Traces(question.model, length, recomputes) for length in lengths]
     found = []
     for state in _STATES if question.options.state is None else (question.options.state,):
         asked = replace(question, options=replace(question.options, state=state))
@@ -478,19 +368,19 @@ def find(question: Question, length: int | None, *, recomputes: bool) -> list[Ca
                 raise
             # The optimizer does not have this format.
             continue
-        found += [_largest(asked, plan, length, traces[length]) for length in lengths]
+        found += [_largest(asked, plan, one) for one in traces]
     return found
 
 
-def _largest(question: Question, plan: Planned, length: int, traces: Callable[[int], Trace | str]) -> Candidate:
+def _largest(question: Question, plan: Planned, traces: Traces) -> Candidate:
     """The largest batch of one length that fits; if none does, one sequence."""
 
     def candidate(batch: int) -> Candidate:
-        found = answer(replace(question, trace=traces(batch)), plan)
-        return Candidate(state=question.options.state, batch=batch, length=length, answer=found)
+        found = answer(replace(question, trace=traces.of(batch)), plan)
+        return Candidate(state=question.options.state, batch=batch, length=traces.length, answer=found)
 
     best = candidate(1)
-    while best.fits and best.batch < _BATCH_MAX and not isinstance(traces(1), str):
+    while best.fits and best.batch < _BATCH_MAX and not isinstance(traces.of(1), str):
         larger = candidate(2 * best.batch)
         if not larger.fits:
             break
@@ -512,17 +402,14 @@ class Takeover:
         return self.tokens / self.seconds
 
 
-def takes_over(question: Question, length: int, *, recomputes: bool) -> Takeover | None:
+def takes_over(question: Question, traces: Traces) -> Takeover | None:
     """The fewest sequences of a length with which compute takes longest; None: there is no such number."""
-    if question.gpu is None or question.drive is None:
-        return None
-    traces = _traces(question.model, length, recomputes=recomputes)
-    if isinstance(traces(1), str):
+    if question.gpu is None or question.drive is None or isinstance(question.trace, str):
         return None
     plan = planned(question.model, question.optimizer, question.options, question.ranks)
 
     def at(batch: int) -> Answer:
-        return answer(replace(question, trace=traces(batch)), plan)
+        return answer(replace(question, trace=traces.of(batch)), plan)
 
     enough = 1
     while at(enough).bound != "compute":
@@ -539,7 +426,7 @@ def takes_over(question: Question, length: int, *, recomputes: bool) -> Takeover
     found = at(enough)
     assert found.seconds is not None
     return Takeover(
-        tokens=enough * length * question.micro_batches * question.ranks,
+        tokens=enough * traces.length * question.micro_batches * question.ranks,
         seconds=found.seconds,
         problem="; ".join(found.problems),
     )

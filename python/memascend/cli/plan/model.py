@@ -11,6 +11,7 @@ import re
 import warnings
 import weakref
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from memascend.cli.plan.decoder import Decoder
+from memascend.cli.plan.shapes import named_shape
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,24 +51,25 @@ class DescribedModel:
     by: str  # the source of the description, in words
 
 
-def describe(path: Path, dtype: torch.dtype | None) -> DescribedModel:
-    """The model of a config, or of a file or folder of safetensors.
+def describe(path: Path, dtype: torch.dtype | None, *, adapted: bool = False) -> DescribedModel:
+    """The model of a config, of a file or folder of safetensors, or of a name in `SHAPES`.
 
     Args:
         path: a JSON file, a safetensors file or its index, or a folder of either; in a folder, the config decides.
         dtype: of the parameters; None: the dtype of the config or the files, else bfloat16.
+        adapted: it will get adapters, which only models of transformers take.
 
     Raises:
         ConfigError: nothing describes a model, or transformers is missing or does not know the model.
     """
+    shape = named_shape(path)
+    if shape is not None and not adapted:
+        with torch.device("meta"):
+            return DescribedModel(Decoder(shape).to(dtype or torch.bfloat16), f"the shape of {path}")
     folder = path if path.is_dir() else path.parent
-    if not path.exists():
-        raise ConfigError(
-            f"{path} does not exist: give a config.json, a safetensors file, or a folder with one of them"
-        )
     is_config = path.is_file() and path.suffix == ".json" and not path.name.endswith(".index.json")
-    config = path if is_config else folder / _CONFIG
-    values = read_config(config) if config.is_file() else {}
+    config = path if is_config or shape is not None else folder / _CONFIG
+    values = shape or (read_config(config) if config.is_file() else {})
     if not is_config and not values.get("model_type"):
         return DescribedModel(described_by_names(path, dtype), "the names and shapes in its safetensors")
     try:
@@ -77,8 +81,9 @@ def describe(path: Path, dtype: torch.dtype | None) -> DescribedModel:
         ) from error
     tied = values.get("tie_word_embeddings") is not False
     model = _configured(transformers, config, values, dtype)
-    untie(model, _untied(model, None if is_config else path, tied=tied))
-    return DescribedModel(model, str(config))
+    if shape is None:
+        untie(model, _untied(model, None if is_config else path, tied=tied))
+    return DescribedModel(model, str(config) if shape is None else f"the shape of {config}")
 
 
 def untie(model: nn.Module, names: Iterable[str]) -> None:
@@ -477,6 +482,29 @@ def _without_torchs_log() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+@dataclass(frozen=True)
+class Traces:
+    """The traces of batches of one model and one length. Each sequence adds the same, so two are made at most."""
+
+    model: nn.Module
+    length: int  # tokens of each sequence
+    recomputes: bool  # whether to use activation checkpointing
+
+    def of(self, batch: int) -> Trace | str:
+        """The trace of a number of sequences."""
+        if batch == 1 or isinstance(self._one, str):
+            return self._one
+        return self._two if isinstance(self._two, str) else grown(self._one, self._two, batch - 1)
+
+    @cached_property
+    def _one(self) -> Trace | str:
+        return trace(self.model, 1, self.length, recomputes=self.recomputes)
+
+    @cached_property
+    def _two(self) -> Trace | str:
+        return trace(self.model, 2, self.length, recomputes=self.recomputes)
 
 
 def grown(one: Trace, two: Trace, times: int) -> Trace:

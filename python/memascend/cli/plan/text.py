@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memascend.cli.plan.answer import (
     ENDURANCE_PER_TB,
     IMPORTS,
-    REACHED,
     answer,
     disk_seconds,
     forecast_of,
     moved,
     step_seconds,
 )
+from memascend.cli.plan.machine import REACHED
 from memascend.plan import cost
 from memascend.plan.table import cost_of_format, format_table
 from memascend.session.decide import planned_formats
@@ -87,11 +88,13 @@ def shown(head: str, question: Question, found: Answer, takeover: Takeover | Non
 def _lines(question: Question) -> str:
     """The lines for a loop of one's own."""
     options = question.options
-    given = [f'storage="{options.paths[0] if options.paths else "/mnt/nvme/run"}"']
+    paths = list(options.paths or ["/mnt/nvme/run"])
+    given = [f"storage={json.dumps(paths if len(paths) > 1 else paths[0])}"]
     # offload() has the same defaults.
-    for name in ("host_memory", "device_memory", "max_grad_norm", "state"):
+    for name, default in (("host_memory", None), ("device_memory", None), ("max_grad_norm", None),
+                          ("activations", "device"), ("state", None)):  # fmt: skip
         value = getattr(options, name)
-        if value is not None:
+        if value != default:
             given.append(f"{name}={value!r}")
     if question.micro_batches > 1 and not question.by_layer:
         given.append(f"accumulation_steps={options.accumulation_steps}")
@@ -139,25 +142,25 @@ def _torchs(question: Question) -> list[Row]:
     how = "with activation checkpointing" if trace.recomputes else "without activation checkpointing"
     kinds = ", ".join(f"{kind} {bytes_shown(nbytes)}" for kind, nbytes in trace.held.items() if nbytes)
     rows = [("  torch", bytes_shown(trace.peak), f"a micro-batch of {trace.tokens:,} tokens, {how}: {kinds}")]
-    if question.by_layer:
-        more = bytes_shown(question.torchs - trace.peak)
-        what = "checkpoints of each from its forward to its backward, and gradients of parameters used twice"
-        rows.append((f"  of {question.micro_batches - 1} more micro-batches", more, what))
+    more = question.torchs - trace.peak
+    if more:
+        checkpoints = "" if question.carries else "checkpoints of each from its forward to its backward, and "
+        what = f"{checkpoints}gradients of parameters used twice"
+        rows.append((f"  of {question.micro_batches - 1} more micro-batches", bytes_shown(more), what))
     return rows
 
 
 def _room(question: Question, found: Answer) -> list[Row]:
-    plan = found.plan
-    written = sum(plan.written_bytes.values())
-    notes = []
+    plan, scratch = found.plan, question.scratch(found.plan)
+    notes = [f"{bytes_shown(scratch)} of it checkpointed activations"] if scratch else []
     if plan.log_steps:
         notes.append(f"{bytes_shown(plan.log_bytes)} of it a gradient log of {plan.log_steps} steps")
     if question.free is not None:
         notes.append(f"{bytes_shown(question.free)} are free")
     return [
-        ("disk space", bytes_shown(plan.storage_bytes), "; ".join(notes)),
-        ("written in a step", bytes_shown(written), f"{10**14 // max(1, written):,} steps write 100 TB"),
-        ("read in a step", bytes_shown(sum(plan.read_bytes.values())), ""),
+        ("disk space", bytes_shown(plan.storage_bytes + scratch), "; ".join(notes)),
+        ("written in a step", bytes_shown(found.written), f"{10**14 // max(1, found.written):,} steps write 100 TB"),
+        ("read in a step", bytes_shown(sum(plan.read_bytes.values()) + question.stored(plan)), ""),
     ]
 
 
@@ -253,15 +256,21 @@ def _disk(question: Question, found: Answer, speeds: Mapping[str, float]) -> Row
 def _unknown(question: Question) -> str:
     if isinstance(question.trace, str):
         return question.trace
-    if question.gpu is None and question.measured is None:
-        return "give --gpu G"
+    if question.gpu is None and question.options.where.type != "cpu":
+        return "give --gpu G, or --device cpu for an estimate of this processor"
     return "give --drive READ,WRITE, or --storage P to measure it"
 
 
 def _assumed(question: Question) -> str:
-    if question.gpu is None:
-        return "; compute is measured on this processor, with the share of its cores that offloading takes"
-    return f"; assumed: the {question.gpu.name} reaches {REACHED:.0%} of its {question.gpu.tflops:g} TFLOPS"
+    gpu, kind = question.gpu, next(question.model.parameters()).dtype
+    name = str(kind).removeprefix("torch.")
+    if gpu is not None:
+        slow = f"; it has no units for {name}: with --dtype fp16" if name == "bfloat16" and not gpu.bf16 else ""
+        return f"; assumed: the {gpu.name} reaches {REACHED:.0%} of its {gpu.tflops:g} TFLOPS{slow}"
+    if question.processor is not None:
+        speed = f"{question.processor / 1e9:,.0f} GFLOPS"
+        return f"; no GPU: this processor computes; assumed: it reaches {REACHED:.0%} of the {speed} measured in {name}"
+    return "; compute is measured on this processor, with the share of its cores that offloading takes"
 
 
 def _taken_over(at: Takeover | None) -> list[Row]:
@@ -284,7 +293,7 @@ def _life(question: Question, found: Answer) -> Row:
         days = f"{found.days:,.0f} days" if found.days >= 10 else f"{found.days:.1f} days"
         years = f"{found.days / _YEAR_DAYS:.1f} years " if found.days > 2 * _YEAR_DAYS else ""
         return "the drive lasts", days, years + wear
-    steps = found.endurance // max(1, sum(found.plan.written_bytes.values()))
+    steps = found.endurance // max(1, found.written)
     return "the drive lasts", f"{steps:,} steps", wear
 
 

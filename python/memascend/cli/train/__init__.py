@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import errno
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -36,4 +37,8 @@ def run(options: argparse.Namespace) -> int:
             if not ranks.rank:
                 print(f"\ninterrupted; {job.position()}", file=sys.stderr)
             raise
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not job.has_steps:
+                raise
+            raise job.on_full_disk(error) from error
     return 0

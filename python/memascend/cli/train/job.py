@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import errno
 import hashlib
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,11 +25,11 @@ from memascend.cli.train.rows import find_files, find_model, read_rows
 from memascend.cli.train.settings import OF_THE_END, with_defaults
 from memascend.distributed.setup import candidates
 from memascend.errors import ConfigError, MemascendError, StorageError
-from memascend.session.decide import file_of, planned
+from memascend.session.decide import file_of, nearest, planned
 from memascend.session.offload import offload
 from memascend.session.optimizer import session_of
 from memascend.storage import look
-from memascend.text import Closing, counted
+from memascend.text import Closing, bytes_shown, counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -251,8 +253,10 @@ class Job(Closing):
             self._require_same_on_all()
             if record is not None:
                 self._require_same(record)
+            steps = self._batches.steps
+            self._is_finished = record is not None and record.saved == steps and self._next_step == steps
+            ranks.together(lambda: None if ranks.rank else self._require_room())
             self._undo = opened.pop_all()
-        steps = self._batches.steps
         # Under a constant schedule a run may get more steps than at its start; its warmup stays.
         warm = warmup_steps(settings.warmup, steps if record is None else record.steps)
         self._rate = Rate(
@@ -262,7 +266,6 @@ class Job(Closing):
             schedule=settings.schedule,
             lowest=settings.min_lr,
         )
-        self._is_finished = record is not None and record.saved == steps and self._next_step == steps
 
     def close(self) -> None:
         """Release the data."""
@@ -357,6 +360,42 @@ class Job(Closing):
                 f"the tokenizer has {len(self._tokenizer):,} tokens, and the model's embedding {held:,}: use the "
                 "tokenizer of this model"
             )
+
+    def _require_room(self) -> None:
+        """Reject an output without space for the models that the run will save, and for a new store beside them.
+
+        Raises:
+            StorageError: it says how much is missing.
+        """
+        settings, output, described = self._settings, self._output, self._described
+        every, steps = settings.save_every, self._batches.steps
+        left = 0 if self._is_finished else -(-steps // every) - self._next_step // every
+        tokenizer = sum(path.stat().st_size for path in self._folder.glob("tokenizer*"))
+        one = sum(parameter.nbytes for parameter in described.trained) if described.adapted else described.nbytes
+        needed = output.copies(left, settings.keep, finds_best=bool(settings.eval)) * (one + tokenizer)
+        if settings.merge and not output.merged.exists():
+            needed += described.nbytes + tokenizer
+        if self._ranks.count == 1 and self._existing in ("refuse", "replace"):
+            needed += self._store_beside()
+        free = shutil.disk_usage(output.parent).free
+        if needed > free:
+            raise StorageError(
+                f"--output {output.folder} needs {bytes_shown(needed)} for what this run will save, and "
+                f"{bytes_shown(free)} are free: free disk space, or name another --output; nothing was changed",
+                errno=errno.ENOSPC,
+                path=str(output.folder),
+            )
+
+    def _store_beside(self) -> int:
+        """The bytes of a new store on the file system of the output."""
+        places = [file_of(path) for path in self._settings.storage]
+        system = self._output.parent.stat().st_dev
+        beside = [place for place in places if not place.is_block_device() and nearest(place).stat().st_dev == system]
+        if not beside:
+            return 0
+        plan = planned(self._described.model, self._optimizer(), self._settings.offload_options(1)).plan
+        there = sum(place.stat().st_size for place in beside if place.is_file())
+        return max(0, plan.storage_bytes * len(beside) // len(places) - there)
 
     # --- before ------------------------------------------------------------------------
 
@@ -517,6 +556,20 @@ class Job(Closing):
         return (
             f"step {self._next_step:,} of {self._batches.steps:,} is on storage: run the same command{again} to resume"
         )
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the store has a step."""
+        return self._next_step > 0
+
+    def on_full_disk(self, error: OSError) -> StorageError:
+        """The error of a disk without space, which the run survives."""
+        done, steps = self._next_step, self._batches.steps
+        then = "saves the model" if done == steps else f"resumes after step {done:,}"
+        kept = f"no step is lost: {'all' if done == steps else 'the first'} {counted(done, 'step')} are in the store"
+        again = "the same command" + (" without --previous" if self._settings.previous else "")
+        path = getattr(error, "path", None) or error.filename
+        return StorageError(f"{error}; {kept}. Free disk space, and {again} {then}", errno=error.errno, path=path)
 
 
 def _versions() -> dict[str, str]:

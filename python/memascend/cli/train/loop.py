@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend.checkpoint.files import file_errors
 from memascend.cli.train.data import Batch, seed_of
 from memascend.errors import ConfigError, UsageError
 from memascend.text import bytes_shown, counted
@@ -106,6 +107,7 @@ class Log(Display):
     def __init__(self, path: Path) -> None:
         """Append to the file, and end a line that a killed process left unfinished."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._file = path.open("ab+", buffering=0)
         if self._file.tell():
             self._file.seek(-1, os.SEEK_END)
@@ -115,7 +117,8 @@ class Log(Display):
     def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
         """Append a line."""
         del text
-        self._file.write(json.dumps({"event": name, **values}).encode() + b"\n")
+        with file_errors(self._path, "cannot be written"):
+            self._file.write(json.dumps({"event": name, **values}).encode() + b"\n")
 
     def close(self) -> None:
         """Close the file."""

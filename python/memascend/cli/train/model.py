@@ -59,6 +59,11 @@ class Described:
         return self.model.get_base_model() if self.adapted else self.model
 
     @property
+    def nbytes(self) -> int:
+        """The bytes of all values, as they are saved."""
+        return sum(parameter.nbytes for parameter in self.model.parameters())
+
+    @property
     def trained(self) -> list[torch.nn.Parameter]:
         """The trained parameters."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]

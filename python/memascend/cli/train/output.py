@@ -201,6 +201,16 @@ class Output:
         told = ranks.everyone(None if found is None else asdict(found))[0]
         self.record = None if told is None else _record(told)
 
+    def copies(self, left: int, keep: int, *, finds_best: bool) -> int:
+        """How many more saved models the folder will have at once, with so many saves left."""
+        if not left:
+            return 0
+        record = self.record
+        present = 0 if record is None or record.saved is None else len(record.kept) + (record.best is not None) or 1
+        # A new model is written while the one before it, or those that are kept, are still there.
+        most = keep + 1 + finds_best if keep else 2
+        return max(1, min(present + left, most) - present)
+
     def _found(self) -> Record | None:
         record = self._read()
         # A killed process may have left an unfinished record.
@@ -332,8 +342,9 @@ class Output:
         def do_part() -> None:
             if self._ranks.rank == 0 and not self.merged.exists():
                 with new_folder(self.merged) as new:
-                    make(new)
-                    _finish(new)
+                    with file_errors(new, "cannot be written"):
+                        make(new)
+                        _finish(new)
                     put_in_place(self.merged, new)
 
         self._ranks.together(do_part)
