@@ -375,7 +375,8 @@ class ResidentUnits:
             smallest = limits.larger(home.slot_bytes)
             raise BudgetError(
                 f"no memory for unit {home.name!r} ({bytes_shown(home.nbytes)}): all places of its size are held by "
-                f"views of {holders}, which a checkpoint segment of several blocks, another thread, or your code, keeps; "
+                f"views of {holders}, which a checkpoint segment of several blocks, another thread, or your code, "
+                "keeps; "
                 f'{limits.option}="{size_option(smallest)}" has a place for every unit',
                 smallest=smallest,
             ) from None

@@ -70,7 +70,7 @@ class Question:
 
     @property
     def by_layer(self) -> bool:
-        """Whether each unit computes all micro-batches before the next unit, as in `accumulate()` on one rank."""
+        """Whether each unit computes all micro-batches before the next unit, as `accumulate()` does if asked to."""
         return self.micro_batches > 1 and self.ranks == 1 and self.options.accumulation_steps == 1
 
     @property

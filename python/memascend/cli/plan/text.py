@@ -105,7 +105,7 @@ def _lines(question: Question) -> str:
         lines.append(f"  model.{'activation' if later else 'gradient'}_checkpointing_enable()")
     lines.append(f"  model, optimizer = memascend.offload(model, optimizer, {', '.join(given)})")
     if question.by_layer:
-        lines.append(f"  optimizer.accumulate(loss_of, batches, scale=1 / {question.micro_batches})  # in each step")
+        lines.append(f"  optimizer.accumulate(loss_of, batches, scale=1 / {question.micro_batches}, by_layer=True)")
     return "\n".join(lines)
 
 
@@ -214,7 +214,7 @@ def _in_turn(question: Question, now: float) -> list[Row]:
     if other.seconds is None:
         return []
     what = f"{question.micro_batches} micro-batches one after the other"
-    note = f"a step, mostly {other.bound}, instead of {seconds_shown(now)} by layer (accumulate())"
+    note = f"a step, mostly {other.bound}, instead of {seconds_shown(now)} by layer"
     return [(what, seconds_shown(other.seconds), note)]
 
 
