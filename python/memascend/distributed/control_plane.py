@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import distributed
 
-from memascend.distributed.groups import Line, at_fault, left_by, let_go, make_group
+from memascend.distributed.groups import Line, at_fault, begin, left_by, let_go, make_group
 from memascend.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
@@ -74,12 +74,13 @@ class Exchange:
     """
 
     def __init__(self, timeout: float) -> None:
-        """Make the group; all ranks do so together."""
+        """Make the group; all ranks do so together. See `rendezvous.meet` for its errors."""
         self.rank = distributed.get_rank()
         self.size = distributed.get_world_size()
         self.timeout = timeout
         self.broken: RankError | None = None
         self.failure: Failure | None = None
+        begin(timeout)
         self._group: Any = make_group(timeout)
         self._others = [rank for rank in range(self.size) if rank != self.rank]
         self._line: Line | None = None
