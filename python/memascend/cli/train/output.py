@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.checkpoint.files import file_errors, is_empty, new_folder, put_in_place, sync
+from memascend.checkpoint.weights import misread_names
 from memascend.errors import ConfigError, CorruptionError, MemascendError, RankError
 from memascend.session.optimizer import session_of
 from memascend.text import Closing
@@ -325,7 +326,8 @@ class Output:
             values = {name: _whole(p) for name, p in model.named_parameters() if p.requires_grad}
             if new is not None:
                 model.save_pretrained(new, state_dict=values, save_embedding_layers=False)
-        elif self._ranks.count > 1:
+        elif self._ranks.count > 1 or not misread_names(model):
+            # The same bytes for any number of ranks.
             session_of(optimizer).saving.save_weights(new)
         else:
             model.save_pretrained(new)
