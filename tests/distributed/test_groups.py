@@ -188,6 +188,51 @@ def test_a_rank_that_is_gone_while_rows_are_moved_is_named_alone(tmp_path):
         assert found[0] == [2], found
 
 
+def apart(folder):
+    """Ranks 0 and 1 lose each other, in a gather and before; rank 2 talks to both."""
+    rank, others, found = distributed.get_rank(), {0: 1, 1: 0}, []
+    exchange = Exchange(SECONDS)
+    collectives = Collectives(exchange, range(3), torch.device("cpu"))
+    begun = exchange._begun
+    exchange._begun = lambda begin, memory, other: (
+        RuntimeError("connection reset") if others.get(rank) == other else begun(begin, memory, other)
+    )
+
+    def gather(*_, **__):
+        raise RuntimeError("connection reset by peer")
+
+    with pytest.raises(RankError) as met:
+        collectives.meet("a gather", None, gather)
+    found.append([list(met.value.ranks), str(met.value)])
+    exchange.close()
+    # A group that only the third has.
+    exchange, make = Exchange(SECONDS), distributed.new_group
+    if rank in others:
+        distributed.new_group = lambda *given, **options: gather(make(*given, **options))
+    with pytest.raises(RankError) as met:
+        groups.make_group(SECONDS)
+    distributed.new_group = make
+    found.append([list(met.value.ranks), str(met.value)])
+    exchange.close()
+    Path(folder, f"left-{rank}").touch()
+    for other in range(3):
+        _await(folder, f"left-{other}")
+    return found
+
+
+def test_two_ranks_that_lose_each_other_are_named_by_the_third(tmp_path):
+    first, second, third = on_ranks(3, apart, tmp_path)
+    assert [first[0][0], second[0][0]] == [[1], [0]]
+    ranks, words = third[0]
+    assert ranks == [0, 1], words
+    assert "rank 0, rank 1 lost each other" in words
+    for found in (first, second, third):
+        ranks, words = found[1]
+        assert ranks == [0, 1], words
+        assert "rank 0, rank 1 could not connect with each other" in words
+        assert "rank 1: connection reset by peer" in words
+
+
 class Pause:
     """Stops a thread at one of the lines that it comes to after `begin()`, until the one that waits for it has gone."""
 

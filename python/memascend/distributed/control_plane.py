@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import distributed
 
-from memascend.distributed.groups import Line, at_fault, begin, left_by, let_go, make_group
+from memascend.distributed.groups import Line, at_fault, begin, left_by, let_go, lost_each_other, make_group
+from memascend.distributed.rendezvous import WORD_SECONDS
 from memascend.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
@@ -214,12 +215,22 @@ class Exchange:
             failed = tuple(rank for rank, one in told.items() if one.kind == "failed")
             reasons = "; ".join(f"rank {rank}: {told[rank].value}" for rank in failed or told)
             self.failure = Failure(failed, reasons)
+            if not failed:
+                seconds = max(0.0, until - time.monotonic()) + WORD_SECONDS
+                self._name_apart([rank for rank in told if rank != self.rank], seconds)
         if any(one.kind == "lost" for one in told.values()):
             assert self.failure is not None
             self.end(self.failure.reasons)
             assert self.broken is not None
             raise self.broken
         return [heard[rank] for rank in range(self.size)]
+
+    def _name_apart(self, ranks: list[int], seconds: float) -> None:
+        """Name the ranks that lost each other, while this one talks to both."""
+        assert self.failure is not None
+        apart = lost_each_other(ranks, seconds)
+        if apart:
+            self.failure = Failure(apart, f"{_named(apart)} lost each other; {self.failure.reasons}")
 
     def _require_all(self, own: Message, heard: dict[int, Message], lost: dict[int, str]) -> None:
         """End the exchange if ranks are lost or made another call."""

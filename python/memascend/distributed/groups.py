@@ -17,7 +17,7 @@ from memascend.errors import RankError
 from memascend.tensors import bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 
 # The share of the timeout in which ranks report that they made no group: each has waited as long as the others.
@@ -77,13 +77,31 @@ def make_group(timeout: float, ranks: Sequence[int] | None = None) -> Any:
             # A rank that has made the group may be ahead of one that still waits for a dead rank.
             seconds = max(after, until - time.monotonic())
             missing = _missing(number, "ends", why if group is None else _MADE, seconds)
-            if not missing and _all_said(number, "ends", _MADE):
+            apart = {} if missing else _without_group(number)
+            if not missing and not apart:
                 return group
+            if apart:
+                let_go(group)
+                raise _apart(apart, timeout)
+    except RankError:
+        raise
     except RuntimeError as error:
         why = f"{why}; {store_failed(error)}"
     let_go(group)
     left_by(missing)
     raise gone(missing, timeout, why)
+
+
+def _apart(why: Mapping[int, str], timeout: float) -> RankError:
+    """The error of ranks that made no group and say why. If others made it, these ranks did not reach each other."""
+    some = tuple(why) if len(why) < distributed.get_world_size() else ()
+    named = ", ".join(f"rank {rank}" for rank in some) or "the ranks"
+    reasons = "; ".join(f"rank {rank}: {said}" for rank, said in why.items())
+    return RankError(
+        f"{named} could not connect with each other within {timeout:g} s, before all ranks could talk; nothing was "
+        f"changed ({reasons})",
+        ranks=some,
+    )
 
 
 def left_by(blamed: Iterable[int]) -> None:
@@ -108,27 +126,38 @@ def at_fault(missing: Iterable[int], number: int | None = None) -> tuple[int, ..
         # There is no other rank.
         return tuple(gone)
     asked = _Next.number if number is None else number
-    left: dict[int, list[int]] = {}
 
-    def silent() -> set[int]:
-        known = dict(left)
-        return gone.union(*known.values()) - known.keys() - {own}
+    def silent(left: dict[int, list[int]]) -> set[int]:
+        return gone.union(*left.values()) - left.keys() - {own}
+
+    return tuple(sorted(silent(_notes(asked, silent, WORD_SECONDS)) or gone))
+
+
+def lost_each_other(ranks: Collection[int], seconds: float) -> tuple[int, ...]:
+    """Which of these ranks, that all talk to this one, lost each other, by the notes that they leave in time."""
+    left = _notes(_Next.number, lambda left: {*ranks} - left.keys(), seconds)
+    return tuple(sorted({*left}.union(*left.values()) & {*ranks}))
+
+
+def _notes(number: int, wanted: Callable[[dict[int, list[int]]], set[int]], seconds: float) -> dict[int, list[int]]:
+    """The ranks that others blame in their notes; `wanted` says whose notes are looked for, from those found so far."""
+    left: dict[int, list[int]] = {}
 
     def listen() -> None:
         # If the store is gone, the notes read so far must do.
         with contextlib.suppress(RuntimeError):
-            store, until = _store(), time.monotonic() + WORD_SECONDS
-            while silent() and time.monotonic() < until:
-                for rank in silent():
-                    if store.check([_left(asked, rank)]):
-                        left[rank] = json.loads(store.get(_left(asked, rank)))
+            store, until = _store(), time.monotonic() + seconds
+            while wanted(left) and time.monotonic() < until:
+                for rank in wanted(left):
+                    if store.check([_left(number, rank)]):
+                        left[rank] = json.loads(store.get(_left(number, rank)))
                 time.sleep(LOOK_SECONDS)
 
     # The store may be in a process that hangs.
     listening = threading.Thread(target=listen, daemon=True)
     listening.start()
-    listening.join(2 * WORD_SECONDS)
-    return tuple(sorted(silent() or gone))
+    listening.join(seconds + WORD_SECONDS)
+    return dict(left)
 
 
 def _met(members: list[int] | None, seconds: float) -> tuple[Any, str]:
@@ -170,9 +199,11 @@ def _missing(number: int, moment: str, said: str, seconds: float) -> tuple[int, 
     return at_fault(missing, number) if missing else ()
 
 
-def _all_said(number: int, moment: str, said: str) -> bool:
-    keys = _keys(number, moment)
-    return answered(lambda: all(_store().get(key) == said.encode() for key in keys), WORD_SECONDS)
+def _without_group(number: int) -> dict[int, str]:
+    """The ranks that made no group, and what they say."""
+    keys = _keys(number, "ends")
+    said = answered(lambda: [_store().get(key).decode() for key in keys], WORD_SECONDS)
+    return {rank: words for rank, words in enumerate(said) if words != _MADE}
 
 
 def _left(number: int, rank: int) -> str:
