@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from memascend.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
 
 _Answer = TypeVar("_Answer")
@@ -40,34 +40,32 @@ def meet(store: Any, rank: int, count: int, timeout: float) -> str:
         ConfigError: a host of several would tell the others an address that only itself can reach.
     """
     word = secrets.token_hex(8)
-
-    def look() -> str | tuple[int, ...]:
-        """The digest that all ranks agree on, or the ranks that are missing."""
-        store.set(_about(word), json.dumps(_this_host()))
-        store.set(_word(rank), word)
-        until, own = time.monotonic() + timeout, None
-        while True:
-            digest = hashlib.blake2b(repr(_values(store, map(_word, range(count)))).encode(), digest_size=8).hexdigest()
-            if digest != own:
-                own = digest
-                store.set(_digest(rank), own)
-            apart = tuple(of for of, told in enumerate(_values(store, map(_digest, range(count)))) if told != own)
-            if not apart:
-                return own
-            if time.monotonic() > until:
-                return apart
-            time.sleep(LOOK_SECONDS)
-
+    apart: tuple[int, ...] = ()
     try:
-        met = answered(look, timeout + WORD_SECONDS)
-        if isinstance(met, str):
-            abouts = [json.loads(store.get(_about(one))) for one in _values(store, map(_word, range(count)))]
+        words, apart = answered(lambda: _gathered(store, rank, count, word, timeout), timeout + WORD_SECONDS)
+        if not apart:
+            _require_reachable([json.loads(store.get(_about(one))) for one in words])
+            return f"memascend/{_digest(words)}"
     except RuntimeError as error:
         raise gone((), timeout, store_failed(error)) from error
-    if not isinstance(met, str):
-        raise gone(met, timeout, "it did not come")
-    _require_reachable(abouts)
-    return f"memascend/{met}"
+    raise gone(apart, timeout, "it did not come")
+
+
+def _gathered(store: Any, rank: int, count: int, word: str, seconds: float) -> tuple[list[str], tuple[int, ...]]:
+    """The words of all ranks, and the ranks that did not come in time."""
+    store.set(_about(word), json.dumps(_this_host()))
+    store.set(f"memascend/word/{rank}", word)
+    until, own = time.monotonic() + seconds, ""
+    while True:
+        words = _values(store, "word", count)
+        digest = _digest(words)
+        if digest != own:
+            own = digest
+            store.set(f"memascend/digest/{rank}", own)
+        apart = tuple(of for of, told in enumerate(_values(store, "digest", count)) if told != own)
+        if not apart or time.monotonic() > until:
+            return words, apart
+        time.sleep(LOOK_SECONDS)
 
 
 def gone(ranks: Sequence[int], timeout: float, why: str) -> RankError:
@@ -110,24 +108,20 @@ def answered(ask: Callable[[], _Answer], seconds: float) -> _Answer:
     return answers[0]
 
 
-def _word(rank: int) -> str:
-    return f"memascend/word/{rank}"
-
-
-def _digest(rank: int) -> str:
-    return f"memascend/digest/{rank}"
+def _digest(words: Sequence[str]) -> str:
+    return hashlib.blake2b(json.dumps(words).encode(), digest_size=8).hexdigest()
 
 
 def _about(word: str) -> str:
     return f"memascend/about/{word}"
 
 
-def _values(store: Any, keys: Iterable[str]) -> list[str | None]:
-    """The values of keys; None for each that is not there."""
-    asked = list(keys)
-    if store.check(asked):
-        return [value.decode() for value in store.multi_get(asked)]
-    return [store.get(key).decode() if store.check([key]) else None for key in asked]
+def _values(store: Any, kind: str, count: int) -> list[str]:
+    """What each rank has written; empty for each that has written nothing."""
+    keys = [f"memascend/{kind}/{rank}" for rank in range(count)]
+    if store.check(keys):
+        return [value.decode() for value in store.multi_get(keys)]
+    return [store.get(key).decode() if store.check([key]) else "" for key in keys]
 
 
 # --- addresses --------------------------------------------------------------------------
@@ -155,15 +149,17 @@ def _require_reachable(abouts: Sequence[dict[str, Any]]) -> None:
     """Reject hosts that would tell others a loopback address: the ranks there would wait for each other in vain."""
     if len({one["host"] for one in abouts}) == 1:
         return
-    apart = {
-        one["host"]: (rank, one) for rank, one in enumerate(abouts) if ipaddress.ip_address(one["address"]).is_loopback
-    }
+    # The first rank of each such host.
+    apart: dict[str, tuple[int, dict[str, Any]]] = {}
+    for rank, one in enumerate(abouts):
+        if ipaddress.ip_address(one["address"]).is_loopback:
+            apart.setdefault(one["host"], (rank, one))
     if not apart:
         return
     who = "; ".join(
         f"rank {rank} on {one['name']} would give the address {one['address']}: set "
         f"{_INTERFACES}={one['interface'] or 'the interface that the other hosts reach'} there"
-        for rank, one in sorted(apart.values(), key=lambda found: found[0])
+        for rank, one in apart.values()
     )
     raise ConfigError(
         "the ranks are on several hosts, and gloo gives the others the address that the name of its host has, which is "

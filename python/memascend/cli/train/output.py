@@ -63,7 +63,7 @@ class Ranks(Closing):
         from memascend.distributed.control_plane import Exchange
         from memascend.distributed.rendezvous import meet
 
-        distributed = torch.distributed
+        distributed: Any = torch.distributed
         try:
             store, rank, count = next(distributed.rendezvous("env://"))
             # torch's own groups have the keys of the attempt before, too, which torchrun leaves in its store.
