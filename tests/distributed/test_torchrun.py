@@ -1,7 +1,10 @@
-"""Tests runs that torchrun starts, in fresh processes: killed, restarted, resumed by another number of ranks."""
+"""Tests runs that torchrun starts, in fresh processes: killed, restarted, resumed by another number, saved, loaded."""
 
+import pytest
 from support import torchrun_loop
 from support.torchrun import torchrun
+
+pytestmark = pytest.mark.timeout(600)
 
 
 def files(folder):
@@ -29,4 +32,6 @@ def test_a_killed_run_is_restarted_and_then_resumed_by_three_ranks(tmp_path):
     torchrun_loop.train(tmp_path / "one", 3)
     torchrun_loop.train(tmp_path / "one", 5)
     for steps in (3, 5):
-        assert files(tmp_path / f"ranks/saved-{steps}") == files(tmp_path / f"one/saved-{steps}")
+        saved = files(tmp_path / f"one/saved-{steps}")
+        assert files(tmp_path / f"ranks/saved-{steps}") == saved
+        assert files(tmp_path / f"ranks/loaded-{steps}") == saved

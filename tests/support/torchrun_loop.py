@@ -1,4 +1,4 @@
-"""Trains a small model on as many ranks as torchrun starts, or in one process, and saves it; see `train`."""
+"""Trains a small model on as many ranks as torchrun starts, or in one process; saves it, and loads what it saved."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from torch import distributed
 
 import memascend
 
-__all__ = ["train"]
+__all__ = ["load", "train"]
 
 # Of a step, on all ranks.
 MICRO_BATCHES = 6
@@ -42,10 +42,23 @@ def train(folder, steps, killed=None):
     return began
 
 
+def load(folder, steps):
+    """Begin another run from the checkpoint of a step, and save that one, too."""
+    trained = model(torch.bfloat16)
+    place = f"{folder}/of-{steps}/"
+    _, optimizer = memascend.offload(
+        trained, adamw(trained.parameters()), storage=place, checkpoint=f"{folder}/saved-{steps}", timeout=60
+    )
+    with optimizer:
+        assert optimizer.steps == steps
+        optimizer.save(f"{folder}/loaded-{steps}")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     place, until, *more = sys.argv[1:]
     resumed = train(place, int(until), *map(int, more))
+    load(place, int(until))
     print(f"rank {distributed.get_rank()} resumed at step {resumed}", flush=True)
     distributed.destroy_process_group()
