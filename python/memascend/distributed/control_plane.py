@@ -38,6 +38,8 @@ _TEXT_CHARACTERS_MAX = 600
 _INTERRUPT_SECONDS = 0.05
 # The shortest wait, even if other ranks took all of the time: the message may have arrived.
 _SECONDS_MIN = 0.01
+# The share of the timeout in which ranks report that they lost others.
+_PART_OF_LOST = 0.1
 _TAG = 23
 _Works = dict[int, "distributed.Work | RuntimeError | None"]
 
@@ -216,8 +218,7 @@ class Exchange:
             reasons = "; ".join(f"rank {rank}: {told[rank].value}" for rank in failed or told)
             self.failure = Failure(failed, reasons)
             if not failed:
-                seconds = max(0.0, until - time.monotonic()) + WORD_SECONDS
-                self._name_apart([rank for rank in told if rank != self.rank], seconds)
+                self._name_apart([rank for rank in told if rank != self.rank], until)
         if any(one.kind == "lost" for one in told.values()):
             assert self.failure is not None
             self.end(self.failure.reasons)
@@ -225,10 +226,11 @@ class Exchange:
             raise self.broken
         return [heard[rank] for rank in range(self.size)]
 
-    def _name_apart(self, ranks: list[int], seconds: float) -> None:
-        """Name the ranks that lost each other, while this one talks to both."""
+    def _name_apart(self, ranks: list[int], until: float) -> None:
+        """Name the ranks that lost each other, while this one talks to both; each of them notes it once it gave up."""
         assert self.failure is not None
-        apart = lost_each_other(ranks, seconds)
+        seconds = max(0.0, min(until - time.monotonic(), self.timeout * _PART_OF_LOST)) + WORD_SECONDS
+        apart = lost_each_other(ranks, seconds) if len(ranks) > 1 else ()
         if apart:
             self.failure = Failure(apart, f"{_named(apart)} lost each other; {self.failure.reasons}")
 

@@ -135,7 +135,13 @@ def at_fault(missing: Iterable[int], number: int | None = None) -> tuple[int, ..
 
 def lost_each_other(ranks: Collection[int], seconds: float) -> tuple[int, ...]:
     """Which of these ranks, that all talk to this one, lost each other, by the notes that they leave in time."""
-    left = _notes(_Next.number, lambda left: {*ranks} - left.keys(), seconds)
+
+    def silent(left: dict[int, list[int]]) -> set[int]:
+        # A pair says it all; ranks that lost nobody leave no note.
+        is_pair = bool(left) and set().union(*left.values()) <= left.keys()
+        return set() if is_pair else {*ranks} - left.keys()
+
+    left = _notes(_Next.number, silent, seconds)
     return tuple(sorted({*left}.union(*left.values()) & {*ranks}))
 
 

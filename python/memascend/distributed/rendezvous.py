@@ -184,7 +184,7 @@ def _address_of_gloo() -> str:
         return _address_of(named.split(",")[0]) or _ELSEWHERE
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):
         return _LOOPBACK
     for family, kind, protocol, _, address in found:
         try:
@@ -209,14 +209,17 @@ def _address_of(interface: str) -> str | None:
 
 def _interface_to_others() -> str | None:
     """The interface through which this host reaches the one that torchrun names as the first, or any other."""
-    addresses = {_address_of(name): name for _, name in socket.if_nameindex()}
+    try:
+        addresses = {_address_of(name): name for _, name in socket.if_nameindex()}
+    except OSError:
+        return None
     others = [name for address, name in addresses.items() if address and not ipaddress.ip_address(address).is_loopback]
     for target in (os.environ.get("MASTER_ADDR"), _ELSEWHERE):
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
                 own.connect((target, 1))
                 found = addresses.get(own.getsockname()[0])
-        except (OSError, TypeError):
+        except (OSError, UnicodeError, TypeError):
             continue
         if found in others:
             return found
