@@ -70,6 +70,12 @@ def test_who_left_because_of_others_is_not_named(rank_0_of_5, missing, said, nam
     assert groups.at_fault(missing) == named
 
 
+def test_ranks_that_blame_each_other_are_named_and_not_those_that_left_because_of_another(rank_0_of_5):
+    for said, named in (({1: [2], 2: [1]}, (1, 2)), ({1: [2], 2: [1, 3]}, (1, 2)), ({1: [2]}, ()), ({}, ())):
+        rank_0_of_5(Words(said))
+        assert groups.lost_each_other([1, 2, 3], 0.1) == named
+
+
 def test_who_is_missing_is_named_where_the_store_is_gone_or_hangs(rank_0_of_5):
     class Gone(Words):
         def check(self, keys):
@@ -205,6 +211,19 @@ def apart(folder):
         collectives.meet("a gather", None, gather)
     found.append([list(met.value.ranks), str(met.value)])
     exchange.close()
+    # The third may see both as gone, once they gave up.
+    exchange, message = Exchange(SECONDS), None
+    if rank in others:
+        groups.left_by([others[rank]])
+    else:
+        _await(folder, "left-note-0")
+        _await(folder, "left-note-1")
+        error = exchange._gone(dict.fromkeys((0, 1), "no answer in time"), {}, "a step")
+        message = [list(error.ranks), str(error)]
+    Path(folder, f"left-note-{rank}").touch()
+    exchange.tell("over", None)
+    exchange.close()
+    found.append(message)
     # A group that only the third has.
     exchange, make = Exchange(SECONDS), distributed.new_group
     if rank in others:
@@ -226,8 +245,11 @@ def test_two_ranks_that_lose_each_other_are_named_by_the_third(tmp_path):
     ranks, words = third[0]
     assert ranks == [0, 1], words
     assert "rank 0, rank 1 lost each other" in words
+    ranks, words = third[1]
+    assert ranks == [0, 1], words
+    assert "rank 0, rank 1, which lost each other, did not take part" in words
     for found in (first, second, third):
-        ranks, words = found[1]
+        ranks, words = found[2]
         assert ranks == [0, 1], words
         assert "rank 0, rank 1 could not connect with each other" in words
         assert "rank 1: connection reset by peer" in words

@@ -38,8 +38,9 @@ _TEXT_CHARACTERS_MAX = 600
 _INTERRUPT_SECONDS = 0.05
 # The shortest wait, even if other ranks took all of the time: the message may have arrived.
 _SECONDS_MIN = 0.01
-# The share of the timeout in which ranks report that they lost others.
+# The share of the timeout in which ranks report that they lost others, and how much later than this one they may begin.
 _PART_OF_LOST = 0.1
+_LATER_SECONDS = 10.0
 _TAG = 23
 _Works = dict[int, "distributed.Work | RuntimeError | None"]
 
@@ -229,7 +230,8 @@ class Exchange:
     def _name_apart(self, ranks: list[int], until: float) -> None:
         """Name the ranks that lost each other, while this one talks to both; each of them notes it once it gave up."""
         assert self.failure is not None
-        seconds = max(0.0, min(until - time.monotonic(), self.timeout * _PART_OF_LOST)) + WORD_SECONDS
+        part = self.timeout * _PART_OF_LOST
+        seconds = max(0.0, min(until - time.monotonic(), part)) + min(part, _LATER_SECONDS)
         apart = lost_each_other(ranks, seconds) if len(ranks) > 1 else ()
         if apart:
             self.failure = Failure(apart, f"{_named(apart)} lost each other; {self.failure.reasons}")
@@ -261,11 +263,17 @@ class Exchange:
         let_go(group)
 
     def _gone(self, lost: dict[int, str], strange: dict[int, str], about: str) -> RankError:
-        ranks = at_fault(lost) if lost else tuple(sorted(strange))
-        if len(self._others) > 1 and len(ranks) == len(self._others) == len(lost):
-            named = "every other rank is gone: this one came too late, or its network failed"
-        else:
-            named = _named(ranks)
+        everyone = len(self._others) > 1 and len(lost) == len(self._others)
+        # Ranks that lost each other may give up later than this one.
+        seconds = _LATER_SECONDS if everyone else WORD_SECONDS
+        ranks = at_fault(lost, seconds=seconds) if lost else tuple(sorted(strange))
+        named = _named(ranks)
+        if everyone and len(ranks) > 1:
+            apart = lost_each_other(lost, WORD_SECONDS)
+            if apart:
+                named = f"{_named(apart)}, which lost each other,"
+            elif len(ranks) == len(lost):
+                named = "every other rank is gone: this one came too late, or its network failed"
         why = {rank: (lost or strange).get(rank, "others lost it") for rank in ranks}
         because = {rank: f"it ended because of {_named(ranks)}" for rank in lost if rank not in ranks}
         reasons = "; ".join(f"{rank}: {words}" for rank, words in sorted({**why, **because}.items()))

@@ -112,7 +112,7 @@ def left_by(blamed: Iterable[int]) -> None:
         answered(lambda: _store().set(key, said), 2 * WORD_SECONDS)
 
 
-def at_fault(missing: Iterable[int], number: int | None = None) -> tuple[int, ...]:
+def at_fault(missing: Iterable[int], number: int | None = None, seconds: float = WORD_SECONDS) -> tuple[int, ...]:
     """The ranks at fault: missing ranks that left no note, and the ranks that the notes of the others blame.
 
     Call `left_by()` first if other ranks may wait for this one.
@@ -120,6 +120,7 @@ def at_fault(missing: Iterable[int], number: int | None = None) -> tuple[int, ..
     Args:
         missing: at least one rank.
         number: of the group that the ranks were to make; None: of the next, for ranks that use an existing one.
+        seconds: how long to wait for the first note; the others come soon after.
     """
     gone, own = {*missing}, distributed.get_rank()
     if distributed.get_world_size() == _PAIR:
@@ -130,19 +131,25 @@ def at_fault(missing: Iterable[int], number: int | None = None) -> tuple[int, ..
     def silent(left: dict[int, list[int]]) -> set[int]:
         return gone.union(*left.values()) - left.keys() - {own}
 
-    return tuple(sorted(silent(_notes(asked, silent, WORD_SECONDS)) or gone))
+    soon = time.monotonic() + WORD_SECONDS
+
+    def wanted(left: dict[int, list[int]]) -> set[int]:
+        return silent(left) if not left or time.monotonic() < soon else set()
+
+    return tuple(sorted(silent(_notes(asked, wanted, seconds)) or gone))
 
 
 def lost_each_other(ranks: Collection[int], seconds: float) -> tuple[int, ...]:
-    """Which of these ranks, that all talk to this one, lost each other, by the notes that they leave in time."""
+    """Which of these ranks blame each other, by the notes that they leave within `seconds`."""
 
-    def silent(left: dict[int, list[int]]) -> set[int]:
-        # A pair says it all; ranks that lost nobody leave no note.
-        is_pair = bool(left) and set().union(*left.values()) <= left.keys()
-        return set() if is_pair else {*ranks} - left.keys()
+    def mutual(left: dict[int, list[int]]) -> set[int]:
+        return {rank for rank, blamed in left.items() if any(rank in left.get(other, ()) for other in blamed)}
 
-    left = _notes(_Next.number, silent, seconds)
-    return tuple(sorted({*left}.union(*left.values()) & {*ranks}))
+    def wanted(left: dict[int, list[int]]) -> set[int]:
+        # Ranks that lost nobody leave no note.
+        return set() if mutual(left) else {*ranks} - left.keys()
+
+    return tuple(sorted(mutual(_notes(_Next.number, wanted, seconds))))
 
 
 def _notes(number: int, wanted: Callable[[dict[int, list[int]]], set[int]], seconds: float) -> dict[int, list[int]]:
