@@ -1,9 +1,8 @@
 """Tests `memascend train` on several ranks: the bits of one process, whatever kills a rank; refusals on all of them."""
 
-import os
 import random
+import shutil
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from support.bits import same_states  # noqa: E402
 from support.small_folder import make_model, write_rows  # noqa: E402
+from support.torchrun import Hosts, torchrun  # noqa: E402
 from support.train_command import events, run_ranks, run_until  # noqa: E402
 
 pytestmark = [
@@ -113,6 +113,33 @@ def test_kills_of_a_rank_and_other_numbers_of_ranks(folder, tmp_path, monkeypatc
     same_run(rank(log, 0), run, tmp_path / "calm", one)
 
 
+# Rank 1 is killed after its second step, on the first attempt.
+KILLED = """
+import os, signal, sys
+from memascend.session.optimizer import OffloadedOptimizer
+own = OffloadedOptimizer.step
+def step(self, *given):
+    own(self, *given)
+    if self.steps == 2 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+OffloadedOptimizer.step = step
+from memascend.cli import main
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+def test_torchrun_restarts_it_and_it_resumes(folder, tmp_path, monkeypatch):
+    """In fresh processes, whose random numbers torch seeds differently; with the file of one process."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert run_until(monkeypatch, arguments(folder, one), tmp_path / "log") == 0
+    told = torchrun(
+        sys.executable, "-c", KILLED, *arguments(folder, two),
+        options=("--standalone", "--max-restarts", "1", "--no-python"),
+    )  # fmt: skip
+    assert "resumes after step 2" in told
+    assert (one / "out/model.safetensors").read_bytes() == (two / "out/model.safetensors").read_bytes()
+
+
 @pytest.mark.slow
 def test_torchrun_and_adapters(folder, tmp_path, monkeypatch):
     """The command as the documents have it; with adapters, which one process trains to the same bits."""
@@ -120,18 +147,42 @@ def test_torchrun_and_adapters(folder, tmp_path, monkeypatch):
     for more, name in (([], "model.safetensors"), (["--lora", 4], "adapter_model.safetensors")):
         one, two = tmp_path / f"one-{name}", tmp_path / f"two-{name}"
         assert run_until(monkeypatch, arguments(folder, one, *more), tmp_path / "log") == 0
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        ran = subprocess.run(
-            [*command, "-m", "memascend", "train", *arguments(folder, two, *more)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        assert ran.returncode == 0, ran.stderr[-4000:]
-        assert ran.stdout.count('"event": "step"') == 3
-        if more:
-            assert (one / "out" / name).read_bytes() == (two / "out" / name).read_bytes()
-        else:
-            assert same_states(weights_of(one), weights_of(two))
+        told = torchrun("-m", "memascend", "train", *arguments(folder, two, *more))
+        assert told.count('"event": "step"') == 3
+        assert (one / "out" / name).read_bytes() == (two / "out" / name).read_bytes()
+
+
+HOSTS = [
+    pytest.mark.root,
+    pytest.mark.skipif(shutil.which("ip") is None, reason="no iproute2, which makes hosts of network namespaces"),
+]
+
+
+class TestTwoHosts:
+    """Each host has a network, a name and a folder for stores of its own."""
+
+    pytestmark = HOSTS
+
+    def run(self, hosts, folder, *more, **how):
+        return hosts.torchrun("-m", "memascend", "train", *arguments(folder, hosts.own, *more), **how)
+
+    def test_a_loopback_address_is_named_with_the_remedy_at_once(self, folder, tmp_path):
+        with Hosts(tmp_path) as hosts:
+            for told in self.run(hosts, folder, status=1):
+                for rank in range(2):
+                    assert f"rank {rank} on {hosts.names[rank]} would give the address 127.0.1.1" in told
+                    assert f"set GLOO_SOCKET_IFNAME={hosts.interfaces[rank]} there" in told
+
+    @pytest.mark.slow
+    def test_hosts_in_another_order_are_named(self, folder, tmp_path):
+        """Nothing changes, and in the order of before the run goes on."""
+        more = ["--epochs", 2, "--schedule", "constant"]
+        with Hosts(tmp_path) as hosts:
+            self.run(hosts, folder, "--schedule", "constant", named=True)
+            for told in self.run(hosts, folder, *more, named=True, order=(1, 0), status=1):
+                assert f"{hosts.names[0]}, which has the store of rank 0, starts rank 1 now" in told
+                assert f"{hosts.names[1]}, which has the store of rank 1, starts rank 0 now" in told
+                assert "without --rdzv-backend" in told
+                assert "remove" not in told
+            first, _ = self.run(hosts, folder, *more, named=True)
+            assert "resumes after step 3" in first

@@ -70,6 +70,12 @@ def test_who_left_because_of_others_is_not_named(rank_0_of_5, missing, said, nam
     assert groups.at_fault(missing) == named
 
 
+def test_ranks_that_blame_each_other_are_named_and_not_those_that_left_because_of_another(rank_0_of_5):
+    for said, named in (({1: [2], 2: [1]}, (1, 2)), ({1: [2], 2: [1, 3]}, (1, 2)), ({1: [2]}, ()), ({}, ())):
+        rank_0_of_5(Words(said))
+        assert groups.lost_each_other([1, 2, 3], 0.1) == named
+
+
 def test_who_is_missing_is_named_where_the_store_is_gone_or_hangs(rank_0_of_5):
     class Gone(Words):
         def check(self, keys):
@@ -186,6 +192,67 @@ def moving(folder):
 def test_a_rank_that_is_gone_while_rows_are_moved_is_named_alone(tmp_path):
     for found in on_ranks(3, moving, tmp_path)[:2]:
         assert found[0] == [2], found
+
+
+def apart(folder):
+    """Ranks 0 and 1 lose each other, in a gather and before; rank 2 talks to both."""
+    rank, others, found = distributed.get_rank(), {0: 1, 1: 0}, []
+    exchange = Exchange(SECONDS)
+    collectives = Collectives(exchange, range(3), torch.device("cpu"))
+    begun = exchange._begun
+    exchange._begun = lambda begin, memory, other: (
+        RuntimeError("connection reset") if others.get(rank) == other else begun(begin, memory, other)
+    )
+
+    def gather(*_, **__):
+        raise RuntimeError("connection reset by peer")
+
+    with pytest.raises(RankError) as met:
+        collectives.meet("a gather", None, gather)
+    found.append([list(met.value.ranks), str(met.value)])
+    exchange.close()
+    # The third may see both as gone, once they gave up.
+    exchange, message = Exchange(SECONDS), None
+    if rank in others:
+        groups.left_by([others[rank]])
+    else:
+        _await(folder, "left-note-0")
+        _await(folder, "left-note-1")
+        error = exchange._gone(dict.fromkeys((0, 1), "no answer in time"), {}, "a step")
+        message = [list(error.ranks), str(error)]
+    Path(folder, f"left-note-{rank}").touch()
+    exchange.tell("over", None)
+    exchange.close()
+    found.append(message)
+    # A group that only the third has.
+    exchange, make = Exchange(SECONDS), distributed.new_group
+    if rank in others:
+        distributed.new_group = lambda *given, **options: gather(make(*given, **options))
+    with pytest.raises(RankError) as met:
+        groups.make_group(SECONDS)
+    distributed.new_group = make
+    found.append([list(met.value.ranks), str(met.value)])
+    exchange.close()
+    Path(folder, f"left-{rank}").touch()
+    for other in range(3):
+        _await(folder, f"left-{other}")
+    return found
+
+
+def test_two_ranks_that_lose_each_other_are_named_by_the_third(tmp_path):
+    first, second, third = on_ranks(3, apart, tmp_path)
+    assert [first[0][0], second[0][0]] == [[1], [0]]
+    ranks, words = third[0]
+    assert ranks == [0, 1], words
+    assert "rank 0, rank 1 lost each other" in words
+    ranks, words = third[1]
+    assert ranks == [0, 1], words
+    assert "rank 0, rank 1, which lost each other, did not take part" in words
+    for found in (first, second, third):
+        ranks, words = found[2]
+        assert ranks == [0, 1], words
+        assert "rank 0, rank 1 could not connect with each other" in words
+        assert "rank 1: connection reset by peer" in words
 
 
 class Pause:

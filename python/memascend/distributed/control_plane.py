@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import distributed
 
-from memascend.distributed.groups import Line, at_fault, left_by, let_go, make_group
+from memascend.distributed.groups import Line, at_fault, begin, left_by, let_go, lost_each_other, make_group
+from memascend.distributed.rendezvous import WORD_SECONDS
 from memascend.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ _TEXT_CHARACTERS_MAX = 600
 _INTERRUPT_SECONDS = 0.05
 # The shortest wait, even if other ranks took all of the time: the message may have arrived.
 _SECONDS_MIN = 0.01
+# The share of the timeout in which ranks report that they lost others, and how much later than this one they may begin.
+_PART_OF_LOST = 0.1
+_LATER_SECONDS = 10.0
 _TAG = 23
 _Works = dict[int, "distributed.Work | RuntimeError | None"]
 
@@ -74,12 +78,13 @@ class Exchange:
     """
 
     def __init__(self, timeout: float) -> None:
-        """Make the group; all ranks do so together."""
+        """Make the group; all ranks do so together. See `rendezvous.meet` for its errors."""
         self.rank = distributed.get_rank()
         self.size = distributed.get_world_size()
         self.timeout = timeout
         self.broken: RankError | None = None
         self.failure: Failure | None = None
+        begin(timeout)
         self._group: Any = make_group(timeout)
         self._others = [rank for rank in range(self.size) if rank != self.rank]
         self._line: Line | None = None
@@ -213,12 +218,23 @@ class Exchange:
             failed = tuple(rank for rank, one in told.items() if one.kind == "failed")
             reasons = "; ".join(f"rank {rank}: {told[rank].value}" for rank in failed or told)
             self.failure = Failure(failed, reasons)
+            if not failed:
+                self._name_apart([rank for rank in told if rank != self.rank], until)
         if any(one.kind == "lost" for one in told.values()):
             assert self.failure is not None
             self.end(self.failure.reasons)
             assert self.broken is not None
             raise self.broken
         return [heard[rank] for rank in range(self.size)]
+
+    def _name_apart(self, ranks: list[int], until: float) -> None:
+        """Name the ranks that lost each other, while this one talks to both; each of them notes it once it gave up."""
+        assert self.failure is not None
+        part = self.timeout * _PART_OF_LOST
+        seconds = max(0.0, min(until - time.monotonic(), part)) + min(part, _LATER_SECONDS)
+        apart = lost_each_other(ranks, seconds) if len(ranks) > 1 else ()
+        if apart:
+            self.failure = Failure(apart, f"{_named(apart)} lost each other; {self.failure.reasons}")
 
     def _require_all(self, own: Message, heard: dict[int, Message], lost: dict[int, str]) -> None:
         """End the exchange if ranks are lost or made another call."""
@@ -247,11 +263,17 @@ class Exchange:
         let_go(group)
 
     def _gone(self, lost: dict[int, str], strange: dict[int, str], about: str) -> RankError:
-        ranks = at_fault(lost) if lost else tuple(sorted(strange))
-        if len(self._others) > 1 and len(ranks) == len(self._others) == len(lost):
-            named = "every other rank is gone: this one came too late, or its network failed"
-        else:
-            named = _named(ranks)
+        everyone = len(self._others) > 1 and len(lost) == len(self._others)
+        # Ranks that lost each other may give up later than this one.
+        seconds = _LATER_SECONDS if everyone else WORD_SECONDS
+        ranks = at_fault(lost, seconds=seconds) if lost else tuple(sorted(strange))
+        named = _named(ranks)
+        if everyone and len(ranks) > 1:
+            apart = lost_each_other(lost, WORD_SECONDS)
+            if apart:
+                named = f"{_named(apart)}, which lost each other,"
+            elif len(ranks) == len(lost):
+                named = "every other rank is gone: this one came too late, or its network failed"
         why = {rank: (lost or strange).get(rank, "others lost it") for rank in ranks}
         because = {rank: f"it ended because of {_named(ranks)}" for rank in lost if rank not in ranks}
         reasons = "; ".join(f"{rank}: {words}" for rank, words in sorted({**why, **because}.items()))

@@ -21,15 +21,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
+    from memascend.errors import MemascendError
     from memascend.params.offloaded_param import Place
     from memascend.params.residency import Residency
 
 
 __all__ = ["AllGather", "FsdpGroup", "FsdpParameter", "ReduceScatter", "groups_of", "reshard"]
+# The call whose hook torch gives each reduced gradient.
+_HOOK_OF_SUMS = "set_all_reduce_hook"
 # The private attributes of torch's parameter groups, and of the parameters in them, that are used here.
 _OF_GROUPS = (
     "fsdp_params", "mesh_info", "post_forward_mesh_info", "_reset_sharded_params", "gradient_divide_factor",
-    "offload_policy",
+    "offload_policy", "_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook",
 )  # fmt: skip
 _OF_PARAMETERS = (
     "sharded_param", "_sharded_param_data", "padded_sharded_param_size", "sharded_size", "mp_policy", "_module_info",
@@ -172,6 +175,36 @@ class FsdpGroup:
     def offloads(self) -> bool:
         """Whether torch itself keeps the rows on the CPU."""
         return type(self._torch.offload_policy).__name__ == "CPUOffloadPolicy"
+
+    @property
+    def user_code(self) -> list[str]:
+        """The calls that put code of the user into gathers and reductions."""
+        comms = {
+            "set_custom_all_gather": self._torch._all_gather_comm,  # noqa: SLF001
+            "set_custom_reduce_scatter": self._torch._reduce_scatter_comm,  # noqa: SLF001
+        }
+        custom = [
+            call for call, comm in comms.items() if not type(comm).__module__.startswith(("torch.", "memascend."))
+        ]
+        return custom if self._torch._all_reduce_hook is None else [*custom, _HOOK_OF_SUMS]  # noqa: SLF001
+
+    def require_own_collectives(self, refusal: type[MemascendError], *, ordered: bool) -> None:
+        """Reject code of the user that this run would replace, or that would see one rank's part instead of the sum.
+
+        Raises:
+            MemascendError: there is such code; the error is a `refusal`.
+        """
+        for call in self.user_code:
+            if call != _HOOK_OF_SUMS:
+                raise refusal(
+                    f"{call}() was called on {self.name}, and several ranks under offload() gather and reduce by calls "
+                    "of their own: leave it out"
+                )
+            if ordered:
+                raise refusal(
+                    f"{call}() was called on {self.name}, and reduction='ordered' adds the gradients after the hook: "
+                    "leave it out, or pass reduction='native' to offload(), which calls the hook as torch does"
+                )
 
     def settle(self) -> None:
         """Keep torch from searching for replaced parameters: these were replaced on purpose."""

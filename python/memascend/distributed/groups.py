@@ -7,26 +7,22 @@ import json
 import threading
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import distributed
 
+from memascend.distributed.rendezvous import LOOK_SECONDS, WORD_SECONDS, answered, gone, meet, store_failed
 from memascend.errors import RankError
 from memascend.tensors import bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 
-_Answer = TypeVar("_Answer")
-# How often a rank that waits for others looks for their keys.
-_LOOK_SECONDS = 0.01
 # The share of the timeout in which ranks report that they made no group: each has waited as long as the others.
 _PART_AFTER = 0.25
 _SECONDS_AFTER_MAX = 5.0
-# How long to wait for the reason of a rank that may just have left; a dead rank leaves none.
-_WORD_SECONDS = 0.5
 # With two ranks, the other one is always at fault.
 _PAIR = 2
 # The word of a rank that has made the group.
@@ -34,8 +30,10 @@ _MADE = "made"
 
 
 class _Next:
-    """Counts groups, equally on all ranks."""
+    """Counts the groups of one opening of a run, equally on all ranks."""
 
+    # Of the keys in torch's store.
+    prefix = "memascend"
     number = 0
 
     @classmethod
@@ -43,6 +41,15 @@ class _Next:
         """The number of the group that is being made."""
         cls.number += 1
         return cls.number - 1
+
+
+def begin(timeout: float) -> None:
+    """Begin to make the groups of a run; all ranks do so together. See `rendezvous.meet` for its errors."""
+    _Next.prefix = meet(_store(), distributed.get_rank(), distributed.get_world_size(), timeout)
+    _Next.number = 0
+    # torch names groups by this count, and gloo's keys by that name: an earlier attempt has left the lowest ones.
+    digest = _Next.prefix.rpartition("/")[2]
+    distributed.distributed_c10d._world.group_count = int(digest, 16) >> 16  # noqa: SLF001
 
 
 def make_group(timeout: float, ranks: Sequence[int] | None = None) -> Any:
@@ -70,17 +77,30 @@ def make_group(timeout: float, ranks: Sequence[int] | None = None) -> Any:
             # A rank that has made the group may be ahead of one that still waits for a dead rank.
             seconds = max(after, until - time.monotonic())
             missing = _missing(number, "ends", why if group is None else _MADE, seconds)
-            if not missing and _all_said(number, "ends", _MADE):
+            apart = {} if missing else _without_group(number)
+            if not missing and not apart:
                 return group
+            if apart:
+                let_go(group)
+                raise _apart(apart, timeout)
+    except RankError:
+        raise
     except RuntimeError as error:
-        why = f"{why}; the store of the process group does not answer: {str(error).splitlines()[0][:200]}"
+        why = f"{why}; {store_failed(error)}"
     let_go(group)
     left_by(missing)
-    named = ", ".join(f"rank {rank}" for rank in missing) or "a rank"
-    raise RankError(
-        f"{named} is gone, or did not come within {timeout:g} s, before all ranks could talk; nothing was changed "
-        f"({why})",
-        ranks=missing,
+    raise gone(missing, timeout, why)
+
+
+def _apart(why: Mapping[int, str], timeout: float) -> RankError:
+    """The error of ranks that made no group and say why. If others made it, these ranks did not reach each other."""
+    some = tuple(why) if len(why) < distributed.get_world_size() else ()
+    named = ", ".join(f"rank {rank}" for rank in some) or "the ranks"
+    reasons = "; ".join(f"rank {rank}: {said}" for rank, said in why.items())
+    return RankError(
+        f"{named} could not connect with each other within {timeout:g} s, before all ranks could talk; nothing was "
+        f"changed ({reasons})",
+        ranks=some,
     )
 
 
@@ -89,10 +109,10 @@ def left_by(blamed: Iterable[int]) -> None:
     key, said = _left(_Next.number, distributed.get_rank()), json.dumps(sorted(blamed))
     # If the store is gone, no rank waits.
     with contextlib.suppress(RuntimeError):
-        _answered(lambda: _store().set(key, said), 2 * _WORD_SECONDS)
+        answered(lambda: _store().set(key, said), 2 * WORD_SECONDS)
 
 
-def at_fault(missing: Iterable[int], number: int | None = None) -> tuple[int, ...]:
+def at_fault(missing: Iterable[int], number: int | None = None, seconds: float = WORD_SECONDS) -> tuple[int, ...]:
     """The ranks at fault: missing ranks that left no note, and the ranks that the notes of the others blame.
 
     Call `left_by()` first if other ranks may wait for this one.
@@ -100,33 +120,57 @@ def at_fault(missing: Iterable[int], number: int | None = None) -> tuple[int, ..
     Args:
         missing: at least one rank.
         number: of the group that the ranks were to make; None: of the next, for ranks that use an existing one.
+        seconds: how long to wait for the first note; the others come soon after.
     """
     gone, own = {*missing}, distributed.get_rank()
     if distributed.get_world_size() == _PAIR:
         # There is no other rank.
         return tuple(gone)
     asked = _Next.number if number is None else number
-    left: dict[int, list[int]] = {}
 
-    def silent() -> set[int]:
-        known = dict(left)
-        return gone.union(*known.values()) - known.keys() - {own}
+    def silent(left: dict[int, list[int]]) -> set[int]:
+        return gone.union(*left.values()) - left.keys() - {own}
+
+    soon = time.monotonic() + WORD_SECONDS
+
+    def wanted(left: dict[int, list[int]]) -> set[int]:
+        return silent(left) if not left or time.monotonic() < soon else set()
+
+    return tuple(sorted(silent(_notes(asked, wanted, seconds)) or gone))
+
+
+def lost_each_other(ranks: Collection[int], seconds: float) -> tuple[int, ...]:
+    """Which of these ranks blame each other, by the notes that they leave within `seconds`."""
+
+    def mutual(left: dict[int, list[int]]) -> set[int]:
+        return {rank for rank, blamed in left.items() if any(rank in left.get(other, ()) for other in blamed)}
+
+    def wanted(left: dict[int, list[int]]) -> set[int]:
+        # Ranks that lost nobody leave no note.
+        return set() if mutual(left) else {*ranks} - left.keys()
+
+    return tuple(sorted(mutual(_notes(_Next.number, wanted, seconds))))
+
+
+def _notes(number: int, wanted: Callable[[dict[int, list[int]]], set[int]], seconds: float) -> dict[int, list[int]]:
+    """The ranks that others blame in their notes; `wanted` says whose notes are looked for, from those found so far."""
+    left: dict[int, list[int]] = {}
 
     def listen() -> None:
         # If the store is gone, the notes read so far must do.
         with contextlib.suppress(RuntimeError):
-            store, until = _store(), time.monotonic() + _WORD_SECONDS
-            while silent() and time.monotonic() < until:
-                for rank in silent():
-                    if store.check([_left(asked, rank)]):
-                        left[rank] = json.loads(store.get(_left(asked, rank)))
-                time.sleep(_LOOK_SECONDS)
+            store, until = _store(), time.monotonic() + seconds
+            while wanted(left) and time.monotonic() < until:
+                for rank in wanted(left):
+                    if store.check([_left(number, rank)]):
+                        left[rank] = json.loads(store.get(_left(number, rank)))
+                time.sleep(LOOK_SECONDS)
 
     # The store may be in a process that hangs.
     listening = threading.Thread(target=listen, daemon=True)
     listening.start()
-    listening.join(2 * _WORD_SECONDS)
-    return tuple(sorted(silent() or gone))
+    listening.join(seconds + WORD_SECONDS)
+    return dict(left)
 
 
 def _met(members: list[int] | None, seconds: float) -> tuple[Any, str]:
@@ -161,49 +205,26 @@ def _missing(number: int, moment: str, said: str, seconds: float) -> tuple[int, 
         while not store.check(keys):
             if time.monotonic() > until:
                 return [rank for rank, key in enumerate(keys) if not store.check([key])]
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)
         return []
 
-    missing = _answered(look, seconds + _WORD_SECONDS)
+    missing = answered(look, seconds + WORD_SECONDS)
     return at_fault(missing, number) if missing else ()
 
 
-def _all_said(number: int, moment: str, said: str) -> bool:
-    keys = _keys(number, moment)
-    return _answered(lambda: all(_store().get(key) == said.encode() for key in keys), _WORD_SECONDS)
-
-
-def _answered(ask: Callable[[], _Answer], seconds: float) -> _Answer:
-    """Query the store of the process group: it may be in a process that hangs, and then never answers.
-
-    Raises:
-        RuntimeError: it failed, or did not answer within `seconds`.
-    """
-    answers: list[_Answer] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            answers.append(ask())
-        except BaseException as error:  # noqa: BLE001 - it is raised where it was asked
-            errors.append(error)
-
-    asking = threading.Thread(target=run, daemon=True)
-    asking.start()
-    asking.join(seconds)
-    if errors:
-        raise errors[0]
-    if not answers:
-        raise RuntimeError(f"no answer within {seconds:g} s")
-    return answers[0]
+def _without_group(number: int) -> dict[int, str]:
+    """The ranks that made no group, and what they say."""
+    keys = _keys(number, "ends")
+    said = answered(lambda: [_store().get(key).decode() for key in keys], WORD_SECONDS)
+    return {rank: words for rank, words in enumerate(said) if words != _MADE}
 
 
 def _left(number: int, rank: int) -> str:
-    return f"memascend/{number}/left/{rank}"
+    return f"{_Next.prefix}/{number}/left/{rank}"
 
 
 def _keys(number: int, moment: str) -> list[str]:
-    return [f"memascend/{number}/{moment}/{rank}" for rank in range(distributed.get_world_size())]
+    return [f"{_Next.prefix}/{number}/{moment}/{rank}" for rank in range(distributed.get_world_size())]
 
 
 def _store() -> Any:

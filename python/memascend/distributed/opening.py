@@ -117,7 +117,10 @@ _NOTHING = "holds no store"
 _UNFILLED = "it holds no state, as its first write did not finish or what it held is lost; give existing='replace'"
 _NOT_OPENED = "the stores were not opened"
 _ANEW = "give existing='replace' to begin anew on all ranks, or bring back what is missing"
-_AS_THEY_WERE = "number the ranks as before (torchrun --node-rank), or move each store to where its rank looks for it"
+AS_THEY_WERE = (
+    "number the hosts as before (torchrun --node-rank 0, 1, ... with --master-addr, and without --rdzv-backend and "
+    "--rdzv-endpoint, under which torchrun numbers them itself), or move each store to where its rank looks for it"
+)
 # The identity of commits that an earlier version made.
 _NO_IDENTITY = bytes(16)
 _log = logging.getLogger("memascend")
@@ -290,7 +293,7 @@ def require_own(seen: list[dict[str, Any]]) -> None:
     if len(set(known.values())) < len(known):
         instead = "a store was copied over another one: bring that one back"
     elif all(ranks == count for _, ranks in known.values()):
-        instead = _AS_THEY_WERE
+        instead = AS_THEY_WERE
     else:
         instead = "start as many ranks as before: another number resumes only if all ranks are given one folder"
     raise ConfigError(f"{_listed(apart)}; nothing was changed: {instead}")
@@ -332,7 +335,7 @@ def _require_none_elsewhere(
     )
     missing = {rank: f"{_NOTHING} at {one['at']}" for rank, one in enumerate(seen) if not one["there"]}
     raise ConfigError(
-        f"{_listed(missing)}, and there are stores of other ranks: {there}; nothing was changed: {_AS_THEY_WERE}; to "
+        f"{_listed(missing)}, and there are stores of other ranks: {there}; nothing was changed: {AS_THEY_WERE}; to "
         "begin anew, move them away"
     )
 

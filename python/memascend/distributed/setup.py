@@ -11,7 +11,7 @@ import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
@@ -214,7 +214,15 @@ def _found(
             "parallelize_module()) does not work with offload(): leave it out, and call "
             "torch.distributed.fsdp.fully_shard() on each block and on the model"
         )
-    require_unaliased(dict(model.named_parameters()), model)
+    own: Any = dict(model.named_parameters())
+    hooked = next((name for name, p in own.items() if p._backward_hooks or p._post_accumulate_grad_hooks), None)  # noqa: SLF001
+    if hooked is not None:
+        raise ConfigError(
+            f"{hooked} has a gradient hook, and fully_shard() makes new parameters, without the hook: register it "
+            "after offload(), by register_post_accumulate_grad_hook() and with gradients='ssd' or 'ram' (FSDP2 calls "
+            "no hook of register_hook())"
+        )
+    require_unaliased(own, model)
     found = find_units(model, units=units)
     named = dict(model.named_modules())
     # A unit with a parameter that is tied to another unit is gathered with the model, since both use it.
@@ -273,8 +281,6 @@ def begin(
         return sharding, replace(options, storage=places_of_rank(options), units=None if divides else options.units)
 
     sharding, own = exchange.together(found)
-    if options.weights is None and options.checkpoint is None:
-        sharding.require_same_generators()
     require_own(own.paths or (), exchange)
     folder = shared_folder(options)
     earlier = None if folder is None else find_earlier(folder, options.existing, exchange)
@@ -283,6 +289,9 @@ def begin(
     # Stores of the present number of ranks were never filled, or the earlier ones replace them.
     existing = "replace" if earlier is not None and earlier.files else options.existing
     opening = choose(own.paths, exchange, existing, places_of_others(options))
+    has_values = opening.number > 0 or bool(earlier is not None and earlier.files)
+    if not has_values and options.weights is None and options.checkpoint is None:
+        sharding.require_same_generators()
     sharding.open_by(opening)
     # Not at the first save: where a rank dies while a group is made, the others wait for it as long as they may.
     exchange.line()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from memascend.distributed.fsdp import LocalParameter, LocalRows, RowSource, groups_of, reshard
 from memascend.distributed.reduce import Collectives, Gather, NativeReduction, OrderedReduction
 from memascend.distributed.rows import Partition, require_divisible, units_of_gathers
-from memascend.errors import ConfigError
+from memascend.errors import ConfigError, UsageError
 from memascend.memory import whole_pages
 from memascend.params.aliases import held_for_good, shared_memory
 from memascend.plan.units import Unit
@@ -61,6 +61,9 @@ class Sharding:
         self.rank = distributed.get_rank()
         for group in self._groups:
             _refuse_kind(group, self.world_size, ordered=self._ordered)
+            if exchange is not None:
+                group.require_own_collectives(ConfigError, ordered=self._ordered)
+                _refuse_hooks(group, ordered=self._ordered)
         reshard(model)
         self._sharded = {name: sharded[name] for name, _ in model.named_parameters()}
         self.named: dict[str, LocalParameter] = {
@@ -238,8 +241,12 @@ class Sharding:
         """Reject a step whose gradients could not be reduced in order.
 
         Raises:
-            UsageError: FSDP2 divides them by a factor that is no power of two; see `OrderedReduction.exact_factor`.
+            UsageError: FSDP2 divides them by a factor that is no power of two, see `OrderedReduction.exact_factor`; or
+                the user has replaced the collectives of a module since `offload()`.
         """
+        if self.collectives is not None:
+            for group in self._groups:
+                group.require_own_collectives(UsageError, ordered=self._ordered)
         for reduction in set(self._reductions.values()):
             reduction.exact_factor(torch.float32)
 
@@ -328,3 +335,14 @@ def _refuse_kind(group: FsdpGroup, world_size: int, *, ordered: bool) -> None:
                 f"{one.name} is {one.leaf.dtype} and its gradient is reduced in {wide}: in the order of ranks it is "
                 "added in its own type, as one process accumulates: leave reduce_dtype out, or pass reduction='native'"
             )
+
+
+def _refuse_hooks(group: FsdpGroup, *, ordered: bool) -> None:
+    """Reject hooks that would run before the gradients of all ranks are added."""
+    hooked = next((one.name for one in group.parameters if one.leaf._post_accumulate_grad_hooks), None)  # noqa: SLF001
+    if ordered and hooked is not None:
+        raise ConfigError(
+            f"{hooked} has a hook of register_post_accumulate_grad_hook(), which reduction='ordered' would call with "
+            "the gradient of one rank instead of the sum: register it after offload(), with gradients='ssd' or 'ram', "
+            "or pass reduction='native'"
+        )

@@ -210,7 +210,10 @@ class Saving:
 
         `folder` is the first rank's; the others have none.
         """
-        assert self._shared is not None
+        if self._shared is None:
+            self._settle()
+            save_weights(cast("Path", folder), self._contents(values_alone=True), self._model)
+            return
         _, figures = self._shared
         figures.together(self._settle, UsageError)
         own = figures.together(lambda: self._contents(values_alone=True))

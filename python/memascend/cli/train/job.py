@@ -7,6 +7,7 @@ import datetime as dt
 import errno
 import hashlib
 import shutil
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +24,7 @@ from memascend.cli.train.model import (
 from memascend.cli.train.output import LOG, LOGS, Output, Record
 from memascend.cli.train.rows import find_files, find_model, read_rows
 from memascend.cli.train.settings import OF_THE_END, with_defaults
+from memascend.distributed.opening import AS_THEY_WERE
 from memascend.distributed.setup import candidates
 from memascend.errors import ConfigError, MemascendError, StorageError
 from memascend.session.decide import file_of, nearest, planned
@@ -75,7 +77,7 @@ def find_beginning(
         # This run never trained, so a store of its own is not complete.
         found = next(_stores(storage, ranks, unfinished=True), None)
         if found is not None and (found["step"] or found["used"]):
-            raise _foreign(storage, found, output)
+            raise _foreign(storage, found, output, ranks)
         return "replace", 0
     found = next(_stores(storage, ranks), None)
     if found is None and record.saved == record.steps:
@@ -83,7 +85,7 @@ def find_beginning(
     if found is None:
         raise gone(output, storage)
     if record.store not in found["names"]:
-        raise _foreign(storage, found, output)
+        raise _foreign(storage, found, output, ranks)
     return "previous" if previous else "resume", found["next_step"]
 
 
@@ -125,7 +127,7 @@ def _first(output: Output, storage: tuple[str, ...], ranks: Ranks) -> tuple[_Exi
             return "refuse", 0
         raise
     if found is not None:
-        raise _foreign(storage, found, output)
+        raise _foreign(storage, found, output, ranks)
     return "refuse", 0
 
 
@@ -142,7 +144,7 @@ def _stores(
         failed: StorageError | None = None
         for places in candidates(storage, ranks.rank, ranks.count) if number == ranks.rank else ():
             try:
-                own += _look_at(places, unfinished=unfinished)
+                own += [{**found, "seen_by": number} for found in _look_at(places, unfinished=unfinished)]
             except StorageError as error:
                 # Stores that are being filled for another number of ranks are not complete.
                 failed = failed or error
@@ -170,6 +172,8 @@ def _look_at(places: list[str], *, unfinished: bool) -> list[_Found]:
                     "step": store.step,
                     "next_step": next_step if isinstance(next_step, int) else 0,
                     "used": state is not None,
+                    "rank": store.info()["rank"],
+                    "ranks": store.info()["ranks"],
                     "files": [str(file) for file in files],
                 }
             ]
@@ -180,12 +184,33 @@ def _look_at(places: list[str], *, unfinished: bool) -> list[_Found]:
         raise
 
 
-def _foreign(storage: tuple[str, ...], found: _Found, output: Output) -> ConfigError:
+def _foreign(storage: tuple[str, ...], found: _Found, output: Output, ranks: Ranks) -> ConfigError:
     of = f"the run of --output {found['output']}" if found["output"] else f"another run (step {found['step']})"
+    reordered = _reordered(storage, ranks)
+    if reordered is not None:
+        return ConfigError(
+            f"the hosts are in another order than when {of} began, whose ranks have their stores in folders of their "
+            f"hosts: {reordered}; nothing was changed: {AS_THEY_WERE}"
+        )
     return ConfigError(
         f"--storage {' '.join(storage)} holds the training state of {of}, and not that of {output.folder}: name "
         f"another --storage, or remove {', '.join(found['files'])} if nothing in it is needed"
     )
+
+
+def _reordered(storage: tuple[str, ...], ranks: Ranks) -> str | None:
+    """The hosts that have stores of ranks that run on other hosts now; None if there are none."""
+    hosts = ranks.everyone(socket.gethostname())
+    seen_by: dict[int, list[int]] = {}
+    for found in _stores(storage, ranks, unfinished=True, skips=True):
+        if found["ranks"] == ranks.count:
+            seen_by.setdefault(found["rank"], []).append(found["seen_by"])
+    apart = [
+        f"{hosts[seers[0]]}, which has the store of rank {rank}, starts rank {', '.join(map(str, seers))} now"
+        for rank, seers in sorted(seen_by.items())
+        if rank not in seers
+    ]
+    return "; ".join(apart) or None
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.checkpoint.files import file_errors, is_empty, new_folder, put_in_place, sync
-from memascend.errors import ConfigError, CorruptionError, RankError
+from memascend.checkpoint.weights import misread_names
+from memascend.errors import ConfigError, CorruptionError, MemascendError, RankError
 from memascend.session.optimizer import session_of
 from memascend.text import Closing
 
@@ -60,10 +61,19 @@ class Ranks(Closing):
             raise ConfigError(f"RANK is {rank} of WORLD_SIZE {self.count}: {start}")
         # A single process does not need this import.
         from memascend.distributed.control_plane import Exchange
+        from memascend.distributed.rendezvous import meet
 
+        distributed: Any = torch.distributed
         try:
-            torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+            store, rank, count = next(distributed.rendezvous("env://"))
+            # torch's own groups have the keys of the attempt before, too, which torchrun leaves in its store.
+            prefix = meet(store, rank, count, _TIMEOUT_SECONDS)
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            fresh = distributed.PrefixStore(prefix, store)
+            distributed.init_process_group(backend, store=fresh, rank=rank, world_size=count)
             self._exchange = Exchange(_TIMEOUT_SECONDS)
+        except MemascendError:
+            raise
         except (RuntimeError, ValueError) as error:
             raise RankError(f"the {self.count} ranks of this run cannot connect: {error}; {start}", ranks=()) from error
         self.rank = self._exchange.rank
@@ -326,7 +336,8 @@ class Output:
             values = {name: _whole(p) for name, p in model.named_parameters() if p.requires_grad}
             if new is not None:
                 model.save_pretrained(new, state_dict=values, save_embedding_layers=False)
-        elif self._ranks.count > 1:
+        elif self._ranks.count > 1 or not misread_names(model):
+            # The same bytes for any number of ranks.
             session_of(optimizer).saving.save_weights(new)
         else:
             model.save_pretrained(new)

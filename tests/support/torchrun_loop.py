@@ -1,0 +1,64 @@
+"""Trains a small model on as many ranks as torchrun starts, or in one process; saves it, and loads what it saved."""
+
+import os
+import signal
+import sys
+
+import torch
+from support.rank_models import adamw, loss_of, model
+from torch import distributed
+
+import memascend
+
+__all__ = ["load", "train"]
+
+# Of a step, on all ranks.
+MICRO_BATCHES = 6
+
+
+def train(folder, steps, killed=None):
+    """Resume in a folder, train to a step, and save a checkpoint there; the step at which it resumed.
+
+    On the first attempt rank 1 is killed after step `killed`.
+    """
+    rank, count = (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
+    trained = model(torch.bfloat16)
+    trained, optimizer = memascend.offload(
+        trained, adamw(trained.parameters()), storage=f"{folder}/run/", existing="resume", gradients="ssd", timeout=60
+    )
+    for module in trained.modules():
+        if count > 1 and hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(1.0)
+    with optimizer:
+        began = optimizer.steps
+        while optimizer.steps < steps:
+            for micro in range(rank, MICRO_BATCHES, count):
+                (loss_of(trained, optimizer.steps, micro) / MICRO_BATCHES).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if optimizer.steps == killed and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.save(f"{folder}/saved-{steps}")
+    return began
+
+
+def load(folder, steps):
+    """Begin another run from the checkpoint of a step, and save that one, too."""
+    trained = model(torch.bfloat16)
+    place = f"{folder}/of-{steps}/"
+    _, optimizer = memascend.offload(
+        trained, adamw(trained.parameters()), storage=place, checkpoint=f"{folder}/saved-{steps}", timeout=60
+    )
+    with optimizer:
+        assert optimizer.steps == steps
+        optimizer.save(f"{folder}/loaded-{steps}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    place, until, *more = sys.argv[1:]
+    resumed = train(place, int(until), *map(int, more))
+    load(place, int(until))
+    print(f"rank {distributed.get_rank()} resumed at step {resumed}", flush=True)
+    distributed.destroy_process_group()
