@@ -48,9 +48,9 @@ impl Live {
         }
         let name = &described.name;
         Err(Error::Usage(format!(
-            "the values of {name:?} were written to in memory, past torch's counters (numpy, data_ptr(), a kernel of one's \
-             own?), and its update would lose that: call zero_grad(), and change them within \
-             memascend.materialized(model, modify=True)"
+            "the values of {name:?} in memory are not those of its last commit: something wrote to them past torch's \
+             counters (numpy, data_ptr(), a kernel of its own?), which its update would lose: call zero_grad(), and change \
+             them within memascend.materialized(model, modify=True)"
         )))
     }
 }

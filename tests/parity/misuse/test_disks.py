@@ -28,9 +28,11 @@ def faulty(tmp_path):
 @pytest.fixture
 def on_it(offloaded, faulty, tmp_path):
     """Offloads to the disk that fails, in the smallest budget, so that each phase needs the disk."""
+    # The disk is a file of zeros, in which a resume begins nothing.
+    existing = iter(["refuse"])
 
     def make(**options):
-        options = {"storage": faulty.path, "scratch": tmp_path, "existing": "resume", **options}
+        options = {"storage": faulty.path, "scratch": tmp_path, "existing": next(existing, "resume"), **options}
         model = Stack(depth=6)
         with pytest.raises(BudgetError) as error:
             memascend.offload(model, adamw(model), host_memory=1, **options)
