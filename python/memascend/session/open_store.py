@@ -172,14 +172,13 @@ def open_store(subject: Subject, entries: list[engines.Entry]) -> tuple[Store, P
     def judge(store: Store) -> None:
         difference = store.difference(entries, optimizer=kind)
         if options.existing == "replace":
-            if store.step or difference is not None:
-                file, resumed = store.info()["devices"][0], "" if difference else ", resume it (existing='resume')"
+            if difference is not None:
                 raise ConfigError(
-                    f"the store at {file} is that of a run of this process which is open, at step {store.step} "
-                    f"({difference or 'of the same model'}), and existing='replace' would destroy it; nothing was "
-                    f"changed, and that run continues: call its optimizer.close() first{resumed}, or name another "
-                    "storage="
+                    f"the store at {store.info()['devices'][0]} is that of another model's run, which this process has "
+                    f"open at step {store.step} ({difference}), and existing='replace' would destroy it; nothing was "
+                    "changed, and that run continues: name another storage=, or call its optimizer.close() first"
                 )
+            # The same lines again, as in a notebook.
             return
         _require_format(store, entries)
         if difference is not None:
