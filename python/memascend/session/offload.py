@@ -90,8 +90,9 @@ def offload(  # noqa: PLR0913 - options are keywords
         existing: the action where there is a store already: "refuse", "resume" its last committed step, or "replace"
             it. "previous" drops the last commit, and resumes the one before, after every byte of it was read and
             checked. It is for a store whose newest commit is damaged, as long as the next step was not begun. A run of
-            this process that has the store open is closed, with a warning ("resume", "replace"). But "replace" is
-            rejected if that run has another model or optimizer: `close()` it first. "resume" starts a store where there is none. An empty file is rejected: what it held is lost.
+            this process that has the store open is closed, with a warning ("resume", "replace"); "replace" is rejected
+            where that run has another model or optimizer. "resume" starts a store where there is none. An empty file
+            is rejected: what it held is lost.
         host_memory: a hard budget of host memory: in bytes, as "8GiB", or as "75%" of the memory that process and
             cgroup have now. None: the smallest that keeps disk and compute busy. The rest of a larger budget keeps
             parameters with their state in RAM, the model's first ones first: they are read once, by this call.
