@@ -360,7 +360,7 @@ class CheckpointValues:
         """Those of the checkpoint, and its identity, until the first step of the store commits others."""
         del groups
         manifest = self._checkpoint.manifest
-        names = ("groups", "loss_scale", "attributes", "seed")
+        names = ("groups", "loss_scale", "attributes", "seed", "schedule")
         return {**{name: manifest[name] for name in names if name in manifest}, "origin": _identity_in(manifest)}
 
     def parameters(self, units: Sequence[Unit]) -> Generator[FirstValue, None, None]:
