@@ -173,6 +173,11 @@ def test_resumed_it_is_the_undisturbed_training(tmp_path, monkeypatch, ended, un
                 assert entry["read_bytes"] >= 0 < entry["written_bytes"]
                 assert entry["waiting_seconds"] >= 0
         assert "save_pretrained" not in vars(model)
+    with memascend.engine.Store.open(tmp_path / "store") as store:
+        # The rate after the last step, and the scheduler that set it, are in the step's own commit.
+        (scheduled,) = store.hyperparameters["schedule"]["schedulers"]
+        assert (scheduled["scheduler"], scheduled["state"]["last_epoch"]) == ("LambdaLR", STEPS)
+        assert store.hyperparameters["groups"][0]["lr"] == scheduled["state"]["_last_lr"][0] == 0.0
     # What save_total_limit leaves is whole, and transformers loads it.
     assert sorted(os.listdir(output)) == ["checkpoint-4", "checkpoint-6"]
     assert last_checkpoint(output) == output / "checkpoint-6"

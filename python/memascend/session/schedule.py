@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from memascend.errors import ConfigError, UsageError
 from memascend.optim.shared import SharedValues, copied, group_options, plain, put, restored, same, storable
 from memascend.storage.store import not_as_written
+from memascend.text import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -105,7 +106,7 @@ class Schedule:
             _require_fits(schedulers, now, stored, committed["groups"])
         elif begins and self._resumed and self.position.step:
             warnings.warn(
-                f"the store has {self.position.step} steps and no scheduler, so {_listed(schedulers)} begins where it "
+                f"the store has {counted(self.position.step, 'step')} and no scheduler, so {_listed(schedulers)} begins where it "
                 f"was made or loaded, and the next resume restores it ({_PAGE})",
                 stacklevel=4,
             )
