@@ -277,7 +277,11 @@ OTHERS = {
     "T_max": ("cosine", lambda o: torchs.CosineAnnealingLR(o, 9), r"other arguments than in the run: T_max 5 -> 9\."),
     "gamma": ("step", lambda o: torchs.StepLR(o, 2, 0.25), r"gamma 0\.5 -> 0\.25"),
     "step_size": ("step", lambda o: torchs.StepLR(o, 3, 0.5), r"step_size 2 -> 3"),
-    "milestones": ("milestones", lambda o: torchs.MultiStepLR(o, [2, 4], 0.5), r"milestones \[\[2, 1\], \[4, 2\]\] -> "),
+    "milestones": (
+        "milestones",
+        lambda o: torchs.MultiStepLR(o, [2, 4], 0.5),
+        r"milestones \[\[2, 1\], \[4, 2\]\] -> ",
+    ),
     "object": ("object", lambda o: torchs.LambdaLR(o, [Warmup(4), lambda _: 1.0]), r"lr_lambdas\.0\.steps 3 -> 4"),
     "partial": (
         "partial",
@@ -321,6 +325,52 @@ def test_a_resume_with_another_scheduler_is_refused_with_what_differs(tmp_path, 
         optimizer.schedule(given, restore=False)
         turn(model, optimizer, 1)
         assert optimizer.steps == 2
+
+
+@pytest.mark.parametrize("way", ["refused", "saved"])
+def test_a_run_without_a_step_leaves_the_stored_scheduler(tmp_path, way):
+    model, optimizer, _ = scheduled(tmp_path / "s", "one cycle")
+    with optimizer:
+        rates = [turn(model, optimizer, step) for step in range(2)]
+    before = stored(tmp_path / "s")
+    model, optimizer = made()
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s", existing="resume")
+    if way == "saved":
+        optimizer.save(tmp_path / "saved")
+        optimizer.close()
+    else:
+        # That it is made sets the rates.
+        given = torchs.OneCycleLR(optimizer, 2e-2, total_steps=STEPS, three_phase=True)
+        with pytest.raises(ConfigError, match="base_lrs"), optimizer:
+            optimizer.schedule(given)
+    assert stored(tmp_path / "s") == before
+    options = {"checkpoint": tmp_path / "saved"} if way == "saved" else {}
+    model, optimizer, _ = scheduled(tmp_path / ("t" if way == "saved" else "s"), "one cycle", **options)
+    with optimizer:
+        rates += [turn(model, optimizer, step) for step in (2, 3)]
+    assert rates == in_memory("one cycle", 4)[1]
+
+
+def test_a_scheduler_that_cannot_be_loaded_leaves_what_there_was(tmp_path):
+    class Fails(torchs.StepLR):
+        def load_state_dict(self, state_dict):
+            if state_dict["last_epoch"] == 1:
+                raise ValueError("no")
+            super().load_state_dict(state_dict)
+
+    model, optimizer = made()
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s")
+    with optimizer:
+        optimizer.schedule(Fails(optimizer, 1))
+        turn(model, optimizer, 0)
+    model, optimizer = made()
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s", existing="resume")
+    with optimizer:
+        given = Fails(optimizer, 1)
+        before = [group["lr"] for group in optimizer.param_groups]
+        with pytest.raises(ValueError, match="no"):
+            optimizer.schedule(given)
+        assert (given.last_epoch, [group["lr"] for group in optimizer.param_groups]) == (0, before)
 
 
 def test_another_base_rate_is_refused(tmp_path):
@@ -372,7 +422,7 @@ def test_a_scheduler_that_begins_in_an_old_store_is_pointed_out(tmp_path):
     model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s")
     with optimizer:
         turn(model, optimizer, 0)
-    with pytest.warns(UserWarning, match=r"has 1 step and no scheduler, so CosineAnnealingLR begins where"):
+    with pytest.warns(UserWarning, match=r"has 1 step and no scheduler: CosineAnnealingLR begins where"):
         model, optimizer, scheduler = scheduled(tmp_path / "s")
     with optimizer:
         turn(model, optimizer, 1)

@@ -291,7 +291,10 @@ class Record:
 
     @property
     def has_new_options(self) -> bool:
-        """Whether options of groups changed since the last commit, and not by a scheduler that step() advances."""
+        """Whether options of groups changed since the last step of this run, and not of a scheduler of `schedule`."""
+        if not self.position.made:
+            # A resume that is refused or ends early has only what making schedulers set.
+            return False
         stored = (self._store.hyperparameters or {}).get("groups")
         now = json.loads(json.dumps([options_of(group) for group in self.groups]))
         return bool(now != stored and not self.schedule.is_foreign)

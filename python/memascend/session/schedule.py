@@ -83,6 +83,8 @@ class Schedule:
         self._now: _Moment | None = None
         # Before the last step, where that advanced the schedulers.
         self._before: _Moment | None = None
+        # A commit before the first step keeps the schedulers that the store has.
+        self._keeps = True
 
     # --- given by the user -----------------------------------------------------------------
 
@@ -106,8 +108,8 @@ class Schedule:
             _require_fits(schedulers, now, stored, committed["groups"])
         elif begins and self._resumed and self.position.step:
             warnings.warn(
-                f"the store has {counted(self.position.step, 'step')} and no scheduler, so {_listed(schedulers)} begins where it "
-                f"was made or loaded, and the next resume restores it ({_PAGE})",
+                f"the store has {counted(self.position.step, 'step')} and no scheduler: {_listed(schedulers)} begins "
+                f"where it was made or loaded, and the next resume restores it ({_PAGE})",
                 stacklevel=4,
             )
         moved: list[set[str]] = [set() for _ in schedulers]
@@ -116,9 +118,9 @@ class Schedule:
             moved = [set(one["moved"]) for one in stored["schedulers"]]
             options = set(stored["options"])
         _require_small(self._saved(schedulers, now, moved, options))
-        self._schedulers, self._moved, self._options, self._now, self._before = schedulers, moved, options, now, None
         if stored is not None:
-            self._restore(stored, committed["groups"])
+            now = self._restored(schedulers, now, stored, committed["groups"])
+        self._schedulers, self._moved, self._options, self._now, self._before = schedulers, moved, options, now, None
 
     def _require_own_groups(self, scheduler: Any) -> None:
         own = {id(group) for group in self._groups}
@@ -135,17 +137,24 @@ class Schedule:
             raise not_as_written(self._store.info()["devices"][0], f"the schedulers of step {self.position.step}")
         return stored
 
-    def _restore(self, stored: Mapping[str, Any], kept: Sequence[Mapping[str, Any]]) -> None:
-        for scheduler, one in zip(self._schedulers, stored["schedulers"], strict=True):
-            state = copied(scheduler.state_dict())
-            for path, value in one["state"].items():
-                if path in one["moved"] or path.rpartition(".")[2] in _PLACE:
-                    _set(state, path.split("."), value)
-            scheduler.load_state_dict(state)
-        for group, theirs in zip(self._groups, kept, strict=True):
-            for name in {"lr", *stored["options"]} & theirs.keys():
-                put(group, name, restored(theirs[name], group.get(name)))
-        self._now = _Moment.of(self._schedulers, self._groups)
+    def _restored(
+        self, schedulers: Sequence[Any], now: _Moment, stored: Mapping[str, Any], kept: Sequence[Mapping[str, Any]]
+    ) -> _Moment:
+        """Set what was stored on schedulers that fit, and on the groups, whose committed options are `kept`."""
+        try:
+            for scheduler, one in zip(schedulers, stored["schedulers"], strict=True):
+                state = copied(scheduler.state_dict())
+                for path, value in one["state"].items():
+                    if path in one["moved"] or path.rpartition(".")[2] in _PLACE:
+                        _set(state, path.split("."), value)
+                scheduler.load_state_dict(state)
+            for group, theirs in zip(self._groups, kept, strict=True):
+                for name in {"lr", *stored["options"]} & theirs.keys():
+                    put(group, name, restored(theirs[name], group.get(name)))
+            return _Moment.of(schedulers, self._groups)
+        except BaseException:
+            now.bring_back(schedulers, self._groups)
+            raise
 
     def require_fits(self, hyperparameters: Mapping[str, Any]) -> None:
         """Reject a rollback to a commit of other schedulers."""
@@ -157,7 +166,7 @@ class Schedule:
         """A rollback to a commit with these hyperparameters was made: restore its schedulers."""
         stored = self._stored(hyperparameters)
         if stored is not None and self._now is not None:
-            self._restore(stored, hyperparameters["groups"])
+            self._now = self._restored(self._schedulers, self._now, stored, hyperparameters["groups"])
         self._before = None
 
     # --- steps ---------------------------------------------------------------------------------
@@ -169,10 +178,11 @@ class Schedule:
             UsageError: it names the scheduler, and what changed.
         """
         self._before = None
-        if not self._schedulers:
-            if self._resumed and self.position.made == 0 and self.position.step:
-                self._warn_of_others(optimizers)
-            return
+        self._require_own()
+        if not self._schedulers and self._resumed and self.position.made == 0 and self.position.step:
+            self._warn_of_others(optimizers)
+
+    def _require_own(self) -> None:
         found = self._advanced()
         if found:
             raise UsageError(
@@ -196,9 +206,8 @@ class Schedule:
         warnings.warn(f"{words}: {_PAGE} has the lines that go on exactly", stacklevel=5)
 
     def _advanced(self) -> str | None:
-        """The scheduler that something else advanced, in words."""
-        assert self._now is not None
-        for scheduler, known in zip(self._schedulers, self._now.entries, strict=True):
+        """The scheduler that something else advanced since the last step, in words."""
+        for scheduler, known in zip(self._schedulers, self._now.entries if self._now else (), strict=True):
             own = _entries(scheduler)
             names = sorted(name for name in {*known, *own} if name.rpartition(".")[2] not in _COUNTS)
             for name in names:
@@ -209,6 +218,7 @@ class Schedule:
 
     def advance(self) -> None:
         """Advance the schedulers by a step that is about to be committed."""
+        self._keeps = False
         if not self._schedulers:
             return
         self._before = before = _Moment.of(self._schedulers, self._groups)
@@ -228,20 +238,25 @@ class Schedule:
 
     def take_back(self) -> None:
         """The step was not committed: schedulers and groups have what they had before it."""
+        self._keeps = self.position.made == 0
         if self._before is not None:
             self._before.bring_back(self._schedulers, self._groups)
             self._now, self._before = self._before, None
 
     def committed(self) -> dict[str, Any]:
-        """The entry of each commit."""
+        """The entry of each commit and checkpoint.
+
+        Raises:
+            UsageError: options of groups are those of a scheduler that something else advanced.
+        """
         if self._now is None:
-            return {}
+            stored = (self._store.hyperparameters or {}).get("schedule") if self._keeps else None
+            return {} if stored is None else {"schedule": stored}
+        self._require_own()
         return {"schedule": self._saved(self._schedulers, self._now, self._moved, self._options)}
 
     @staticmethod
-    def _saved(
-        schedulers: Sequence[Any], now: _Moment, moved: Sequence[set[str]], options: set[str]
-    ) -> dict[str, Any]:
+    def _saved(schedulers: Sequence[Any], now: _Moment, moved: Sequence[set[str]], options: set[str]) -> dict[str, Any]:
         parts = zip(schedulers, now.entries, moved, strict=True)
         states = [{"scheduler": _title(one), "state": state, "moved": sorted(names)} for one, state, names in parts]
         return {"schedulers": states, "options": sorted(options)}
@@ -255,18 +270,18 @@ class Schedule:
 
     def catch_up(self) -> None:
         """Give schedulers and groups what the last step left, whether a trainer advanced them or not."""
-        if self._now is not None and self._advanced():
+        if self._now is not None and self.is_foreign:
             self._now.bring_back(self._schedulers, self._groups)
 
     @property
     def is_foreign(self) -> bool:
         """Whether something else advanced a scheduler since the last step."""
-        return bool(self._schedulers) and self._advanced() is not None
+        return self._advanced() is not None
 
 
 def options_set(hyperparameters: Mapping[str, Any]) -> set[str]:
     """Options that the schedulers of a commit set, whatever the optimizer is made with."""
-    stored = hyperparameters.get("schedule")
+    stored: Any = hyperparameters.get("schedule")
     if not _is_schedule(stored):
         return set()
     # These two take no rate from the optimizer; others multiply its own, so that another one makes a difference.
@@ -347,8 +362,7 @@ def _partials(scheduler: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """The arguments of transformers' schedulers: bound to the functions of a LambdaLR, whose state leaves them out."""
     for number, function in enumerate(getattr(scheduler, "lr_lambdas", ())):
         if isinstance(function, functools.partial):
-            given = {**dict(enumerate(function.args)), **function.keywords}
-            for name, value in given.items():
+            for name, value in [*enumerate(function.args), *function.keywords.items()]:
                 if storable(value):
                     yield f"{path}lr_lambdas.{number}({name})", value
     for number, part in enumerate(getattr(scheduler, "_schedulers", ())):
@@ -386,11 +400,12 @@ def _require_fits(
     )
     if kinds != had:
         raise ConfigError(f"the run was scheduled by {' and '.join(had)}, not {' and '.join(kinds)}. {instead}")
-    found = []
-    for number, (group, theirs) in enumerate(zip(now.options.groups, kept, strict=True)):
-        for name in (_SET_ONCE - {*stored["options"]}) & group.keys() & theirs.keys():
-            if plain(group[name]) != theirs[name]:
-                found.append(f"{name} of group {number} {theirs[name]} -> {plain(group[name])}")
+    found = [
+        f"{name} of group {number} {theirs[name]} -> {plain(group[name])}"
+        for number, (group, theirs) in enumerate(zip(now.options.groups, kept, strict=True))
+        for name in (_SET_ONCE - {*stored["options"]}) & group.keys() & theirs.keys()
+        if plain(group[name]) != theirs[name]
+    ]
     for entries, one in zip(now.entries, stored["schedulers"], strict=True):
         found += _differences(one["state"], entries, {*one["moved"]})
     if found:
