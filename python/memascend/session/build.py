@@ -87,8 +87,8 @@ class Assembly:
         newcomers = Newcomers(subject.model, look=subject.sharding is None)
         position = Position(resources.store, subject.options.checkpoint)
         resumed = not resources.store.created or subject.earlier is not None
-        schedule = Schedule(subject.original.param_groups, resources.store, position, resumed=resumed)
-        record = Record(resources.store, subject.buffers, subject.arithmetic, scale, schedule)
+        schedule = Schedule(subject.original.param_groups, resources.store, resumed=resumed)
+        record = Record(resources.store, position, subject.buffers, subject.arithmetic, scale, schedule)
         run = Run(
             resources=resources, residency=residency, frames=Frames(residency), gradients=gradients, record=record
         )

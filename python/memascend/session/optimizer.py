@@ -223,7 +223,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
             UsageError: a step is staged.
         """
         if not schedulers:
-            raise ConfigError("schedule() was given no scheduler: give it those that step() is to advance")
+            raise ConfigError("schedule() was given no scheduler: pass the schedulers that step() is to advance")
         self._session.schedule(schedulers, restore=restore)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -240,11 +240,17 @@ class Record:
     """The data that is committed with a step, and the position of the run."""
 
     def __init__(
-        self, store: Store, buffers: Buffers, arithmetic: Arithmetic, scale: LossScale, schedule: Schedule
+        self,
+        store: Store,
+        position: Position,
+        buffers: Buffers,
+        arithmetic: Arithmetic,
+        scale: LossScale,
+        schedule: Schedule,
     ) -> None:
         self._store = store
         self.schedule = schedule
-        self.position = schedule.position
+        self.position = position
         self.buffers = buffers
         # The optimizer's own dicts, which a scheduler changes.
         self.groups = arithmetic.optimizer.param_groups

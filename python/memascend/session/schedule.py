@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from memascend.session.run import Position
     from memascend.storage import Store
 
 
@@ -69,11 +68,10 @@ class Schedule:
     groups and the state of the schedulers. So a process killed at any moment leaves updates and schedulers of one step.
     """
 
-    def __init__(self, groups: Sequence[dict[str, Any]], store: Store, position: Position, *, resumed: bool) -> None:
+    def __init__(self, groups: Sequence[dict[str, Any]], store: Store, *, resumed: bool) -> None:
         """`groups` are the optimizer's own dicts; `resumed`: the store has a run that began in another process."""
         self._groups = groups
         self._store = store
-        self.position = position
         self._resumed = resumed
         self._schedulers: tuple[Any, ...] = ()
         # For each scheduler, the entries that steps changed.
@@ -83,8 +81,8 @@ class Schedule:
         self._now: _Moment | None = None
         # Before the last step, where that advanced the schedulers.
         self._before: _Moment | None = None
-        # A commit before the first step keeps the schedulers that the store has.
-        self._keeps = True
+        # This run has committed a step, or is about to; and whether it had before the present step.
+        self._stepped = self._had_stepped = False
 
     # --- given by the user -----------------------------------------------------------------
 
@@ -101,14 +99,14 @@ class Schedule:
         if len({id(scheduler) for scheduler in schedulers}) != len(schedulers):
             raise ConfigError("a scheduler is given to schedule() twice: give each once")
         now = _Moment.of(schedulers, self._groups)
-        begins = restore and self.position.made == 0
+        begins = restore and not self._stepped
         committed = self._store.hyperparameters or {}
         stored = self._stored(committed) if begins else None
         if stored is not None:
             _require_fits(schedulers, now, stored, committed["groups"])
-        elif begins and self._resumed and self.position.step:
+        elif begins and self._resumed and self._store.step:
             warnings.warn(
-                f"the store has {counted(self.position.step, 'step')} and no scheduler: {_listed(schedulers)} begins "
+                f"the store has {counted(self._store.step, 'step')} and no scheduler: {_listed(schedulers)} begins "
                 f"where it was made or loaded, and the next resume restores it ({_PAGE})",
                 stacklevel=4,
             )
@@ -134,7 +132,7 @@ class Schedule:
         """The entry of a commit, which another program may have written."""
         stored: dict[str, Any] | None = hyperparameters.get("schedule")
         if stored is not None and not _is_schedule(stored):
-            raise not_as_written(self._store.info()["devices"][0], f"the schedulers of step {self.position.step}")
+            raise not_as_written(self._store.info()["devices"][0], f"the schedulers of step {self._store.step}")
         return stored
 
     def _restored(
@@ -177,9 +175,9 @@ class Schedule:
         Raises:
             UsageError: it names the scheduler, and what changed.
         """
-        self._before = None
+        self._before, self._had_stepped = None, self._stepped
         self._require_own()
-        if not self._schedulers and self._resumed and self.position.made == 0 and self.position.step:
+        if not self._schedulers and self._resumed and not self._stepped and self._store.step:
             self._warn_of_others(optimizers)
 
     def _require_own(self) -> None:
@@ -203,7 +201,7 @@ class Schedule:
             )
         else:
             return
-        warnings.warn(f"{words}: {_PAGE} has the lines that go on exactly", stacklevel=5)
+        warnings.warn(f"{words}: {_PAGE} has the lines that resume exactly", stacklevel=5)
 
     def _advanced(self) -> str | None:
         """The scheduler that something else advanced since the last step, in words."""
@@ -218,7 +216,7 @@ class Schedule:
 
     def advance(self) -> None:
         """Advance the schedulers by a step that is about to be committed."""
-        self._keeps = False
+        self._stepped = True
         if not self._schedulers:
             return
         self._before = before = _Moment.of(self._schedulers, self._groups)
@@ -238,7 +236,7 @@ class Schedule:
 
     def take_back(self) -> None:
         """The step was not committed: schedulers and groups have what they had before it."""
-        self._keeps = self.position.made == 0
+        self._stepped = self._had_stepped
         if self._before is not None:
             self._before.bring_back(self._schedulers, self._groups)
             self._now, self._before = self._before, None
@@ -250,7 +248,8 @@ class Schedule:
             UsageError: options of groups are those of a scheduler that something else advanced.
         """
         if self._now is None:
-            stored = (self._store.hyperparameters or {}).get("schedule") if self._keeps else None
+            # A run that was not told of the schedulers keeps them until it steps without them.
+            stored = None if self._stepped else (self._store.hyperparameters or {}).get("schedule")
             return {} if stored is None else {"schedule": stored}
         self._require_own()
         return {"schedule": self._saved(self._schedulers, self._now, self._moved, self._options)}
