@@ -351,6 +351,53 @@ def test_a_run_without_a_step_leaves_the_stored_scheduler(tmp_path, way):
     assert rates == in_memory("one cycle", 4)[1]
 
 
+class Rate(float):
+    """As those of numpy, a float of another class."""
+
+
+class Adaptive(torchs.LRScheduler):
+    """Changes an attribute of its own at some steps."""
+
+    def __init__(self, optimizer):
+        self.halved = 0
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        self.halved += self.last_epoch == 2
+        return [Rate(base * 0.5**self.halved) for base in self.base_lrs]
+
+
+def test_a_scheduler_that_is_given_again_in_the_midst_is_restored_too(tmp_path):
+    rates = []
+    for until in (4, 5):
+        model, optimizer = made()
+        model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s", existing="resume")
+        scheduler = Adaptive(optimizer)
+        optimizer.schedule(scheduler)
+        with optimizer:
+            for step in range(optimizer.steps, until):
+                if step == 3:
+                    # As a Trainer does whose train() is called again.
+                    optimizer.schedule(scheduler, restore=False)
+                rates.append(turn(model, optimizer, step)[0][0])
+            assert scheduler.halved == 1
+    assert rates == [1e-3, 1e-3, 5e-4, 5e-4, 5e-4]
+
+
+def test_a_schedule_that_no_version_wrote_is_damage(tmp_path):
+    model, optimizer, _ = scheduled(tmp_path / "s")
+    with optimizer:
+        turn(model, optimizer, 0)
+    with memascend.engine.Store.open(tmp_path / "s") as store:
+        hyperparameters = store.hyperparameters
+        hyperparameters["schedule"]["schedulers"][0]["moved"] = [1]
+        store.commit(1, hyperparameters=hyperparameters)
+    model, optimizer = made()
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s", existing="resume")
+    with optimizer, pytest.raises(memascend.CorruptionError, match="the schedulers of step 1"):
+        optimizer.schedule(SCHEDULERS["cosine"](optimizer))
+
+
 def test_a_scheduler_that_cannot_be_loaded_leaves_what_there_was(tmp_path):
     class Fails(torchs.StepLR):
         def load_state_dict(self, state_dict):

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 _BYTES_MAX = 32 << 10
 # Entries of torch's state dicts that tell where a scheduler is, and not with which arguments it was made. Any other is
 # taken for an argument until a step changes it.
-_PLACE = frozenset({"last_epoch", "_last_lr", "_step_count", "_is_initial", "_get_lr_called_within_step"})
+_PLACE = frozenset(
+    {"last_epoch", "_last_lr", "T_cur", "T_i", "_step_count", "_is_initial", "_get_lr_called_within_step"}
+)
 # accelerate counts calls that advance nothing.
 _COUNTS = frozenset({"_step_count", "_is_initial", "_get_lr_called_within_step"})
 # Options of groups that torch's schedulers set once, from their arguments.
@@ -101,9 +103,10 @@ class Schedule:
         now = _Moment.of(schedulers, self._groups)
         begins = restore and not self._stepped
         committed = self._store.hyperparameters or {}
-        stored = self._stored(committed) if begins else None
-        if stored is not None:
-            _require_fits(schedulers, now, stored, committed["groups"])
+        stored = self._stored(committed)
+        source = stored if begins else None
+        if source is not None:
+            _require_fits(schedulers, now, source, committed["groups"])
         elif begins and self._resumed and self._store.step:
             warnings.warn(
                 f"the store has {counted(self._store.step, 'step')} and no scheduler: {_listed(schedulers)} begins "
@@ -112,12 +115,12 @@ class Schedule:
             )
         moved: list[set[str]] = [set() for _ in schedulers]
         options: set[str] = set()
-        if stored is not None:
+        if stored is not None and [one["scheduler"] for one in stored["schedulers"]] == [*map(_title, schedulers)]:
             moved = [set(one["moved"]) for one in stored["schedulers"]]
             options = set(stored["options"])
         _require_small(self._saved(schedulers, now, moved, options))
-        if stored is not None:
-            now = self._restored(schedulers, now, stored, committed["groups"])
+        if source is not None:
+            now = self._restored(schedulers, now, source, committed["groups"])
         self._schedulers, self._moved, self._options, self._now, self._before = schedulers, moved, options, now, None
 
     def _require_own_groups(self, scheduler: Any) -> None:
@@ -371,13 +374,13 @@ def _partials(scheduler: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _set(state: Any, path: Sequence[str], value: Any) -> None:
     """Set an entry of a state dict that `_leaves` found; one whose container is missing is left out."""
     *parents, name = path
-    for part in parents:
-        try:
+    try:
+        for part in parents:
             state = state[int(part) if isinstance(state, list) else part]
-        except (KeyError, IndexError, TypeError):
-            return
-    key = int(name) if isinstance(state, list) else name
-    like = state.get(key) if isinstance(state, dict) else state[key]
+        key = int(name) if isinstance(state, list) else name
+        like = state.get(key) if isinstance(state, dict) else state[key]
+    except (KeyError, IndexError, ValueError, TypeError):
+        return
     if isinstance(like, dict) and isinstance(value, list):
         made = copy.copy(like)
         made.clear()
@@ -429,16 +432,22 @@ def _differences(had: Mapping[str, Any], has: Mapping[str, Any], moved: set[str]
 
 def _is_schedule(value: Any) -> bool:
     """Whether a value that was read has the form that `Schedule.committed` makes."""
-    kinds = {"scheduler": str, "state": dict, "moved": list}
     return (
         isinstance(value, dict)
-        and isinstance(value.get("options"), list)
+        and _are_texts(value.get("options"))
         and isinstance(value.get("schedulers"), list)
         and all(
-            isinstance(one, dict) and all(isinstance(one.get(name), kind) for name, kind in kinds.items())
+            isinstance(one, dict)
+            and isinstance(one.get("scheduler"), str)
+            and isinstance(one.get("state"), dict)
+            and _are_texts(one.get("moved"))
             for one in value["schedulers"]
         )
     )
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def _require_small(saved: Mapping[str, Any]) -> None:
