@@ -172,8 +172,10 @@ class Schedule:
 
     # --- steps ---------------------------------------------------------------------------------
 
-    def begin_step(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def begin_step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Reject a scheduler that something else advanced; warn of schedulers that a resumed run does not restore.
+
+        The first of `optimizers` is the one that is stepped, the others are its originals.
 
         Raises:
             UsageError: it names the scheduler, and what changed.
@@ -191,20 +193,21 @@ class Schedule:
                 "scheduler.step()"
             )
 
-    def _warn_of_others(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def _warn_of_others(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        # torch marks `step` of each optimizer for which a scheduler was made.
+        marked = [hasattr(vars(one).get("step"), "_wrapped_by_lr_sched") for one in optimizers]
         stored = self._stored(self._store.hyperparameters or {})
         if stored is not None:
             had = " and ".join(one["scheduler"] for one in stored["schedulers"])
             words = f"the run was scheduled by {had}, and this resume has no optimizer.schedule() for it"
-        # torch marks `step` of each optimizer for which a scheduler was made.
-        elif any(hasattr(vars(one).get("step"), "_wrapped_by_lr_sched") for one in optimizers):
+        elif any(marked):
             words = (
                 "a scheduler was made for this optimizer and not given to optimizer.schedule(), so a resume restores "
                 "neither its state nor the learning rate that it set after the last step"
             )
         else:
             return
-        warnings.warn(f"{words}: {_PAGE} has the lines that resume exactly", stacklevel=5)
+        warnings.warn(f"{words}: {_PAGE} has the lines that resume exactly", stacklevel=7 + marked[0])
 
     def _advanced(self) -> str | None:
         """The scheduler that something else advanced since the last step, in words."""

@@ -147,7 +147,7 @@ class Session:
         self.run.require_quiet()
         self.run.record.schedule.attach(schedulers, restore=restore)
 
-    def step(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Commit the step, or skip it where a scaled gradient overflowed; schedulers may know these `optimizers`."""
         self.run.resources.require_open()
         began, backwards = time.perf_counter(), self.run.gradients.backwards
