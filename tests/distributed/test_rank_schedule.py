@@ -1,5 +1,7 @@
 """Tests optimizer.schedule() and groups of parameters on several ranks: rates and weights are those of one process."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from support.bits import same_bits
@@ -102,3 +104,20 @@ def test_a_scheduled_run_goes_on_with_the_same_or_another_number_of_ranks(tmp_pa
     more, values = on_ranks(then, of_ranks, tmp_path, STEPS)[0]
     assert rates + more == whole[0]
     assert all(map(same_bits, values, whole[1]))
+
+
+def changes_a_rate_at_the_end(folder):
+    """The rate that a store has whose run changed it after its last step."""
+    model, optimizer = made(ranks=True)
+    model, optimizer = memascend.offload(model, optimizer, storage=f"{folder}/changed/")
+    with optimizer:
+        loss_of(model, 0, distributed.get_rank()).backward()
+        optimizer.step()
+        optimizer.param_groups[1]["lr"] = 0.5
+    (path,) = Path(folder, "changed").glob(f"*{distributed.get_rank()}-of-2*")
+    with memascend.engine.Store.open(path) as store:
+        return store.hyperparameters["groups"][1]["lr"]
+
+
+def test_close_commits_a_changed_rate_on_all_ranks(tmp_path):
+    assert on_ranks(2, changes_a_rate_at_the_end, tmp_path) == [0.5, 0.5]
