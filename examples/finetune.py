@@ -88,13 +88,12 @@ def main() -> None:
         # Read where the storage holds nothing yet.
         weights=options.model,
     )
-    # The steps that storage has say where to go on, in the schedule and in the data.
+    # step() advances the schedule, and a resume restores it; the steps that storage has say where to go on in the data.
     warmup = math.ceil(0.03 * steps)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min((step + 1) / (warmup + 1), (steps - step) / max(1, steps - warmup)),
-        last_epoch=optimizer.steps - 1,
+        optimizer, lambda step: min((step + 1) / (warmup + 1), (steps - step) / max(1, steps - warmup))
     )
+    optimizer.schedule(schedule)
     with optimizer:
         for step in range(optimizer.steps, steps):
             epoch, place = divmod(step, per_epoch)
@@ -114,7 +113,6 @@ def main() -> None:
             # All of the step becomes visible and durable here, at once.
             optimizer.step()
             optimizer.zero_grad()
-            schedule.step()
             print(f"step {optimizer.steps}: loss {total:.4f}, norm {optimizer.grad_norm:.3f}", flush=True)
         model.save_pretrained(options.output)
         tokenizer.save_pretrained(options.output)

@@ -70,11 +70,9 @@ def main() -> None:
         host_memory=options.host_memory,
         existing="resume" if options.storage else "refuse",
     )
-    # The steps that the storage has already say where to go on, in the schedule and in the data. Whatever else a resume
-    # needs can be set as optimizer.user_state before each step(), and comes back with it.
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / 20), last_epoch=optimizer.steps - 1
-    )
+    # step() advances the scheduler, and a resume restores it. The steps that the storage has already say where to go on
+    # in the data. Whatever else a resume needs can be set as optimizer.user_state before each step().
+    optimizer.schedule(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20)))
     print(optimizer.plan, "\n")
     # CUDA where there is a GPU; offload(device="cpu") would have it on the CPU.
     device = next(model.parameters()).device
@@ -88,7 +86,6 @@ def main() -> None:
             # All of the step becomes visible and durable here, at once.
             optimizer.step()
             optimizer.zero_grad()
-            scheduler.step()
             print(f"step {optimizer.steps}: loss {loss.item():.4f}")
         print(f"\n{optimizer.report()}")
         if options.storage:

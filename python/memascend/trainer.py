@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import re
 import threading
 from pathlib import Path
@@ -18,6 +19,7 @@ from memascend.errors import ConfigError, MemascendError, UsageError
 from memascend.session.offload import offload
 from memascend.session.optimizer import OffloadedOptimizer, session_of
 from memascend.session.run import shown
+from memascend.session.schedule import steps_alone
 
 try:
     from transformers import PreTrainedModel, TrainerCallback
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Callback", "Offload", "by_layer", "last_checkpoint"]
 
+_log = logging.getLogger("memascend")
 # The Trainer's names of checkpoints.
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 # The last file that the Trainer writes to one of its checkpoints.
@@ -86,6 +89,9 @@ class Callback(TrainerCallback):
 
     To resume from a checkpoint, begin from it, and pass it to the Trainer: see `last_checkpoint`. If a Trainer resumes
     from other weights than the store's, an error is raised before they overwrite the store.
+
+    Each commit has the learning rates of the next step, and the state of the Trainer's scheduler, as with
+    `OffloadedOptimizer.schedule`. The Trainer advances it, and its log has the rates that it has without memascend.
     """
 
     def __init__(self) -> None:
@@ -118,9 +124,36 @@ class Callback(TrainerCallback):
             # The Trainer loaded them without the state of the optimizer.
             self._session.loads.drop()
             raise self._refusal(changed[0])
+        self._schedule(others.get("lr_scheduler"))
         model = others["model"]
         if _is_streamed(model, self._session) and not args.save_only_model:
             model.save_pretrained = _Saving(model.save_pretrained, self._session, state)
+
+    def _schedule(self, scheduler: Any) -> None:
+        """Commit the Trainer's scheduler with each step, from where the Trainer made or loaded it."""
+        assert self._session is not None
+        self._session.run.record.schedule.catch_up()
+        # One that needs a metric is advanced at an evaluation.
+        if scheduler is None or not steps_alone(scheduler):
+            return
+        try:
+            self._session.schedule([scheduler], restore=False)
+        except ConfigError as error:
+            _log.info("the Trainer alone keeps its scheduler, in its checkpoints: %s", error)
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Let the Trainer log the rate of this step, and advance the scheduler as step() did."""
+        del args, state, control, others
+        if self._session is not None:
+            self._session.run.record.schedule.rewind()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        """Have the scheduler where the commit has it."""
+        del args, state, control, others
+        if self._session is not None:
+            self._session.run.record.schedule.catch_up()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any

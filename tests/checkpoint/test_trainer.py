@@ -173,6 +173,11 @@ def test_resumed_it_is_the_undisturbed_training(tmp_path, monkeypatch, ended, un
                 assert entry["read_bytes"] >= 0 < entry["written_bytes"]
                 assert entry["waiting_seconds"] >= 0
         assert "save_pretrained" not in vars(model)
+    with memascend.engine.Store.open(tmp_path / "store") as store:
+        # The rate after the last step, and the scheduler that set it, are in the step's own commit.
+        (scheduled,) = store.hyperparameters["schedule"]["schedulers"]
+        assert (scheduled["scheduler"], scheduled["state"]["last_epoch"]) == ("LambdaLR", STEPS)
+        assert store.hyperparameters["groups"][0]["lr"] == scheduled["state"]["_last_lr"][0] == 0.0
     # What save_total_limit leaves is whole, and transformers loads it.
     assert sorted(os.listdir(output)) == ["checkpoint-4", "checkpoint-6"]
     assert last_checkpoint(output) == output / "checkpoint-6"
@@ -328,3 +333,37 @@ def test_adapters_on_a_frozen_model(tmp_path):
     assert (folder / "adapter_model.safetensors").is_file()
     assert last_checkpoint(tmp_path / "whole") == tmp_path / "whole" / "checkpoint-4"
     assert same_states(run(tmp_path / "rest", folder), whole)
+
+
+class ByFunctions(torch.optim.lr_scheduler.LambdaLR):
+    """A scheduler whose state no commit can hold."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "rule": max}
+
+
+SCHEDULERS = {
+    "metric": torch.optim.lr_scheduler.ReduceLROnPlateau,
+    "functions": lambda optimizer: ByFunctions(optimizer, lambda step: 1 / (step + 1)),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_scheduler_that_no_step_can_commit_stays_the_trainers(tmp_path, kind, caplog):
+    torch.manual_seed(0)
+    model = Plain()
+    model, optimizer = memascend.offload(model, torch.optim.SGD(model.parameters(), lr=0.5), storage=tmp_path / "store")
+    rows = [{"x": torch.randn(8), "labels": torch.randn(4)} for _ in range(16)]
+    arguments = TrainingArguments(
+        str(tmp_path / "out"), max_steps=2, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    scheduler = SCHEDULERS[kind](optimizer)
+    caplog.set_level("INFO", "memascend")
+    with optimizer:
+        Trainer(model, arguments, train_dataset=rows, callbacks=[Callback()], optimizers=(optimizer, scheduler)).train()
+        assert optimizer.steps == 2
+    assert ("'rule' in the state of ByFunctions" in caplog.text) == (kind == "functions")
+    with memascend.engine.Store.open(tmp_path / "store") as store:
+        assert "schedule" not in store.hyperparameters
+        # close() commits what the Trainer set after the last step.
+        assert store.hyperparameters["groups"][0]["lr"] == (0.5 if kind == "metric" else 0.5 / 3)

@@ -163,3 +163,64 @@ def test_state_that_is_put_there_is_refused(tmp_path):
         state["exp_avg"] = state["exp_avg"].clone()
         optimizer.state = optimizer.state
         step(model, optimizer)
+
+
+# --- groups of a stored run -------------------------------------------------------------------
+
+
+def swapped(model):
+    one, other = two_groups(model)
+    return [{**one, "params": other["params"]}, {**other, "params": one["params"]}]
+
+
+def with_a_moved_boundary(model):
+    parameters = list(model.parameters())
+    return [{"params": parameters[:3], "lr": 1e-2}, {"params": parameters[3:], "lr": 1e-3}]
+
+
+def in_another_order(model):
+    return [{**group, "params": group["params"][::-1]} for group in two_groups(model)]
+
+
+MOVED = {
+    swapped: r"0.bias was in group 0 and is in group 1; 0.weight was in group 0 .*; 1.bias .*; and so on",
+    with_a_moved_boundary: r"1.bias was in group 0 and is in group 1\. Nothing was changed",
+}
+
+
+@pytest.mark.parametrize("start", ["resume", "open", "checkpoint"])
+@pytest.mark.parametrize("groups", MOVED)
+def test_stored_options_are_refused_for_groups_of_other_parameters(tmp_path, groups, start):
+    model = stack()
+    model, optimizer = memascend.offload(model, torch.optim.AdamW(two_groups(model)), storage=tmp_path / "s")
+    step(model, optimizer)
+    optimizer.save(tmp_path / "saved")
+    if start != "open":
+        optimizer.close()
+    content = (tmp_path / "s").read_bytes()
+    options = {"storage": tmp_path / "s", "existing": "resume"}
+    if start == "checkpoint":
+        options = {"storage": tmp_path / "other", "checkpoint": tmp_path / "saved"}
+    model = stack()
+    given = torch.optim.AdamW(groups(model))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ConfigError, match=MOVED[groups]):
+        memascend.offload(model, given, **options)
+    assert [group["lr"] for group in given.param_groups] == [1e-2, 1e-3]
+    assert all(same_bits(value, before[name]) for name, value in model.state_dict().items())
+    assert (tmp_path / "s").read_bytes() == content
+    assert not (tmp_path / "other").exists()
+    optimizer.close()
+
+
+def test_another_order_within_the_groups_is_taken(tmp_path):
+    model = stack()
+    model, optimizer = memascend.offload(model, torch.optim.AdamW(two_groups(model)), storage=tmp_path / "s")
+    step(model, optimizer)
+    optimizer.close()
+    model = stack()
+    given = torch.optim.AdamW(in_another_order(model))
+    model, optimizer = memascend.offload(model, given, storage=tmp_path / "s", existing="resume")
+    with optimizer:
+        step(model, optimizer)
+        assert optimizer.steps == 2

@@ -15,7 +15,7 @@ from memascend.checkpoint.init import FirstValue, as_laid
 from memascend.checkpoint.weights import WeightFiles
 from memascend.distributed.rows import Partition, is_in_blocks
 from memascend.errors import ConfigError, CorruptionError, MemascendError
-from memascend.optim.members import is_roster, title_of
+from memascend.optim.members import is_owners, is_roster, title_of
 from memascend.params.offloaded_param import dense_strides
 from memascend.storage import Checksum, order_of
 from memascend.text import Progress, listed
@@ -166,6 +166,8 @@ def _malformed(manifest: dict[str, Any]) -> str | None:
         return "step or groups"
     if not is_roster(manifest.get("members", [])):
         return "members"
+    if not is_owners(manifest.get("owners", [])):
+        return "owners"
     return next(
         (f"what it says of {name!r}" for name, said in manifest["files"].items() if not _well(name, said)), None
     )
@@ -358,7 +360,7 @@ class CheckpointValues:
         """Those of the checkpoint, and its identity, until the first step of the store commits others."""
         del groups
         manifest = self._checkpoint.manifest
-        names = ("groups", "loss_scale", "attributes", "seed")
+        names = ("groups", "loss_scale", "attributes", "seed", "schedule")
         return {**{name: manifest[name] for name in names if name in manifest}, "origin": _identity_in(manifest)}
 
     def parameters(self, units: Sequence[Unit]) -> Generator[FirstValue, None, None]:

@@ -1,10 +1,9 @@
-"""Joins several optimizers of one model: their groups in order, their names, and the parameters that each owns."""
+"""Joins several optimizers of one model: their groups in order, their names, and the parameters of each group."""
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
-from itertools import chain
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,24 +54,12 @@ def title_of(optimizer: torch.optim.Optimizer) -> str:
     return " + ".join(type(member).__name__ for member in members_of(optimizer))
 
 
-def roster_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None) -> list[dict[str, Any]]:
-    """The committed list of several optimizers: the class, number of groups and parameters of each.
-
-    Args:
-        optimizer: for one alone the list is empty.
-        names: of the parameters, by id; None where a process has only some of them.
-    """
+def roster_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The committed list of several optimizers: the class and number of groups of each; empty for one alone."""
     members = members_of(optimizer)
     if len(members) == 1:
         return []
-    found = []
-    for member in members:
-        said: dict[str, Any] = {"optimizer": type(member).__name__, "groups": len(member.param_groups)}
-        if names is not None:
-            owned = [names[id(one)] for group in member.param_groups for one in group["params"] if id(one) in names]
-            said["parameters"] = hashlib.sha256("\n".join(sorted(owned)).encode()).hexdigest()
-        found.append(said)
-    return found
+    return [{"optimizer": type(member).__name__, "groups": len(member.param_groups)} for member in members]
 
 
 def is_roster(value: Any) -> bool:
@@ -80,6 +67,15 @@ def is_roster(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(one, dict) and isinstance(one.get("optimizer"), str) and isinstance(one.get("groups"), int)
         for one in value
+    )
+
+
+def is_owners(value: Any) -> bool:
+    """Whether a value that was read has the form that `GroupOwners.runs` makes."""
+    return (
+        isinstance(value, list)
+        and len(value) % 2 == 0
+        and all(isinstance(number, int) and number >= 0 for number in value)
     )
 
 
@@ -101,11 +97,56 @@ def require_roster(own: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[st
         raise ConfigError(
             f"{where} was made with {had}, and offload() was given {has}: give those of the run, in their order"
         )
-    for one, other in zip(own, stored, strict=True):
-        if one.get("parameters", other.get("parameters")) != other.get("parameters", one.get("parameters")):
+
+
+# More runs than a model of thousands of layers has: a commit holds 64 KiB of options at most.
+_RUNS_MAX = 4096
+
+
+class GroupOwners:
+    """Which group has each parameter, as it is committed and compared: stored options go to groups by their number.
+
+    It is committed as runs, in the order of the parameters' names: a group's number, the count of parameters of that
+    group that follow each other, and so on.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+        """`names` are those of the parameters, by id; a rank has only those of which it has rows."""
+        groups = optimizer.param_groups
+        owned = [(id(one), number) for number, group in enumerate(groups) for one in group["params"]]
+        self._owners = dict(sorted((names[one], number) for one, number in owned if one in names))
+        self._count = len(groups)
+
+    def runs(self) -> list[int]:
+        """The committed value; empty where there is one group alone, or too many runs."""
+        runs = [(number, sum(1 for _ in run)) for number, run in groupby(self._owners.values())]
+        return list(chain(*runs)) if self._count > 1 and len(runs) <= _RUNS_MAX else []
+
+    def require_same(self, groups: int, runs: Sequence[int], where: str) -> None:
+        """Reject stored options whose groups had other parameters.
+
+        Args:
+            groups: the number of stored groups; where that differs, its own check rejects them.
+            runs: the committed value.
+            where: the store or checkpoint, for the message.
+
+        Raises:
+            ConfigError: it names the first parameters that differ; nothing was changed.
+        """
+        # A rank without rows of some parameters leaves the comparison to the first rank, which has rows of all.
+        if groups != self._count or sum(runs[1::2]) != len(self._owners):
+            return
+        stored = [number for number, count in zip(runs[::2], runs[1::2], strict=True) for _ in range(count)]
+        moved = [
+            f"{name} was in group {had} and is in group {has}"
+            for (name, has), had in zip(self._owners.items(), stored, strict=True)
+            if had != has
+        ]
+        if moved:
             raise ConfigError(
-                f"{where} was made with {one['optimizer']} as the owner of other parameters than it is given now: give "
-                "each optimizer the parameters that it had"
+                f"{where} has its options (lr, weight_decay and so on) by group, and the groups had other parameters: "
+                f"{'; '.join(moved[:3])}{'; and so on' if moved[3:] else ''}. Nothing was changed: make the optimizer "
+                "with the groups that it had"
             )
 
 

@@ -15,7 +15,7 @@ from memascend.optim import generic
 from memascend.optim import state as bitsandbytes_state
 from memascend.optim.comparison import PLAIN
 from memascend.optim.generic import Runs
-from memascend.optim.members import joined, members_of, require_roster, roster_of
+from memascend.optim.members import GroupOwners, joined, members_of, require_roster, roster_of
 from memascend.optim.shared import SharedName
 from memascend.optim.state import (
     StateFormats,
@@ -195,7 +195,7 @@ class Arithmetic:
         master_dtype: of the master weights of 16-bit parameters, or None.
         sparse: the ids of parameters whose gradients may be sparse: these are updated whole.
         formats: the formats of the state; of several optimizers, of those that have such formats.
-        names: of the parameters, by id; None where a process has only rows of them.
+        names: of the parameters, by id.
 
     Raises:
         ConfigError: an optimizer cannot be streamed, or none in these formats; the message says why.
@@ -207,7 +207,8 @@ class Arithmetic:
         master_dtype: torch.dtype | None,
         sparse: frozenset[int] = frozenset(),
         formats: StateFormats = _FORMATS_AS_EVER,
-        names: Mapping[int, str] | None = None,
+        *,
+        names: Mapping[int, str],
     ) -> None:
         self.optimizer = optimizer
         self.seed = formats.seed
@@ -219,7 +220,8 @@ class Arithmetic:
         # By the ids of parameters, as those of each member.
         self.layouts = {key: layout for member in members for key, layout in member.layouts.items()}
         self._of = {key: member for member in members for key in member.layouts}
-        self._roster = roster_of(optimizer, names)
+        self._roster = roster_of(optimizer)
+        self._owners = GroupOwners(optimizer, names)
 
     def of(self, parameter: torch.Tensor) -> MemberArithmetic:
         """The member whose optimizer owns a parameter."""
@@ -310,9 +312,13 @@ class Arithmetic:
             member.runs.restore(own, undo)
 
     def committed(self) -> dict[str, Any]:
-        """The entries of each commit about the optimizers: the seed, where it is used, and the list of several."""
+        """The entries of each commit about the optimizers.
+
+        The seed, where it is used; the list of several optimizers; the parameters of several groups.
+        """
         seed = {"seed": self.seed} if any(member.draws for member in self.members) else {}
-        return {**seed, **({"members": self._roster} if self._roster else {})}
+        found = {"members": self._roster, "owners": self._owners.runs()}
+        return {**seed, **{name: value for name, value in found.items() if value}}
 
     def take_seed(self, stored: Mapping[str, Any]) -> None:
         """Use the stored seed, where there is one."""
@@ -326,12 +332,14 @@ class Arithmetic:
         self.seed = int(stored["seed"])
 
     def require_members(self, stored: Mapping[str, Any] | None, where: str) -> None:
-        """Reject a commit that was made with other optimizers.
+        """Reject a commit that was made with other optimizers, or whose groups had other parameters.
 
         Raises:
-            ConfigError: it names the optimizers.
+            ConfigError: it names the optimizers, or the first parameters.
         """
-        require_roster(self._roster, (stored or {}).get("members") or [], where)
+        stored = stored or {}
+        require_roster(self._roster, stored.get("members") or [], where)
+        self._owners.require_same(len(stored.get("groups") or []), stored.get("owners") or [], where)
 
 
 def _aligned(sizes: Iterable[int]) -> int:

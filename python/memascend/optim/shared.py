@@ -17,7 +17,7 @@ from memascend.tensors import same_bits
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
 
 # Tensors up to this size are copied for each update; a larger one is a table that steps only read.
@@ -279,7 +279,8 @@ def common_end(ends: Sequence[tuple[int, Mapping[SharedName, Any]]]) -> dict[Sha
 
 def storable(value: Any) -> bool:
     """Whether a value can be stored as JSON and restored without loss."""
-    if type(value) in {bool, int, float, str, type(None)}:
+    # numpy's float64 is a float.
+    if type(value) in {bool, int, str, type(None)} or isinstance(value, float):
         return True
     if isinstance(value, torch.Tensor):
         return type(value) is torch.Tensor and value.numel() == 1 and not value.dtype.is_complex
@@ -292,6 +293,8 @@ def plain(value: Any) -> Any:
     """A storable value as JSON."""
     if isinstance(value, torch.Tensor):
         return value.item()
+    if isinstance(value, float):
+        return float(value)
     if isinstance(value, dict):
         return {name: plain(part) for name, part in value.items()}
     return [plain(part) for part in value] if isinstance(value, list | tuple) else value
@@ -414,10 +417,11 @@ def take_options(
     stored: list[dict[str, Any]] | None,
     undo: contextlib.ExitStack,
     changed_by_steps: Mapping[SharedName, Any] | None = None,
+    scheduled: Container[str] = (),
 ) -> None:
     """Set the stored options on the groups; `undo` restores the groups' own.
 
-    A warning lists the options that differ, but for those that the optimizer's own steps change.
+    A warning lists the options that differ, but for those that the optimizer's own steps change, or its schedulers.
     """
     examples = changed_by_steps or {}
     require_as_many(groups, stored)
@@ -428,7 +432,7 @@ def take_options(
         for name, value in options.items():
             if now.get(name) != value:
                 place = SharedName(number, name)
-                if place not in examples and not _is_scheduled(name, now, options):
+                if place not in examples and name not in scheduled and not _is_scheduled(name, now, options):
                     changed.append((number, name, now.get(name), value))
                 undo.callback(put, group, name, copied(group.get(name, GONE)))
                 put(group, name, restored(value, examples.get(place, group.get(name))))

@@ -287,9 +287,9 @@ class Subject:
             whole=self._embeddings(),
             elements={} if sharding is None else sharding.elements(),
         )
-        names = {id(parameter): name for name, parameter in self.named.items()} if sharding is None else None
+        names = {id(parameter): name for name, parameter in self.named.items()}
         sparse = self._embeddings(sparse=True)
-        self.arithmetic = Arithmetic(self.original, options.master_dtype, sparse, formats, names)
+        self.arithmetic = Arithmetic(self.original, options.master_dtype, sparse, formats, names=names)
         if sharding is not None:
             sharding.require_by_rows(self.arithmetic)
         if not only_planned:

@@ -25,6 +25,7 @@ from memascend.session.decide import Subject, decide, folders_of, scratch_of
 from memascend.session.open_store import FirstValues, Watch, begin_log, end_log, open_store
 from memascend.session.process_hooks import ProcessHooks
 from memascend.session.run import Resources
+from memascend.session.schedule import options_set
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -267,7 +268,8 @@ def _begun(
     seconds = watch.forecast(plan, engine, host_computes=subject.device is None)
     subject.arithmetic.require_members(stored, f"the store at {store.info()['devices'][0]}")
     subject.arithmetic.take_seed(stored)
-    take_options(subject.original.param_groups, stored.get("groups"), undo, subject.arithmetic.examples)
+    groups, scheduled = subject.original.param_groups, options_set(stored)
+    take_options(groups, stored.get("groups"), undo, subject.arithmetic.examples, scheduled)
     subject.arithmetic.restore(stored.get("attributes") or {}, undo)
     first.let_go()
     resources = _resources(subject, decision, store, engine, folder, undo)

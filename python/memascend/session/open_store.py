@@ -21,7 +21,7 @@ from memascend.checkpoint.init import Divided, MetaBuffers, ModelValues, ValueSo
 from memascend.checkpoint.reader import Checkpoint, CheckpointValues
 from memascend.checkpoint.weights import open_weights
 from memascend.errors import ConfigError, StorageError
-from memascend.optim.members import is_roster, title_of
+from memascend.optim.members import is_owners, is_roster, title_of
 from memascend.optim.shared import options_of, require_as_many
 from memascend.optim.state import options_of_formats
 from memascend.plan.cost import Drive, Forecast, assumed_host, forecast, storage_seconds
@@ -235,7 +235,7 @@ def _hyperparameters(store: Store) -> dict[str, Any]:
     stored, _ = store.hyperparameters or {}, store.user_state
     if isinstance(stored, dict):
         groups = stored.get("groups", [])
-        if isinstance(groups, list) and is_roster(stored.get("members", [])):
+        if isinstance(groups, list) and is_roster(stored.get("members", [])) and is_owners(stored.get("owners", [])):
             objects = [*groups, stored.get("attributes") or {}, stored.get("loss_scale") or {}]
             if all(isinstance(one, dict) for one in objects):
                 return stored

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memascend.errors import UsageError
+from memascend.errors import ConfigError, UsageError
 from memascend.optim.comparison import MODES
 from memascend.optim.members import JoinedHooks, members_of
 from memascend.optim.rules import GroupMembers
@@ -153,7 +153,7 @@ def session_of(optimizer: OffloadedOptimizer) -> Session:
 class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     """A torch optimizer whose parameters and state are on storage. `memascend.offload()` makes it.
 
-    It shares the original's `param_groups`, so schedulers made for either work.
+    It shares the original's `param_groups`, so schedulers made for either work: see `schedule`.
     """
 
     def __init__(self, original: torch.optim.Optimizer, session: Session) -> None:
@@ -199,8 +199,32 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         # A scheduler that was made for an original checks whether it was stepped.
         for member in self.members:
             member._opt_called = True  # type: ignore[attr-defined] # noqa: SLF001
-        self._session.step()
+        self._session.step((self, *self.members))
         return loss
+
+    def schedule(self, *schedulers: Any, restore: bool = True) -> None:
+        """Let `step()` advance learning rate schedulers: once for each committed step, as a part of its commit.
+
+        A step updates with the present learning rates, and the store holds the next ones and the state of the
+        schedulers. So a run that is killed at any moment goes on with the right ones. The loop calls no
+        `scheduler.step()`. A step that overflows, has no gradients or fails advances nothing.
+
+        At a resume, and at a start from a checkpoint, the call restores the schedulers and the options that they set.
+        Call it once, with all schedulers, before the first step; a later call replaces them.
+
+        Args:
+            schedulers: those of torch.optim.lr_scheduler, or others with their methods, made for the original
+                optimizer or for this one, before or after offload(). They are advanced in this order.
+            restore: False takes them as they are, in place of what the store has.
+
+        Raises:
+            ConfigError: a scheduler needs a metric, belongs to another optimizer or has a state that JSON cannot hold;
+                or it has another class or other arguments than in the stored run. Nothing was changed.
+            UsageError: a step is staged.
+        """
+        if not schedulers:
+            raise ConfigError("schedule() was given no scheduler: pass the schedulers that step() is to advance")
+        self._session.schedule(schedulers, restore=restore)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, and before `step()` their staged updates.

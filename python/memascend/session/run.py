@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from memascend.optim.rules import Arithmetic
     from memascend.params.module_hooks import Frames
     from memascend.params.residency import Residency
+    from memascend.session.schedule import Schedule
     from memascend.storage import Engine, Store
 
 
@@ -239,9 +240,16 @@ class Record:
     """The data that is committed with a step, and the position of the run."""
 
     def __init__(
-        self, store: Store, position: Position, buffers: Buffers, arithmetic: Arithmetic, scale: LossScale
+        self,
+        store: Store,
+        position: Position,
+        buffers: Buffers,
+        arithmetic: Arithmetic,
+        scale: LossScale,
+        schedule: Schedule,
     ) -> None:
         self._store = store
+        self.schedule = schedule
         self.position = position
         self.buffers = buffers
         # The optimizer's own dicts, which a scheduler changes.
@@ -252,7 +260,7 @@ class Record:
         self.user_state: Any = store.user_state
 
     def hyperparameters(self) -> dict[str, Any]:
-        """The groups' options, the optimizer's attributes that its steps change, and the loss scale, as JSON."""
+        """The groups' options, the optimizer's attributes that its steps change, schedulers and loss scale, as JSON."""
         attributes = self.arithmetic.attributes()
         line = self.position.line
         return {
@@ -260,6 +268,7 @@ class Record:
             "loss_scale": self.scale.state(),
             **({"attributes": attributes} if attributes else {}),
             **self._constant,
+            **self.schedule.committed(),
             **({} if line is None else {"line": line}),
         }
 
@@ -284,6 +293,17 @@ class Record:
         if scale and scale.get("mode") == self.scale.mode:
             self.scale.load(scale)
         self.position.go_back(step, hyperparameters["origin"], hyperparameters["line"])
+        self.schedule.go_back(hyperparameters)
+
+    @property
+    def has_new_options(self) -> bool:
+        """Whether options of groups changed since the last step of this run, and not of a scheduler of `schedule`."""
+        if not self.position.made:
+            # A resume that is refused or ends early has only what making schedulers set.
+            return False
+        stored = (self._store.hyperparameters or {}).get("groups")
+        now = json.loads(json.dumps([options_of(group) for group in self.groups]))
+        return bool(now != stored and not self.schedule.is_foreign)
 
     def find(self, state_dict: Mapping[str, Any]) -> str | os.PathLike[str] | None:
         """The checkpoint to roll back to for an optimizer's state dict; None where the store has its step.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -146,11 +147,18 @@ class Session:
             torch.set_grad_enabled(grad)
             raise
 
-    def step(self) -> None:
-        """Commit the step, or skip it where a scaled gradient overflowed."""
+    def schedule(self, schedulers: Sequence[Any], *, restore: bool) -> None:
+        """Advance these schedulers within each commit from now on."""
+        self.loads.settle()
+        self.run.require_quiet()
+        self.run.record.schedule.attach(schedulers, restore=restore)
+
+    def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Commit the step, or skip it where a scaled gradient overflowed; schedulers may know these `optimizers`."""
         self.run.resources.require_open()
         began, backwards = time.perf_counter(), self.run.gradients.backwards
         with self.run.resources.store.preparing():
+            self.run.record.schedule.begin_step(optimizers)
             committed = self._prepared_step()
         if committed:
             self.run.residency.units.end_step()
@@ -200,10 +208,12 @@ class Session:
         record.scale.update(overflowed=False)
 
         def failed() -> None:
+            record.schedule.take_back()
             record.scale.load(before)
             give_back()
 
         with run.committing(lambda: self._committed(present), failed):
+            record.schedule.advance()
             engine.commit(step, user_state=record.user_state, hyperparameters=record.hyperparameters())
         learnt = gradients.learn()
         if learnt:
@@ -338,6 +348,18 @@ class Session:
         with contextlib.ExitStack() as afterwards:
             afterwards.callback(self._close)
             self.reached_values.write_at_end()
+            self._commit_options()
+
+    def _commit_options(self) -> None:
+        """Commit options of groups that changed since the last step; no rank that fails waits for others."""
+        run, record = self.run, self.run.record
+        alone = self.figures is None or (self.figures.broken is None and sys.exc_info()[0] is None)
+        if run.resources.temporary or not alone or not record.has_new_options:
+            return
+        run.gradients.skip()
+        run.resources.engine.commit(
+            record.position.step, user_state=record.user_state, hyperparameters=record.hyperparameters()
+        )
 
     def _close(self) -> None:
         with contextlib.suppress(MemascendError):

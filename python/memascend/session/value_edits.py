@@ -411,11 +411,12 @@ def roll_back(edits: Edits, model: torch.nn.Module, folder: str | os.PathLike[st
     buffers = {name: record.buffers.tensor(name) for name in record.buffers.names}
     source = CheckpointValues(Checkpoint(folder), model, places, buffers, record.arithmetic, gradients.keys())
     source.check()
+    hyperparameters = {**record.arithmetic.committed(), **source.hyperparameters([])}
+    record.schedule.require_fits(hyperparameters)
     run.require_quiet()
     with run.residency.turns.alone(), edits.edit(with_buffers=True, changes_buffers=True) as edit:
         edit.undo.callback(run.resources.engine.discard)
         steps = _stage_all(run, source)
-        hyperparameters = {**record.arithmetic.committed(), **source.hyperparameters([])}
         record.arithmetic.restore(hyperparameters.get("attributes") or {}, edit.undo)
         hyperparameters["line"] = run.resources.store.info()["generation"]
 

@@ -1,0 +1,463 @@
+"""Advances learning rate schedulers within the commit of each step, and restores them at a resume."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import json
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from memascend.errors import ConfigError, UsageError
+from memascend.optim.shared import SharedValues, copied, group_options, plain, put, restored, same, storable
+from memascend.storage.store import not_as_written
+from memascend.text import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    import torch
+
+    from memascend.storage import Store
+
+
+# A commit holds 64 KiB of options, loss scale and schedulers together.
+_BYTES_MAX = 32 << 10
+# Entries of torch's state dicts that tell where a scheduler is, and not with which arguments it was made. Any other is
+# taken for an argument until a step changes it.
+_PLACE = frozenset(
+    {"last_epoch", "_last_lr", "T_cur", "T_i", "_step_count", "_is_initial", "_get_lr_called_within_step"}
+)
+# accelerate counts calls that advance nothing.
+_COUNTS = frozenset({"_step_count", "_is_initial", "_get_lr_called_within_step"})
+# Options of groups that torch's schedulers set once, from their arguments.
+_SET_ONCE = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"})
+_PAGE = "docs/resume.md"
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """Schedulers, and the options of groups that they set, at one moment."""
+
+    states: list[dict[str, Any]]  # their state dicts, copied
+    entries: list[dict[str, Any]]  # the same as flat JSON, with arguments that state dicts leave out
+    options: SharedValues  # of the groups, copied
+
+    @classmethod
+    def of(cls, schedulers: Iterable[Any], groups: Sequence[dict[str, Any]]) -> _Moment:
+        """The present one; `ConfigError` names an entry that JSON cannot hold."""
+        schedulers = list(schedulers)
+        entries = [_entries(scheduler) for scheduler in schedulers]
+        states = [copied(scheduler.state_dict(), deep=True) for scheduler in schedulers]
+        return cls(states, entries, SharedValues({}, [group_options(group) for group in groups]))
+
+    def bring_back(self, schedulers: Iterable[Any], groups: Sequence[dict[str, Any]]) -> None:
+        """Give schedulers and groups what they had."""
+        for scheduler, state in zip(schedulers, self.states, strict=True):
+            scheduler.load_state_dict(copied(state, deep=True))
+        now = SharedValues({}, [group_options(group) for group in groups])
+        for place, value in now.changes(self.options).items():
+            assert place.group is not None
+            put(groups[place.group], place.name, value)
+
+
+class Schedule:
+    """The schedulers that `step()` advances.
+
+    They are advanced after the updates of a step have begun and before its commit, which holds the new options of the
+    groups and the state of the schedulers. So a process killed at any moment leaves updates and schedulers of one step.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]], store: Store, *, resumed: bool) -> None:
+        """`groups` are the optimizer's own dicts; `resumed`: the store has a run that began in another process."""
+        self._groups = groups
+        self._store = store
+        self._resumed = resumed
+        self._schedulers: tuple[Any, ...] = ()
+        # For each scheduler, the entries that steps changed.
+        self._moved: list[set[str]] = []
+        # Options of groups that steps changed.
+        self._options: set[str] = set()
+        self._now: _Moment | None = None
+        # Before the last step, where that advanced the schedulers.
+        self._before: _Moment | None = None
+        # This run has committed a step, or is about to; and whether it had before the present step.
+        self._stepped = self._had_stepped = False
+
+    # --- given by the user -----------------------------------------------------------------
+
+    def attach(self, given: Sequence[Any], *, restore: bool) -> None:
+        """Advance these schedulers from now on, in place of others; at a resume, `restore` them first.
+
+        Raises:
+            ConfigError: one cannot be advanced by `step()`, or is not that of the stored run; nothing was changed.
+        """
+        schedulers = tuple(_unwrapped(one) for one in given)
+        for number, scheduler in enumerate(schedulers):
+            _require_scheduler(scheduler, number)
+            self._require_own_groups(scheduler)
+        if len({id(scheduler) for scheduler in schedulers}) != len(schedulers):
+            raise ConfigError("a scheduler is given to schedule() twice: give each once")
+        now = _Moment.of(schedulers, self._groups)
+        begins = restore and not self._stepped
+        committed = self._store.hyperparameters or {}
+        stored = self._stored(committed)
+        source = stored if begins else None
+        if source is not None:
+            _require_fits(schedulers, now, source, committed["groups"])
+        elif begins and self._resumed and self._store.step:
+            warnings.warn(
+                f"the store has {counted(self._store.step, 'step')} and no scheduler: {_listed(schedulers)} begins "
+                f"where it was made or loaded, and the next resume restores it ({_PAGE})",
+                stacklevel=4,
+            )
+        moved: list[set[str]] = [set() for _ in schedulers]
+        options: set[str] = set()
+        if stored is not None and [one["scheduler"] for one in stored["schedulers"]] == [*map(_title, schedulers)]:
+            moved = [set(one["moved"]) for one in stored["schedulers"]]
+            options = set(stored["options"])
+        _require_small(self._saved(schedulers, now, moved, options))
+        if source is not None:
+            now = self._restored(schedulers, now, source, committed["groups"])
+        self._schedulers, self._moved, self._options, self._now, self._before = schedulers, moved, options, now, None
+
+    def _require_own_groups(self, scheduler: Any) -> None:
+        own = {id(group) for group in self._groups}
+        if not all(id(group) in own for group in scheduler.optimizer.param_groups):
+            raise ConfigError(
+                f"{_title(scheduler)} sets the options of another optimizer: make it from the optimizer that offload() "
+                "returned, or from the one that was given to it"
+            )
+
+    def _stored(self, hyperparameters: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The entry of a commit, which another program may have written."""
+        stored: dict[str, Any] | None = hyperparameters.get("schedule")
+        if stored is not None and not _is_schedule(stored):
+            raise not_as_written(self._store.info()["devices"][0], f"the schedulers of step {self._store.step}")
+        return stored
+
+    def _restored(
+        self, schedulers: Sequence[Any], now: _Moment, stored: Mapping[str, Any], kept: Sequence[Mapping[str, Any]]
+    ) -> _Moment:
+        """Set what was stored on schedulers that fit, and on the groups, whose committed options are `kept`."""
+        try:
+            for scheduler, one in zip(schedulers, stored["schedulers"], strict=True):
+                state = copied(scheduler.state_dict())
+                for path, value in one["state"].items():
+                    if path in one["moved"] or path.rpartition(".")[2] in _PLACE:
+                        _set(state, path.split("."), value)
+                scheduler.load_state_dict(state)
+            for group, theirs in zip(self._groups, kept, strict=True):
+                for name in {"lr", *stored["options"]} & theirs.keys():
+                    put(group, name, restored(theirs[name], group.get(name)))
+            return _Moment.of(schedulers, self._groups)
+        except BaseException:
+            now.bring_back(schedulers, self._groups)
+            raise
+
+    def require_fits(self, hyperparameters: Mapping[str, Any]) -> None:
+        """Reject a rollback to a commit of other schedulers."""
+        stored = self._stored(hyperparameters)
+        if stored is not None and self._now is not None:
+            _require_fits(self._schedulers, self._now, stored, hyperparameters["groups"])
+
+    def go_back(self, hyperparameters: Mapping[str, Any]) -> None:
+        """A rollback to a commit with these hyperparameters was made: restore its schedulers."""
+        stored = self._stored(hyperparameters)
+        if stored is not None and self._now is not None:
+            self._now = self._restored(self._schedulers, self._now, stored, hyperparameters["groups"])
+        self._before = None
+
+    # --- steps ---------------------------------------------------------------------------------
+
+    def begin_step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Reject a scheduler that something else advanced; warn of schedulers that a resumed run does not restore.
+
+        The first of `optimizers` is the one that is stepped, the others are its originals.
+
+        Raises:
+            UsageError: it names the scheduler, and what changed.
+        """
+        self._before, self._had_stepped = None, self._stepped
+        self._require_own()
+        if not self._schedulers and self._resumed and not self._stepped and self._store.step:
+            self._warn_of_others(optimizers)
+
+    def _require_own(self) -> None:
+        found = self._advanced()
+        if found:
+            raise UsageError(
+                f"{found}, and step() advances it by itself since optimizer.schedule(): delete the line "
+                "scheduler.step()"
+            )
+
+    def _warn_of_others(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        # torch marks `step` of each optimizer for which a scheduler was made.
+        marked = [hasattr(vars(one).get("step"), "_wrapped_by_lr_sched") for one in optimizers]
+        stored = self._stored(self._store.hyperparameters or {})
+        if stored is not None:
+            had = " and ".join(one["scheduler"] for one in stored["schedulers"])
+            words = f"the run was scheduled by {had}, and this resume has no optimizer.schedule() for it"
+        elif any(marked):
+            words = (
+                "a scheduler was made for this optimizer and not given to optimizer.schedule(), so a resume restores "
+                "neither its state nor the learning rate that it set after the last step"
+            )
+        else:
+            return
+        warnings.warn(f"{words}: {_PAGE} has the lines that resume exactly", stacklevel=7 + marked[0])
+
+    def _advanced(self) -> str | None:
+        """The scheduler that something else advanced since the last step, in words."""
+        for scheduler, known in zip(self._schedulers, self._now.entries if self._now else (), strict=True):
+            own = _entries(scheduler)
+            names = sorted(name for name in {*known, *own} if name.rpartition(".")[2] not in _COUNTS)
+            for name in names:
+                had, has = known.get(name), own.get(name)
+                if not same(had, has):
+                    return f"{_title(scheduler)} was changed since the last step ({name} {had} -> {has})"
+        return None
+
+    def advance(self) -> None:
+        """Advance the schedulers by a step that is about to be committed."""
+        self._stepped = True
+        if not self._schedulers:
+            return
+        self._before = before = _Moment.of(self._schedulers, self._groups)
+        for scheduler in self._schedulers:
+            try:
+                scheduler.step()
+            except Exception as error:
+                error.add_note(f"{_title(scheduler)} was advanced by optimizer.step(), and nothing was committed")
+                raise
+        now = _Moment.of(self._schedulers, self._groups)
+        for moved, was, is_now in zip(self._moved, before.entries, now.entries, strict=True):
+            changed = {name for name in {*was, *is_now} if not same(was.get(name), is_now.get(name))}
+            moved |= {name for name in changed if name.rpartition(".")[2] not in _PLACE}
+        self._options |= {place.name for place in before.options.changes(now.options)}
+        _require_small(self._saved(self._schedulers, now, self._moved, self._options))
+        self._now = now
+
+    def take_back(self) -> None:
+        """The step was not committed: schedulers and groups have what they had before it."""
+        self._stepped = self._had_stepped
+        if self._before is not None:
+            self._before.bring_back(self._schedulers, self._groups)
+            self._now, self._before = self._before, None
+
+    def committed(self) -> dict[str, Any]:
+        """The entry of each commit and checkpoint.
+
+        Raises:
+            UsageError: options of groups are those of a scheduler that something else advanced.
+        """
+        if self._now is None:
+            # A run that was not told of the schedulers keeps them until it steps without them.
+            stored = None if self._stepped else (self._store.hyperparameters or {}).get("schedule")
+            return {} if stored is None else {"schedule": stored}
+        self._require_own()
+        return {"schedule": self._saved(self._schedulers, self._now, self._moved, self._options)}
+
+    @staticmethod
+    def _saved(schedulers: Sequence[Any], now: _Moment, moved: Sequence[set[str]], options: set[str]) -> dict[str, Any]:
+        parts = zip(schedulers, now.entries, moved, strict=True)
+        states = [{"scheduler": _title(one), "state": state, "moved": sorted(names)} for one, state, names in parts]
+        return {"schedulers": states, "options": sorted(options)}
+
+    # --- trainers that advance schedulers themselves -------------------------------------------
+
+    def rewind(self) -> None:
+        """Let a trainer log the learning rate of the step just made, and advance the schedulers itself."""
+        if self._before is not None:
+            self._before.bring_back(self._schedulers, self._groups)
+
+    def catch_up(self) -> None:
+        """Give schedulers and groups what the last step left, whether a trainer advanced them or not."""
+        if self._now is not None and self.is_foreign:
+            self._now.bring_back(self._schedulers, self._groups)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether something else advanced a scheduler since the last step."""
+        return self._advanced() is not None
+
+
+def options_set(hyperparameters: Mapping[str, Any]) -> set[str]:
+    """Options that the schedulers of a commit set, whatever the optimizer is made with."""
+    stored: Any = hyperparameters.get("schedule")
+    if not _is_schedule(stored):
+        return set()
+    # These two take no rate from the optimizer; others multiply its own, so that another one makes a difference.
+    begin_rates = any(kind in one["scheduler"] for one in stored["schedulers"] for kind in ("CyclicLR", "OneCycleLR"))
+    return set(stored["options"]) - (set() if begin_rates else {"lr"})
+
+
+def _unwrapped(scheduler: Any) -> Any:
+    """The scheduler in accelerate's wrapper."""
+    return scheduler.scheduler if type(scheduler).__name__ == "AcceleratedScheduler" else scheduler
+
+
+def _require_scheduler(scheduler: Any, number: int) -> None:
+    kind = type(scheduler).__name__
+    if not all(hasattr(scheduler, name) for name in ("optimizer", "step", "state_dict", "load_state_dict")):
+        raise ConfigError(
+            f"schedule() takes schedulers as those of torch.optim.lr_scheduler, and argument {number} is {kind}"
+        )
+    if not steps_alone(scheduler):
+        raise ConfigError(
+            f"step() of {kind} needs a metric, which step() of the optimizer has not: call it in the loop, as "
+            f"{_PAGE} has it"
+        )
+
+
+def steps_alone(scheduler: Any) -> bool:
+    """Whether a scheduler's `step()` takes no arguments, such as a metric."""
+    try:
+        inspect.signature(scheduler.step).bind()
+    except TypeError:
+        return False
+    return True
+
+
+def _title(scheduler: Any) -> str:
+    """Its class, and those of the schedulers that it consists of."""
+    parts = ", ".join(map(_title, getattr(scheduler, "_schedulers", ())))
+    return f"{type(scheduler).__name__}({parts})" if parts else type(scheduler).__name__
+
+
+def _listed(schedulers: Iterable[Any]) -> str:
+    return " and ".join(map(_title, schedulers))
+
+
+def _entries(scheduler: Any) -> dict[str, Any]:
+    """The state of a scheduler as flat JSON: "last_epoch", "_schedulers.0.last_epoch" and so on.
+
+    Raises:
+        ConfigError: it names an entry that JSON cannot hold.
+    """
+    found = {}
+    for path, value in [*_leaves(scheduler.state_dict()), *_partials(scheduler)]:
+        # Keys of JSON are texts, and MultiStepLR counts by numbers.
+        pairs = [list(pair) for pair in value.items()] if isinstance(value, dict) and not storable(value) else value
+        if not storable(pairs):
+            raise ConfigError(
+                f"{path!r} in the state of {_title(scheduler)} is of {type(value).__name__}, which a commit cannot "
+                "hold: let its state_dict() have numbers, texts, lists and dicts alone"
+            )
+        found[path] = plain(pairs)
+    return found
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    parts: Iterable[tuple[Any, Any]] | None = None
+    if isinstance(value, dict) and all(type(name) is str and "." not in name for name in value):
+        parts = value.items()
+    elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
+        parts = enumerate(value)
+    if parts is None:
+        yield path, value
+        return
+    for name, part in parts:
+        yield from _leaves(part, f"{path}.{name}" if path else str(name))
+
+
+def _partials(scheduler: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The arguments of transformers' schedulers: bound to the functions of a LambdaLR, whose state leaves them out."""
+    for number, function in enumerate(getattr(scheduler, "lr_lambdas", ())):
+        if isinstance(function, functools.partial):
+            for name, value in [*enumerate(function.args), *function.keywords.items()]:
+                if storable(value):
+                    yield f"{path}lr_lambdas.{number}({name})", value
+    for number, part in enumerate(getattr(scheduler, "_schedulers", ())):
+        yield from _partials(part, f"{path}_schedulers.{number}.")
+
+
+def _set(state: Any, path: Sequence[str], value: Any) -> None:
+    """Set an entry of a state dict that `_leaves` found; one whose container is missing is left out."""
+    *parents, name = path
+    try:
+        for part in parents:
+            state = state[int(part) if isinstance(state, list) else part]
+        key = int(name) if isinstance(state, list) else name
+        like = state.get(key) if isinstance(state, dict) else state[key]
+    except (KeyError, IndexError, ValueError, TypeError):
+        return
+    if isinstance(like, dict) and isinstance(value, list):
+        made = copy.copy(like)
+        made.clear()
+        made.update(value)
+        state[key] = made
+    else:
+        state[key] = restored(value, like)
+
+
+def _require_fits(
+    schedulers: Sequence[Any], now: _Moment, stored: Mapping[str, Any], kept: Sequence[Mapping[str, Any]]
+) -> None:
+    """Reject schedulers of other classes or arguments; `kept` are the options of the groups that were committed."""
+    kinds = [_title(scheduler) for scheduler in schedulers]
+    had = [one["scheduler"] for one in stored["schedulers"]]
+    instead = (
+        "Nothing was changed: give the schedulers that the run had, or begin with these, in this one start, by "
+        "schedule(..., restore=False)"
+    )
+    if kinds != had:
+        raise ConfigError(f"the run was scheduled by {' and '.join(had)}, not {' and '.join(kinds)}. {instead}")
+    found = [
+        f"{name} of group {number} {theirs[name]} -> {plain(group[name])}"
+        for number, (group, theirs) in enumerate(zip(now.options.groups, kept, strict=True))
+        for name in (_SET_ONCE - {*stored["options"]}) & group.keys() & theirs.keys()
+        if plain(group[name]) != theirs[name]
+    ]
+    for entries, one in zip(now.entries, stored["schedulers"], strict=True):
+        found += _differences(one["state"], entries, {*one["moved"]})
+    if found:
+        raise ConfigError(
+            f"{_listed(schedulers)} has other arguments than in the run: {', '.join(sorted(found)[:3])}"
+            f"{' and more' if found[3:] else ''}. {instead}"
+        )
+
+
+def _differences(had: Mapping[str, Any], has: Mapping[str, Any], moved: set[str]) -> list[str]:
+    """The arguments that differ, in words. Private entries may come and go with torch's version."""
+    found = []
+    for name in dict.fromkeys((*had, *has)):
+        last = name.rpartition(".")[2]
+        if name in moved or last in _PLACE or (last.startswith("_") and not (name in had and name in has)):
+            continue
+        one, other = had.get(name, "none"), has.get(name, "none")
+        if one != other and not same(one, other):
+            found.append(f"{name} {one} -> {other}")
+    return found
+
+
+def _is_schedule(value: Any) -> bool:
+    """Whether a value that was read has the form that `Schedule.committed` makes."""
+    return (
+        isinstance(value, dict)
+        and _are_texts(value.get("options"))
+        and isinstance(value.get("schedulers"), list)
+        and all(
+            isinstance(one, dict)
+            and isinstance(one.get("scheduler"), str)
+            and isinstance(one.get("state"), dict)
+            and _are_texts(one.get("moved"))
+            for one in value["schedulers"]
+        )
+    )
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def _require_small(saved: Mapping[str, Any]) -> None:
+    size = len(json.dumps(saved))
+    if size > _BYTES_MAX:
+        names = " and ".join(one["scheduler"] for one in saved["schedulers"])
+        raise ConfigError(
+            f"the state of {names} has {size} bytes as JSON, and a commit holds at most {_BYTES_MAX}: make it from "
+            "fewer numbers, or restore it by user_state or a file of your own"
+        )

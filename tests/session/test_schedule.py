@@ -1,0 +1,503 @@
+"""Tests optimizer.schedule(): what step() advances, commits, restores, takes back and refuses."""
+
+import functools
+
+import pytest
+import torch
+from support.bits import same_bits
+from torch import nn
+from torch.optim import lr_scheduler as torchs
+
+import memascend
+from memascend import ConfigError, UsageError
+
+STEPS = 6
+
+
+class Warmup:
+    """A callable object, whose state schedulers keep."""
+
+    def __init__(self, steps):
+        self.steps = steps
+        self.calls = 0
+
+    def __call__(self, step):
+        self.calls += 1
+        return min(1.0, (step + 1) / self.steps)
+
+
+def linear(step, *, warmup, steps):
+    return min((step + 1) / warmup, (steps - step) / steps)
+
+
+SCHEDULERS = {
+    "lambda": lambda o: torchs.LambdaLR(o, lambda step: 1 / (step + 1)),
+    "partial": lambda o: torchs.LambdaLR(o, functools.partial(linear, warmup=2, steps=STEPS)),
+    "object": lambda o: torchs.LambdaLR(o, [Warmup(3), lambda _: 1.0]),
+    "multiplicative": lambda o: torchs.MultiplicativeLR(o, lambda _: 0.9),
+    "step": lambda o: torchs.StepLR(o, 2, 0.5),
+    "milestones": lambda o: torchs.MultiStepLR(o, [2, 4, 4], 0.5),
+    "constant": lambda o: torchs.ConstantLR(o, 0.5, 3),
+    "linear": lambda o: torchs.LinearLR(o, 0.5, total_iters=4),
+    "exponential": lambda o: torchs.ExponentialLR(o, 0.9),
+    "polynomial": lambda o: torchs.PolynomialLR(o, 5, 2.0),
+    "cosine": lambda o: torchs.CosineAnnealingLR(o, 5),
+    "restarts": lambda o: torchs.CosineAnnealingWarmRestarts(o, 2, 2),
+    "cyclic": lambda o: torchs.CyclicLR(o, 1e-4, 1e-3, 2, mode="exp_range", gamma=0.9),
+    "one cycle": lambda o: torchs.OneCycleLR(o, 1e-2, total_steps=STEPS, three_phase=True),
+    "chained": lambda o: torchs.ChainedScheduler([torchs.ConstantLR(o, 0.1, 3), torchs.ExponentialLR(o, 0.9)]),
+    "sequential": lambda o: torchs.SequentialLR(
+        o, [torchs.LinearLR(o, 0.1, total_iters=2), torchs.CosineAnnealingWarmRestarts(o, 2, 2)], [2]
+    ),
+}
+
+
+def made():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(2)])
+    groups = [{"params": list(model[0].parameters())}, {"params": list(model[1].parameters()), "lr": 3e-3}]
+    return model, torch.optim.AdamW(groups, lr=1e-3, fused=True)
+
+
+def backward(model, step):
+    model(torch.full((2, 16), step + 1.0)).square().sum().backward()
+
+
+def turn(model, optimizer, step):
+    """A step of a loop; returns the options that its update had."""
+    backward(model, step)
+    had = [(group["lr"], group["betas"]) for group in optimizer.param_groups]
+    optimizer.step()
+    optimizer.zero_grad()
+    return had
+
+
+def scheduled(path, kind="cosine", *, before=False, existing="resume", **options):
+    model, optimizer = made()
+    scheduler = SCHEDULERS[kind](optimizer) if before else None
+    model, optimizer = memascend.offload(model, optimizer, storage=path, existing=existing, **options)
+    scheduler = scheduler or SCHEDULERS[kind](optimizer)
+    optimizer.schedule(scheduler)
+    return model, optimizer, scheduler
+
+
+def in_memory(kind, steps=STEPS):
+    model, optimizer = made()
+    scheduler = SCHEDULERS[kind](optimizer)
+    had = []
+    for step in range(steps):
+        had.append(turn(model, optimizer, step))
+        scheduler.step()
+    return model, had, [group["lr"] for group in optimizer.param_groups]
+
+
+def stored(path):
+    with memascend.engine.Store.open(path) as store:
+        return store.hyperparameters
+
+
+WAYS = {
+    "fused": {"gradients": "fused"},
+    "kept": {"gradients": "ssd", "max_grad_norm": 1e9, "durability": "close"},
+    "in RAM": {"gradients": "ram", "host_memory": "64MiB"},
+    "at the end": {"durability": "none", "loss_scale": 1.0},
+}
+
+
+@pytest.mark.parametrize("number", range(len(SCHEDULERS)), ids=SCHEDULERS)
+def test_rates_and_weights_are_those_of_memory_in_three_lives(tmp_path, number):
+    """A life after the other makes the scheduler before and after offload()."""
+    kind = list(SCHEDULERS)[number]
+    way = WAYS[list(WAYS)[number % len(WAYS)]]
+    memory, rates, last = in_memory(kind)
+    had = []
+    for life, until in enumerate((2, 3, STEPS)):
+        before = (life + number // len(WAYS)) % 2 == 0
+        model, optimizer, scheduler = scheduled(tmp_path / "s", kind, before=before, **way)
+        with optimizer:
+            had += [turn_scaled(model, optimizer, step) for step in range(optimizer.steps, until)]
+            assert [group["lr"] for group in optimizer.param_groups] == scheduler.get_last_lr()
+            if until == STEPS:
+                with memascend.materialized(model):
+                    assert all(map(same_bits, memory.parameters(), model.parameters()))
+    assert had == rates
+    assert [group["lr"] for group in stored(tmp_path / "s")["groups"]] == last
+
+
+def turn_scaled(model, optimizer, step):
+    had = [(group["lr"], group["betas"]) for group in optimizer.param_groups]
+    optimizer.backward(model(torch.full((2, 16), step + 1.0)).square().sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    return had
+
+
+def test_several_are_advanced_in_their_order_and_a_closure_is_called_first(tmp_path):
+    model, optimizer = made()
+    memory, in_memory = made()
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s")
+
+    def of(one):
+        return torchs.LinearLR(one, 0.5, total_iters=4), torchs.ExponentialLR(one, 0.9)
+
+    theirs = of(in_memory)
+    optimizer.schedule(*of(optimizer))
+    with optimizer:
+        for step in range(3):
+            optimizer.step(functools.partial(backward, model, step))
+            optimizer.zero_grad()
+            turn(memory, in_memory, step)
+            for scheduler in theirs:
+                scheduler.step()
+        assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in in_memory.param_groups]
+
+
+def test_a_checkpoint_and_a_rollback_have_the_scheduler(tmp_path):
+    model, optimizer, scheduler = scheduled(tmp_path / "s", "one cycle")
+    with optimizer:
+        rates = [turn(model, optimizer, step) for step in range(2)]
+        optimizer.save(tmp_path / "saved")
+        saved = optimizer.state_dict()
+        rates += [turn(model, optimizer, step) for step in range(2, 4)]
+        optimizer.load_state_dict(saved)
+        assert scheduler.last_epoch == 2
+        assert [turn(model, optimizer, step) for step in range(2, 4)] == rates[2:]
+    model, optimizer, scheduler = scheduled(tmp_path / "t", "one cycle", checkpoint=tmp_path / "saved")
+    with optimizer:
+        assert [turn(model, optimizer, step) for step in range(2, 4)] == rates[2:]
+
+
+# --- steps that are none ------------------------------------------------------------------------
+
+
+def test_an_overflow_and_a_discarded_step_advance_nothing(tmp_path):
+    model, optimizer, scheduler = scheduled(tmp_path / "s", loss_scale="dynamic")
+    with optimizer:
+        rate = optimizer.param_groups[0]["lr"]
+        optimizer.backward(model(torch.full((2, 16), float("inf"))).sum())
+        optimizer.step()
+        assert optimizer.overflowed
+        optimizer.zero_grad()
+        optimizer.step()
+        optimizer.backward(model(torch.ones(2, 16)).sum())
+        optimizer.zero_grad()
+        assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (0, rate)
+        turn_scaled(model, optimizer, 0)
+        assert scheduler.last_epoch == 1
+
+
+@pytest.mark.parametrize("kind", ["one cycle", "sequential", "object"])
+def test_a_commit_that_fails_leaves_scheduler_and_groups(tmp_path, monkeypatch, kind):
+    model, optimizer, scheduler = scheduled(tmp_path / "s", kind)
+
+    def seen():
+        groups = [{**group, "params": None} for group in optimizer.param_groups]
+        return groups, {**scheduler.state_dict(), "lr_lambdas": None, "_schedulers": None}, scheduler.get_last_lr()
+
+    def fails(*_, **__):
+        raise memascend.StorageError("no space")
+
+    with optimizer:
+        turn(model, optimizer, 0)
+        before = seen()
+        with monkeypatch.context() as patched:
+            patched.setattr(memascend.engine.Engine, "commit", fails)
+            with pytest.raises(memascend.StorageError, match="no space"):
+                turn(model, optimizer, 1)
+        assert seen() == before
+        optimizer.zero_grad()
+        turn(model, optimizer, 1)
+        assert scheduler.get_last_lr() == in_memory(kind, 2)[2]
+
+
+def test_a_scheduler_that_fails_commits_nothing(tmp_path):
+    model, optimizer, scheduler = scheduled(tmp_path / "s", "one cycle")
+    with optimizer:
+        for step in range(STEPS):
+            turn(model, optimizer, step)
+        with pytest.raises(ValueError, match="Tried to step 7 times") as raised:
+            turn(model, optimizer, STEPS)
+        assert "nothing was committed" in raised.value.__notes__[0]
+        assert (optimizer.steps, scheduler.last_epoch) == (STEPS, STEPS)
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["cosine", "chained"])
+@pytest.mark.parametrize("gradients", ["fused", "ssd"])
+def test_a_scheduler_that_the_loop_advances_too_is_refused(tmp_path, gradients, kind):
+    model, optimizer, scheduler = scheduled(tmp_path / "s", kind, gradients=gradients)
+    with optimizer:
+        turn(model, optimizer, 0)
+        scheduler.step()
+        with pytest.raises(UsageError, match=r"was changed since the last step .*delete the line scheduler.step\(\)"):
+            turn(model, optimizer, 1)
+        assert optimizer.steps == 1
+    # close() commits no rate of it.
+    assert stored(tmp_path / "s")["groups"][0]["lr"] == in_memory(kind, 1)[2][0]
+
+
+class OfFunctions(torchs.LambdaLR):
+    def state_dict(self):
+        return {**super().state_dict(), "rule": {"of": max}}
+
+
+class Large(torchs.ConstantLR):
+    def __init__(self, optimizer):
+        self.table = [0.5] * 10_000
+        super().__init__(optimizer)
+
+
+REFUSED = {
+    "none": (lambda _: (), "was given no scheduler"),
+    "a metric": (lambda o: [torchs.ReduceLROnPlateau(o)], r"ReduceLROnPlateau needs a metric.*docs/resume\.md"),
+    "no scheduler": (lambda o: [o], "argument 0 is OffloadedOptimizer"),
+    "another optimizer": (lambda _: [torchs.StepLR(made()[1], 2)], "StepLR sets the options of another optimizer"),
+    "twice": (lambda o: [torchs.StepLR(o, 2)] * 2, "twice"),
+    "functions": (lambda o: [OfFunctions(o, lambda _: 1.0)], r"'rule\.of' in the state of OfFunctions is of builtin_f"),
+    "size": (lambda o: [Large(o)], r"the state of Large has \d+ bytes as JSON, and a commit holds at most 32768"),
+}
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_what_cannot_be_advanced_or_stored_is_refused(tmp_path, given):
+    schedulers_of, words = REFUSED[given]
+    model, optimizer = made()
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s")
+    with optimizer:
+        with pytest.raises(ConfigError, match=words):
+            optimizer.schedule(*schedulers_of(optimizer))
+        turn(model, optimizer, 0)
+    assert "schedule" not in stored(tmp_path / "s")
+
+
+OTHERS = {
+    "class": ("cosine", lambda o: torchs.StepLR(o, 5), r"scheduled by CosineAnnealingLR, not StepLR"),
+    "T_max": ("cosine", lambda o: torchs.CosineAnnealingLR(o, 9), r"other arguments than in the run: T_max 5 -> 9\."),
+    "gamma": ("step", lambda o: torchs.StepLR(o, 2, 0.25), r"gamma 0\.5 -> 0\.25"),
+    "step_size": ("step", lambda o: torchs.StepLR(o, 3, 0.5), r"step_size 2 -> 3"),
+    "milestones": (
+        "milestones",
+        lambda o: torchs.MultiStepLR(o, [2, 4], 0.5),
+        r"milestones \[\[2, 1\], \[4, 2\]\] -> ",
+    ),
+    "object": ("object", lambda o: torchs.LambdaLR(o, [Warmup(4), lambda _: 1.0]), r"lr_lambdas\.0\.steps 3 -> 4"),
+    "partial": (
+        "partial",
+        lambda o: torchs.LambdaLR(o, functools.partial(linear, warmup=2, steps=9)),
+        r"lr_lambdas\.0\(steps\) 6 -> 9",
+    ),
+    "maximum": ("one cycle", lambda o: torchs.OneCycleLR(o, 2e-2, total_steps=STEPS, three_phase=True), "base_lrs"),
+    "minimum": (
+        "one cycle",
+        lambda o: torchs.OneCycleLR(o, 1e-2, total_steps=STEPS, three_phase=True, final_div_factor=1e3),
+        "min_lr of group 0",
+    ),
+    "parts": (
+        "chained",
+        lambda o: torchs.ChainedScheduler([torchs.ConstantLR(o, 0.1, 3), torchs.StepLR(o, 2)]),
+        r"ChainedScheduler\(ConstantLR, ExponentialLR\), not ChainedScheduler\(ConstantLR, StepLR\)",
+    ),
+    "argument of a part": (
+        "chained",
+        lambda o: torchs.ChainedScheduler([torchs.ConstantLR(o, 0.1, 4), torchs.ExponentialLR(o, 0.9)]),
+        r"_schedulers\.0\.total_iters 3 -> 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_resume_with_another_scheduler_is_refused_with_what_differs(tmp_path, other):
+    kind, scheduler_of, words = OTHERS[other]
+    model, optimizer, _ = scheduled(tmp_path / "s", kind)
+    with optimizer:
+        turn(model, optimizer, 0)
+    model, optimizer = made()
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s", existing="resume")
+    with optimizer:
+        given = scheduler_of(optimizer)
+        before = given.get_last_lr()
+        with pytest.raises(ConfigError, match=words):
+            optimizer.schedule(given)
+        assert given.get_last_lr() == before == [group["lr"] for group in optimizer.param_groups]
+        # The way that the message names.
+        optimizer.schedule(given, restore=False)
+        turn(model, optimizer, 1)
+        assert optimizer.steps == 2
+
+
+@pytest.mark.parametrize("way", ["refused", "saved"])
+def test_a_run_without_a_step_leaves_the_stored_scheduler(tmp_path, way):
+    model, optimizer, _ = scheduled(tmp_path / "s", "one cycle")
+    with optimizer:
+        rates = [turn(model, optimizer, step) for step in range(2)]
+    before = stored(tmp_path / "s")
+    model, optimizer = made()
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s", existing="resume")
+    if way == "saved":
+        optimizer.save(tmp_path / "saved")
+        optimizer.close()
+    else:
+        # That it is made sets the rates.
+        given = torchs.OneCycleLR(optimizer, 2e-2, total_steps=STEPS, three_phase=True)
+        with pytest.raises(ConfigError, match="base_lrs"), optimizer:
+            optimizer.schedule(given)
+    assert stored(tmp_path / "s") == before
+    options = {"checkpoint": tmp_path / "saved"} if way == "saved" else {}
+    model, optimizer, _ = scheduled(tmp_path / ("t" if way == "saved" else "s"), "one cycle", **options)
+    with optimizer:
+        rates += [turn(model, optimizer, step) for step in (2, 3)]
+    assert rates == in_memory("one cycle", 4)[1]
+
+
+class Rate(float):
+    """As those of numpy, a float of another class."""
+
+
+class Adaptive(torchs.LRScheduler):
+    """Changes an attribute of its own at some steps."""
+
+    def __init__(self, optimizer):
+        self.halved = 0
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        self.halved += self.last_epoch == 2
+        return [Rate(base * 0.5**self.halved) for base in self.base_lrs]
+
+
+def test_a_scheduler_that_is_given_again_in_the_midst_is_restored_too(tmp_path):
+    rates = []
+    for until in (4, 5):
+        model, optimizer = made()
+        model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s", existing="resume")
+        scheduler = Adaptive(optimizer)
+        optimizer.schedule(scheduler)
+        with optimizer:
+            for step in range(optimizer.steps, until):
+                if step == 3:
+                    # As a Trainer does whose train() is called again.
+                    optimizer.schedule(scheduler, restore=False)
+                rates.append(turn(model, optimizer, step)[0][0])
+            assert scheduler.halved == 1
+    assert rates == [1e-3, 1e-3, 5e-4, 5e-4, 5e-4]
+
+
+def test_a_schedule_that_no_version_wrote_is_damage(tmp_path):
+    model, optimizer, _ = scheduled(tmp_path / "s")
+    with optimizer:
+        turn(model, optimizer, 0)
+    with memascend.engine.Store.open(tmp_path / "s") as store:
+        hyperparameters = store.hyperparameters
+        hyperparameters["schedule"]["schedulers"][0]["moved"] = [1]
+        store.commit(1, hyperparameters=hyperparameters)
+    model, optimizer = made()
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s", existing="resume")
+    with optimizer, pytest.raises(memascend.CorruptionError, match="the schedulers of step 1"):
+        optimizer.schedule(SCHEDULERS["cosine"](optimizer))
+
+
+def test_a_scheduler_that_cannot_be_loaded_leaves_what_there_was(tmp_path):
+    class Fails(torchs.StepLR):
+        def load_state_dict(self, state_dict):
+            if state_dict["last_epoch"] == 1:
+                raise ValueError("no")
+            super().load_state_dict(state_dict)
+
+    model, optimizer = made()
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s")
+    with optimizer:
+        optimizer.schedule(Fails(optimizer, 1))
+        turn(model, optimizer, 0)
+    model, optimizer = made()
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s", existing="resume")
+    with optimizer:
+        given = Fails(optimizer, 1)
+        before = [group["lr"] for group in optimizer.param_groups]
+        with pytest.raises(ValueError, match="no"):
+            optimizer.schedule(given)
+        assert (given.last_epoch, [group["lr"] for group in optimizer.param_groups]) == (0, before)
+
+
+def test_another_base_rate_is_refused(tmp_path):
+    model, optimizer, _ = scheduled(tmp_path / "s")
+    with optimizer:
+        turn(model, optimizer, 0)
+    model, _ = made()
+    optimizer = torch.optim.AdamW([{"params": layer.parameters()} for layer in model], lr=2e-3)
+    scheduler = SCHEDULERS["cosine"](optimizer)
+    with pytest.warns(UserWarning, match="stored options stand"):
+        model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s", existing="resume")
+    with optimizer, pytest.raises(ConfigError, match=r"base_lrs \[0\.001, 0\.003\] -> \[0\.002, 0\.002\]"):
+        optimizer.schedule(scheduler)
+
+
+# --- schedulers that are not given --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", ["original", "returned"])
+def test_a_resume_warns_once_of_a_scheduler_that_it_does_not_restore(tmp_path, of):
+    model, optimizer = made()
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s")
+    with optimizer:
+        scheduler = SCHEDULERS["cosine"](optimizer)
+        turn(model, optimizer, 0)
+        scheduler.step()
+    model, original = made()
+    model, optimizer = memascend.offload(model, original, storage=tmp_path / "s", existing="resume")
+    with optimizer:
+        scheduler = SCHEDULERS["cosine"](original if of == "original" else optimizer)
+        with pytest.warns(UserWarning, match=r"not given to optimizer\.schedule\(\).*docs/resume\.md") as warned:
+            turn(model, optimizer, 1)
+        assert [warning.filename for warning in warned] == [__file__]
+        turn(model, optimizer, 2)
+
+
+def test_a_resume_warns_of_a_scheduled_run_without_its_scheduler(tmp_path):
+    model, optimizer, _ = scheduled(tmp_path / "s")
+    with optimizer:
+        turn(model, optimizer, 0)
+    model, optimizer = made()
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s", existing="resume")
+    with optimizer, pytest.warns(UserWarning, match=r"scheduled by CosineAnnealingLR, and this resume has no opt"):
+        turn(model, optimizer, 1)
+
+
+def test_a_scheduler_that_begins_in_an_old_store_is_pointed_out(tmp_path):
+    model, optimizer = made()
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s")
+    with optimizer:
+        turn(model, optimizer, 0)
+    with pytest.warns(UserWarning, match=r"has 1 step and no scheduler: CosineAnnealingLR begins where"):
+        model, optimizer, scheduler = scheduled(tmp_path / "s")
+    with optimizer:
+        turn(model, optimizer, 1)
+    model, optimizer, scheduler = scheduled(tmp_path / "s")
+    with optimizer:
+        assert scheduler.last_epoch == 1
+
+
+# --- options that change after the last step ----------------------------------------------------
+
+
+@pytest.mark.parametrize("durability", ["step", "close", "none"])
+def test_close_commits_options_that_changed_since_the_last_step(tmp_path, durability):
+    options = {"storage": tmp_path / "s", "durability": durability, "gradients": "fused"}
+    model, optimizer = made()
+    model, optimizer = memascend.offload(model, optimizer, **options)
+    with optimizer:
+        turn(model, optimizer, 0)
+        values = {name: value.clone() for name, value in model.state_dict().items()}
+        optimizer.user_state = "changed, too"
+        optimizer.param_groups[1]["lr"] = 0.5
+        # A staged step is dropped.
+        backward(model, 1)
+    found = stored(tmp_path / "s")
+    assert [group["lr"] for group in found["groups"]] == [1e-3, 0.5]
+    model, optimizer = made()
+    with pytest.warns(UserWarning, match=r"group 1: lr 0\.003 -> 0\.5"):
+        model, optimizer = memascend.offload(model, optimizer, **options, existing="resume")
+    with optimizer:
+        assert (optimizer.steps, optimizer.user_state) == (1, "changed, too")
+        assert all(same_bits(value, values[name]) for name, value in model.state_dict().items())
