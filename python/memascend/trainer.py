@@ -8,6 +8,7 @@ import itertools
 import logging
 import re
 import threading
+import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -293,16 +294,27 @@ _OUTSIDE = frozenset(
         *("get_eval_dataloader", "get_test_dataloader", "_get_train_sampler", "_get_eval_sampler"),
     }
 )
+_CALLS = frozenset({"__call__", "__getattr__", "__getattribute__", "__setattr__"})
 _ATTENTION = frozenset({None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _is_known(code: Any) -> bool:
-    """Whether a function, a method or an object is of a library whose code was tested by layer."""
-    while isinstance(code, functools.partial):
-        code = code.func
-    module = getattr(code, "__module__", None) or type(code).__module__
-    return module.partition(".")[0] in _LIBRARIES
+    """Whether a function, a method, a class or an object, and all that it wraps, is of a library that was tested."""
+    while code is not None:
+        code = getattr(code, "__func__", code)
+        if isinstance(code, functools.partial):
+            code = code.func
+            continue
+        if isinstance(code, types.FunctionType):
+            # functools.wraps() gives a function the names of what it wraps, but not its place.
+            module = code.__globals__.get("__name__", "")
+        else:
+            module = (code if isinstance(code, type | types.BuiltinFunctionType) else type(code)).__module__ or ""
+        if module.partition(".")[0] not in _LIBRARIES:
+            return False
+        code = None if isinstance(code, type) else getattr(code, "__wrapped__", None)
+    return True
 
 
 def _against_layers(trainer: Any) -> str | None:
@@ -315,12 +327,14 @@ def _in_methods(trainer: Any) -> Iterator[str]:
     kinds = type(trainer).__mro__[:-1]
     for name in ("training_step", "compute_loss"):
         method = getattr(type(trainer), name)
-        if method.__qualname__ != f"{_TESTED.get(method.__module__)}.{name}":
+        if method.__qualname__ != f"{_TESTED.get(method.__module__)}.{name}" or not _is_known(method):
             yield f"{name}() of {type(trainer).__name__} was not tested by layer"
     known = {name for kind in kinds if _is_known(kind) for name in vars(kind)}
     for kind in kinds:
-        replaced = () if _is_known(kind) else (vars(kind).keys() & known) - _OUTSIDE - {"__module__", "__doc__"}
-        yield from (f"{kind.__name__} has a {name} of its own" for name in sorted(replaced))
+        replaced = () if _is_known(kind) else (vars(kind).keys() & known) - _OUTSIDE
+        # Python itself puts names with two underscores into each class.
+        named = sorted(name for name in replaced if not name.startswith("__") or name in _CALLS)
+        yield from (f"{kind.__name__} has a {name} of its own" for name in named)
     for name, value in vars(trainer).items():
         if callable(getattr(type(trainer), name, None)) and not _is_known(value):
             yield f"the Trainer was given a {name}() of its own"
@@ -329,6 +343,8 @@ def _in_methods(trainer: Any) -> Iterator[str]:
 def _in_settings(trainer: Any) -> Iterator[str]:
     if trainer.compute_loss_func is not None:
         yield "compute_loss_func is a function of yours"
+    if getattr(trainer.accelerator, "scaler", None) is not None:
+        yield "losses are scaled for fp16"
     if not isinstance(getattr(trainer, "maybe_activation_offload_context", None), contextlib.nullcontext | None):
         yield "activations are offloaded by TRL"
     for callback in trainer.callback_handler.callbacks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import pytest
@@ -111,6 +112,30 @@ def with_method(trainer):
     trainer.compute_loss = lambda *given, **options: compute(*given, **options) * next(scales)
 
 
+def with_wrapped_forward(trainer):
+    """What functools.wraps() makes has the names of transformers' own code."""
+    first, second = trainer.model.model.layers[0].mlp, trainer.model.model.layers[2].mlp
+    kept = {"mean": 0.0}
+    forward, other = first.forward, second.forward
+
+    @functools.wraps(forward)
+    def keeping(x):
+        out = forward(x)
+        kept["mean"] = out.detach().mean()
+        return out
+
+    @functools.wraps(other)
+    def using(x):
+        return other(x) + kept["mean"]
+
+    first.forward, second.forward = keeping, using
+
+
+def with_scaler(trainer):
+    """As accelerate has one for fp16; disabled, it leaves losses as they are."""
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", enabled=False)
+
+
 def with_callback(trainer):
     trainer.add_callback(Halves())
 
@@ -153,6 +178,8 @@ CASES = {
     "hook": (Trainer, qwen2, with_hook, "module 'model.layers.1.mlp' has a hook of yours"),
     "gradient": (Trainer, qwen2, with_hook_of_a_gradient, "called for the gradient of"),
     "method": (Trainer, qwen2, with_method, "given a compute_loss() of its own"),
+    "wrapped": (Trainer, qwen2, with_wrapped_forward, "module 'model.layers.0.mlp' has code of yours"),
+    "scaler": (Trainer, qwen2, with_scaler, "losses are scaled for fp16"),
     "callback": (Trainer, qwen2, with_callback, "Halves has an on_substep_end()"),
     "function": (Trainer, qwen2, with_loss, "compute_loss_func is a function of yours"),
     "attention": (Trainer, qwen2, with_attention, "an attention or a loss of yours"),

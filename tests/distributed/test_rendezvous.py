@@ -59,7 +59,13 @@ def test_a_host_that_others_cannot_reach_is_named_on_all_ranks(monkeypatch, addr
     def host():
         number = next(hosts)
         own = address if number else "10.0.0.1"
-        return {"host": f"host-{min(number, 1)}", "name": f"n{number}", "address": own, "interface": "eth7"}
+        return {
+            "host": f"host-{min(number, 1)}",
+            "name": f"n{number}",
+            "address": own,
+            "interface": "eth7",
+            "named": False,
+        }
 
     monkeypatch.setattr(rendezvous, "_this_host", host)
     found = meet_all(distributed.HashStore(), range(3))

@@ -1,10 +1,11 @@
 """Tests `accumulate()` against the plain loop: programs that keep values, weights that are written, other threads."""
 
+import itertools
 import threading
 
 import pytest
 import torch
-from grads.kept_programs import DRAWING, PROGRAMS, Stack, listed_batches, square
+from grads.kept_programs import DRAWING, PROGRAMS, WIDTH, Stack, listed_batches, square
 from support.bits import same_bits
 
 import memascend
@@ -184,3 +185,77 @@ def test_another_thread_may_evaluate_meanwhile_at_the_smallest_budget(tmp_path, 
             optimizer.step()
             optimizer.zero_grad()
         assert optimizer.steps == 3
+
+
+class Drawn(torch.utils.data.IterableDataset):
+    """Says that it has fewer examples than it has."""
+
+    def __init__(self, *, says):
+        super().__init__()
+        self.says = says
+
+    def __iter__(self):
+        yield from torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(2))
+
+    def __len__(self):
+        if not self.says:
+            raise TypeError("it has no length")
+        return 4
+
+
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset:UserWarning")
+@pytest.mark.parametrize("says", [False, True])
+def test_a_loader_may_not_know_how_many_micro_batches_it_has(tmp_path, says):
+    torch.manual_seed(0)
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "run.store", gradients="fused")
+    with optimizer:
+        losses = optimizer.accumulate(square(model), torch.utils.data.DataLoader(Drawn(says=says), 4))
+        optimizer.step()
+        assert (len(losses), optimizer.steps) == (3, 1)
+
+
+class Nested(torch.nn.Module):
+    """Each block computes the next one before its own forward ends, so that all of them hold memory at once."""
+
+    def __init__(self, meet):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        for block, inner in itertools.pairwise(self.blocks):
+
+            def compute(_module, _arguments, out, inner=inner):
+                meet()
+                return inner(out)
+
+            block.register_forward_hook(compute)
+
+    def forward(self, x):
+        return self.blocks[0](x)
+
+
+@pytest.mark.filterwarnings("default")
+def test_threads_that_hold_what_the_other_needs_do_not_wait_for_each_other(tmp_path):
+    """Without a budget, memory is added."""
+    torch.manual_seed(0)
+    both = threading.Barrier(2)
+    model = Nested(lambda: both.wait(30))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "run.store")
+    x, found = torch.randn(4, WIDTH), []
+
+    def evaluate():
+        try:
+            with torch.no_grad():
+                found.append(model(x))
+        except BaseException as error:
+            found.append(error)
+
+    with optimizer:
+        threads = [threading.Thread(target=evaluate) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(40)
+        assert all(isinstance(one, torch.Tensor) for one in found), found
+        assert same_bits(*found)

@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from support.bits import same_bits
@@ -251,11 +252,14 @@ class Large(torchs.ConstantLR):
 
 REFUSED = {
     "none": (lambda _: (), "was given no scheduler"),
-    "a metric": (lambda o: [torchs.ReduceLROnPlateau(o)], r"ReduceLROnPlateau needs a metric.*docs/resume\.md"),
+    "a metric": (
+        lambda o: [torchs.ReduceLROnPlateau(o)],
+        r"ReduceLROnPlateau needs an argument \(a metric.*docs/resume\.md",
+    ),
     "no scheduler": (lambda o: [o], "argument 0 is OffloadedOptimizer"),
     "another optimizer": (lambda _: [torchs.StepLR(made()[1], 2)], "StepLR sets the options of another optimizer"),
     "twice": (lambda o: [torchs.StepLR(o, 2)] * 2, "twice"),
-    "functions": (lambda o: [OfFunctions(o, lambda _: 1.0)], r"'rule\.of' in the state of OfFunctions is of builtin_f"),
+    "functions": (lambda o: [OfFunctions(o, lambda _: 1.0)], r"'rule\.of' in the state of OfFunctions has builtin_f"),
     "size": (lambda o: [Large(o)], r"the state of Large has \d+ bytes as JSON, and a commit holds at most 32768"),
 }
 
@@ -489,7 +493,7 @@ def test_close_commits_options_that_changed_since_the_last_step(tmp_path, durabi
     with optimizer:
         turn(model, optimizer, 0)
         values = {name: value.clone() for name, value in model.state_dict().items()}
-        optimizer.user_state = "changed, too"
+        optimizer.user_state = "of the next step"
         optimizer.param_groups[1]["lr"] = 0.5
         # A staged step is dropped.
         backward(model, 1)
@@ -499,5 +503,81 @@ def test_close_commits_options_that_changed_since_the_last_step(tmp_path, durabi
     with pytest.warns(UserWarning, match=r"group 1: lr 0\.003 -> 0\.5"):
         model, optimizer = memascend.offload(model, optimizer, **options, existing="resume")
     with optimizer:
-        assert (optimizer.steps, optimizer.user_state) == (1, "changed, too")
+        # It is that of the step that was dropped.
+        assert (optimizer.steps, optimizer.user_state) == (1, None)
         assert all(same_bits(value, values[name]) for name, value in model.state_dict().items())
+
+
+INTERRUPTED = """
+import sys
+import torch
+import memascend
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+model, optimizer = memascend.offload(model, optimizer, storage=sys.argv[1], existing="resume")
+with optimizer:
+    for step in range(optimizer.steps, 3):
+        optimizer.user_state = {"position": step + 1}
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.user_state = {"position": 4}
+    scheduler.step()
+    raise KeyboardInterrupt
+"""
+
+
+def test_what_an_interrupted_loop_set_for_its_next_step_is_not_committed(tmp_path, python):
+    python(INTERRUPTED, tmp_path / "s", status=-2)
+    with memascend.engine.Store.open(tmp_path / "s") as store:
+        assert (store.step, store.user_state) == (3, {"position": 3})
+        assert store.hyperparameters["groups"][0]["lr"] == 1e-3
+
+
+def test_a_scheduler_that_is_replaced_before_the_first_step_is_named(tmp_path):
+    model, optimizer = made()
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s")
+    with optimizer:
+        optimizer.schedule(torchs.StepLR(optimizer, 2))
+        with pytest.warns(UserWarning, match=r"StepLR was given to schedule\(\) before.*in one call"):
+            optimizer.schedule(torchs.ExponentialLR(optimizer, 0.9))
+
+
+def in_sequence(optimizer):
+    parts = [torchs.LinearLR(optimizer), torchs.OneCycleLR(optimizer, 4e-3, total_steps=20)]
+    return torchs.SequentialLR(optimizer, parts, [2])
+
+
+def with_numpy(optimizer):
+    return torchs.StepLR(optimizer, np.int64(2))
+
+
+# OneCycleLR sets betas where it is made, before the stored ones are known to be a scheduler's.
+@pytest.mark.filterwarnings("ignore:the stored options stand:UserWarning")
+@pytest.mark.parametrize("make", [in_sequence, with_numpy, torchs.CosineAnnealingWarmRestarts])
+def test_rates_of_a_scheduler_that_is_made_after_each_resume(tmp_path, make):
+    """Also where the rate is a tensor, in fp32."""
+
+    def scheduler_of(optimizer):
+        return make(optimizer, 5) if make is torchs.CosineAnnealingWarmRestarts else make(optimizer)
+
+    def rates(storage, lives):
+        found = []
+        for until in lives:
+            torch.manual_seed(0)
+            model = nn.Linear(4, 4)
+            rate = torch.tensor(1e-3) if make is torchs.CosineAnnealingWarmRestarts else 1e-3
+            optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+            model, optimizer = memascend.offload(model, optimizer, storage=storage, existing="resume")
+            optimizer.schedule(scheduler_of(optimizer))
+            with optimizer:
+                while optimizer.steps < until:
+                    model(torch.ones(2, 4)).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    found.append(float(optimizer.param_groups[0]["lr"]))
+        return found
+
+    assert rates(tmp_path / "once", [9]) == rates(tmp_path / "often", [1, 3, 4, 9])

@@ -61,6 +61,11 @@ class Hosts(contextlib.ExitStack):
     def __init__(self, folder):
         """Needs root and iproute2."""
         super().__init__()
+        with contextlib.ExitStack() as undo:
+            self._make(folder, undo)
+            self.push(undo.pop_all())
+
+    def _make(self, folder, undo):
         number = uuid.uuid4().hex[:6]
         self.names = [f"ma{number}{letter}" for letter in "ab"]
         self.interfaces = [f"{name}x" for name in self.names]
@@ -70,13 +75,13 @@ class Hosts(contextlib.ExitStack):
         for name, own in zip(self.names, self.folders, strict=True):
             own.mkdir()
             ip("netns", "add", name)
-            self.callback(ip, "netns", "del", name)
+            undo.callback(ip, "netns", "del", name)
             # `ip netns exec` puts it over /etc/hosts. As Debian writes it.
             hosts = Path("/etc/netns", name, "hosts")
             hosts.parent.mkdir(parents=True)
-            self.callback(hosts.parent.rmdir)
+            undo.callback(hosts.parent.rmdir)
             hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
-            self.callback(hosts.unlink)
+            undo.callback(hosts.unlink)
             ip("-n", name, "link", "set", "lo", "up")
         (one, other), (first, second) = self.names, self.interfaces
         ip("link", "add", first, "netns", one, "type", "veth", "peer", "name", second, "netns", other)
@@ -98,17 +103,22 @@ class Hosts(contextlib.ExitStack):
             named: tell gloo the interface.
         """
         running = {}
-        for rank, host in enumerate(order):
-            options = [
-                "--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(rank), "--master-addr",
-                self.address(order[0]), "--master-port", "29533",
-            ]  # fmt: skip
-            environment = {"GLOO_SOCKET_IFNAME": self.interfaces[host]} if named else {}
-            settle = f'hostname {self.names[host]} && mount --bind "$0" "$1" && shift && exec "$@"'
-            before = ["ip", "netns", "exec", self.names[host], "unshare", "-u"]
-            before += ["sh", "-c", settle, str(self.folders[host]), str(self.own)]
-            running[host] = start(options, command, environment, before)
-        return [finished(running[host], status) for host in range(2)]
+        with contextlib.ExitStack() as ends:
+            for rank, host in enumerate(order):
+                running[host] = self._start(command, rank, host, order, named=named)
+                ends.callback(running[host].terminate)
+            return [finished(running[host], status) for host in range(2)]
+
+    def _start(self, command, rank, host, order, *, named):
+        options = [
+            "--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(rank), "--master-addr",
+            self.address(order[0]), "--master-port", "29533",
+        ]  # fmt: skip
+        environment = {"GLOO_SOCKET_IFNAME": self.interfaces[host]} if named else {}
+        settle = f'hostname {self.names[host]} && mount --bind "$0" "$1" && shift && exec "$@"'
+        before = ["ip", "netns", "exec", self.names[host], "unshare", "-u"]
+        before += ["sh", "-c", settle, str(self.folders[host]), str(self.own)]
+        return start(options, command, environment, before)
 
 
 def ip(*arguments):

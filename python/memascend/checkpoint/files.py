@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 
 from memascend.errors import ConfigError, StorageError, UsageError
 from memascend.storage import Checksum
@@ -35,8 +34,8 @@ def file_errors(path: Path, what: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise StorageError(f"{path} {what}: {error.strerror}", errno=error.errno, path=str(path)) from error
-    except SafetensorError as error:
-        # It has the system's number as text alone.
+    except Exception as error:
+        # Errors of Rust libraries, as safetensors and tokenizers, have the system's number as text alone.
         number = re.search(r"\(os error (\d+)\)", str(error))
         if number is None:
             raise

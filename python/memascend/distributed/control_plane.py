@@ -230,6 +230,8 @@ class Exchange:
     def _name_apart(self, ranks: list[int], until: float) -> None:
         """Name the ranks that lost each other, while this one talks to both; each of them notes it once it gave up."""
         assert self.failure is not None
+        # This one lost nobody: ranks that look for notes need not wait for one of it.
+        left_by(())
         part = self.timeout * _PART_OF_LOST
         seconds = max(0.0, min(until - time.monotonic(), part)) + min(part, _LATER_SECONDS)
         apart = lost_each_other(ranks, seconds) if len(ranks) > 1 else ()
@@ -265,7 +267,7 @@ class Exchange:
     def _gone(self, lost: dict[int, str], strange: dict[int, str], about: str) -> RankError:
         everyone = len(self._others) > 1 and len(lost) == len(self._others)
         # Ranks that lost each other may give up later than this one.
-        seconds = _LATER_SECONDS if everyone else WORD_SECONDS
+        seconds = min(_LATER_SECONDS, self.timeout * _PART_OF_LOST) if everyone else WORD_SECONDS
         ranks = at_fault(lost, seconds=seconds) if lost else tuple(sorted(strange))
         named = _named(ranks)
         if everyone and len(ranks) > 1:

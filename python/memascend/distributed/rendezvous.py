@@ -55,16 +55,23 @@ def _gathered(store: Any, rank: int, count: int, word: str, seconds: float) -> t
     """The words of all ranks, and the ranks that did not come in time."""
     store.set(_about(word), json.dumps(_this_host()))
     store.set(f"memascend/word/{rank}", word)
-    until, own = time.monotonic() + seconds, ""
+    until, own, asks = time.monotonic() + seconds, "", 0.0
     while True:
-        words = _values(store, "word", count)
-        digest = _digest(words)
-        if digest != own:
-            own = digest
-            store.set(f"memascend/digest/{rank}", own)
-        apart = tuple(of for of, told in enumerate(_values(store, "digest", count)) if told != own)
-        if not apart or time.monotonic() > until:
-            return words, apart
+        now = time.monotonic()
+        # Where some are missing, each key is asked for alone, which is much for the store: the more ranks, the rarer.
+        each = now >= min(asks, until)
+        if each:
+            asks = now + LOOK_SECONDS * count
+        words = _values(store, "word", count, each=each)
+        if words is not None:
+            digest = _digest(words)
+            if digest != own:
+                own = digest
+                store.set(f"memascend/digest/{rank}", own)
+            digests = _values(store, "digest", count, each=each)
+            apart = tuple(of for of, told in enumerate(digests or ()) if told != own)
+            if digests is not None and (now > until or not apart):
+                return words, apart
         time.sleep(LOOK_SECONDS)
 
 
@@ -116,12 +123,12 @@ def _about(word: str) -> str:
     return f"memascend/about/{word}"
 
 
-def _values(store: Any, kind: str, count: int) -> list[str]:
-    """What each rank has written; empty for each that has written nothing."""
+def _values(store: Any, kind: str, count: int, *, each: bool) -> list[str] | None:
+    """What each rank has written; where one has not, None, or with `each` nothing for that rank."""
     keys = [f"memascend/{kind}/{rank}" for rank in range(count)]
     if store.check(keys):
         return [value.decode() for value in store.multi_get(keys)]
-    return [store.get(key).decode() if store.check([key]) else "" for key in keys]
+    return [store.get(key).decode() if store.check([key]) else "" for key in keys] if each else None
 
 
 # --- addresses --------------------------------------------------------------------------
@@ -140,6 +147,7 @@ def _this_host() -> dict[str, Any]:
     return {
         "host": _identity(),
         "name": socket.gethostname(),
+        "named": bool(os.environ.get(_INTERFACES)),
         "address": _address_of_gloo(),
         "interface": _interface_to_others(),
     }
@@ -161,10 +169,13 @@ def _require_reachable(abouts: Sequence[dict[str, Any]]) -> None:
         f"{_INTERFACES}={one['interface'] or 'the interface that the other hosts reach'} there"
         for rank, one in apart.values()
     )
+    if any(one["named"] for _, one in apart.values()):
+        why = f"the interface that {_INTERFACES} names first, which is a loopback interface"
+    else:
+        why = "the name of its host, which is a loopback address (see /etc/hosts)"
     raise ConfigError(
-        "the ranks are on several hosts, and gloo gives the others the address that the name of its host has, which is "
-        f"a loopback address (see /etc/hosts). {who}, or let the host's name have an address that the others reach; "
-        "nothing was changed"
+        f"the ranks are on several hosts, and gloo gives the others the address of {why}. {who}, or let the host's "
+        "name have an address that the others reach; nothing was changed"
     )
 
 

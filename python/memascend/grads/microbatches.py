@@ -8,7 +8,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Sized
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -357,8 +357,9 @@ class Accumulation:
         recorder: Recorder | None = None,
     ) -> list[Any]:
         results = []
-        # A generator is not read ahead: what it does comes between two micro-batches, as in a loop.
-        count = len(batches) if isinstance(batches, Sized) else math.inf
+        # A generator is not read ahead: what it does comes between two micro-batches, as in a loop. The length of a
+        # DataLoader may be an estimate.
+        count = len(batches) if isinstance(batches, Sequence) else math.inf
         with self.arrivals.backwards.expecting(count):
             for index, batch in enumerate(batches):
                 if recorder is not None:

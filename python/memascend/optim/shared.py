@@ -412,6 +412,10 @@ def require_as_many(groups: Sequence[dict[str, Any]], stored: list[dict[str, Any
         )
 
 
+# Options of groups that torch's schedulers compute from the learning rate.
+_RATES = frozenset({"initial_lr", "max_lr", "min_lr"})
+
+
 def take_options(
     groups: Sequence[dict[str, Any]],
     stored: list[dict[str, Any]] | None,
@@ -435,7 +439,9 @@ def take_options(
                 if place not in examples and name not in scheduled and not _is_scheduled(name, now, options):
                     changed.append((number, name, now.get(name), value))
                 undo.callback(put, group, name, copied(group.get(name, GONE)))
-                put(group, name, restored(value, examples.get(place, group.get(name))))
+                # What a scheduler adds is of the kind of the rate, which may be a tensor.
+                like = group.get(name, group.get("lr") if name in _RATES else None)
+                put(group, name, restored(value, examples.get(place, like)))
     if changed:
         number, name, own, _ = changed[0]
         words = (

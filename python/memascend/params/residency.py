@@ -305,7 +305,7 @@ class Residency:
         self._memory.require_usable()
         here = current()
         with self.lock:
-            self.turns.wait_to_bind(partial(self.units.is_crowded_out, home, here))
+            self.turns.wait_to_bind(partial(self.units.holders_of_room, home, here))
             if home.bound == 0:
                 # Through views that were taken while the model computed.
                 self._find_written(home)
@@ -470,7 +470,7 @@ class Residency:
         self.transfers.settle()
         self.reached.note_walk()
         with self.lock:
-            self.turns.wait_to_read(partial(self.units.is_crowded_out, home, current()))
+            self.turns.wait_to_read(partial(self.units.holders_of_room, home, current()))
             if home.version != version:
                 raise UsageError(
                     f"a graph needs unit {home.name!r} as it was before step(), or before it was written to: call "

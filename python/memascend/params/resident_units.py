@@ -359,14 +359,15 @@ class ResidentUnits:
         victim = victim_for(home, self.homes, self.order, self._current, must=must)
         return _LAST_SECONDS if victim is None and must else victim
 
-    def is_crowded_out(self, home: Home, here: int) -> bool:
-        """Whether units that other threads compute with leave a unit no memory: it is free once their modules end."""
+    def holders_of_room(self, home: Home, here: int) -> set[int]:
+        """The other threads whose modules hold all memory for a unit; none where it has memory, or can have some."""
         if home.held or home.base is not None or self._arena.free_slots(home.nbytes):
-            return False
-        return (
-            any(other.slot_bytes == home.slot_bytes and other.holders.keys() - {here} for other in self.homes)
-            and victim_for(home, self.homes, self.order, None, must=True) is None
-        )
+            return set()
+        if victim_for(home, self.homes, self.order, None, must=True) is not None:
+            return set()
+        return {thread for other in self.homes if other.slot_bytes == home.slot_bytes for thread in other.holders} - {
+            here
+        }
 
     def _add_room(self, home: Home) -> None:
         """Take memory beside the planned, where no budget was given: a plan cannot know which views code keeps."""

@@ -161,6 +161,8 @@ class Turns:
         self.several = False
         # The first one that used them.
         self.first: int | None = None
+        # Threads that wait for memory that others hold.
+        self._waiting: set[int] = set()
 
     def note_thread(self) -> None:
         """A thread is about to use parameters: it must not rely on units that another thread has bound."""
@@ -170,19 +172,26 @@ class Turns:
         elif thread != self.first and not is_autograds():
             self.several = True
 
-    def wait_to_bind(self, crowded_out: Callable[[], bool]) -> None:
+    def wait_to_bind(self, holders: Callable[[], set[int]]) -> None:
         """Under the lock: let another thread that changes values end, and others release the memory that is needed."""
         self.note_thread()
-        self.wait_to_read(crowded_out)
+        self.wait_to_read(holders)
         if self._changing and self._changer != current():
             self._turn.wait_for(lambda: not self._changing)
 
-    def wait_to_read(self, crowded_out: Callable[[], bool]) -> None:
-        """Under the lock: let others release the memory that is needed; after some time there is an error for it."""
-        deadline = time.monotonic() + _TOUCH_SECONDS
-        while self.several and crowded_out() and time.monotonic() < deadline:
-            # What a view holds comes back without a notice.
-            self._turn.wait(_LOOK_SECONDS)
+    def wait_to_read(self, holders: Callable[[], set[int]]) -> None:
+        """Under the lock: let the threads that hold the memory that is needed release it, unless they wait themselves.
+
+        After some time, memory is made or there is an error.
+        """
+        here, deadline = current(), time.monotonic() + _TOUCH_SECONDS
+        while self.several and holders() - self._waiting and time.monotonic() < deadline:
+            self._waiting.add(here)
+            try:
+                # What a view holds comes back without a notice.
+                self._turn.wait(_LOOK_SECONDS)
+            finally:
+                self._waiting.discard(here)
 
     def note_release(self) -> None:
         """Under the lock: a thread has ended a module, whose memory another one may wait for."""

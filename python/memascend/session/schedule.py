@@ -6,9 +6,12 @@ import copy
 import functools
 import inspect
 import json
+import numbers
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from torch import distributed
 
 from memascend.errors import ConfigError, UsageError
 from memascend.optim.shared import SharedValues, copied, group_options, plain, put, restored, same, storable
@@ -100,6 +103,13 @@ class Schedule:
             self._require_own_groups(scheduler)
         if len({id(scheduler) for scheduler in schedulers}) != len(schedulers):
             raise ConfigError("a scheduler is given to schedule() twice: give each once")
+        dropped = [one for one in self._schedulers if one not in schedulers]
+        if dropped and not self._stepped:
+            warnings.warn(
+                f"{_listed(dropped)} was given to schedule() before, and no step() advances it any more: give all "
+                "schedulers in one call",
+                stacklevel=4,
+            )
         now = _Moment.of(schedulers, self._groups)
         begins = restore and not self._stepped
         committed = self._store.hyperparameters or {}
@@ -146,7 +156,7 @@ class Schedule:
             for scheduler, one in zip(schedulers, stored["schedulers"], strict=True):
                 state = copied(scheduler.state_dict())
                 for path, value in one["state"].items():
-                    if path in one["moved"] or path.rpartition(".")[2] in _PLACE:
+                    if path in one["moved"] or path.rpartition(".")[2] in _PLACE or _is_of_part(path):
                         _set(state, path.split("."), value)
                 scheduler.load_state_dict(state)
             for group, theirs in zip(self._groups, kept, strict=True):
@@ -189,8 +199,8 @@ class Schedule:
         found = self._advanced()
         if found:
             raise UsageError(
-                f"{found}, and step() advances it by itself since optimizer.schedule(): delete the line "
-                "scheduler.step()"
+                f"{found}, and step() advances it by itself since optimizer.schedule(), which also restores it at a "
+                "resume: delete the line scheduler.step(), or load_state_dict()"
             )
 
     def _warn_of_others(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -295,8 +305,21 @@ def options_set(hyperparameters: Mapping[str, Any]) -> set[str]:
 
 
 def _unwrapped(scheduler: Any) -> Any:
-    """The scheduler in accelerate's wrapper."""
-    return scheduler.scheduler if type(scheduler).__name__ == "AcceleratedScheduler" else scheduler
+    """The scheduler in accelerate's wrapper.
+
+    Raises:
+        ConfigError: the wrapper advances it several times a step.
+    """
+    if type(scheduler).__name__ != "AcceleratedScheduler":
+        return scheduler
+    own = scheduler.scheduler
+    ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    if ranks > 1 and not scheduler.split_batches:
+        raise ConfigError(
+            f"accelerate advances {_title(own)} {ranks} times a step, once for each rank: make it for the number of "
+            "steps, and give schedule() the scheduler that prepare() has not wrapped"
+        )
+    return own
 
 
 def _require_scheduler(scheduler: Any, number: int) -> None:
@@ -307,8 +330,8 @@ def _require_scheduler(scheduler: Any, number: int) -> None:
         )
     if not steps_alone(scheduler):
         raise ConfigError(
-            f"step() of {kind} needs a metric, which step() of the optimizer has not: call it in the loop, as "
-            f"{_PAGE} has it"
+            f"step() of {kind} needs an argument (a metric or an epoch), which step() of the optimizer has not: call "
+            f"it in the loop, as {_PAGE} has it"
         )
 
 
@@ -341,13 +364,27 @@ def _entries(scheduler: Any) -> dict[str, Any]:
     for path, value in [*_leaves(scheduler.state_dict()), *_partials(scheduler)]:
         # Keys of JSON are texts, and MultiStepLR counts by numbers.
         pairs = [list(pair) for pair in value.items()] if isinstance(value, dict) and not storable(value) else value
+        pairs = _with_plain_integers(pairs)
         if not storable(pairs):
             raise ConfigError(
-                f"{path!r} in the state of {_title(scheduler)} is of {type(value).__name__}, which a commit cannot "
+                f"{path!r} in the state of {_title(scheduler)} has {_odd(pairs).__name__}, which a commit cannot "
                 "hold: let its state_dict() have numbers, texts, lists and dicts alone"
             )
         found[path] = plain(pairs)
     return found
+
+
+def _with_plain_integers(value: Any) -> Any:
+    """A value in which integers of numpy are Python's."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_with_plain_integers, value)) if type(value) in (list, tuple) else value
+    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, int) else value
+
+
+def _odd(value: Any) -> type:
+    """The innermost class in a value that cannot be stored."""
+    parts = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+    return next((_odd(part) for part in parts if not storable(part)), type(value))
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -420,12 +457,22 @@ def _require_fits(
         )
 
 
+def _is_of_part(path: str) -> bool:
+    """Whether an entry is the first rates of a part: another part, made after it, may have set others in the groups."""
+    return path.endswith(".base_lrs")
+
+
 def _differences(had: Mapping[str, Any], has: Mapping[str, Any], moved: set[str]) -> list[str]:
     """The arguments that differ, in words. Private entries may come and go with torch's version."""
     found = []
     for name in dict.fromkeys((*had, *has)):
         last = name.rpartition(".")[2]
-        if name in moved or last in _PLACE or (last.startswith("_") and not (name in had and name in has)):
+        if (
+            name in moved
+            or last in _PLACE
+            or _is_of_part(name)
+            or (last.startswith("_") and not (name in had and name in has))
+        ):
             continue
         one, other = had.get(name, "none"), has.get(name, "none")
         if one != other and not same(one, other):

@@ -351,14 +351,19 @@ class Session:
             self._commit_options()
 
     def _commit_options(self) -> None:
-        """Commit options of groups that changed since the last step; no rank that fails waits for others."""
-        run, record = self.run, self.run.record
-        alone = self.figures is None or (self.figures.broken is None and sys.exc_info()[0] is None)
-        if run.resources.temporary or not alone or not record.has_new_options:
+        """Commit options of groups that changed since the last step.
+
+        Not after an exception, in the midst of a step that the loop repeats at a resume; and not on several ranks,
+        which close each at its own time.
+        """
+        run, record, store = self.run, self.run.record, self.run.resources.store
+        is_whole = sys.exc_info()[0] is None and self.figures is None
+        if run.resources.temporary or not is_whole or not record.has_new_options:
             return
         run.gradients.skip()
+        # What was set since belongs to the next step.
         run.resources.engine.commit(
-            record.position.step, user_state=record.user_state, hyperparameters=record.hyperparameters()
+            record.position.step, user_state=store.user_state, hyperparameters=record.hyperparameters()
         )
 
     def _close(self) -> None:

@@ -65,7 +65,7 @@ def _add_run(add: Callable[..., Any]) -> None:
     add("--device", metavar="D", help="where the model would compute, as cuda, which need not exist here")
     add("--device-memory", metavar="B", help=f"the budget of the GPU's memory {smallest}")
     add("--gradients", **gradients, help="as offload() takes it (%(default)s)")
-    add("--max-grad-norm", metavar="N", type=float, help="clip the global norm")
+    add("--max-grad-norm", metavar="N", type=float, help="clip the global norm; 0: no clipping")
     add("--accumulation-steps", metavar="N", type=_count, default=1, help=micro_batches)
     add("--state", choices=("fp32", "bf16", "8bit"), help="of the optimizer's moments (default: exact)")
     add("--optimizer", metavar="NAME", default="AdamW", help="a class of torch.optim (%(default)s)")
@@ -135,7 +135,7 @@ def _asked(
         device=options.device if gpu is None else options.device or "cuda",
         device_memory=options.device_memory,
         gradients=options.gradients,
-        max_grad_norm=options.max_grad_norm,
+        max_grad_norm=options.max_grad_norm or None,
         # On one rank, `accumulate()` needs none; several ranks compute micro-batches one after another.
         accumulation_steps=1 if options.ranks == 1 else options.accumulation_steps,
         activations=options.activations,

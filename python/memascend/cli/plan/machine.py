@@ -117,8 +117,9 @@ def _short(name: str) -> str:
 
 
 CARDS = {_short(card.name): card for card in _CARDS}
-# Of cards with several sizes of memory or plugs, the one that a name without them means.
-_USUAL = {"4060ti": "4060ti16", "5060ti": "5060ti16", "v100": "v10016", "a100": "a10080", "h100": "h100sxm"}
+# Of cards with several sizes of memory or plugs, the one that a name without them means: drivers name some 8 and 16 GB
+# cards alike, and no owner of the smaller one should be told that a model fits.
+_USUAL = {"4060ti": "4060ti8", "5060ti": "5060ti8", "v100": "v10016", "a100": "a10080", "h100": "h100sxm"}
 # Sustained speeds of good drives, by generation of PCIe (four lanes: at most 3.9, 7.9 and 15.8 GB/s). They are somewhat
 # below the sequential speeds in data sheets of 4 TB server drives: Samsung PM983 (3.2 and 2.0 GB/s), Micron 7450 PRO
 # (6.8 and 5.3), Micron 9550 PRO (14 and 10). Many desktop drives write 1 to 2 GB/s once their cache is full.
@@ -214,12 +215,14 @@ def product_flops(dtype: torch.dtype) -> float:
     """Operations a second of this processor in a product of matrices of this type, on all threads of torch."""
     import torch
 
+    # As layers compute: of some types the product with a matrix that is not transposed is many times slower.
+    product = torch.nn.functional.linear
     first, second = (torch.rand(_SIDE, _SIDE).to(dtype) for _ in range(2))
     # The first one loads and maps what the others find.
-    first @ second
+    product(first, second)
     shortest, began = float("inf"), time.perf_counter()
     while shortest == float("inf") or time.perf_counter() - began < _SECONDS:
         before = time.perf_counter()
-        first @ second
+        product(first, second)
         shortest = min(shortest, time.perf_counter() - before)
     return 2 * _SIDE**3 / shortest

@@ -30,6 +30,7 @@ def run(options: argparse.Namespace) -> int:
             plan = ranks.together(job.plan)
             if not ranks.rank:
                 print(plan)
+            job.require_room()
             return 0
         try:
             job.run()

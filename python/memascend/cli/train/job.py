@@ -280,7 +280,8 @@ class Job(Closing):
                 self._require_same(record)
             steps = self._batches.steps
             self._is_finished = record is not None and record.saved == steps and self._next_step == steps
-            ranks.together(lambda: None if ranks.rank else self._require_room())
+            if not settings.dry_run:
+                self.require_room()
             self._undo = opened.pop_all()
         # Under a constant schedule a run may get more steps than at its start; its warmup stays.
         warm = warmup_steps(settings.warmup, steps if record is None else record.steps)
@@ -386,15 +387,21 @@ class Job(Closing):
                 "tokenizer of this model"
             )
 
-    def _require_room(self) -> None:
+    def require_room(self) -> None:
         """Reject an output without space for the models that the run will save, and for a new store beside them.
 
         Raises:
             StorageError: it says how much is missing.
         """
+        self._ranks.together(lambda: None if self._ranks.rank else self._look_for_room())
+
+    def _look_for_room(self) -> None:
         settings, output, described = self._settings, self._output, self._described
         every, steps = settings.save_every, self._batches.steps
-        left = 0 if self._is_finished else -(-steps // every) - self._next_step // every
+        record = output.record
+        # A run may have been killed between a step and its save.
+        saved = 0 if record is None else record.saved or 0
+        left = 0 if self._is_finished else -(-steps // every) - saved // every
         tokenizer = sum(path.stat().st_size for path in self._folder.glob("tokenizer*"))
         one = sum(parameter.nbytes for parameter in described.trained) if described.adapted else described.nbytes
         needed = output.copies(left, settings.keep, finds_best=bool(settings.eval)) * (one + tokenizer)
