@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import contextvars
+import functools
 import logging
 import math
 import queue
@@ -524,14 +526,49 @@ class Threads:
         while index >= len(self._queues):
             own: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
             name = f"memascend micro-batch {len(self._queues)}"
-            threading.Thread(target=_serve, args=(own,), name=name, daemon=True).start()
+            thread = threading.Thread(target=_serve, args=(own,), name=name, daemon=True)
+            thread.start()
             # One that a signal keeps from being known here is never used.
+            _note(thread, own)
             self._queues.append(own)
         self._queues[index].put(work)
 
     def close(self) -> None:
         """Let the threads end."""
         _end(self._queues)
+
+
+# The threads of all runs, closed ones included: a thread may still be ending.
+_started: dict[threading.Thread, queue.SimpleQueue[Callable[[], None] | None]] = {}
+
+
+def _note(thread: threading.Thread, work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    _register()
+    for one in list(_started):
+        if not one.is_alive():
+            _started.pop(one, None)
+    _started[thread] = work
+
+
+@functools.cache
+def _register() -> None:
+    """Once in a process, and after the runs' own ends: what is called last is called first."""
+    atexit.register(_end_all)
+
+
+def _end_all() -> None:
+    """Let all threads end, and wait for them.
+
+    Python ends a thread that asks for the GIL while the interpreter shuts down. In a call of torch, as in a backward,
+    or in the one that empties the thread's queue when it ends, that aborts the process.
+    """
+    # A stage that never ends must not keep the process.
+    until = time.monotonic() + _STAGE_SECONDS
+    threads = list(_started.items())
+    for _, work in threads:
+        work.put(None)
+    for thread, _ in threads:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def _end(queues: list[queue.SimpleQueue[Callable[[], None] | None]]) -> None:
