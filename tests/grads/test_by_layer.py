@@ -517,20 +517,21 @@ def test_modes_of_the_caller_are_those_of_all_micro_batches(tmp_path):
 
 
 def test_threads_end_with_the_run(tmp_path):
+    others = threads_of_micro_batches()
     model, optimizer = by_layer_run(tmp_path, steps=2)
-    assert threads_of_micro_batches()
+    own = set(threads_of_micro_batches()).difference(others)
+    assert own
     del model
     optimizer.close()
-    # Those of other tests end once their runs are collected.
-    gc.collect()
-    for one in threads_of_micro_batches():
+    for one in own:
         one.join(10)
         assert not one.is_alive()
 
 
 def test_threads_end_with_a_run_that_nobody_closes(tmp_path):
+    others = threads_of_micro_batches()
     model, optimizer = by_layer_run(tmp_path, steps=2)
-    own = threads_of_micro_batches()
+    own = set(threads_of_micro_batches()).difference(others)
     assert own
     del model, optimizer
     gc.collect()

@@ -44,12 +44,9 @@ def test_plain_loop_goes_on_where_it_ended(run, tmp_path):
     assert (tmp_path / "one/weights.pt").read_bytes() == (tmp_path / "two/weights.pt").read_bytes()
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_plain_loop_on_a_file(run, tmp_path, there):
+def test_plain_loop_on_a_file(run, tmp_path):
     """A path that is not there becomes a file, beside which the weights lie."""
     store = tmp_path / "store"
-    if there:
-        store.touch()
     out = run("plain_loop.py", "--steps", 1, "--storage", store)
     assert len(losses(out)) == 1
     assert store.is_file()
