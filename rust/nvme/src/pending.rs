@@ -130,8 +130,11 @@ fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
 /// The same by link and unlink, and where a file has one name alone by a rename that is not safe from others.
 fn link_new(from: &Path, to: &Path) -> io::Result<()> {
     match fs::hard_link(from, to) {
-        // Should that fail: whoever opens the file by its own name takes the other one away.
-        Ok(()) => Ok(drop(fs::remove_file(from))),
+        Ok(()) => {
+            // Should that fail: whoever opens the file by its own name takes the other one away.
+            drop(fs::remove_file(from));
+            Ok(())
+        }
         Err(error) if matches!(error.raw_os_error(), Some(libc::EPERM | libc::EOPNOTSUPP | libc::ENOSYS)) => {
             if is_there(to) {
                 return Err(io::ErrorKind::AlreadyExists.into());
