@@ -402,7 +402,7 @@ pub(crate) mod tests {
         assert!(claim(&path, Missing::Make, &mut || {}).is_err());
         let made = |path| {
             let claimed = claim(path, Missing::MakeInFolder, &mut || {});
-            claimed.map(|(file, undo, _)| (file, undo)).unwrap_or_else(|error| panic!("{error}"))
+            claimed.map_or_else(|error| panic!("{error}"), |(file, undo, _)| (file, undo))
         };
         let (file, undo) = made(&path);
         assert!(undo.is_new());

@@ -140,7 +140,9 @@ fn an_empty_file_is_no_store_and_begins_none_unless_that_is_asked_for() {
         assert!(ok(Store::create(&paths, toy::description(), &how(Existing::Resume, 8192))).1, "nothing was there");
         // One file has no name before its first commit.
         assert!(paths.iter().all(|path| path.exists() == (count > 1)));
-        paths.iter().for_each(|path| drop(fs::remove_file(path)));
+        for path in &paths {
+            drop(fs::remove_file(path));
+        }
     }
 }
 
