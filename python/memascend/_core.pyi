@@ -15,6 +15,7 @@ from memascend.storage.store import Store as _Store
 from memascend.tensors import Squares
 
 __all__ = [
+    "PENDING_SUFFIX",
     "Arena",
     "Checkers",
     "Checksum",
