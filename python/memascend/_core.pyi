@@ -15,6 +15,7 @@ from memascend.storage.store import Store as _Store
 from memascend.tensors import Squares
 
 __all__ = [
+    "PENDING_SUFFIX",
     "Arena",
     "Checkers",
     "Checksum",
@@ -59,6 +60,8 @@ __all__ = [
 ]
 
 __version__: str
+# What follows the name of a store's file until its first commit.
+PENDING_SUFFIX: str
 
 @final
 class Region:
@@ -652,6 +655,9 @@ class Store:
 
     def forsake(self) -> None:
         """Have what was made for it, where there was nothing, removed by `close()`, before anybody else can have it."""
+
+    def become_temporary(self) -> None:
+        """Note that its file is removed on purpose: a new store takes no name, and its file is not reported as lost."""
 
     def lost_file(self) -> tuple[Path, str] | None: ...
     def close(self) -> None:

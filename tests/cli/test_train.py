@@ -217,9 +217,11 @@ def test_a_kill_while_the_store_is_written(folders, tmp_path, monkeypatch):
     """What is there is no store yet, and belongs to nobody: the same command begins again."""
     command, log = arguments(folders, tmp_path, "--epochs", 0.3), tmp_path / "log"
     assert run_until(monkeypatch, command, log, weights=5) == -signal.SIGKILL
-    assert (tmp_path / "store").stat().st_size
+    assert (tmp_path / "store.new").stat().st_size
+    assert not (tmp_path / "store").exists()
     assert run_until(monkeypatch, command, log) == 0
     assert list(events(log)) == [1]
+    assert not (tmp_path / "store.new").exists()
 
 
 def test_a_kill_before_the_first_step_leaves_nothing_that_stays(folders, tmp_path, capfd, monkeypatch):

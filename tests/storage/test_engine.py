@@ -227,6 +227,8 @@ def test_a_store_that_was_never_filled_is_refused(tmp_path, loaded):
         engine.Store.commit = lambda *arguments: os._exit(0)
         engine.Store.create(sys.argv[1], [engine.Entry(name="w", values=torch.zeros(3), state={})])
     """
+    # A new file has no name before its first commit; the name of an empty one stays.
+    (tmp_path / "store").touch()
     loaded(textwrap.dedent(program), tmp_path / "store")
     assert engine.commits(tmp_path / "store") == ([], None)
     with pytest.raises(StorageError, match="first write did not finish"):

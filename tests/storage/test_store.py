@@ -129,10 +129,10 @@ def test_a_store_that_is_left_unfilled_is_filled_by_its_caller(tmp_path):
     with engine.Store.create(path, entries("meta"), chunk_elements=CHUNK, fill=False) as store:
         assert store.created
         assert store.info()["generation"] == 0
-    with pytest.raises(StorageError):
+    with pytest.raises(StorageError, match="there is no store"):
         engine.Store.open(path)
+    assert not list(tmp_path.iterdir())
     options = {"chunk_elements": CHUNK, "fill": False, "existing": "resume"}
-    path.unlink()
     with engine.Store.create(path, entries("meta"), **options) as store:
         for one in entries():
             store.stage(one.name, one.values, one.state, step=0)

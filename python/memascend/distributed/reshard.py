@@ -19,7 +19,7 @@ from memascend.distributed.groups import let_go, make_group
 from memascend.distributed.opening import EARLIER, Stores, common_of, is_at, outlived_by, require_own, seen_at, told_by
 from memascend.distributed.rows import BLOCK_ELEMENTS, is_in_blocks
 from memascend.errors import ConfigError
-from memascend.storage import Store, order_of
+from memascend.storage import Store, order_of, pending_file
 from memascend.tensors import bytes_of
 
 if TYPE_CHECKING:
@@ -218,11 +218,16 @@ def _require_harmless(unfilled: Stores, filled: Sequence[Stores], existing: str)
 
 def _there(folder: str) -> list[list[int]]:
     """The stores in a folder: by (rank, number of ranks)."""
-    found = [[0, 1]] if file_of_rank(folder, 0, 1).is_file() else []
+
+    def has_store(file: Path) -> bool:
+        # Also one that was never filled: a warning says that it can go.
+        return file.is_file() or pending_file(file).is_file()
+
+    found = [[0, 1]] if has_store(file_of_rank(folder, 0, 1)) else []
     with contextlib.suppress(OSError):
         for name in sorted(os.listdir(folder)):  # noqa: PTH208
             match = _FOLDER.fullmatch(name)
-            if match and Path(folder, name, _FILE).is_file():
+            if match and has_store(Path(folder, name, _FILE)):
                 found.append([int(match[1]), int(match[2])])
     return found
 

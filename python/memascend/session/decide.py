@@ -25,6 +25,7 @@ from memascend.params.offloaded_param import dense_strides
 from memascend.plan.memory_plan import Log, Requirements, make_plan
 from memascend.plan.units import find_units
 from memascend.session.materialize import is_materialized
+from memascend.storage import pending_file
 from memascend.text import expanded
 
 if TYPE_CHECKING:
@@ -64,8 +65,7 @@ def temporary(create: Callable[[str], Store]) -> tuple[Store, Path]:
             refused = refused or error
         finally:
             # No other process knows the folder.
-            (Path(folder) / "memascend.store").unlink(missing_ok=True)
-            Path(folder).rmdir()
+            shutil.rmtree(folder)
     raise StorageError(f"there is no place for a temporary store: {refused}. Give storage= a folder on a disk")
 
 
@@ -82,10 +82,15 @@ def room_beside(paths: Sequence[str] | None, total_bytes: int) -> int | None:
                 continue
             # Several shards on one file system share its free space.
             free = shutil.disk_usage(nearest(place)).free // systems.count(system)
-            rooms.append(free + (place.stat().st_size if place.is_file() else 0))
+            rooms.append(free + bytes_there(place))
     except OSError:
         return None
     return max(0, min(rooms) * len(rooms) - total_bytes)
+
+
+def bytes_there(place: Path) -> int:
+    """The bytes of a store's file that a new store takes over, whether or not it was ever filled."""
+    return next((file.stat().st_size for file in (place, pending_file(place)) if file.is_file()), 0)
 
 
 def nearest(place: Path) -> Path:

@@ -36,6 +36,7 @@ from memascend.storage.store import (
     commits,
     examine,
     look,
+    pending_file,
 )
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "look",
     "master_of",
     "order_of",
+    "pending_file",
     "sizes",
     "state_tensors",
 ]

@@ -29,6 +29,7 @@ from memascend.text import paths_listed
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     import torch
 
@@ -69,6 +70,11 @@ _LOST = {
 _Path = str | os.PathLike[str]
 
 
+def pending_file(file: Path) -> Path:
+    """The file of a new store until its first commit, which gives it the name of `file`."""
+    return file.with_name(file.name + _core.PENDING_SUFFIX)
+
+
 def not_as_written(path: str, what: str) -> CorruptionError:
     """The error for a store whose checksums are right and whose contents no version of memascend writes."""
     return CorruptionError(
@@ -81,11 +87,10 @@ def not_as_written(path: str, what: str) -> CorruptionError:
 class Store(_core.Store):
     """State on SSD: every commit is all of a step or none of it, and every byte that is read is verified."""
 
-    __slots__ = ("_is_temporary", "_shared")
+    __slots__ = ("_shared",)
 
     def __init__(self, *_: Any) -> None:
         """See `create` and `open`."""
-        self._is_temporary = False
         self._shared: SharedCommits | None = None
 
     @classmethod
@@ -278,13 +283,9 @@ class Store(_core.Store):
         if lost is not None:
             raise lost
 
-    def become_temporary(self) -> None:
-        """Note that its file is unlinked on purpose, so that `lost` does not report it."""
-        self._is_temporary = True
-
     def lost(self) -> StorageError | None:
         """The error for a file that its path does not name any more; None if all files are in place."""
-        found = None if self._is_temporary else self.lost_file()
+        found = self.lost_file()
         if found is None:
             return None
         path, what = found

@@ -35,6 +35,12 @@ impl Claim {
         self.devices.get(index).is_some_and(Device::is_new)
     }
 
+    /// Whether it made a file that has its pending name until [`Volume::take_name`].
+    #[must_use]
+    pub fn is_pending(&self) -> bool {
+        self.devices.iter().any(Device::is_pending)
+    }
+
     /// Makes room and starts to work. What was made and grown is put back when the volume ends, unless
     /// [`Volume::keep`] is called before; so it is by a failure.
     pub fn open(self, options: &Options) -> Result<Volume> {

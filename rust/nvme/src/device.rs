@@ -21,7 +21,9 @@ use crate::{
     align::{Alignment, direct_alignment},
     file::{self, Lost, Missing, Undo},
     fork::NotInChildren,
-    lock, private, raw,
+    lock,
+    pending::{self, Name},
+    private, raw,
     stripe::Striping,
 };
 
@@ -45,6 +47,8 @@ pub(crate) struct Device {
     pub(crate) path: Arc<Path>,
     /// The path from the root on: the working folder may change.
     place: PathBuf,
+    /// Which name it has: its place, or one beside that.
+    name: Mutex<Name>,
     pub(crate) kind: DeviceKind,
     pub(crate) bytes: u64,
     pub(crate) alignment: Alignment,
@@ -72,9 +76,9 @@ impl Device {
     /// the device removes that again, unless it is kept.
     fn open(path: &Arc<Path>, missing: Missing) -> Result<Self> {
         let kind = kind_of(path, missing)?;
-        let (file, undo) = match kind {
-            DeviceKind::Raw => (raw::open(path)?, None),
-            _ => file::claim(path, missing, &mut || {}).map(|(file, undo)| (file, Some(undo)))?,
+        let (file, undo, name) = match kind {
+            DeviceKind::Raw => (raw::open(path)?, None, Name::Own),
+            _ => file::claim(path, missing, &mut || {}).map(|(file, undo, name)| (file, Some(undo), name))?,
         };
         let not_in_children = NotInChildren::new(file.as_fd());
         let place = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
@@ -84,6 +88,7 @@ impl Device {
             file,
             path: Arc::clone(path),
             place,
+            name: Mutex::new(name),
             kind,
             bytes: 0,
             alignment: Alignment::NONE,
@@ -103,9 +108,32 @@ impl Device {
         Ok(device)
     }
 
-    /// What was made stays made.
+    /// What was made stays made; a file with a pending name does not, before it takes its own.
     pub(crate) fn keep(&self) {
+        if !self.is_pending() {
+            self.kept.store(true, Relaxed);
+        }
+    }
+
+    pub(crate) fn is_pending(&self) -> bool {
+        *locked(&self.name) == Name::Pending
+    }
+
+    /// Gives a file with a pending name its own one, for good.
+    pub(crate) fn take_name(&self) -> Result<()> {
+        let mut name = locked(&self.name);
+        if *name != Name::Pending {
+            return Ok(());
+        }
+        pending::take_name(&self.path, &self.place, &self.file)?;
+        *name = Name::Own;
         self.kept.store(true, Relaxed);
+        file::settle_name(&self.path, &self.place)
+    }
+
+    /// Its file has no name from here on: the caller removes that.
+    pub(crate) fn forgo_name(&self) {
+        *locked(&self.name) = Name::Removed;
     }
 
     /// What was made goes at the end after all, unless there was something before it.
@@ -141,8 +169,10 @@ impl Device {
         if self.kind != DeviceKind::File {
             return None;
         }
+        let name = locked(&self.name);
+        let place = name.path(&self.place)?;
         let is_short = || self.file.metadata().is_ok_and(|metadata| metadata.len() < self.bytes);
-        file::lost(&self.place, &self.file).or_else(|| is_short().then_some(Lost::Truncated))
+        file::lost(&place, &self.file).or_else(|| is_short().then_some(Lost::Truncated))
     }
 
     /// Some file systems take the flag and fail the transfer: try one before a run depends on it.
@@ -172,8 +202,9 @@ impl Device {
 impl Drop for Device {
     fn drop(&mut self) {
         // Under the lock: once that is gone, what lies at the path may be somebody else's.
-        if let Some(undo) = locked(&self.undo).take().filter(|_| !self.kept.load(Relaxed)) {
-            undo.carry_out(&self.place, &self.file);
+        let undo = locked(&self.undo).take().filter(|_| !self.kept.load(Relaxed));
+        if let (Some(undo), Some(place)) = (undo, locked(&self.name).path(&self.place)) {
+            undo.carry_out(&place, &self.file);
         }
         lock::unlock(&self.file);
     }
@@ -262,7 +293,7 @@ fn kind_of(path: &Arc<Path>, missing: Missing) -> Result<DeviceKind> {
     };
     match there.map(|metadata| metadata.file_type()) {
         None if path.as_os_str().as_encoded_bytes().ends_with(b"/") => folder(),
-        None if missing == Missing::Refuse => {
+        None if matches!(missing, Missing::Refuse) => {
             Err(Error::Invalid(format!("{name} does not exist; pass size= to make it")))
         }
         Some(kind) if kind.is_block_device() => Ok(DeviceKind::Raw),

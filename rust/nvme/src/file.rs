@@ -11,7 +11,11 @@ use std::{
     sync::Arc,
 };
 
-use crate::{Error, Result, lock, private};
+use crate::{
+    Error, IsLeft, Result, lock,
+    pending::{Name, has_its_name, is_there},
+    private,
+};
 
 /// How often a file is opened anew because its name went to another one meanwhile: each time somebody else's whole
 /// attempt came in between.
@@ -29,7 +33,7 @@ pub(crate) struct Undo {
 }
 
 /// What to do where there is no file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy)]
 pub enum Missing {
     /// Refuse.
     Refuse,
@@ -37,6 +41,8 @@ pub enum Missing {
     Make,
     /// Make it, and before it its folder, where that is missing, too.
     MakeInFolder,
+    /// The same under its pending name, which it has until [`Volume::take_name`](crate::Volume::take_name).
+    MakePending(IsLeft),
 }
 
 impl Undo {
@@ -99,24 +105,37 @@ pub(crate) fn lost(path: &Path, file: &File) -> Option<Lost> {
 /// Between opening and locking, others may open, use, remove and replace what is there, so all is looked at again under
 /// the lock: the file counts as made here only if it is still empty, and as the right one only if the path still names
 /// it. `opened` is called in between.
-pub(crate) fn claim(path: &Arc<Path>, missing: Missing, opened: &mut dyn FnMut()) -> Result<(File, Undo)> {
+pub(crate) fn claim(path: &Arc<Path>, missing: Missing, opened: &mut dyn FnMut()) -> Result<(File, Undo, Name)> {
     let mut folder = None;
     for _ in 0..OPENINGS_MAX {
-        let (file, made) = match open(path, libc::O_CLOEXEC, missing != Missing::Refuse) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound && missing == Missing::MakeInFolder => {
-                // Also where another has just removed the one that it made.
-                folder = make_folder(path)?.or(folder);
-                continue;
-            }
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && path.is_symlink() && !path.exists() => {
-                let target = fs::read_link(path).unwrap_or_default();
+        let name = match missing {
+            Missing::MakePending(_) if !is_there(path) => Name::Pending,
+            _ => Name::Own,
+        };
+        let at: Arc<Path> = name.path(path).map_or_else(|| Arc::clone(path), Arc::from);
+        let may_create = match missing {
+            Missing::Refuse => false,
+            Missing::Make | Missing::MakeInFolder => true,
+            Missing::MakePending(_) => name == Name::Pending,
+        };
+        let (file, made) = match open(&at, libc::O_CLOEXEC, may_create) {
+            Err(error) if is_about_existence(&error) && at.is_symlink() && !at.exists() => {
+                let target = fs::read_link(&at).unwrap_or_default();
                 let why =
                     format!("it is a link to {}, which is not there: make that, or name it itself", target.display());
-                return Err(Error::refused(path, libc::ENOENT, why));
+                return Err(Error::refused(&at, libc::ENOENT, why));
             }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => match missing {
+                // Also where another has just removed the one that it made.
+                Missing::MakeInFolder | Missing::MakePending(_) => {
+                    folder = make_folder(path)?.or(folder);
+                    continue;
+                }
+                Missing::Refuse | Missing::Make => return Err(Error::system(path, "open", &error)),
+            },
             // Made by another meanwhile, and neither of us is the first to look at it.
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && path.exists() => continue,
-            result => result.map_err(|error| Error::system(path, "open", &error))?,
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && at.exists() => continue,
+            result => result.map_err(|error| Error::system(&at, "open", &error))?,
         };
         opened();
         if let Err(error) = lock::lock(&file, path) {
@@ -124,12 +143,18 @@ pub(crate) fn claim(path: &Arc<Path>, missing: Missing, opened: &mut dyn FnMut()
             drop(folder.map(fs::remove_dir));
             return Err(error);
         }
-        if lost(path, &file).is_some() {
+        if lost(&at, &file).is_some() {
             continue;
         }
         let length = file.metadata().map_err(|error| Error::system(path, "stat", &error))?.len();
-        let length_before = if made && length == 0 { None } else { Some(length) };
-        return Ok((file, Undo { length_before, mode_before: None, folder }));
+        let is_new = made && length == 0;
+        if let Missing::MakePending(is_left) = missing
+            && !has_its_name(path, (&file, name, is_new), is_left)?
+        {
+            continue;
+        }
+        let length_before = if is_new { None } else { Some(length) };
+        return Ok((file, Undo { length_before, mode_before: None, folder }, name));
     }
     drop(folder.map(fs::remove_dir));
     Err(Error::refused(
@@ -137,6 +162,10 @@ pub(crate) fn claim(path: &Arc<Path>, missing: Missing, opened: &mut dyn FnMut()
         libc::EBUSY,
         "others keep making and removing this file; wait for them, or use another path",
     ))
+}
+
+fn is_about_existence(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::AlreadyExists)
 }
 
 /// Makes the folder of `path` and makes that last; the folder, where there was none.
@@ -178,7 +207,7 @@ pub(crate) fn reserve(path: &Arc<Path>, file: &File, bytes: u64) -> Result<()> {
     let length = i64::try_from(bytes)
         .map_err(|_| Error::Invalid(format!("{bytes} bytes are more than a file can have: {}", path.display())))?;
     // Before anything of ours is there: a file system that finds no room may leave the part that it had.
-    let free = free_bytes(path);
+    let free = free_bytes(file);
     let metadata = file.metadata().map_err(|error| Error::system(path, "stat", &error))?;
     let length_before = metadata.len();
     // Its length too: not every file system says what blocks a file has.
@@ -220,13 +249,11 @@ fn no_room(path: &Arc<Path>, bytes: u64, free: Option<u64>) -> Error {
     )
 }
 
-/// What an unprivileged user may still write to the file system of `path`.
-fn free_bytes(path: &Path) -> Option<u64> {
-    use std::os::unix::ffi::OsStrExt;
-    let name = std::ffi::CString::new(path.as_os_str().as_bytes()).ok()?;
+/// What an unprivileged user may still write to the file system of a file, whatever name that has.
+fn free_bytes(file: &File) -> Option<u64> {
     let mut answer = std::mem::MaybeUninit::<libc::statvfs>::zeroed();
-    // SAFETY: a path that ends and room for the answer.
-    if unsafe { libc::statvfs(name.as_ptr(), answer.as_mut_ptr()) } != 0 {
+    // SAFETY: an open descriptor and room for the answer.
+    if unsafe { libc::fstatvfs(file.as_raw_fd(), answer.as_mut_ptr()) } != 0 {
         return None;
     }
     // SAFETY: filled by the call; every bit pattern is valid.
@@ -237,29 +264,30 @@ fn free_bytes(path: &Path) -> Option<u64> {
 /// Makes the file and its name survive a power loss, so that a later flush of its data is worth something.
 pub(crate) fn settle(path: &Arc<Path>, file: &File, is_new: bool) -> Result<()> {
     file.sync_all().map_err(|error| Error::system(path, "fsync", &error))?;
-    if is_new {
-        File::open(folder_of(path))
-            .and_then(|folder| folder.sync_all())
-            .map_err(|error| Error::system(path, "fsync of its folder", &error))?;
-    }
-    Ok(())
+    if is_new { settle_name(path, path) } else { Ok(()) }
+}
+
+/// Makes the name `place` survive a power loss.
+pub(crate) fn settle_name(path: &Arc<Path>, place: &Path) -> Result<()> {
+    let folder = File::open(folder_of(place)).and_then(|folder| folder.sync_all());
+    folder.map_err(|error| Error::system(path, "fsync of its folder", &error))
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use std::os::unix::fs::FileExt;
 
-    struct Folder(PathBuf);
+    pub(crate) struct Folder(pub(crate) PathBuf);
 
     impl Folder {
-        fn new(name: &str) -> Self {
+        pub(crate) fn new(name: &str) -> Self {
             let folder = std::env::temp_dir().join(format!("memascend-file-{name}-{}", std::process::id()));
             fs::create_dir(&folder).unwrap_or_else(|error| panic!("{error}"));
             Self(folder)
         }
 
-        fn path(&self) -> Arc<Path> {
+        pub(crate) fn path(&self) -> Arc<Path> {
             Arc::from(self.0.join("file"))
         }
     }
@@ -271,7 +299,8 @@ mod tests {
     }
 
     fn claimed(path: &Arc<Path>, opened: &mut dyn FnMut()) -> (File, Undo) {
-        claim(path, Missing::Make, opened).unwrap_or_else(|error| panic!("{error}"))
+        let (file, undo, _) = claim(path, Missing::Make, opened).unwrap_or_else(|error| panic!("{error}"));
+        (file, undo)
     }
 
     #[test]
@@ -357,7 +386,7 @@ mod tests {
     fn the_folder_of_a_new_file_is_synced_and_that_of_another_is_not() {
         let folder = Folder::new("synced");
         let path: Arc<Path> = Arc::from(folder.0.join("file"));
-        let (file, _) = claim(&path, Missing::Make, &mut || {}).unwrap_or_else(|error| panic!("{error}"));
+        let (file, ..) = claim(&path, Missing::Make, &mut || {}).unwrap_or_else(|error| panic!("{error}"));
         let settled = |is_new| assert!(settle(&path, &file, is_new).is_ok());
         assert_eq!(openings(&folder.0, || settled(true)), 1, "its name has to last, too");
         assert_eq!(openings(&folder.0, || settled(false)), 0);
@@ -371,7 +400,10 @@ mod tests {
         let folder = Folder::new("folder");
         let path: Arc<Path> = Arc::from(folder.0.join("new/file"));
         assert!(claim(&path, Missing::Make, &mut || {}).is_err());
-        let made = |path| claim(path, Missing::MakeInFolder, &mut || {}).unwrap_or_else(|error| panic!("{error}"));
+        let made = |path| {
+            let claimed = claim(path, Missing::MakeInFolder, &mut || {});
+            claimed.map_or_else(|error| panic!("{error}"), |(file, undo, _)| (file, undo))
+        };
         let (file, undo) = made(&path);
         assert!(undo.is_new());
         undo.carry_out(&path, &file);

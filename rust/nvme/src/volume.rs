@@ -115,9 +115,27 @@ impl Volume {
         Self { context, running, devices: described, size_bytes, queue_depth, kind, why_not }
     }
 
-    /// Lets what was made or grown for it stay. Until then the end of a volume from a [`Claim`] undoes that.
+    /// Lets what was made or grown for it stay. Until then the end of a volume from a [`Claim`] undoes that. A file with a
+    /// pending name stays from [`take_name`](Self::take_name) on.
     pub fn keep(&self) {
         self.opened().iter().for_each(Device::keep);
+    }
+
+    /// Gives a file with a pending name its own one, for good. Where another file has that by now, this is an error, and
+    /// that file is not touched.
+    pub fn take_name(&self) -> Result<()> {
+        self.opened().iter().try_for_each(Device::take_name)
+    }
+
+    /// Whether a file of it has its pending name still.
+    #[must_use]
+    pub fn is_pending(&self) -> bool {
+        self.opened().iter().any(Device::is_pending)
+    }
+
+    /// Its files have no names from here on: whoever calls this removes those.
+    pub fn forgo_names(&self) {
+        self.opened().iter().for_each(Device::forgo_name);
     }
 
     /// What was made for it where there was nothing goes at its end: whoever wanted it does not any more.

@@ -6,7 +6,7 @@
 use std::{collections::HashMap, path::PathBuf, sync::Arc};
 
 use memascend_mem::Pin;
-use memascend_nvme::Lost;
+use memascend_nvme::{Lost, PENDING_SUFFIX};
 use memascend_store::{Buffer, Commit, Create, Durability, Existing, Part};
 use pyo3::{
     prelude::*,
@@ -30,6 +30,7 @@ use crate::{
 };
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("PENDING_SUFFIX", PENDING_SUFFIX)?;
     module.add_class::<Store>()?;
     module.add_class::<Fetch>()
 }
@@ -356,6 +357,11 @@ impl Store {
     /// Have what was made for it, where there was nothing, removed by `close()`, before anybody else can have it.
     fn forsake(&self) {
         self.inner.volume().forsake();
+    }
+
+    /// Note that its file is removed on purpose: a new store takes no name then, and its file is not reported as lost.
+    fn become_temporary(&self) {
+        self.inner.volume().forgo_names();
     }
 
     /// Keep what was committed, drop what is only staged, and let go of the devices. Twice is fine.

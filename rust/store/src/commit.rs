@@ -89,7 +89,7 @@ impl Store {
                 Durability::None => Reach::Memory,
             }
         };
-        // Length and mode that opening its files gave them stay from here on.
+        // Length and mode that opening its files gave them stay from here on; a new file does once it takes its name.
         self.volume.keep();
         let result = self.carry_out(commit, reach, agree);
         let mut index = self.index.lock();
@@ -290,7 +290,17 @@ impl Store {
         }
         agreed()?;
         self.write_root(&root, reach != Reach::Unflushed).map_err(|error| Error::Broken(Arc::new(error)))?;
+        self.take_name()?;
         Ok(Some(flags))
+    }
+
+    /// Names the file of a new store: from its first root on there is a store.
+    fn take_name(&self) -> Result<()> {
+        self.volume.take_name().map_err(|error| match error.into() {
+            // Nobody finds it, so whoever stages again may write over what the root names.
+            error if self.volume.is_pending() => error,
+            error => Error::Broken(Arc::new(error)),
+        })
     }
 
     fn write_table(&self, slot: usize) -> Result<()> {

@@ -19,7 +19,7 @@ use crate::{
     label::{self, Found, Label},
     layout::PAGE_BYTES,
     newest::{KEEP, Progress, Roots},
-    path::{There, check_place, emptied, look, names_folder, refused, resolve},
+    path::{There, check_place, emptied, is_left, look, names_folder, refused, resolve},
     places::Devices,
     root::{self, Root},
     store::CATALOG_CHUNK_BYTES,
@@ -101,9 +101,11 @@ impl Store {
             There::Empty(_) => {}
             there => drop(decide(&there, how.existing, &paths)?),
         }
-        let claim = Claim::new(&paths, Missing::MakeInFolder)?;
+        // Of several files each would have to take its name at the same moment as the others.
+        let missing = if paths.len() == 1 { Missing::MakePending(is_left) } else { Missing::MakeInFolder };
+        let claim = Claim::new(&paths, missing)?;
         // Again, and now for good: nobody else can have it open, and somebody may have had it in the meantime.
-        let there = look(&paths, Some(&claim))?;
+        let there = if claim.is_pending() { There::Nothing } else { look(&paths, Some(&claim))? };
         if let Some(label) = decide(&there, how.existing, &paths)? {
             let fits = |found: &Description| match found.difference(&description) {
                 None => Ok(()),

@@ -145,6 +145,31 @@ fn was_begun(paths: &[PathBuf], found: &[Found]) -> bool {
         && (0..2).all(lacks_root)
 }
 
+/// Whether a file with a pending name is a store of one device that was never filled, or one that got its first root and
+/// not its name: nothing was ever trained in it. Why not, otherwise: a store may have been given such a name by its user.
+pub(crate) fn is_left(path: &Path) -> std::result::Result<(), String> {
+    let label = match look_at(path) {
+        Ok(Found::Blank) => return Ok(()),
+        Ok(Found::Label(label)) if label.devices.count == 1 => label,
+        Ok(Found::Label(_)) => return Err("it is a device of a striped store".into()),
+        Ok(Found::Version(version)) => return Err(of_version(version)),
+        Ok(Found::Damaged(why)) => return Err(format!("its label is damaged: {why}")),
+        Ok(Found::Foreign) => return Err("it is no memascend store".into()),
+        Err(error) => return Err(error.to_string()),
+    };
+    let file = File::open(path).map_err(|error| error.to_string())?;
+    for slot in 0..2 {
+        let mut page = vec![0; PAGE_BYTES as usize];
+        file.read_exact_at(&mut page, label.devices.root_offset(slot)).map_err(|error| error.to_string())?;
+        match root::read(&page, &label.uuid) {
+            Ok(root::Found::Root(root)) if root.generation > 1 => return Err("it has commits".into()),
+            Ok(_) => {}
+            Err(why) => return Err(format!("a root is damaged: {why}")),
+        }
+    }
+    Ok(())
+}
+
 const FOREIGN: &str = "it holds something that is no memascend store; nothing was changed. Choose another path, or if \
                        nothing on it is needed, remove the file or run `wipefs --all` on the device";
 

@@ -2,7 +2,10 @@
 
 mod toy;
 
-use std::{fs, path::PathBuf};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 use memascend_nvme::{
     Options, Volume,
@@ -135,8 +138,10 @@ fn an_empty_file_is_no_store_and_begins_none_unless_that_is_asked_for() {
             ok(fs::remove_file(path));
         }
         assert!(ok(Store::create(&paths, toy::description(), &how(Existing::Resume, 8192))).1, "nothing was there");
+        // One file has no name before its first commit.
+        assert!(paths.iter().all(|path| path.exists() == (count > 1)));
         for path in &paths {
-            ok(fs::remove_file(path));
+            drop(fs::remove_file(path));
         }
     }
 }
@@ -168,4 +173,160 @@ fn a_device_that_is_missing_from_a_whole_store_does_not_make_it_one_that_never_b
             }
         }
     }
+}
+
+/// The file's own name, its pending one, and all names in its folder.
+fn names(path: &Path) -> (bool, bool, usize) {
+    let folder = path.parent().unwrap_or(path);
+    (path.exists(), pending(path).exists(), ok(fs::read_dir(folder)).count())
+}
+
+fn pending(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".new");
+    name.into()
+}
+
+#[test]
+fn a_store_takes_its_name_with_its_first_root() {
+    let folder = Folder::new("named");
+    let path = &folder.paths(1)[0];
+    for existing in [Existing::Refuse, Existing::Resume, Existing::Replace] {
+        let (store, is_new) = ok(Store::create(&[path], toy::description(), &how(existing, 8192)));
+        assert!(is_new && store.volume().lost().is_none());
+        assert_eq!(names(path), (false, true, 1));
+        assert!(ok(Store::commits(&[path], &Create::default())).is_none(), "there is no store yet");
+        // Another opening of it is refused by the name that was given.
+        for others in [Existing::Refuse, Existing::Resume, Existing::Replace] {
+            let refused = Store::create(&[path], toy::description(), &how(others, 8192)).map(drop);
+            let said = refused.err().map(|why| why.to_string()).unwrap_or_default();
+            assert!(said.starts_with(&format!("{}: this process", path.display())), "{said}");
+        }
+        ok(toy::step(&store, 0));
+        assert!(store.volume().lost().is_none());
+        assert_eq!(names(path), (true, false, 1));
+        ok(toy::step(&store, 1));
+        drop(store);
+        assert_eq!(toy::check(&ok(Store::open(&[path], &Create::default())), ""), 1);
+        ok(fs::remove_file(path));
+        // Whoever ends without a first commit leaves nothing.
+        drop(ok(Store::create(&[path], toy::description(), &how(existing, 8192))));
+        assert_eq!(names(path), (false, false, 0));
+        // Nor does whoever does not want it any more.
+        let (store, _) = ok(Store::create(&[path], toy::description(), &how(existing, 8192)));
+        ok(toy::step(&store, 0));
+        store.volume().forsake();
+        drop(store);
+        assert_eq!(names(path), (false, false, 0));
+    }
+}
+
+#[test]
+fn what_a_killed_process_left_before_its_first_commit_is_begun_anew() {
+    let folder = Folder::new("left");
+    let path = &folder.paths(1)[0];
+    let blank: Vec<Vec<u8>> = toy::disks(1).iter().map(SimDisk::bytes).collect();
+    let mut tried = 0;
+    for point in 0.. {
+        let (left, done) = left_at(&blank[0], point);
+        for bytes in left {
+            ok(fs::write(pending(path), &bytes));
+            let (store, is_new) = Store::create(&[path], toy::description(), &how(Existing::Resume, 8192))
+                .unwrap_or_else(|why| panic!("point {point}: {why}"));
+            assert!(is_new);
+            assert_eq!(names(path), (false, true, 1));
+            if point % toy::many(1, 8) == 0 {
+                ok(toy::step(&store, 0));
+                assert_eq!((names(path), toy::check(&store, "")), ((true, false, 1), 0));
+                store.volume().forsake();
+            }
+            drop(store);
+            assert_eq!(names(path), (false, false, 0));
+            tried += 1;
+        }
+        // Its root was there, and it died before its name.
+        if done {
+            break;
+        }
+    }
+    assert!(tried > 40, "{tried}");
+}
+
+/// What whoever makes and fills a store leaves that dies after so many operations, and whether it has done it all.
+fn left_at(blank: &[u8], point: u64) -> (Vec<Vec<u8>>, bool) {
+    let disk = SimDisk::of(blank.to_vec());
+    let faults = Faults { dies_after: Some(point), ..Faults::default() };
+    let there = volume(std::slice::from_ref(&disk), 8192, &faults);
+    let store = Store::create_on(there, 8192, toy::description(), &Create::default());
+    let done = store.is_ok_and(|store| toy::step(&store, 0).is_ok());
+    let lost = (0..2).map(|seed| disk.after_power_loss(seed).bytes());
+    (std::iter::once(disk.bytes()).chain(lost).collect(), done)
+}
+
+#[test]
+fn a_store_that_was_trained_is_no_leftover_whatever_its_name() {
+    let folder = Folder::new("trained");
+    let path = &folder.paths(1)[0];
+    let theirs = pending(path);
+    let store = ok(Store::create(&[&theirs], toy::description(), &how(Existing::Refuse, 8192))).0;
+    ok(toy::step(&store, 0));
+    ok(toy::step(&store, 1));
+    let refused = Store::create(&[path], toy::description(), &how(Existing::Resume, 8192)).map(drop);
+    assert!(refused.is_err_and(|why| why.to_string().contains("has it open already")));
+    drop(store);
+    let bytes = ok(fs::read(&theirs));
+    for existing in [Existing::Refuse, Existing::Resume, Existing::Replace] {
+        let refused = Store::create(&[path], toy::description(), &how(existing, 8192)).map(drop);
+        let named = |why: &Error| why.to_string().contains(&format!("{}: a new store has this name", theirs.display()));
+        assert!(refused.as_ref().is_err_and(named), "{refused:?}");
+    }
+    // It went back, so that its other root has a mark; or something else is there.
+    let mut previous = Create::default();
+    previous.existing = Existing::Previous;
+    let store = ok(Store::open(&[&theirs], &how(Existing::Resume, 8192)));
+    ok(toy::step(&store, 2));
+    ok(toy::step(&store, 3));
+    drop(store);
+    drop(ok(Store::open(&[&theirs], &previous)));
+    for bytes in [ok(fs::read(&theirs)), b"somebody's".to_vec(), [vec![0; 5000], vec![1], vec![0; 5000]].concat()] {
+        ok(fs::write(&theirs, &bytes));
+        assert!(Store::create(&[path], toy::description(), &how(Existing::Resume, 8192)).is_err());
+        assert_eq!((ok(fs::read(&theirs)) == bytes, names(path)), (true, (false, true, 1)));
+    }
+    assert!(!bytes.is_empty());
+}
+
+#[test]
+fn a_name_that_another_file_takes_meanwhile_is_an_error_that_names_it() {
+    let folder = Folder::new("taken");
+    let path = &folder.paths(1)[0];
+    let store = ok(Store::create(&[path], toy::description(), &how(Existing::Resume, 8192))).0;
+    ok(fs::write(path, b"theirs"));
+    let refused = toy::step(&store, 0);
+    let named = |why: &Error| why.to_string().starts_with(&format!("{}: another file took this name", path.display()));
+    assert!(refused.as_ref().is_err_and(named), "{refused:?}");
+    assert_eq!((ok(fs::read(path)), store.info().generation), (b"theirs".to_vec(), 0));
+    // It is not there any more: the same commit once more.
+    ok(fs::remove_file(path));
+    ok(store.discard(memascend_mem::Wait::forever()));
+    ok(toy::step(&store, 0));
+    assert_eq!(names(path), (true, false, 1));
+    drop(store);
+    ok(fs::remove_file(path));
+    let store = ok(Store::create(&[path], toy::description(), &how(Existing::Resume, 8192))).0;
+    ok(fs::write(path, b"theirs"));
+    assert!(toy::step(&store, 0).is_err());
+    drop(store);
+    assert_eq!((ok(fs::read(path)), names(path)), (b"theirs".to_vec(), (true, false, 1)));
+}
+
+#[test]
+fn a_store_of_several_files_has_their_names_at_once() {
+    let folder = Folder::new("several");
+    let paths = folder.paths(2);
+    let (store, _) = ok(Store::create(&paths, toy::description(), &how(Existing::Resume, 8192)));
+    assert!(paths.iter().all(|path| path.exists() && !pending(path).exists()));
+    drop(store);
+    let refused = Store::create(&paths, toy::description(), &how(Existing::Resume, 8192)).map(drop);
+    assert!(refused.is_err_and(|why| why.to_string().contains(NEVER_BEGAN)));
 }

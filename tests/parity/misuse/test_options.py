@@ -234,6 +234,8 @@ def test_an_unclosed_store_that_was_not_made_to_survive_is_refused_by_name(tmp_p
 def test_a_store_whose_first_write_did_not_finish_is_refused_by_name(offloaded, tmp_path, unchanged):
     storage = tmp_path / "run.store"
     entries = [memascend.engine.Entry(name="weight", values=torch.empty(64, 64, device="meta"), state={})]
+    # The store of a new file has no name before its first commit.
+    storage.touch()
     memascend.engine.Store.create(storage, entries, optimizer="AdamW", fill=False).close()
     model = Stack()
     optimizer = adamw(model)

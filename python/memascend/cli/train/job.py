@@ -27,7 +27,7 @@ from memascend.cli.train.settings import OF_THE_END, with_defaults
 from memascend.distributed.opening import AS_THEY_WERE
 from memascend.distributed.setup import candidates
 from memascend.errors import ConfigError, MemascendError, StorageError
-from memascend.session.decide import file_of, nearest, planned
+from memascend.session.decide import bytes_there, file_of, nearest, planned
 from memascend.session.offload import offload
 from memascend.session.optimizer import session_of
 from memascend.storage import look
@@ -426,7 +426,7 @@ class Job(Closing):
         if not beside:
             return 0
         plan = planned(self._described.model, self._optimizer(), self._settings.offload_options(1)).plan
-        there = sum(place.stat().st_size for place in beside if place.is_file())
+        there = sum(map(bytes_there, beside))
         return max(0, plan.storage_bytes * len(beside) // len(places) - there)
 
     # --- before ------------------------------------------------------------------------

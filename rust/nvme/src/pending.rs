@@ -1,0 +1,288 @@
+//! Gives a new file its name once it is filled: until then it has another one, which the next process takes over.
+
+use std::{
+    ffi::CString,
+    fs::{self, File},
+    io,
+    os::unix::{ffi::OsStrExt, fs::MetadataExt},
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use crate::{Error, Result, file::lost};
+
+/// What follows a file's own name in its pending one.
+pub const PENDING_SUFFIX: &str = ".new";
+
+/// Whether the file with a pending name is what a killed process left, which nobody needs; why not.
+pub type IsLeft = fn(&Path) -> std::result::Result<(), String>;
+
+/// Which name an open file has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Name {
+    /// That of its path.
+    Own,
+    /// The one beside that which it has until it is filled.
+    Pending,
+    /// None, on purpose.
+    Removed,
+}
+
+impl Name {
+    /// Where a file of this name is whose own path is `own`.
+    pub(crate) fn path(self, own: &Path) -> Option<PathBuf> {
+        match self {
+            Self::Own => Some(own.to_owned()),
+            Self::Pending => {
+                let mut name = own.as_os_str().to_owned();
+                name.push(PENDING_SUFFIX);
+                Some(name.into())
+            }
+            Self::Removed => None,
+        }
+    }
+}
+
+/// Whether a locked file is the one to go on with, under the name that it has. Otherwise it had a pending name in vain,
+/// has lost that here, and all is to be looked at again.
+pub(crate) fn has_its_name(path: &Path, (file, name, is_new): (&File, Name, bool), is_left: IsLeft) -> Result<bool> {
+    let Some(pending) = Name::Pending.path(path) else { return Ok(true) };
+    let remove = || fs::remove_file(&pending).map_err(|error| Error::system(&Arc::from(&*pending), "unlink", &error));
+    if name == Name::Own {
+        // A process that was killed between link and unlink left both names.
+        if file.metadata().is_ok_and(|ours| ours.nlink() > 1) && is_at(&pending, file) {
+            remove()?;
+        }
+        return Ok(true);
+    }
+    if is_there(path) {
+        // Whoever filled it has just given it its name, or something else has that.
+        if is_new {
+            remove()?;
+        }
+        return Ok(false);
+    }
+    if is_new {
+        return Ok(true);
+    }
+    if let Err(why) = is_left(&pending) {
+        let why = format!(
+            "a new store has this name until its first commit, and what is there is no store that was never filled \
+             ({why}); nothing was changed: move it away, or choose another path for the store"
+        );
+        return Err(Error::refused(&Arc::from(&*pending), libc::EEXIST, why));
+    }
+    // Never truncated: the file may be another user's, or have a second name.
+    remove().map(|()| false)
+}
+
+/// Whether anything has this name, a link that leads nowhere, too.
+pub(crate) fn is_there(path: &Path) -> bool {
+    !matches!(fs::symlink_metadata(path), Err(error) if error.kind() == io::ErrorKind::NotFound)
+}
+
+/// Whether a path is seen to name the open file.
+fn is_at(path: &Path, file: &File) -> bool {
+    let same = |ours: fs::Metadata, there: fs::Metadata| (there.dev(), there.ino()) == (ours.dev(), ours.ino());
+    file.metadata().is_ok_and(|ours| fs::metadata(path).is_ok_and(|there| same(ours, there)))
+}
+
+/// Gives a file with a pending name its own one, the path `place`, which `path` means, too.
+pub(crate) fn take_name(path: &Arc<Path>, place: &Path, file: &File) -> Result<()> {
+    let Some(pending) = Name::Pending.path(place) else { return Ok(()) };
+    if lost(&pending, file).is_some() {
+        let why = format!(
+            "the file that was being filled for it, {}, was deleted, moved or replaced meanwhile; start again",
+            pending.display()
+        );
+        return Err(Error::refused(path, libc::ENOENT, why));
+    }
+    match rename_new(&pending, place) {
+        Ok(()) => Ok(()),
+        // Some network file systems do a thing twice, and say that the second time failed.
+        Err(_) if is_at(place, file) => Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            let why = "another file took this name while the new store was being filled; that file was not touched: \
+                       move it away, or choose another path";
+            Err(Error::refused(path, libc::EEXIST, why))
+        }
+        Err(error) => Err(Error::system(path, "rename", &error)),
+    }
+}
+
+/// Renames a file where nothing has the new name.
+fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
+    let (old, new) = (CString::new(from.as_os_str().as_bytes())?, CString::new(to.as_os_str().as_bytes())?);
+    let (here, flags) = (libc::AT_FDCWD, libc::RENAME_NOREPLACE);
+    // By its number, as not every C library has it.
+    // SAFETY: two paths that end.
+    if unsafe { libc::syscall(libc::SYS_renameat2, here, old.as_ptr(), here, new.as_ptr(), flags) } == 0 {
+        return Ok(());
+    }
+    let error = io::Error::last_os_error();
+    match error.raw_os_error() {
+        // The file system does not know the flag, or the kernel or a sandbox does not know the call.
+        Some(libc::EINVAL | libc::ENOSYS | libc::EPERM) => link_new(from, to),
+        _ => Err(error),
+    }
+}
+
+/// The same by link and unlink, and where a file has one name alone by a rename that is not safe from others.
+fn link_new(from: &Path, to: &Path) -> io::Result<()> {
+    match fs::hard_link(from, to) {
+        Ok(()) => {
+            // Should that fail: whoever opens the file by its own name takes the other one away.
+            drop(fs::remove_file(from));
+            Ok(())
+        }
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EPERM | libc::EOPNOTSUPP | libc::ENOSYS)) => {
+            if is_there(to) {
+                return Err(io::ErrorKind::AlreadyExists.into());
+            }
+            fs::rename(from, to)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        Missing,
+        file::{Undo, claim, tests::Folder},
+    };
+    use std::os::unix::fs::FileExt;
+
+    /// Files that begin so are left ones.
+    const LEFT: &str = "left";
+
+    /// The file at a path, or one with a pending name.
+    fn pending(path: &Arc<Path>, opened: &mut dyn FnMut()) -> Result<(File, Undo, Name)> {
+        let is_left = |at: &Path| match fs::read_to_string(at) {
+            Ok(text) if text.is_empty() || text.starts_with(LEFT) => Ok(()),
+            _ => Err("it is somebody's".to_owned()),
+        };
+        claim(path, Missing::MakePending(is_left), opened)
+    }
+
+    fn names(folder: &Folder) -> Vec<String> {
+        let all = fs::read_dir(&folder.0).unwrap_or_else(|error| panic!("{error}"));
+        let mut names: Vec<String> =
+            all.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_pending_file_is_taken_over_from_the_dead_and_not_from_the_living() {
+        let folder = Folder::new("pending");
+        let path = folder.path();
+        let (alive, undo, name) = pending(&path, &mut || {}).unwrap_or_else(|error| panic!("{error}"));
+        assert!(undo.is_new() && name == Name::Pending);
+        assert_eq!(names(&folder), ["file.new"]);
+        let refused = pending(&path, &mut || {}).map(drop);
+        let named = |error: &Error| error.to_string().contains(&format!("pid {}", std::process::id()));
+        assert!(refused.as_ref().is_err_and(named), "{refused:?}");
+        assert!(refused.is_err_and(|error| error.to_string().starts_with(&*path.to_string_lossy())), "its own name");
+        drop(alive.write_all_at(LEFT.as_bytes(), 0));
+        drop(alive);
+        // A copy of it with a name of its own is not touched.
+        drop(fs::hard_link(folder.0.join("file.new"), folder.0.join("copy")));
+        let (file, undo, name) = pending(&path, &mut || {}).unwrap_or_else(|error| panic!("{error}"));
+        assert!(undo.is_new() && name == Name::Pending && file.metadata().is_ok_and(|file| file.len() == 0));
+        assert_eq!(fs::read_to_string(folder.0.join("copy")).unwrap_or_default(), LEFT);
+        undo.carry_out(&folder.0.join("file.new"), &file);
+        assert_eq!(names(&folder), ["copy"]);
+    }
+
+    #[test]
+    fn what_is_nobodys_leftover_keeps_its_pending_name() {
+        let folder = Folder::new("foreign");
+        let path = folder.path();
+        drop(fs::write(folder.0.join("file.new"), "theirs"));
+        let refused = pending(&path, &mut || {}).map(drop);
+        let named = |error: &Error| error.to_string().contains("it is somebody's");
+        assert!(refused.as_ref().is_err_and(named), "{refused:?}");
+        assert_eq!(fs::read_to_string(folder.0.join("file.new")).unwrap_or_default(), "theirs");
+        drop(fs::remove_file(folder.0.join("file.new")));
+        // Neither the name of a link that leads nowhere, nor what it would lead to.
+        for link in ["file", "file.new"] {
+            drop(std::os::unix::fs::symlink(folder.0.join("nowhere"), folder.0.join(link)));
+            let refused = pending(&path, &mut || {}).map(drop);
+            assert!(refused.as_ref().is_err_and(|error| error.to_string().contains("it is a link to")), "{refused:?}");
+            assert_eq!(names(&folder), [link]);
+            drop(fs::remove_file(folder.0.join(link)));
+        }
+    }
+
+    #[test]
+    fn of_two_that_race_for_a_name_one_gets_it() {
+        let folder = Folder::new("race");
+        let path = folder.path();
+        // While this one opens the pending file, the other one fills that and names it.
+        let mut winner = None;
+        let late = pending(&path, &mut || {
+            if winner.is_none() {
+                let (file, _, _) = pending(&path, &mut || {}).unwrap_or_else(|error| panic!("{error}"));
+                drop(file.write_all_at(b"filled", 0));
+                take_name(&path, &path, &file).unwrap_or_else(|error| panic!("{error}"));
+                winner = Some(file);
+            }
+        });
+        assert!(matches!(&late, Err(Error::Refused { errno: Some(libc::EBUSY), .. })), "{late:?}");
+        drop(winner);
+        assert_eq!(names(&folder), ["file"]);
+        let (file, undo, name) = pending(&path, &mut || {}).unwrap_or_else(|error| panic!("{error}"));
+        assert!(name == Name::Own && !undo.is_new() && lost(&path, &file).is_none());
+        // Whoever makes a pending file when there is one of the own name by then takes that away again.
+        drop((file, fs::rename(&path, folder.0.join("elsewhere"))));
+        let mut turn = 0;
+        let (_file, _, name) = pending(&path, &mut || {
+            turn += 1;
+            if turn == 1 {
+                drop(fs::rename(folder.0.join("elsewhere"), &path));
+            }
+        })
+        .unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!((name, turn, names(&folder)), (Name::Own, 2, vec!["file".to_owned()]));
+    }
+
+    #[test]
+    fn a_name_that_is_taken_meanwhile_stays_with_whoever_has_it() {
+        let folder = Folder::new("taken");
+        let path = folder.path();
+        let (file, undo, _) = pending(&path, &mut || {}).unwrap_or_else(|error| panic!("{error}"));
+        drop(fs::write(&path, "theirs"));
+        let refused = take_name(&path, &path, &file);
+        assert!(matches!(&refused, Err(Error::Refused { errno: Some(libc::EEXIST), .. })), "{refused:?}");
+        let linked = link_new(&folder.0.join("file.new"), &path);
+        assert!(linked.is_err_and(|error| error.kind() == io::ErrorKind::AlreadyExists));
+        assert_eq!(fs::read_to_string(&path).unwrap_or_default(), "theirs");
+        undo.carry_out(&folder.0.join("file.new"), &file);
+        assert_eq!(names(&folder), ["file"]);
+        // What lost its pending name takes no other.
+        drop(fs::remove_file(&path));
+        let (file, _, _) = pending(&path, &mut || {}).unwrap_or_else(|error| panic!("{error}"));
+        drop(fs::rename(folder.0.join("file.new"), folder.0.join("elsewhere")));
+        drop(fs::write(folder.0.join("file.new"), "theirs"));
+        let refused = take_name(&path, &path, &file);
+        assert!(refused.is_err_and(|error| error.to_string().contains("was deleted, moved or replaced")));
+        assert_eq!(names(&folder), ["elsewhere", "file.new"]);
+    }
+
+    #[test]
+    fn a_name_is_taken_by_a_link_where_the_file_system_renames_no_other_way() {
+        let folder = Folder::new("link");
+        let path = folder.path();
+        let (file, _, _) = pending(&path, &mut || {}).unwrap_or_else(|error| panic!("{error}"));
+        assert!(link_new(&folder.0.join("file.new"), &path).is_ok());
+        assert_eq!((names(&folder), lost(&path, &file)), (vec!["file".to_owned()], None));
+        drop(file);
+        // Killed between link and unlink.
+        drop(fs::hard_link(&path, folder.0.join("file.new")));
+        let (_file, undo, name) = pending(&path, &mut || {}).unwrap_or_else(|error| panic!("{error}"));
+        assert!(name == Name::Own && !undo.is_new());
+        assert_eq!(names(&folder), ["file"]);
+    }
+}
