@@ -197,13 +197,21 @@ def random_numbers():
             drawn.append(torch.cuda.get_rng_state("cuda:1").tolist())
             return loss
 
+        def seeded_loss_of(seed):
+            torch.manual_seed(seed)
+            return loss_of(None)
+
         found = []
-        # The first one by layer learns the course.
+        # The first one by layer learns the course; the last one is the loop whose random numbers it has.
         for step, by_layer in enumerate((True, True, False)):
             training.check.step = step
             drawn.clear()
             torch.manual_seed(7)
-            training.optimizer.accumulate(loss_of, range(3), by_layer=by_layer)
+            if by_layer:
+                training.optimizer.accumulate(loss_of, range(3), by_layer=True)
+            else:
+                seeds = [int(torch.empty((), dtype=torch.int64, device="cpu").random_().item()) for _ in range(3)]
+                training.optimizer.accumulate(seeded_loss_of, seeds)
             training.commit(step, [None] * 3)
             found.append([*sorted(drawn), torch.cuda.get_rng_state("cuda:1").tolist()])
         course = training.optimizer._session.accumulation
