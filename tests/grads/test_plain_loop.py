@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from grads.kept_programs import DRAWING, PROGRAMS, WIDTH, Stack, listed_batches, square
+from grads.test_by_layer import seeded
 from support.bits import same_bits
 
 import memascend
@@ -41,11 +42,8 @@ def written(model, write):
             write(parameter)
 
 
-def in_memory(write, where):
-    """What the plain loop leaves, with seeds for micro-batches as by layer."""
-    torch.manual_seed(0)
-    model = Stack()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train(model, optimizer, where, write, accumulate):
+    """Train and write to weights in between; `accumulate(batches)` gives the losses of one call. All that it leaves."""
     losses = []
     for step in range(3):
         batches = listed_batches()
@@ -54,14 +52,26 @@ def in_memory(write, where):
         for part in (0, 1) if where == "within a step" else (0,):
             if part and step:
                 written(model, write)
-            seeds = [int(torch.empty((), dtype=torch.int64).random_().item()) for _ in batches]
-            for seed, batch in zip(seeds, batches, strict=True):
-                torch.manual_seed(seed)
-                losses.append(square(model)(batch))
-                losses[-1].backward()
+            losses += accumulate(batches)
         optimizer.step()
         optimizer.zero_grad()
-    return [*(loss.detach() for loss in losses), *model.state_dict().values()]
+    return [*(loss.detach() for loss in losses), *(value.clone() for value in model.state_dict().values())]
+
+
+def in_turn(model, batches):
+    """The plain loop, with seeds for micro-batches as by layer."""
+    losses = []
+    for seed, batch in seeded(batches):
+        torch.manual_seed(seed)
+        losses.append(square(model)(batch))
+        losses[-1].backward()
+    return losses
+
+
+def made():
+    torch.manual_seed(0)
+    model = Stack()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def smallest(gradients):
@@ -82,26 +92,16 @@ PLACES = [("between", "auto", True), ("between", "ssd", False), ("between", "fus
 @pytest.mark.parametrize(("where", "gradients", "small"), PLACES)
 def test_weights_that_are_written_between_two_calls_count(tmp_path, where, write, gradients, small):
     options = {"host_memory": smallest(gradients)} if small else {}
-    expected = in_memory(write, where)
-    torch.manual_seed(0)
-    model = Stack()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = memascend.offload(
-        model, optimizer, storage=tmp_path / "run.store", gradients=gradients, **options
+    model, optimizer = made()
+    expected = train(model, optimizer, where, write, lambda batches: in_turn(model, batches))
+    other, optimizer = made()
+    other, optimizer = memascend.offload(
+        other, optimizer, storage=tmp_path / "run.store", gradients=gradients, **options
     )
-    losses = []
     with optimizer:
-        for step in range(3):
-            batches = listed_batches()
-            if where == "between" and step:
-                written(model, write)
-            for part in (0, 1) if where == "within a step" else (0,):
-                if part and step:
-                    written(model, write)
-                losses += optimizer.accumulate(square(model), batches, by_layer=True)
-            optimizer.step()
-            optimizer.zero_grad()
-        found = [*losses, *(value.clone() for value in model.state_dict().values())]
+        found = train(
+            other, optimizer, where, write, lambda batches: optimizer.accumulate(square(other), batches, by_layer=True)
+        )
     assert all(same_bits(one, other) for one, other in zip(expected, found, strict=True))
 
 

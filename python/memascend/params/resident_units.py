@@ -365,9 +365,8 @@ class ResidentUnits:
             return set()
         if victim_for(home, self.homes, self.order, None, must=True) is not None:
             return set()
-        return {thread for other in self.homes if other.slot_bytes == home.slot_bytes for thread in other.holders} - {
-            here
-        }
+        alike = (other for other in self.homes if other.slot_bytes == home.slot_bytes)
+        return {thread for other in alike for thread in other.holders if thread != here}
 
     def _add_room(self, home: Home) -> None:
         """Take memory beside the planned, where no budget was given: a plan cannot know which views code keeps."""
