@@ -108,9 +108,18 @@ def python_files():
         yield path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+def nodes(tree):
+    """Nodes of a file but for what stands under `if TYPE_CHECKING:`, which no program runs."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            continue
+        yield node
+        yield from nodes(node)
+
+
 def imports(path):
-    """Modules and names of ours that a file imports, wherever it does: at its top, for types alone, in a function."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    """Modules and names of ours that a running file imports, at its top or in a function; types alone do not count."""
+    for node in nodes(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
