@@ -2,7 +2,6 @@
 
 use crate::{
     Bf16, Error, Result,
-    fused::Fused,
     philox::{BLOCK, Purpose, Random},
     quantize::Map,
     weights::{Block, by_chance, rounded, widened},
@@ -45,8 +44,8 @@ impl Codes<'_> {
     }
 
     #[inline(always)]
-    fn store<F: Fused>(&mut self, map: &Map, at: usize, len: usize, block: &Block) {
-        self.absmax[at / BLOCK] = map.quantised::<F>(block, &mut self.codes[at..][..len]);
+    fn store(&mut self, map: &Map, at: usize, len: usize, block: &Block) {
+        self.absmax[at / BLOCK] = map.quantised(block, &mut self.codes[at..][..len]);
     }
 }
 
@@ -134,7 +133,7 @@ impl Moments<'_> {
     }
 
     #[inline(always)]
-    pub(crate) fn store<F: Fused>(
+    pub(crate) fn store(
         &mut self,
         at: usize,
         len: usize,
@@ -161,9 +160,9 @@ impl Moments<'_> {
                 }
             }
             Self::Blocks(m, v) => {
-                m.store::<F>(&Map::SIGNED, at, len, first);
+                m.store(&Map::SIGNED, at, len, first);
                 if let Some(v) = v {
-                    v.store::<F>(&Map::UNSIGNED, at, len, second);
+                    v.store(&Map::UNSIGNED, at, len, second);
                 }
             }
             Self::Nothing => (),
