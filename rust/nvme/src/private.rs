@@ -29,8 +29,7 @@ pub enum Privacy {
 /// another. Raw devices are the system's.
 pub(crate) fn make_private(path: &Arc<Path>, file: &File, what: Privacy, is_new: bool) -> Result<Option<u32>> {
     let metadata = file.metadata().map_err(|error| Error::system(path, "stat", &error))?;
-    // SAFETY: takes nothing and cannot fail.
-    let user = unsafe { libc::geteuid() };
+    let user = rustix::process::geteuid().as_raw();
     // Where root is nobody (some network file systems), even a file of one's own making is another's.
     if what == Privacy::Fresh && !is_new && metadata.uid() != user {
         return Err(foreign(path, metadata.uid(), user));
