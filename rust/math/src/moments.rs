@@ -67,15 +67,13 @@ impl Moments<'_> {
     pub(crate) fn agree(&self, len: usize) -> Result<()> {
         let blocks = len.div_ceil(BLOCK);
         let of = |codes: &Codes<'_>| [("exp_avg", codes.codes.len(), len), ("absmax", codes.absmax.len(), blocks)];
+        let plain = |first: usize, second: Option<usize>| {
+            let second = second.map(|second| ("exp_avg_sq", second, len));
+            [("exp_avg", first, len)].into_iter().chain(second).collect()
+        };
         let lengths: Vec<_> = match self {
-            Self::Single(first, second) => {
-                let second = second.as_ref().map(|second| ("exp_avg_sq", second.len(), len));
-                [("exp_avg", first.len(), len)].into_iter().chain(second).collect()
-            }
-            Self::Bf16(first, second) => {
-                let second = second.as_ref().map(|second| ("exp_avg_sq", second.len(), len));
-                [("exp_avg", first.len(), len)].into_iter().chain(second).collect()
-            }
+            Self::Single(first, second) => plain(first.len(), second.as_ref().map(|second| second.len())),
+            Self::Bf16(first, second) => plain(first.len(), second.as_ref().map(|second| second.len())),
             Self::Blocks(first, second) => of(first).into_iter().chain(second.iter().flat_map(of)).collect(),
             Self::Nothing => Vec::new(),
         };

@@ -19,10 +19,9 @@ mod living;
 mod mapping;
 mod owners;
 mod region;
-mod ring;
 mod users;
 
-pub use arena::{Arena, ArenaStats, ClassStats, Lease};
+pub use arena::{Arena, ArenaStats, ChunkRing, ClassStats, Lease};
 pub use cuda::ignore_captures;
 pub use error::{Error, Holder, Result};
 pub use file_memory::{FileMemory, is_file_memory};
@@ -35,4 +34,3 @@ pub use living::fork_generation;
 pub use mapping::{HugePages, KeepGoing, huge_pages, page_bytes};
 pub use owners::{OWNERS_MAX, OwnerId, OwnerStats};
 pub use region::{OnFork, Pin, Pinned, Region, RegionStats, regions};
-pub use ring::ChunkRing;

@@ -27,7 +27,7 @@ use crate::{
     fork::NotInChildren,
     lock,
     pending::{self, Lost, Name},
-    private, raw,
+    raw,
     stripe::Striping,
 };
 
@@ -255,7 +255,7 @@ pub(crate) fn open_all(mut devices: Vec<Device>, options: &Options, stripe_bytes
                     return Err(Error::Invalid(format!("{name} is empty; pass size= to give it room")));
                 }
                 if let Some(privacy) = options.private {
-                    let mode_before = private::make_private(&device.path, &device.file, privacy, device.is_new())?;
+                    let mode_before = file::make_private(&device.path, &device.file, privacy, device.is_new())?;
                     if let (Some(mode), Some(undo)) = (mode_before, locked(&device.undo).as_mut()) {
                         undo.mode_before.get_or_insert(mode);
                     }
