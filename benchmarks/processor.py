@@ -27,7 +27,7 @@ from memascend.cli import plan as plans
 from memascend.cli.plan.model import recompute, settle, without_gradients_kept
 from memascend.cli.storage import disk_folder
 from memascend.errors import ConfigError, StorageError
-from memascend.memory import Heap
+from memascend.memory import set_heap_thresholds, trim_heap
 from memascend.plan.cost import Host, assumed_host
 from memascend.session.offload import offload
 from memascend.text import Progress
@@ -39,11 +39,9 @@ if TYPE_CHECKING:
     from memascend.cli.plan.model import Trace
     from memascend.plan.table import Plan
 
-# Of one depth of the model: after a first pass, so many, or those that fit into so many seconds.
+# Of one depth of the model: after a first pass, which maps and loads what the others find, so many, or those that fit
+# into so many seconds.
 _PASSES, _SECONDS = 5, 10.0
-# The passes before these: one maps and loads what the others find. With a large batch the heap keeps from the third on
-# what is freed.
-_FIRST, _FIRST_OF_LARGE = 1, 3
 # Values that are made for it: beyond this, fewer blocks tell what the others take.
 _VALUES_BYTES = 1 << 30
 _ELEMENTS = 4 << 20
@@ -188,21 +186,20 @@ def _pass_seconds(model: nn.Module, depth: int, trace: Trace, shape: tuple[int, 
     if trace.recomputes:
         recompute(made)
     tokens = torch.randint(config.vocab_size, shape)  # type: ignore[union-attr, arg-type]
-    is_large = trace.is_large(model)
-    first = _FIRST_OF_LARGE if is_large else _FIRST
     passes: list[tuple[float, float]] = []
     began = time.perf_counter()
-    # As it will be while it is trained: pages that are mapped anew are zeroed anew, unless the batch is large.
-    with Heap(model_bytes=0 if is_large else None) as heap, without_gradients_kept(made):
-        while len(passes) < first + _PASSES and (len(passes) <= first or time.perf_counter() - began < _SECONDS):
+    # As it will be while it is trained: pages that are mapped anew are zeroed anew.
+    set_heap_thresholds()
+    with without_gradients_kept(made):
+        while len(passes) <= _PASSES and (len(passes) < 2 or time.perf_counter() - began < _SECONDS):
             before = time.perf_counter()
             loss = made(input_ids=tokens, labels=tokens).loss
             between = time.perf_counter()
             loss.backward()
             del loss
             passes.append((between - before, time.perf_counter() - between))
-            heap.step_ended(1)
-    forward, backward = zip(*passes[first:], strict=True)
+            trim_heap()
+    forward, backward = zip(*passes[1:], strict=True)
     return statistics.median(forward), statistics.median(backward)
 
 

@@ -77,7 +77,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--again", action="store_true", help="measure also what is there")
     parser.add_argument("--limit", type=int, default=_REACH_MIB, metavar="MIB", help="for reach (default 3072)")
     parser.add_argument("--deepspeed", metavar="PYTHON", help=environment.OPTION_HELP)
-    parser.add_argument("--trace", metavar="FILE", help="only trace a few steps of the first workload, for Perfetto")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -86,8 +85,6 @@ def _run(options: argparse.Namespace) -> int:
     if not Path(options.storage).is_dir():
         raise ConfigError(f"--storage {options.storage}: there is no such folder")
     launcher = Launcher(Path(options.storage), environment.found(options.deepspeed))
-    if options.trace:
-        return _trace(launcher, next(iter(options.workloads or HEADLINE)), Path(options.trace))
     bench = Bench(launcher, Results(Path(options.results), again=options.again), options.steps, _say)
     kept = Bench(launcher, Results(Path(options.results), measures=False), options.steps, _ignored)
     printed = _ignored if options.json else _print
@@ -173,14 +170,6 @@ def _curves(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str
         picture = Path(options.picture) if options.picture else None
         draw(bench.results.folder, picture and picture.with_stem(f"{picture.stem}-{name}"), name, curve, rows)
     return found
-
-
-def _trace(launcher: Launcher, name: str, path: Path) -> int:
-    answer = launcher.run(WORKLOADS[name], "memascend", steps=3, settings={"trace": str(path.absolute())})
-    if "error" in answer:
-        raise ConfigError(answer["error"])
-    print(f"{path}: a few steps of {name}; open it in ui.perfetto.dev")
-    return 0
 
 
 def _print(text: str) -> None:

@@ -23,7 +23,6 @@ __all__ = [
     "Engine",
     "Fetch",
     "FileMemory",
-    "Heap",
     "HostArena",
     "Layout",
     "Lease",
@@ -41,15 +40,14 @@ __all__ = [
     "ignore_captures",
     "io_uring_why_not",
     "is_file_memory",
-    "kernel_accumulate",
     "kernel_adam",
-    "kernel_cast",
     "kernel_check",
     "kernel_scalars",
     "kernel_simd",
     "layout",
     "limits",
     "regions",
+    "set_heap_thresholds",
     "state_convert",
     "state_update",
     "store_commits",
@@ -57,6 +55,7 @@ __all__ = [
     "store_log_bytes",
     "store_sizes",
     "store_state_in",
+    "trim_heap",
 ]
 
 __version__: str
@@ -298,34 +297,6 @@ class LeaseBuffer:
         def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
-class Heap:
-    """The C library's heap while a model is trained: it maps allocations from 1 MiB on, and gives back what is free.
-
-    glibc raises that threshold by itself, and its heap grows with the depth of a model then. A model that was made in
-    the heap leaves holes, which gradients would fill one after another: they are taken, and free again after `close()`.
-    `MEMASCEND_MALLOC=system` in the environment leaves the heap alone; glibc's own variables, by which somebody chose,
-    leave their thresholds and the holes. Without `gives_back` the heap keeps what is freed after `take_holes()`, as it
-    does once a backward touched three times `model_bytes` anew: pages that come back each time cost more than they are
-    worth where all state is in memory, and where a batch is large.
-    """
-
-    def take_holes(self) -> None:
-        """Give back what is free, and take the holes: large memory was freed that does not come again."""
-
-    def step_ended(self, backwards: int) -> None:
-        """A step of so many backwards ended: give back what is free, or keep it from now on."""
-
-    def trim(self) -> None:
-        """Give back to the system what is free."""
-
-    def close(self) -> None:
-        """Make the holes free for anybody."""
-
-    def __new__(cls, *, gives_back: bool = True, model_bytes: int | None = None) -> Heap: ...
-    def __enter__(self) -> Heap: ...
-    def __exit__(self, *_raised: object) -> None: ...
-
-@final
 class Layout:
     """What a plan takes: bytes asked for, and bytes reserved once every slot is aligned for I/O."""
 
@@ -359,6 +330,15 @@ def limits() -> dict[str, Any]:
 
 def regions() -> list[dict[str, Any]]:
     """Every region that is mapped now: its "owner", "bytes" and how it is "pinned"."""
+
+def set_heap_thresholds() -> None:
+    """Have the C library map each allocation from 1 MiB on, in this process, for good.
+
+    `MEMASCEND_MALLOC=system` in the environment leaves the heap alone, and glibc's own variables keep their thresholds.
+    """
+
+def trim_heap() -> None:
+    """Give free memory of the C library's heap back to the system, unless `MEMASCEND_MALLOC=system` leaves it alone."""
 
 @final
 class Volume:
@@ -953,24 +933,6 @@ class Engine:
     def waiting_bytes(self) -> int:
         """Bytes of gradients of held entries that wait for their step, "waiting" of `counters()`."""
 
-    def trace(self, path: str | os.PathLike[str]) -> None:
-        """Record what happens to the store, until `trace_end`, into a new file for Perfetto or chrome://tracing.
-
-        Reads, writes and flushes; what the engine's thread computes and waits for; waits for fetched units. Some 150
-        bytes of file for each, and nothing is spent on it while no trace is recorded.
-
-        Raises:
-            StorageError: the file exists, or cannot be made.
-            ConfigError: a trace is being recorded already.
-        """
-
-    def trace_end(self) -> None:
-        """End the trace, as closing the store does too. Nothing happens where there is none.
-
-        Raises:
-            StorageError: the file could not be written whole.
-        """
-
     def counters(self) -> dict[str, Any]:
         """Jobs and chunks, bytes by kind, bytes "queued" and the most of them, and "seconds" by what its thread did."""
 
@@ -980,7 +942,7 @@ class Engine:
     def __exit__(self, *_raised: object) -> None: ...
 
 # An address and the place of its dtype in memascend.kernels.arguments.FLOATS.
-_Place: TypeAlias = tuple[int, int]
+_TypedAddress: TypeAlias = tuple[int, int]
 # The fields of memascend.kernels.scalars.Scalars, in order.
 _Scalars: TypeAlias = tuple[float, float, float, float, bool, float, float, float, float, float]
 
@@ -998,16 +960,14 @@ def kernel_scalars(
 def kernel_check(grads: list[tuple[int, int, int]], inv_scale: float, threads: int) -> tuple[bool, Squares]: ...
 def kernel_adam(
     master: int,
-    grad: _Place,
+    grad: _TypedAddress,
     exp_avg: int,
     exp_avg_sq: int,
-    out16: _Place | None,
+    out16: _TypedAddress | None,
     numel: int,
     scalars: _Scalars,
     threads: int,
 ) -> None: ...
-def kernel_cast(source: _Place, out: _Place, numel: int, threads: int) -> None: ...
-def kernel_accumulate(grad: _Place, total: _Place, numel: int, threads: int) -> None: ...
 def state_convert(
     of_state: str,
     of_values: str,
@@ -1025,7 +985,7 @@ def state_update(
     momentum: bool,
     values: int,
     state: list[int],
-    grad: _Place,
+    grad: _TypedAddress,
     numbers: _Numbers,
     name: str,
     first: int,

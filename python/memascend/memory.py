@@ -17,7 +17,6 @@ from memascend._core import (
     Arena,
     ChunkRing,
     FileMemory,
-    Heap,
     HostArena,
     Layout,
     Lease,
@@ -27,6 +26,8 @@ from memascend._core import (
     layout,
     limits,
     regions,
+    set_heap_thresholds,
+    trim_heap,
 )
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ __all__ = [
     "UNREGISTERED",
     "Arena",
     "ChunkRing",
-    "Heap",
     "HostArena",
     "Layout",
     "Lease",
@@ -51,6 +51,8 @@ __all__ = [
     "layout",
     "limits",
     "regions",
+    "set_heap_thresholds",
+    "trim_heap",
 ]
 
 

@@ -51,10 +51,8 @@ def test_a_shallow_model_has_the_first_blocks_and_computes(config):
     assert processor._depth(model) == 12
     assert len(processor._shallow(model, 3).model.layers) == 3
     assert len(model.model.layers) == 12
-    for large in (False, True):
-        trace = SimpleNamespace(recomputes=True, is_large=lambda _, large=large: large)
-        passed = processor._pass_seconds(model, 2, trace, (1, 16))
-        assert all(0 < seconds < 60 for seconds in passed)
+    passed = processor._pass_seconds(model, 2, SimpleNamespace(recomputes=True), (1, 16))
+    assert all(0 < seconds < 60 for seconds in passed)
     # Blocks that differ are all computed; lists within a block are the block's own.
     model.model.layers[7] = nn.Linear(4, 4, device="meta")
     assert processor._depth(model) == 1

@@ -104,28 +104,6 @@ def test_a_batch_takes_the_same_for_each_sequence(config):
     assert guessed.flops == pytest.approx(four.flops, rel=0.01)
 
 
-def test_a_heap_that_keeps_what_is_freed_has_gaps(capsys, config):
-    """Where a batch is large beside the model, or the model is held; a card has none of it."""
-
-    def beside(*words):
-        found = told(capsys, config, *words)
-        torchs = found["torch"]["peak_bytes"]
-        return found["host_bytes"] - found["plan"]["host_peak"] - torchs, torchs
-
-    config.write_text(json.dumps({**CONFIG, "max_position_embeddings": 4096}))
-    many = "--tokens", 32_768, "--length", 4096, "--keep-activations"
-    small, _ = beside("--tokens", 256)
-    held, of_few = beside("--tokens", 256, "--host-memory", "64MiB")
-    large, of_many = beside(*many)
-    assert (held - small, large - small) == (int(0.2 * of_few), int(0.2 * of_many))
-    on_card = told(capsys, config, *many, "--gpu", "4090")
-    assert on_card["host_bytes"] - on_card["plan"]["host_peak"] == small
-    assert main(["plan", *map(str, (config, *many))]) == 0
-    row = re.search(r"gaps between torch's +(\S+ \S+)", capsys.readouterr().out)
-    assert row is not None
-    assert row[1] == bytes_shown(large - small)
-
-
 def test_a_step_is_its_longest_parts(capsys, config):
     found = told(capsys, config, *MACHINE, "--tokens", 256)
     step, plan = found["step"], found["plan"]

@@ -12,9 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # What each crate of ours may use: crates of ours, then crates of others. Tests and benches may use more.
 CRATES = {
-    "memascend-mem": ({}, {"libc", "thiserror"}),
+    "memascend-mem": ({}, {"libc", "rustix", "thiserror"}),
     "memascend-math": ({}, {"thiserror"}),
-    "memascend-nvme": ({"memascend-mem"}, {"io-uring", "libc", "thiserror"}),
+    "memascend-nvme": ({"memascend-mem"}, {"io-uring", "libc", "rustix", "thiserror"}),
     "memascend-store": ({"memascend-math", "memascend-mem", "memascend-nvme"}, {"libc", "thiserror", "twox-hash"}),
     "memascend-engine": ({"memascend-math", "memascend-mem", "memascend-store"}, {"thiserror"}),
     "memascend-py": (

@@ -53,11 +53,6 @@ class Gradients:
         """How gradients wait for step(): "fused" (they do not), "ssd" or "ram"."""
         return self._loop.mode
 
-    @property
-    def backwards(self) -> int:
-        """How many brought gradients since the last step."""
-        return self._arrivals.backwards.count
-
     def is_staged(self) -> bool:
         """Whether something arrived or is staged that no step has used."""
         return self._arrivals.fresh or self.has_updates

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from memascend.grads.backward import Arrivals, GradientMeter
     from memascend.grads.baton import MicroBatch
     from memascend.grads.gradient import Gradient
-    from memascend.memory import Heap
     from memascend.params.residency import Residency
     from memascend.storage import Engine
 
@@ -295,7 +294,6 @@ class Accumulation:
     residency: Residency  # of its units
     engine: Engine  # whose queue of gradients has the same bound as their sums
     meter: GradientMeter  # counts these sums as memory
-    heap: Heap  # of the process
     device: torch.device  # the one that computes
     limit: int  # bytes that partial sums may have in memory, with the parts that wait to be added to them
     strict: bool  # the user gave a budget: sums and queue together stay within `limit`
@@ -304,7 +302,7 @@ class Accumulation:
     def __post_init__(self) -> None:
         self._generators = Generators(self.device)
         self._threads = Threads()
-        # The time from which on free memory is given back between two micro-batches.
+        # The time from which on MKL's free memory is given back between two micro-batches.
         self._gives_back_at = 0.0
         # What the calls so far have shown; None before the first.
         self._course: Course | None = None
@@ -447,7 +445,6 @@ class Accumulation:
             raise
         finally:
             self.meter.count(None)
-            # The heap is trimmed by the step.
             free_scratch()
         backwards.note_ended(len(batches))
         if baton.strayed:
@@ -457,11 +454,10 @@ class Accumulation:
         return [one.result for one in baton.micro_batches]
 
     def _tidy(self) -> None:
-        """Occasionally give back the free memory that the thread of a micro-batch keeps while others run."""
+        """Occasionally give back what MKL keeps for the thread of a micro-batch while others run."""
         began = time.monotonic()
         if began >= self._gives_back_at:
             free_scratch()
-            self.heap.trim()
             ended = time.monotonic()
             self._gives_back_at = ended + _PAUSES * (ended - began)
 

@@ -16,7 +16,6 @@ from memascend.grads.loop import Loop, LossScale
 from memascend.grads.microbatches import Accumulation
 from memascend.grads.norms import Norms
 from memascend.grads.speculation import Speculation
-from memascend.memory import Heap
 from memascend.optim.members import members_of
 from memascend.params.module_hooks import Frames
 from memascend.params.offloaded_param import Place
@@ -97,8 +96,6 @@ class Assembly:
         loads = Loads(edits)
         state_dicts = StateDicts(subject.model, run, loads, sharded=subject.sharding is not None)
         attachment = Attachment(subject.model, self._gates(residency), run, state_dicts, on_device=self._on_device)
-        values = sum(parameter.nbytes for parameter in subject.named.values())
-        heap = Heap(gives_back=any(plan.read_bytes.values()), model_bytes=values)
         session = Session(
             run=run,
             newcomers=newcomers,
@@ -110,8 +107,7 @@ class Assembly:
             saving=Saving(subject.model, run, loads, reached_values, newcomers, subject.sharding),
             attachment=attachment,
             measurements=Measurements(run, plan, meter, arrivals.speculation),
-            accumulation=self._accumulation(arrivals, residency, meter, heap),
-            heap=heap,
+            accumulation=self._accumulation(arrivals, residency, meter),
             max_grad_norm=subject.options.max_grad_norm,
             sharding=subject.sharding,
         )
@@ -168,7 +164,7 @@ class Assembly:
         residency.units.order.expect(forward + forward[::-1])
         return residency
 
-    def _accumulation(self, arrivals: Arrivals, residency: Residency, meter: Meter, heap: Heap) -> Accumulation:
+    def _accumulation(self, arrivals: Arrivals, residency: Residency, meter: Meter) -> Accumulation:
         plan = self.decision.plan
         return Accumulation(
             model=self.subject.model,
@@ -176,7 +172,6 @@ class Assembly:
             residency=residency,
             engine=self.resources.engine,
             meter=meter,
-            heap=heap,
             device=self._device,
             limit=plan.queue_bytes,
             strict=not self._grows,

@@ -15,6 +15,7 @@ from memascend.activations import activations as activation_files
 from memascend.device import device as devices
 from memascend.device.unit_memory import DeviceUnits, HostUnits
 from memascend.distributed.setup import begin
+from memascend.memory import set_heap_thresholds, trim_heap
 from memascend.optim.rules import unwrapped, wrap_again
 from memascend.optim.shared import take_options
 from memascend.plan.cost import said
@@ -191,8 +192,9 @@ def _offloaded(subject: Subject) -> tuple[OffloadedOptimizer, Forecast | None]:
         undo.pop_all()
     if subject.earlier is not None:
         subject.earlier.remove()
+    set_heap_thresholds()
     # The model's own memory was freed.
-    session.heap.take_holes()
+    trim_heap()
     open_runs.note(offloaded)
     return offloaded, seconds
 

@@ -14,6 +14,7 @@ import torch
 
 from memascend.device.device import refuse_graphs
 from memascend.errors import ConfigError, MemascendError, UsageError
+from memascend.memory import trim_heap
 from memascend.params import module_hooks
 from memascend.session.run import CLOSED
 from memascend.session.value_edits import roll_back
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from memascend.distributed.sharding import Sharding
     from memascend.grads.gradient import Gradient
     from memascend.grads.microbatches import Accumulation
-    from memascend.memory import Heap
     from memascend.params.offloaded_param import Place
     from memascend.session.attachment import Attachment, AutocastWatch, Newcomers
     from memascend.session.materialize import Saving
@@ -61,7 +61,6 @@ class Session:
     attachment: Attachment
     measurements: Measurements
     accumulation: Accumulation
-    heap: Heap
     max_grad_norm: float | None
     # None for one process.
     sharding: Sharding | None = None
@@ -156,14 +155,14 @@ class Session:
     def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Commit the step, or skip it where a scaled gradient overflowed; schedulers may know these `optimizers`."""
         self.run.resources.require_open()
-        began, backwards = time.perf_counter(), self.run.gradients.backwards
+        began = time.perf_counter()
         with self.run.resources.store.preparing():
             self.run.record.schedule.begin_step(optimizers)
             committed = self._prepared_step()
         if committed:
             self.run.residency.units.end_step()
             self.measurements.step_ended(began)
-            self.heap.step_ended(backwards)
+            trim_heap()
             self.run.resources.warn_if_lost()
 
     def _prepared_step(self) -> bool:
@@ -373,7 +372,6 @@ class Session:
         self.attachment.leave()
         self.run.gradients.unwatch()
         self.run.residency.close(CLOSED)
-        self.heap.close()
         self.run.resources.close()
 
 

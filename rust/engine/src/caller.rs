@@ -2,15 +2,9 @@
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
-    sync::{
-        Arc,
-        mpsc::{Receiver, Sender, channel},
-    },
+    sync::mpsc::{Receiver, Sender, channel},
     thread::{self, JoinHandle},
-    time::Instant,
 };
-
-use memascend_store::Store;
 
 use crate::{Error, Result, queue::Queue};
 
@@ -19,31 +13,26 @@ pub(crate) type Call = Box<dyn FnOnce() -> Result<()> + Send>;
 
 /// A thread for calls. It is one for all of them, since each thread that computes with torch has a team of threads.
 struct Calls {
-    /// The entry that each is of, for traces.
-    begun: Sender<(usize, Call)>,
+    begun: Sender<Call>,
     ended: Receiver<thread::Result<Result<()>>>,
     thread: JoinHandle<()>,
 }
 
 /// Calls one function at a time. Dropping it waits for that.
+#[derive(Default)]
 pub(crate) struct Caller {
-    store: Arc<Store>,
     /// From the first call on: most engines have none.
     calls: Option<Calls>,
 }
 
 impl Caller {
-    pub(crate) fn new(store: Arc<Store>) -> Self {
-        Self { store, calls: None }
-    }
-
     /// Begins a call; the one before was waited for.
-    pub(crate) fn begin(&mut self, queue: &Queue, entry: usize, call: Call) -> Result<()> {
+    pub(crate) fn begin(&mut self, queue: &Queue, call: Call) -> Result<()> {
         let calls = match self.calls.take() {
             Some(calls) => calls,
-            None => started(Arc::clone(&self.store), queue)?,
+            None => started(queue)?,
         };
-        let begun = calls.begun.send((entry, call));
+        let begun = calls.begun.send(call);
         self.calls = Some(calls);
         begun.map_err(|_| ended())
     }
@@ -64,15 +53,11 @@ impl Drop for Caller {
     }
 }
 
-fn started(store: Arc<Store>, queue: &Queue) -> Result<Calls> {
-    let ((begun, calls), (results, ended)) = (channel::<(usize, Call)>(), channel());
+fn started(queue: &Queue) -> Result<Calls> {
+    let ((begun, calls), (results, ended)) = (channel::<Call>(), channel());
     let serve = move || {
-        for (entry, call) in calls {
-            let start = Instant::now();
-            let result = catch_unwind(AssertUnwindSafe(call));
-            let name = &store.description().entries[entry].name;
-            store.volume().trace().span("compute", name, start, Instant::now());
-            if results.send(result).is_err() {
+        for call in calls {
+            if results.send(catch_unwind(AssertUnwindSafe(call))).is_err() {
                 return;
             }
         }

@@ -378,7 +378,7 @@ impl Shared {
         // Unwinding drops what is in flight, which waits for the devices: no memory goes that the kernel still has.
         let served = catch_unwind(AssertUnwindSafe(|| {
             let bench = Bench::new(&self.store, others, wholes)?;
-            let caller = Caller::new(Arc::clone(&self.store));
+            let caller = Caller::default();
             Pipeline::new(&self.queue, &self.ring, self.owner, bench, caller, self.chunks).serve();
             Ok(())
         }));

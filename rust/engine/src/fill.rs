@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use memascend_math::{Element as _, Floats, FloatsMut, Moments, WideState, cast, encode};
+use memascend_math::{Element as _, Floats, Moments, WideState, encode, widen};
 use memascend_store::{Buffer, Content, Dtype, Entry, Master, MomentForm, Shared, StateTensor, Store};
 
 use crate::{
@@ -177,7 +177,7 @@ impl Fill {
                             let values = floats(&*self.values, self.dtype, elements.start, elements.len());
                             // SAFETY: as above; `bytes` is not used after this.
                             let master = unsafe { elements_mut::<f32>(part, at, elements.len()) };
-                            cast(values, FloatsMut::F32(master), bench.exec)?;
+                            widen(values, master, bench.exec)?;
                         }
                     }
                 }

@@ -1,6 +1,6 @@
 //! Updates an entry whose state is that of torch's SGD as it is: float32 values or a master, and a momentum or none.
 
-use memascend_math::{Floats, FloatsMut, Moments, Place, Reduced, Rule, Weights, update};
+use memascend_math::{Floats, FloatsMut, Moments, Position, Reduced, Rule, Weights, update};
 use memascend_store::{Dtype, Entry, Format};
 
 use crate::{
@@ -47,5 +47,5 @@ pub(crate) fn stepped(bench: &Bench<'_>, turn: &Turn, gradient: Floats<'_>, rule
         values => Weights::Master { master: next()?, values },
     };
     let moments = if described.has_momentum() { Moments::Single(next()?, None) } else { Moments::Nothing };
-    Ok(update(Reduced { weights, moments }, gradient, rule, Place::default(), bench.exec)?)
+    Ok(update(Reduced { weights, moments }, gradient, rule, Position::default(), bench.exec)?)
 }

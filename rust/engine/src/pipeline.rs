@@ -313,7 +313,7 @@ impl<'a> Pipeline<'a> {
         }
         if job.called_at == Some(turn.index) {
             let call = job.work.call(&self.bench, &turn)?;
-            self.caller.begin(self.queue, turn.entry, call)?;
+            self.caller.begin(self.queue, call)?;
             self.calling = Some((job, turn.index));
             return Ok(());
         }
@@ -329,12 +329,7 @@ impl<'a> Pipeline<'a> {
         bench.counters.computing += computed - arrived;
         bench.counters.chunks += 1;
         let writes = job.work.writes(bench, &turn);
-        let sealed = Instant::now();
-        bench.counters.sealing += sealed - computed;
-        let (trace, name) = (bench.store.volume().trace(), &bench.store.description().entries[turn.entry].name);
-        trace.span("wait for reads", name, began, arrived);
-        trace.span("compute", name, arrived, computed);
-        trace.span("stage", name, computed, sealed);
+        bench.counters.sealing += computed.elapsed();
         self.writing.push_back(Writing { writes: writes?, running: Rc::clone(&job.running) });
         if turn.index + 1 == job.turns {
             count(&*job.work, &mut bench.counters);
@@ -348,12 +343,8 @@ impl<'a> Pipeline<'a> {
         let Some((job, turn)) = self.calling.take() else { return Ok(()) };
         let began = Instant::now();
         let result = self.caller.wait();
-        let ended = Instant::now();
-        self.bench.counters.computing += ended - began;
+        self.bench.counters.computing += began.elapsed();
         self.bench.counters.chunks += 1;
-        let store = self.bench.store;
-        let name = &store.description().entries[job.running.mark.entry].name;
-        store.volume().trace().span("wait for a function", name, began, ended);
         job.running.heard(result)?;
         if turn + 1 == job.turns {
             count(&*job.work, &mut self.bench.counters);
@@ -374,11 +365,7 @@ impl<'a> Pipeline<'a> {
                 result = result.and(Err(error));
             }
         }
-        let ended = Instant::now();
-        self.bench.counters.writing += ended - began;
-        let store = self.bench.store;
-        let name = &store.description().entries[writing.running.mark.entry].name;
-        store.volume().trace().span("wait for writes", name, began, ended);
+        self.bench.counters.writing += began.elapsed();
         writing.running.heard(result)
     }
 

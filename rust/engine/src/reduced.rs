@@ -1,6 +1,6 @@
 //! Updates an entry whose state is reduced: moments of 16 or 8 bits, a compact master, or none.
 
-use memascend_math::{Bf16, Codes, F16, Floats, FloatsMut, Moments, Place, Random, Reduced, Rule, Weights, update};
+use memascend_math::{Bf16, Codes, F16, Floats, FloatsMut, Moments, Position, Random, Reduced, Rule, Weights, update};
 use memascend_store::{BLOCK, Dtype, Entry, Format, Master, MomentForm, key_of};
 
 use crate::{
@@ -21,7 +21,7 @@ pub(crate) fn stepped(bench: &Bench<'_>, turn: &Turn, gradient: Floats<'_>, rule
     let random = Random { key: key_of(&described.name, rule.seed()), step: rule.step() };
     // What is drawn depends on the place in the whole parameter.
     let first = bench.store.first_element(turn.entry) + bench.elements(turn.entry, turn.index).start as u64;
-    Ok(update(state, gradient, rule, Place { random, first }, bench.exec)?)
+    Ok(update(state, gradient, rule, Position { random, first }, bench.exec)?)
 }
 
 /// The state of a turn's chunk. What fills the last page of its values is written as zeros.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use memascend_math::{Floats, FloatsMut, Rule, Scalars, State, adam, scale};
+use memascend_math::{AdamState, Floats, FloatsMut, Rule, Scalars, adam, scale};
 use memascend_store::{Buffer, Description, Dtype, Entry, Format, Store};
 
 use crate::{
@@ -200,7 +200,7 @@ pub(crate) fn single(bench: &Bench<'_>, turn: &Turn, gradient: Floats<'_>, scala
         FloatsMut::F32(master) => (master, None),
         out => (next()?, Some(out)),
     };
-    let state = State { master, exp_avg: next()?, exp_avg_sq: next()? };
+    let state = AdamState { master, exp_avg: next()?, exp_avg_sq: next()? };
     Ok(adam(state, gradient, out, scalars, bench.exec)?)
 }
 

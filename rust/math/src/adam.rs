@@ -4,9 +4,9 @@
 //! the one formula; torch rounds the second moment of the last elements of a thread's share differently.
 
 use crate::{
-    Bf16, Element, Error, Exec, F16, Floats, FloatsMut, Result, STREAM_ELEMENTS_MIN, Scalars,
+    Element, Error, Exec, Floats, FloatsMut, Result, STREAM_ELEMENTS_MIN, Scalars,
+    element::for_type,
     exec::Work,
-    fused::Fused,
     simd::{Kernel, Simd},
     stream::{self, Fill},
 };
@@ -19,7 +19,7 @@ const GRAIN: usize = 1024;
 
 /// The fp32 state of a parameter, updated in place.
 #[derive(Debug)]
-pub struct State<'a> {
+pub struct AdamState<'a> {
     /// The parameter.
     pub master: &'a mut [f32],
     /// The first moment.
@@ -30,21 +30,17 @@ pub struct State<'a> {
 
 /// Updates `state` with `grad`, and writes the updated parameter, rounded, to `out` where there is one.
 pub fn adam(
-    state: State<'_>,
+    state: AdamState<'_>,
     grad: Floats<'_>,
     out: Option<FloatsMut<'_>>,
     scalars: &Scalars,
     exec: Exec,
 ) -> Result<()> {
-    match grad {
-        Floats::F32(grad) => with_grad(state, grad, out, scalars, exec),
-        Floats::Bf16(grad) => with_grad(state, grad, out, scalars, exec),
-        Floats::F16(grad) => with_grad(state, grad, out, scalars, exec),
-    }
+    for_type!(Floats, grad, grad => with_grad(state, grad, out, scalars, exec))
 }
 
 fn with_grad<G: Element>(
-    state: State<'_>,
+    state: AdamState<'_>,
     grad: &[G],
     out: Option<FloatsMut<'_>>,
     scalars: &Scalars,
@@ -52,14 +48,12 @@ fn with_grad<G: Element>(
 ) -> Result<()> {
     match out {
         None => update::<G, f32>(state, grad, None, scalars, exec),
-        Some(FloatsMut::F32(out)) => update(state, grad, Some(out), scalars, exec),
-        Some(FloatsMut::Bf16(out)) => update::<G, Bf16>(state, grad, Some(out), scalars, exec),
-        Some(FloatsMut::F16(out)) => update::<G, F16>(state, grad, Some(out), scalars, exec),
+        Some(out) => for_type!(FloatsMut, out, out => update(state, grad, Some(out), scalars, exec)),
     }
 }
 
 fn update<G: Element, O: Element>(
-    state: State<'_>,
+    state: AdamState<'_>,
     grad: &[G],
     out: Option<&mut [O]>,
     scalars: &Scalars,
@@ -79,19 +73,19 @@ fn update<G: Element, O: Element>(
         }
     }
     let streaming = len >= STREAM_ELEMENTS_MIN;
-    exec.run(Update { state, grad, out, scalars, streaming }, GRAIN, Simd::run);
+    exec.run(AdamKernel { state, grad, out, scalars, streaming }, GRAIN, Simd::run);
     Ok(())
 }
 
-struct Update<'a, G, O> {
-    state: State<'a>,
+struct AdamKernel<'a, G, O> {
+    state: AdamState<'a>,
     grad: &'a [G],
     out: Option<&'a mut [O]>,
     scalars: &'a Scalars,
     streaming: bool,
 }
 
-impl<G: Element, O: Element> Work for Update<'_, G, O> {
+impl<G: Element, O: Element> Work for AdamKernel<'_, G, O> {
     fn len(&self) -> usize {
         self.grad.len()
     }
@@ -102,52 +96,52 @@ impl<G: Element, O: Element> Work for Update<'_, G, O> {
         let (exp_avg_sq, exp_avg_sq_after) = self.state.exp_avg_sq.split_at_mut(middle);
         let (grad, grad_after) = self.grad.split_at(middle);
         let (out, out_after) = self.out.map(|out| out.split_at_mut(middle)).unzip();
-        let after = State { master: master_after, exp_avg: exp_avg_after, exp_avg_sq: exp_avg_sq_after };
+        let after = AdamState { master: master_after, exp_avg: exp_avg_after, exp_avg_sq: exp_avg_sq_after };
         (
-            Self { state: State { master, exp_avg, exp_avg_sq }, grad, out, ..self },
+            Self { state: AdamState { master, exp_avg, exp_avg_sq }, grad, out, ..self },
             Self { state: after, grad: grad_after, out: out_after, ..self },
         )
     }
 }
 
-impl<G: Element, O: Element> Kernel for Update<'_, G, O> {
+impl<G: Element, O: Element> Kernel for AdamKernel<'_, G, O> {
     type Output = ();
 
     #[inline(always)]
-    fn run<F: Fused>(self) {
+    fn run(self) {
         match self.out {
             None => {
-                let State { master, exp_avg, exp_avg_sq } = self.state;
-                elements::<F, G, O, false>(master, self.grad, exp_avg, exp_avg_sq, &mut [], self.scalars);
+                let AdamState { master, exp_avg, exp_avg_sq } = self.state;
+                elements::<G, O, false>(master, self.grad, exp_avg, exp_avg_sq, &mut [], self.scalars);
             }
             Some(out) => {
                 let inputs = Inputs { state: self.state, grad: self.grad, scalars: self.scalars };
-                stream::store::<F, O>(out, self.streaming, inputs);
+                stream::store(out, self.streaming, inputs);
             }
         }
     }
 }
 
 struct Inputs<'a, G> {
-    state: State<'a>,
+    state: AdamState<'a>,
     grad: &'a [G],
     scalars: &'a Scalars,
 }
 
 impl<G: Element, O: Element> Fill<O> for Inputs<'_, G> {
     #[inline(always)]
-    fn fill<F: Fused>(&mut self, start: usize, out: &mut [O]) {
+    fn fill(&mut self, start: usize, out: &mut [O]) {
         let here = start..start + out.len();
-        let State { master, exp_avg, exp_avg_sq } = &mut self.state;
+        let AdamState { master, exp_avg, exp_avg_sq } = &mut self.state;
         let (p, g) = (&mut master[here.clone()], &self.grad[here.clone()]);
         let (m, v) = (&mut exp_avg[here.clone()], &mut exp_avg_sq[here]);
-        elements::<F, G, O, true>(p, g, m, v, out, self.scalars);
+        elements::<G, O, true>(p, g, m, v, out, self.scalars);
     }
 }
 
 /// The loop. Slices are arguments, and not fields, because only arguments are known not to overlap.
 #[inline(always)]
-fn elements<F: Fused, G: Element, O: Element, const OUT: bool>(
+fn elements<G: Element, O: Element, const OUT: bool>(
     master: &mut [f32],
     grad: &[G],
     exp_avg: &mut [f32],
@@ -162,7 +156,7 @@ fn elements<F: Fused, G: Element, O: Element, const OUT: bool>(
     let s = *s;
     let l2 = s.l2 != 0.0;
     for i in 0..len {
-        let (p, m, v) = one::<F>(master[i], grad[i].to_f32(), exp_avg[i], exp_avg_sq[i], &s, l2);
+        let (p, m, v) = one(master[i], grad[i].to_f32(), exp_avg[i], exp_avg_sq[i], &s, l2);
         master[i] = p;
         exp_avg[i] = m;
         exp_avg_sq[i] = v;
@@ -174,13 +168,13 @@ fn elements<F: Fused, G: Element, O: Element, const OUT: bool>(
 
 /// One element's step. `l2` says that the scalar of that name is not zero.
 #[inline(always)]
-pub(crate) fn one<F: Fused>(p: f32, g: f32, m: f32, v: f32, s: &Scalars, l2: bool) -> (f32, f32, f32) {
+pub(crate) fn one(p: f32, g: f32, m: f32, v: f32, s: &Scalars, l2: bool) -> (f32, f32, f32) {
     let p = p * s.decay;
     let g = g * s.grad_factor;
     // Only where there is one: an infinite parameter times zero would be a NaN.
-    let g = if l2 { F::fma(p, s.l2, g) } else { g };
-    let m = F::fma(s.first_weight, g - m, if s.from_gradient { g } else { m });
-    let v = F::fma(g * s.one_minus_beta2, g, v * s.beta2);
+    let g = if l2 { p.mul_add(s.l2, g) } else { g };
+    let m = s.first_weight.mul_add(g - m, if s.from_gradient { g } else { m });
+    let v = (g * s.one_minus_beta2).mul_add(g, v * s.beta2);
     let denominator = v.sqrt() / s.bias2_root + s.eps;
     (p + (m * s.step_size) / denominator, m, v)
 }

@@ -8,16 +8,13 @@
 
 use std::{
     cmp::Ordering::{Equal, Greater, Less},
-    sync::{
-        Mutex, PoisonError,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Mutex, PoisonError},
 };
 
 use crate::{
     Element, Error, Exec, Floats, FloatsMut, Result, Squares,
+    element::for_type,
     exec::Work,
-    fused::Fused,
     simd::Kernel,
     squares::{Running, power_of_two},
 };
@@ -47,11 +44,7 @@ pub struct Check {
 /// Reads `data` once.
 #[must_use]
 pub fn check(data: Floats<'_>, exec: Exec) -> Check {
-    match data {
-        Floats::F32(data) => pass(Data::Read(data), exec),
-        Floats::Bf16(data) => pass(Data::Read(data), exec),
-        Floats::F16(data) => pass(Data::Read(data), exec),
-    }
+    for_type!(Floats, data, data => pass(Data::Read(data), exec))
 }
 
 /// Multiplies `data` by `factor` in place, rounding once, and checks the results in the same pass. With a factor of 1
@@ -60,26 +53,12 @@ pub fn check_and_unscale(data: FloatsMut<'_>, factor: f32, exec: Exec) -> Result
     if !factor.is_finite() {
         return Err(Error::Number { name: "inv_scale", value: f64::from(factor), wanted: "a finite number" });
     }
-    Ok(match data {
-        FloatsMut::F32(data) => scaled(data, factor, exec),
-        FloatsMut::Bf16(data) => scaled(data, factor, exec),
-        FloatsMut::F16(data) => scaled(data, factor, exec),
-    })
+    Ok(for_type!(FloatsMut, data, data => scaled(data, factor, exec)))
 }
 
 #[expect(clippy::float_cmp, reason = "exactly one means that there is nothing to multiply")]
 fn scaled<T: Element>(data: &mut [T], factor: f32, exec: Exec) -> Check {
     pass(if factor == 1.0 { Data::Read(data) } else { Data::Scale(data, factor) }, exec)
-}
-
-/// Whether an infinity or a NaN is in `data`; stops reading soon after the first.
-#[must_use]
-pub fn has_nonfinite(data: Floats<'_>, exec: Exec) -> bool {
-    match data {
-        Floats::F32(data) => search(data, exec),
-        Floats::Bf16(data) => search(data, exec),
-        Floats::F16(data) => search(data, exec),
-    }
 }
 
 /// What a pass goes over.
@@ -132,12 +111,12 @@ impl<T: Element> Kernel for Data<'_, T> {
     type Output = (u32, Squares);
 
     #[inline(always)]
-    fn run<F: Fused>(self) -> Self::Output {
+    fn run(self) -> Self::Output {
         let mut sum = Sum { squares: Running::new(), peak: 0 };
         match self {
             Self::Read(data) => {
                 for block in data.chunks(BLOCK) {
-                    sum.add::<T, F>(block);
+                    sum.add(block);
                 }
             }
             Self::Scale(data, factor) => {
@@ -146,7 +125,7 @@ impl<T: Element> Kernel for Data<'_, T> {
                     for value in &mut *block {
                         *value = T::from_f32(value.to_f32() * factor);
                     }
-                    sum.add::<T, F>(block);
+                    sum.add(block);
                 }
             }
         }
@@ -163,19 +142,19 @@ struct Sum {
 impl Sum {
     /// Adds at most a block; what is missing of one counts as zeros.
     #[inline(always)]
-    fn add<T: Element, F: Fused>(&mut self, data: &[T]) {
+    fn add<T: Element>(&mut self, data: &[T]) {
         if let Ok(block) = data.try_into() {
-            self.add_block::<T, F>(block);
+            self.add_block(block);
         } else {
             let mut padded = [T::default(); BLOCK];
             padded[..data.len()].copy_from_slice(data);
-            self.add_block::<T, F>(&padded);
+            self.add_block(&padded);
         }
     }
 
     #[inline(always)]
-    fn add_block<T: Element, F: Fused>(&mut self, block: &[T; BLOCK]) {
-        let Survey { mut peak, low, squares } = survey::<T, F>(block);
+    fn add_block<T: Element>(&mut self, block: &[T; BLOCK]) {
+        let Survey { mut peak, low, squares } = survey(block);
         self.peak = self.peak.max(peak);
         if self.peak >= INFINITY {
             return;
@@ -183,16 +162,16 @@ impl Sum {
         let mut all = true;
         while peak > 0 {
             if exponent(peak) - exponent(low) <= narrow::<T>() {
-                let lanes = if all { squares } else { up_to::<T, F>(block, peak) };
+                let lanes = if all { squares } else { up_to(block, peak) };
                 self.squares.add(units(&lanes, grid::<T>(exponent(low))));
                 return;
             }
             let least = (exponent(peak) - wide::<T>()).max(1);
             let floor = if least == 1 { 0 } else { least.unsigned_abs() << 23 };
             let apart = if all && low >= floor {
-                in_two::<T, F, true>(block, floor, peak)
+                in_two::<T, true>(block, floor, peak)
             } else {
-                in_two::<T, F, false>(block, floor, peak)
+                in_two::<T, false>(block, floor, peak)
             };
             self.squares.add(units(&apart.upper, apart.last));
             self.squares.add(units(&apart.lower, grid::<T>(least)));
@@ -234,7 +213,7 @@ fn exponent(magnitude: u32) -> i32 {
     (magnitude >> 23).cast_signed().max(1)
 }
 
-/// What is known of a block after it was read once.
+/// The range of magnitudes of a block, and the sums of its squares, after one pass.
 struct Survey {
     /// Bits of the largest magnitude.
     peak: u32,
@@ -245,7 +224,7 @@ struct Survey {
 }
 
 #[inline(always)]
-fn survey<T: Element, F: Fused>(block: &[T; BLOCK]) -> Survey {
+fn survey<T: Element>(block: &[T; BLOCK]) -> Survey {
     let mut peaks = [0_u32; RANGE_LANES];
     // One less, so that zero is the largest.
     let mut lows = [u32::MAX; RANGE_LANES];
@@ -261,7 +240,8 @@ fn survey<T: Element, F: Fused>(block: &[T; BLOCK]) -> Survey {
         if narrow::<T>() >= 0 {
             for half in values.as_chunks::<LANES>().0 {
                 for lane in 0..LANES {
-                    squares[lane] = F::square_plus(f64::from(half[lane]), squares[lane]);
+                    let value = f64::from(half[lane]);
+                    squares[lane] = value.mul_add(value, squares[lane]);
                 }
             }
         }
@@ -280,13 +260,13 @@ fn peak_below<T: Element>(block: &[T; BLOCK], end: u32) -> u32 {
 
 /// The sums of the squares of magnitudes up to `peak`.
 #[inline(always)]
-fn up_to<T: Element, F: Fused>(block: &[T; BLOCK], peak: u32) -> [f64; LANES] {
+fn up_to<T: Element>(block: &[T; BLOCK], peak: u32) -> [f64; LANES] {
     let mut squares = [0.0_f64; LANES];
     for group in block.as_chunks::<LANES>().0 {
         for lane in 0..LANES {
             let value = group[lane].magnitude();
             let value = f64::from(if value.to_bits() <= peak { value } else { 0.0 });
-            squares[lane] = F::square_plus(value, squares[lane]);
+            squares[lane] = value.mul_add(value, squares[lane]);
         }
     }
     squares
@@ -301,7 +281,7 @@ struct Apart {
 }
 
 #[inline(always)]
-fn in_two<T: Element, F: Fused, const ALL: bool>(block: &[T; BLOCK], floor: u32, peak: u32) -> Apart {
+fn in_two<T: Element, const ALL: bool>(block: &[T; BLOCK], floor: u32, peak: u32) -> Apart {
     let last = 2 * (exponent(peak) - 127) + 2 + LANE_BITS - DOUBLE_BITS;
     // Of what is between it and a third more or less that is the last bit.
     let large = 1.5 * power_of_two(last + DOUBLE_BITS - 1);
@@ -311,47 +291,10 @@ fn in_two<T: Element, F: Fused, const ALL: bool>(block: &[T; BLOCK], floor: u32,
             let value = group[lane].magnitude();
             let inside = ALL || (value.to_bits() >= floor && value.to_bits() <= peak);
             let value = f64::from(if inside { value } else { 0.0 });
-            let part = F::square_plus(value, large) - large;
+            let part = value.mul_add(value, large) - large;
             apart.upper[lane] += part;
-            apart.lower[lane] += F::square_plus(value, -part);
+            apart.lower[lane] += value.mul_add(value, -part);
         }
     }
     apart
-}
-
-fn search<T: Element>(data: &[T], exec: Exec) -> bool {
-    let found = AtomicBool::new(false);
-    exec.run(data, BLOCK, |simd, part| {
-        if !found.load(Ordering::Relaxed) && simd.run(Search { data: part, found: &found }) {
-            found.store(true, Ordering::Relaxed);
-        }
-    });
-    found.into_inner()
-}
-
-impl<T: Element> Work for &[T] {
-    fn len(&self) -> usize {
-        <[T]>::len(self)
-    }
-
-    fn split_at(self, middle: usize) -> (Self, Self) {
-        <[T]>::split_at(self, middle)
-    }
-}
-
-struct Search<'a, T> {
-    data: &'a [T],
-    found: &'a AtomicBool,
-}
-
-impl<T: Element> Kernel for Search<'_, T> {
-    type Output = bool;
-
-    #[inline(always)]
-    fn run<F: Fused>(self) -> bool {
-        self.data.chunks(BLOCK).any(|block| {
-            let peak = block.iter().fold(0, |peak: u32, value| peak.max(value.magnitude().to_bits()));
-            peak >= INFINITY || self.found.load(Ordering::Relaxed)
-        })
-    }
 }

@@ -12,9 +12,6 @@ pub struct F16(pub u16);
 
 /// `f32`, [`Bf16`] or [`F16`].
 pub trait Element: Copy + Default + Send + Sync + private::Sealed + 'static {
-    /// torch's name of the type.
-    const NAME: &'static str;
-
     /// Bits of a significand, with the one that is not stored.
     const PRECISION: i32;
 
@@ -41,7 +38,6 @@ const INFINITY: u32 = 0x7F80_0000;
 const QUIET: u32 = 0x0040_0000;
 
 impl Element for f32 {
-    const NAME: &'static str = "float32";
     const PRECISION: i32 = 24;
 
     #[inline(always)]
@@ -61,7 +57,6 @@ impl Element for f32 {
 }
 
 impl Element for Bf16 {
-    const NAME: &'static str = "bfloat16";
     const PRECISION: i32 = 8;
 
     #[inline(always)]
@@ -92,7 +87,6 @@ const F16_NORMAL: u32 = (127 - 14) << 23;
 const F16_OVERFLOW: u32 = 0x477F_F000;
 
 impl Element for F16 {
-    const NAME: &'static str = "float16";
     const PRECISION: i32 = 11;
 
     #[inline(always)]
@@ -148,13 +142,21 @@ pub enum FloatsMut<'a> {
     F16(&'a mut [F16]),
 }
 
+/// Runs the same code on elements of any type: `for_type!(Floats, given, elements => ...)`.
+macro_rules! for_type {
+    ($floats:ident, $given:expr, $elements:ident => $code:expr) => {
+        match $given {
+            $floats::F32($elements) => $code,
+            $floats::Bf16($elements) => $code,
+            $floats::F16($elements) => $code,
+        }
+    };
+}
+pub(crate) use for_type;
+
 impl FloatsMut<'_> {
     pub(crate) fn len(&self) -> usize {
-        match self {
-            Self::F32(values) => values.len(),
-            Self::Bf16(values) => values.len(),
-            Self::F16(values) => values.len(),
-        }
+        for_type!(Self, self, values => values.len())
     }
 
     pub(crate) fn split_at(self, middle: usize) -> (Self, Self) {
@@ -177,11 +179,7 @@ impl FloatsMut<'_> {
 
 impl Floats<'_> {
     pub(crate) fn len(&self) -> usize {
-        match self {
-            Self::F32(values) => values.len(),
-            Self::Bf16(values) => values.len(),
-            Self::F16(values) => values.len(),
-        }
+        for_type!(Self, self, values => values.len())
     }
 
     pub(crate) fn split_at(self, middle: usize) -> (Self, Self) {

@@ -57,15 +57,6 @@ pub enum Error {
         first: u64,
     },
 
-    /// Both ends of a cast are 16-bit.
-    #[error("a cast from {from} to {to}: one of the two must be float32")]
-    Cast {
-        /// The source's type.
-        from: &'static str,
-        /// The target's type.
-        to: &'static str,
-    },
-
     /// `MEMASCEND_SIMD` names something that this processor or this crate does not have.
     #[error("MEMASCEND_SIMD is {asked:?}: pass one that this processor has ({available}), or unset it")]
     Simd {

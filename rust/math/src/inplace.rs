@@ -2,8 +2,8 @@
 
 use crate::{
     Element, Error, Exec, Floats, FloatsMut, Result,
+    element::for_type,
     exec::Work,
-    fused::Fused,
     simd::{Kernel, Simd},
 };
 
@@ -12,19 +12,7 @@ const GRAIN: usize = 1024;
 
 /// `total += other`, rounded once to the type of `total`: torch's `total.add_(other)`.
 pub fn add(total: FloatsMut<'_>, other: Floats<'_>, exec: Exec) -> Result<()> {
-    match total {
-        FloatsMut::F32(total) => with_total(total, other, exec),
-        FloatsMut::Bf16(total) => with_total(total, other, exec),
-        FloatsMut::F16(total) => with_total(total, other, exec),
-    }
-}
-
-fn with_total<T: Element>(total: &mut [T], other: Floats<'_>, exec: Exec) -> Result<()> {
-    match other {
-        Floats::F32(other) => added(total, other, exec),
-        Floats::Bf16(other) => added(total, other, exec),
-        Floats::F16(other) => added(total, other, exec),
-    }
+    for_type!(FloatsMut, total, total => for_type!(Floats, other, other => added(total, other, exec)))
 }
 
 fn added<T: Element, O: Element>(total: &mut [T], other: &[O], exec: Exec) -> Result<()> {
@@ -37,11 +25,7 @@ fn added<T: Element, O: Element>(total: &mut [T], other: &[O], exec: Exec) -> Re
 
 /// `data *= factor`, rounded once to the type of `data`: torch's `data.mul_(factor)`. Any factor is taken, a NaN too.
 pub fn scale(data: FloatsMut<'_>, factor: f32, exec: Exec) {
-    match data {
-        FloatsMut::F32(data) => exec.run(Product { data, factor }, GRAIN, Simd::run),
-        FloatsMut::Bf16(data) => exec.run(Product { data, factor }, GRAIN, Simd::run),
-        FloatsMut::F16(data) => exec.run(Product { data, factor }, GRAIN, Simd::run),
-    }
+    for_type!(FloatsMut, data, data => exec.run(Product { data, factor }, GRAIN, Simd::run));
 }
 
 struct Sum<'a, T, O> {
@@ -65,7 +49,7 @@ impl<T: Element, O: Element> Kernel for Sum<'_, T, O> {
     type Output = ();
 
     #[inline(always)]
-    fn run<F: Fused>(self) {
+    fn run(self) {
         for (total, other) in self.total.iter_mut().zip(self.other) {
             *total = T::from_f32(total.to_f32() + other.to_f32());
         }
@@ -92,7 +76,7 @@ impl<T: Element> Kernel for Product<'_, T> {
     type Output = ();
 
     #[inline(always)]
-    fn run<F: Fused>(self) {
+    fn run(self) {
         for value in self.data {
             *value = T::from_f32(value.to_f32() * self.factor);
         }

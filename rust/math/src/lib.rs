@@ -1,4 +1,4 @@
-//! SIMD kernels on slices: overflow check with norm and unscaling, `AdamW` and `Adam`, casts.
+//! SIMD kernels on slices: overflow check with norm and unscaling, `AdamW` and `Adam`, state in fewer bits.
 //!
 //! Each algorithm is written once, as a loop that the compiler vectorises, and compiled for each instruction set
 //! ([`Simd`]); the best one that the processor has is chosen at run time. Every instruction set and every number of
@@ -11,9 +11,7 @@
 #![expect(clippy::many_single_char_names, reason = "p, g, m and v are the formula's names")]
 #![expect(clippy::needless_range_loop, reason = "lanes index several arrays alike, which is what vectorises")]
 
-mod accumulate;
 mod adam;
-mod cast;
 mod check;
 mod compact;
 mod doubles;
@@ -21,7 +19,6 @@ mod dynamic_map;
 mod element;
 mod error;
 mod exec;
-mod fused;
 mod inplace;
 mod mode;
 mod moments;
@@ -36,12 +33,11 @@ mod squares;
 mod stochastic;
 mod stream;
 mod weights;
+mod widen;
 
-pub use accumulate::accumulate;
-pub use adam::{ADAM_ARITHMETIC, State, adam};
-pub use cast::cast;
-pub use check::{Check, check, check_and_unscale, has_nonfinite};
-pub use compact::{CompactState, adam_compact, join_master, split_master};
+pub use adam::{ADAM_ARITHMETIC, AdamState, adam};
+pub use check::{Check, check, check_and_unscale};
+pub use compact::{CompactState, adam_compact};
 pub use doubles::{add_doubles, check_doubles};
 pub use element::{Bf16, Element, F16, Floats, FloatsMut};
 pub use error::{Error, Result};
@@ -49,10 +45,11 @@ pub use exec::{Exec, THREAD_ELEMENTS_MIN};
 pub use inplace::{add, scale};
 pub use moments::{Codes, Moments};
 pub use philox::Random;
-pub use reduced::{Place, REDUCED_ARITHMETIC, Reduced, WideState, decode, encode, update};
+pub use reduced::{Position, REDUCED_ARITHMETIC, Reduced, WideState, decode, encode, update};
 pub use rule::{Momentum, Rule};
 pub use scalars::{Hyperparameters, Scalars};
 pub use simd::Simd;
 pub use squares::Squares;
 pub use stream::STREAM_ELEMENTS_MIN;
 pub use weights::Weights;
+pub use widen::widen;

@@ -2,7 +2,6 @@
 
 use crate::{
     Bf16, Error, Result,
-    fused::Fused,
     philox::{BLOCK, Purpose, Random},
     quantize::Map,
     weights::{Block, by_chance, rounded, widened},
@@ -45,8 +44,8 @@ impl Codes<'_> {
     }
 
     #[inline(always)]
-    fn store<F: Fused>(&mut self, map: &Map, at: usize, len: usize, block: &Block) {
-        self.absmax[at / BLOCK] = map.quantised::<F>(block, &mut self.codes[at..][..len]);
+    fn store(&mut self, map: &Map, at: usize, len: usize, block: &Block) {
+        self.absmax[at / BLOCK] = map.quantised(block, &mut self.codes[at..][..len]);
     }
 }
 
@@ -68,15 +67,13 @@ impl Moments<'_> {
     pub(crate) fn agree(&self, len: usize) -> Result<()> {
         let blocks = len.div_ceil(BLOCK);
         let of = |codes: &Codes<'_>| [("exp_avg", codes.codes.len(), len), ("absmax", codes.absmax.len(), blocks)];
+        let plain = |first: usize, second: Option<usize>| {
+            let second = second.map(|second| ("exp_avg_sq", second, len));
+            [("exp_avg", first, len)].into_iter().chain(second).collect()
+        };
         let lengths: Vec<_> = match self {
-            Self::Single(first, second) => {
-                let second = second.as_ref().map(|second| ("exp_avg_sq", second.len(), len));
-                [("exp_avg", first.len(), len)].into_iter().chain(second).collect()
-            }
-            Self::Bf16(first, second) => {
-                let second = second.as_ref().map(|second| ("exp_avg_sq", second.len(), len));
-                [("exp_avg", first.len(), len)].into_iter().chain(second).collect()
-            }
+            Self::Single(first, second) => plain(first.len(), second.as_ref().map(|second| second.len())),
+            Self::Bf16(first, second) => plain(first.len(), second.as_ref().map(|second| second.len())),
             Self::Blocks(first, second) => of(first).into_iter().chain(second.iter().flat_map(of)).collect(),
             Self::Nothing => Vec::new(),
         };
@@ -134,7 +131,7 @@ impl Moments<'_> {
     }
 
     #[inline(always)]
-    pub(crate) fn store<F: Fused>(
+    pub(crate) fn store(
         &mut self,
         at: usize,
         len: usize,
@@ -161,9 +158,9 @@ impl Moments<'_> {
                 }
             }
             Self::Blocks(m, v) => {
-                m.store::<F>(&Map::SIGNED, at, len, first);
+                m.store(&Map::SIGNED, at, len, first);
                 if let Some(v) = v {
-                    v.store::<F>(&Map::UNSIGNED, at, len, second);
+                    v.store(&Map::UNSIGNED, at, len, second);
                 }
             }
             Self::Nothing => (),

@@ -4,7 +4,7 @@ use crate::{
     Bf16, Element, Floats, Scalars,
     adam::one,
     compact::{put_together, taken_apart},
-    fused::Fused,
+    element::for_type,
     philox::BLOCK,
     stochastic::Stochastic,
 };
@@ -19,19 +19,15 @@ pub(crate) struct Narrow<'a> {
 
 impl Narrow<'_> {
     #[inline(always)]
-    pub(crate) fn update<F: Fused>(self, grad: Floats<'_>, drawn: &[u16; BLOCK], s: &Scalars) {
+    pub(crate) fn update(self, grad: Floats<'_>, drawn: &[u16; BLOCK], s: &Scalars) {
         let Self { values, rest, first, second } = self;
-        match grad {
-            Floats::F32(grad) => updated::<F, _>(values, rest, first, second, grad, drawn, s),
-            Floats::Bf16(grad) => updated::<F, _>(values, rest, first, second, grad, drawn, s),
-            Floats::F16(grad) => updated::<F, _>(values, rest, first, second, grad, drawn, s),
-        }
+        for_type!(Floats, grad, grad => updated(values, rest, first, second, grad, drawn, s));
     }
 }
 
 /// The loop. Slices are arguments, and not fields, because only arguments are known not to overlap.
 #[inline(always)]
-fn updated<F: Fused, G: Element>(
+fn updated<G: Element>(
     values: &mut [Bf16],
     rest: &mut [u16],
     first: &mut [Bf16],
@@ -48,7 +44,7 @@ fn updated<F: Fused, G: Element>(
     let l2 = s.l2 != 0.0;
     for i in 0..len {
         let (p, v) = put_together(values[i], rest[i], second[i].to_f32());
-        let (p, m, v) = one::<F>(p, grad[i].to_f32(), first[i].to_f32(), v, &s, l2);
+        let (p, m, v) = one(p, grad[i].to_f32(), first[i].to_f32(), v, &s, l2);
         let signed;
         (values[i], rest[i], signed) = taken_apart(p, v);
         first[i] = Bf16::from_f32(m);

@@ -9,7 +9,6 @@
 
 use crate::{
     dynamic_map::{SIGNED_MAP, UNSIGNED_MAP},
-    fused::Fused,
     philox::BLOCK,
 };
 
@@ -89,7 +88,7 @@ impl Map {
 
     /// Writes the codes of a block, and gives its absolute maximum.
     #[inline(always)]
-    pub(crate) fn quantised<F: Fused>(&self, numbers: &[f32; BLOCK], codes: &mut [u8]) -> f32 {
+    pub(crate) fn quantised(&self, numbers: &[f32; BLOCK], codes: &mut [u8]) -> f32 {
         let absmax = absmax(&numbers[..codes.len()]);
         if absmax == 0.0 {
             codes.fill(0);
@@ -97,7 +96,7 @@ impl Map {
         }
         let inverse = 1.0 / absmax;
         for (code, &number) in codes.iter_mut().zip(numbers) {
-            *code = self.code::<F>(nearest_point::<F>(number * inverse));
+            *code = self.code(nearest_point(number * inverse));
         }
         absmax
     }
@@ -106,13 +105,13 @@ impl Map {
     #[inline(always)]
     #[expect(clippy::cast_precision_loss, reason = "points have 16 bits")]
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a code has 8 bits")]
-    fn code<F: Fused>(&self, point: i32) -> u8 {
+    fn code(&self, point: i32) -> u8 {
         let place = point as f32 - MIDDLE;
         let distance = place.abs();
         let [one, two, three, four] = &self.decades;
         let choose = |decade: &Decade, upper: f32, lower: f32| if distance >= decade.from { upper } else { lower };
         let least = |one: f32, other: f32| if one < other { one } else { other };
-        let of = |line: Line| F::either(distance, line.slope, line.offset);
+        let of = |line: Line| distance.mul_add(line.slope, line.offset);
         // Pair by pair, so that little waits for what was chosen before.
         let lower = least(least(of(self.below), of(one.codes)), one.last);
         let upper = choose(three, least(of(three.codes), three.last), least(of(two.codes), two.last));
@@ -137,10 +136,10 @@ fn absmax(numbers: &[f32]) -> f32 {
 
 /// A NaN goes to the first one.
 #[inline(always)]
-fn nearest_point<F: Fused>(share: f32) -> i32 {
+fn nearest_point(share: f32) -> i32 {
     let share = if share > -1.0 { share } else { -1.0 };
     let share = if share < 1.0 { share } else { 1.0 };
-    whole(F::fma(share + 1.0, MIDDLE, 0.5))
+    whole((share + 1.0).mul_add(MIDDLE, 0.5))
 }
 
 /// A number from 0 to 65,536, rounded down.
@@ -161,7 +160,6 @@ fn whole(number: f32) -> i32 {
 )]
 mod tests {
     use super::*;
-    use crate::fused::{Hardware, Portable};
 
     const POINTS: usize = 1 << 16;
     const MAPS: [Map; 2] = [Map::SIGNED, Map::UNSIGNED];
@@ -184,8 +182,7 @@ mod tests {
     fn each_point_has_the_code_of_the_nearest_number() {
         for map in MAPS {
             for (point, code) in (0..).zip(searched(map.numbers)) {
-                assert_eq!(map.code::<Portable>(point), code, "point {point} of {:?}", map.numbers[0]);
-                assert_eq!(map.code::<Hardware>(point), code, "point {point} of {:?}", map.numbers[0]);
+                assert_eq!(map.code(point), code, "point {point} of {:?}", map.numbers[0]);
             }
         }
     }
@@ -194,11 +191,10 @@ mod tests {
     fn every_point_comes_from_its_own_share() {
         for point in 0..=i32::from(u16::MAX) {
             let share = (2.0 * f64::from(point) / 65_535.0 - 1.0) as f32;
-            assert_eq!(nearest_point::<Portable>(share), point);
-            assert_eq!(nearest_point::<Hardware>(share), point);
+            assert_eq!(nearest_point(share), point);
         }
-        assert_eq!(nearest_point::<Portable>(f32::NAN), 0);
-        assert_eq!((nearest_point::<Portable>(-1e9), nearest_point::<Portable>(f32::INFINITY)), (0, 65_535));
+        assert_eq!(nearest_point(f32::NAN), 0);
+        assert_eq!((nearest_point(-1e9), nearest_point(f32::INFINITY)), (0, 65_535));
     }
 
     /// Shares of every so many bits, of both signs: the point as `bitsandbytes` says it, and the code that was searched for.
@@ -208,9 +204,9 @@ mod tests {
             for share in [f32::from_bits(bits), -f32::from_bits(bits)] {
                 // The sum is exact in float64, and rounded once.
                 let point = (f64::from((share + 1.0) * 0.5) * 65_535.0 + 0.5) as f32 as usize;
-                assert_eq!(nearest_point::<Hardware>(share), point as i32, "{share:e}");
+                assert_eq!(nearest_point(share), point as i32, "{share:e}");
                 for (map, codes) in MAPS.iter().zip(&codes) {
-                    assert_eq!(map.code::<Hardware>(nearest_point::<Portable>(share)), codes[point], "{share:e}");
+                    assert_eq!(map.code(nearest_point(share)), codes[point], "{share:e}");
                 }
             }
         }
@@ -235,7 +231,7 @@ mod tests {
             for number in &mut numbers {
                 *number *= 3.0;
             }
-            let absmax = map.quantised::<Portable>(&numbers, &mut codes);
+            let absmax = map.quantised(&numbers, &mut codes);
             assert!(absmax == 3.0);
             for (index, &code) in codes.iter().enumerate() {
                 // Nearer to zero than some points, several share one.
@@ -248,18 +244,18 @@ mod tests {
     fn zeros_and_what_is_no_number() {
         let mut codes = [7; BLOCK];
         let mut numbers = [0.0; BLOCK];
-        assert!(Map::SIGNED.quantised::<Portable>(&numbers, &mut codes) == 0.0 && codes == [0; BLOCK]);
+        assert!(Map::SIGNED.quantised(&numbers, &mut codes) == 0.0 && codes == [0; BLOCK]);
         Map::SIGNED.restored(&codes, 0.0, &mut numbers);
         assert!(numbers.iter().all(|number| *number == 0.0));
         numbers[3] = f32::NAN;
         numbers[4] = -2.0;
-        assert!(Map::SIGNED.quantised::<Portable>(&numbers, &mut codes) == 2.0);
+        assert!(Map::SIGNED.quantised(&numbers, &mut codes) == 2.0);
         assert_eq!((codes[3], codes[4]), (0, 0));
         numbers = [f32::NAN; BLOCK];
-        assert!(Map::SIGNED.quantised::<Portable>(&numbers, &mut codes) == 0.0);
+        assert!(Map::SIGNED.quantised(&numbers, &mut codes) == 0.0);
         numbers[0] = f32::INFINITY;
         numbers[1] = 1.0;
-        assert!(Map::SIGNED.quantised::<Portable>(&numbers, &mut codes).is_infinite());
+        assert!(Map::SIGNED.quantised(&numbers, &mut codes).is_infinite());
         assert_eq!((codes[0], codes[1]), (0, searched(Map::SIGNED.numbers)[POINTS / 2]));
     }
 }

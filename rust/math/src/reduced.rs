@@ -5,10 +5,10 @@
 //! a parameter that begins with a block can be computed by itself.
 
 use crate::{
-    Bf16, Error, Exec, F16, Floats, Moments, Random, Result, Rule, Scalars, Weights,
+    Error, Exec, Floats, Moments, Random, Result, Rule, Scalars, Weights,
     adam::one,
+    element::for_type,
     exec::Work,
-    fused::Fused,
     narrow::Narrow,
     philox::{BLOCK, Purpose},
     rule::{Formula, decaying_adam, momentum},
@@ -33,7 +33,7 @@ pub struct Reduced<'a> {
 
 /// Which part of which update this is, for what is rounded by chance.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Place {
+pub struct Position {
     /// What is drawn from.
     pub random: Random,
     /// The first element's number in the whole parameter; with moments of 8 bits a multiple of 256, which have one scale.
@@ -71,7 +71,7 @@ impl<T> WideState<T> {
 }
 
 /// Updates `state` with `grad`.
-pub fn update(state: Reduced<'_>, grad: Floats<'_>, rule: &Rule, place: Place, exec: Exec) -> Result<()> {
+pub fn update(state: Reduced<'_>, grad: Floats<'_>, rule: &Rule, position: Position, exec: Exec) -> Result<()> {
     state.agree()?;
     let formula = rule.formula()?;
     let (name, has_second) = match formula {
@@ -88,10 +88,10 @@ pub fn update(state: Reduced<'_>, grad: Floats<'_>, rule: &Rule, place: Place, e
         let (len, other_len) = (grad.len(), state.weights.len());
         return Err(Error::Length { name: "grad", len, other: "the parameter", other_len });
     }
-    if matches!(state.moments, Moments::Blocks(..)) && !place.first.is_multiple_of(BLOCK as u64) {
-        return Err(Error::First { first: place.first });
+    if matches!(state.moments, Moments::Blocks(..)) && !position.first.is_multiple_of(BLOCK as u64) {
+        return Err(Error::First { first: position.first });
     }
-    exec.run(Update { state, grad, formula, place }, GRAIN, Simd::run);
+    exec.run(ReducedKernel { state, grad, formula, position }, GRAIN, Simd::run);
     Ok(())
 }
 
@@ -148,9 +148,9 @@ impl Reduced<'_> {
 
     /// Keeps it.
     #[inline(always)]
-    fn store<F: Fused>(&mut self, at: usize, len: usize, blocks: &mut Blocks, drawn: (Option<Random>, u64)) {
+    fn store(&mut self, at: usize, len: usize, blocks: &mut Blocks, drawn: (Option<Random>, u64)) {
         self.weights.store(at, len, &mut blocks.second, &blocks.master, drawn);
-        self.moments.store::<F>(at, len, &blocks.first, &blocks.second, drawn);
+        self.moments.store(at, len, &blocks.first, &blocks.second, drawn);
     }
 }
 
@@ -166,14 +166,14 @@ impl Blocks {
     const ZEROS: Self = Self { master: [0.0; BLOCK], grad: [0.0; BLOCK], first: [0.0; BLOCK], second: [0.0; BLOCK] };
 }
 
-struct Update<'a> {
+struct ReducedKernel<'a> {
     state: Reduced<'a>,
     grad: Floats<'a>,
     formula: Formula,
-    place: Place,
+    position: Position,
 }
 
-impl Work for Update<'_> {
+impl Work for ReducedKernel<'_> {
     fn len(&self) -> usize {
         self.grad.len()
     }
@@ -181,16 +181,16 @@ impl Work for Update<'_> {
     fn split_at(self, middle: usize) -> (Self, Self) {
         let (state, state_after) = self.state.split_at(middle);
         let (grad, grad_after) = self.grad.split_at(middle);
-        let place = Place { first: self.place.first + middle as u64, ..self.place };
-        (Self { state, grad, ..self }, Self { state: state_after, grad: grad_after, place, ..self })
+        let position = Position { first: self.position.first + middle as u64, ..self.position };
+        (Self { state, grad, ..self }, Self { state: state_after, grad: grad_after, position, ..self })
     }
 }
 
-impl Kernel for Update<'_> {
+impl Kernel for ReducedKernel<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<F: Fused>(mut self) {
+    fn run(mut self) {
         let len = self.len();
         let decays = self.state.moments.decays();
         let mut blocks = Blocks::ZEROS;
@@ -198,56 +198,52 @@ impl Kernel for Update<'_> {
         while at < len {
             // Calls of their own, so that one has a constant length.
             if len - at >= BLOCK {
-                self.block::<F>(at, BLOCK, decays, &mut blocks);
+                self.block(at, BLOCK, decays, &mut blocks);
             } else {
-                self.block::<F>(at, len - at, decays, &mut blocks);
+                self.block(at, len - at, decays, &mut blocks);
             }
             at += BLOCK;
         }
     }
 }
 
-impl Update<'_> {
+impl ReducedKernel<'_> {
     #[inline(always)]
-    fn block<F: Fused>(&mut self, at: usize, len: usize, decays: bool, blocks: &mut Blocks) {
-        let from = self.place.first + at as u64;
-        let (random, (_, grad)) = (self.place.random, self.grad.split_at(at));
+    fn block(&mut self, at: usize, len: usize, decays: bool, blocks: &mut Blocks) {
+        let from = self.position.first + at as u64;
+        let (random, (_, grad)) = (self.position.random, self.grad.split_at(at));
         if let Some((narrow, scalars)) = self.narrow(at, len) {
             let drawn = random.elements(from, Purpose::SecondMoment);
-            return narrow.update::<F>(grad, &drawn, &scalars);
+            return narrow.update(grad, &drawn, &scalars);
         }
         self.state.load(at, len, blocks);
-        match self.grad {
-            Floats::F32(grad) => widened(&grad[at..][..len], &mut blocks.grad),
-            Floats::Bf16(grad) => widened::<Bf16>(&grad[at..][..len], &mut blocks.grad),
-            Floats::F16(grad) => widened::<F16>(&grad[at..][..len], &mut blocks.grad),
-        }
+        for_type!(Floats, self.grad, grad => widened(&grad[at..][..len], &mut blocks.grad));
         let Blocks { master, grad, first, second } = blocks;
         match self.formula {
             Formula::Adam { scalars, beta1, one_minus_beta1 } if decays => {
                 let (weights, l2) = ((beta1, one_minus_beta1), scalars.l2 != 0.0);
                 for i in 0..BLOCK {
                     let element = (master[i], grad[i], first[i], second[i]);
-                    (master[i], first[i], second[i]) = decaying_adam::<F>(element, &scalars, weights, l2);
+                    (master[i], first[i], second[i]) = decaying_adam(element, &scalars, weights, l2);
                 }
             }
             Formula::Adam { scalars, .. } => {
                 let l2 = scalars.l2 != 0.0;
                 for i in 0..BLOCK {
-                    (master[i], first[i], second[i]) = one::<F>(master[i], grad[i], first[i], second[i], &scalars, l2);
+                    (master[i], first[i], second[i]) = one(master[i], grad[i], first[i], second[i], &scalars, l2);
                 }
             }
             Formula::Momentum(scalars) => {
                 for i in 0..BLOCK {
-                    (master[i], first[i]) = momentum::<F>(master[i], grad[i], first[i], &scalars);
+                    (master[i], first[i]) = momentum(master[i], grad[i], first[i], &scalars);
                 }
             }
         }
-        self.state.store::<F>(at, len, blocks, (Some(self.place.random), from));
+        self.state.store(at, len, blocks, (Some(self.position.random), from));
     }
 }
 
-impl Update<'_> {
+impl ReducedKernel<'_> {
     /// What is computed in one pass.
     #[inline(always)]
     fn narrow(&mut self, at: usize, len: usize) -> Option<(Narrow<'_>, Scalars)> {
@@ -281,7 +277,7 @@ impl Kernel for Encode<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<F: Fused>(mut self) {
+    fn run(mut self) {
         let mut blocks = Blocks::ZEROS;
         let signs = self.state.weights.needs_signs();
         // Codes that nothing new is given for stay as they are: they do not come back from their numbers.
@@ -302,7 +298,7 @@ impl Kernel for Encode<'_> {
                 self.state.weights.store(at, len, second, master, (None, 0));
             }
             if moments {
-                self.state.moments.store::<F>(at, len, first, second, (None, 0));
+                self.state.moments.store(at, len, first, second, (None, 0));
             }
         }
     }
@@ -329,7 +325,7 @@ impl Kernel for Decode<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<F: Fused>(mut self) {
+    fn run(mut self) {
         let mut blocks = Blocks::ZEROS;
         for at in (0..self.len()).step_by(BLOCK) {
             let len = BLOCK.min(self.len() - at);

@@ -1,6 +1,6 @@
 //! Defines the numbers of an optimizer's step, and the arithmetic on one element.
 
-use crate::{Error, Hyperparameters, Result, Scalars, fused::Fused};
+use crate::{Error, Hyperparameters, Result, Scalars};
 
 /// Momentum's numbers at one step: those of torch's `SGD`, whose bits come out on fp32.
 #[derive(Debug, Clone, Copy)]
@@ -146,7 +146,7 @@ impl Momentum {
 
 /// One element of Adam whose first moment is decayed and then added to, as `bitsandbytes` computes it.
 #[inline(always)]
-pub(crate) fn decaying_adam<F: Fused>(
+pub(crate) fn decaying_adam(
     (p, g, m, v): (f32, f32, f32, f32),
     s: &Scalars,
     (beta1, one_minus_beta1): (f32, f32),
@@ -155,25 +155,25 @@ pub(crate) fn decaying_adam<F: Fused>(
     let p = p * s.decay;
     let g = g * s.grad_factor;
     // Only where there is one: an infinite parameter times zero would be a NaN.
-    let g = if l2 { F::fma(p, s.l2, g) } else { g };
-    let m = F::fma(g, one_minus_beta1, m * beta1);
-    let v = F::fma(g * s.one_minus_beta2, g, v * s.beta2);
+    let g = if l2 { p.mul_add(s.l2, g) } else { g };
+    let m = g.mul_add(one_minus_beta1, m * beta1);
+    let v = (g * s.one_minus_beta2).mul_add(g, v * s.beta2);
     let denominator = v.sqrt() / s.bias2_root + s.eps;
     (p + (m * s.step_size) / denominator, m, v)
 }
 
 /// One element of momentum.
 #[inline(always)]
-pub(crate) fn momentum<F: Fused>(p: f32, g: f32, m: f32, s: &MomentumScalars) -> (f32, f32) {
+pub(crate) fn momentum(p: f32, g: f32, m: f32, s: &MomentumScalars) -> (f32, f32) {
     let g = g * s.grad_factor;
     // Only where there is one: an infinite parameter times zero would be a NaN.
-    let g = if s.weight_decay == 0.0 { g } else { F::fma(p, s.weight_decay, g) };
+    let g = if s.weight_decay == 0.0 { g } else { p.mul_add(s.weight_decay, g) };
     if !s.has_momentum {
-        return (F::fma(g, s.minus_lr, p), m);
+        return (g.mul_add(s.minus_lr, p), m);
     }
-    let m = if s.is_first { g } else { F::fma(g, s.one_minus_dampening, m * s.momentum) };
-    let direction = if s.nesterov { F::fma(m, s.momentum, g) } else { m };
-    (F::fma(direction, s.minus_lr, p), m)
+    let m = if s.is_first { g } else { g.mul_add(s.one_minus_dampening, m * s.momentum) };
+    let direction = if s.nesterov { m.mul_add(s.momentum, g) } else { m };
+    (direction.mul_add(s.minus_lr, p), m)
 }
 
 #[cfg(test)]
@@ -181,7 +181,7 @@ mod tests {
     use std::num::NonZeroUsize;
 
     use super::*;
-    use crate::{Exec, Floats, Moments, Place, Reduced, Weights, update};
+    use crate::{Exec, Floats, Moments, Position, Reduced, Weights, update};
 
     fn sgd(momentum: f64) -> Rule {
         let numbers = Momentum {
@@ -204,14 +204,14 @@ mod tests {
         for (rule, values, kept) in [(sgd(0.0), 0.0_f32, 4.0_f32), (sgd(0.5), -1.0, 4.0)] {
             let (mut p, mut m) = ([1.0_f32; 3], [4.0_f32; 3]);
             let state = Reduced { weights: Weights::Single(&mut p), moments: Moments::Single(&mut m, None) };
-            update(state, Floats::F32(&[2.0; 3]), &rule, Place::default(), exec)?;
+            update(state, Floats::F32(&[2.0; 3]), &rule, Position::default(), exec)?;
             assert_eq!(format!("{p:?} {m:?}"), format!("{:?} {:?}", [values; 3], [kept; 3]), "{rule:?}");
         }
         let mut p = [1.0_f32; 3];
         let state = Reduced { weights: Weights::Single(&mut p), moments: Moments::Nothing };
-        assert!(update(state, Floats::F32(&[2.0; 3]), &sgd(0.5), Place::default(), exec).is_err());
+        assert!(update(state, Floats::F32(&[2.0; 3]), &sgd(0.5), Position::default(), exec).is_err());
         let state = Reduced { weights: Weights::Single(&mut p), moments: Moments::Nothing };
-        update(state, Floats::F32(&[2.0; 3]), &sgd(0.0), Place::default(), exec)?;
+        update(state, Floats::F32(&[2.0; 3]), &sgd(0.0), Position::default(), exec)?;
         assert_eq!(p.map(f32::to_bits), [0; 3]);
         Ok(())
     }

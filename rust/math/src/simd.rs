@@ -2,7 +2,7 @@
 
 use std::{fmt, sync::OnceLock};
 
-use crate::{Error, Result, fused::Fused, fused::Hardware, fused::Portable, mode::DefaultMode};
+use crate::{Error, Result, mode::DefaultMode};
 
 /// The environment variable that forces an instruction set.
 const VARIABLE: &str = "MEMASCEND_SIMD";
@@ -23,7 +23,7 @@ enum Level {
 }
 
 impl Simd {
-    /// What every processor that the crate was compiled for has.
+    /// What every processor that the crate was compiled for has. Where that is no fused multiply-add, each is a call: slow.
     pub const PORTABLE: Self = Self(Level::Portable);
 
     /// Everything that this processor has, the fastest first; never empty.
@@ -32,8 +32,7 @@ impl Simd {
         let mut found = Vec::new();
         #[cfg(target_arch = "x86_64")]
         {
-            let avx2 =
-                is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
+            let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
             let avx512 = avx2
                 && is_x86_feature_detected!("avx512f")
                 && is_x86_feature_detected!("avx512bw")
@@ -102,7 +101,7 @@ impl Simd {
             #[cfg(target_arch = "aarch64")]
             // SAFETY: as above.
             Level::Neon => unsafe { neon(kernel) },
-            Level::Portable => kernel.run::<Portable>(),
+            Level::Portable => kernel.run(),
         }
     }
 }
@@ -117,30 +116,75 @@ impl fmt::Debug for Simd {
 /// what is not inlined is compiled for the baseline.
 pub(crate) trait Kernel {
     type Output;
-    fn run<F: Fused>(self) -> Self::Output;
+    fn run(self) -> Self::Output;
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 fn avx512<K: Kernel>(kernel: K) -> K::Output {
-    kernel.run::<Hardware>()
+    kernel.run()
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,f16c")]
+#[target_feature(enable = "avx2,fma")]
 fn avx2<K: Kernel>(kernel: K) -> K::Output {
-    kernel.run::<Hardware>()
+    kernel.run()
 }
 
 #[cfg(target_arch = "aarch64")]
 #[target_feature(enable = "neon")]
 fn neon<K: Kernel>(kernel: K) -> K::Output {
-    kernel.run::<Hardware>()
+    kernel.run()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
+
+    /// `a * b + c`.
+    struct FusedMultiplyAdd<'a>(&'a [[f32; 3]]);
+
+    impl Kernel for FusedMultiplyAdd<'_> {
+        type Output = Vec<u32>;
+
+        #[inline(always)]
+        fn run(self) -> Vec<u32> {
+            self.0.iter().map(|[a, b, c]| a.mul_add(*b, *c).to_bits()).collect()
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn products_and_sums_are_rounded_once_on_every_instruction_set(
+            bits in proptest::collection::vec((any::<u32>(), any::<u32>(), any::<u32>(), -3_i32..3), 64),
+        ) {
+            let of = |(a, b, c, near): (u32, u32, u32, i32)| {
+                let (a, b) = (f32::from_bits(a), f32::from_bits(b));
+                // Half of the cases cancel almost entirely, where a second rounding would show.
+                let close = f32::from_bits((-(a * b)).to_bits().wrapping_add_signed(near));
+                let c = if c & 1 == 0 { f32::from_bits(c) } else { close };
+                // A NaN may have any bits.
+                if a.mul_add(b, c).is_nan() { [1.0; 3] } else { [a, b, c] }
+            };
+            let inputs: Vec<_> = bits.into_iter().map(of).collect();
+            let wanted = Simd::PORTABLE.run(FusedMultiplyAdd(&inputs));
+            for simd in Simd::available() {
+                prop_assert_eq!(simd.run(FusedMultiplyAdd(&inputs)), wanted.clone(), "{:?}", simd);
+            }
+        }
+    }
+
+    #[test]
+    fn a_double_rounding_is_avoided() {
+        // Their product is 1 + 2^-24, half-way between two fp32: the addend decides, far below what float64 has beside it.
+        let (a, b) = (97.0 / 64.0, 172_961.0 / 262_144.0);
+        let wanted = [1.0 + f32::EPSILON, 1.0, 1.0].map(f32::to_bits);
+        for simd in Simd::available() {
+            let found = simd.run(FusedMultiplyAdd(&[[a, b, 1e-30], [a, b, 0.0], [a, b, -1e-30]]));
+            assert_eq!(found, wanted, "{simd:?}");
+        }
+    }
 
     #[test]
     fn the_variable_forces_what_there_is() {

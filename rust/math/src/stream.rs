@@ -3,7 +3,7 @@
 //! A normal store to a line that is not cached reads the line first. For a large output that is a third stream of
 //! memory traffic for nothing. Blocks are computed into a buffer on the stack and copied out with non-temporal stores.
 
-use crate::{Element, fused::Fused};
+use crate::Element;
 
 /// Calls on fewer elements than this write through the caches: their output may well be read from there.
 pub const STREAM_ELEMENTS_MIN: usize = 1 << 20;
@@ -22,12 +22,12 @@ struct Buffer<T>([T; BLOCK]);
 /// compiled for the baseline.
 pub(crate) trait Fill<T> {
     /// Computes the elements of the output from `start` on into `out`.
-    fn fill<F: Fused>(&mut self, start: usize, out: &mut [T]);
+    fn fill(&mut self, start: usize, out: &mut [T]);
 }
 
 /// Fills consecutive slices of `out`, or a buffer that is then streamed to its place.
 #[inline(always)]
-pub(crate) fn store<F: Fused, T: Element>(out: &mut [T], streaming: bool, mut source: impl Fill<T>) {
+pub(crate) fn store<T: Element>(out: &mut [T], streaming: bool, mut source: impl Fill<T>) {
     let streaming = streaming && cfg!(target_arch = "x86_64");
     let mut buffer = Buffer([T::default(); BLOCK]);
     let mut start = 0;
@@ -37,7 +37,7 @@ pub(crate) fn store<F: Fused, T: Element>(out: &mut [T], streaming: bool, mut so
         let through = streaming && before_line == 0 && rest.len() >= BLOCK;
         let direct = if streaming && before_line > 0 { before_line.min(rest.len()) } else { rest.len() };
         let count = if through { BLOCK } else { direct };
-        source.fill::<F>(start, if through { &mut buffer.0 } else { &mut rest[..count] });
+        source.fill(start, if through { &mut buffer.0 } else { &mut rest[..count] });
         if through {
             copy_past_caches(&mut rest[..BLOCK], &buffer);
         }

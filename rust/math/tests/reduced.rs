@@ -12,7 +12,7 @@
 use std::num::NonZeroUsize;
 
 use memascend_math::{
-    Bf16, Codes, Element, Exec, F16, Floats, FloatsMut, Hyperparameters, Moments, Momentum, Place, Random, Reduced,
+    Bf16, Codes, Element, Exec, F16, Floats, FloatsMut, Hyperparameters, Moments, Momentum, Position, Random, Reduced,
     Rule, Simd, Weights, WideState, decode, encode, update,
 };
 use proptest::prelude::*;
@@ -247,7 +247,7 @@ fn check(form: Form, rule: &Rule, len: usize, seed: u64, at_end: bool, wild: boo
     let start = Wide::noise(len, seed, wild);
     let mut next = noise(seed ^ 0x55);
     let gradient: Vec<f32> = (0..len).map(|_| number(&mut next, wild)).collect();
-    let place = Place { random: Random { key: seed, step: 5 }, first: 512 };
+    let place = Position { random: Random { key: seed, step: 5 }, first: 512 };
     let mut bytes: Option<Vec<u8>> = None;
     for simd in Simd::available() {
         let memory = Memory::new(form, len, at_end);
@@ -321,7 +321,7 @@ fn parts_and_threads_have_the_bits_of_the_whole() {
         let random = Random { key: 11, step: 9 };
         let whole = Memory::new(form, len, false);
         whole.begin(&start);
-        let done = update(whole.state(), Floats::Bf16(&gradient), &rule, Place { random, first: 0 }, exec(4, simd));
+        let done = update(whole.state(), Floats::Bf16(&gradient), &rule, Position { random, first: 0 }, exec(4, simd));
         done.unwrap_or_else(|error| panic!("{error}"));
         let wide = whole.wide();
         // A part is begun from fp32 again; what it becomes is compared in fp32, too, which is exact.
@@ -333,7 +333,7 @@ fn parts_and_threads_have_the_bits_of_the_whole() {
             let part = Memory::new(form, range.len(), true);
             let of = |all: &[f32]| all[range.clone()].to_vec();
             part.begin(&Wide { master: of(&start.master), first: of(&start.first), second: of(&start.second) });
-            let place = Place { random, first: range.start as u64 };
+            let place = Position { random, first: range.start as u64 };
             update(part.state(), Floats::Bf16(&gradient[range.clone()]), &rule, place, exec(1, simd))
                 .unwrap_or_else(|error| panic!("{error}"));
             let found = part.wide();
@@ -354,7 +354,7 @@ fn a_small_change_of_a_second_moment_is_not_lost() {
     memory.begin(&Wide { master: ones.clone(), first: vec![0.0; len], second: ones });
     let gradient = vec![0.0; len];
     for step in 1..=1000 {
-        let place = Place { random: Random { key: 1, step }, first: 0 };
+        let place = Position { random: Random { key: 1, step }, first: 0 };
         update(memory.state(), Floats::F32(&gradient), &Rule::Adam(adam(true, step)), place, exec(1, Simd::PORTABLE))
             .unwrap_or_else(|error| panic!("{error}"));
     }
@@ -370,7 +370,7 @@ fn what_does_not_belong_together_is_refused() {
     let rule = Rule::Adam(adam(true, 1));
     let grad = [0.0; 8];
     let told = |state: Reduced<'_>, grad: &[f32], rule: &Rule, first| {
-        let place = Place { random: Random::default(), first };
+        let place = Position { random: Random::default(), first };
         update(state, Floats::F32(grad), rule, place, exec).map_or_else(|error| error.to_string(), |()| String::new())
     };
     let (two, one) = (of(Weight::Single, Moment::Bf16, true), of(Weight::Single, Moment::Bf16, false));

@@ -123,8 +123,8 @@ fn case<T: Wrapped>(len: usize, largest: i32, spread_over: u32, seed: u64, cut: 
     for exec in execs() {
         let found = check(T::wrap(&values), exec);
         assert!(!found.nonfinite);
-        assert_eq!(Whole::from_sum(&found.squares), wanted, "{} {:?}", T::NAME, exec);
-        assert_eq!(found.squares.value().to_bits(), wanted.nearest().to_bits(), "{}", T::NAME);
+        assert_eq!(Whole::from_sum(&found.squares), wanted, "{} {:?}", std::any::type_name::<T>(), exec);
+        assert_eq!(found.squares.value().to_bits(), wanted.nearest().to_bits(), "{}", std::any::type_name::<T>());
         // In another order, and in two parts.
         assert_eq!(check(T::wrap(&turned), exec).squares, found.squares);
         let (before, after) = values.split_at(cut.min(len));
@@ -162,7 +162,12 @@ fn the_largest_sums_with_the_smallest_squares() {
                 values[len / 2 + 3] = T::from_f32(one);
                 for exec in execs() {
                     let found = check(T::wrap(&values), exec).squares;
-                    assert_eq!(Whole::from_sum(&found), Whole::of(&values), "{} {below} {exec:?}", T::NAME);
+                    assert_eq!(
+                        Whole::from_sum(&found),
+                        Whole::of(&values),
+                        "{} {below} {exec:?}",
+                        std::any::type_name::<T>()
+                    );
                 }
             }
         }

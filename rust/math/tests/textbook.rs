@@ -2,7 +2,7 @@
 
 use std::num::NonZeroUsize;
 
-use memascend_math::{Exec, Floats, Hyperparameters, State, adam};
+use memascend_math::{AdamState, Exec, Floats, Hyperparameters, adam};
 
 const STEPS: u64 = 12;
 
@@ -46,7 +46,7 @@ fn compare(of: Hyperparameters) {
         let of = Hyperparameters { step, ..of };
         let scalars = of.scalars().unwrap_or_else(|error| panic!("{error}"));
         let given = gradients(step).map(|of| of as f32);
-        let state = State { master: &mut master, exp_avg: &mut first, exp_avg_sq: &mut second };
+        let state = AdamState { master: &mut master, exp_avg: &mut first, exp_avg_sq: &mut second };
         adam(state, Floats::F32(&given), None, &scalars, exec).unwrap_or_else(|error| panic!("{error}"));
         for (one, gradient) in expected.iter_mut().zip(gradients(step)) {
             one.step(gradient, &of);

@@ -1,4 +1,4 @@
-//! Leases exact-size slots that are planned once, then frozen.
+//! Leases exact-size slots that are planned once, then frozen. A lease is an RAII hold on a slot.
 //!
 //! A lease takes a slot of the smallest class that holds it, never of a larger one: a plan that admits a set of leases
 //! then admits them in every order. Taking and returning is a short lock and a few atomic operations, and never allocates.
@@ -14,7 +14,7 @@ use std::{
 };
 
 use crate::{
-    Error, Holder, Layout, Lease, OwnerId, OwnerStats, Region, Result,
+    Error, Holder, Layout, OwnerId, OwnerStats, Region, Result,
     free_list::FreeList,
     guarded::{Ended, Wait},
     owners::{Counters, Owners},
@@ -206,18 +206,10 @@ impl Class {
 }
 
 impl Shared {
-    pub(crate) fn layout(&self) -> &Layout {
-        &self.layout
-    }
-
-    pub(crate) fn address(&self, class: usize, slot: u32) -> NonNull<u8> {
+    fn address(&self, class: usize, slot: u32) -> NonNull<u8> {
         let class = &self.layout.classes()[class];
         // SAFETY: the layout keeps every slot inside the region, whose start this is.
         unsafe { self.region.inner().start().add(class.offset + slot as usize * class.stride) }
-    }
-
-    pub(crate) fn is_region_closed(&self) -> bool {
-        self.region.is_closed()
     }
 
     /// Ends every wait for a lease.
@@ -227,7 +219,7 @@ impl Shared {
         }
     }
 
-    pub(crate) fn give_back(&self, lease: &Lease) {
+    fn give_back(&self, lease: &Lease) {
         let region = self.region.inner();
         if region.forked() {
             // The slot is the parent's, and a lock may have been copied in the middle of a hold.
@@ -271,5 +263,104 @@ impl Shared {
             waited,
             holders: slots.into_iter().map(|(index, slots)| Holder { owner: name(index), slots }).collect(),
         }
+    }
+}
+
+/// Bytes of an arena, held until dropped. Nobody else has them meanwhile.
+#[derive(Debug)]
+pub struct Lease {
+    shared: Arc<Shared>,
+    class: usize,
+    slot: u32,
+    asked_bytes: usize,
+    owner: OwnerId,
+}
+
+impl Lease {
+    /// The bytes that were asked for.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.asked_bytes
+    }
+
+    /// Never: a lease has at least one byte.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.asked_bytes == 0
+    }
+
+    /// The bytes of the slot that holds them.
+    #[must_use]
+    pub fn slot_bytes(&self) -> usize {
+        self.shared.layout.classes()[self.class].bytes
+    }
+
+    /// Whether its region was closed: then the last lease to go unmaps.
+    #[must_use]
+    pub fn is_region_closed(&self) -> bool {
+        self.shared.region.is_closed()
+    }
+
+    /// The first byte. Valid for `slot_bytes()` while the lease lives.
+    #[must_use]
+    pub fn as_ptr(&self) -> NonNull<u8> {
+        self.shared.address(self.class, self.slot)
+    }
+
+    /// The leased bytes.
+    #[must_use]
+    pub fn as_slice(&self) -> &[u8] {
+        // SAFETY: the slot is this lease's alone, initialised (the kernel's zeros at least) and mapped while it lives;
+        // writing needs `&mut self` or the unsafety of `as_ptr`.
+        unsafe { std::slice::from_raw_parts(self.as_ptr().as_ptr(), self.asked_bytes) }
+    }
+
+    /// The leased bytes, to be written.
+    #[must_use]
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
+        // SAFETY: as in `as_slice`, and `&mut self` is the only way in.
+        unsafe { std::slice::from_raw_parts_mut(self.as_ptr().as_ptr(), self.asked_bytes) }
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.shared.give_back(self);
+    }
+}
+
+/// A bounded pool of equal chunks. An arena of one class: what holds there holds here.
+#[derive(Debug, Clone)]
+pub struct ChunkRing {
+    arena: Arc<Arena>,
+    chunk_bytes: usize,
+}
+
+impl ChunkRing {
+    /// Divides `region` into `count` chunks of `chunk_bytes`.
+    pub fn new(region: &Region, chunk_bytes: usize, count: usize) -> Result<Self> {
+        Ok(Self { arena: Arc::new(Arena::new(region, &[(chunk_bytes, count)])?), chunk_bytes })
+    }
+
+    /// The size of a chunk.
+    #[must_use]
+    pub fn chunk_bytes(&self) -> usize {
+        self.chunk_bytes
+    }
+
+    /// The owner called `name`.
+    pub fn owner(&self, name: &str) -> Result<OwnerId> {
+        self.arena.owner(name)
+    }
+
+    /// Takes a chunk; see [`Arena::lease`].
+    pub fn lease(&self, owner: OwnerId, wait: Wait<'_>) -> Result<Lease> {
+        self.arena.lease(self.chunk_bytes, owner, wait)
+    }
+
+    /// See [`Arena::stats`].
+    #[must_use]
+    pub fn stats(&self) -> ArenaStats {
+        self.arena.stats()
     }
 }

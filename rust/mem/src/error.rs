@@ -141,8 +141,10 @@ pub enum Error {
     Forked,
 
     /// More owners than the table holds.
-    #[error("{OWNERS_MAX} owners are named already and {name:?} is one more; reuse a name", OWNERS_MAX = crate::OWNERS_MAX)]
+    #[error("{owners_max} owners are named already and {name:?} is one more; reuse a name")]
     TooManyOwners {
+        /// The bound.
+        owners_max: usize,
         /// The name that found no room.
         name: String,
     },

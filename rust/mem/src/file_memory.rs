@@ -12,6 +12,11 @@ use std::{
     ptr::{self, NonNull},
 };
 
+use rustix::{
+    io::Errno,
+    mm::{MapFlags, MprotectFlags, MremapFlags, ProtFlags, mmap, mprotect, mremap_fixed, munmap},
+};
+
 use crate::{Error, Result, living::living};
 
 /// The bytes of a file as memory; unmapped when dropped. The file lives as long, whatever becomes of its name.
@@ -35,9 +40,9 @@ impl FileMemory {
             return Err(Error::Invalid(format!("{bytes} bytes of a file of {} cannot be mapped", length.len())));
         }
         let start =
-            mapped(file, bytes, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED).map_err(failed("mmap"))?;
+            mapped(file, bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED).map_err(failed("mmap"))?;
         // Nothing can be written to it, so that no memory is set aside for it.
-        match mapped(file, bytes, libc::PROT_READ, libc::MAP_PRIVATE | libc::MAP_NORESERVE) {
+        match mapped(file, bytes, ProtFlags::READ, MapFlags::PRIVATE | MapFlags::NORESERVE) {
             Ok(private) => {
                 living().files.insert(start.as_ptr().addr(), Twins { shared: start, private: Some(private), bytes });
                 Ok(Self { start, bytes })
@@ -101,35 +106,28 @@ impl Twins {
     /// there.
     pub(crate) fn part(&mut self) {
         let Some(private) = self.private.take() else { return };
-        let writable = libc::PROT_READ | libc::PROT_WRITE;
+        let writable = MprotectFlags::READ | MprotectFlags::WRITE;
         // SAFETY: a mapping of ours of so many bytes, which nobody else knows. Where the machine has no memory to
         // promise for it, it stays readable only: a child that writes then ends, and harms nobody.
-        unsafe { libc::mprotect(private.as_ptr().cast(), self.bytes, writable) };
-        let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+        let _ = unsafe { mprotect(private.as_ptr().cast(), self.bytes, writable) };
+        let (from, to) = (private.as_ptr().cast(), self.shared.as_ptr().cast());
         // SAFETY: both are mappings of ours of so many bytes. The target has the same contents before and after, and the
         // thread that forked is the only one.
-        let moved = unsafe {
-            libc::mremap(private.as_ptr().cast(), self.bytes, self.bytes, flags, self.shared.as_ptr().cast::<u8>())
-        };
-        if moved == libc::MAP_FAILED {
+        if unsafe { mremap_fixed(from, self.bytes, self.bytes, MremapFlags::MAYMOVE, to) }.is_err() {
             // SAFETY: as above.
-            unsafe { libc::mprotect(self.shared.as_ptr().cast(), self.bytes, libc::PROT_READ) };
+            let _ = unsafe { mprotect(to, self.bytes, MprotectFlags::READ) };
         }
     }
 }
 
-fn mapped(file: BorrowedFd<'_>, bytes: usize, protection: i32, flags: i32) -> io::Result<NonNull<u8>> {
-    use std::os::fd::AsRawFd;
+fn mapped(file: BorrowedFd<'_>, bytes: usize, protection: ProtFlags, flags: MapFlags) -> io::Result<NonNull<u8>> {
     // SAFETY: a new mapping at an address that the kernel chooses; the descriptor is open.
-    let start = unsafe { libc::mmap(ptr::null_mut(), bytes, protection, flags, file.as_raw_fd(), 0) };
-    if start == libc::MAP_FAILED {
-        return Err(io::Error::last_os_error());
-    }
-    NonNull::new(start.cast()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))
+    let start = unsafe { mmap(ptr::null_mut(), bytes, protection, flags, file, 0) }?;
+    Ok(NonNull::new(start.cast()).ok_or(Errno::NOMEM)?)
 }
 
 fn unmap(start: NonNull<u8>, bytes: usize) {
     // SAFETY: a mapping of ours of so many bytes; whoever owns it has seen to it that nothing refers to it.
-    let result = unsafe { libc::munmap(start.as_ptr().cast(), bytes) };
-    debug_assert_eq!(result, 0, "munmap: {}", io::Error::last_os_error());
+    let result = unsafe { munmap(start.as_ptr().cast(), bytes) };
+    debug_assert!(result.is_ok(), "munmap: {result:?}");
 }

@@ -6,10 +6,10 @@ use crate::guarded::{Ended, Guarded, Wait};
 
 /// The free slots of one size. See the module's description.
 #[derive(Debug)]
-pub(crate) struct FreeList(Guarded<State>);
+pub(crate) struct FreeList(Guarded<Slots>);
 
 #[derive(Debug)]
-struct State {
+struct Slots {
     /// The next one to be taken is the last.
     free: Vec<u32>,
     closed: bool,
@@ -18,7 +18,7 @@ struct State {
 impl FreeList {
     /// A list of `count` slots, all free; slot 0 is taken first.
     pub(crate) fn new(count: u32) -> Self {
-        Self(Guarded::new(State { free: (0..count).rev().collect(), closed: false }))
+        Self(Guarded::new(Slots { free: (0..count).rev().collect(), closed: false }))
     }
 
     /// Takes a slot if one is free. Never waits for one.

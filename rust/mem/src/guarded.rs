@@ -53,7 +53,7 @@ pub enum Ended {
 pub struct Guarded<T> {
     state: Mutex<T>,
     changed: Condvar,
-    /// Threads that sleep. Changed under the lock, so whoever has changed the state since knows of each.
+    /// Threads that sleep. Changed under the lock, so a thread that has changed the state since sees each of them.
     sleeping: AtomicU32,
 }
 

@@ -7,6 +7,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use rustix::process::{Resource, getrlimit};
+
 /// A bound on new memory and what sets it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Headroom {
@@ -139,21 +141,15 @@ fn meminfo(name: &str) -> Option<usize> {
 
 /// What is free where /proc is not mounted. Less than what is available, as most of the page cache is missing.
 fn free() -> Option<usize> {
-    let mut info = std::mem::MaybeUninit::<libc::sysinfo>::zeroed();
-    // SAFETY: `info` is valid for writes of its type.
-    let result = unsafe { libc::sysinfo(info.as_mut_ptr()) };
-    // SAFETY: zeroes are a value of it, and the kernel has filled it in.
-    let info = (result == 0).then(|| unsafe { info.assume_init() })?;
+    let info = rustix::system::sysinfo();
     let units = usize::try_from(info.freeram.checked_add(info.bufferram)?).ok()?;
     units.checked_mul(usize::try_from(info.mem_unit).ok()?)
 }
 
 fn memlock() -> (Option<usize>, Option<usize>) {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: `limit` is valid for writes of its type.
-    let result = unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limit) };
-    let bytes = |value| if value == libc::RLIM_INFINITY { None } else { usize::try_from(value).ok() };
-    if result == 0 { (bytes(limit.rlim_cur), bytes(limit.rlim_max)) } else { (None, None) }
+    let limit = getrlimit(Resource::Memlock);
+    let bytes = |value: Option<u64>| value.and_then(|value| usize::try_from(value).ok());
+    (bytes(limit.current), bytes(limit.maximum))
 }
 
 #[cfg(test)]

@@ -1,9 +1,12 @@
-//! Lists living regions and files in memory, under a lock that is held around every fork.
+//! Lists living regions and files in memory, under a lock that is held around every fork; counts the forks.
 
 use std::{
     cell::RefCell,
     collections::BTreeMap,
-    sync::{Mutex, MutexGuard, Once, Weak},
+    sync::{
+        Mutex, MutexGuard, Once, Weak,
+        atomic::{AtomicU32, Ordering},
+    },
 };
 
 use crate::{file_memory::Twins, guarded::locked, region};
@@ -17,6 +20,8 @@ pub(crate) struct Living {
 }
 
 static LIVING: Mutex<Living> = Mutex::new(Living { regions: Vec::new(), files: BTreeMap::new() });
+/// How many forks lie between this process and the one that loaded the library.
+static GENERATION: AtomicU32 = AtomicU32::new(0);
 static HOOK: Once = Once::new();
 
 thread_local! {
@@ -26,13 +31,25 @@ thread_local! {
 
 /// The list, locked.
 pub(crate) fn living() -> MutexGuard<'static, Living> {
+    watch_forks();
+    locked(&LIVING)
+}
+
+/// How many forks lie between this process and the one that loaded the library: what was made under another value
+/// belongs to a parent.
+#[must_use]
+pub fn fork_generation() -> u32 {
+    watch_forks();
+    GENERATION.load(Ordering::Relaxed)
+}
+
+fn watch_forks() {
     HOOK.call_once(|| {
-        // SAFETY: the handlers only lock, unlock and ask the kernel, on the thread that forks; they are functions of
-        // this library, which is never unloaded.
+        // SAFETY: the handlers only touch an atomic, lock, unlock and ask the kernel, on the thread that forks; they are
+        // functions of this library, which is never unloaded.
         let failed = unsafe { libc::pthread_atfork(Some(before), Some(in_parent), Some(in_child)) };
         assert_eq!(failed, 0, "pthread_atfork has no memory left");
     });
-    locked(&LIVING)
 }
 
 extern "C" fn before() {
@@ -46,6 +63,7 @@ extern "C" fn in_parent() {
 }
 
 extern "C" fn in_child() {
+    GENERATION.fetch_add(1, Ordering::Relaxed);
     let guard = AROUND_FORK.try_with(|around| around.borrow_mut().take()).ok().flatten();
     if let Some(mut living) = guard.or_else(|| LIVING.try_lock().ok()) {
         living.files.values_mut().for_each(Twins::part);

@@ -7,7 +7,11 @@ use std::{
     fs::{self, File},
     io::{self, BufRead, BufReader},
     ptr::{self, NonNull},
-    sync::OnceLock,
+};
+
+use rustix::{
+    io::{Errno, retry_on_intr},
+    mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mlock, mmap_anonymous, mprotect, munlock, munmap},
 };
 
 use crate::{Error, Result};
@@ -15,12 +19,7 @@ use crate::{Error, Result};
 /// The size of a page, as the kernel says.
 #[must_use]
 pub fn page_bytes() -> usize {
-    static BYTES: OnceLock<usize> = OnceLock::new();
-    *BYTES.get_or_init(|| {
-        // SAFETY: sysconf has no preconditions.
-        let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-        usize::try_from(bytes).ok().filter(|bytes| bytes.is_power_of_two()).unwrap_or(4096)
-    })
+    rustix::param::page_size()
 }
 
 /// Whether memory can lie on transparent huge pages, and of what size.
@@ -32,7 +31,7 @@ pub enum HugePages {
     Off(&'static str),
 }
 
-/// The size of a huge page where the kernel does not tell (a container without `/sys`): that of x86-64, and of aarch64
+/// The size of a huge page where the kernel does not say (a container without `/sys`): that of x86-64, and of aarch64
 /// with 4 KiB pages.
 const HUGE_PAGE_BYTES_ASSUMED: usize = 2 << 20;
 
@@ -49,8 +48,9 @@ pub fn huge_pages() -> HugePages {
     if fs::read_to_string("/proc/self/status").is_ok_and(|status| status.contains("THP_enabled:\t0")) {
         return HugePages::Off("transparent huge pages are switched off for this process (prctl PR_SET_THP_DISABLE)");
     }
-    let told = fs::read_to_string(format!("{DIRECTORY}/hpage_pmd_size")).ok().and_then(|text| text.trim().parse().ok());
-    let bytes: usize = told.unwrap_or(HUGE_PAGE_BYTES_ASSUMED);
+    let stated =
+        fs::read_to_string(format!("{DIRECTORY}/hpage_pmd_size")).ok().and_then(|text| text.trim().parse().ok());
+    let bytes: usize = stated.unwrap_or(HUGE_PAGE_BYTES_ASSUMED);
     if bytes.is_power_of_two() && bytes > page_bytes() {
         HugePages::Of(bytes)
     } else {
@@ -82,14 +82,18 @@ unsafe impl Sync for Mapping {}
 impl Mapping {
     /// Maps and populates `bytes`, a multiple of the page size.
     pub(crate) fn new(bytes: usize, keep_going: KeepGoing<'_>) -> Result<Self> {
-        let failed = |call| move |source| Error::System { call, nbytes: bytes, source };
+        let failed = |call| move |errno: Errno| Error::System { call, nbytes: bytes, source: errno.into() };
         // Below one huge page there is nothing to align for.
         let align = match huge_pages() {
             HugePages::Of(huge) if bytes >= huge => huge,
             _ => page_bytes(),
         };
         let mapping = reserve(bytes, align).map_err(failed("mmap"))?;
-        mapping.advise(libc::MADV_HUGEPAGE).or_else(no_such_advice).map_err(failed("madvise(MADV_HUGEPAGE)"))?;
+        match mapping.advise(Advice::LinuxHugepage) {
+            // The answer of a kernel that was built without this advice.
+            Ok(()) | Err(Errno::INVAL) => {}
+            Err(errno) => return Err(failed("madvise(MADV_HUGEPAGE)")(errno)),
+        }
         let populated = mapping.by_pieces(keep_going, populate)?;
         populated.map_err(failed("madvise(MADV_POPULATE_WRITE)"))?;
         Ok(mapping)
@@ -105,23 +109,21 @@ impl Mapping {
 
     /// Children of a fork see zeros here, and the parent's pages are not shared with them.
     pub(crate) fn wipe_on_fork(&self) -> Result<()> {
-        self.advise(libc::MADV_WIPEONFORK).map_err(|source| Error::System {
+        self.advise(Advice::LinuxWipeOnFork).map_err(|errno| Error::System {
             call: "madvise(MADV_WIPEONFORK)",
             nbytes: self.bytes,
-            source,
+            source: errno.into(),
         })
     }
 
     /// Locks the pages into memory until they are unmapped. The outer error is an interruption; then, and after a
     /// refusal, nothing stays locked.
-    pub(crate) fn lock(&self, keep_going: KeepGoing<'_>) -> Result<io::Result<()>> {
-        let locked = self.by_pieces(keep_going, |start, bytes| {
-            // SAFETY: the range is mapped and ours.
-            checked(unsafe { libc::mlock(start.cast(), bytes) })
-        });
+    pub(crate) fn lock(&self, keep_going: KeepGoing<'_>) -> Result<rustix::io::Result<()>> {
+        // SAFETY: the range is mapped and ours.
+        let locked = self.by_pieces(keep_going, |start, bytes| unsafe { mlock(start.cast(), bytes) });
         if !matches!(locked, Ok(Ok(()))) {
             // SAFETY: the range is mapped and ours; pages that are not locked do not mind.
-            unsafe { libc::munlock(self.start.as_ptr().cast(), self.bytes) };
+            let _ = unsafe { munlock(self.start.as_ptr().cast(), self.bytes) };
         }
         locked
     }
@@ -140,7 +142,7 @@ impl Mapping {
             .map_or(0, |kib| kib * 1024)
     }
 
-    fn advise(&self, advice: libc::c_int) -> io::Result<()> {
+    fn advise(&self, advice: Advice) -> rustix::io::Result<()> {
         advise(self.start.as_ptr(), self.bytes, advice)
     }
 
@@ -148,8 +150,8 @@ impl Mapping {
     fn by_pieces(
         &self,
         keep_going: KeepGoing<'_>,
-        work: impl Fn(*mut u8, usize) -> io::Result<()>,
-    ) -> Result<io::Result<()>> {
+        work: impl Fn(*mut u8, usize) -> rustix::io::Result<()>,
+    ) -> Result<rustix::io::Result<()>> {
         for offset in (0..self.bytes).step_by(PIECE_BYTES) {
             if offset > 0 && !keep_going() {
                 return Err(Error::Interrupted { asked_bytes: self.bytes });
@@ -164,10 +166,10 @@ impl Mapping {
 }
 
 /// Faults every page in now, so that the run never does and a shortage shows here.
-fn populate(start: *mut u8, bytes: usize) -> io::Result<()> {
-    match retry_interrupted(|| advise(start, bytes, libc::MADV_POPULATE_WRITE)) {
+fn populate(start: *mut u8, bytes: usize) -> rustix::io::Result<()> {
+    match retry_on_intr(|| advise(start, bytes, Advice::LinuxPopulateWrite)) {
         // Before Linux 5.14 the advice is unknown: touch each page.
-        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+        Err(Errno::INVAL) => {
             for offset in (0..bytes).step_by(page_bytes()) {
                 // SAFETY: inside a mapping that nobody else knows yet.
                 unsafe { start.wrapping_add(offset).write_volatile(0) };
@@ -179,67 +181,43 @@ fn populate(start: *mut u8, bytes: usize) -> io::Result<()> {
 }
 
 /// Advises on a range of a mapping of ours.
-fn advise(start: *mut u8, bytes: usize, advice: libc::c_int) -> io::Result<()> {
+fn advise(start: *mut u8, bytes: usize, advice: Advice) -> rustix::io::Result<()> {
     // SAFETY: both callers pass a mapped range that is ours; none of the advice used here takes its contents away.
-    checked(unsafe { libc::madvise(start.cast(), bytes, advice) })
+    unsafe { madvise(start.cast(), bytes, advice) }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
         let (outer, outer_bytes) = with_guards(self.start, self.bytes);
         // SAFETY: exactly what `reserve` left mapped; whoever owns the mapping has seen to it that no lease remains.
-        let result = checked(unsafe { libc::munmap(outer.cast(), outer_bytes) });
+        let result = unsafe { munmap(outer.cast(), outer_bytes) };
         debug_assert!(result.is_ok(), "munmap: {result:?}");
     }
 }
 
 /// Maps `bytes` at a multiple of `align`, with a guard page before and after.
-fn reserve(bytes: usize, align: usize) -> io::Result<Mapping> {
-    let too_much = || io::Error::from_raw_os_error(libc::ENOMEM);
-    let total = bytes.checked_add(align + 2 * page_bytes()).ok_or_else(too_much)?;
+fn reserve(bytes: usize, align: usize) -> rustix::io::Result<Mapping> {
+    let total = bytes.checked_add(align + 2 * page_bytes()).ok_or(Errno::NOMEM)?;
     // SAFETY: a new anonymous mapping at an address that the kernel chooses.
-    let base = unsafe {
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        libc::mmap(ptr::null_mut(), total, libc::PROT_NONE, flags, -1, 0)
-    };
-    if base == libc::MAP_FAILED {
-        return Err(io::Error::last_os_error());
-    }
+    let base =
+        unsafe { mmap_anonymous(ptr::null_mut(), total, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::NORESERVE) }?;
     let base: *mut u8 = base.cast();
     let start = base.wrapping_add((base.addr() + page_bytes()).next_multiple_of(align) - base.addr());
-    let start = NonNull::new(start).ok_or_else(too_much)?;
+    let start = NonNull::new(start).ok_or(Errno::NOMEM)?;
     let mapping = Mapping { start, bytes };
     let (outer, outer_bytes) = with_guards(start, bytes);
     let before = outer.addr() - base.addr();
     for (address, length) in [(base, before), (outer.wrapping_add(outer_bytes), total - before - outer_bytes)] {
         if length > 0 {
             // SAFETY: part of the mapping made above, outside what `mapping` owns.
-            checked(unsafe { libc::munmap(address.cast(), length) })?;
+            unsafe { munmap(address.cast(), length) }?;
         }
     }
     // SAFETY: the inner pages of the mapping made above.
-    checked(unsafe { libc::mprotect(start.as_ptr().cast(), bytes, libc::PROT_READ | libc::PROT_WRITE) })?;
+    unsafe { mprotect(start.as_ptr().cast(), bytes, MprotectFlags::READ | MprotectFlags::WRITE) }?;
     Ok(mapping)
 }
 
 fn with_guards(start: NonNull<u8>, bytes: usize) -> (*mut u8, usize) {
     (start.as_ptr().wrapping_sub(page_bytes()), bytes + 2 * page_bytes())
-}
-
-fn checked(result: libc::c_int) -> io::Result<()> {
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-}
-
-/// A kernel built without an advice answers EINVAL; that is no error.
-fn no_such_advice(error: io::Error) -> io::Result<()> {
-    if error.raw_os_error() == Some(libc::EINVAL) { Ok(()) } else { Err(error) }
-}
-
-fn retry_interrupted(mut call: impl FnMut() -> io::Result<()>) -> io::Result<()> {
-    loop {
-        match call() {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            result => return result,
-        }
-    }
 }

@@ -93,7 +93,7 @@ impl Owners {
                 return Ok(OwnerId(index));
             }
         }
-        Err(Error::TooManyOwners { name: name.into() })
+        Err(Error::TooManyOwners { owners_max: OWNERS_MAX, name: name.into() })
     }
 
     pub(crate) fn counters(&self, owner: OwnerId) -> &Counters {

@@ -1,19 +1,20 @@
 //! Regions: page-exact memory on huge pages, pinned where possible, and listed while they live.
 
 use std::{
-    fmt,
+    fmt, io,
     ptr::NonNull,
     sync::{Arc, Mutex, PoisonError, Weak},
 };
+
+use rustix::io::Errno;
 
 use crate::{
     Error, Result,
     arena::Shared,
     cuda::{Registration, Search},
-    fork,
     guarded::locked,
     limits::memory_limits,
-    living::living,
+    living::{fork_generation, living},
     mapping::{HugePages, KeepGoing, Mapping, huge_pages, page_bytes},
     users::Users,
 };
@@ -115,7 +116,7 @@ impl Region {
         owner: &str,
         keep_going: KeepGoing<'_>,
     ) -> Result<Self> {
-        let generation = fork::watch();
+        let generation = fork_generation();
         let bytes = nbytes
             .checked_next_multiple_of(page_bytes())
             .filter(|&bytes| bytes > 0 && isize::try_from(bytes).is_ok())
@@ -266,7 +267,7 @@ impl Inner {
 
     /// Whether this process is a fork of the one that made the region.
     pub(crate) fn forked(&self) -> bool {
-        self.generation != fork::generation()
+        self.generation != fork_generation()
     }
 
     /// Counts one more lease, unless the region is closed.
@@ -349,16 +350,16 @@ fn pinned(
 
 /// `mlock`, or the reason and the remedy; an error only where it was interrupted.
 fn lock(mapping: &Mapping, keep_going: KeepGoing<'_>) -> Result<std::result::Result<(), String>> {
-    let Err(error) = mapping.lock(keep_going)? else { return Ok(Ok(())) };
+    let Err(errno) = mapping.lock(keep_going)? else { return Ok(Ok(())) };
     let (soft, hard) = memory_limits().memlock;
     let bytes = mapping.bytes();
-    Ok(Err(match (error.raw_os_error(), soft) {
-        (Some(libc::ENOMEM | libc::EAGAIN | libc::EPERM), Some(soft)) => format!(
+    Ok(Err(match (errno, soft) {
+        (Errno::NOMEM | Errno::AGAIN | Errno::PERM, Some(soft)) => format!(
             "mlock of {bytes} bytes is past RLIMIT_MEMLOCK (soft limit {soft} bytes, hard limit {}, both for the whole \
              process); raise it with `ulimit -l`, `memlock` in /etc/security/limits.conf, LimitMEMLOCK= in systemd, or \
              `docker run --ulimit memlock=-1`",
             hard.map_or_else(|| "unlimited".into(), |hard| format!("{hard} bytes"))
         ),
-        _ => format!("mlock of {bytes} bytes failed: {error}"),
+        _ => format!("mlock of {bytes} bytes failed: {}", io::Error::from(errno)),
     }))
 }

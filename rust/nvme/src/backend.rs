@@ -1,14 +1,6 @@
 //! Backends: what carries requests to the devices.
 
-use std::sync::Arc;
-
-use crate::{
-    Error, Result,
-    device::Device,
-    request::Job,
-    threads::Threads,
-    uring::{Unavailable, Uring},
-};
+use crate::request::Job;
 
 /// Carries requests to devices, and their answers to [`Request::answered`](crate::request::Request::answered).
 ///
@@ -52,40 +44,6 @@ impl BackendKind {
             Self::Simulated => "simulated",
         }
     }
-}
-
-/// What was chosen, and why no better.
-pub(crate) struct Chosen {
-    pub(crate) backend: Arc<dyn Backend>,
-    pub(crate) kind: BackendKind,
-    pub(crate) why_not: Option<String>,
-}
-
-/// Starts a backend over `devices`: the one wished for, by trying.
-pub(crate) fn start(choice: BackendChoice, devices: &Arc<[Device]>, queue_depth: usize) -> Result<Chosen> {
-    let mut why_not = None;
-    if choice != BackendChoice::Threads {
-        match Uring::start(devices, queue_depth) {
-            Ok(ring) => {
-                let backend: Arc<dyn Backend> = Arc::new(ring);
-                return Ok(Chosen { backend, kind: BackendKind::IoUring, why_not: None });
-            }
-            Err(Unavailable(why)) if choice == BackendChoice::IoUring => {
-                return Err(Error::NoBackend { backend: "io_uring", why });
-            }
-            Err(Unavailable(why)) => why_not = Some(why),
-        }
-    }
-    let threads = Threads::start(devices, queue_depth)
-        .map_err(|error| Error::NoBackend { backend: "threads", why: error.to_string() })?;
-    let backend: Arc<dyn Backend> = Arc::new(threads);
-    Ok(Chosen { backend, kind: BackendKind::Threads, why_not })
-}
-
-/// Why `io_uring` cannot be had here, or `None` where it can. Makes a small ring and drops it.
-#[must_use]
-pub fn why_no_io_uring() -> Option<String> {
-    Uring::probe().err().map(|Unavailable(why)| why)
 }
 
 /// Blocks every signal in the calling thread: they are for the threads of the program, and a file size limit that

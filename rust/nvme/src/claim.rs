@@ -3,12 +3,26 @@
 use std::{path::Path, sync::Arc};
 
 use crate::{
-    Error, Missing, Options, Result, Volume, backend,
+    BackendChoice, BackendKind, DEVICES_MAX, DeviceInfo, Error, Missing, Options, Result, Volume,
+    backend::Backend,
     device::{self, Device, Opened},
     operation::Context,
     stripe::Striping,
-    volume::{DEVICES_MAX, DeviceInfo, Parts},
+    threads::Threads,
+    uring::Uring,
+    volume::Parts,
 };
+
+impl Volume {
+    /// Opens `paths` as one volume. A failure leaves them as they were.
+    pub fn open(paths: &[impl AsRef<Path>], options: &Options) -> Result<Self> {
+        options.checked()?;
+        let volume = Claim::new(paths, if options.size_bytes.is_some() { Missing::Make } else { Missing::Refuse })?
+            .open(options)?;
+        volume.keep();
+        Ok(volume)
+    }
+}
 
 /// Devices that nobody else can open. Of what was there, nothing is changed yet; what was made is removed again where
 /// no volume comes of it.
@@ -47,7 +61,7 @@ impl Claim {
         let Self { paths, devices } = self;
         let (queue_depth, stripe_bytes) = options.checked()?;
         let Opened { devices, size_bytes, alignment } = device::open_all(devices, options, stripe_bytes)?;
-        let chosen = backend::start(options.backend, &devices, queue_depth)?;
+        let (backend, kind, why_not) = start(options.backend, &devices, queue_depth)?;
         let described = devices
             .iter()
             .map(|device| DeviceInfo {
@@ -59,7 +73,28 @@ impl Claim {
             .collect();
         let striping = Striping::new(devices.len(), stripe_bytes);
         let context = Context::new(paths, striping, alignment);
-        let parts = Parts { devices: described, size_bytes, queue_depth, kind: chosen.kind, why_not: chosen.why_not };
-        Ok(Volume::over(context, chosen.backend, Some(devices), parts))
+        let parts = Parts { devices: described, size_bytes, queue_depth, kind, why_not };
+        Ok(Volume::over(context, backend, Some(devices), parts))
     }
+}
+
+/// Starts a backend over `devices`, the one wished for by trying; and says why it is no better.
+fn start(
+    choice: BackendChoice,
+    devices: &Arc<[Device]>,
+    queue_depth: usize,
+) -> Result<(Arc<dyn Backend>, BackendKind, Option<String>)> {
+    let mut why_not = None;
+    if choice != BackendChoice::Threads {
+        match Uring::start(devices, queue_depth) {
+            Ok(ring) => return Ok((Arc::new(ring), BackendKind::IoUring, None)),
+            Err(why) if choice == BackendChoice::IoUring => {
+                return Err(Error::NoBackend { backend: "io_uring", why });
+            }
+            Err(why) => why_not = Some(why),
+        }
+    }
+    let threads = Threads::start(devices, queue_depth)
+        .map_err(|error| Error::NoBackend { backend: "threads", why: error.to_string() })?;
+    Ok((Arc::new(threads), BackendKind::Threads, why_not))
 }

@@ -15,15 +15,19 @@ use std::{
 };
 
 use memascend_mem::locked;
+use rustix::{
+    fs::{OFlags, fcntl_getfl, fcntl_setfl},
+    io::Errno,
+};
 
 use crate::{
     Error, Options, Result,
     align::{Alignment, direct_alignment},
-    file::{self, Lost, Missing, Undo},
+    file::{self, Missing, Undo},
     fork::NotInChildren,
     lock,
-    pending::{self, Name},
-    private, raw,
+    pending::{self, Lost, Name},
+    raw,
     stripe::Striping,
 };
 
@@ -46,8 +50,8 @@ pub(crate) struct Device {
     file: File,
     pub(crate) path: Arc<Path>,
     /// The path from the root on: the working folder may change.
-    place: PathBuf,
-    /// Which name it has: its place, or one beside that.
+    absolute: PathBuf,
+    /// Which name it has: its path, or one beside that.
     name: Mutex<Name>,
     pub(crate) kind: DeviceKind,
     pub(crate) bytes: u64,
@@ -81,13 +85,13 @@ impl Device {
             _ => file::claim(path, missing, &mut || {}).map(|(file, undo, name)| (file, Some(undo), name))?,
         };
         let not_in_children = NotInChildren::new(file.as_fd());
-        let place = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
+        let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
         // From here on its end undoes what was done.
         let mut device = Self {
             _not_in_children: not_in_children,
             file,
             path: Arc::clone(path),
-            place,
+            absolute,
             name: Mutex::new(name),
             kind,
             bytes: 0,
@@ -125,10 +129,10 @@ impl Device {
         if *name != Name::Pending {
             return Ok(());
         }
-        pending::take_name(&self.path, &self.place, &self.file)?;
+        pending::take_name(&self.path, &self.absolute, &self.file)?;
         *name = Name::Own;
         self.kept.store(true, Relaxed);
-        file::settle_name(&self.path, &self.place)
+        file::settle_name(&self.path, &self.absolute)
     }
 
     /// Its file has no name from here on: the caller removes that.
@@ -170,9 +174,9 @@ impl Device {
             return None;
         }
         let name = locked(&self.name);
-        let place = name.path(&self.place)?;
+        let place = name.path(&self.absolute)?;
         let is_short = || self.file.metadata().is_ok_and(|metadata| metadata.len() < self.bytes);
-        file::lost(&place, &self.file).or_else(|| is_short().then_some(Lost::Truncated))
+        pending::lost(&place, &self.file).or_else(|| is_short().then_some(Lost::Truncated))
     }
 
     /// Some file systems take the flag and fail the transfer: try one before a run depends on it.
@@ -187,7 +191,7 @@ impl Device {
             match std::os::unix::fs::FileExt::read_at(&self.file, &mut bytes[pad..pad + block], 0) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.raw_os_error() == Some(libc::EINVAL) && self.kind == DeviceKind::File => {
-                    set_direct(&self.file, false).map_err(|error| Error::system(&self.path, "fcntl", &error))?;
+                    set_direct(&self.file, false).map_err(|errno| Error::system(&self.path, "fcntl", &errno.into()))?;
                     self.why_buffered = Some("its file system fails direct I/O".into());
                     self.alignment = Alignment::NONE;
                     return Ok(());
@@ -203,7 +207,7 @@ impl Drop for Device {
     fn drop(&mut self) {
         // Under the lock: once that is gone, what lies at the path may be somebody else's.
         let undo = locked(&self.undo).take().filter(|_| !self.kept.load(Relaxed));
-        if let (Some(undo), Some(place)) = (undo, locked(&self.name).path(&self.place)) {
+        if let (Some(undo), Some(place)) = (undo, locked(&self.name).path(&self.absolute)) {
             undo.carry_out(&place, &self.file);
         }
         lock::unlock(&self.file);
@@ -251,7 +255,7 @@ pub(crate) fn open_all(mut devices: Vec<Device>, options: &Options, stripe_bytes
                     return Err(Error::Invalid(format!("{name} is empty; pass size= to give it room")));
                 }
                 if let Some(privacy) = options.private {
-                    let mode_before = private::make_private(&device.path, &device.file, privacy, device.is_new())?;
+                    let mode_before = file::make_private(&device.path, &device.file, privacy, device.is_new())?;
                     if let (Some(mode), Some(undo)) = (mode_before, locked(&device.undo).as_mut()) {
                         undo.mode_before.get_or_insert(mode);
                     }
@@ -332,29 +336,18 @@ fn direct(file: &File, path: &Arc<Path>, kind: DeviceKind) -> Result<(Alignment,
     // On the open descriptor and not at open(): a refused open(O_CREAT | O_DIRECT) may leave a file behind.
     match set_direct(file, true) {
         Ok(()) => {}
-        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
-            return Ok((Alignment::NONE, Some("its file system has no direct I/O".into())));
-        }
-        Err(error) => return Err(Error::system(path, "fcntl(O_DIRECT)", &error)),
+        Err(Errno::INVAL) => return Ok((Alignment::NONE, Some("its file system has no direct I/O".into()))),
+        Err(errno) => return Err(Error::system(path, "fcntl(O_DIRECT)", &errno.into())),
     }
     if let Some(alignment) = direct_alignment(file, kind == DeviceKind::Raw) {
         return Ok((alignment, None));
     }
-    set_direct(file, false).map_err(|error| Error::system(path, "fcntl", &error))?;
+    set_direct(file, false).map_err(|errno| Error::system(path, "fcntl", &errno.into()))?;
     Ok((Alignment::NONE, Some("the kernel has no direct I/O for this file (encryption, verity or a journal)".into())))
 }
 
-fn set_direct(file: &File, on: bool) -> io::Result<()> {
-    // SAFETY: F_GETFL takes an open descriptor and no memory.
-    let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
-    if flags < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    let flags = if on { flags | libc::O_DIRECT } else { flags & !libc::O_DIRECT };
-    // SAFETY: F_SETFL takes an open descriptor and no memory.
-    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, flags) } < 0 {
-        Err(io::Error::last_os_error())
-    } else {
-        Ok(())
-    }
+fn set_direct(file: &File, on: bool) -> rustix::io::Result<()> {
+    let mut flags = fcntl_getfl(file)?;
+    flags.set(OFlags::DIRECT, on);
+    fcntl_setfl(file, flags)
 }

@@ -3,23 +3,31 @@
 use std::{
     fs::{self, File, OpenOptions},
     io,
-    os::{
-        fd::AsRawFd,
-        unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt},
-    },
+    os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt},
     path::{Path, PathBuf},
     sync::Arc,
 };
 
+use rustix::{
+    fs::{FallocateFlags, fallocate, fstatvfs},
+    io::{Errno, retry_on_intr},
+};
+
 use crate::{
     Error, IsLeft, Result, lock,
-    pending::{Name, has_its_name, is_there},
-    private,
+    pending::{Name, has_its_name, is_there, lost},
 };
 
 /// How often a file is opened anew because its name went to another one meanwhile: each time somebody else's whole
 /// attempt came in between.
 const OPENINGS_MAX: usize = 64;
+
+/// Reading and writing for the owner, nothing for anybody else.
+const MODE: u32 = 0o600;
+/// Bits of a mode that are permissions of some kind.
+const MODE_BITS: u32 = 0o7777;
+/// Those of others than the owner.
+const OTHERS_BITS: u32 = 0o077;
 
 /// How a file is put back that was made, grown or made private.
 #[derive(Debug)]
@@ -72,31 +80,6 @@ impl Undo {
                 }
             }
         }
-    }
-}
-
-/// What became of the name of an open file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Lost {
-    /// The file has no name any more.
-    Deleted,
-    /// The file has another name, or none; nothing is at its path.
-    Moved,
-    /// Something else is at its path.
-    Replaced,
-    /// It is shorter than the device that it is.
-    Truncated,
-}
-
-/// Whether `path` still names the open file; what became of it where not. Says nothing where that cannot be seen.
-pub(crate) fn lost(path: &Path, file: &File) -> Option<Lost> {
-    let ours = file.metadata().ok()?;
-    match fs::metadata(path) {
-        Ok(there) if (there.dev(), there.ino()) == (ours.dev(), ours.ino()) => None,
-        Ok(_) => Some(Lost::Replaced),
-        Err(error) if error.kind() != io::ErrorKind::NotFound => None,
-        Err(_) if ours.nlink() == 0 => Some(Lost::Deleted),
-        Err(_) => Some(Lost::Moved),
     }
 }
 
@@ -192,20 +175,58 @@ pub(crate) fn open(path: &Arc<Path>, flags: libc::c_int, may_create: bool) -> io
     match options.open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound && may_create => {
             // Not through a dangling link, and not over what another process made meanwhile.
-            let file = options.create_new(true).mode(private::MODE).open(path)?;
-            file.set_permissions(fs::Permissions::from_mode(private::MODE))?;
+            let file = options.create_new(true).mode(MODE).open(path)?;
+            file.set_permissions(fs::Permissions::from_mode(MODE))?;
             Ok((file, true))
         }
         result => result.map(|file| (file, false)),
     }
 }
 
+/// What is to be private.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Privacy {
+    /// What is about to be written: the file has to be this user's.
+    Fresh,
+    /// What is there already, whoever's it is.
+    There,
+}
+
+/// Lets nobody but its owner open the file, whatever it was and whichever link led to it; its mode before, where that was
+/// another. Raw devices are the system's.
+pub(crate) fn make_private(path: &Arc<Path>, file: &File, what: Privacy, is_new: bool) -> Result<Option<u32>> {
+    let metadata = file.metadata().map_err(|error| Error::system(path, "stat", &error))?;
+    let user = rustix::process::geteuid().as_raw();
+    // Where root is nobody (some network file systems), even a file of one's own making is another's.
+    if what == Privacy::Fresh && !is_new && metadata.uid() != user {
+        return Err(foreign(path, metadata.uid(), user));
+    }
+    let mode = metadata.mode() & MODE_BITS;
+    if mode & OTHERS_BITS == 0 {
+        return Ok(None);
+    }
+    match file.set_permissions(fs::Permissions::from_mode(MODE)) {
+        Ok(()) => Ok(Some(mode)),
+        Err(error) if error.raw_os_error() == Some(libc::EPERM) => Err(foreign(path, metadata.uid(), user)),
+        Err(error) => Err(Error::system(path, "chmod", &error)),
+    }
+}
+
+fn foreign(path: &Arc<Path>, owner: u32, user: u32) -> Error {
+    let why = format!(
+        "the file belongs to user {owner}, who could read what user {user} keeps in it; choose another path, or remove \
+         the file if nothing in it is needed"
+    );
+    Error::refused(path, libc::EPERM, why)
+}
+
 /// Reserves `bytes` for the file on its file system, so that no write in the middle of a run finds it full.
 ///
 /// By `fallocate` alone: writing zeros would cost hours and wear, and reserved extents slow only their first pass.
 pub(crate) fn reserve(path: &Arc<Path>, file: &File, bytes: u64) -> Result<()> {
-    let length = i64::try_from(bytes)
-        .map_err(|_| Error::Invalid(format!("{bytes} bytes are more than a file can have: {}", path.display())))?;
+    if i64::try_from(bytes).is_err() {
+        return Err(Error::Invalid(format!("{bytes} bytes are more than a file can have: {}", path.display())));
+    }
     // Before anything of ours is there: a file system that finds no room may leave the part that it had.
     let free = free_bytes(file);
     let metadata = file.metadata().map_err(|error| Error::system(path, "stat", &error))?;
@@ -216,27 +237,20 @@ pub(crate) fn reserve(path: &Arc<Path>, file: &File, bytes: u64) -> Result<()> {
         // Trying would take all that is free, and whoever else writes there would meet a full disk meanwhile.
         return Err(no_room(path, bytes.saturating_sub(there), free));
     }
-    loop {
-        // SAFETY: fallocate takes an open descriptor and no memory.
-        if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, length) } == 0 {
-            return Ok(());
+    match retry_on_intr(|| fallocate(file, FallocateFlags::empty(), 0, bytes)) {
+        Ok(()) => Ok(()),
+        // Some network and FUSE ones cannot reserve: as long as needed, since there is room now.
+        Err(Errno::OPNOTSUPP) if length_before >= bytes => Ok(()),
+        Err(Errno::OPNOTSUPP) => {
+            let grown = file.set_len(bytes);
+            grown.map_err(|error| Error::system(path, &format!("growing it to {bytes} bytes"), &error))
         }
-        let error = io::Error::last_os_error();
-        match error.raw_os_error() {
-            Some(libc::EINTR) => {}
-            // Some network and FUSE ones cannot reserve: as long as needed, since there is room now.
-            Some(libc::EOPNOTSUPP) if length_before >= bytes => return Ok(()),
-            Some(libc::EOPNOTSUPP) => {
-                let grown = file.set_len(bytes);
-                return grown.map_err(|error| Error::system(path, &format!("growing it to {bytes} bytes"), &error));
-            }
-            Some(libc::ENOSPC) => {
-                // What was reserved in vain goes with what it was reserved for.
-                drop(file.set_len(length_before));
-                return Err(no_room(path, bytes.saturating_sub(there), free));
-            }
-            _ => return Err(Error::system(path, &format!("reserving {bytes} bytes"), &error)),
+        Err(Errno::NOSPC) => {
+            // What was reserved in vain goes with what it was reserved for.
+            drop(file.set_len(length_before));
+            Err(no_room(path, bytes.saturating_sub(there), free))
         }
+        Err(errno) => Err(Error::system(path, &format!("reserving {bytes} bytes"), &errno.into())),
     }
 }
 
@@ -251,13 +265,7 @@ fn no_room(path: &Arc<Path>, bytes: u64, free: Option<u64>) -> Error {
 
 /// What an unprivileged user may still write to the file system of a file, whatever name that has.
 fn free_bytes(file: &File) -> Option<u64> {
-    let mut answer = std::mem::MaybeUninit::<libc::statvfs>::zeroed();
-    // SAFETY: an open descriptor and room for the answer.
-    if unsafe { libc::fstatvfs(file.as_raw_fd(), answer.as_mut_ptr()) } != 0 {
-        return None;
-    }
-    // SAFETY: filled by the call; every bit pattern is valid.
-    let answer = unsafe { answer.assume_init() };
+    let answer = fstatvfs(file).ok()?;
     answer.f_bavail.checked_mul(answer.f_frsize)
 }
 
@@ -276,6 +284,7 @@ pub(crate) fn settle_name(path: &Arc<Path>, place: &Path) -> Result<()> {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use crate::Lost;
     use std::os::unix::fs::FileExt;
 
     pub(crate) struct Folder(pub(crate) PathBuf);
@@ -363,21 +372,13 @@ pub(crate) mod tests {
 
     /// How often a folder is opened by something.
     fn openings(folder: &Path, of: impl FnOnce()) -> usize {
-        use std::{
-            io::Read,
-            os::{fd::FromRawFd, unix::ffi::OsStrExt},
-        };
-        // SAFETY: takes flags alone.
-        let descriptor = unsafe { libc::inotify_init1(libc::IN_NONBLOCK | libc::IN_CLOEXEC) };
-        assert!(descriptor >= 0, "{}", io::Error::last_os_error());
-        // SAFETY: it is open, and nobody else has it.
-        let mut events = unsafe { File::from_raw_fd(descriptor) };
-        let name = std::ffi::CString::new(folder.as_os_str().as_bytes()).unwrap_or_default();
-        // SAFETY: an open descriptor, and a path that ends.
-        assert!(unsafe { libc::inotify_add_watch(events.as_raw_fd(), name.as_ptr(), libc::IN_OPEN) } >= 0);
+        use rustix::fs::inotify::{CreateFlags, WatchFlags, add_watch, init};
+        use std::io::Read;
+        let events = init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC).unwrap_or_else(|error| panic!("{error}"));
+        add_watch(&events, folder, WatchFlags::OPEN).unwrap_or_else(|error| panic!("{error}"));
         of();
         let mut bytes = [0; 4096];
-        let read = events.read(&mut bytes).unwrap_or(0);
+        let read = File::from(events).read(&mut bytes).unwrap_or(0);
         // Events without a name are the folder's own, of 16 bytes each.
         read / 16
     }

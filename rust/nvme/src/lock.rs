@@ -2,11 +2,15 @@
 
 use std::{
     fs::{self, File},
-    io,
-    os::{fd::AsRawFd, unix::fs::MetadataExt},
+    os::unix::fs::MetadataExt,
     path::Path,
     sync::Arc,
     time::{Duration, Instant},
+};
+
+use rustix::{
+    fs::{FlockOperation, flock, major, minor},
+    io::Errno,
 };
 
 use crate::{Error, Result};
@@ -15,18 +19,13 @@ use crate::{Error, Result};
 pub(crate) fn lock(file: &File, path: &Arc<Path>) -> Result<()> {
     let patience = Patience::new();
     loop {
-        // SAFETY: flock takes an open descriptor and no memory.
-        if unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } == 0 {
-            return Ok(());
-        }
-        let error = io::Error::last_os_error();
-        match error.raw_os_error() {
-            Some(libc::EINTR) => {}
-            Some(libc::EWOULDBLOCK) if patience.is_left_for(file) => {}
-            Some(libc::EWOULDBLOCK) => return Err(in_use(file, path)),
-            // A file system without locks: nothing to go by, and nothing that could be done about it.
-            Some(libc::EOPNOTSUPP | libc::ENOLCK | libc::EINVAL) => return Ok(()),
-            _ => return Err(Error::system(path, "flock", &error)),
+        match flock(file, FlockOperation::NonBlockingLockExclusive) {
+            // Also a file system without locks: nothing to go by, and nothing that could be done about it.
+            Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOLCK | Errno::INVAL) => return Ok(()),
+            Err(Errno::INTR) => {}
+            Err(Errno::WOULDBLOCK) if patience.is_left_for(file) => {}
+            Err(Errno::WOULDBLOCK) => return Err(in_use(file, path)),
+            Err(errno) => return Err(Error::system(path, "flock", &errno.into())),
         }
     }
 }
@@ -65,8 +64,8 @@ fn alive(pid: u32) -> bool {
 
 /// Lets go of the lock now, whoever else still refers to the open file: a ring that is being taken apart, say.
 pub(crate) fn unlock(file: &File) {
-    // SAFETY: as above. Fails only where there was no lock.
-    unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_UN) };
+    // Fails only where there was no lock.
+    let _ = flock(file, FlockOperation::Unlock);
 }
 
 /// The error that says who has it.
@@ -87,7 +86,7 @@ pub(crate) fn in_use(file: &File, path: &Arc<Path>) -> Error {
 fn holder(file: &File) -> Option<u32> {
     let metadata = file.metadata().ok()?;
     let device = metadata.dev();
-    let place = format!("{:02x}:{:02x}:{}", libc::major(device), libc::minor(device), metadata.ino());
+    let place = format!("{:02x}:{:02x}:{}", major(device), minor(device), metadata.ino());
     let locks = fs::read_to_string("/proc/locks").ok()?;
     holder_in(&locks, &place)
 }

@@ -8,19 +8,15 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
-    time::Instant,
 };
 
 use memascend_mem::{Guarded, Wait, locked};
 
 use crate::{
-    Error, Lane, Result, Trace,
+    Error, Result, VolumeStats,
     align::Alignment,
-    backend::Backend,
     error::Action,
     fork::Owned,
-    request::Job,
-    stats::{Counters, add},
     stripe::Striping,
     traffic::{Begun, Hold, Traffic},
 };
@@ -45,17 +41,24 @@ impl Kind {
         }
     }
 
-    fn name(self) -> &'static str {
-        match self {
-            Self::Read => "read",
-            Self::Write { .. } => "write",
-            Self::Flush => "flush",
-        }
-    }
-
     pub(crate) fn writes(self) -> bool {
         matches!(self, Self::Write { .. })
     }
+}
+
+/// The order in which waiting requests are given to the devices. What a device has already is not called back, so a
+/// request of the first lane waits for at most the queue depth.
+///
+/// Nothing ages from the second lane into the first: whoever uses the first bounds what is in it. Prefetched units are
+/// bounded by the memory that they are read into, and each is read once for the computation that needs it, so between two
+/// of them the second lane always has its turn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Lane {
+    /// What somebody waits for, or soon will.
+    First,
+    /// Everything else.
+    #[default]
+    Second,
 }
 
 /// What all operations of a volume share.
@@ -69,9 +72,8 @@ pub(crate) struct Context {
     /// What addresses must be multiples of.
     pub(crate) memory_align: usize,
     pub(crate) traffic: Traffic,
-    pub(crate) counters: Counters,
-    pub(crate) trace: Trace,
-    /// The failure of a write whose ticket nobody held any more; the next flush or the close tells it.
+    pub(crate) stats: Mutex<VolumeStats>,
+    /// The failure of a write whose ticket was dropped; the next flush or the close reports it.
     pub(crate) unclaimed: Mutex<Option<Error>>,
     /// The first failed flush. What the kernel lost then it will not write again, so no later flush may succeed.
     pub(crate) flush_failed: Mutex<Option<Error>>,
@@ -105,8 +107,7 @@ impl Context {
             block_bytes: alignment.block,
             memory_align: alignment.memory,
             traffic: Traffic::default(),
-            counters: Counters::default(),
-            trace: Trace::new(),
+            stats: Mutex::default(),
             unclaimed: Mutex::default(),
             flush_failed: Mutex::default(),
         })
@@ -134,23 +135,21 @@ pub(crate) struct Operation {
     /// What is to be moved; for a flush, the number of devices.
     pub(crate) units: u64,
     pub(crate) address: Address,
-    /// When a caller's operation came, if a trace is recorded.
-    began: Option<Instant>,
     /// Units whose fate is not known yet.
     open: AtomicU64,
     failed: AtomicBool,
     marks: Marks,
-    state: Guarded<State>,
+    progress: Guarded<Progress>,
     /// What must live until the end. The kernel may write to it, so nothing else drops it before.
     buffer: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct Progress {
     done: bool,
     error: Option<Error>,
-    /// Somebody was told of the error.
-    told: bool,
+    /// Somebody has seen the error.
+    reported: bool,
     /// The ticket is gone.
     dropped: bool,
 }
@@ -195,11 +194,10 @@ impl Operation {
             offset,
             units,
             address,
-            began: marks.begun.and_then(|_| context.trace.mark()),
             open: AtomicU64::new(units),
             failed: AtomicBool::new(false),
             marks,
-            state: Guarded::default(),
+            progress: Guarded::default(),
             buffer: Mutex::new(buffer),
         })
     }
@@ -219,7 +217,7 @@ impl Operation {
     pub(crate) fn landed(&self, units: u64, result: Result<()>) {
         if let Err(error) = result {
             self.failed.store(true, Ordering::Relaxed);
-            self.state.lock().error.get_or_insert(error);
+            self.progress.lock().error.get_or_insert(error);
         }
         if self.open.fetch_sub(units, Ordering::AcqRel) == units {
             self.finish();
@@ -234,58 +232,57 @@ impl Operation {
 
     fn finish(&self) {
         let context = &*self.context;
-        let mut state = self.state.lock();
-        let error = state.error.clone();
+        let mut progress = self.progress.lock();
+        let error = progress.error.clone();
         // Before anybody can know that it has ended: whoever then asks finds everything of it settled.
-        if state.dropped {
-            self.leave_word(&mut state);
+        if progress.dropped {
+            self.leave_word(&mut progress);
         }
         if let Some(hold) = self.marks.hold {
             context.traffic.release(hold);
         }
         if let Some(begun) = self.marks.begun {
             self.count(error.as_ref());
-            context.trace.operation(self.kind.name(), self.began, (self.offset, self.units));
             context.traffic.end(begun);
         }
-        state.done = true;
-        drop(state);
-        self.state.notify_all();
+        progress.done = true;
+        drop(progress);
+        self.progress.notify_all();
         if let Some(whole) = &self.marks.whole {
             whole.landed(self.units, error.map_or(Ok(()), Err));
         }
     }
 
     fn count(&self, error: Option<&Error>) {
-        let counters = &self.context.counters;
+        let mut stats = locked(&self.context.stats);
         let moved = match (self.kind, error) {
             (_, Some(_)) => {
                 if self.kind == Kind::Flush || self.kind == (Kind::Write { durable: true }) {
                     *locked(&self.context.flush_failed) = error.cloned();
                 }
-                return add(&counters.failed, 1);
+                return stats.failed += 1;
             }
-            (Kind::Flush, None) => return add(&counters.flushes, 1),
-            (Kind::Read, None) => &counters.read,
-            (Kind::Write { .. }, None) => &counters.written,
+            (Kind::Flush, None) => return stats.flushes += 1,
+            (Kind::Read, None) => &mut stats.read,
+            (Kind::Write { .. }, None) => &mut stats.written,
         };
-        add(&moved.bytes, self.units);
-        add(&moved.operations, 1);
+        moved.bytes += self.units;
+        moved.operations += 1;
     }
 
     /// The error of a write that nobody will ask for is kept for the next flush.
-    fn leave_word(&self, state: &mut State) {
+    fn leave_word(&self, progress: &mut Progress) {
         if self.kind.writes()
-            && !state.told
-            && let Some(error) = &state.error
+            && !progress.reported
+            && let Some(error) = &progress.error
         {
             locked(&self.context.unclaimed).get_or_insert(error.clone());
-            state.told = true;
+            progress.reported = true;
         }
     }
 
     pub(crate) fn is_done(&self) -> bool {
-        self.state.lock().done
+        self.progress.lock().done
     }
 
     /// Waits for the end, however it is.
@@ -295,23 +292,23 @@ impl Operation {
             Kind::Flush => "a flush".into(),
             kind => format!("the {} of {} bytes at offset {}", kind.action(), self.units, self.offset),
         };
-        let waited = self.state.wait_until(wait, |state| state.done).map(drop);
+        let waited = self.progress.wait_until(wait, |progress| progress.done).map(drop);
         waited.map_err(|ended| Error::of_wait(ended, what))
     }
 
     /// How it ended, once it has.
     pub(crate) fn outcome(&self) -> Option<Result<()>> {
-        let mut state = self.state.lock();
-        state.told |= state.done;
-        state.done.then(|| state.error.clone().map_or(Ok(()), Err))
+        let mut progress = self.progress.lock();
+        progress.reported |= progress.done;
+        progress.done.then(|| progress.error.clone().map_or(Ok(()), Err))
     }
 
     /// The ticket is gone; the operation goes on.
     pub(crate) fn ticket_dropped(&self) {
-        let mut state = self.state.lock();
-        state.dropped = true;
-        if state.done {
-            self.leave_word(&mut state);
+        let mut progress = self.progress.lock();
+        progress.dropped = true;
+        if progress.done {
+            self.leave_word(&mut progress);
         }
     }
 
@@ -319,18 +316,4 @@ impl Operation {
     pub(crate) fn take_buffer(&self) -> Option<Box<dyn Any + Send>> {
         locked(&self.buffer).take()
     }
-}
-
-/// Moves `range` between `address` and the volume for a thread that waits for it.
-pub(crate) fn transfer(
-    context: &Arc<Context>,
-    backend: &dyn Backend,
-    what: (Kind, Lane),
-    range: Range<u64>,
-    address: Address,
-) -> Result<()> {
-    let aside = Operation::aside(context, what, range, address);
-    backend.submit(Job::new(Arc::clone(&aside)));
-    aside.wait(&mut Wait::forever())?;
-    aside.outcome().unwrap_or(Ok(()))
 }

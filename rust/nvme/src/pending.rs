@@ -1,15 +1,19 @@
 //! Gives a new file its name once it is filled: until then it has another one, which the next process takes over.
 
 use std::{
-    ffi::CString,
     fs::{self, File},
     io,
-    os::unix::{ffi::OsStrExt, fs::MetadataExt},
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     sync::Arc,
 };
 
-use crate::{Error, Result, file::lost};
+use rustix::{
+    fs::{CWD, RenameFlags, renameat_with},
+    io::Errno,
+};
+
+use crate::{Error, Result};
 
 /// What follows a file's own name in its pending one.
 pub const PENDING_SUFFIX: &str = ".new";
@@ -40,6 +44,31 @@ impl Name {
             }
             Self::Removed => None,
         }
+    }
+}
+
+/// What became of the name of an open file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lost {
+    /// The file has no name any more.
+    Deleted,
+    /// The file has another name, or none; nothing is at its path.
+    Moved,
+    /// Something else is at its path.
+    Replaced,
+    /// It is shorter than the device that it is.
+    Truncated,
+}
+
+/// Whether `path` still names the open file; what became of it where not. Says nothing where that cannot be seen.
+pub(crate) fn lost(path: &Path, file: &File) -> Option<Lost> {
+    let ours = file.metadata().ok()?;
+    match fs::metadata(path) {
+        Ok(there) if (there.dev(), there.ino()) == (ours.dev(), ours.ino()) => None,
+        Ok(_) => Some(Lost::Replaced),
+        Err(error) if error.kind() != io::ErrorKind::NotFound => None,
+        Err(_) if ours.nlink() == 0 => Some(Lost::Deleted),
+        Err(_) => Some(Lost::Moved),
     }
 }
 
@@ -112,18 +141,10 @@ pub(crate) fn take_name(path: &Arc<Path>, place: &Path, file: &File) -> Result<(
 
 /// Renames a file where nothing has the new name.
 fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
-    let (old, new) = (CString::new(from.as_os_str().as_bytes())?, CString::new(to.as_os_str().as_bytes())?);
-    let (here, flags) = (libc::AT_FDCWD, libc::RENAME_NOREPLACE);
-    // By its number, as not every C library has it.
-    // SAFETY: two paths that end.
-    if unsafe { libc::syscall(libc::SYS_renameat2, here, old.as_ptr(), here, new.as_ptr(), flags) } == 0 {
-        return Ok(());
-    }
-    let error = io::Error::last_os_error();
-    match error.raw_os_error() {
+    match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
         // The file system does not know the flag, or the kernel or a sandbox does not know the call.
-        Some(libc::EINVAL | libc::ENOSYS | libc::EPERM) => link_new(from, to),
-        _ => Err(error),
+        Err(Errno::INVAL | Errno::NOSYS | Errno::PERM) => link_new(from, to),
+        result => Ok(result?),
     }
 }
 

@@ -11,6 +11,8 @@ use std::{
     sync::Arc,
 };
 
+use rustix::fs::{major, minor};
+
 use crate::{
     Error, Result, file,
     lock::{self, Patience},
@@ -45,7 +47,7 @@ fn busy(path: &Arc<Path>) -> Error {
     let why = match fs::metadata(path) {
         Err(_) => None,
         Ok(metadata) => {
-            let number = format!("{}:{}", libc::major(metadata.rdev()), libc::minor(metadata.rdev()));
+            let number = format!("{}:{}", major(metadata.rdev()), minor(metadata.rdev()));
             mounted_at(&number)
                 .map(|at| format!("mounted at {at}; unmount it first, if nothing on it is needed"))
                 .or_else(|| held_by(&number).map(|by| format!("in use by {by} (device mapper, RAID or LVM)")))

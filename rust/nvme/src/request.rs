@@ -2,11 +2,12 @@
 
 use std::{collections::VecDeque, path::Path, sync::Arc};
 
+use memascend_mem::locked;
+
 use crate::{
     Error, Lane,
     error::Action,
     operation::{Address, Kind, Operation},
-    stats::add,
 };
 
 /// The largest request. At 1 MiB every disk measured is at its peak; larger ones gained nothing and lose the L3 cache.
@@ -22,7 +23,7 @@ pub(crate) const PAUSE: std::time::Duration = std::time::Duration::from_millis(1
 /// An operation, or a part of it, that has requests left to be made.
 #[derive(Debug)]
 pub(crate) struct Job {
-    operation: Arc<Operation>,
+    pub(crate) operation: Arc<Operation>,
     /// Units of it that are requests already.
     cut: u64,
 }
@@ -112,7 +113,7 @@ pub(crate) struct Request {
 /// What an answer means.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fate {
-    /// Its operation has been told.
+    /// Its operation knows the result.
     Settled,
     /// Ask for what remains; after a [`PAUSE`] if `pause`.
     Again { pause: bool },
@@ -120,12 +121,13 @@ pub(crate) enum Fate {
 
 impl Request {
     fn new(operation: &Arc<Operation>, device: usize, offset: u64, address: Address, bytes: usize) -> Self {
-        let counters = &operation.context.counters;
+        let mut stats = locked(&operation.context.stats);
         match operation.kind {
-            Kind::Read => add(&counters.read.requests, 1),
-            Kind::Write { .. } => add(&counters.written.requests, 1),
+            Kind::Read => stats.read.requests += 1,
+            Kind::Write { .. } => stats.written.requests += 1,
             Kind::Flush => {}
         }
+        drop(stats);
         let operation = Arc::clone(operation);
         let kind = operation.kind;
         Self { device, kind, offset, address, bytes, asked_bytes: bytes, tries: 0, operation, settled: false }
@@ -135,7 +137,7 @@ impl Request {
     pub(crate) fn answered(&mut self, answer: Result<usize, i32>) -> Fate {
         match answer {
             Err(libc::EINTR | libc::EAGAIN | libc::ENOMEM) if self.tries < TRIES_MAX => {
-                add(&self.operation.context.counters.retried, 1);
+                locked(&self.operation.context.stats).retried += 1;
                 self.again()
             }
             Err(errno) => self.settle(Err(self.failure(errno))),
@@ -150,7 +152,7 @@ impl Request {
     fn stopped_short(&mut self, moved: usize) -> Fate {
         let whole = moved / self.operation.context.block_bytes * self.operation.context.block_bytes;
         if whole > 0 {
-            add(&self.operation.context.counters.continued, 1);
+            locked(&self.operation.context.stats).continued += 1;
             self.offset += whole as u64;
             self.address = self.address.plus(whole);
             self.bytes -= whole;

@@ -91,6 +91,8 @@ struct Medium {
     durable: Vec<u8>,
     /// Writes since the last flush, in the order in which they were done.
     unflushed: Vec<(usize, Vec<u8>)>,
+    /// Operations on its volume, as (what, where), in the order in which they began.
+    operations: Vec<(Action, u64)>,
 }
 
 impl SimDisk {
@@ -103,7 +105,7 @@ impl SimDisk {
     /// A device that holds `bytes`.
     #[must_use]
     pub fn of(bytes: Vec<u8>) -> Self {
-        let medium = Medium { cached: bytes.clone(), durable: bytes, unflushed: Vec::new() };
+        let medium = Medium { cached: bytes.clone(), durable: bytes, unflushed: Vec::new(), operations: Vec::new() };
         Self { state: Arc::new(Mutex::new(medium)) }
     }
 
@@ -111,6 +113,12 @@ impl SimDisk {
     #[must_use]
     pub fn bytes(&self) -> Vec<u8> {
         locked(&self.state).cached.clone()
+    }
+
+    /// The operations on its volume so far, as (what, where), in the order in which they began.
+    #[must_use]
+    pub fn operations(&self) -> Vec<(Action, u64)> {
+        locked(&self.state).operations.clone()
     }
 
     /// Flips the bits of `mask` in the byte at `offset`, on the medium, behind everybody's back.
@@ -175,6 +183,7 @@ pub fn open(disks: &[SimDisk], faults: &Faults, options: &Options) -> Result<Vol
 }
 
 struct Sim {
+    disks: Vec<SimDisk>,
     inbox: Arc<Guarded<(Jobs, bool)>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -197,12 +206,14 @@ impl Sim {
             .name("memascend-sim".into())
             .spawn(move || driver.serve(&theirs))
             .map_err(|error| Error::Invalid(format!("no thread could be started: {error}")))?;
-        Ok(Self { inbox, thread: Some(thread) })
+        Ok(Self { disks: disks.to_vec(), inbox, thread: Some(thread) })
     }
 }
 
 impl Backend for Sim {
     fn submit(&self, job: Job) {
+        let began = (job.operation.kind.action(), job.operation.offset);
+        self.disks.iter().for_each(|disk| locked(&disk.state).operations.push(began));
         self.inbox.lock().0.push(job);
         self.inbox.notify_one();
     }

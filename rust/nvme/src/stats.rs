@@ -1,6 +1,4 @@
-//! Counts what a volume does, with atomics, always on.
-
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+//! Counts what a volume does, always.
 
 /// What was moved in one direction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -32,46 +30,4 @@ pub struct VolumeStats {
     pub bounced_bytes: u64,
     /// Operations begun and not yet done.
     pub in_flight: u64,
-}
-
-#[derive(Debug, Default)]
-pub(crate) struct MovedCounters {
-    pub(crate) bytes: AtomicU64,
-    pub(crate) operations: AtomicU64,
-    pub(crate) requests: AtomicU64,
-}
-
-#[derive(Debug, Default)]
-pub(crate) struct Counters {
-    pub(crate) read: MovedCounters,
-    pub(crate) written: MovedCounters,
-    pub(crate) flushes: AtomicU64,
-    pub(crate) failed: AtomicU64,
-    pub(crate) continued: AtomicU64,
-    pub(crate) retried: AtomicU64,
-    pub(crate) bounced_bytes: AtomicU64,
-}
-
-pub(crate) fn add(counter: &AtomicU64, more: u64) {
-    counter.fetch_add(more, Relaxed);
-}
-
-impl Counters {
-    pub(crate) fn read(&self, in_flight: u64) -> VolumeStats {
-        let moved = |counters: &MovedCounters| Moved {
-            bytes: counters.bytes.load(Relaxed),
-            operations: counters.operations.load(Relaxed),
-            requests: counters.requests.load(Relaxed),
-        };
-        VolumeStats {
-            read: moved(&self.read),
-            written: moved(&self.written),
-            flushes: self.flushes.load(Relaxed),
-            failed: self.failed.load(Relaxed),
-            continued: self.continued.load(Relaxed),
-            retried: self.retried.load(Relaxed),
-            bounced_bytes: self.bounced_bytes.load(Relaxed),
-            in_flight,
-        }
-    }
 }

@@ -17,9 +17,9 @@ pub(crate) struct Striping {
     stripe_bytes: u64,
 }
 
-/// A place on a device, and how many bytes follow there before the volume goes on elsewhere.
+/// Where a byte is on a device, and how many bytes follow there before the volume goes on elsewhere.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct Location {
     pub(crate) device: usize,
     pub(crate) offset: u64,
     pub(crate) contiguous_bytes: u64,
@@ -32,12 +32,12 @@ impl Striping {
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "less than the number of devices, which is a usize")]
-    pub(crate) fn locate(self, offset: u64) -> Place {
+    pub(crate) fn locate(self, offset: u64) -> Location {
         if self.devices == 1 {
-            return Place { device: 0, offset, contiguous_bytes: u64::MAX - offset };
+            return Location { device: 0, offset, contiguous_bytes: u64::MAX - offset };
         }
         let (stripe, within) = (offset / self.stripe_bytes, offset % self.stripe_bytes);
-        Place {
+        Location {
             device: (stripe % self.devices) as usize,
             offset: stripe / self.devices * self.stripe_bytes + within,
             contiguous_bytes: self.stripe_bytes - within,
@@ -66,9 +66,9 @@ mod tests {
     #[test]
     fn stripes_go_round_the_devices() {
         let striping = Striping::new(3, 4096);
-        assert_eq!(striping.locate(0), Place { device: 0, offset: 0, contiguous_bytes: 4096 });
-        assert_eq!(striping.locate(4097), Place { device: 1, offset: 1, contiguous_bytes: 4095 });
-        assert_eq!(striping.locate(4096 * 4 + 5), Place { device: 1, offset: 4101, contiguous_bytes: 4091 });
+        assert_eq!(striping.locate(0), Location { device: 0, offset: 0, contiguous_bytes: 4096 });
+        assert_eq!(striping.locate(4097), Location { device: 1, offset: 1, contiguous_bytes: 4095 });
+        assert_eq!(striping.locate(4096 * 4 + 5), Location { device: 1, offset: 4101, contiguous_bytes: 4091 });
     }
 
     proptest! {

@@ -23,12 +23,12 @@ const THREADS_ONE_DEVICE: usize = 4;
 const THREADS_SEVERAL_DEVICES: usize = 8;
 
 pub(crate) struct Threads {
-    inbox: Arc<Guarded<State>>,
+    queue: Arc<Guarded<Queue>>,
     threads: Vec<JoinHandle<()>>,
 }
 
 #[derive(Default)]
-struct State {
+struct Queue {
     jobs: Jobs,
     stop: bool,
 }
@@ -36,12 +36,12 @@ struct State {
 impl Threads {
     pub(crate) fn start(devices: &Arc<[Device]>, queue_depth: usize) -> io::Result<Self> {
         let most = if devices.len() == 1 { THREADS_ONE_DEVICE } else { THREADS_SEVERAL_DEVICES };
-        let mut pool = Self { inbox: Arc::default(), threads: Vec::new() };
+        let mut pool = Self { queue: Arc::default(), threads: Vec::new() };
         for index in 0..most.min(queue_depth * devices.len()) {
-            let (inbox, devices) = (Arc::clone(&pool.inbox), Arc::clone(devices));
+            let (queue, devices) = (Arc::clone(&pool.queue), Arc::clone(devices));
             let thread = std::thread::Builder::new().name(format!("memascend-io-{index}"));
             // A panic answers the request that it happened in, by dropping it; the others are served as before.
-            let served = move || while catch_unwind(AssertUnwindSafe(|| serve(&inbox, &devices))).is_err() {};
+            let served = move || while catch_unwind(AssertUnwindSafe(|| serve(&queue, &devices))).is_err() {};
             pool.threads.push(thread.spawn(served)?);
         }
         Ok(pool)
@@ -50,31 +50,31 @@ impl Threads {
 
 impl Backend for Threads {
     fn submit(&self, job: Job) {
-        self.inbox.lock().jobs.push(job);
+        self.queue.lock().jobs.push(job);
         // A job may have requests for several threads; each that takes one wakes the next.
-        self.inbox.notify_one();
+        self.queue.notify_one();
     }
 }
 
 impl Drop for Threads {
     fn drop(&mut self) {
-        self.inbox.lock().stop = true;
-        self.inbox.notify_all();
+        self.queue.lock().stop = true;
+        self.queue.notify_all();
         for thread in self.threads.drain(..) {
             drop(thread.join());
         }
     }
 }
 
-fn serve(inbox: &Guarded<State>, devices: &[Device]) {
+fn serve(queue: &Guarded<Queue>, devices: &[Device]) {
     block_signals();
-    let mut state = inbox.lock();
+    let mut waiting = queue.lock();
     loop {
-        if let Some(mut request) = state.jobs.next_request() {
-            let more = !state.jobs.is_empty();
-            drop(state);
+        if let Some(mut request) = waiting.jobs.next_request() {
+            let more = !waiting.jobs.is_empty();
+            drop(waiting);
             if more {
-                inbox.notify_one();
+                queue.notify_one();
             }
             while let Fate::Again { pause } = request.answered(carry_out(&request, &devices[request.device])) {
                 if pause {
@@ -82,11 +82,11 @@ fn serve(inbox: &Guarded<State>, devices: &[Device]) {
                 }
             }
             drop(request);
-            state = inbox.lock();
-        } else if state.stop {
+            waiting = queue.lock();
+        } else if waiting.stop {
             return;
         } else {
-            state = inbox.sleep(state);
+            waiting = queue.sleep(waiting);
         }
     }
 }

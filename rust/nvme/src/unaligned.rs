@@ -17,8 +17,8 @@ use crate::{
     Error, Result,
     backend::{Backend, block_signals},
     error::contained,
-    operation::{Address, Context, Kind, Operation, transfer},
-    stats::add,
+    operation::{Address, Context, Kind, Operation},
+    request::Job,
 };
 
 /// What one thread moves at once: one request of the size that is fastest.
@@ -36,11 +36,11 @@ pub(crate) struct Unaligned {
 struct Shared {
     context: Arc<Context>,
     backend: Arc<dyn Backend>,
-    state: Guarded<State>,
+    backlog: Guarded<Backlog>,
 }
 
 #[derive(Default)]
-struct State {
+struct Backlog {
     /// Parts of operations, as the volume's bytes of them.
     parts: VecDeque<(Arc<Operation>, Range<u64>)>,
     stop: bool,
@@ -49,7 +49,7 @@ struct State {
 impl Unaligned {
     pub(crate) fn new(context: &Arc<Context>, backend: &Arc<dyn Backend>) -> Self {
         let (context, backend) = (Arc::clone(context), Arc::clone(backend));
-        Self { shared: Arc::new(Shared { context, backend, state: Guarded::default() }), threads: Mutex::default() }
+        Self { shared: Arc::new(Shared { context, backend, backlog: Guarded::default() }), threads: Mutex::default() }
     }
 
     /// Makes the chunks and starts the threads, the first time.
@@ -78,15 +78,15 @@ impl Unaligned {
 
     /// Moves `range` of an operation; after [`Unaligned::ready`].
     pub(crate) fn copy(&self, operation: &Arc<Operation>, range: Range<u64>) {
-        self.shared.state.lock().parts.push_back((Arc::clone(operation), range));
-        self.shared.state.notify_one();
+        self.shared.backlog.lock().parts.push_back((Arc::clone(operation), range));
+        self.shared.backlog.notify_one();
     }
 }
 
 impl Drop for Unaligned {
     fn drop(&mut self) {
-        self.shared.state.lock().stop = true;
-        self.shared.state.notify_all();
+        self.shared.backlog.lock().stop = true;
+        self.shared.backlog.notify_all();
         for thread in std::mem::take(&mut *locked(&self.threads)) {
             drop(thread.join());
         }
@@ -114,14 +114,14 @@ impl Shared {
 
     /// The next piece to move, `None` at the end.
     fn next(&self) -> Option<(Arc<Operation>, Range<u64>)> {
-        let mut state = self.state.when(|state| state.stop || !state.parts.is_empty());
-        let (operation, range) = state.parts.pop_front()?;
+        let mut backlog = self.backlog.when(|backlog| backlog.stop || !backlog.parts.is_empty());
+        let (operation, range) = backlog.parts.pop_front()?;
         // Pieces end at the end of a block, so that no two of one operation share one.
         let end = range.end.min(self.blocks_of(&range).start + CHUNK_BYTES as u64);
         if end < range.end {
-            state.parts.push_front((Arc::clone(&operation), end..range.end));
-            drop(state);
-            self.state.notify_one();
+            backlog.parts.push_front((Arc::clone(&operation), end..range.end));
+            drop(backlog);
+            self.backlog.notify_one();
         }
         Some((operation, range.start..end))
     }
@@ -139,7 +139,7 @@ impl Shared {
         let at = |offset: u64| Address(chunk.as_ptr().as_ptr()).plus((offset - blocks.start) as usize);
         let (ours, theirs) = (at(piece.start), operation.address_of(piece.start));
         let bytes = (piece.end - piece.start) as usize;
-        add(&self.context.counters.bounced_bytes, bytes as u64);
+        locked(&self.context.stats).bounced_bytes += bytes as u64;
         if operation.kind == Kind::Read {
             self.transfer(Kind::Read, operation, blocks.clone(), at(blocks.start))?;
             // SAFETY: the operation owns its buffer until this piece has landed; the chunk is this thread's alone.
@@ -165,7 +165,11 @@ impl Shared {
         result
     }
 
-    fn transfer(&self, kind: Kind, operation: &Operation, range: Range<u64>, at: Address) -> Result<()> {
-        transfer(&self.context, &*self.backend, (kind, operation.lane), range, at)
+    /// Moves `range` between `address` and the volume, and waits for that.
+    fn transfer(&self, kind: Kind, of: &Operation, range: Range<u64>, address: Address) -> Result<()> {
+        let aside = Operation::aside(&self.context, (kind, of.lane), range, address);
+        self.backend.submit(Job::new(Arc::clone(&aside)));
+        aside.wait(&mut Wait::forever())?;
+        aside.outcome().unwrap_or(Ok(()))
     }
 }

@@ -5,13 +5,14 @@
 
 use std::{
     fs, io,
-    os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, OwnedFd},
     sync::{Arc, Mutex, mpsc},
     thread::JoinHandle,
 };
 
 use io_uring::{IoUring, Probe, opcode, squeue, types};
 use memascend_mem::locked;
+use rustix::event::{EventfdFlags, eventfd};
 
 use crate::{
     backend::{Backend, block_signals},
@@ -20,10 +21,6 @@ use crate::{
     operation::Kind,
     request::{Fate, Job, Jobs, PAUSE, Request},
 };
-
-/// Why there is no ring.
-#[derive(Debug)]
-pub(crate) struct Unavailable(pub(crate) String);
 
 /// Requests from this size on are given to the kernel one by one. Given together, those that lie side by side are merged
 /// by its I/O scheduler into fewer, so that a queue of 8 of 1 MiB is one of 3 (measured: 10 % of the bandwidth); a system
@@ -39,31 +36,26 @@ pub(crate) struct Uring {
 
 /// What callers leave for the thread.
 struct Inbox {
-    state: Mutex<State>,
+    queue: Mutex<Queue>,
     wake: OwnedFd,
     _wake_not_in_children: NotInChildren,
 }
 
 #[derive(Default)]
-struct State {
+struct Queue {
     jobs: Jobs,
-    /// The thread has seen an empty queue and may be asleep: whoever adds a job wakes it.
+    /// The thread has seen it empty and may be asleep: whoever adds a job wakes it.
     asleep: bool,
     stop: bool,
 }
 
 impl Uring {
-    pub(crate) fn start(devices: &Arc<[Device]>, queue_depth: usize) -> Result<Self, Unavailable> {
-        let no_thread = |error: io::Error| Unavailable(format!("its thread could not be started: {error}"));
-        // SAFETY: eventfd has no preconditions.
-        let wake = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
-        if wake < 0 {
-            return Err(no_thread(io::Error::last_os_error()));
-        }
-        // SAFETY: a new descriptor that nobody else owns.
-        let wake = unsafe { OwnedFd::from_raw_fd(wake) };
+    /// Starts the thread; an error says why there is no ring.
+    pub(crate) fn start(devices: &Arc<[Device]>, queue_depth: usize) -> Result<Self, String> {
+        let no_thread = |error: io::Error| format!("its thread could not be started: {error}");
+        let wake = eventfd(0, EventfdFlags::CLOEXEC).map_err(|errno| no_thread(errno.into()))?;
         let not_in_children = NotInChildren::new(wake.as_fd());
-        let inbox = Arc::new(Inbox { state: Mutex::default(), wake, _wake_not_in_children: not_in_children });
+        let inbox = Arc::new(Inbox { queue: Mutex::default(), wake, _wake_not_in_children: not_in_children });
         let (began, begins) = mpsc::sync_channel(1);
         let theirs = Arc::clone(&inbox);
         let devices = Arc::clone(devices);
@@ -84,14 +76,15 @@ impl Uring {
         match begins.recv() {
             Ok(Ok(())) => Ok(Self { inbox, thread: Some(thread) }),
             Ok(Err(error)) => Err(refused(&error)),
-            Err(mpsc::RecvError) => Err(Unavailable("its thread ended at once".into())),
+            Err(mpsc::RecvError) => Err("its thread ended at once".into()),
         }
     }
+}
 
-    /// Makes a small ring and drops it.
-    pub(crate) fn probe() -> Result<(), Unavailable> {
-        make(2).map(drop).map_err(|error| refused(&error))
-    }
+/// Why `io_uring` cannot be had here, or `None` where it can. Makes a small ring and drops it.
+#[must_use]
+pub fn why_no_io_uring() -> Option<String> {
+    make(2).err().map(|error| refused(&error))
 }
 
 /// A ring with the operations that we use, with as little interruption of its thread as the kernel can do.
@@ -108,9 +101,9 @@ fn make(entries: u32) -> io::Result<IoUring> {
     if known { Ok(ring) } else { Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP)) }
 }
 
-fn refused(error: &io::Error) -> Unavailable {
+fn refused(error: &io::Error) -> String {
     let disabled = fs::read_to_string("/proc/sys/kernel/io_uring_disabled").unwrap_or_default();
-    let why = match (error.raw_os_error(), disabled.trim()) {
+    match (error.raw_os_error(), disabled.trim()) {
         (Some(libc::EPERM), "1" | "2") => {
             "the kernel forbids it (sysctl kernel.io_uring_disabled); set that to 0".to_owned()
         }
@@ -126,26 +119,23 @@ fn refused(error: &io::Error) -> Unavailable {
             "no memory for the ring (kernels before 5.12 count it as locked memory: raise `ulimit -l`)".into()
         }
         _ => format!("io_uring_setup failed: {error}"),
-    };
-    Unavailable(why)
+    }
 }
 
 impl Inbox {
     fn wake(&self) {
-        let one = 1_u64;
-        // SAFETY: eight readable bytes.
-        let written = unsafe { libc::write(self.wake.as_raw_fd(), (&raw const one).cast(), size_of::<u64>()) };
+        let written = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
         // It can only fail when 2^64 - 2 wakes are unread.
-        debug_assert_eq!(written, 8);
+        debug_assert_eq!(written, Ok(8));
     }
 }
 
 impl Backend for Uring {
     fn submit(&self, job: Job) {
-        let mut state = locked(&self.inbox.state);
-        state.jobs.push(job);
-        let asleep = std::mem::take(&mut state.asleep);
-        drop(state);
+        let mut queue = locked(&self.inbox.queue);
+        queue.jobs.push(job);
+        let asleep = std::mem::take(&mut queue.asleep);
+        drop(queue);
         if asleep {
             self.inbox.wake();
         }
@@ -154,7 +144,7 @@ impl Backend for Uring {
 
 impl Drop for Uring {
     fn drop(&mut self) {
-        locked(&self.inbox.state).stop = true;
+        locked(&self.inbox.queue).stop = true;
         self.inbox.wake();
         if let Some(thread) = self.thread.take() {
             // The thread never unwinds: see `AbortOnPanic`.
@@ -229,15 +219,15 @@ impl<'a> Driver<'a> {
     fn collect(&mut self) -> bool {
         loop {
             self.fill();
-            let mut state = locked(&self.inbox.state);
+            let mut queue = locked(&self.inbox.queue);
             if self.free.is_empty() {
                 // The next answer brings us back here; until then there is no room for what comes.
-                return state.stop;
+                return queue.stop;
             }
-            if state.jobs.is_empty() {
-                state.asleep = true;
-                let stop = state.stop;
-                drop(state);
+            if queue.jobs.is_empty() {
+                queue.asleep = true;
+                let stop = queue.stop;
+                drop(queue);
                 if !stop {
                     self.listen();
                 }
@@ -275,7 +265,7 @@ impl<'a> Driver<'a> {
 
     /// What is to be done next, taken only when the kernel has room for it: until then another lane may come first.
     fn next_request(&self) -> Option<Request> {
-        locked(&self.inbox.state).jobs.next_request()
+        locked(&self.inbox.queue).jobs.next_request()
     }
 
     fn push(&mut self, entry: &squeue::Entry) {

@@ -1,6 +1,8 @@
 //! Volumes: one address space over one or several devices.
 
 use std::{
+    any::Any,
+    ops::Range,
     path::{Path, PathBuf},
     sync::{
         Arc, PoisonError, RwLock, RwLockReadGuard,
@@ -11,41 +13,16 @@ use std::{
 use memascend_mem::{Wait, locked};
 
 use crate::{
-    BackendChoice, BackendKind, Buffer, Claim, DeviceKind, Error, Lane, Lost, Missing, NotBegun, Privacy, Result,
-    Ticket, Trace, VolumeStats,
+    BackendKind, Buffer, DeviceKind, Error, Lane, Lost, NotBegun, Result, Ticket, VolumeStats,
     backend::Backend,
     device::Device,
     operation::{Address, Context, Kind, Operation},
     request::Job,
-    stripe::{STRIPE_BYTES_DEFAULT, STRIPE_BYTES_MAX, STRIPE_BYTES_MIN},
+    traffic::{Begun, Hold},
     unaligned::Unaligned,
 };
 
-/// Requests that the kernel has at once, per device, unless the caller says otherwise. Four to eight of 1 MiB are the
-/// peak of a disk; 16 keep requests of 256 KiB and up there too, and cost nothing.
-pub const QUEUE_DEPTH_DEFAULT: usize = 16;
-/// The most that may be wished for: what `NVMe` drives have per queue.
-pub const QUEUE_DEPTH_MAX: usize = 1024;
-/// Devices of one volume. More than any machine holds, few enough that all their rings' entries fit.
-pub const DEVICES_MAX: usize = 32;
-
-/// How to open a volume. The default takes what is there.
-#[derive(Debug, Clone, Default)]
-#[non_exhaustive]
-pub struct Options {
-    /// Bytes of the volume. `None` takes what is there; a new file needs it, a larger one grows files.
-    pub size_bytes: Option<u64>,
-    /// Requests that the kernel has at once, per device; [`QUEUE_DEPTH_DEFAULT`].
-    pub queue_depth: Option<usize>,
-    /// The width of a stripe; [`STRIPE_BYTES_DEFAULT`]. The same at every open, or the bytes are elsewhere.
-    pub stripe_bytes: Option<u64>,
-    /// Which backend.
-    pub backend: BackendChoice,
-    /// Whether files become private, and why; `None` leaves the modes of those that are there.
-    pub private: Option<Privacy>,
-}
-
-/// What is known of a device of a volume.
+/// A device of a volume.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceInfo {
     /// Where it is.
@@ -76,9 +53,9 @@ pub struct Volume {
 }
 
 /// What works for an open volume. Dropped in this order: no copies without a backend, no backend without devices.
-pub(crate) struct Running {
-    pub(crate) unaligned: Unaligned,
-    pub(crate) backend: Arc<dyn Backend>,
+struct Running {
+    unaligned: Unaligned,
+    backend: Arc<dyn Backend>,
     opened: Option<Arc<[Device]>>,
 }
 
@@ -92,15 +69,6 @@ pub(crate) struct Parts {
 }
 
 impl Volume {
-    /// Opens `paths` as one volume. A failure leaves them as they were.
-    pub fn open(paths: &[impl AsRef<Path>], options: &Options) -> Result<Self> {
-        options.checked()?;
-        let volume = Claim::new(paths, if options.size_bytes.is_some() { Missing::Make } else { Missing::Refuse })?
-            .open(options)?;
-        volume.keep();
-        Ok(volume)
-    }
-
     /// A volume over whatever backend.
     pub(crate) fn over(
         context: Arc<Context>,
@@ -133,12 +101,12 @@ impl Volume {
         self.opened().iter().any(Device::is_pending)
     }
 
-    /// Its files have no names from here on: whoever calls this removes those.
+    /// Its files have no names from here on: the caller removes those.
     pub fn forgo_names(&self) {
         self.opened().iter().for_each(Device::forgo_name);
     }
 
-    /// What was made for it where there was nothing goes at its end: whoever wanted it does not any more.
+    /// Files that were made for this volume are removed at its end: they are not wanted any more.
     pub fn forsake(&self) {
         self.opened().iter().for_each(Device::forsake);
     }
@@ -190,7 +158,7 @@ impl Volume {
     ///
     /// What it says of a failure stays so: after a failed flush the kernel has dropped what it could not write, and a
     /// second flush would succeed without it. So every later one fails too. A write that failed after its ticket was
-    /// dropped is told here as well, once.
+    /// dropped is reported here as well, once.
     pub fn flush(&self, mut wait: Wait<'_>) -> Result<()> {
         let context = &self.context;
         context.owned.check()?;
@@ -217,7 +185,7 @@ impl Volume {
     }
 
     /// Ends new operations, waits for those in flight, ends the threads and lets go of the devices. Closing again is
-    /// fine, also after an interrupted wait. A write that failed after its ticket was dropped is told here.
+    /// fine, also after an interrupted wait. A write that failed after its ticket was dropped is reported here.
     pub fn close(&self, mut wait: Wait<'_>) -> Result<()> {
         self.context.owned.check()?;
         self.context.traffic.close();
@@ -296,12 +264,6 @@ impl Volume {
         &self.devices
     }
 
-    /// The recorder of what it does, and of what is done with it.
-    #[must_use]
-    pub fn trace(&self) -> &Trace {
-        &self.context.trace
-    }
-
     /// Bytes of the memory that transfers go through which are not aligned: none before the first such transfer.
     #[must_use]
     pub fn copy_bytes(&self) -> usize {
@@ -312,9 +274,11 @@ impl Volume {
     /// What it has done.
     #[must_use]
     pub fn stats(&self) -> VolumeStats {
-        // In a forked child the lock may have been copied in the middle of a hold.
-        let in_flight = if self.context.owned.elsewhere() { 0 } else { self.context.traffic.in_flight() };
-        self.context.counters.read(in_flight as u64)
+        if self.context.owned.elsewhere() {
+            // In a forked child the locks may have been copied in the middle of a hold.
+            return VolumeStats::default();
+        }
+        VolumeStats { in_flight: self.context.traffic.in_flight() as u64, ..*locked(&self.context.stats) }
     }
 
     fn begin<B: Buffer>(
@@ -335,6 +299,45 @@ impl Volume {
             Err(error) => Err(NotBegun { buffer, error }),
             Ok(prepared) => Ok(Ticket::new(prepared.start(&self.context, Box::new(buffer)))),
         }
+    }
+
+    /// Everything that can fail, before anything is begun.
+    fn prepare<'a>(
+        &self,
+        running: Option<&'a Running>,
+        (kind, lane): (Kind, Lane),
+        address: Address,
+        offset: u64,
+        nbytes: usize,
+    ) -> Result<Prepared<'a>> {
+        let context = &self.context;
+        let running = running.ok_or(Error::Closed)?;
+        let Some(end) = offset.checked_add(nbytes as u64).filter(|end| *end <= self.size_bytes()) else {
+            return Err(Error::PastTheEnd { offset, nbytes, size_bytes: self.size_bytes() });
+        };
+        let whole = offset..end;
+        let mut straight = whole_blocks(context, &whole);
+        let skipped = usize::try_from(straight.start - whole.start).unwrap_or(usize::MAX);
+        if !address.plus(skipped).is_aligned(context.memory_align) {
+            straight = whole.end..whole.end;
+        }
+        if straight != whole {
+            running.unaligned.ready()?;
+        }
+        let begun = context.traffic.begin(kind.writes())?;
+        let mut hold = None;
+        if kind.writes() && context.block_bytes > 1 && !straight.is_empty() {
+            hold = context.traffic.try_hold_shared(&straight);
+            if hold.is_none() {
+                // One of its blocks is being changed: those that copy wait their turn.
+                straight = whole.end..whole.end;
+                if let Err(error) = running.unaligned.ready() {
+                    context.traffic.end(begun);
+                    return Err(error);
+                }
+            }
+        }
+        Ok(Prepared { running, kind, lane, address, whole, straight, begun, hold })
     }
 }
 
@@ -365,22 +368,54 @@ impl std::fmt::Debug for Volume {
     }
 }
 
-impl Options {
-    /// Checks what can be checked without a device: queue depth and stripe.
-    pub(crate) fn checked(&self) -> Result<(usize, u64)> {
-        let queue_depth = self.queue_depth.unwrap_or(QUEUE_DEPTH_DEFAULT);
-        if !(1..=QUEUE_DEPTH_MAX).contains(&queue_depth) {
-            return Err(Error::Invalid(format!("queue_depth must be 1 to {QUEUE_DEPTH_MAX}, not {queue_depth}")));
+/// An operation that nothing stands in the way of.
+struct Prepared<'a> {
+    running: &'a Running,
+    kind: Kind,
+    lane: Lane,
+    address: Address,
+    /// The volume's bytes that it moves.
+    whole: Range<u64>,
+    /// Those of them that go straight between memory and disk: whole blocks. Empty, at the end of `whole`, for none.
+    straight: Range<u64>,
+    begun: Begun,
+    /// On the blocks that a write goes straight to.
+    hold: Option<Hold>,
+}
+
+impl Prepared<'_> {
+    fn start(self, context: &Arc<Context>, buffer: Box<dyn Any + Send>) -> Arc<Operation> {
+        let Self { running, kind, lane, address, whole, straight, begun, hold } = self;
+        let Running { unaligned, backend, .. } = running;
+        let units = whole.end - whole.start;
+        let all = straight == whole;
+        let own_hold = if all { hold } else { None };
+        let operation =
+            Operation::new(context, (kind, lane), (whole.start, units), address, (begun, own_hold), Some(buffer));
+        if units == 0 {
+            operation.finish_empty();
+            return operation;
         }
-        let stripe = self.stripe_bytes.unwrap_or(STRIPE_BYTES_DEFAULT);
-        if !(STRIPE_BYTES_MIN..=STRIPE_BYTES_MAX).contains(&stripe) || !stripe.is_multiple_of(STRIPE_BYTES_MIN) {
-            return Err(Error::Invalid(format!(
-                "stripe must be a multiple of {STRIPE_BYTES_MIN} bytes, up to {STRIPE_BYTES_MAX}, not {stripe}"
-            )));
+        if all {
+            backend.submit(Job::new(Arc::clone(&operation)));
+            return operation;
         }
-        if self.size_bytes == Some(0) {
-            return Err(Error::Invalid("a volume of 0 bytes holds nothing; pass a larger size=".into()));
+        let edges = [whole.start..straight.start, straight.end..whole.end];
+        if !straight.is_empty() {
+            backend.submit(Job::new(operation.part(straight, hold)));
         }
-        Ok((queue_depth, stripe))
+        for edge in edges.into_iter().filter(|edge| !edge.is_empty()) {
+            unaligned.copy(&operation, edge);
+        }
+        operation
+    }
+}
+
+/// The part of `whole` that makes up whole blocks. Empty, at the end of `whole`, where there is none.
+fn whole_blocks(context: &Context, whole: &Range<u64>) -> Range<u64> {
+    let block = context.block_bytes as u64;
+    match (whole.start.checked_next_multiple_of(block), whole.end / block * block) {
+        (Some(start), end) if start < end => start..end,
+        _ => whole.end..whole.end,
     }
 }

@@ -41,7 +41,7 @@ const _: () = assert!(size_of::<Managed>() == 64, "as dlpack.h lays it out for 6
 
 /// What a capsule points to, and what lives as long.
 #[repr(C)]
-struct Held {
+struct Export {
     managed: Managed,
     shape: i64,
     owner: Py<PyAny>,
@@ -74,7 +74,7 @@ fn dlpack<'py>(
         byte_offset: 0,
     };
     let managed = Managed { tensor, context: ptr::null_mut(), deleter: Some(let_go) };
-    let held = Box::into_raw(Box::new(Held { managed, shape, owner }));
+    let held = Box::into_raw(Box::new(Export { managed, shape, owner }));
     // SAFETY: `held` was made now, and nobody else has it.
     let inside = unsafe { &mut *held };
     // Which stays where it is until `let_go` frees all of it.
@@ -94,11 +94,11 @@ fn dlpack<'py>(
 /// The last tensor on the memory is gone, on whichever thread.
 ///
 /// # Safety
-/// Called once, with the `Managed` of a `Held` that `dlpack` made.
+/// Called once, with the `Managed` of a `Export` that `dlpack` made.
 unsafe extern "C" fn let_go(managed: *mut Managed) {
     // SAFETY: it is the first field of what `Box::into_raw` gave, and nobody uses it any more.
-    let held = unsafe { Box::from_raw(managed.cast::<Held>()) };
-    let Held { owner, .. } = *held;
+    let held = unsafe { Box::from_raw(managed.cast::<Export>()) };
+    let Export { owner, .. } = *held;
     let mut owner = Some(owner);
     Python::try_attach(|py| drop(owner.take().map(|owner| owner.into_bound(py))));
     // Left to the system where the interpreter is gone: a reference cannot be given back to it.

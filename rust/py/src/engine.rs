@@ -1,6 +1,6 @@
 //! Translates `rust/engine` for Python: the pipelined update.
 
-use std::{num::NonZeroUsize, path::PathBuf, sync::Arc, time::Duration};
+use std::{num::NonZeroUsize, sync::Arc, time::Duration};
 
 use memascend_engine::{Application, By, First, Hyperparameters, Late, Momentum, Options, Rule, WideState};
 use memascend_store::{Buffer, Commit, Entry};
@@ -12,11 +12,11 @@ use pyo3::{
 
 use crate::{
     agreement::{SharedRun, agreed, shared},
-    errors::{engine_error, nvme_error},
+    errors::engine_error,
     examination::watched,
     function::Applied,
     kernels::summed,
-    nvme::Held,
+    nvme::TensorMemory,
     slow_drop::Detached,
     store::Store,
     tensors,
@@ -299,20 +299,6 @@ impl Engine {
         self.inner.waiting_bytes()
     }
 
-    /// Record what happens to the store, until `trace_end`, into a new file for Perfetto or `chrome://tracing`.
-    ///
-    /// Reads, writes and flushes; what the engine's thread computes and waits for; waits for fetched units.
-    #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
-    fn trace(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
-        let volume = self.store.get().inner.volume();
-        py.detach(|| volume.trace().begin(&path)).map_err(|error| nvme_error(py, &error))
-    }
-
-    /// End the trace, as closing the store does too. Nothing happens where there is none.
-    fn trace_end(&self, py: Python<'_>) -> PyResult<()> {
-        self.store.get().trace_end(py)
-    }
-
     /// Jobs and chunks, bytes by kind, bytes "queued" and the most of them, and "seconds" by what its thread did.
     fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let counters = self.inner.counters();
@@ -374,7 +360,7 @@ impl Engine {
 }
 
 fn held((address, nbytes, keep): Tensor) -> Box<dyn Buffer> {
-    Box::new(Held::new(address, nbytes, keep))
+    Box::new(TensorMemory::new(address, nbytes, keep))
 }
 
 pub(crate) fn rule(numbers: Numbers) -> Rule {

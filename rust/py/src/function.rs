@@ -6,7 +6,7 @@ use memascend_engine::{Cause, Chunk, Function};
 use memascend_store::{Buffer, Shared};
 use pyo3::{exceptions::PyRuntimeError, ffi, prelude::*, types::PyList};
 
-use crate::errors::usage_error;
+use crate::{errors::usage_error, leases::fill};
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<LentBuffer>()
@@ -61,11 +61,8 @@ impl LentBuffer {
     /// Called by the interpreter with a view to fill.
     unsafe fn __getbuffer__(slf: &Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let memory = &slf.get().memory;
-        let length = ffi::Py_ssize_t::try_from(memory.len())?;
         // SAFETY: the interpreter passes a valid view; the bytes live as long as `slf`, which the view comes to hold.
-        let failed =
-            unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), memory.as_ptr().as_ptr().cast(), length, 0, flags) };
-        if failed == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
+        unsafe { fill(slf, view, (memory.as_ptr(), memory.len()), flags) }
     }
 }
 

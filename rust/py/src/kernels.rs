@@ -6,7 +6,7 @@
 
 use std::{num::NonZeroUsize, slice};
 
-use memascend_math::{self as math, Bf16, Exec, F16, Floats, FloatsMut, Hyperparameters, Scalars, Simd, State};
+use memascend_math::{self as math, AdamState, Bf16, Exec, F16, Floats, FloatsMut, Hyperparameters, Scalars, Simd};
 use pyo3::{
     prelude::*,
     types::{PyBytes, PyFloat, PyInt},
@@ -18,13 +18,11 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(kernel_simd, module)?)?;
     module.add_function(wrap_pyfunction!(kernel_scalars, module)?)?;
     module.add_function(wrap_pyfunction!(kernel_check, module)?)?;
-    module.add_function(wrap_pyfunction!(kernel_adam, module)?)?;
-    module.add_function(wrap_pyfunction!(kernel_cast, module)?)?;
-    module.add_function(wrap_pyfunction!(kernel_accumulate, module)?)
+    module.add_function(wrap_pyfunction!(kernel_adam, module)?)
 }
 
 /// An address and the place of its type in `memascend.kernels.arguments.FLOATS`.
-pub(crate) type Place = (usize, u8);
+pub(crate) type TypedAddress = (usize, u8);
 
 /// The fields of `Scalars`, in order.
 type ScalarFields = (f32, f32, f32, f32, bool, f32, f32, f32, f32, f32);
@@ -115,10 +113,10 @@ fn kernel_check(
 fn kernel_adam(
     py: Python<'_>,
     master: usize,
-    grad: Place,
+    grad: TypedAddress,
     exp_avg: usize,
     exp_avg_sq: usize,
-    out16: Option<Place>,
+    out16: Option<TypedAddress>,
     numel: usize,
     scalars: ScalarFields,
     threads: NonZeroUsize,
@@ -137,7 +135,7 @@ fn kernel_adam(
         step_size: scalars.9,
     };
     py.detach(|| {
-        let state = State {
+        let state = AdamState {
             // SAFETY: the module's contract.
             master: unsafe { elements_mut(master, numel) },
             // SAFETY: the module's contract.
@@ -154,29 +152,7 @@ fn kernel_adam(
     .map_err(|error| math_error(py, &error))
 }
 
-/// Writes `source` to `out` in the type of `out`.
-#[pyfunction]
-fn kernel_cast(py: Python<'_>, source: Place, out: Place, numel: usize, threads: NonZeroUsize) -> PyResult<()> {
-    let exec = exec(py, threads)?;
-    // SAFETY: the module's contract.
-    let source = unsafe { floats(source, numel) };
-    // SAFETY: the module's contract.
-    let out = unsafe { floats_mut(out, numel) };
-    py.detach(|| math::cast(source, out, exec)).map_err(|error| math_error(py, &error))
-}
-
-/// Adds `grad` to the fp32 `total`.
-#[pyfunction]
-fn kernel_accumulate(py: Python<'_>, grad: Place, total: Place, numel: usize, threads: NonZeroUsize) -> PyResult<()> {
-    let exec = exec(py, threads)?;
-    // SAFETY: the module's contract.
-    let grad = unsafe { floats(grad, numel) };
-    // SAFETY: the module's contract; `total` is fp32.
-    let total = unsafe { elements_mut(total.0, numel) };
-    py.detach(|| math::accumulate(total, grad, exec)).map_err(|error| math_error(py, &error))
-}
-
-fn exec(py: Python<'_>, threads: NonZeroUsize) -> PyResult<Exec> {
+pub(crate) fn exec(py: Python<'_>, threads: NonZeroUsize) -> PyResult<Exec> {
     Exec::new(threads).map_err(|error| math_error(py, &error))
 }
 
@@ -203,7 +179,7 @@ pub(crate) unsafe fn elements_mut<'a, T>(address: usize, numel: usize) -> &'a mu
 
 /// # Safety
 /// The module's contract.
-pub(crate) unsafe fn floats<'a>((address, dtype): Place, numel: usize) -> Floats<'a> {
+pub(crate) unsafe fn floats<'a>((address, dtype): TypedAddress, numel: usize) -> Floats<'a> {
     match dtype {
         // SAFETY: the caller says so.
         0 => Floats::F32(unsafe { elements(address, numel) }),
@@ -216,7 +192,7 @@ pub(crate) unsafe fn floats<'a>((address, dtype): Place, numel: usize) -> Floats
 
 /// # Safety
 /// The module's contract.
-unsafe fn floats_mut<'a>((address, dtype): Place, numel: usize) -> FloatsMut<'a> {
+unsafe fn floats_mut<'a>((address, dtype): TypedAddress, numel: usize) -> FloatsMut<'a> {
     match dtype {
         // SAFETY: the caller says so.
         0 => FloatsMut::F32(unsafe { elements_mut(address, numel) }),

@@ -5,7 +5,6 @@
 
 mod agreement;
 mod arguments;
-mod bytes;
 mod checksum;
 mod described;
 mod dlpack;

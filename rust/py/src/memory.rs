@@ -4,7 +4,6 @@ use std::{
     collections::BTreeMap,
     ffi::c_int,
     os::fd::{BorrowedFd, RawFd},
-    sync::{Mutex, MutexGuard},
 };
 
 use memascend_mem::{self as mem, ArenaStats, Layout, OnFork, OwnerStats, Pin, Pinned};
@@ -27,14 +26,15 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Arena>()?;
     module.add_class::<ChunkRing>()?;
     module.add_class::<FileMemory>()?;
-    module.add_class::<Heap>()?;
     module.add_class::<HostArena>()?;
     module.add_class::<LayoutBytes>()?;
     module.add_function(wrap_pyfunction!(ignore_captures, module)?)?;
     module.add_function(wrap_pyfunction!(is_file_memory, module)?)?;
     module.add_function(wrap_pyfunction!(layout, module)?)?;
     module.add_function(wrap_pyfunction!(limits, module)?)?;
-    module.add_function(wrap_pyfunction!(regions, module)?)
+    module.add_function(wrap_pyfunction!(regions, module)?)?;
+    module.add_function(wrap_pyfunction!(set_heap_thresholds, module)?)?;
+    module.add_function(wrap_pyfunction!(trim_heap, module)?)
 }
 
 /// Page-aligned memory on huge pages, pinned as well as can be had, populated before use.
@@ -360,61 +360,18 @@ fn layout(classes: &Bound<'_, PyAny>) -> PyResult<LayoutBytes> {
     Ok(LayoutBytes { asked: layout.asked_bytes(), reserved: layout.reserved_bytes() })
 }
 
-/// The C library's heap while a model is trained: it maps allocations from 1 MiB on, and gives back what is free.
+/// Have the C library map each allocation from 1 MiB on, in this process, for good.
 ///
-/// glibc raises that threshold by itself, and its heap grows with the depth of a model then. A model that was made in the
-/// heap leaves holes, which gradients would fill one after another: they are taken, and free again after `close()`.
-/// `MEMASCEND_MALLOC=system` in the environment leaves the heap alone; glibc's own variables, by which somebody chose,
-/// leave their thresholds and the holes. Without `gives_back` the heap keeps what is freed after `take_holes()`, as it
-/// does once a backward touched three times `model_bytes` anew: pages that come back each time cost more than they are
-/// worth where all state is in memory, and where a batch is large.
-#[pyclass(frozen, module = "memascend.memory")]
-struct Heap {
-    inner: Mutex<Option<mem::Heap>>,
+/// `MEMASCEND_MALLOC=system` in the environment leaves the heap alone, and glibc's own variables keep their thresholds.
+#[pyfunction]
+fn set_heap_thresholds() {
+    mem::set_heap_thresholds();
 }
 
-#[pymethods]
-impl Heap {
-    #[new]
-    #[pyo3(signature = (*, gives_back = true, model_bytes = None))]
-    fn new(gives_back: bool, model_bytes: Option<u64>) -> Self {
-        Self { inner: Mutex::new(Some(mem::Heap::new(gives_back, model_bytes))) }
-    }
-
-    /// Give back what is free, and take the holes: large memory was freed that does not come again.
-    fn take_holes(&self, py: Python<'_>) {
-        py.detach(|| self.held().as_mut().map(mem::Heap::take_holes));
-    }
-
-    /// A step of so many backwards ended: give back what is free, or keep it from now on.
-    fn step_ended(&self, py: Python<'_>, backwards: u64) {
-        py.detach(|| self.held().as_mut().map(|heap| heap.step_ended(backwards)));
-    }
-
-    /// Give back to the system what is free.
-    fn trim(&self, py: Python<'_>) {
-        py.detach(|| self.held().as_ref().map(mem::Heap::trim));
-    }
-
-    /// Make the holes free for anybody. Twice is fine.
-    fn close(&self, py: Python<'_>) {
-        py.detach(|| self.held().take());
-    }
-
-    fn __enter__(slf: Py<Self>) -> Py<Self> {
-        slf
-    }
-
-    #[pyo3(signature = (*_raised))]
-    fn __exit__(&self, py: Python<'_>, _raised: &Bound<'_, PyTuple>) {
-        self.close(py);
-    }
-}
-
-impl Heap {
-    fn held(&self) -> MutexGuard<'_, Option<mem::Heap>> {
-        mem::locked(&self.inner)
-    }
+/// Give free memory of the C library's heap back to the system, unless `MEMASCEND_MALLOC=system` leaves it alone.
+#[pyfunction]
+fn trim_heap(py: Python<'_>) {
+    py.detach(mem::trim_heap);
 }
 
 /// The limits on this process's memory now, in bytes: "available", what it is `"limited_by"`, and each of them.

@@ -65,7 +65,7 @@ impl Volume {
     ///
     /// Offset, length and address that are multiples of `alignment` go straight; others are right, and are copied.
     fn read(&self, into: &Bound<'_, PyAny>, offset: &Bound<'_, PyAny>) -> PyResult<Ticket> {
-        let held = Held::of(into, false)?;
+        let held = TensorMemory::of(into, false)?;
         begun(into.py(), self.inner.read(held, number("offset", offset)? as u64))
     }
 
@@ -73,7 +73,7 @@ impl Volume {
     ///
     /// Done means that the device has the bytes; `flush()` makes them survive a loss of power.
     fn write(&self, data: &Bound<'_, PyAny>, offset: &Bound<'_, PyAny>) -> PyResult<Ticket> {
-        let held = Held::of(data, true)?;
+        let held = TensorMemory::of(data, true)?;
         begun(data.py(), self.inner.write(held, number("offset", offset)? as u64))
     }
 
@@ -175,19 +175,19 @@ impl Volume {
     }
 }
 
-fn begun(py: Python<'_>, begun: Result<nvme::Ticket<Held>, NotBegun<Held>>) -> PyResult<Ticket> {
+fn begun(py: Python<'_>, begun: Result<nvme::Ticket<TensorMemory>, NotBegun<TensorMemory>>) -> PyResult<Ticket> {
     begun.map(|inner| Ticket { inner }).map_err(|NotBegun { error, .. }| nvme_error(py, &error))
 }
 
 /// Memory of a Python object.
-pub(crate) struct Held {
+pub(crate) struct TensorMemory {
     address: NonNull<u8>,
     nbytes: usize,
     /// Dropping it without the GIL, on an I/O thread, leaves the release to the next thread that has the GIL.
     _keep: Py<PyAny>,
 }
 
-impl Held {
+impl TensorMemory {
     /// `nbytes` at `address`, which stay valid as long as `keep` lives.
     pub(crate) fn new(address: usize, nbytes: usize, keep: Py<PyAny>) -> Self {
         let address = NonNull::new(std::ptr::with_exposed_provenance_mut(address)).unwrap_or(NonNull::dangling());
@@ -254,13 +254,13 @@ impl Held {
 }
 
 // SAFETY: an address, and a reference that may be held by any thread.
-unsafe impl Send for Held {}
+unsafe impl Send for TensorMemory {}
 // SAFETY: as above; nothing of it is changed through a shared reference.
-unsafe impl Sync for Held {}
+unsafe impl Sync for TensorMemory {}
 
 // SAFETY: `_keep` holds an export of the memory (a memoryview), or the storage that it is part of, so it stays mapped
 // where it is; who else touches the bytes meanwhile is said in the documentation of `memascend.nvme`.
-unsafe impl Buffer for Held {
+unsafe impl Buffer for TensorMemory {
     fn as_ptr(&self) -> *const u8 {
         self.address.as_ptr()
     }
@@ -279,7 +279,7 @@ unsafe impl Buffer for Held {
 /// If a write fails after its ticket was dropped, the next `Volume.flush()` or `Volume.close()` raises its error, once.
 #[pyclass(frozen, module = "memascend.nvme")]
 struct Ticket {
-    inner: nvme::Ticket<Held>,
+    inner: nvme::Ticket<TensorMemory>,
 }
 
 #[pymethods]

@@ -7,7 +7,7 @@ use pyo3::{exceptions::PyIndexError, prelude::*};
 
 use crate::{
     errors::{config_error, store_error},
-    nvme::Held,
+    nvme::TensorMemory,
     slow_drop::Detached,
     tensors::bytes_into,
     waiting::waiting,
@@ -71,7 +71,7 @@ impl UnitParts {
 /// They end when this and every part that they check are gone.
 #[pyclass(frozen, module = "memascend.engine")]
 pub(crate) struct Checkers {
-    inner: Detached<memascend_store::Checkers<Held>>,
+    inner: Detached<memascend_store::Checkers<TensorMemory>>,
 }
 
 #[pymethods]
@@ -91,7 +91,7 @@ impl Checkers {
 /// A part on its way into memory; `UnitParts.begin` makes it. Dropping it waits for the device.
 #[pyclass(frozen, module = "memascend.engine")]
 struct PartFetch {
-    inner: Detached<memascend_store::Checking<Held>>,
+    inner: Detached<memascend_store::Checking<TensorMemory>>,
 }
 
 #[pymethods]

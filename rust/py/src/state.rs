@@ -6,7 +6,7 @@
 use std::num::NonZeroUsize;
 
 use memascend_engine::{Form, WideState};
-use memascend_math::{self as math, Exec, Place, Random, Reduced};
+use memascend_math::{self as math, Position, Random, Reduced};
 use memascend_store::key_of;
 use pyo3::prelude::*;
 
@@ -14,7 +14,7 @@ use crate::{
     described::{dtype, format},
     engine::{Numbers, rule},
     errors::{engine_error, math_error},
-    kernels::{Place as Tensor, elements, elements_mut, floats},
+    kernels::{TypedAddress, elements, elements_mut, exec, floats},
 };
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -63,7 +63,7 @@ fn state_update(
     momentum: bool,
     values: usize,
     state: Vec<usize>,
-    grad: Tensor,
+    grad: TypedAddress,
     numbers: Numbers,
     name: &str,
     first: u64,
@@ -72,7 +72,7 @@ fn state_update(
 ) -> PyResult<()> {
     let exec = exec(py, threads)?;
     let rule = rule(numbers);
-    let place = Place { random: Random { key: key_of(name, rule.seed()), step: rule.step() }, first };
+    let place = Position { random: Random { key: key_of(name, rule.seed()), step: rule.step() }, first };
     // SAFETY: the module's contract.
     let reduced = unsafe { reduced(py, (of_state, of_values, momentum), values, state, numel)? };
     // SAFETY: the module's contract.
@@ -92,8 +92,4 @@ unsafe fn reduced<'a>(
     let form = Form { format: format(py, of_state)?, dtype: dtype(py, of_values)?, has_momentum };
     // SAFETY: the caller's.
     unsafe { form.at(numel, values, state.into_iter()) }.map_err(|error| engine_error(py, &error))
-}
-
-fn exec(py: Python<'_>, threads: NonZeroUsize) -> PyResult<Exec> {
-    Exec::new(threads).map_err(|error| math_error(py, &error))
 }

@@ -16,13 +16,13 @@ use pyo3::{
 use crate::{
     agreement::{SharedRun, agreed, shared},
     arguments::shown,
-    bytes::{bytes, bytes_mut},
     described::{Described, described},
     errors::{config_error, nvme_error, store_error},
     examination::watched,
     function::Lender,
     info,
-    nvme::Held,
+    kernels::{elements, elements_mut},
+    nvme::TensorMemory,
     parts::{Checkers, UnitParts},
     slow_drop::Detached,
     tensors::bytes_into,
@@ -165,7 +165,8 @@ impl Store {
     fn stage_at(&self, py: Python<'_>, entry: usize, step: u64, tensors: Vec<(usize, usize)>) -> PyResult<()> {
         waiting(py, None, |wait| {
             // SAFETY: the module's contract.
-            let tensors: Vec<&[u8]> = tensors.into_iter().map(|place| unsafe { bytes(place) }).collect();
+            let tensors: Vec<&[u8]> =
+                tensors.into_iter().map(|(address, nbytes)| unsafe { elements(address, nbytes) }).collect();
             self.inner.stage_entry(entry, step, &tensors, wait)
         })?
         .map_err(|error| store_error(py, &error))
@@ -175,7 +176,8 @@ impl Store {
     fn read_at(&self, py: Python<'_>, entry: usize, tensors: Vec<(usize, usize)>) -> PyResult<u64> {
         py.detach(|| {
             // SAFETY: the module's contract; the tensors are apart.
-            let mut tensors: Vec<&mut [u8]> = tensors.into_iter().map(|place| unsafe { bytes_mut(place) }).collect();
+            let tensors = tensors.into_iter().map(|(address, nbytes)| unsafe { elements_mut(address, nbytes) });
+            let mut tensors: Vec<&mut [u8]> = tensors.collect();
             self.inner.read_entry(entry, &mut tensors)
         })
         .map_err(|error| store_error(py, &error))
@@ -369,10 +371,9 @@ impl Store {
         // The devices are let go even where the last words could not be written to them.
         let said =
             waiting(py, None, |wait| self.inner.close(wait)).map(|said| said.map_err(|error| store_error(py, &error)));
-        let let_go = waiting(py, None, |wait| self.inner.volume().close(wait))?.map_err(|error| nvme_error(py, &error));
+        let closed = waiting(py, None, |wait| self.inner.volume().close(wait))?.map_err(|error| nvme_error(py, &error));
         said??;
-        let_go?;
-        self.trace_end(py)
+        closed
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
@@ -404,10 +405,6 @@ impl Store {
         let found = units.iter().position(|unit| name == unit.as_str());
         found.ok_or_else(|| config_error(name.py(), format!("the store has no unit {}", shown(name))))
     }
-
-    pub(crate) fn trace_end(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.inner.volume().trace().end()).map_err(|error| nvme_error(py, &error))
-    }
 }
 
 fn show(py: Python<'_>, visit: &Py<PyAny>, entry: usize, parts: Vec<Part>) -> PyResult<()> {
@@ -428,7 +425,7 @@ fn show(py: Python<'_>, visit: &Py<PyAny>, entry: usize, parts: Vec<Part>) -> Py
 /// that. Dropping it waits for the device.
 #[pyclass(frozen, module = "memascend.engine")]
 pub(crate) struct Fetch {
-    inner: Detached<memascend_store::Fetch<Held>>,
+    inner: Detached<memascend_store::Fetch<TensorMemory>>,
 }
 
 #[pymethods]

@@ -11,14 +11,14 @@ use crate::{
     arguments::shown,
     described::dtype,
     errors::{config_error, engine_error},
-    nvme::Held,
+    nvme::TensorMemory,
     source::Lending,
 };
 
 /// The memory of a tensor on the CPU that has been checked; it is held until the end.
-pub(crate) fn held(tensor: &Bound<'_, PyAny>) -> PyResult<Held> {
+pub(crate) fn held(tensor: &Bound<'_, PyAny>) -> PyResult<TensorMemory> {
     let address = tensor.call_method0("data_ptr")?.extract()?;
-    Ok(Held::new(address, nbytes_of(tensor)?, tensor.call_method0("untyped_storage")?.unbind()))
+    Ok(TensorMemory::new(address, nbytes_of(tensor)?, tensor.call_method0("untyped_storage")?.unbind()))
 }
 
 fn nbytes_of(tensor: &Bound<'_, PyAny>) -> PyResult<usize> {
@@ -126,7 +126,7 @@ fn require_shape(entry: &Entry, gradient: &Bound<'_, PyAny>) -> PyResult<()> {
 }
 
 /// A tensor that a spilled gradient of an entry is read into.
-pub(crate) fn into_spilled(entry: &Entry, into: &Bound<'_, PyAny>) -> PyResult<Held> {
+pub(crate) fn into_spilled(entry: &Entry, into: &Bound<'_, PyAny>) -> PyResult<TensorMemory> {
     require_laid_out(into, &entry.name, &entry.order)?;
     require_shape(entry, into)?;
     let of = dtype_of(into)?;
@@ -138,7 +138,7 @@ pub(crate) fn into_spilled(entry: &Entry, into: &Bound<'_, PyAny>) -> PyResult<H
 }
 
 /// A contiguous uint8 tensor on the CPU that bytes are read into; `refusal` says what else it is.
-pub(crate) fn bytes_into(into: &Bound<'_, PyAny>, refusal: impl FnOnce() -> String) -> PyResult<Held> {
+pub(crate) fn bytes_into(into: &Bound<'_, PyAny>, refusal: impl FnOnce() -> String) -> PyResult<TensorMemory> {
     let fits = dtype_of(into)? == "uint8"
         && into.getattr("device")?.getattr("type")?.extract::<String>()? == "cpu"
         && into.call_method0("is_contiguous")?.is_truthy()?;

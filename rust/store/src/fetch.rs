@@ -11,7 +11,6 @@ use crate::{Buffer, Error, PartFetch, Result, Store};
 /// Until the devices are done with it nothing is staged into the slots that it reads, so a step after the next commit
 /// waits for that; not for whoever waits for it, or does not. Dropping it waits for the devices.
 pub struct Fetch<B: Buffer + Sync> {
-    unit: usize,
     version: u64,
     /// `None` where none of the unit's entries has values.
     part: Option<PartFetch<B>>,
@@ -31,7 +30,7 @@ impl Store {
             return Err(Error::Invalid(format!("unit {name:?} has {wanted} bytes, not {}", memory.len())));
         }
         let part = if wanted == 0 { None } else { Some(parts.begin(0, memory)?) };
-        Ok(Fetch { unit, version: parts.version(), part, store: Arc::clone(self) })
+        Ok(Fetch { version: parts.version(), part, store: Arc::clone(self) })
     }
 }
 
@@ -47,10 +46,7 @@ impl<B: Buffer + Sync> Fetch<B> {
     pub fn wait(&self, wait: Wait<'_>) -> Result<u64> {
         let began = Instant::now();
         let result = self.part.as_ref().map_or(Ok(()), |part| part.wait(wait));
-        let ended = Instant::now();
-        self.store.counters.waited(ended - began);
-        let unit = &self.store.description.units[self.unit];
-        self.store.volume.trace().span("wait for unit", unit, began, ended);
+        self.store.counters.waited(began.elapsed());
         result.map(|()| self.version)
     }
 }

@@ -5,16 +5,13 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import sys
-from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.train.cell.systems import in_ram
-from benchmarks.train.cell.systems.trace import Trace
 from benchmarks.train.cell.workload import LEARNING_RATE, LOSS_SCALE_POWER, Workload, configuration, made, prepared
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+    from pathlib import Path
     from types import ModuleType
 
     from memascend.session.optimizer import OffloadedOptimizer
@@ -34,8 +31,7 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
     Settings: `smallest`: the smallest budget that works; `host_memory`: a budget, or as `"1.5x"` a multiple of the
     smallest; `held`: a budget by the percentage of the parameters that are held; `lean`: the model is made on "meta"
     and its values in the store, so that it is never in memory as a whole; `weights`: likewise, with the values of
-    `made()`, which another process has written into a checkpoint; `state`, `durability`: as of `offload()`;
-    `trace`: a file for a trace of what follows.
+    `made()`, which another process has written into a checkpoint; `state`, `durability`: as of `offload()`.
     """
     import torch
     import transformers
@@ -71,7 +67,7 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
     if budget is not None:
         options["host_memory"] = budget
     model, offloaded = offload(model, optimizer, **options)
-    return Ours(model, offloaded, scaled=work.dtype == "float16", trace=settings.get("trace"))
+    return Ours(model, offloaded, scaled=work.dtype == "float16")
 
 
 def _write(work: Workload, folder: Path) -> None:
@@ -104,40 +100,29 @@ def held_budget(model: Any, optimizer: Any, options: dict[str, Any], percent: in
 class Ours:
     """The usual loop, its optimizer offloaded."""
 
-    def __init__(self, model: Any, optimizer: OffloadedOptimizer, *, scaled: bool, trace: str | None) -> None:
-        from memascend.session.optimizer import session_of
-
+    def __init__(self, model: Any, optimizer: OffloadedOptimizer, *, scaled: bool) -> None:
         self.model, self.optimizer, self.scaled = model, optimizer, scaled
-        self._trace = Trace(session_of(optimizer).run.resources.engine, Path(trace)) if trace else None
 
     def forward(self, tokens: Any) -> Any:
         """The loss of a batch."""
-        with self._span("forward"):
-            return self.model(input_ids=tokens, labels=tokens).loss
+        return self.model(input_ids=tokens, labels=tokens).loss
 
     def backward(self, loss: Any) -> None:
         """Gradients; a loss scale goes through the optimizer."""
-        with self._span("backward"):
-            if self.scaled:
-                self.optimizer.backward(loss)
-            else:
-                loss.backward()
+        if self.scaled:
+            self.optimizer.backward(loss)
+        else:
+            loss.backward()
 
     def accumulate(self, batches: list[Any]) -> Any:
         """The mean loss of the step's batches, with its gradients, layer by layer."""
-        with self._span("accumulate()"):
-            return sum(self.optimizer.accumulate(self.forward, batches, scale=1 / len(batches), by_layer=True)) / len(
-                batches
-            )
+        losses = self.optimizer.accumulate(self.forward, batches, scale=1 / len(batches), by_layer=True)
+        return sum(losses) / len(batches)
 
     def update(self) -> None:
         """The step, committed."""
-        with self._span("step()"):
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def _span(self, name: str) -> AbstractContextManager[None]:
-        return self._trace.span(name) if self._trace else nullcontext()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def counted(self) -> int | None:
         """By the report."""
@@ -146,8 +131,6 @@ class Ours:
 
     def end(self) -> dict[str, Any]:
         """Report and plan, and the store closed."""
-        if self._trace:
-            self._trace.end()
         plan = self.optimizer.plan
         said = {
             "report": self.optimizer.report().to_dict(),

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 _TB = 10**12
 # Host memory of Python, torch and transformers without a model.
 IMPORTS = 740 << 20
-# A heap that keeps what is freed has gaps that serve nothing: 0.1 to 0.3 of torch's memory for three kinds of models.
-_GAPS = 0.2
 # Warranted terabytes written of consumer drives, for each terabyte of size; server drives have 2 to 10 times as much.
 ENDURANCE_PER_TB = 600
 
@@ -123,13 +121,6 @@ class Question:
             stored=self.stored(plan),
         )
 
-    def gaps(self, plan: Plan) -> int:
-        """Host bytes between torch's allocations, in a heap that keeps what is freed."""
-        if self.gpu is not None or isinstance(self.trace, str):
-            return 0
-        keeps = not any(plan.read_bytes.values()) or self.trace.is_large(self.model)
-        return int(_GAPS * self.torchs) if keeps else 0
-
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
@@ -181,7 +172,7 @@ def answer(question: Question, found: Planned | None = None) -> Answer:
     # Each of several ranks also has the parameters that torch has gathered.
     gathered = 0 if found.network is None else found.network.gathered
     torchs = gathered + question.torchs
-    ours = plan.host_peak + plan.object_bytes + IMPORTS + question.gaps(plan)
+    ours = plan.host_peak + plan.object_bytes + IMPORTS
     steps = _phases(question, plan, found.network)
     unclipped = _phases(question, plan, found.network, early=True) if question.may_clip_nothing else None
     # Drives have whole terabytes.

@@ -296,11 +296,6 @@ def _place(name: str) -> tuple[bool, Iterable[tuple[bool, int, str]]]:
     return _HEAD.search(name) is not None, parts
 
 
-# As `rust/mem/src/heap.rs` has them: what is mapped, and from what touched bytes on the heap keeps what is freed.
-_MAPPED_FROM = 1 << 20
-_LARGE_TIMES, _LARGE_BYTES = 3, 256 << 20
-
-
 @dataclass(frozen=True)
 class Trace:
     """The operations and the memory of one backward, without parameters."""
@@ -311,18 +306,12 @@ class Trace:
     peak: int  # bytes of torch's own memory at its peak; a gradient is freed as soon as it is complete
     held: dict[str, int]  # the peak by kind: logits, gradients, activations
     kept: int  # bytes that the forward leaves for the backward: the memory of each further micro-batch
-    touched: int  # bytes of pages that each backward touches anew, as long as the heap gives back what is freed
     recomputes: bool  # whether activation checkpointing is on
 
     @property
     def flops(self) -> int:
         """Operations of forward and backward."""
         return self.forward + self.backward
-
-    def is_large(self, model: nn.Module) -> bool:
-        """Whether the batch is so large beside the model that the heap of the host keeps what is freed."""
-        values = sum(parameter.nbytes for parameter in model.parameters())
-        return self.touched > max(_LARGE_BYTES, _LARGE_TIMES * values)
 
 
 class _Watch(TorchDispatchMode):
@@ -332,7 +321,6 @@ class _Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         self.peak = 0
-        self._mapped = self._small = self._small_peak = 0
         self.at_peak: list[tuple[int, tuple[int, ...]]] = []
         self._bytes = 0
         own = (*model.parameters(), *model.buffers())
@@ -361,20 +349,10 @@ class _Watch(TorchDispatchMode):
         nbytes = storage.nbytes()
         self._living[key] = nbytes, tuple(tensor.shape)
         self._bytes += nbytes
-        if nbytes >= _MAPPED_FROM:
-            self._mapped += nbytes
-        else:
-            self._small += nbytes
-            self._small_peak = max(self._small_peak, self._small)
         weakref.finalize(storage, self._gone, key)
         if self._bytes > self.peak:
             self.peak = self._bytes
             self.at_peak = list(self._living.values())
-
-    @property
-    def touched(self) -> int:
-        """Bytes of pages touched anew: every mapping, and the heap up to its end."""
-        return self._mapped + self._small_peak
 
     @property
     def living(self) -> list[tuple[int, tuple[int, ...]]]:
@@ -384,7 +362,6 @@ class _Watch(TorchDispatchMode):
     def _gone(self, key: int) -> None:
         nbytes, _ = self._living.pop(key, (0, ()))
         self._bytes -= nbytes
-        self._small -= nbytes if nbytes < _MAPPED_FROM else 0
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:
@@ -471,7 +448,6 @@ def trace(model: nn.Module, batch: int, length: int, *, recomputes: bool) -> Tra
         peak=watch.peak,
         held=_kinds(model, watch.at_peak),
         kept=kept,
-        touched=watch.touched,
         recomputes=recomputes,
     )
 
@@ -523,7 +499,6 @@ def grown(one: Trace, two: Trace, times: int) -> Trace:
         peak=line(one.peak, two.peak),
         held={kind: line(nbytes, two.held[kind]) for kind, nbytes in one.held.items()},
         kept=line(one.kept, two.kept),
-        touched=line(one.touched, two.touched),
         recomputes=one.recomputes,
     )
 

@@ -127,9 +127,6 @@ def _memory(question: Question, found: Answer) -> list[Row]:
     rows.append(("  Python, torch and objects", bytes_shown(IMPORTS + plan.object_bytes), "assumed"))
     if gpu is None:
         rows += _torchs(question)
-        gaps = question.gaps(plan)
-        if gaps:
-            rows.append(("  gaps between torch's", bytes_shown(gaps), "assumed; the heap keeps what is freed"))
     if isinstance(trace, str):
         rows.append(("torch's activations", "not counted", trace))
     return rows

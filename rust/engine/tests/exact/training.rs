@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use memascend_engine::{By, Engine, Gradient, Hyperparameters, Options};
-use memascend_math::{Bf16, Element, Exec, F16, Floats, FloatsMut, State, adam, split_master};
+use memascend_math::{AdamState, Bf16, Element, Exec, F16, Floats, FloatsMut, adam};
 use memascend_mem::Wait;
 use memascend_nvme::{
     Options as VolumeOptions, Volume,
@@ -97,12 +97,13 @@ pub(crate) fn piece(store: &Store, entry: usize, index: u32, held: &InMemory) ->
         };
         piece[..values.len()].copy_from_slice(&values);
     } else if description.entries[entry].is_compact() {
-        let (master, exp_avg, mut signed) =
-            (&held.master[here.clone()], &held.exp_avg[here.clone()], held.exp_avg_sq[here].to_vec());
-        let (mut values, mut rest) = (vec![Bf16(0); elements], vec![0_u16; elements]);
-        let exec = Exec::new(std::num::NonZeroUsize::MIN).unwrap_or_else(|error| panic!("{error}"));
-        split_master(master, &mut values, &mut rest, &mut signed, exec).unwrap_or_else(|error| panic!("{error}"));
-        let tensors = [rest.iter().flat_map(|half| half.to_le_bytes()).collect(), bytes(exp_avg), bytes(&signed)];
+        // Of each master the lower half, and in the sign of the second moment whether its upper half was rounded up.
+        let master = &held.master[here.clone()];
+        let rest = master.iter().flat_map(|value| value.to_le_bytes()[..2].to_vec()).collect();
+        let went_up = |value: f32| u32::from(Bf16::from_f32(value).0) != value.to_bits() >> 16;
+        let signed = held.exp_avg_sq[here.clone()].iter().zip(master);
+        let signed: Vec<f32> = signed.map(|(&moment, &value)| if went_up(value) { -moment } else { moment }).collect();
+        let tensors = [rest, bytes(&held.exp_avg[here]), bytes(&signed)];
         for ((_, start, nbytes), tensor) in description.in_chunk(entry, elements).zip(tensors) {
             piece[start..start + nbytes].copy_from_slice(&tensor);
         }
@@ -179,7 +180,7 @@ pub(crate) fn reference(held: &mut InMemory, dtype: Dtype, grad: &[u8], step: u6
     let scalars = hyperparameters(step).scalars().unwrap_or_else(|error| panic!("{error}"));
     let exec = Exec::new(std::num::NonZeroUsize::MIN).unwrap_or_else(|error| panic!("{error}"));
     let InMemory { master, exp_avg, exp_avg_sq, half } = held;
-    let state = State { master, exp_avg, exp_avg_sq };
+    let state = AdamState { master, exp_avg, exp_avg_sq };
     let result = match dtype {
         Dtype::F32 => {
             let grad: Vec<f32> = grad.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();

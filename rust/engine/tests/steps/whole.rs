@@ -12,7 +12,10 @@ use std::{
 
 use memascend_engine::{Application, Cause, Chunk, Engine, Function, Late, Options};
 use memascend_mem::Wait;
-use memascend_nvme::sim::{Faults, Rng, SimDisk};
+use memascend_nvme::{
+    Action,
+    sim::{Faults, Rng, SimDisk},
+};
 use memascend_store::{Buffer, Commit, Create, Description, Dtype, Format, Store};
 
 use crate::setup::{self, Contents, MOMENTS, contents, first, ok, parameter, volume};
@@ -214,11 +217,10 @@ fn what_is_stored_depends_on_no_slots() {
 }
 
 /// The operations of a step in the order in which they were begun.
-fn operations(slots: (usize, usize), patience: u64) -> Vec<String> {
-    let engine = engine(4, slots);
-    let store = Arc::clone(engine.store());
-    let name = format!("memascend-whole-{}-{}-{patience}.json", std::process::id(), slots.1);
-    let path = std::env::temp_dir().join(name);
+fn operations(slots: (usize, usize), patience: u64) -> Vec<(Action, u64)> {
+    let disk = SimDisk::new(2 << 20);
+    let engine = engine_on(&disk, 4, slots);
+    let mut before = 0;
     at_once(&engine, 1, || {
         for entry in 1..NUMELS.len() {
             let time = Duration::from_millis(patience * (entry as u64 % 3));
@@ -227,25 +229,10 @@ fn operations(slots: (usize, usize), patience: u64) -> Vec<String> {
                 Ok(())
             });
         }
-        ok(store.volume().trace().begin(&path));
+        before = disk.operations().len();
     });
     ok(engine.finish(Wait::at_most(PATIENCE)));
-    ok(store.volume().trace().end());
-    let text = ok(std::fs::read_to_string(&path));
-    ok(std::fs::remove_file(&path));
-    let number = |line: &str, field: &str| {
-        let (_, rest) = line.split_once(field).unwrap_or_else(|| panic!("{line}"));
-        rest.chars().take_while(|&letter| letter.is_ascii_digit() || letter == '.').collect::<String>()
-    };
-    let begun = text.lines().filter(|line| line.contains(r#""ph":"b""#));
-    let mut begun: Vec<(f64, String)> = begun
-        .map(|line| {
-            let kind = if line.contains(r#""name":"read""#) { "read" } else { "write" };
-            (ok(number(line, r#""ts":"#).parse()), format!("{kind} {}", number(line, r#""offset":"#)))
-        })
-        .collect();
-    begun.sort_by(|one, other| one.0.total_cmp(&other.0));
-    begun.into_iter().map(|(_, operation)| operation).collect()
+    disk.operations().split_off(before)
 }
 
 #[test]

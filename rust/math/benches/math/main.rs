@@ -7,8 +7,8 @@
 use std::{hint::black_box, num::NonZeroUsize, time::Instant};
 
 use memascend_math::{
-    Bf16, Codes, CompactState, Exec, F16, Floats, FloatsMut, Hyperparameters, Moments, Place, Reduced, Result, Rule,
-    Scalars, Simd, State, Weights, accumulate, adam, adam_compact, cast, check, check_and_unscale, update,
+    AdamState, Bf16, Codes, CompactState, Exec, F16, Floats, FloatsMut, Hyperparameters, Moments, Position, Reduced,
+    Result, Rule, Scalars, Simd, Weights, adam, adam_compact, check, check_and_unscale, update,
 };
 
 mod memory;
@@ -52,36 +52,13 @@ const GROUPS: &[Group] = &[
         ],
     },
     Group {
-        bytes_per_element: 6,
-        cases: &[
-            ("copy 4 B to 2 B", |d, _, threads| memory::copy(&d.p, &mut d.out, threads)),
-            ("cast f32 to bf16", |d, exec, _| ok(cast(Floats::F32(&d.p), FloatsMut::Bf16(&mut d.out), exec))),
-            ("cast f32 to f16", |d, exec, _| ok(cast(Floats::F32(&d.p), FloatsMut::F16(&mut d.half), exec))),
-        ],
-    },
-    Group {
-        bytes_per_element: 6,
-        cases: &[
-            ("copy 2 B to 4 B", |d, _, threads| memory::copy(&d.grad, &mut d.w, threads)),
-            ("cast bf16 to f32", |d, exec, _| ok(cast(Floats::Bf16(&d.grad), FloatsMut::F32(&mut d.w), exec))),
-            ("cast f16 to f32", |d, exec, _| ok(cast(Floats::F16(&d.half), FloatsMut::F32(&mut d.w), exec))),
-        ],
-    },
-    Group {
-        bytes_per_element: 10,
-        cases: &[
-            ("rewrite 4 B, read 2 B", |d, _, threads| memory::rewrite_with(&mut d.w, &d.grad, threads)),
-            ("accumulate bf16", |d, exec, _| ok(accumulate(&mut d.w, Floats::Bf16(&d.grad), exec))),
-        ],
-    },
-    Group {
         bytes_per_element: 28,
         cases: &[
             ("4 streams read, 4 written", |d, _, threads| {
                 memory::streams([&mut d.p, &mut d.m, &mut d.v], &d.grad, &mut d.out, threads);
             }),
             ("adam bf16 to bf16", |d, exec, _| {
-                let state = State { master: &mut d.p, exp_avg: &mut d.m, exp_avg_sq: &mut d.v };
+                let state = AdamState { master: &mut d.p, exp_avg: &mut d.m, exp_avg_sq: &mut d.v };
                 let out = FloatsMut::Bf16(&mut d.out);
                 ok(adam(state, Floats::Bf16(&d.grad), Some(out), &d.scalars, exec));
             }),
@@ -96,7 +73,7 @@ const GROUPS: &[Group] = &[
                 for (((master, exp_avg), exp_avg_sq), (grad, out)) in
                     state.zip(d.grad.chunks(CHUNK).zip(d.out.chunks_mut(CHUNK)))
                 {
-                    let state = State { master, exp_avg, exp_avg_sq };
+                    let state = AdamState { master, exp_avg, exp_avg_sq };
                     ok(adam(state, Floats::Bf16(grad), Some(FloatsMut::Bf16(out)), &d.scalars, exec));
                 }
             }),
@@ -114,7 +91,7 @@ const GROUPS: &[Group] = &[
                 for (((values, rest), (first, second)), grad) in state.zip(moments).zip(d.grad.chunks(CHUNK)) {
                     let weights = Weights::Compact { values, rest, rounded_up: None };
                     let state = Reduced { weights, moments: Moments::Bf16(first, Some(second)) };
-                    ok(update(state, Floats::Bf16(grad), &d.rule, Place::default(), exec));
+                    ok(update(state, Floats::Bf16(grad), &d.rule, Position::default(), exec));
                 }
             }),
             ("adam bf16, 8-bit moments", |d, exec, _| {
@@ -127,7 +104,7 @@ const GROUPS: &[Group] = &[
                     let weights = Weights::Compact { values, rest, rounded_up: Some(up) };
                     let of = |(codes, absmax)| Codes { codes, absmax };
                     let state = Reduced { weights, moments: Moments::Blocks(of(first), Some(of(second))) };
-                    ok(update(state, Floats::Bf16(grad), &d.rule, Place::default(), exec));
+                    ok(update(state, Floats::Bf16(grad), &d.rule, Position::default(), exec));
                 }
             }),
         ],

@@ -107,54 +107,6 @@ pub(super) fn rewrite<T: Send>(data: &mut [T], threads: usize) {
     });
 }
 
-/// Rewrites fp32 in place while reading half as many bytes beside it.
-pub(super) fn rewrite_with<T: Send, S: Sync>(data: &mut [T], beside: &[S], threads: usize) {
-    let (data, beside, nothing) = (lines_mut(data), lines(beside), black_box(0));
-    let share = beside.len().div_ceil(threads);
-    thread::scope(|scope| {
-        for (part, beside) in data.chunks_mut(2 * share).zip(beside.chunks(share)) {
-            scope.spawn(move || wide(|| mixed(part, beside, nothing)));
-        }
-    });
-}
-
-#[inline(always)]
-fn mixed(data: &mut [Line], beside: &[Line], nothing: u64) {
-    for (pair, line) in data.chunks_exact_mut(2).zip(beside) {
-        for (i, word) in line.iter().enumerate() {
-            pair[0][i] ^= word & nothing;
-            pair[1][i] ^= word & nothing;
-        }
-    }
-}
-
-/// Reads all of `from` and writes all of `to`, past the caches, whatever their sizes.
-pub(super) fn copy<S: Sync, T: Send>(from: &[S], to: &mut [T], threads: usize) {
-    let (from, to) = (lines(from), lines_mut(to));
-    let (share_from, share_to) = (from.len().div_ceil(threads), to.len().div_ceil(threads));
-    thread::scope(|scope| {
-        for (from, to) in from.chunks(share_from).zip(to.chunks_mut(share_to)) {
-            scope.spawn(move || wide(|| copy_part(from, to)));
-        }
-    });
-}
-
-#[inline(always)]
-fn copy_part(from: &[Line], to: &mut [Line]) {
-    if from.len() > to.len() {
-        for (pair, out) in from.chunks_exact(2).zip(to) {
-            let mut line = pair[0];
-            line.iter_mut().zip(&pair[1]).for_each(|(a, b)| *a ^= b);
-            past_caches(out, line);
-        }
-    } else {
-        for (line, pair) in from.iter().zip(to.chunks_exact_mut(2)) {
-            past_caches(&mut pair[0], *line);
-            past_caches(&mut pair[1], *line);
-        }
-    }
-}
-
 /// The traffic of an optimizer step: three streams rewritten, one read, one written past the caches.
 pub(super) fn streams(state: [&mut [f32]; 3], grad: &[impl Sync], out: &mut [impl Send], threads: usize) {
     let nothing = black_box(0);
