@@ -202,7 +202,7 @@ class Callback(TrainerCallback):
         position = self._session.run.record.position
         return UsageError(
             f"a Trainer loads other weights ({name} differs) than those of {shown(position.identity())}, which the "
-            f"storage holds{position.given}, and storage was left as it is: to resume from a checkpoint, begin from it "
+            "storage holds, and storage was left as it is: to resume from a checkpoint, begin from it "
             'with offload(existing="replace", checkpoint=...); to take weights alone, load them before the Trainer is '
             "made"
         )

@@ -287,10 +287,6 @@ class Gradient:
         self._move("end")
         self.step += 1
 
-    def restart_at(self, step: int) -> None:
-        """Storage has the parameter as so many updates made it."""
-        self.step = step
-
     def skip(self) -> None:
         """The step that had its update is skipped."""
         if self.state is State.EARLY:

@@ -85,7 +85,7 @@ class Assembly:
         arrivals = self._arrivals(residency, meter, scale)
         gradients = Gradients(arrivals, frozenset(plan.held))
         newcomers = Newcomers(subject.model, look=subject.sharding is None)
-        position = Position(resources.store, subject.options.checkpoint)
+        position = Position(resources.store)
         resumed = not resources.store.created or subject.earlier is not None
         schedule = Schedule(subject.original.param_groups, resources.store, resumed=resumed)
         record = Record(resources.store, position, subject.buffers, subject.arithmetic, scale, schedule)

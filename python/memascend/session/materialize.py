@@ -195,7 +195,6 @@ class Saving:
             states = figures.everyone(self._run.record.user_state)
             more = {} if all(state == states[0] for state in states) else {"user_states": states}
             self._gather(own, lambda found: self._write(folder, found, more, among_others=among_others))
-        self._run.record.position.save_to(folder)
         self._run.resources.read_out()
         missing = self._newcomers.unsaved(self._run.record.buffers.names)
         if missing:

@@ -16,11 +16,10 @@ from memascend.device.device import refuse_graphs
 from memascend.errors import ConfigError, MemascendError, UsageError
 from memascend.params import module_hooks
 from memascend.session.run import CLOSED
-from memascend.session.value_edits import roll_back
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from memascend.distributed.control_plane import Exchange
     from memascend.distributed.sharding import Sharding
@@ -299,18 +298,6 @@ class Session:
             self.measurements.meter.cleared()
         else:
             self.run.gradients.zero()
-
-    def judge(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the position of an optimizer's state dict; or reject it, and drop the load into the model with it."""
-        self.run.resources.process.require_here()
-        try:
-            folder = self.run.record.find(state_dict)
-            if folder is not None:
-                self.loads.drop()
-                roll_back(self.edits, self.attachment.model, folder)
-        except BaseException:
-            self.loads.drop()
-            raise
 
     # --- looking -----------------------------------------------------------------------
 

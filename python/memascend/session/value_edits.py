@@ -1,4 +1,4 @@
-"""Changes values outside of a step: loads, rewrites, writes of user code, rollbacks; makes state dicts."""
+"""Changes values outside of a step: loads, rewrites, writes of user code; makes state dicts."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import contextlib
 import functools
 import sys
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.checkpoint.reader import Checkpoint, CheckpointValues
 from memascend.errors import RankError, UsageError
 from memascend.params.module_hooks import COPIED
 from memascend.tensors import flat
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from memascend.distributed.control_plane import Exchange
@@ -55,7 +52,7 @@ class Edit:
 class Edits:
     """Changes of values outside of a step: each is staged, and becomes live in one commit, or is dropped whole.
 
-    Loads, materialized(modify=True), writes of user code, rollbacks and an optimizer's modes are edits. The commit of
+    Loads, materialized(modify=True), writes of user code and an optimizer's modes are edits. The commit of
     an edit belongs to the last committed step. So none may happen while a step is staged, except within step() itself.
     """
 
@@ -106,7 +103,6 @@ class Edits:
         edits: Sequence[Edit],
         stands: Callable[[], None] | None = None,
         *,
-        step: int | None = None,
         user_state: Any = None,
         hyperparameters: Any = None,
     ) -> None:
@@ -115,13 +111,12 @@ class Edits:
         Args:
             edits: in the order in which they were made.
             stands: called once they are live; None: cached values become stale, so no unit may be in use.
-            step: another step than the committed one.
             user_state: committed with the values; None keeps the stored one. The same holds for `hyperparameters`.
             hyperparameters: see `Record.hyperparameters`.
         """
         run, names = self.run, [name for edit in edits for name in edit.names]
         buffers, with_buffers = run.record.buffers, any(edit.with_buffers for edit in edits)
-        step = run.record.position.step if step is None else step
+        step = run.record.position.step
 
         def stood() -> None:
             for edit in edits:
@@ -393,59 +388,6 @@ class ReachedValues:
             for place, values in unwritten:
                 self._edits.rewrite(edit, place, values)
             self._edits.commit([edit], lambda: reached.written(edit.names))
-
-
-# Bytes that may wait for the engine at once; a larger parameter waits alone.
-_WAITING_BYTES_MAX = 16 << 20
-
-
-def roll_back(edits: Edits, model: torch.nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Commit an earlier checkpoint of a run: values, state, step counts, buffers, loss scale and `user_state`.
-
-    Raises:
-        ConfigError, CorruptionError: the checkpoint does not fit, or is damaged; nothing was changed.
-        UsageError: a step is staged.
-    """
-    run, record, gradients = edits.run, edits.run.record, edits.run.gradients.by_name
-    places = {place.name: place.parameter for home in run.residency.units.homes for place in home.places}
-    buffers = {name: record.buffers.tensor(name) for name in record.buffers.names}
-    source = CheckpointValues(Checkpoint(folder), model, places, buffers, record.arithmetic, gradients.keys())
-    source.check()
-    hyperparameters = {**record.arithmetic.committed(), **source.hyperparameters([])}
-    record.schedule.require_fits(hyperparameters)
-    run.require_quiet()
-    with run.residency.turns.alone(), edits.edit(with_buffers=True, changes_buffers=True) as edit:
-        edit.undo.callback(run.resources.engine.discard)
-        steps = _stage_all(run, source)
-        record.arithmetic.restore(hyperparameters.get("attributes") or {}, edit.undo)
-        hyperparameters["line"] = run.resources.store.info()["generation"]
-
-        def stands() -> None:
-            run.changed(places)
-            for name, kept in gradients.items():
-                kept.restart_at(steps[name])
-            record.go_back(source.step, source.user_state, hyperparameters)
-
-        edits.commit([edit], stands, step=source.step, user_state=source.user_state, hyperparameters=hyperparameters)
-
-
-def _stage_all(run: Run, source: CheckpointValues) -> dict[str, int]:
-    """Stage a whole checkpoint; returns the number of updates of each parameter."""
-    engine, buffers = run.resources.engine, run.record.buffers
-    steps, waiting = {}, 0
-    units: Any = [SimpleNamespace(parameters=[one.name for one in home.places]) for home in run.residency.units.homes]
-    with contextlib.closing(source.parameters(units)) as found:
-        for name, values, state, step in found:
-            engine.fill(name, values, state, step=step)
-            steps[name] = step
-            waiting += values.nbytes + sum(tensor.nbytes for tensor in state.values())
-            if waiting >= _WAITING_BYTES_MAX:
-                engine.finish()
-                waiting = 0
-    for name in buffers.names:
-        source.buffer(name, buffers.target(name))
-    engine.finish()
-    return steps
 
 
 def switch_mode(edits: Edits, mode: str) -> None:
