@@ -339,16 +339,13 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
             ValueError: it has other groups. Nothing was changed.
         """
         self._session.run.resources.process.require_here()
-        groups = state_dict["param_groups"]
         try:
-            self._session.run.record.position.require(state_dict.get("memascend"))
-            if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
-                raise ValueError("loaded state dict has other parameter groups than the optimizer")
+            self._session.run.record.require(state_dict)
         except BaseException:
             # Weights that were loaded into the model with it.
             self._session.loads.drop()
             raise
-        for group, options in zip(self.param_groups, groups, strict=True):
+        for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in options.items() if name != "params"})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

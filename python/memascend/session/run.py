@@ -15,7 +15,7 @@ from memascend.params.threads import OwnProcess
 from memascend.text import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from memascend.activations.activations import Activations
     from memascend.checkpoint.init import Buffers
@@ -252,6 +252,18 @@ class Record:
         stored = (self._store.hyperparameters or {}).get("groups")
         now = json.loads(json.dumps([options_of(group) for group in self.groups]))
         return bool(now != stored and not self.schedule.is_foreign)
+
+    def require(self, state_dict: Mapping[str, Any]) -> None:
+        """Reject an optimizer's state dict of another position, or with other groups.
+
+        Raises:
+            UsageError: see `Position.require`.
+            ValueError: it has other groups.
+        """
+        self.position.require(state_dict.get("memascend"))
+        lengths = [len(group["params"]) for group in self.groups]
+        if [len(group["params"]) for group in state_dict["param_groups"]] != lengths:
+            raise ValueError("loaded state dict has other parameter groups than the optimizer")
 
     def facts(self) -> dict[str, Any]:
         """The description of the run in a checkpoint."""
