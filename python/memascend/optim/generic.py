@@ -65,14 +65,13 @@ def rust_options(
 
 
 def adam_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of `engine.Adam` for a group of Adam or AdamW, torch's or those of bitsandbytes."""
+    """The numbers of `engine.Adam` for a group of Adam or AdamW."""
     beta1, beta2 = group["betas"]
     return {
         "lr": float(group["lr"]),
         "betas": (float(beta1), float(beta2)),
         "eps": float(group["eps"]),
         "weight_decay": float(group["weight_decay"]),
-        # Both of bitsandbytes' decouple it.
         "decoupled": type(optimizer) is not torch.optim.Adam or bool(group.get("decoupled_weight_decay")),
         "maximize": bool(group.get("maximize")),
     }
@@ -370,14 +369,11 @@ class Runs:
         optimizer: torch.optim.Optimizer,
         examples: Mapping[SharedName, Any],
         manner: Manner = PLAIN,
-        *,
-        runs: bool = True,
     ) -> None:
-        """`examples`: values that steps are known to change, as a step leaves them; `runs`: its own code runs."""
+        """`examples`: values that steps are known to change, as a step leaves them."""
         self._optimizer = optimizer
         self._scratch = manner.scratch
         self._known = known(optimizer)
-        self._changes = runs and not self._known
         self.examples = dict(examples)
         self._kinds_ended: set[Hashable] = set()
         # By the names of parameters: the number of the group, and the changes of the last run.
@@ -439,7 +435,7 @@ class Runs:
         Raises:
             UsageError: the runs made different changes; nothing was set.
         """
-        if not self._changes:
+        if self._known:
             # Its code changes nothing beside parameters, so there is nothing to wait for.
             return functools.partial(self._give_back, [])
         finish()

@@ -12,8 +12,6 @@ import torch
 from memascend.errors import ConfigError, UsageError
 from memascend.memory import whole_pages
 from memascend.optim import generic
-from memascend.optim import state as bitsandbytes_state
-from memascend.optim.comparison import PLAIN
 from memascend.optim.generic import Runs
 from memascend.optim.members import GroupOwners, joined, members_of, require_roster, roster_of
 from memascend.optim.shared import SharedName
@@ -50,12 +48,11 @@ class MemberArithmetic:
         first_group: int,
     ) -> None:
         """`first_group` is the number of its first group among the groups of all optimizers; see `Arithmetic`."""
+        examples, self.manner = require_streamable(optimizer, master_dtype)
         # By the ids of parameters whose state the engine stores in another format than torch.
         self._formats = formats.of(optimizer, master_dtype)
         self._rule = rule_of(optimizer)
-        self._taken = bool(self._formats) and bitsandbytes_state.is_8bit_adam(optimizer)
-        examples, self.manner = ({}, PLAIN) if self._taken else require_streamable(optimizer, master_dtype)
-        self.runs = Runs(optimizer, examples, self.manner, runs=not self._taken)
+        self.runs = Runs(optimizer, examples, self.manner)
         self.optimizer = optimizer
         self.first_group = first_group
         self.master_dtype = master_dtype
@@ -119,17 +116,14 @@ class MemberArithmetic:
         if layout is not None:
             return generic.import_state(self.optimizer, parameter, layout)
         strides = dense_strides(parameter)
-        if self._taken:
-            found, step = bitsandbytes_state.state_of(self.optimizer, parameter)
-        else:
-            state = self.optimizer.state.get(parameter) or {}
-            found = {
-                name: torch.empty_strided(parameter.shape, strides, dtype=torch.float32).copy_(state[name])
-                for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")
-                if state.get(name) is not None
-            }
-            # SGD counts no steps; a momentum means that there was one.
-            step = int(state.get("step", "momentum_buffer" in found))
+        state = self.optimizer.state.get(parameter) or {}
+        found = {
+            name: torch.empty_strided(parameter.shape, strides, dtype=torch.float32).copy_(state[name])
+            for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")
+            if state.get(name) is not None
+        }
+        # SGD counts no steps; a momentum means that there was one.
+        step = int(state.get("step", "momentum_buffer" in found))
         has_master = parameter.dtype != torch.float32 and not _has_no_master(self.format_of(parameter) or "")
         if found and has_master:
             found["master"] = torch.empty_strided(parameter.shape, strides, dtype=torch.float32).copy_(parameter)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.checkpoint.init import persistent_buffers
-from memascend.device.device import Flattening
 from memascend.errors import ConfigError
 from memascend.params.module_hooks import close_gates, open_gates
 
@@ -151,22 +150,16 @@ class Attachment:
         gates: list[tuple[torch.nn.Module, tuple[Home, ...]]],
         run: Run,
         state_dicts: StateDicts,
-        *,
-        on_device: bool,
     ) -> None:
-        """`gates` are the modules with hooks, and the units that each binds; `on_device`: the host does not compute."""
+        """`gates` are the modules with hooks, and the units that each binds."""
         self.model = model
         self._gates = gates
         self._run = run
         self._state_dicts = state_dicts
-        self._flattening = Flattening(model)
-        self._on_device = on_device
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the model an offloaded one with this optimizer."""
         open_gates(self.model, self._gates, self._run.residency, self._run.frames)
-        if self._on_device:
-            self._flattening.stop()
         self._state_dicts.install()
         for module in self.model.modules():
             # A class with a `__deepcopy__` of its own would copy our attributes, too.
@@ -180,5 +173,4 @@ class Attachment:
             module.__dict__.pop(_COPIER, None)
         self._state_dicts.remove()
         close_gates(module for module, _ in self._gates)
-        self._flattening.resume()
         self.model.__dict__.pop("_memascend", None)

@@ -96,7 +96,7 @@ class Assembly:
         reached_values = ReachedValues(edits, None if subject.sharding is None else subject.sharding.exchange)
         loads = Loads(edits)
         state_dicts = StateDicts(subject.model, run, loads, sharded=subject.sharding is not None)
-        attachment = Attachment(subject.model, self._gates(residency), run, state_dicts, on_device=self._on_device)
+        attachment = Attachment(subject.model, self._gates(residency), run, state_dicts)
         values = sum(parameter.nbytes for parameter in subject.named.values())
         heap = Heap(gives_back=any(plan.read_bytes.values()), model_bytes=values)
         session = Session(

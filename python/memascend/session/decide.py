@@ -14,7 +14,6 @@ import torch
 from memascend import storage as engines
 from memascend.activations import activations
 from memascend.checkpoint.init import Buffers, require_plain
-from memascend.device.device import copied_bytes
 from memascend.device.transfer import CHUNKS, WINDOWS
 from memascend.errors import BudgetError, ConfigError, StorageError
 from memascend.optim.members import members_of, require_one_owner, title_of
@@ -435,8 +434,6 @@ def decide(subject: Subject) -> Decision:
             f"there is no disk space beside the store for a gradient log of {options.log_steps} steps: {fits}; free "
             "disk space, or leave log_steps out"
         )
-    if subject.staged:
-        plan = replace(plan, recurrent_bytes=copied_bytes(subject.model))
     return Decision(units=units, entries=entries, sizes=sizes, plan=plan)
 
 

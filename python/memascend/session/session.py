@@ -70,16 +70,16 @@ class Session:
 
     def entered(self, module: torch.nn.Module, *, outermost: bool) -> None:
         """A module of the model was entered; the outermost one begins a forward."""
+        if self.run.resources.units.device is not None:
+            # Only CUDA has graphs.
+            refuse_graphs()
         if outermost:
-            self._begin_forward(module)
+            self._begin_forward()
         if torch.is_autocast_enabled(self.watch.device):
             self.watch.look()
         self.run.gradients.entered(module)
 
-    def _begin_forward(self, module: torch.nn.Module) -> None:
-        if self.run.resources.units.device is not None:
-            # Only CUDA has graphs.
-            refuse_graphs(module, whole=module is self.attachment.model)
+    def _begin_forward(self) -> None:
         self.newcomers.judge()
         if self.sharding is not None and torch.is_grad_enabled():
             self.sharding.require_exact()
