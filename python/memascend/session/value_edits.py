@@ -79,8 +79,7 @@ class Edits:
         """Stage other values of a parameter and its master; moments stay."""
         # The name first: values that an interrupt leaves half staged are dropped, too.
         edit.names.append(place.name)
-        kept = self.run.gradients.by_name.get(place.name)
-        self.run.gradients.rule.rewrite(place.name, values, kept.step if kept else 0)
+        self.run.gradients.rewrite(place.name, values)
 
     def stage(self, edit: Edit, place: Place, values: torch.Tensor) -> None:
         """Stage values that a user gave; nothing is staged where no bit differs."""
@@ -312,7 +311,7 @@ class ReachedValues:
     def look_before_step(self) -> None:
         """Find the values that the updates of step() start from; after this call none is rejected."""
         if not self._run.gradients.has_updates and self._run.residency.reached.look():
-            self._run.gradients.noticed("weights that are written before step()")
+            self._run.gradients.loop.notice("weights that are written before step()")
         self._run.residency.reached.require_seen()
 
     def told(self) -> list[bool]:
@@ -406,7 +405,7 @@ def switch_mode(edits: Edits, mode: str) -> None:
             return
         with run.residency.turns.alone(), edits.edit(with_buffers=False) as edit:
             edit.undo.callback(engine.discard)
-            names = run.gradients.rule.switch(mode, run.gradients.by_name.values(), changed)
+            names = run.gradients.switch(mode, changed)
             edit.undo.callback(record.arithmetic.adopt(names, engine.finish, changed))
             if not names:
                 # The next step commits the mode.
