@@ -1,12 +1,10 @@
-"""Follows backwards: hooks on accumulated gradients, how many backwards a step has, and which of them failed."""
+"""Follows backwards: how many a step has, which of them failed, and those inside of another."""
 
 from __future__ import annotations
 
-import functools
 import sys
-import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.checkpoint import CheckpointFunction
@@ -18,54 +16,6 @@ from memascend.params.threads import current, is_autograds, works_for_another
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
-
-
-# In the parameters' tables of hooks, where torch's own keys are numbers.
-_KEY = "memascend"
-
-
-class AccumulationHooks:
-    """One function for all parameters, called with each whose gradient was accumulated."""
-
-    def __init__(self, heard: Callable[[torch.Tensor], None]) -> None:
-        """`heard` is a bound method. torch holds hooks where Python's collector does not look, so it is held weakly."""
-        weak = weakref.WeakMethod(heard)
-
-        def call(parameter: torch.Tensor) -> None:
-            method = weak()
-            if method is not None:
-                method(parameter)
-
-        self._call = call
-        self._parameters: list[Any] = []
-
-    def add(self, parameter: torch.Tensor) -> None:
-        """Call the function for gradients of this parameter."""
-        self._parameters.append(parameter)
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            frozen = not parameter.requires_grad
-            # One that is frozen now may thaw later, and torch takes no hook of it.
-            parameter.requires_grad_(True)
-            own: Any = parameter
-            if own._post_accumulate_grad_hooks is None:  # noqa: SLF001
-                own._post_accumulate_grad_hooks = _Hooks()  # noqa: SLF001
-            own._post_accumulate_grad_hooks[_KEY] = self._call  # noqa: SLF001
-            parameter.requires_grad_(not frozen)
-
-    def remove(self) -> None:
-        """Release all parameters."""
-        for parameter in self._parameters:
-            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-                hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001
-            if hooks is not None:
-                hooks.pop(_KEY, None)
-        self._parameters.clear()
-
-
-class _Hooks(dict[Any, Any]):
-    """A parameter's hooks, as torch's own table of them but smaller: a model has thousands of parameters."""
-
-    __slots__ = ("__weakref__",)
 
 
 # What runs a reentrant checkpoint's part of the model, without gradients, for the first time.
@@ -123,6 +73,17 @@ class Backwards:
         """Whether the last one failed, and its gradients were not dropped."""
         return self._task is not None and self._task.failed
 
+    def arrive(self, name: str, *, declared: bool) -> tuple[bool, bool]:
+        """Note a gradient of the backward that runs; `declared`: its step has no more backwards than were declared.
+
+        Returns:
+            Whether the backward is one inside another, and whether it is the last of a step.
+        """
+        nested = self.enter(delivers=True)
+        if declared:
+            self.require_declared(name)
+        return nested, self.is_last()
+
     def enter(self, *, delivers: bool = False) -> bool:
         """Note that a backward runs, and whether it brings a gradient; returns whether this is one inside another."""
         number = torch._C._current_graph_task_id()  # noqa: SLF001
@@ -148,10 +109,10 @@ class Backwards:
         if works_for_another():
             # Another micro-batch of the call may be in its backward, and the call itself sees which fails.
             return
-        here = current()
-        if not self.inside():
+        here, inside = current(), torch._C._current_graph_task_id() != -1  # noqa: SLF001
+        if not inside:
             self._last = here
-        if self._task is None or here == self._task.thread:
+        if here == self._task.thread if self._task is not None else inside:
             self.seen_outside()
 
     def seen_outside(self) -> None:
@@ -214,31 +175,3 @@ def in_reentrant_checkpoint() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-# The gradient's own, and the one that asks.
-_STORAGE_USES = 2
-
-
-def shares_memory(values: torch.Tensor) -> bool:
-    """Whether another tensor has the memory."""
-    return bool(torch._C._storage_Use_Count(values.untyped_storage()._cdata) > _STORAGE_USES)  # noqa: SLF001
-
-
-def was_there(values: torch.Tensor, *, shared: bool) -> bool:
-    """Whether a gradient is on memory that was in `p.grad` before the backward, and is the user's.
-
-    A gradient that autograd makes is no view of another tensor, and on memory that can be resized. Accumulation into
-    an existing gradient raises its version; shared memory is seldom written to otherwise.
-    """
-    return values._is_view() or not values.untyped_storage().resizable() or (shared and values._version > 0)  # noqa: SLF001
-
-
-@functools.cache
-def references_of_one() -> int:
-    """Python's count of references to a gradient without other owners; versions of Python and torch differ in it."""
-    with torch.inference_mode(mode=False):
-        parameter = torch.nn.Parameter(torch.zeros((), device="cpu"))
-        parameter.grad = torch.zeros((), device="cpu")
-    values = parameter.grad
-    return sys.getrefcount(values)

@@ -187,9 +187,8 @@ class Gradient:
     def stage_stored(self, factors: Sequence[float], factor: float) -> None:
         """Begin the update by the gradient on storage, multiplied by each of `factors` in turn."""
         after = moved(self.name, self.state, "stage")
-        self.options = self.rule.options()
         scale = self._gradients.scale.inverse * factor
-        self.rule.update_spilled(self._gradients.engine, self.step, self.options, factors, scale)
+        self.options = self.rule.update_spilled(self._gradients.engine, self.step, factors, scale)
         self.state = after
 
     def begin(self, gradient: torch.Tensor | None = None) -> bool:
@@ -204,14 +203,14 @@ class Gradient:
         after = moved(self.name, self.state, "begin")
         scale = gradients.scale.inverse
         try:
-            self.options = rule.options()
+            options = rule.options()
         except UsageError:
             return False
-        if rule.numbers(self.options, self.step, scale) is None:
+        if rule.numbers(options, self.step, scale) is None:
             return False
         try:
             if gradient is None:
-                rule.update_spilled(gradients.engine, self.step, self.options, (), scale)
+                self.options = rule.update_spilled(gradients.engine, self.step, (), scale)
             else:
                 self._update(gradient, scale, spilling=True)
         except ConfigError:
@@ -278,15 +277,15 @@ class Gradient:
 
     def _begin(self, move: Move, gradient: torch.Tensor, factor: float) -> None:
         after = moved(self.name, self.state, move)
-        self.options = self.rule.options()
         self._update(gradient, self._gradients.scale.inverse * factor)
         # Only now: an update that could not begin is no part of the step.
         self.state = after
 
     def _update(self, gradient: torch.Tensor, scale: float, *, spilling: bool = False) -> None:
-        values = self._gradients.values_of(self.place)
-        self.rule.update(
-            self._gradients.engine, self.step, self.options, gradient, scale, values=values, spilling=spilling
+        units = self._gradients.units
+        values = None if units is None else units.values_of(self.place)
+        self.options = self.rule.update(
+            self._gradients.engine, self.step, gradient, scale, values=values, spilling=spilling
         )
 
     def _move(self, move: Move) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 import weakref
@@ -14,25 +15,20 @@ import torch
 from memascend.distributed.fsdp import LocalParameter
 from memascend.errors import UsageError
 from memascend.grads.backward import (
-    AccumulationHooks,
     Backwards,
     in_reentrant_checkpoint,
-    references_of_one,
-    shares_memory,
-    was_there,
 )
 from memascend.grads.gradient import Gradient, State
 from memascend.grads.lazy_grad import GradientHandle
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
     from memascend.grads.baton import Recorder
     from memascend.grads.gradient import Measure, Numbers
-    from memascend.grads.loop import Loop, LossScale
+    from memascend.grads.loop import Loop, LossScale, Speculation
     from memascend.grads.microbatches import PartialSums
     from memascend.grads.norms import Norms
-    from memascend.grads.speculation import Speculation
     from memascend.optim.rules import Rule
     from memascend.params.offloaded_param import Place
     from memascend.params.residency import Residency
@@ -42,6 +38,54 @@ if TYPE_CHECKING:
 
     # Gradients, each with what stands in `p.grad`.
     Present = Sequence[tuple[Gradient, torch.Tensor]]
+
+
+# In the parameters' tables of hooks, where torch's own keys are numbers.
+_KEY = "memascend"
+
+
+class AccumulationHooks:
+    """One function for all parameters, called with each whose gradient was accumulated."""
+
+    def __init__(self, heard: Callable[[torch.Tensor], None]) -> None:
+        """`heard` is a bound method. torch holds hooks where Python's collector does not look, so it is held weakly."""
+        weak = weakref.WeakMethod(heard)
+
+        def call(parameter: torch.Tensor) -> None:
+            method = weak()
+            if method is not None:
+                method(parameter)
+
+        self._call = call
+        self._parameters: list[Any] = []
+
+    def add(self, parameter: torch.Tensor) -> None:
+        """Call the function for gradients of this parameter."""
+        self._parameters.append(parameter)
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            frozen = not parameter.requires_grad
+            # One that is frozen now may thaw later, and torch takes no hook of it.
+            parameter.requires_grad_(True)
+            own: Any = parameter
+            if own._post_accumulate_grad_hooks is None:  # noqa: SLF001
+                own._post_accumulate_grad_hooks = _Hooks()  # noqa: SLF001
+            own._post_accumulate_grad_hooks[_KEY] = self._call  # noqa: SLF001
+            parameter.requires_grad_(not frozen)
+
+    def remove(self) -> None:
+        """Release all parameters."""
+        for parameter in self._parameters:
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001
+            if hooks is not None:
+                hooks.pop(_KEY, None)
+        self._parameters.clear()
+
+
+class _Hooks(dict[Any, Any]):
+    """A parameter's hooks, as torch's own table of them but smaller: a model has thousands of parameters."""
+
+    __slots__ = ("__weakref__",)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -87,10 +131,6 @@ class Gradients:
         """How gradients wait for step(): "fused" (they do not), "ssd" or "ram"."""
         return self.loop.mode
 
-    def values_of(self, place: Place) -> torch.Tensor | None:
-        """The values of a parameter that an update begins from, where they are in memory."""
-        return None if self.units is None else self.units.values_of(place)
-
     def watch(self, place: Place, rule: Rule, step: int) -> None:
         """Take charge of a parameter's gradients."""
         self.by_name[place.name] = self._of[id(place.parameter)] = Gradient(self, place, rule, step)
@@ -114,9 +154,9 @@ class Gradients:
             values = parameter.grad
             if values is not None and self.parts is not None and self.parts.take(gradient):
                 pass
-            elif values is not None and not gradient.stands_in(values):
+            elif values is not None and (gradient.handle is None or not gradient.stands_in(values)):
                 # How ranks are handed theirs refers to it, too: there it is known.
-                alone = isinstance(parameter, LocalParameter) or sys.getrefcount(values) <= references_of_one()
+                alone = isinstance(parameter, LocalParameter) or sys.getrefcount(values) <= _references_of_one()
                 self._arrive(gradient, values, lasting=assigned or not alone)
             elif values is not None:
                 self.backwards.enter()
@@ -136,9 +176,8 @@ class Gradients:
 
     def _arrive(self, gradient: Gradient, values: torch.Tensor, *, lasting: bool) -> None:
         """A gradient came where there was none; `lasting`: other code has the tensor, too."""
-        nested = self.backwards.enter(delivers=True)
+        nested, last = self.backwards.arrive(gradient.name, declared=self.loop.mode == "fused")
         self._note_arrival(gradient)
-        self._require_declared(gradient)
         if self.loop.mode == "ram" or values.is_sparse:
             # A sparse one is small: it waits where it is.
             return
@@ -149,7 +188,7 @@ class Gradients:
             )
         shared = shares_memory(values)
         own_rows = isinstance(gradient.place.parameter, LocalParameter)
-        if lasting or (not own_rows and was_there(values, shared=shared)):
+        if lasting or (not own_rows and _was_there(values, shared=shared)):
             # The user reads and writes it by another name: it stays where it is, as under "ram".
             return
         if shared:
@@ -158,7 +197,7 @@ class Gradients:
             values = values.clone()
         if nested:
             gradient.expect_pieces()
-        self._use(gradient, values, whole=self._is_whole(gradient, nested))
+        self._use(gradient, values, whole=last and not (nested or gradient.in_pieces))
 
     def _use(self, gradient: Gradient, values: torch.Tensor, *, whole: bool) -> None:
         """Update by a gradient that came where there was none, or store it; `whole`: no more of it comes."""
@@ -187,7 +226,7 @@ class Gradients:
         else:
             self._use(gradient, values, whole=whole and not gradient.in_pieces)
 
-    def store(self, gradient: Gradient, values: torch.Tensor) -> None:
+    def store_sum(self, gradient: Gradient, values: torch.Tensor) -> None:
         """A sum, or the first part of one, which waits on storage."""
         self._note_arrival(gradient)
         gradient.store(gradient.laid_out(values))
@@ -249,22 +288,15 @@ class Gradients:
             # A call that has said how many backwards follow is detected as any loop where it is one of several.
             if self.backwards.before is None or brought < self.backwards.before:
                 self.loop.notice("accumulation")
-            self._require_declared(gradient)
+            if self.loop.mode == "fused":
+                self.backwards.require_declared(gradient.name)
         gradient.require_own()
         self._brought[gradient.name] = self.backwards.count
         self.fresh = True
         self.backwards.enter(delivers=inside)
         gradient.change(gradient.laid_out(values), add=True)
-        if last and self._is_whole(gradient, again):
+        if last and not (again or gradient.in_pieces) and self.backwards.is_last():
             self.use_stored(gradient)
-
-    def _is_whole(self, gradient: Gradient, nested: bool) -> bool:
-        """Whether nothing more will come of it in this step, so that it can be used at once."""
-        return not (nested or gradient.in_pieces) and self.backwards.is_last()
-
-    def _require_declared(self, gradient: Gradient) -> None:
-        if self.loop.mode == "fused":
-            self.backwards.require_declared(gradient.name)
 
     # --- around a backward --------------------------------------------------------------
 
@@ -326,7 +358,7 @@ class Gradients:
     def entered(self, module: torch.nn.Module) -> None:
         """A module of the model is entered."""
         self.backwards.entered()
-        if in_reentrant_checkpoint():
+        if not torch.is_grad_enabled() and in_reentrant_checkpoint():
             self._expect_pieces({id(parameter) for parameter in module.parameters()})
 
     def touched(self, places: Iterable[Place]) -> None:
@@ -539,6 +571,34 @@ class Gradients:
             # A step would apply the zeros: moments decay, weights too.
             self.note_change()
         backwards.forget_failure()
+
+
+# The gradient's own, and the one that asks.
+_STORAGE_USES = 2
+
+
+def shares_memory(values: torch.Tensor) -> bool:
+    """Whether another tensor has the memory."""
+    return bool(torch._C._storage_Use_Count(values.untyped_storage()._cdata) > _STORAGE_USES)  # noqa: SLF001
+
+
+def _was_there(values: torch.Tensor, *, shared: bool) -> bool:
+    """Whether a gradient is on memory that was in `p.grad` before the backward, and is the user's.
+
+    A gradient that autograd makes is no view of another tensor, and on memory that can be resized. Accumulation into
+    an existing gradient raises its version; shared memory is seldom written to otherwise.
+    """
+    return values._is_view() or not values.untyped_storage().resizable() or (shared and values._version > 0)  # noqa: SLF001
+
+
+@functools.cache
+def _references_of_one() -> int:
+    """Python's count of references to a gradient without other owners; versions of Python and torch differ in it."""
+    with torch.inference_mode(mode=False):
+        parameter = torch.nn.Parameter(torch.zeros((), device="cpu"))
+        parameter.grad = torch.zeros((), device="cpu")
+    values = parameter.grad
+    return sys.getrefcount(values)
 
 
 def _rewritten(chunk: Chunk) -> None:

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map_only
 
 from memascend.errors import ConfigError, UsageError
-from memascend.grads.backward import shares_memory
 from memascend.grads.baton import (
     Baton,
     CallerModes,
@@ -30,6 +29,7 @@ from memascend.grads.baton import (
     Threads,
     same_states,
 )
+from memascend.grads.gradients import shares_memory
 from memascend.memory import free_scratch
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class PartialSums:
 
     def _store(self, found: _Sum, values: torch.Tensor) -> None:
         """Have the sum so far on storage."""
-        self._gradients.store(found.gradient, values)
+        self._gradients.store_sum(found.gradient, values)
         found.gradient.put(None)
         found.be_stored()
 

@@ -133,7 +133,7 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
     if not torch.ops.aten.is_non_overlapping_and_dense(values):
         values = values.contiguous()
     # Neither the flag nor the norm knows an order of dimensions, and the kernel takes few of them.
-    return flat(values)
+    return values.view(-1) if values.is_contiguous() else flat(values)
 
 
 def _numbers(measure: Measure) -> Numbers:

@@ -310,6 +310,7 @@ class Runs:
         examples: values that steps change, as a step leaves them.
         manner: in which it is run for one parameter.
         first_group: the number of its first group, among those of all optimizers.
+        is_known: it is torch's own, whose code changes nothing beside parameters and their state.
     """
 
     def __init__(
@@ -319,18 +320,10 @@ class Runs:
         self.examples = dict(examples)
         self.manner = manner
         self.first_group = first_group
-        self._known = known(optimizer)
+        self.is_known = known(optimizer)
         self._kinds_ended: set[Hashable] = set()
         # By the names of parameters: the number of the group, and the changes of the last run.
         self._ends: dict[str, tuple[int, Mapping[SharedName, Any]]] = {}
-        # By the number of a group: the last numbers of the engine's arithmetic.
-        self._numbers: dict[int, dict[str, Any]] = {}
-
-    def shared(self, group: int, numbers: dict[str, Any]) -> dict[str, Any]:
-        """Equal numbers as one object, which thousands of parameters of a group share."""
-        if self._numbers.get(group) != numbers:
-            self._numbers[group] = numbers
-        return self._numbers[group]
 
     def followed(
         self, function: Callable[[Chunk], None], group: Mapping[str, Any], *traits: Hashable
@@ -342,7 +335,7 @@ class Runs:
             group: its options.
             traits: other values on which its code depends.
         """
-        if not self._known:
+        if not self.is_known:
             return function, "rehearsed"
         kind = (traits, tuple((name, _kind(value)) for name, value in group.items() if name != "params"))
 
@@ -388,9 +381,6 @@ class Runs:
         Raises:
             UsageError: the runs made different changes; nothing was set.
         """
-        if self._known:
-            # Its code changes nothing beside parameters, so there is nothing to wait for.
-            return functools.partial(self._give_back, [])
         finish()
         ends = [self._ends[name] for name in names if name in self._ends]
         if changed is not None:

@@ -93,6 +93,10 @@ class _Rule:
         meta = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device="meta")
         return state_tensors(meta, self.format or "", kind)
 
+    def options(self) -> dict[str, Any]:
+        """What an update would use now of the group's options."""
+        raise NotImplementedError
+
     def numbers(self, options: Mapping[str, Any], done: int, scale: float) -> Adam | Momentum | None:
         """The engine's arguments for the update after `done` ones, by a gradient that is multiplied by `scale`.
 
@@ -104,18 +108,18 @@ class _Rule:
         self,
         engine: Engine,
         done: int,
-        options: Mapping[str, Any],
         gradient: torch.Tensor,
         scale: float,
         *,
         values: torch.Tensor | None,
         spilling: bool = False,
-    ) -> None:
-        """Begin the update by a gradient in memory.
+    ) -> dict[str, Any]:
+        """Begin the update after `done` ones by a gradient in memory, multiplied by `scale`; returns its options.
 
         `values` are the parameter's, where they are in memory. `spilling`: the gradient is spilled as well, which takes
         the engine's own arithmetic.
         """
+        options = self.options()
         numbers = None if gradient.is_sparse else self.numbers(options, done, scale)
         if numbers is None:
             # The rows of a sparse one are few, and looked up by the engine's thread.
@@ -125,16 +129,17 @@ class _Rule:
         else:
             begin = engine.update_spilling if spilling else engine.update
             begin(self.name, gradient, numbers, values=values)
+        return options
 
-    def update_spilled(
-        self, engine: Engine, done: int, options: Mapping[str, Any], factors: Sequence[float], scale: float
-    ) -> None:
-        """Begin the update by the gradient that was spilled, multiplied by each of `factors` in turn."""
+    def update_spilled(self, engine: Engine, done: int, factors: Sequence[float], scale: float) -> dict[str, Any]:
+        """Begin the update by the gradient that was spilled, multiplied by each of `factors` in turn, then `scale`."""
+        options = self.options()
         numbers = self.numbers(options, done, scale)
         if numbers is None:
             self._run(engine, done, Given(factors=tuple(factors), grad_scale=scale))
         else:
             engine.update_spilled(self.name, numbers, factors=factors)
+        return options
 
     def _run(
         self,
@@ -195,7 +200,7 @@ class EngineRule(_Rule):
                 f"the options of {self.name!r} now need other state than it has (amsgrad, say): set them before "
                 "offload()"
             )
-        return self.code.shared(self.number, options)
+        return self._arithmetic.shared(self.number, options)
 
     def numbers(self, options: Mapping[str, Any], done: int, scale: float) -> Adam | Momentum:
         """The engine's arguments."""
@@ -385,6 +390,8 @@ class Arithmetic:
         self.seed = formats.seed
         # By the ids of parameters.
         self.rules: dict[int, Rule] = {}
+        # The last ones of each group, by its number.
+        self._options: dict[int, dict[str, Any]] = {}
         members, first = [], 0
         for member, given in zip(members_of(optimizer), formats.of_each(members_of(optimizer)), strict=True):
             code = Runs(member, *require_streamable(member, master_dtype), first)
@@ -405,6 +412,12 @@ class Arithmetic:
         self.members = tuple(members)
         self._roster = roster_of(optimizer)
         self._owners = GroupOwners(optimizer, names)
+
+    def shared(self, group: int, options: dict[str, Any]) -> dict[str, Any]:
+        """Equal options as one object, which thousands of parameters of a group share."""
+        if self._options.get(group) != options:
+            self._options[group] = options
+        return self._options[group]
 
     def of(self, parameter: torch.Tensor) -> Rule:
         """The rule of a parameter."""
@@ -464,7 +477,8 @@ class Arithmetic:
         with contextlib.ExitStack() as undo:
             for member in self.members:
                 first = member.first_group
-                if changed is None or first in changed:
+                # A known one changes nothing, so that there is nothing to wait for.
+                if not member.is_known and (changed is None or first in changed):
                     undo.callback(member.adopt(names, finish, None if changed is None else changed[first]))
             return undo.pop_all().close
 
@@ -475,7 +489,7 @@ class Arithmetic:
 
     def attributes(self) -> dict[str, Any]:
         """The attributes that steps change, as JSON; of several optimizers by their numbers."""
-        found = [member.attributes() for member in self.members]
+        found = [{} if member.is_known else member.attributes() for member in self.members]
         if len(found) == 1:
             return found[0]
         return {str(number): attributes for number, attributes in enumerate(found) if attributes}

@@ -9,10 +9,9 @@ import torch
 
 from memascend.checkpoint.init import embody, move_buffers
 from memascend.grads.gradients import Gradients
-from memascend.grads.loop import Loop, LossScale
+from memascend.grads.loop import Loop, LossScale, Speculation
 from memascend.grads.microbatches import Accumulation
 from memascend.grads.norms import Norms
-from memascend.grads.speculation import Speculation
 from memascend.memory import Heap
 from memascend.optim.members import members_of
 from memascend.params.module_hooks import Frames
