@@ -499,8 +499,6 @@ class Arrivals:
     def begin_backward(self) -> None:
         """A backward begins, or a call that makes several at once."""
         self.require_no_failure()
-        self._residency.transfers.settle()
-        self._residency.listener.backward_begins()
         if self.scale.enabled and not self._scaled:
             raise UsageError(
                 "there is a loss scale, which loss.backward() leaves out: begin the backward by "

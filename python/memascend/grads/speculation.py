@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from collections.abc import Container
 
     from memascend.grads.loop import Loop
-    from memascend.params.weight_access import ReachedWeights
 
 
 _log = logging.getLogger("memascend")
@@ -31,13 +30,12 @@ class Speculation:
         anew: early steps some of whose updates were discarded, and repeated if the step was committed.
     """
 
-    def __init__(self, loop: Loop, held: Container[str], reached: ReachedWeights) -> None:
-        """`held` are parameters whose updates wait in any case; of `reached` ones storage may not have the values."""
+    def __init__(self, loop: Loop, held: Container[str]) -> None:
+        """`held` are parameters whose updates wait in any case."""
         self.early = 0
         self.anew = 0
         self._loop = loop
         self._held = held
-        self._reached = reached
         # Steps in a row that changed no gradient, and how many of them it takes.
         self._unchanged = 0
         self._wanted = 1
@@ -46,13 +44,7 @@ class Speculation:
 
     def may_begin(self, name: str) -> bool:
         """Whether the update of parameter `name`, whose gradient is whole, may begin."""
-        return (
-            self._unchanged >= self._wanted
-            and not self._paused
-            and name not in self._held
-            and self._loop.speculates
-            and self._reached.is_stored_whole
-        )
+        return self._unchanged >= self._wanted and not self._paused and name not in self._held and self._loop.speculates
 
     def begun(self) -> None:
         """An update has begun early."""

@@ -21,7 +21,8 @@ from memascend.optim.members import members_of
 from memascend.params.module_hooks import Frames
 from memascend.params.offloaded_param import Place
 from memascend.params.residency import Residency
-from memascend.params.unit import Copies, Limits, Sums, wanted
+from memascend.params.unit import Limits
+from memascend.params.weight_access import Copies
 from memascend.session import original_state
 from memascend.session.attachment import Attachment, AutocastWatch, Newcomers
 from memascend.session.materialize import Saving
@@ -30,7 +31,7 @@ from memascend.session.report import Measurements, Meter
 from memascend.session.run import Position, Record, Run
 from memascend.session.schedule import Schedule
 from memascend.session.session import Session
-from memascend.session.value_edits import Edits, Loads, ReachedValues, StateDicts
+from memascend.session.value_edits import Edits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -69,8 +70,8 @@ class Assembly:
                     session.run.gradients.watch(place, group, resources.store.entry(place.name)["step"])
         if subject.sharding is not None:
             places = {place.name: place for home in session.run.residency.units.homes for place in home.places}
-            run, written = session.run, session.reached_values.write_in_gather
-            subject.sharding.install(run.residency, places, run.gradients.heard_parts, written)
+            run = session.run
+            subject.sharding.install(run.residency, places, run.gradients.heard_parts)
         for member in members_of(subject.original):
             original_state.leave(member, offloaded)
         session.attachment.enter(offloaded)
@@ -92,11 +93,8 @@ class Assembly:
         run = Run(
             resources=resources, residency=residency, frames=Frames(residency), gradients=gradients, record=record
         )
-        edits = Edits(run)
-        reached_values = ReachedValues(edits, None if subject.sharding is None else subject.sharding.exchange)
-        loads = Loads(edits)
-        state_dicts = StateDicts(subject.model, run, loads, sharded=subject.sharding is not None)
-        attachment = Attachment(subject.model, self._gates(residency), run, state_dicts)
+        edits = Edits(run, None if subject.sharding is None else subject.sharding.exchange)
+        attachment = Attachment(subject.model, self._gates(residency), run)
         values = sum(parameter.nbytes for parameter in subject.named.values())
         heap = Heap(gives_back=any(plan.read_bytes.values()), model_bytes=values)
         session = Session(
@@ -104,10 +102,7 @@ class Assembly:
             newcomers=newcomers,
             watch=AutocastWatch(subject.named.values(), self._device.type),
             edits=edits,
-            loads=loads,
-            reached_values=reached_values,
-            state_dicts=state_dicts,
-            saving=Saving(subject.model, run, loads, reached_values, newcomers, subject.sharding),
+            saving=Saving(subject.model, run, newcomers, subject.sharding),
             attachment=attachment,
             measurements=Measurements(run, plan, meter, arrivals.speculation),
             accumulation=self._accumulation(arrivals, residency, meter, heap),
@@ -115,7 +110,7 @@ class Assembly:
             max_grad_norm=subject.options.max_grad_norm,
             sharding=subject.sharding,
         )
-        residency.listen(session)
+        residency.serve(session)
         return session
 
     @property
@@ -151,7 +146,6 @@ class Assembly:
             Copies(self.scratch),
             meter,
             keeper=resources.activations,
-            sums=Sums(everything=wanted()),
         )
         for unit in self.decision.units:
             places = [
@@ -188,7 +182,7 @@ class Assembly:
         options = subject.options
         figures = None if subject.sharding is None else subject.sharding.exchange
         loop = Loop(options.gradients, options.accumulation_steps, keeps=options.keeps, figures=figures)
-        speculation = Speculation(loop, frozenset(plan.held), residency.reached)
+        speculation = Speculation(loop, frozenset(plan.held))
         # With one unit in memory at a time, an update must not prevent its eviction.
         units = residency.units if plan.window > 1 and not plan.device else None
         engine = resources.units.engine(resources.engine)
