@@ -126,11 +126,6 @@ class Gradients:
         # What stood in `p.grad` when a failed backward was seen.
         self._left: list[tuple[Gradient, weakref.ref[torch.Tensor]]] = []
 
-    @property
-    def mode(self) -> str:
-        """How gradients wait for step(): "fused" (they do not), "ssd" or "ram"."""
-        return self.loop.mode
-
     def watch(self, place: Place, rule: Rule, step: int) -> None:
         """Take charge of a parameter's gradients."""
         self.by_name[place.name] = self._of[id(place.parameter)] = Gradient(self, place, rule, step)
@@ -337,8 +332,6 @@ class Gradients:
     def begin_backward(self) -> None:
         """A backward begins, or a call that makes several at once."""
         self.require_no_failure()
-        self.residency.transfers.settle()
-        self.residency.listener.backward_begins()
         if self.scale.enabled and not self._scaled:
             raise UsageError(
                 "there is a loss scale, which loss.backward() leaves out: begin the backward by "
@@ -509,15 +502,6 @@ class Gradients:
             if gradient.state.begun:
                 gradient.skip()
         self.note_step(unchanged=False)
-
-    def take_back(self) -> None:
-        """Discard updates that began early: storage is about to change otherwise, and nothing may be staged by then.
-
-        Their gradients stay for step(), and no further updates begin before it.
-        """
-        self.speculation.pause()
-        for gradient in self.by_name.values():
-            gradient.take_back()
 
     # --- values outside of a step -------------------------------------------------------
 

@@ -13,12 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Container, Mapping
 
     from memascend.distributed.control_plane import Exchange
-    from memascend.params.weight_access import ReachedWeights
 
 
 _log = logging.getLogger("memascend")
-# Actions that always change gradients, or the values that they update, between their arrival and step().
-_CHANGING = frozenset({"a GradScaler", "weights that are written before step()", "zero_grad(set_to_none=False)"})
+# Actions that always change gradients between their arrival and step().
+_CHANGING = frozenset({"a GradScaler", "zero_grad(set_to_none=False)"})
 
 
 class Loop:
@@ -78,36 +77,28 @@ WAIT_MAX = 256
 class Speculation:
     """Decides whether updates begin before step() has the norm: as if it clipped nothing, and repeated where it does.
 
-    There are three states. Updates wait until so many steps in a row changed no gradient (plain "ssd"), or they begin
-    early, or they do not for the rest of a step, since storage is about to change otherwise.
+    Updates wait until so many steps in a row changed no gradient (plain "ssd"); then they begin early.
 
     Attributes:
         early: steps some of whose updates began before step().
         anew: early steps some of whose updates were discarded, and repeated if the step was committed.
     """
 
-    def __init__(self, loop: Loop, held: Container[str], reached: ReachedWeights) -> None:
-        """`held` are parameters whose updates wait in any case; of `reached` ones storage may not have the values."""
+    def __init__(self, loop: Loop, held: Container[str]) -> None:
+        """`held` are parameters whose updates wait in any case."""
         self.early = 0
         self.anew = 0
         self._loop = loop
         self._held = held
-        self._reached = reached
         # Steps in a row that changed no gradient, and how many of them it takes.
         self._unchanged = 0
         self._wanted = 1
-        # Of this step: updates have begun, some were taken back, no more may begin.
-        self._begun = self._taken_back = self._paused = False
+        # Of this step: updates have begun, some were taken back.
+        self._begun = self._taken_back = False
 
     def may_begin(self, name: str) -> bool:
         """Whether the update of parameter `name`, whose gradient is whole, may begin."""
-        return (
-            self._unchanged >= self._wanted
-            and not self._paused
-            and name not in self._held
-            and self._loop.speculates
-            and self._reached.is_stored_whole
-        )
+        return self._unchanged >= self._wanted and name not in self._held and self._loop.speculates
 
     def begun(self) -> None:
         """An update has begun early."""
@@ -117,13 +108,9 @@ class Speculation:
         """One that had begun early was discarded; its gradient is still there."""
         self._taken_back = True
 
-    def pause(self) -> None:
-        """Begin nothing more in this step."""
-        self._paused = True
-
     def restart(self) -> None:
         """All gradients of a step that was not made were dropped."""
-        self._begun = self._taken_back = self._paused = False
+        self._begun = self._taken_back = False
 
     def step_ended(self, *, unchanged: bool) -> None:
         """A step was committed, or skipped; `unchanged`: its updates were by the gradients as they appeared."""

@@ -438,7 +438,7 @@ class Accumulation:
         sums = PartialSums(self.gradients, self._course, baton, self.limit, self._make_room, stream=stream, whole=whole)
         self.meter.count(sums)
         try:
-            with self.gradients.summed_by(sums), self.residency.reached.sealed():
+            with self.gradients.summed_by(sums):
                 self.gradients.begin_backward()
                 baton.run(lambda own: computed(batches[own.index]), CallerModes(self.device), self._threads)
                 if seeds is None:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from memascend.params.unit import Home
     from memascend.session.run import Run
-    from memascend.session.value_edits import StateDicts
 
 
 class Newcomers:
@@ -105,10 +104,7 @@ _COPIER = "__deepcopy__"
 # The attributes of an offloaded module that are ours.
 _OURS = (_COPIER, "__prepare_scriptable__", "_memascend")
 _KEY = "memascend"
-_TABLES = (
-    *("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_state_dict_pre_hooks"),
-    *("_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
-)
+_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called")
 
 
 def copy_module(module: torch.nn.Module, memo: dict[int, Any]) -> Any:
@@ -149,18 +145,15 @@ class Attachment:
         model: torch.nn.Module,
         gates: list[tuple[torch.nn.Module, tuple[Home, ...]]],
         run: Run,
-        state_dicts: StateDicts,
     ) -> None:
         """`gates` are the modules with hooks, and the units that each binds."""
         self.model = model
         self._gates = gates
         self._run = run
-        self._state_dicts = state_dicts
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the model an offloaded one with this optimizer."""
         open_gates(self.model, self._gates, self._run.residency, self._run.frames)
-        self._state_dicts.install()
         for module in self.model.modules():
             # A class with a `__deepcopy__` of its own would copy our attributes, too.
             if getattr(type(module), _COPIER, copy_module) is not copy_module:
@@ -171,6 +164,5 @@ class Attachment:
         """Make the model a plain one."""
         for module in self.model.modules():
             module.__dict__.pop(_COPIER, None)
-        self._state_dicts.remove()
         close_gates(module for module, _ in self._gates)
         self.model.__dict__.pop("_memascend", None)

@@ -17,7 +17,8 @@ from memascend.optim.members import members_of
 from memascend.params.module_hooks import Frames
 from memascend.params.offloaded_param import Place
 from memascend.params.residency import Residency
-from memascend.params.unit import Copies, Limits, Sums, wanted
+from memascend.params.unit import Limits
+from memascend.params.weight_access import Copies
 from memascend.session import original_state
 from memascend.session.attachment import Attachment, AutocastWatch, Newcomers
 from memascend.session.materialize import Saving
@@ -26,7 +27,7 @@ from memascend.session.report import Measurements, Meter
 from memascend.session.run import Position, Record, Run
 from memascend.session.schedule import Schedule
 from memascend.session.session import Session
-from memascend.session.value_edits import Edits, Loads, ReachedValues, StateDicts
+from memascend.session.value_edits import Edits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -65,8 +66,8 @@ class Assembly:
                     session.run.gradients.watch(place, rule, resources.store.entry(place.name)["step"])
         if subject.sharding is not None:
             places = {place.name: place for home in session.run.residency.units.homes for place in home.places}
-            run, written = session.run, session.reached_values.write_in_gather
-            subject.sharding.install(run.residency, places, run.gradients.heard_parts, written)
+            run = session.run
+            subject.sharding.install(run.residency, places, run.gradients.heard_parts)
         for member in members_of(subject.original):
             original_state.leave(member, offloaded)
         session.attachment.enter(offloaded)
@@ -87,11 +88,8 @@ class Assembly:
         run = Run(
             resources=resources, residency=residency, frames=Frames(residency), gradients=gradients, record=record
         )
-        edits = Edits(run)
-        reached_values = ReachedValues(edits, None if subject.sharding is None else subject.sharding.exchange)
-        loads = Loads(edits)
-        state_dicts = StateDicts(subject.model, run, loads, sharded=subject.sharding is not None)
-        attachment = Attachment(subject.model, self._gates(residency), run, state_dicts)
+        edits = Edits(run, None if subject.sharding is None else subject.sharding.exchange)
+        attachment = Attachment(subject.model, self._gates(residency), run)
         values = sum(parameter.nbytes for parameter in subject.named.values())
         heap = Heap(gives_back=any(plan.read_bytes.values()), model_bytes=values)
         session = Session(
@@ -99,10 +97,7 @@ class Assembly:
             newcomers=newcomers,
             watch=AutocastWatch(subject.named.values(), self._device.type),
             edits=edits,
-            loads=loads,
-            reached_values=reached_values,
-            state_dicts=state_dicts,
-            saving=Saving(subject.model, run, loads, reached_values, newcomers, subject.sharding),
+            saving=Saving(subject.model, run, newcomers, subject.sharding),
             attachment=attachment,
             measurements=Measurements(run, plan, meter, gradients.speculation),
             accumulation=self._accumulation(gradients, residency, meter, heap),
@@ -110,7 +105,7 @@ class Assembly:
             max_grad_norm=subject.options.max_grad_norm,
             sharding=subject.sharding,
         )
-        residency.listen(session)
+        residency.serve(session)
         return session
 
     @property
@@ -146,7 +141,6 @@ class Assembly:
             Copies(self.scratch),
             meter,
             keeper=resources.activations,
-            sums=Sums(everything=wanted()),
         )
         for unit in self.decision.units:
             places = [
@@ -193,7 +187,7 @@ class Assembly:
             held=held,
             scale=scale,
             loop=loop,
-            speculation=Speculation(loop, held, residency.reached),
+            speculation=Speculation(loop, held),
             norms=Norms(figures),
             meter=meter,
             residency=residency,

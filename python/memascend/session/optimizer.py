@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
@@ -20,7 +21,6 @@ from memascend.session.value_edits import switch_mode
 from memascend.text import Closing
 
 if TYPE_CHECKING:
-    import contextlib
     import os
     from collections.abc import Callable, Iterable
 
@@ -290,6 +290,24 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """A copy of a parameter's state, read from storage, by torch's names, and its `master`."""
         return self._session.state_of(parameter)
+
+    @contextlib.contextmanager
+    def edit(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> Iterator[torch.Tensor | list[torch.Tensor]]:
+        """Give real values of one parameter, or of several, inside a `with` block, and commit what was changed of them.
+
+        The values are on the host, under `fully_shard` those of this rank's rows. A parameter whose bits did not
+        change keeps its master weight. Nothing is committed after an exception. All ranks enter and leave it together.
+
+        Args:
+            parameters: a parameter of the model, which gives a tensor; or several, which give a list of tensors.
+
+        Raises:
+            UsageError: a step is staged, or the weights were changed otherwise within the block.
+            RankError: another rank failed; nothing was committed.
+        """
+        one = isinstance(parameters, torch.Tensor)
+        with self._session.edits.values([parameters] if one else list(parameters)) as values:
+            yield values[0] if one else values
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write a whole checkpoint: weights for `from_pretrained` and other tools, state and options to resume from.

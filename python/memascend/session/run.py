@@ -57,7 +57,6 @@ class Resources:
         self._unread = False
         self.closed = False
         self._told_of_loss = False
-        self._first: Callable[[], None] | None = None
         self.process = OwnProcess()
 
     def _close_store(self) -> None:
@@ -113,10 +112,6 @@ class Resources:
         """The values of the last step were read out."""
         self._unread = False
 
-    def finish_first(self, finish: Callable[[], None] | None) -> None:
-        """Call `finish` at the beginning of close(); it must refer to neither model nor optimizer."""
-        self._first = finish
-
     def close(self) -> None:
         """Drain, drop uncommitted values, free all memory. Twice is fine."""
         if self.closed:
@@ -134,8 +129,6 @@ class Resources:
             last_first.callback(self._close_store)
             last_first.callback(self.units.stop)
             last_first.callback(self.engine.close)
-            if self._first is not None:
-                last_first.callback(self._first)
         if self.temporary and self._unread:
             warnings.warn(
                 "the trained weights were in a temporary store and are gone, for nobody read them out: give storage=, "
@@ -291,8 +284,9 @@ class Run:
         self.frames.unwind()
 
     def require_quiet(self) -> None:
-        """Raise where a step is staged or a unit is in use; wait for pending writes."""
+        """Raise where a step is staged, a unit is in use or a copy was written to; wait for pending writes."""
         self.require_open()
+        self.residency.copies.require_unwritten()
         if self.gradients.is_staged():
             raise UsageError("a step is staged, which this would mix with: call step() or zero_grad() first")
         self.residency.require_idle("this")
@@ -314,13 +308,8 @@ class Run:
             raise
         stands()
 
-    def discard(self, names: Iterable[str]) -> None:
-        """Discard the staged values of these parameters alone."""
-        for name in names:
-            self.resources.engine.discard(name)
-
     def changed(self, names: Iterable[str]) -> None:
         """Parameters have new values on storage: cached values are stale."""
-        names = list(names)
+        names = set(names)
         self.residency.units.changed(names)
-        self.residency.reached.forget(names)
+        self.residency.copies.age(names)
