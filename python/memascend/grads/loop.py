@@ -224,6 +224,3 @@ class LossScale:
                 f"the stored loss scale counts {good_steps!r} good steps: 0 to {GROWTH_STEPS - 1} make sense"
             )
         self._set(mode, scale, good_steps)
-
-    def __repr__(self) -> str:
-        return f"LossScale({self.mode}, {self.scale:g})"

@@ -173,10 +173,11 @@ class Position:
         if given not in (here, self._origin):
             began = f" (begun from a checkpoint of {shown(self._origin)})" if self._origin else ""
             raise UsageError(
-                f"this state dict is of {shown(given)}, and the storage holds {shown(here)}{began}; the optimizer was "
-                "left as it is, and weights that were loaded into the model before stay. Resume from the storage "
-                '(existing="resume") with the data of its step, or begin from a checkpoint of the other position, '
-                'which optimizer.save() writes: offload(existing="replace", checkpoint=...)'
+                f"this state dict is of {shown(given)}, and the storage holds {shown(here)}{began}. The optimizer's "
+                "state was left as it is, and weights that were loaded into the model before this call stay beside it. "
+                "Begin from a checkpoint of the other position, which optimizer.save() writes, "
+                'offload(existing="replace", checkpoint=...); or go on from the storage (existing="resume") with the '
+                "weights and the data of its step"
             )
 
 
