@@ -19,7 +19,7 @@ from memascend.grads.backward import (
     in_reentrant_checkpoint,
 )
 from memascend.grads.gradient import Gradient, State
-from memascend.grads.lazy_grad import GradientHandle, shares_memory
+from memascend.grads.lazy_grad import GradientHandle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -555,6 +555,15 @@ class Gradients:
             # A step would apply the zeros: moments decay, weights too.
             self.note_change()
         backwards.forget_failure()
+
+
+# The gradient's own, and the one that asks.
+_STORAGE_USES = 2
+
+
+def shares_memory(values: torch.Tensor) -> bool:
+    """Whether another tensor has the memory."""
+    return bool(torch._C._storage_Use_Count(values.untyped_storage()._cdata) > _STORAGE_USES)  # noqa: SLF001
 
 
 def _was_there(values: torch.Tensor, *, shared: bool) -> bool:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 Notice = Literal["add", "change", "norm", "read", "scaler", "zero"]
 # A loop that scales for ever without a step would grow the list for ever; then the gradient is rewritten once.
 OPERATIONS_MAX = 64
-# How often the memory of a tensor without other views is counted: by the tensor and by what asks for the count.
+# How often a gradient that only autograd has is counted while it is being accumulated: by its tensor and by what asks
+# for the count; by autograd's buffer and call, by the dispatcher and by Python.
 _STORAGE_USES = 2
-# And a gradient that is being accumulated: by autograd's buffer and call, by the dispatcher and by Python.
 _TENSOR_USES = 4
 
 
@@ -59,11 +59,6 @@ class Backing(Protocol):
         """Something did more than pass the handle on; called before it happens, also where it then raises."""
 
 
-def shares_memory(tensor: Tensor) -> bool:
-    """Whether another tensor has the memory."""
-    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > _STORAGE_USES)  # noqa: SLF001
-
-
 def is_shared(gradient: Tensor) -> bool:
     """Whether user code may have a gradient that reached a handle, and may write to it while it is being stored.
 
@@ -71,7 +66,8 @@ def is_shared(gradient: Tensor) -> bool:
     """
     if torch._C._current_graph_task_id() == -1:  # noqa: SLF001
         return True
-    return shares_memory(gradient) or bool(gradient._use_count() > _TENSOR_USES)  # noqa: SLF001
+    storage_uses = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)  # noqa: SLF001
+    return bool(storage_uses > _STORAGE_USES or gradient._use_count() > _TENSOR_USES)  # noqa: SLF001
 
 
 class Dropped:

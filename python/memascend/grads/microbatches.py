@@ -29,7 +29,7 @@ from memascend.grads.baton import (
     Threads,
     same_states,
 )
-from memascend.grads.lazy_grad import shares_memory
+from memascend.grads.gradients import shares_memory
 from memascend.memory import free_scratch
 
 if TYPE_CHECKING:

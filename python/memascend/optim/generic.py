@@ -18,6 +18,7 @@ from memascend.optim.shared import (
     cloned,
     common_end,
     copied,
+    give_gradient,
     named,
     parts_of,
     plain,
@@ -116,7 +117,7 @@ class Update:
         target = self._laid(chunk.state["master"], whole) if layout.master else values
         parameter = stand_in(target, layout.attributes)
         if self._method == "step":
-            parameter.grad = self._gradient_of(chunk, target, whole)
+            give_gradient(parameter, self._gradient_of(chunk, target, whole))
         state = {} if self._first else self._state_of(chunk, whole)
         begin = self._begin if known(self._optimizer) else self._begin.copy()
         groups = alone(begin.groups, self._place, parameter, self._layout.manner)
