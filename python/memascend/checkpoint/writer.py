@@ -28,7 +28,6 @@ from memascend.checkpoint.reader import (
     FORMAT,
     MANIFEST,
     VERSION,
-    VERSION_OF_FORMATS,
     render_manifest,
     state_key,
 )
@@ -84,7 +83,7 @@ def save(
         manifest = {
             **facts,
             "format": FORMAT,
-            "version": VERSION_OF_FORMATS if contents.has_formats else VERSION,
+            "version": VERSION,
             **({"orders": files.orders} if files.orders else {}),
             "files": described,
             "beside": [*configured, *files.index(new)],
