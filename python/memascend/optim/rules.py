@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from memascend.storage import Engine
 
 
-_FORMATS_AS_EVER = StateFormats()
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -381,9 +380,8 @@ class Arithmetic:
         self,
         optimizer: torch.optim.Optimizer,
         master_dtype: torch.dtype | None,
-        sparse: frozenset[int] = frozenset(),
-        formats: StateFormats = _FORMATS_AS_EVER,
-        *,
+        sparse: frozenset[int],
+        formats: StateFormats,
         names: Mapping[int, str],
     ) -> None:
         self.optimizer = optimizer

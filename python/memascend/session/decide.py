@@ -293,7 +293,7 @@ class Subject:
         )
         names = {id(parameter): name for name, parameter in self.named.items()}
         sparse = self._embeddings(sparse=True)
-        self.arithmetic = Arithmetic(self.original, options.master_dtype, sparse, formats, names=names)
+        self.arithmetic = Arithmetic(self.original, options.master_dtype, sparse, formats, names)
         if sharding is not None:
             sharding.require_by_rows(self.arithmetic)
         if not only_planned:
