@@ -16,8 +16,8 @@ from memascend.activations import activations
 from memascend.checkpoint.init import Buffers, require_plain
 from memascend.device.transfer import CHUNKS, WINDOWS
 from memascend.errors import BudgetError, ConfigError, StorageError
-from memascend.optim.members import members_of, require_one_owner, title_of
-from memascend.optim.rules import Arithmetic, unwrapped
+from memascend.optim.members import members_of, require_one_owner, title_of, unwrapped
+from memascend.optim.rules import Arithmetic
 from memascend.optim.state import StateFormats
 from memascend.params.aliases import overlapping, require_unaliased
 from memascend.params.offloaded_param import dense_strides

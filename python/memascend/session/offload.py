@@ -15,7 +15,7 @@ from memascend.activations import activations as activation_files
 from memascend.device import device as devices
 from memascend.device.unit_memory import DeviceUnits, HostUnits
 from memascend.distributed.setup import begin
-from memascend.optim.rules import unwrapped, wrap_again
+from memascend.optim.members import unwrapped, wrap_again
 from memascend.optim.shared import take_options
 from memascend.plan.cost import said
 from memascend.plan.options import Options
