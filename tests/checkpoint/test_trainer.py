@@ -214,9 +214,12 @@ def test_a_checkpoint_that_the_store_has_left_behind_is_refused(tmp_path, ended,
         assert optimizer.steps == 5
         before = weights(model)
         run = trainer(model, optimizer, ended, *(callback() for callback in callbacks))
-        with pytest.raises(UsageError, match=r"is of step 4 of .* holds step 5 of .*checkpoint="):
+        says = r"other weights .* those of step 5 of" if callbacks else r"is of step 4 of .* holds step 5 of"
+        with pytest.raises(UsageError, match=rf"{says}.*checkpoint="):
             run.train(resume_from_checkpoint=str(ended / "checkpoint-4"))
-        assert same_states(weights(model), before)
+        assert optimizer.steps == 5
+        # Without the callback nothing knows that the weights come with a state.
+        assert same_states(weights(model), before) == bool(callbacks)
 
 
 def test_what_was_left_unfinished_is_passed_over(tmp_path, ended):

@@ -89,6 +89,7 @@ def test_a_state_dict_of_the_present_position_sets_the_options(tmp_path):
     assert optimizer.param_groups[0] is group is original.param_groups[0]
     assert group["lr"] == 0.5
     assert same(everything(model, optimizer), before)
+    group["lr"] = 1e-2
     optimizer.close()
     # As a fresh process at the same step.
     model, optimizer, _ = begun(tmp_path, 0, existing="resume")

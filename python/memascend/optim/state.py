@@ -330,8 +330,8 @@ MIN_8BIT_SIZE = 4096
 _16_BITS = frozenset({torch.bfloat16, torch.float16})
 
 
-def rule_of(optimizer: torch.optim.Optimizer) -> Literal["adam", "momentum"] | None:
-    """The engine's rule that can update its parameters; None where the optimizer's own code runs."""
+def engine_kind(optimizer: torch.optim.Optimizer) -> Literal["adam", "momentum"] | None:
+    """The engine's arithmetic that can update its parameters; None where the optimizer's own code runs."""
     if type(optimizer) in {torch.optim.AdamW, torch.optim.Adam}:
         return "adam"
     if type(optimizer) is torch.optim.SGD and all(group["momentum"] for group in optimizer.param_groups):
@@ -353,14 +353,6 @@ def compact_format(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, la
         for tensor in layout.tensors.values()
     )
     return "compact fp32" if same_shape and layout.shape.numel() else None
-
-
-def momentum_options(group: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The numbers of `engine.Momentum` for a group of SGD; None where the group has no momentum now."""
-    if not group["momentum"]:
-        return None
-    numbers = {name: float(group[name]) for name in ("lr", "momentum", "dampening", "weight_decay")}
-    return {**numbers, "nesterov": bool(group["nesterov"]), "maximize": bool(group["maximize"])}
 
 
 def options_of_formats(formats: Iterable[str | None]) -> str:
@@ -411,7 +403,7 @@ class StateFormats:
 
     def of_each(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[StateFormats]:
         """The formats for each of several optimizers; one without such a format keeps its state as it is."""
-        capable = [rule_of(one) is not None or self._narrows_momentum(one) for one in optimizers]
+        capable = [engine_kind(one) is not None or self._narrows_momentum(one) for one in optimizers]
         asked = self.stochastic or self.state is not None
         if not asked or len(optimizers) == 1 or not any(capable):
             return [self] * len(optimizers)
@@ -454,7 +446,7 @@ class StateFormats:
             )
 
     def _require_rule(self, optimizer: torch.optim.Optimizer) -> None:
-        if rule_of(optimizer) is None:
+        if engine_kind(optimizer) is None:
             asked = "rounding='stochastic'" if self.state is None else f"state={self.state!r}"
             what = "SGD without momentum" if type(optimizer) is torch.optim.SGD else named(optimizer)
             raise ConfigError(

@@ -468,7 +468,7 @@ def _log(subject: Subject, entries: list[Entry], sizes: engines.Sizes) -> Log | 
     if subject.durability == "none":
         return None
     trained = {name: subject.named[name] for name in subject.trained}
-    names = frozenset(name for name, one in trained.items() if subject.arithmetic.of(one).is_replayed(one))
+    names = frozenset(name for name, one in trained.items() if subject.arithmetic.of(one).is_replayed)
     nbytes = engines.log_bytes(entries)
     # A raw device is the store's alone.
     shares = any(not Path(path).is_block_device() for path in options.paths or ())

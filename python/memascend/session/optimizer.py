@@ -357,12 +357,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
             ValueError: it has other groups. Nothing was changed.
         """
         self._session.run.resources.process.require_here()
-        try:
-            self._session.run.record.require(state_dict)
-        except BaseException:
-            # Weights that were loaded into the model with it.
-            self._session.loads.drop()
-            raise
+        self._session.run.record.require(state_dict)
         for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in options.items() if name != "params"})
 

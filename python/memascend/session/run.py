@@ -174,9 +174,9 @@ class Position:
             began = f" (begun from a checkpoint of {shown(self._origin)})" if self._origin else ""
             raise UsageError(
                 f"this state dict is of {shown(given)}, and the storage holds {shown(here)}{began}; the optimizer was "
-                'left as it is. Resume from the storage (existing="resume") with the data of its step, or begin from a '
-                'checkpoint of the other position, which optimizer.save() writes: offload(existing="replace", '
-                "checkpoint=...)"
+                "left as it is, and weights that were loaded into the model before stay. Resume from the storage "
+                '(existing="resume") with the data of its step, or begin from a checkpoint of the other position, '
+                'which optimizer.save() writes: offload(existing="replace", checkpoint=...)'
             )
 
 

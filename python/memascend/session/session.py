@@ -131,7 +131,7 @@ class Session:
     def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Commit the step, or skip it where a scaled gradient overflowed; schedulers may know these `optimizers`."""
         self.run.resources.require_open()
-        began, backwards = time.perf_counter(), self.run.gradients.backwards
+        began, backwards = time.perf_counter(), self.run.gradients.backwards.count
         with self.run.resources.store.preparing():
             self.run.record.schedule.begin_step(optimizers)
             committed = self._prepared_step()
@@ -186,7 +186,7 @@ class Session:
         with run.committing(lambda: self._committed(present), failed):
             record.schedule.advance()
             engine.commit(step, user_state=record.user_state, hyperparameters=record.hyperparameters())
-        learnt = gradients.learn()
+        learnt = gradients.loop.learn()
         if learnt:
             _log.info(learnt)
         return True
@@ -278,7 +278,7 @@ class Session:
         rows = parameter if self.sharding is None else self.sharding.local_of(parameter)
         for kept in self.run.gradients.by_name.values():
             if kept.place.parameter is rows:
-                return self.run.gradients.rule.state(kept)
+                return kept.stored_state()
         raise ConfigError(
             "this tensor is no parameter that the optimizer updates, so it has no state: pass one of its own"
         )

@@ -147,8 +147,7 @@ class Edits:
         if not is_same[0]:
             # The name first: values that an interrupt leaves half staged are dropped, too.
             edit.names.append(place.name)
-            kept = self.run.gradients.by_name.get(place.name)
-            self.run.gradients.rule.rewrite(place.name, given, kept.step if kept else 0)
+            self.run.gradients.rewrite(place.name, given)
 
     def commit(self, edit: Edit, *, user_state: Any = None, hyperparameters: Any = None) -> None:
         """Make the staged values live, all at once.
@@ -210,7 +209,7 @@ def switch_mode(edits: Edits, mode: str) -> None:
             return
         with run.residency.turns.alone(), edits.edit(with_buffers=False) as edit:
             edit.undo.callback(engine.discard)
-            names = run.gradients.rule.switch(mode, run.gradients.by_name.values(), changed)
+            names = run.gradients.switch(mode, changed)
             edit.undo.callback(record.arithmetic.adopt(names, engine.finish, changed))
             if not names:
                 # The next step commits the mode.
