@@ -108,7 +108,7 @@ class Gradients:
     speculation: Speculation  # whether updates by gradients that are kept begin early
     norms: Norms  # of the gradients of a step
     meter: Meter  # measures each gradient that was handed on
-    residency: Residency  # of the parameters; its listener is notified of each backward before its first gradient
+    residency: Residency  # of the parameters
 
     def __post_init__(self) -> None:
         self.by_name: dict[str, Gradient] = {}

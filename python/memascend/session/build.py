@@ -66,8 +66,7 @@ class Assembly:
                     session.run.gradients.watch(place, rule, resources.store.entry(place.name)["step"])
         if subject.sharding is not None:
             places = {place.name: place for home in session.run.residency.units.homes for place in home.places}
-            run = session.run
-            subject.sharding.install(run.residency, places, run.gradients.heard_parts)
+            subject.sharding.install(session.run.residency, places, session.run.gradients.heard_parts)
         for member in members_of(subject.original):
             original_state.leave(member, offloaded)
         session.attachment.enter(offloaded)
