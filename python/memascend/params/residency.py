@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from memascend.params.offloaded_param import Place
-    from memascend.params.unit import Copies, Home, Limits, Listener, Memory, Stages, Sums, UseMeter
+    from memascend.params.unit import Copies, Home, Limits, Listener, Memory, Stages, Sums
     from memascend.storage import Engine
 
 
@@ -263,7 +263,6 @@ class Residency:
         limits: Limits,
         engine: Engine,
         copies: Copies,
-        meter: UseMeter,
         *,
         keeper: Keeper | None = None,
         sums: Sums,
@@ -275,7 +274,6 @@ class Residency:
         """
         self._memory = memory
         self._limits = limits
-        self._meter = meter
         self._copies = copies
         self.lock = ProcessLock()
         self.turns = Turns(self.lock)
@@ -332,7 +330,6 @@ class Residency:
             self._take_away(home)
             home.count(here, -1)
             self.turns.note_release()
-        self._meter.used()
 
     def release(self, holder: int) -> None:
         """Unbind all units of a thread: it computes nothing, and interrupts may come between any two lines."""

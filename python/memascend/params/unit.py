@@ -360,13 +360,6 @@ class Listener(Protocol):
         """A backward begins, and nothing of it was taken."""
 
 
-class UseMeter(Protocol):
-    """Measures memory each time that a unit was used: `Meter`, which is in a package above this."""
-
-    def used(self) -> None:
-        """The use of a unit has ended."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """The limits of units in the plan."""
