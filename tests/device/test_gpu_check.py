@@ -52,7 +52,7 @@ def test_the_checks_compare(tmp_path):
     found = findings(report)
     assert [check["check"] for check in report["checks"]] == CHECKS
     assert report["ok"], gpu_check.shown(report)
-    for subject in ("overflow check and norm", "AdamW and Adam", "training of 4 steps"):
+    for subject in ("overflow check and norm", "training of 4 steps"):
         assert found[subject]["verdict"] == "fine"
         assert found[subject]["figures"]["different"] == {}
     json.dumps(report)
@@ -60,23 +60,10 @@ def test_the_checks_compare(tmp_path):
 
 @pytest.mark.parametrize(
     ("where", "subject"),
-    [("adamw", "AdamW and Adam"), ("found_in", "overflow check and norm"), ("training", "training of 4 steps")],
+    [("found_in", "overflow check and norm"), ("training", "training of 4 steps")],
 )
 def test_one_bit_is_seen(tmp_path, monkeypatch, where, subject):
-    if where == "adamw":
-        inner = kernels.adamw
-
-        def changed(master, *others, **numbers):
-            inner(master, *others, **numbers)
-            # In the first of both sides alone.
-            if changed.calls % 2 == 0 and master.numel() > 1:
-                master.view(torch.int32)[-1] ^= 1
-            changed.calls += 1
-
-        changed.calls = 0
-        monkeypatch.setattr(gpu_check.kernels, "adamw", changed)
-        found = [finding for finding, _ in gpu_check._kernels(torch.device("cpu"))]
-    elif where == "found_in":
+    if where == "found_in":
         inner = kernels.found_in
         monkeypatch.setattr(
             gpu_check.kernels, "found_in", lambda sums: [(bad, squares and squares + 1) for bad, squares in inner(sums)]

@@ -26,7 +26,7 @@ from memascend.tensors import rounded, same_bits, total
 from memascend.text import table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
 _PINNED_BYTES = 256 << 20
 _COPIES = 8
@@ -146,45 +146,28 @@ def _copies(device: torch.device) -> Iterator[tuple[Finding, Figures]]:
 
 def _copied(device: torch.device, host: torch.Tensor) -> tuple[Figures, bool]:
     """Bytes a second of copies between host and device, and whether all bytes arrived."""
-    there = torch.empty_like(host, device=device)
-    (source, back), (first, second) = host.chunk(2), there.chunk(2)
+    source, back = host.chunk(2)
+    there = torch.empty_like(source, device=device)
     # The period is prime, so that a missing or repeated part is noticed.
-    pattern = (torch.arange(source.numel(), dtype=torch.int32, device="cpu") % 251).to(torch.uint8)
-    source.copy_(pattern)
+    source.copy_((torch.arange(source.numel(), dtype=torch.int32, device="cpu") % 251).to(torch.uint8))
     back.zero_()
-    ways: dict[str, Sequence[Callable[[], Any]]] = {
-        "to the device": [lambda: first.copy_(source, non_blocking=True)],
-        "from the device": [lambda: back.copy_(first, non_blocking=True)],
-        "both at once, each way": [
-            lambda: second.copy_(source, non_blocking=True),
-            lambda: back.copy_(first, non_blocking=True),
-        ],
-    }
-    figures = {way: _rate(device, copies, source.nbytes) for way, copies in ways.items()}
-    return figures, torch.equal(back, pattern) and torch.equal(second.cpu(), pattern)
+    figures = {"to the device": _rate(device, there, source), "from the device": _rate(device, back, there)}
+    return figures, torch.equal(back, source)
 
 
-def _rate(device: torch.device, copies: Sequence[Callable[[], Any]], nbytes: int) -> float:
-    """Bytes a second of each of several concurrent copies, each on a stream of its own."""
-    streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in copies]
-    _wait(device)
+def _rate(device: torch.device, target: torch.Tensor, source: torch.Tensor) -> float:
+    """Bytes a second, after a first copy."""
 
-    def begin(rounds: int) -> None:
-        for _ in range(rounds):
-            for stream, begin_copy in zip(streams, copies, strict=True):
-                with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-                    begin_copy()
-        _wait(device)
+    def copied(times: int) -> float:
+        began = time.perf_counter()
+        for _ in range(times):
+            target.copy_(source, non_blocking=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - began
 
-    begin(1)
-    began = time.perf_counter()
-    begin(_COPIES)
-    return _COPIES * nbytes / (time.perf_counter() - began)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    copied(1)
+    return _COPIES * source.nbytes / copied(_COPIES)
 
 
 # --- bits -----------------------------------------------------------------------------
@@ -192,12 +175,6 @@ def _wait(device: torch.device) -> None:
 
 def _randoms(numel: int, seed: int) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed), device="cpu")
-
-
-def _differing(left: torch.Tensor, right: torch.Tensor) -> int:
-    """The number of elements with other bits."""
-    kind = {2: torch.int16, 4: torch.int32}[left.element_size()]
-    return int((left.detach().cpu().contiguous().view(kind) != right.detach().cpu().contiguous().view(kind)).sum())
 
 
 def _compared(
@@ -214,12 +191,7 @@ def _compared(
 
 
 def _kernels(device: torch.device) -> Iterator[tuple[Finding, Figures]]:
-    yield _compared("overflow check and norm", *_check_bits(device))
-    yield _compared("AdamW and Adam", *_adam_bits(device))
-
-
-def _check_bits(device: torch.device) -> tuple[dict[str, str], int]:
-    wrong: dict[str, str] = {}
+    """The overflow check and norm, which every step with clipping or a loss scale takes on the device."""
     tensors: dict[str, torch.Tensor] = {}
     for dtype in _DTYPES:
         for numel in _SIZES:
@@ -230,47 +202,15 @@ def _check_bits(device: torch.device) -> tuple[dict[str, str], int]:
                 spoilt = values.clone()
                 spoilt[(numel - 1) if math.isnan(bad) else numel // 2] = bad
                 tensors[f"{dtype} {numel} with {bad}"] = spoilt
-    there = [values.to(device) for values in tensors.values()]
-    sums = kernels.new_sums(len(there), device)
-    kernels.begin_check(there, sums)
+    sums = kernels.new_sums(len(tensors), device)
+    kernels.begin_check([values.to(device) for values in tensors.values()], sums)
+    wrong: dict[str, str] = {}
     for (name, values), found in zip(tensors.items(), kernels.found_in(sums), strict=True):
         expected = kernels.checked(values)
         # Compared as text, in which NaN equals NaN.
         if str(found) != str(expected):
             wrong[name] = f"found {found[0], rounded(found[1])}, and the CPU {expected[0], rounded(expected[1])}"
-    finite = [values for name, values in tensors.items() if "with" not in name]
-    scaled, expected_scaled = [values.to(device) for values in finite], [values.clone() for values in finite]
-    _, norm = kernels.check_and_unscale(scaled, 1 / 3)
-    _, norm_there = kernels.check_and_unscale(expected_scaled, 1 / 3)
-    if any(_differing(one, other) for one, other in zip(scaled, expected_scaled, strict=True)):
-        wrong["unscaled by 1/3"] = "values differ"
-    if kernels.route(device).name == "triton" and float(norm) != float(norm_there):
-        wrong["norm, unscaled"] = f"{float(norm)!r}, and the CPU {float(norm_there)!r}"
-    return wrong, len(tensors) + 2
-
-
-def _adam_bits(device: torch.device) -> tuple[dict[str, str], int]:
-    wrong: dict[str, str] = {}
-    cases = 0
-    for update in (kernels.adamw, kernels.adam):
-        for dtype in _DTYPES:
-            for half in (None, torch.bfloat16, torch.float16):
-                cases += 1
-                numel = _SIZES[cases % len(_SIZES)]
-                state = [_randoms(numel, seed) for seed in range(1, 5)]
-                state[1], state[3] = state[1].to(dtype), state[3].square()
-                out = None if half is None else torch.zeros(numel, dtype=half, device="cpu")
-                sides = [[None if t is None else t.to(to, copy=True) for t in (*state, out)] for to in ("cpu", device)]
-                for side in sides:
-                    given: Any = side
-                    update(*given, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY, step=7, grad_scale=0.3)
-                counts = [0 if a is None or b is None else _differing(a, b) for a, b in zip(*sides, strict=True)]
-                if any(counts):
-                    named = zip(("parameter", "gradient", "exp_avg", "exp_avg_sq", "16-bit"), counts, strict=True)
-                    wrong[f"{update.__name__}, {dtype} gradient, {half}, {numel}"] = ", ".join(
-                        f"{count} of {name}" for name, count in named if count
-                    )
-    return wrong, cases
+    yield _compared("overflow check and norm", wrong, len(tensors))
 
 
 # --- a training --------------------------------------------------------------------------
