@@ -103,15 +103,12 @@ def run(options: argparse.Namespace, measure: Measure | None = None) -> int:
     if options.fit:
         return _fit(options, question)
     found = answer(question)
-    compared = text.formats_compared(question, found.plan.budget)
     takeover = takes_over(question, traces)
     if options.json:
-        described = _values(options, source, question, found, speeds, takeover)
-        print(json.dumps({**described, "formats": [asdict(cost) for cost in compared]}, indent=2))
+        print(json.dumps(_values(options, source, question, found, speeds, takeover), indent=2))
     else:
         head = f"{options.model}: {{parameters}}, described by {source.by}; {options.optimizer}"
-        shown = text.shown(head, question, found, takeover, speeds)
-        print(shown + text.formats_shown(compared, found.plan.budget))
+        print(text.shown(head, question, found, takeover, speeds))
     return int(bool(found.problems))
 
 
