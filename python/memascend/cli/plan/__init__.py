@@ -29,7 +29,7 @@ _TOKENS, _LENGTH = 8192, 2048
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options. The options of `offload()` have the same meaning here."""
-    describes = f"config.json of a Hugging Face model, its folder, safetensors, or one of {', '.join(SHAPES)}"
+    describes = f"config.json of a Hugging Face model, its folder, or one of {', '.join(SHAPES)}"
     parser.add_argument("model", metavar="CONFIG|FOLDER|NAME", type=Path, help=describes)
     _add_machine(parser.add_argument_group("the machine").add_argument)
     _add_run(parser.add_argument_group("the run").add_argument)
