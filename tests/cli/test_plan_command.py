@@ -111,11 +111,8 @@ def test_options_mean_what_they_mean_to_offload(capsys, tmp_path):
     assert "gradients" not in plain["plan"]["written_bytes"]
     assert clipped["steps_per_100_tb_written"] < plain["steps_per_100_tb_written"]
     at_speed = ("--gpu", "4090", "--drive", "gen4", "--max-grad-norm", "1.0")
-    step = told(capsys, config, *at_speed)["step"]
-    plain_step = told(capsys, config, *at_speed[:4])["step"]
-    assert plain_step["seconds_if_nothing_is_clipped"] is None
-    assert plain_step["seconds_per_step"] < step["seconds_if_nothing_is_clipped"] < step["seconds_per_step"]
-    assert told(capsys, config, *at_speed, "--gradients", "ssd")["step"]["seconds_if_nothing_is_clipped"] is None
+    step, plain_step = (told(capsys, config, *words)["step"] for words in (at_speed, at_speed[:4]))
+    assert plain_step["seconds_per_step"] < step["seconds_per_step"]
     assert plain["steps_per_100_tb_written"] == 10**14 // plain["written_bytes_per_step"]
     half = told(capsys, config, "--dtype", "bf16")
     assert half["plan"]["host_peak"] < plain["plan"]["host_peak"]

@@ -207,7 +207,6 @@ def _values(
     takeover: Takeover | None,
 ) -> dict[str, Any]:
     from memascend.cli.plan.answer import answer, described, disk_seconds, forecast_of, moved
-    from memascend.plan.cost import seconds
 
     plan, trace = found.plan, question.trace
     turns = answer(question.one_after_the_other()) if question.by_layer else None
@@ -236,7 +235,6 @@ def _values(
         "processor_flops": question.processor,
         "step": {
             **step,
-            "seconds_if_nothing_is_clipped": None if found.unclipped is None else seconds(found.unclipped),
             "tokens_per_second": None if found.seconds is None or tokens is None else tokens / found.seconds,
         },
         "compute_takes_over": None

@@ -14,7 +14,6 @@ from memascend.cli.plan.answer import (
     moved,
 )
 from memascend.cli.plan.machine import REACHED
-from memascend.plan import cost
 from memascend.text import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
@@ -169,9 +168,6 @@ def _time(question: Question, found: Answer, speeds: Mapping[str, float]) -> lis
         after = f"; {seconds_shown(phase.tail)} of it not overlapped, for the last gradient"
         rows.append((f"  {phase.name}", seconds_shown(phase.seconds), parts + (after if phase.tail else "")))
     rows.append(("a step", seconds_shown(found.seconds), f"mostly {found.bound}{_assumed(question)}"))
-    if found.unclipped is not None:
-        note = "its updates run beside the backward; every other step waits for the norm of all gradients"
-        rows.append(("  a step that clips nothing", seconds_shown(cost.seconds(found.unclipped)), note))
     trace = question.trace
     if not isinstance(trace, str):
         tokens = trace.tokens * question.micro_batches * question.ranks
