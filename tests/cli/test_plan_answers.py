@@ -284,13 +284,3 @@ def test_compute_takes_over_at_so_many_tokens(capsys, config):
     assert told(capsys, *words, "--tokens", tokens - 64)["step"]["bound"] != "compute"
     assert main(["plan", *map(str, words)]) == 0
     assert re.search(rf"compute takes over at +{tokens:,} tokens a step", capsys.readouterr().out)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_adapters_take_less(capsys, config):
-    pytest.importorskip("peft")
-    every, adapters = (told(capsys, config, *MACHINE, *more) for more in ((), ("--lora", 4)))
-    assert adapters["written_bytes_per_step"] < every["written_bytes_per_step"] / 4
-    assert adapters["disk"]["bytes"] < every["disk"]["bytes"]
-    assert adapters["model"]["parameters"] > every["model"]["parameters"]
-    assert adapters["torch"]["flops"] < every["torch"]["flops"]

@@ -55,7 +55,6 @@ def _add_run(add: Callable[..., Any]) -> None:
     gradients = {"choices": ("auto", "fused", "ssd", "ram"), "default": "auto"}
     activations = "where checkpointed activations wait, as offload() takes it (%(default)s)"
     micro_batches = "micro-batches of a step (%(default)s)"
-    lora = "train LoRA adapters of this rank instead of the model"
     add("--host-memory", metavar="B", help=f'the budget, as "32GiB" {smallest}')
     add("--tokens", metavar="N", type=_count, default=_TOKENS, help="tokens of a micro-batch (%(default)s)")
     add("--length", metavar="N", type=_count, help=f"tokens of a sequence (--tokens, at most {_LENGTH})")
@@ -69,7 +68,6 @@ def _add_run(add: Callable[..., Any]) -> None:
     add("--accumulation-steps", metavar="N", type=_count, default=1, help=micro_batches)
     add("--state", choices=("fp32", "bf16", "8bit"), help="of the optimizer's moments (default: exact)")
     add("--optimizer", metavar="NAME", default="AdamW", help="a class of torch.optim (%(default)s)")
-    add("--lora", metavar="RANK", type=_count, help=lora)
     add("--dtype", choices=_TYPES, help="of the parameters (default: as config.json says, or bfloat16)")
 
 
@@ -120,7 +118,7 @@ def _asked(
 
     from memascend.cli.plan.answer import Question
     from memascend.cli.plan.machine import drive_at, parse_drive, parse_gpu, product_flops
-    from memascend.cli.plan.model import Traces, describe, optimizer_class, trace, with_adapters
+    from memascend.cli.plan.model import Traces, describe, optimizer_class, trace
     from memascend.plan.options import Options
     from memascend.session.decide import room_beside
 
@@ -143,9 +141,7 @@ def _asked(
     if gpu is not None and asked.where.type == "cpu":
         raise ConfigError("--gpu names a GPU, and --device says that the CPU computes: give one of them")
     dtype = None if options.dtype is None else getattr(torch, _TYPES[options.dtype])
-    source = describe(options.model, dtype, adapted=options.lora is not None)
-    if options.lora is not None:
-        source = replace(source, model=with_adapters(source.model, options.lora))
+    source = describe(options.model, dtype)
     paths = [Path(path) for path in asked.paths or ()]
     speeds: dict[str, float] = {}
     if drive is None:

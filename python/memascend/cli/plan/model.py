@@ -47,25 +47,24 @@ class DescribedModel:
     by: str  # the source of the description, in words
 
 
-def describe(path: Path, dtype: torch.dtype | None, *, adapted: bool = False) -> DescribedModel:
+def describe(path: Path, dtype: torch.dtype | None) -> DescribedModel:
     """The model of a config, or of a name in `SHAPES`.
 
     Args:
         path: a model's config.json, or its folder, whose files then say which parameters are tied.
         dtype: of the parameters; None: the dtype of the config, else bfloat16.
-        adapted: it will get adapters, which only models of transformers take.
 
     Raises:
         ConfigError: nothing describes a model, or transformers is missing or does not know the model.
     """
     shape = named_shape(path)
-    if shape is not None and not adapted:
+    if shape is not None:
         with torch.device("meta"):
             return DescribedModel(Decoder(shape).to(dtype or torch.bfloat16), f"the shape of {path}")
     config = path / _CONFIG if path.is_dir() else path
-    if shape is None and not (config.is_file() and config.suffix == ".json"):
+    if not config.is_file() or config.suffix != ".json":
         raise ConfigError(f"{config} is no config of a model: give its config.json, or the folder that has it")
-    values = shape or read_config(config)
+    values = read_config(config)
     try:
         import transformers
     except ImportError as error:
@@ -74,9 +73,8 @@ def describe(path: Path, dtype: torch.dtype | None, *, adapted: bool = False) ->
         ) from error
     tied = values.get("tie_word_embeddings") is not False
     model = _configured(transformers, config, values, dtype)
-    if shape is None:
-        untie(model, _untied(model, path if path.is_dir() else None, tied=tied))
-    return DescribedModel(model, str(config) if shape is None else f"the shape of {config}")
+    untie(model, _untied(model, path if path.is_dir() else None, tied=tied))
+    return DescribedModel(model, str(config))
 
 
 def untie(model: nn.Module, names: Iterable[str]) -> None:
