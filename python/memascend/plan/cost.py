@@ -128,7 +128,7 @@ class Phase:
         return max(self.parts, key=lambda part: self.parts[part])
 
 
-def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool, early: bool = False) -> list[Phase]:
+def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool) -> list[Phase]:
     """The phases of one step, one after the other.
 
     Args:
@@ -137,8 +137,6 @@ def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool, earl
         drive: the speed of storage.
         host: the speed of processors and link.
         kept: whether gradients wait for the last of them ("ssd" and "ram", clipping, accumulation).
-        early: updates begin in the backward although the gradients are kept, and step() changes no gradient. Then
-            nobody reads the gradients that are written.
     """
     forward_read = plan.read_bytes.get("values, forward", 0)
     backward_read = plan.read_bytes.get("values, backward", 0)
@@ -169,15 +167,13 @@ def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool, earl
         host,
     )  # fmt: skip
     forward = _beside(forward, to)
-    if kept and not early:
+    if kept:
         backward = _phase(
             "backward", work.backward * computed, (back_link, out * times), (back_read + added, spilled * times), drive,
             host,
         )  # fmt: skip
         update = _phase("update", 0.0, (0, 0), (update_read, update_written), drive, host, streamed)
         return [forward, _beside(backward, fro), update, *held]
-    if kept:
-        update_read, update_written = update_read - spilled, update_written + spilled
     last = _phase(
         "backward and update", work.backward * computed, (back_link, out * times),
         (back_read + update_read, update_written), drive, host, streamed,

@@ -75,8 +75,8 @@ class Assembly:
     def _session(self) -> Session:
         # The run keeps these objects alive, and not the subject with its data of each parameter.
         subject, plan, resources = self.subject, self.decision.plan, self.resources
-        meter = Meter(resources.units.arena, resources.engine, keeps_all=subject.options.gradients == "ram")
-        residency = self._residency(meter)
+        meter = Meter(resources.engine, keeps_all=subject.options.gradients == "ram")
+        residency = self._residency()
         scale = self._scale()
         gradients = self._gradients(residency, meter, scale)
         newcomers = Newcomers(subject.model, look=subject.sharding is None)
@@ -123,7 +123,7 @@ class Assembly:
         device = self.resources.units.device
         return torch.device("cpu") if device is None else device.torch_device
 
-    def _residency(self, meter: Meter) -> Residency:
+    def _residency(self) -> Residency:
         """The units, and the expected order of their use."""
         plan, resources = self.decision.plan, self.resources
         limits = Limits(
@@ -138,7 +138,6 @@ class Assembly:
             limits,
             resources.engine,
             Copies(self.scratch),
-            meter,
             keeper=resources.activations,
         )
         for unit in self.decision.units:

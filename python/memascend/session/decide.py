@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -15,7 +15,7 @@ from memascend import storage as engines
 from memascend.activations import activations
 from memascend.checkpoint.init import Buffers, require_plain
 from memascend.device.transfer import CHUNKS, WINDOWS
-from memascend.errors import BudgetError, ConfigError, StorageError
+from memascend.errors import ConfigError, StorageError
 from memascend.optim.members import members_of, require_one_owner, title_of, unwrapped
 from memascend.optim.rules import Arithmetic
 from memascend.optim.state import StateFormats
@@ -245,9 +245,6 @@ def _refuse_shared(model: torch.nn.Module, named: Mapping[str, torch.nn.Paramete
         )
 
 
-_STATES: tuple[Literal["fp32", "bf16", "8bit"], ...] = ("fp32", "bf16", "8bit")
-
-
 class Subject:
     """The model and the optimizer of one call of `offload()`, checked."""
 
@@ -386,20 +383,6 @@ def planned(
         for name, tensor in entry.state.items()
     )
     return Planned(decision.plan, sum(state), None if sharding is None else sharding.network)
-
-
-def planned_formats(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: Options, budget: int, ranks: int = 1
-) -> dict[Literal["fp32", "bf16", "8bit"], Planned]:
-    """The outcome with each state format that the optimizer allows, within the same budget of host memory."""
-    found: dict[Literal["fp32", "bf16", "8bit"], Planned] = {}
-    for state in _STATES:
-        try:
-            found[state] = planned(model, optimizer, replace(options, state=state, host_memory=budget), ranks)
-        except (ConfigError, BudgetError):
-            # This format is no choice.
-            continue
-    return found
 
 
 def decide(subject: Subject) -> Decision:
