@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memascend.optim.state import StateLayout
     from memascend.params.offloaded_param import Place
     from memascend.params.resident_units import ResidentUnits
-    from memascend.storage import Adam, Chunk, Engine, Late, Momentum, Store
+    from memascend.storage import Adam, Chunk, Engine, Momentum, Store
 
 
 # Whether a gradient has a value that is not finite, and its squared norm.
@@ -480,8 +480,8 @@ class Updates:
 
     def _run(
         self, kept: Gradient, layout: StateLayout, given: generic.Given = _AS_IT_COMES, method: str = "step"
-    ) -> tuple[Callable[[Chunk], None], Late]:
-        """A run of the optimizer's own code on one parameter, and when it may be called."""
+    ) -> tuple[Callable[[Chunk], None], bool]:
+        """A run of the optimizer's own code on one parameter, and whether it may be called after the commit."""
         own, group, is_first = self._member(kept), self._group(kept), kept.step == 0
         function = generic.Update(
             own.optimizer,
@@ -543,11 +543,17 @@ class Updates:
         assert layout is not None, "the engine has numbers for state without a layout"
         # Its rows are few, and looked up by the engine's thread.
         sparse = gradient.cpu() if gradient.is_sparse else None
-        function, late = self._run(kept, layout, generic.Given(gradient=sparse, grad_scale=scale))
+        function, after_commit = self._run(kept, layout, generic.Given(gradient=sparse, grad_scale=scale))
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         whole, values = layout.whole or sparse is not None, self._resident(kept)
         self.engine.apply(
-            kept.name, function, step=kept.step + 1, gradient=dense, whole=whole, values=values, late=late
+            kept.name,
+            function,
+            step=kept.step + 1,
+            gradient=dense,
+            whole=whole,
+            values=values,
+            after_commit=after_commit,
         )
 
     def update_spilled(self, kept: Gradient, factors: Sequence[float], scale: float) -> None:
@@ -558,8 +564,8 @@ class Updates:
             return
         layout = self._layout(kept)
         assert layout is not None, "the engine has numbers for state without a layout"
-        function, late = self._run(kept, layout, generic.Given(factors=tuple(factors), grad_scale=scale))
-        self.engine.apply(kept.name, function, step=kept.step + 1, whole=layout.whole, late=late)
+        function, after_commit = self._run(kept, layout, generic.Given(factors=tuple(factors), grad_scale=scale))
+        self.engine.apply(kept.name, function, step=kept.step + 1, whole=layout.whole, after_commit=after_commit)
 
     def switch(self, mode: str, parameters: Iterable[Gradient], switched: Container[int]) -> list[str]:
         """Stage what `train()` or `eval()` does to the parameters of the optimizers of these numbers; their names."""
@@ -572,8 +578,8 @@ class Updates:
                 continue
             # The engine takes a gradient. Nothing reads this one, and pages that are never written take no memory.
             unread = torch.empty_strided(kept.place.shape, kept.place.stride, dtype=kept.dtype, device="cpu")
-            function, late = self._run(kept, layout, method=mode)
-            self.engine.apply(kept.name, function, step=kept.step, gradient=unread, whole=layout.whole, late=late)
+            function, _ = self._run(kept, layout, method=mode)
+            self.engine.apply(kept.name, function, step=kept.step, gradient=unread, whole=layout.whole)
             begun.append(kept.name)
         return begun
 

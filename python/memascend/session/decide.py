@@ -20,6 +20,7 @@ from memascend.errors import BudgetError, ConfigError, StorageError
 from memascend.optim.members import members_of, require_one_owner, title_of
 from memascend.optim.rules import Arithmetic, unwrapped
 from memascend.optim.state import StateFormats
+from memascend.optim.trial import known
 from memascend.params.aliases import overlapping, require_unaliased
 from memascend.params.offloaded_param import dense_strides
 from memascend.plan.memory_plan import Log, Requirements, make_plan
@@ -321,9 +322,21 @@ class Subject:
         return self.options.master_dtype is not None and any(size == 2 for size in sizes)
 
     @property
-    def durability(self) -> Literal["step", "close", "none"]:
+    def durability(self) -> Literal["step", "none"]:
         """The durability of the store; a temporary one ends with the process, and needs none."""
         return self.options.durability if self.options.paths or self.unplaced else "none"
+
+    @property
+    def streamed(self) -> dict[str, str]:
+        """The trained parameters that no budget keeps in RAM, each with the class of its optimizer.
+
+        Where no step is durable, updates in the RAM tier change the only copy. The code of a class that is not torch's
+        own may fail in the middle of that.
+        """
+        if self.durability != "none":
+            return {}
+        owners = {name: self.arithmetic.of(self.named[name]).optimizer for name in self.trained}
+        return {name: type(owner).__qualname__ for name, owner in owners.items() if not known(owner)}
 
     @property
     def moves_activations(self) -> bool:
@@ -461,6 +474,7 @@ def _requirements(
         update_values=subject.arithmetic.update_values,
         trained=subject.trained,
         gradient_bytes=gradients,
+        streamed=subject.streamed.keys(),
         applies=subject.durability == "none",
         log=_log(subject, entries, sizes),
     )
