@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from memascend.text import bytes_shown, seconds_shown
+from memascend.text import bytes_shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -275,19 +275,10 @@ def forecast(plan: Plan, reckon: Callable[[Plan], float | None]) -> Forecast | N
     return Forecast(now=now, without=without, larger=known)
 
 
-def said(plan: Plan, seconds: Forecast | None) -> str:
-    """One line about the RAM tier, the bytes and seconds of a step, and those with more memory."""
-    moves = f"a step moves {bytes_shown(plan.moved_bytes)}"
+def moves(plan: Plan) -> str:
+    """One line about the RAM tier, and the bytes of a step with this and with more memory."""
+    moved = f"a step moves {bytes_shown(plan.moved_bytes)}"
     if plan.held:
-        moves = f"{len(plan.held)} parameters are kept in RAM, and {moves} instead of {bytes_shown(plan.without.total)}"
-    more = []
-    for budget, traffic in plan.larger.items():
-        took = "" if seconds is None else f", {seconds_shown(seconds.larger[budget])}"
-        more.append(f"{budget} ({bytes_shown(budget)}): {bytes_shown(traffic.total)}{took}")
-    instead = f"; with host_memory={', '.join(more)}" if more else ""
-    if seconds is None:
-        return f"{moves}{instead}"
-    took = f"which takes storage and the update about {seconds_shown(seconds.now)}"
-    if plan.held:
-        took += f" instead of {seconds_shown(seconds.without)}"
-    return f"{moves}, {took}{instead}"
+        moved = f"{len(plan.held)} parameters are kept in RAM, and {moved} instead of {bytes_shown(plan.without.total)}"
+    more = [f"{budget} ({bytes_shown(budget)}): {bytes_shown(other.total)}" for budget, other in plan.larger.items()]
+    return f"{moved}; with host_memory={', '.join(more)}" if more else moved

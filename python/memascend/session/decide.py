@@ -317,9 +317,21 @@ class Subject:
         return self.options.master_dtype is not None and any(size == 2 for size in sizes)
 
     @property
-    def durability(self) -> Literal["step", "close", "none"]:
+    def durability(self) -> Literal["step", "none"]:
         """The durability of the store; a temporary one ends with the process, and needs none."""
         return self.options.durability if self.options.paths or self.unplaced else "none"
+
+    @property
+    def streamed(self) -> dict[str, str]:
+        """The trained parameters that no budget keeps in RAM, each with the class of its optimizer.
+
+        Where no step is durable, updates in the RAM tier change the only copy. The code of a class that is not torch's
+        own may fail in the middle of that.
+        """
+        if self.durability != "none":
+            return {}
+        owners = {name: self.arithmetic.of(self.named[name]).code for name in self.trained}
+        return {name: type(owner.optimizer).__qualname__ for name, owner in owners.items() if not owner.is_known}
 
     @property
     def moves_activations(self) -> bool:
@@ -441,6 +453,7 @@ def _requirements(
         update_values=subject.arithmetic.update_values,
         trained=subject.trained,
         gradient_bytes=gradients,
+        streamed=subject.streamed.keys(),
         applies=subject.durability == "none",
         log=_log(subject, entries, sizes),
     )
