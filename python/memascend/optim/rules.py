@@ -313,12 +313,16 @@ class OwnRule(_Rule):
         code, group, is_first, is_sparse = self.code, self._group, done == 0, given.gradient is not None
         ended = code.ended(self.name, self.number - code.first_group)
         function = Update(code.optimizer, group, self._layout, given, first=is_first, method=method, ended=ended)
-        heard, has_succeeded = code.followed(function, group, self._dtype, is_first, is_sparse)
-        is_step = method == "step"
-        whole = self._layout.whole or is_sparse
-        # A mode is switched between steps, where nothing is deferred.
-        options: dict[str, Any] = {"step": done + is_step, "after_commit": has_succeeded and is_step}
-        engine.apply(self.name, heard, gradient=gradient, whole=whole, values=values, **options)
+        heard, may_wait = code.followed(function, group, self._dtype, is_first, is_sparse)
+        engine.apply(
+            self.name,
+            heard,
+            step=done + 1 if method == "step" else done,
+            gradient=gradient,
+            whole=self._layout.whole or is_sparse,
+            values=values,
+            after_commit=may_wait,
+        )
 
     def switch(self, engine: Engine, mode: str, done: int) -> bool:
         """Stage what the optimizer's `train()` or `eval()` does to the parameter; returns whether there is anything."""
