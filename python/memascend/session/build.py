@@ -24,7 +24,7 @@ from memascend.session.attachment import Attachment, AutocastWatch, Newcomers
 from memascend.session.materialize import Saving
 from memascend.session.optimizer import OffloadedOptimizer
 from memascend.session.report import Measurements, Meter
-from memascend.session.run import Position, Record, Run
+from memascend.session.run import Record, Run
 from memascend.session.schedule import Schedule
 from memascend.session.session import Session
 from memascend.session.value_edits import Edits
@@ -80,10 +80,9 @@ class Assembly:
         scale = self._scale()
         gradients = self._gradients(residency, meter, scale)
         newcomers = Newcomers(subject.model, look=subject.sharding is None)
-        position = Position(resources.store)
         resumed = not resources.store.created or subject.earlier is not None
         schedule = Schedule(subject.original.param_groups, resources.store, resumed=resumed)
-        record = Record(resources.store, position, subject.buffers, subject.arithmetic, scale, schedule)
+        record = Record(resources.store, subject.buffers, subject.arithmetic, scale, schedule)
         run = Run(
             resources=resources, residency=residency, frames=Frames(residency), gradients=gradients, record=record
         )

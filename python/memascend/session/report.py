@@ -418,7 +418,7 @@ class Measurements:
                 "step()": self._step_seconds,
                 **{f"update, {stage}": taken for stage, taken in engine["seconds"].items()},
             },
-            steps=self._run.record.position.made,
+            steps=self._run.record.made,
             early=self._speculation.early,
             anew=self._speculation.anew,
             units=dict(self._run.residency.units.counters),
