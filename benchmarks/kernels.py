@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from benchmarks.reduced import reduced_calls
 from benchmarks.rounds import interleaved
 from benchmarks.show import bars
-from memascend.cli.bench import process
+from memascend.cli import process
 from memascend.text import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:

@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from benchmarks.reduced import adamw_reduced
 from memascend import engine, kernels
 from memascend.cli import plan as plans
 from memascend.cli.plan.model import recompute, settle, without_gradients_kept
 from memascend.cli.storage import disk_folder
 from memascend.errors import ConfigError, StorageError
-from memascend.memory import set_heap_thresholds, trim_heap
+from memascend.memory import settle_heap, trim_heap
 from memascend.plan.cost import Host, assumed_host
 from memascend.session.offload import offload
 from memascend.text import Progress
@@ -188,8 +189,8 @@ def _pass_seconds(model: nn.Module, depth: int, trace: Trace, shape: tuple[int, 
     tokens = torch.randint(config.vocab_size, shape)  # type: ignore[union-attr, arg-type]
     passes: list[tuple[float, float]] = []
     began = time.perf_counter()
-    # As it will be while it is trained: pages that are mapped anew are zeroed anew.
-    set_heap_thresholds()
+    # As it will be while it is trained.
+    settle_heap()
     with without_gradients_kept(made):
         while len(passes) <= _PASSES and (len(passes) < 2 or time.perf_counter() - began < _SECONDS):
             before = time.perf_counter()
@@ -260,7 +261,7 @@ def _update_seconds() -> dict[str, float]:
         kept = engine.encode_state(values, {"master": master, "exp_avg": first, "exp_avg_sq": second}, form)
 
         def reduced(values: torch.Tensor = values, kept: dict[str, torch.Tensor] = kept, form: str = form) -> None:
-            kernels.adamw_reduced(values, kept, gradient, form=form, step=1, **numbers)
+            adamw_reduced(values, kept, gradient, form=form, step=1, **numbers)
 
         found[state] = _shortest(reduced)
     return {state: threads * took / _ELEMENTS for state, took in found.items()}

@@ -14,11 +14,9 @@ from __future__ import annotations
 
 from .adamw import adam, adamw
 from .check import begin_check, check_and_unscale, checked
-from .reduced import adamw_reduced
 from .routes import Route, route
 from .sums import found_in, new_sums
 
 __all__ = [
-    "Route", "adam", "adamw", "adamw_reduced", "begin_check", "check_and_unscale", "checked", "found_in", "new_sums",
-    "route",
+    "Route", "adam", "adamw", "begin_check", "check_and_unscale", "checked", "found_in", "new_sums", "route",
 ]  # fmt: skip

@@ -47,7 +47,7 @@ __all__ = [
     "layout",
     "limits",
     "regions",
-    "set_heap_thresholds",
+    "settle_heap",
     "state_convert",
     "state_update",
     "store_commits",
@@ -331,10 +331,10 @@ def limits() -> dict[str, Any]:
 def regions() -> list[dict[str, Any]]:
     """Every region that is mapped now: its "owner", "bytes" and how it is "pinned"."""
 
-def set_heap_thresholds() -> None:
-    """Have the C library map each allocation from 1 MiB on, in this process, for good.
+def settle_heap() -> None:
+    """Give free memory of the C library's heap back, and keep what is freed from now on for the next step.
 
-    `MEMASCEND_MALLOC=system` in the environment leaves the heap alone, and glibc's own variables keep their thresholds.
+    `MEMASCEND_MALLOC=system` in the environment leaves the heap alone; with glibc's own variables, it is only trimmed.
     """
 
 def trim_heap() -> None:
@@ -609,7 +609,6 @@ class Store:
         run: _Run | None,
         agree: Callable[[], object] | None,
     ) -> int: ...
-    def set_first_elements_at(self, firsts: Sequence[int]) -> None: ...
     def end(self) -> None:
         """Have nothing written any more, by `close()` either: what is committed stays as it is."""
 
@@ -889,15 +888,8 @@ class Engine:
         gradient: torch.Tensor | Lent | None,
         step: int,
         values: torch.Tensor | None,
-        how: tuple[bool, bool, bool, bool],
+        how: tuple[bool, bool, bool],
     ) -> None: ...
-    def probe(self, nbytes: int, seconds: float) -> tuple[int, float]:
-        """Read what storage has of the state, for at most so many bytes and seconds, while nothing else is begun.
-
-        Returns:
-            The bytes that were read, and how long that took.
-        """
-
     def finish(self) -> None:
         """Wait until every update is staged."""
 

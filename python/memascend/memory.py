@@ -26,7 +26,7 @@ from memascend._core import (
     layout,
     limits,
     regions,
-    set_heap_thresholds,
+    settle_heap,
     trim_heap,
 )
 
@@ -51,7 +51,7 @@ __all__ = [
     "layout",
     "limits",
     "regions",
-    "set_heap_thresholds",
+    "settle_heap",
     "trim_heap",
 ]
 

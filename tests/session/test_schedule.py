@@ -99,7 +99,7 @@ def stored(path):
 
 WAYS = {
     "fused": {"gradients": "fused"},
-    "kept": {"gradients": "ssd", "max_grad_norm": 1e9, "durability": "close"},
+    "kept": {"gradients": "ssd", "max_grad_norm": 1e9},
     "in RAM": {"gradients": "ram", "host_memory": "64MiB"},
     "at the end": {"durability": "none", "loss_scale": 1.0},
 }
@@ -153,19 +153,16 @@ def test_several_are_advanced_in_their_order_and_a_closure_is_called_first(tmp_p
         assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in in_memory.param_groups]
 
 
-def test_a_checkpoint_and_a_rollback_have_the_scheduler(tmp_path):
+def test_a_checkpoint_has_the_scheduler(tmp_path):
     model, optimizer, scheduler = scheduled(tmp_path / "s", "one cycle")
     with optimizer:
-        rates = [turn(model, optimizer, step) for step in range(2)]
+        [turn(model, optimizer, step) for step in range(2)]
         optimizer.save(tmp_path / "saved")
-        saved = optimizer.state_dict()
-        rates += [turn(model, optimizer, step) for step in range(2, 4)]
-        optimizer.load_state_dict(saved)
-        assert scheduler.last_epoch == 2
-        assert [turn(model, optimizer, step) for step in range(2, 4)] == rates[2:]
+        rates = [turn(model, optimizer, step) for step in range(2, 4)]
     model, optimizer, scheduler = scheduled(tmp_path / "t", "one cycle", checkpoint=tmp_path / "saved")
     with optimizer:
-        assert [turn(model, optimizer, step) for step in range(2, 4)] == rates[2:]
+        assert scheduler.last_epoch == 2
+        assert [turn(model, optimizer, step) for step in range(2, 4)] == rates
 
 
 # --- steps that are none ------------------------------------------------------------------------
@@ -485,7 +482,7 @@ def test_a_scheduler_that_begins_in_an_old_store_is_pointed_out(tmp_path):
 # --- options that change after the last step ----------------------------------------------------
 
 
-@pytest.mark.parametrize("durability", ["step", "close", "none"])
+@pytest.mark.parametrize("durability", ["step", "none"])
 def test_close_commits_options_that_changed_since_the_last_step(tmp_path, durability):
     options = {"storage": tmp_path / "s", "durability": durability, "gradients": "fused"}
     model, optimizer = made()

@@ -28,7 +28,7 @@ from memascend.optim.comparison import (
     some_missing,
     without_scratch,
 )
-from memascend.optim.shared import SharedName, SharedValues, attributes_of, cloned, named, run
+from memascend.optim.shared import SharedName, SharedValues, attributes_of, cloned, give_gradient, named, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -255,7 +255,7 @@ def stepping(
     if callable(getattr(type(optimizer), "train", None)):
         run(copy, "train")
     for gradient in gradients:
-        parameter.grad = gradient
+        give_gradient(parameter, gradient)
         run(copy)
         yield dict(copy.state.get(parameter, {}))
 
@@ -305,13 +305,7 @@ def require_streamable(
     Raises:
         ConfigError: it names the reason, and an alternative.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"the optimizer must be a torch.optim.Optimizer, not a {type(optimizer).__qualname__}")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError(
-            f"{named(optimizer)} is rejected: its step evaluates the model several times, and its state spans all "
-            "parameters. Use AdamW, or any optimizer whose state is per parameter"
-        )
+    _require_class(optimizer)
     for group in optimizer.param_groups:
         for option in ("capturable", "differentiable"):
             if group.get(option):
@@ -330,6 +324,22 @@ def require_streamable(
         return {}, PLAIN
     require_self_contained(optimizer)
     return require_independent(optimizer, master_dtype)
+
+
+def _require_class(optimizer: torch.optim.Optimizer) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"the optimizer must be a torch.optim.Optimizer, not a {type(optimizer).__qualname__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            f"{named(optimizer)} is rejected: its step evaluates the model several times, and its state spans all "
+            "parameters. Use AdamW, or any optimizer whose state is per parameter"
+        )
+    if any(kind.__module__.startswith("bitsandbytes.") for kind in type(optimizer).__mro__):
+        raise ConfigError(
+            f"{named(optimizer)} of bitsandbytes is rejected: the bits of its updates depend on the processor. Use "
+            'torch.optim.AdamW, Adam, or SGD with momentum, and pass offload(..., state="8bit"), which keeps moments '
+            "in the same 8 bits"
+        )
 
 
 def _require_updated_vectors(dtype: torch.dtype) -> None:

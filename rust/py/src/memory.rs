@@ -33,7 +33,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(layout, module)?)?;
     module.add_function(wrap_pyfunction!(limits, module)?)?;
     module.add_function(wrap_pyfunction!(regions, module)?)?;
-    module.add_function(wrap_pyfunction!(set_heap_thresholds, module)?)?;
+    module.add_function(wrap_pyfunction!(settle_heap, module)?)?;
     module.add_function(wrap_pyfunction!(trim_heap, module)?)
 }
 
@@ -360,12 +360,12 @@ fn layout(classes: &Bound<'_, PyAny>) -> PyResult<LayoutBytes> {
     Ok(LayoutBytes { asked: layout.asked_bytes(), reserved: layout.reserved_bytes() })
 }
 
-/// Have the C library map each allocation from 1 MiB on, in this process, for good.
+/// Give free memory of the C library's heap back, and keep what is freed from now on for the next step, in this process.
 ///
-/// `MEMASCEND_MALLOC=system` in the environment leaves the heap alone, and glibc's own variables keep their thresholds.
+/// `MEMASCEND_MALLOC=system` in the environment leaves the heap alone; with glibc's own variables, it is only trimmed.
 #[pyfunction]
-fn set_heap_thresholds() {
-    mem::set_heap_thresholds();
+fn settle_heap(py: Python<'_>) {
+    py.detach(mem::settle_heap);
 }
 
 /// Give free memory of the C library's heap back to the system, unless `MEMASCEND_MALLOC=system` leaves it alone.

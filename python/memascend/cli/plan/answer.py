@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 _TB = 10**12
 # Host memory of Python, torch and transformers without a model.
 IMPORTS = 740 << 20
+# The heap keeps what is freed, with gaps that serve nothing: 0.1 to 0.3 of torch's memory for three kinds of models.
+_GAPS = 0.2
 # Warranted terabytes written of consumer drives, for each terabyte of size; server drives have 2 to 10 times as much.
 ENDURANCE_PER_TB = 600
 
@@ -70,12 +72,6 @@ class Question:
     def by_layer(self) -> bool:
         """Whether each unit computes all micro-batches before the next unit, as `accumulate()` does if asked to."""
         return self.micro_batches > 1 and self.ranks == 1 and self.options.accumulation_steps == 1
-
-    @property
-    def may_clip_nothing(self) -> bool:
-        """Whether updates may begin before the norm of all gradients is known (`memascend.grads.speculation`)."""
-        options, alone = self.options, self.ranks == 1 and (self.by_layer or self.micro_batches == 1)
-        return alone and options.gradients == "auto" and options.max_grad_norm is not None
 
     def one_after_the_other(self) -> Question:
         """The same run in a loop of backwards, each of which reads everything."""
@@ -121,6 +117,11 @@ class Question:
             stored=self.stored(plan),
         )
 
+    @property
+    def gaps(self) -> int:
+        """Host bytes between torch's allocations."""
+        return 0 if self.gpu is not None or isinstance(self.trace, str) else int(_GAPS * self.torchs)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
@@ -131,8 +132,6 @@ class Answer:
     host_bytes: int  # of the process: memascend, Python and its libraries, and torch if the host computes
     device_bytes: int  # of the GPU; 0 without one
     phases: tuple[Phase, ...] | None  # of a step; None: a speed is not known
-    # Of a step that clips nothing, whose updates begin in the backward; None: no such step, or a speed is not known.
-    unclipped: tuple[Phase, ...] | None
     disk_bytes: int  # that the drive must have: the store, and files of activations
     written: int  # bytes that a step writes
     endurance: int  # bytes written in a drive's life
@@ -172,9 +171,8 @@ def answer(question: Question, found: Planned | None = None) -> Answer:
     # Each of several ranks also has the parameters that torch has gathered.
     gathered = 0 if found.network is None else found.network.gathered
     torchs = gathered + question.torchs
-    ours = plan.host_peak + plan.object_bytes + IMPORTS
+    ours = plan.host_peak + plan.object_bytes + IMPORTS + question.gaps
     steps = _phases(question, plan, found.network)
-    unclipped = _phases(question, plan, found.network, early=True) if question.may_clip_nothing else None
     # Drives have whole terabytes.
     scratch = question.scratch(plan)
     endurance = question.endurance or -(-(plan.storage_bytes + scratch) // _TB) * ENDURANCE_PER_TB * _TB
@@ -185,7 +183,6 @@ def answer(question: Question, found: Planned | None = None) -> Answer:
         host_bytes=ours + (torchs if question.gpu is None else 0),
         device_bytes=0 if question.gpu is None else plan.device_peak + torchs,
         phases=None if steps is None else tuple(steps),
-        unclipped=None if unclipped is None else tuple(unclipped),
         disk_bytes=plan.disk_bytes + scratch,
         written=written,
         endurance=endurance,
@@ -210,7 +207,7 @@ def _shared_bytes(model: torch.nn.Module) -> int:
     return sum(parameter.nbytes for parameter, count in times.items() if count > 1)
 
 
-def _phases(question: Question, plan: Plan, network: Network | None, *, early: bool = False) -> list[Phase] | None:
+def _phases(question: Question, plan: Plan, network: Network | None) -> list[Phase] | None:
     trace, drive = question.trace, question.drive
     if drive is None or isinstance(trace, str):
         return None
@@ -231,7 +228,7 @@ def _phases(question: Question, plan: Plan, network: Network | None, *, early: b
         backward = network.backward + network.gradients
         work = replace(work, exchanged=(network.forward / question.network, backward / question.network))
     host = replace(host, update=update_seconds(plan, host.update))
-    return phases(plan, work, drive, host, kept=kept, early=early)
+    return phases(plan, work, drive, host, kept=kept)
 
 
 def _problems(question: Question, plan: Plan, torchs: int) -> list[str]:
