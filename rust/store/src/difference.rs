@@ -186,9 +186,9 @@ mod tests {
 
     #[test]
     fn whatever_differs_is_said_and_of_many_entries_how_many() {
-        let there = description(layers(7));
+        let there = description(layers(3));
         assert_eq!(there.difference(&there.clone()), None);
-        let changed: [(Change, &str); 11] = [
+        let changed: [(Change, &str); 10] = [
             (|wanted| wanted.entries.swap(0, 1), "another order"),
             (
                 |wanted| wanted.entries[0].shape = vec![8, 4],
@@ -202,15 +202,17 @@ mod tests {
             (|wanted| wanted.units[0] = "one".into(), "the unit of \"layers.0.weight\""),
             (|wanted| wanted.units.push("two".into()), "another order"),
             (|wanted| wanted.chunk_elements = 4096, "chunk_elements"),
-            (|wanted| wanted.entries.iter_mut().for_each(|entry| entry.kind = Kind::Buffer), "; 4 more entries differ"),
         ];
         for (change, part) in changed {
             let mut wanted = there.clone();
             change(&mut wanted);
             let said = said(&there, &wanted);
             assert!(said.contains(part), "{said}");
-            assert_eq!(said.contains("more entries"), part.contains("more entries"), "{said}");
+            assert!(!said.contains("more entries"), "{said}");
         }
+        let buffers = layers(7).into_iter().map(|entry| Entry { kind: Kind::Buffer, ..entry }).collect();
+        let said = said(&description(layers(7)), &description(buffers));
+        assert!(said.ends_with("; 4 more entries differ"), "{said}");
     }
 
     #[test]
