@@ -467,7 +467,7 @@ def test_random_runs_are_those_that_wait(tmp_path, seeds):
             scales, options, killed = drawn(seed)
             calm = micro_batches_of(tmp_path / f"ssd{seed}", "ssd", scales, options)
             folder = tmp_path / f"auto{seed}"
-            if killed[0] is not None and options["durability"] == "step" and lives(folder, scales, options, killed):
+            if killed[0] is not None and lives(folder, scales, options, killed):
                 kills += 1
             after = micro_batches_of(folder, "auto", scales, options)
             done = len(scales) - len(after[1])

@@ -111,7 +111,8 @@ def test_what_is_held_has_the_bits_of_what_is_read(case, part, durability, tmp_p
         return
     # Not even once: they are held as they are written first.
     assert reads == {"values": 0, "values, update": 0, "state": 0}
-    if durability == "none":
+    # Code of torch's is staged until it has run to its end.
+    if durability == "none" and case.optimizer is not adafactor:
         assert report.written["values"] == report.written["state"] == 0
 
 

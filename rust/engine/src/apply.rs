@@ -36,13 +36,10 @@ pub struct Chunk {
     pub last: bool,
 }
 
-/// Arithmetic that is not ours.
-pub trait Function: Send + Sync {
-    /// Computes one chunk in place, on a thread of the engine's; no two functions of an engine at once. It must not wait for
-    /// the engine. Memory of the chunk that is held beyond the call is not written again, but it is missing to the engine:
-    /// the function has to report it.
-    fn call(&self, chunk: Chunk) -> std::result::Result<(), Cause>;
-}
+/// Arithmetic that is not ours: computes one chunk in place, on a thread of the engine's; no two functions of an engine at
+/// once. It must not wait for the engine. Memory of the chunk that is held beyond the call is not written again, but it is
+/// missing to the engine: the function has to report it.
+pub type Function = dyn Fn(Chunk) -> std::result::Result<(), Cause> + Send + Sync;
 
 /// How a function gets an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,7 +55,7 @@ pub enum Given {
 /// What is to be applied.
 pub struct Application {
     /// What computes.
-    pub function: Box<dyn Function>,
+    pub function: Box<Function>,
     /// Bytes that it holds for the caller while it waits: those of a gradient.
     pub nbytes: usize,
     /// The entry's count of updates, this one included.
@@ -314,7 +311,7 @@ impl Work for Apply {
 impl Apply {
     fn calling(&self, bench: &Workbench<'_>, entry: usize, chunk: Chunk) -> Call {
         let (asked, name) = (Arc::clone(&self.asked), bench.store.description().entries[entry].name.clone());
-        Box::new(move || asked.function.call(chunk).map_err(|cause| Error::Function { name, cause }))
+        Box::new(move || (asked.function)(chunk).map_err(|cause| Error::Function { name, cause }))
     }
 
     fn in_one_piece(&self, bench: &Workbench<'_>, entry: usize, memory: &Shared) -> Result<Chunk> {

@@ -9,7 +9,7 @@ use std::{
 };
 
 use memascend_math::Rule;
-use memascend_mem::{Pin, Wait, fork_generation, locked};
+use memascend_mem::{Wait, fork_generation, locked};
 use memascend_store::{Buffer, Scratch, Spilled, Store};
 
 use crate::{
@@ -46,8 +46,6 @@ pub struct Options {
     /// Bytes for a second such entry, which is read, or written, while the function of another computes; at most as many.
     /// One that does not fit waits for the memory of the first, as all do without.
     pub whole_next_bytes: usize,
-    /// How the staging chunks are pinned.
-    pub pin: Pin,
     /// Threads that updates of held entries run on at the end of a step.
     pub threads: NonZeroUsize,
 }
@@ -59,7 +57,6 @@ impl Default for Options {
             queue_bytes_max: 256 << 20,
             whole_bytes: 0,
             whole_next_bytes: 0,
-            pin: Pin::Off,
             threads: NonZeroUsize::MIN,
         }
     }
@@ -93,7 +90,7 @@ impl Engine {
             return Err(Error::Invalid(format!("{chunks} staging chunks: {CHUNKS_MIN} to {CHUNKS_MAX} work")));
         }
         let chunk_bytes = Parts::new(store.description()).bytes();
-        let staging = Scratch::pinned(chunk_bytes, chunks, "update staging", options.pin)?;
+        let staging = Scratch::new(chunk_bytes, chunks, "update staging")?;
         crate::apply_logs(&store);
         let others = apply::others(store.description())?;
         let wholes = apply::wholes(options.whole_bytes, options.whole_next_bytes)?;

@@ -17,7 +17,7 @@ enum Memory {
     Here(Arc<Host>),
     /// Elsewhere, and what of it is here now.
     Away {
-        source: Box<dyn Source>,
+        source: Box<Source>,
         nbytes: usize,
         window: Cell<Option<Window>>,
     },
@@ -43,13 +43,10 @@ impl std::ops::Deref for Host {
     }
 }
 
-/// A gradient that lies where the engine cannot read it, on a device.
-pub trait Source: Send {
-    /// Bytes of the gradient in host memory, `nbytes` from `start` on and, if that costs nothing, more. They stay as they
-    /// are until the next call of any source of the engine's. Called on the engine's thread, in order; it must not wait
-    /// for the engine.
-    fn window(&self, start: usize, nbytes: usize) -> std::result::Result<Window, Cause>;
-}
+/// Lends a gradient that lies where the engine cannot read it, on a device: `(start, nbytes)` gives these bytes of it in host
+/// memory and, if that costs nothing, more. They stay as they are until the next call of any source of the engine's. Called
+/// on the engine's thread, in order; it must not wait for the engine.
+pub type Source = dyn Fn(usize, usize) -> std::result::Result<Window, Cause> + Send;
 
 /// Bytes of a gradient that are in host memory now.
 #[derive(Debug, Clone, Copy)]
@@ -87,7 +84,7 @@ impl Gradient {
     }
 
     /// A gradient of `nbytes` of `dtype` that is lent by `source` as it is needed.
-    pub fn lent(source: Box<dyn Source>, nbytes: usize, dtype: Dtype) -> Result<Self> {
+    pub fn lent(source: Box<Source>, nbytes: usize, dtype: Dtype) -> Result<Self> {
         if !nbytes.is_multiple_of(require_float(dtype)?) {
             return Err(Error::Invalid(format!("{nbytes} bytes are no number of {}", dtype.name())));
         }
@@ -157,7 +154,7 @@ impl Gradient {
                 let holds = |lent: &Window| lent.start <= start && start + nbytes <= lent.start + lent.nbytes;
                 let lent = match window.get().filter(holds) {
                     Some(lent) => lent,
-                    None => source.window(start, nbytes).map_err(|cause| {
+                    None => source(start, nbytes).map_err(|cause| {
                         let name = store.description().entries[entry].name.clone();
                         Error::Function { name, cause }
                     })?,

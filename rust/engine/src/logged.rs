@@ -1,9 +1,7 @@
 //! Applies gradients of the log by the kernels that would have applied them in their step.
 
-use std::sync::Arc;
-
 use memascend_math::{Rule, scale};
-use memascend_store::{Arithmetic, Dtype, LoggedChunk, Shared, Store};
+use memascend_store::{Dtype, Shared, Store};
 
 use crate::{
     Error, Result,
@@ -56,12 +54,9 @@ pub(crate) fn applied(
     }
 }
 
-/// The kernels, for whoever looks at a store that has a log.
-#[derive(Debug)]
-struct Kernels;
-
-impl Arithmetic for Kernels {
-    fn apply(&self, store: &Store, logged: &LoggedChunk<'_>) -> std::result::Result<(), String> {
+/// Has a store apply what its log holds where somebody only looks.
+pub fn apply_logs(store: &Store) {
+    store.apply_with(|store, logged| {
         let apply = || {
             let bench = Workbench::on_chunk(store, logged.values.clone(), logged.state.clone())?;
             let turn = Turn { entry: logged.entry, index: logged.chunk, memory: logged.gradient.clone() };
@@ -69,10 +64,5 @@ impl Arithmetic for Kernels {
             applied(&bench, &turn, &rule, (&logged.gradient, logged.dtype))
         };
         apply().map_err(|error| error.to_string())
-    }
-}
-
-/// Has a store apply what its log holds where somebody only looks.
-pub fn apply_logs(store: &Store) {
-    store.apply_with(Arc::new(Kernels));
+    });
 }

@@ -10,7 +10,7 @@ use memascend_store::{Commit, Create, Description, Dtype, Entry, Format, Kind};
 
 use super::*;
 use crate::{
-    Chunk, Function, Given, WideState,
+    Given, WideState,
     job::Work,
     turn::Turn,
     workbench::{Read, Workbench, Write},
@@ -205,14 +205,6 @@ fn a_panic_in_a_job_is_told_to_everybody_who_waits() {
     }
 }
 
-struct Faulty;
-
-impl Function for Faulty {
-    fn call(&self, _chunk: Chunk) -> std::result::Result<(), crate::Cause> {
-        panic!("a fault of the caller's")
-    }
-}
-
 #[test]
 fn a_panic_of_a_function_that_is_applied_is_told_too() {
     for given in [Given::InChunks, Given::Whole] {
@@ -221,7 +213,7 @@ fn a_panic_of_a_function_that_is_applied_is_told_too() {
         // Where it is called on a thread of its own, the next one is read meanwhile.
         for entry in 0..2 {
             let application = Application {
-                function: Box::new(Faulty),
+                function: Box::new(|_| panic!("a fault of the caller's")),
                 nbytes: 0,
                 step: 1,
                 spilled: false,

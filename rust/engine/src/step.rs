@@ -125,7 +125,7 @@ impl Engine {
         let (ours, calls) = self.held.take_applying();
         let updates = ours.len() as u64;
         let chunks = workers.apply(ours)?;
-        self.call_late(calls)?;
+        self.call_after_commit(calls)?;
         let mut state = self.shared.queue.lock();
         state.counters.updates += updates;
         state.counters.chunks += chunks;
@@ -135,7 +135,7 @@ impl Engine {
 
     /// Has functions applied to held entries in memory, by the pipeline's thread, and waits for all of them: Ctrl-C would
     /// split a step that is committed. Where one fails, the run is at its end, which the store says from then on.
-    fn call_late(&self, waiting: Vec<Waiting>) -> Result<()> {
+    fn call_after_commit(&self, waiting: Vec<Waiting>) -> Result<()> {
         let Some(first) = waiting.first().map(|job| job.entry) else { return Ok(()) };
         let store = &self.shared.store;
         let called = || {

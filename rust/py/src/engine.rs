@@ -14,7 +14,7 @@ use crate::{
     agreement::{SharedRun, agreed, shared},
     errors::engine_error,
     examination::watched,
-    function::Applied,
+    function::applied,
     kernels::summed,
     nvme::TensorMemory,
     slow_drop::Detached,
@@ -209,7 +209,7 @@ impl Engine {
             (true, false) => Given::Whole,
             (true, true) => Given::Wide,
         };
-        let (function, values) = (Box::new(Applied { adapter }), tensors::live(described, values)?);
+        let (function, values) = (applied(adapter), tensors::live(described, values)?);
         let application = Application { function, nbytes, step, spilled, given, after_commit };
         waiting(py, None, |wait| self.inner.apply(entry, application, values, wait))?
             .map_err(|error| engine_error(py, &error))

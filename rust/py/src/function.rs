@@ -42,11 +42,6 @@ impl Lender {
     }
 }
 
-/// What `memascend.engine` calls with lent memory: values, gradient, state, start, count, last.
-pub(crate) struct Applied {
-    pub(crate) adapter: Py<PyAny>,
-}
-
 /// Memory of a chunk, as long as a tensor stands on it.
 #[pyclass(frozen, module = "memascend._core")]
 pub(crate) struct LentBuffer {
@@ -66,32 +61,31 @@ impl LentBuffer {
     }
 }
 
-impl Function for Applied {
-    fn call(&self, chunk: Chunk) -> Result<(), Cause> {
-        let called = Python::try_attach(|py| self.called(py, chunk).map_err(|error| -> Cause { Arc::new(error) }));
+/// A function that calls an adapter of `memascend.engine` with lent memory: values, gradient, state, start, count, last.
+pub(crate) fn applied(adapter: Py<PyAny>) -> Box<Function> {
+    Box::new(move |chunk| {
+        let called = Python::try_attach(|py| called(py, &adapter, chunk).map_err(|error| -> Cause { Arc::new(error) }));
         called.unwrap_or_else(|| Err(Arc::new(PyRuntimeError::new_err("the interpreter is ending"))))
-    }
+    })
 }
 
-impl Applied {
-    fn called(&self, py: Python<'_>, chunk: Chunk) -> PyResult<()> {
-        let lender = Lender::default();
-        let lend = |memory| lender.lend(py, memory);
-        let Chunk { values, gradient, state, start, count, last } = chunk;
-        let result = {
-            let state = PyList::new(py, state.into_iter().map(lend).collect::<PyResult<Vec<_>>>()?)?;
-            let arguments = (lend(values)?, gradient.map(lend).transpose()?, &state, start, count, last);
-            let result = self.adapter.call1(py, arguments);
-            state.call_method0("clear")?;
-            result.map(drop)
-        };
-        if let Err(error) = result {
-            // Its frames hold tensors of the chunk, and the error outlives the call.
-            if let Some(traceback) = error.traceback(py) {
-                py.import("traceback")?.call_method1("clear_frames", (traceback,))?;
-            }
-            return Err(error);
+fn called(py: Python<'_>, adapter: &Py<PyAny>, chunk: Chunk) -> PyResult<()> {
+    let lender = Lender::default();
+    let lend = |memory| lender.lend(py, memory);
+    let Chunk { values, gradient, state, start, count, last } = chunk;
+    let result = {
+        let state = PyList::new(py, state.into_iter().map(lend).collect::<PyResult<Vec<_>>>()?)?;
+        let arguments = (lend(values)?, gradient.map(lend).transpose()?, &state, start, count, last);
+        let result = adapter.call1(py, arguments);
+        state.call_method0("clear")?;
+        result.map(drop)
+    };
+    if let Err(error) = result {
+        // Its frames hold tensors of the chunk, and the error outlives the call.
+        if let Some(traceback) = error.traceback(py) {
+            py.import("traceback")?.call_method1("clear_frames", (traceback,))?;
         }
-        lender.require_back(py)
+        return Err(error);
     }
+    lender.require_back(py)
 }

@@ -8,28 +8,21 @@ use pyo3::{
     prelude::*,
 };
 
-/// A function of (start, bytes) that returns where they are: an address, the first byte there, and how many.
-pub(crate) struct Lending {
-    pub(crate) function: Py<PyAny>,
-}
-
-impl Source for Lending {
-    fn window(&self, start: usize, nbytes: usize) -> Result<Window, Cause> {
+/// A source that calls a function of (start, bytes), which returns where they are: an address, the first byte there, and how
+/// many.
+pub(crate) fn lending(function: Py<PyAny>) -> Box<Source> {
+    Box::new(move |start, nbytes| {
         let called =
-            Python::try_attach(|py| self.called(py, start, nbytes).map_err(|error| -> Cause { Arc::new(error) }));
+            Python::try_attach(|py| lent(py, &function, start, nbytes).map_err(|error| -> Cause { Arc::new(error) }));
         called.unwrap_or_else(|| Err(Arc::new(PyRuntimeError::new_err("the interpreter is ending"))))
-    }
+    })
 }
 
-impl Lending {
-    fn called(&self, py: Python<'_>, start: usize, nbytes: usize) -> PyResult<Window> {
-        let lent = self.function.call1(py, (start, nbytes))?;
-        let (address, first, count) = lent.extract::<(usize, usize, usize)>(py)?;
-        let inside = first <= start && start + nbytes <= first.saturating_add(count);
-        let address = NonNull::new(address as *mut u8).filter(|_| inside && address.is_multiple_of(8));
-        let address =
-            address.ok_or_else(|| PyValueError::new_err("a source lent other bytes than it was asked for"))?;
-        // SAFETY: `memascend.engine.Lent` promises that the bytes are there and left alone until it is called again.
-        Ok(unsafe { Window::new(address, first, count) })
-    }
+fn lent(py: Python<'_>, function: &Py<PyAny>, start: usize, nbytes: usize) -> PyResult<Window> {
+    let (address, first, count) = function.call1(py, (start, nbytes))?.extract::<(usize, usize, usize)>(py)?;
+    let inside = first <= start && start + nbytes <= first.saturating_add(count);
+    let address = NonNull::new(address as *mut u8).filter(|_| inside && address.is_multiple_of(8));
+    let address = address.ok_or_else(|| PyValueError::new_err("a source lent other bytes than it was asked for"))?;
+    // SAFETY: `memascend.engine.Lent` promises that the bytes are there and left alone until it is called again.
+    Ok(unsafe { Window::new(address, first, count) })
 }

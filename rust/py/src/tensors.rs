@@ -12,7 +12,7 @@ use crate::{
     described::dtype,
     errors::{config_error, engine_error},
     nvme::TensorMemory,
-    source::Lending,
+    source::lending,
 };
 
 /// The memory of a tensor on the CPU that has been checked; it is held until the end.
@@ -89,7 +89,7 @@ pub(crate) fn gradient(entry: &Entry, given: &Bound<'_, PyAny>) -> PyResult<Grad
     let dtype = dtype(py, &dtype_of(&tensor)?)?;
     let nbytes = nbytes_of(&tensor)?;
     let made = if is_lent(given) && nbytes > 0 {
-        Gradient::lent(Box::new(Lending { function: given.getattr("window")?.unbind() }), nbytes, dtype)
+        Gradient::lent(lending(given.getattr("window")?.unbind()), nbytes, dtype)
     } else {
         Gradient::new(Box::new(held(&tensor)?), dtype)
     };

@@ -94,12 +94,7 @@ pub struct Scratch {
 impl Scratch {
     /// `count` pieces of `bytes` each, of which reports say that `owner` has them.
     pub fn new(bytes: usize, count: usize, owner: &str) -> Result<Self> {
-        Self::pinned(bytes, count, owner, Pin::Off)
-    }
-
-    /// The same, pinned so.
-    pub fn pinned(bytes: usize, count: usize, owner: &str, pin: Pin) -> Result<Self> {
-        let region = Region::new(bytes * count, pin, OnFork::Wipe, owner)?;
+        let region = Region::new(bytes * count, Pin::Off, OnFork::Wipe, owner)?;
         let ring = ChunkRing::new(&region, bytes, count)?;
         Ok(Self { owner: ring.owner(owner)?, ring, each: bytes, mapped: region.bytes() })
     }

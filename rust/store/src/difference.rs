@@ -167,50 +167,35 @@ mod tests {
         (0..count).map(|index| entry(&format!("layers.{index}.weight"), &[4, 4])).collect()
     }
 
-    #[test]
-    fn nothing_where_all_is_alike() {
-        assert_eq!(description(layers(2)).difference(&description(layers(2))), None);
+    fn said(there: &Description, wanted: &Description) -> String {
+        there.difference(wanted).unwrap_or_default()
     }
 
     #[test]
     fn entries_that_are_missing_and_left_over_are_told_by_name() {
         let mut other = layers(12);
         other.rotate_left(1);
-        let said = description(layers(8)).difference(&description(other)).unwrap_or_default();
         let names = "\"layers.8.weight\", \"layers.9.weight\", \"layers.10.weight\" and 1 more";
-        assert!(said.contains(&format!("it misses 4 entries: {names}")), "{said}");
-        let said = description(layers(9)).difference(&description(layers(8))).unwrap_or_default();
-        assert_eq!(said, "it has 1 entry: \"layers.8.weight\", which the model has not");
-        assert!(!said.contains("layers.0"), "{said}");
-    }
-
-    #[test]
-    fn each_entry_says_what_differs_and_of_many_it_is_told_how_many() {
-        let mut other = layers(7);
-        other[0].shape = vec![8, 4];
-        other[1].dtype = Dtype::Bf16;
-        other[2].state.clear();
-        let mut said = description(layers(7)).difference(&description(other.clone())).unwrap_or_default();
-        for part in ["shape of \"layers.0.weight\" is [4, 4] in the store, and [8, 4]", "dtype of \"layers.1.weight\""]
-        {
-            assert!(said.contains(part), "{said}");
-        }
-        assert!(said.contains("the state of \"layers.2.weight\" is [\"exp_avg float32 [4, 4]\"]"), "{said}");
-        assert!(!said.contains("more entries"), "{said}");
-        for entry in &mut other[3..] {
-            entry.kind = Kind::Buffer;
-        }
-        said = description(layers(7)).difference(&description(other)).unwrap_or_default();
-        assert!(said.ends_with("; 4 more entries differ"), "{said}");
+        let missing = said(&description(layers(8)), &description(other));
+        assert!(missing.contains(&format!("it misses 4 entries: {names}")), "{missing}");
+        let extra = said(&description(layers(9)), &description(layers(8)));
+        assert_eq!(extra, "it has 1 entry: \"layers.8.weight\", which the model has not");
     }
 
     type Change = fn(&mut Description);
 
     #[test]
-    fn whatever_differs_is_said() {
+    fn whatever_differs_is_said_and_of_many_entries_how_many() {
         let there = description(layers(3));
-        let changed: [(Change, &str); 7] = [
+        assert_eq!(there.difference(&there.clone()), None);
+        let changed: [(Change, &str); 10] = [
             (|wanted| wanted.entries.swap(0, 1), "another order"),
+            (
+                |wanted| wanted.entries[0].shape = vec![8, 4],
+                "shape of \"layers.0.weight\" is [4, 4] in the store, and [8,",
+            ),
+            (|wanted| wanted.entries[1].dtype = Dtype::Bf16, "dtype of \"layers.1.weight\""),
+            (|wanted| wanted.entries[2].state.clear(), "layers.2.weight\" is [\"exp_avg float32 [4, 4]\"]"),
             (|wanted| wanted.entries[1].kind = Kind::Buffer, "the kind of \"layers.1.weight\" is \"parameter\""),
             (|wanted| wanted.entries[1].order = vec![1, 0], "order of the dimensions of \"layers.1.weight\""),
             (|wanted| wanted.entries[1].spill = Some(Dtype::F32), "other room for its gradient"),
@@ -221,9 +206,13 @@ mod tests {
         for (change, part) in changed {
             let mut wanted = there.clone();
             change(&mut wanted);
-            let said = there.difference(&wanted).unwrap_or_default();
+            let said = said(&there, &wanted);
             assert!(said.contains(part), "{said}");
+            assert!(!said.contains("more entries"), "{said}");
         }
+        let buffers = layers(7).into_iter().map(|entry| Entry { kind: Kind::Buffer, ..entry }).collect();
+        let said = said(&description(layers(7)), &description(buffers));
+        assert!(said.ends_with("; 4 more entries differ"), "{said}");
     }
 
     #[test]
@@ -233,12 +222,10 @@ mod tests {
             ..description(layers(2))
         });
         assert_eq!(rows([0, 8]).difference(&rows([0, 8])), None);
-        let said = whole.difference(&rows([0, 8])).unwrap_or_default();
-        assert!(said.starts_with("it has whole parameters"), "{said}");
-        let said = rows([0, 0]).difference(&rows([0, 8])).unwrap_or_default();
-        assert_eq!(said, "the first element of \"layers.1.weight\" is 0 in the store, and 8 was asked for");
-        let said = rows([0, 0]).difference(&whole).unwrap_or_default();
-        assert!(said.contains("the rows of one of several ranks"), "{said}");
+        assert!(said(&whole, &rows([0, 8])).starts_with("it has whole parameters"));
+        assert!(said(&rows([0, 0]), &whole).contains("the rows of one of several ranks"));
+        let wanted = "the first element of \"layers.1.weight\" is 0 in the store, and 8 was asked for";
+        assert_eq!(said(&rows([0, 0]), &rows([0, 8])), wanted);
         for odd in [vec![0], vec![0, 1 << 60]] {
             assert!(Description { first_elements: odd, ..whole.clone() }.check().is_err());
         }

@@ -5,15 +5,15 @@ use crate::{
     bounds::{NAME_BYTES_MAX, RANK_MAX},
     description::{Description, Entry, Kind, StateTensor},
     features::{self, FEATURE_BYTES_MAX, FIRSTS},
-    fields::{Fields, Unread, push_text, push_texts},
+    fields::{Fields, Unread, counted, push_text, push_texts},
 };
 
 type Result<T> = std::result::Result<T, Unread>;
 
 /// The fewest bytes that a unit and an entry take: what bounds their number before room is made for them.
-pub(crate) const UNIT_BYTES_MIN: usize = 2;
-pub(crate) const ENTRY_BYTES_MIN: usize = 12;
-pub(crate) const STATE_BYTES_MIN: usize = 4;
+const UNIT_BYTES_MIN: usize = 2;
+const ENTRY_BYTES_MIN: usize = 12;
+const STATE_BYTES_MIN: usize = 4;
 
 impl Description {
     pub(crate) fn encode(&self) -> Vec<u8> {
@@ -46,10 +46,10 @@ impl Description {
         let hyperparameters_bytes_max = fields.u32()?;
         let (unit_count, entry_count) = (fields.u32()? as usize, fields.u32()? as usize);
         let optimizer = fields.text(NAME_BYTES_MAX)?;
-        let units = counted(unit_count, UNIT_BYTES_MIN, &mut fields, |fields| Ok(fields.text(NAME_BYTES_MAX)?))?;
+        let units = counted(unit_count, UNIT_BYTES_MIN, &mut fields, |fields| fields.text(NAME_BYTES_MAX))?;
         let entries = counted(entry_count, ENTRY_BYTES_MIN, &mut fields, Entry::decode)?;
         let first_count = if features.iter().any(|feature| feature == FIRSTS) { entry_count } else { 0 };
-        let first_elements = counted(first_count, 8, &mut fields, |fields| Ok(fields.u64()?))?;
+        let first_elements = counted(first_count, 8, &mut fields, Fields::u64)?;
         if fields.left() > 0 {
             return Err(format!("{} bytes are left over", fields.left()).into());
         }
@@ -107,22 +107,10 @@ impl Entry {
         let state = counted(state_count, STATE_BYTES_MIN, fields, |fields| {
             let name = fields.text(NAME_BYTES_MAX)?;
             let (dtype, shape) = tensor(fields)?;
-            Ok(StateTensor { name, dtype, shape, grain: fields.u32()? })
+            Ok::<_, Unread>(StateTensor { name, dtype, shape, grain: fields.u32()? })
         })?;
         Ok(Self { name, kind, unit, dtype: of_values, shape, order, spill, format, state })
     }
-}
-
-pub(crate) fn counted<T>(
-    count: usize,
-    bytes_min: usize,
-    fields: &mut Fields<'_>,
-    mut one: impl FnMut(&mut Fields<'_>) -> Result<T>,
-) -> Result<Vec<T>> {
-    if count > fields.left() / bytes_min {
-        return Err(format!("{count} things of at least {bytes_min} bytes in {} bytes", fields.left()).into());
-    }
-    (0..count).map(|_| one(fields)).collect()
 }
 
 fn push_tensor(bytes: &mut Vec<u8>, dtype: Dtype, shape: &[u64]) {
@@ -137,7 +125,7 @@ fn tensor(fields: &mut Fields<'_>) -> Result<(Dtype, Vec<u64>)> {
     Ok((dtype, shape(fields)?))
 }
 
-pub(crate) fn shape(fields: &mut Fields<'_>) -> Result<Vec<u64>> {
+fn shape(fields: &mut Fields<'_>) -> Result<Vec<u64>> {
     let rank = usize::from(fields.u8()?);
     if rank > RANK_MAX {
         return Err(format!("a tensor of {rank} dimensions").into());
@@ -145,6 +133,6 @@ pub(crate) fn shape(fields: &mut Fields<'_>) -> Result<Vec<u64>> {
     (0..rank).map(|_| Ok(fields.u64()?)).collect()
 }
 
-pub(crate) fn dtype(code: u8) -> Result<Dtype> {
+fn dtype(code: u8) -> Result<Dtype> {
     Dtype::from_code(code).ok_or_else(|| Unread::Newer(format!("dtype {code}")))
 }

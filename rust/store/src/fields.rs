@@ -94,6 +94,19 @@ impl Fields<'_> {
     }
 }
 
+/// So many things, whose number is bounded by the bytes that are left before room is made for them.
+pub(crate) fn counted<'a, T, E: From<Malformed>>(
+    count: usize,
+    bytes_min: usize,
+    fields: &mut Fields<'a>,
+    mut one: impl FnMut(&mut Fields<'a>) -> Result<T, E>,
+) -> Result<Vec<T>, E> {
+    if count > fields.left() / bytes_min {
+        return Err(format!("{count} things of at least {bytes_min} bytes in {} bytes", fields.left()).into());
+    }
+    (0..count).map(|_| one(fields)).collect()
+}
+
 /// Writes a list of texts with their number before it. The caller has bounded it.
 pub(crate) fn push_texts(bytes: &mut Vec<u8>, texts: &[String]) {
     bytes.push(u8::try_from(texts.len()).unwrap_or(u8::MAX));

@@ -3,7 +3,7 @@
 use crate::{
     Dtype,
     checksum::{Subject, Uuid, checksum},
-    fields::{Fields, Malformed, push_text},
+    fields::{Fields, Malformed, counted, push_text},
     layout::PAGE_BYTES,
 };
 
@@ -199,8 +199,9 @@ impl Head {
                 return Err(format!("rule {rule} of {} for update {step}", rules.len()));
             }
             let chunks = fields.u32()? as usize;
-            let chunks = counted(chunks, CHUNK_BYTES, fields, |fields| Ok((fields.u64()?, fields.u64()?)))?;
-            Ok(Record { entry, rule, step, dtype, chunks: chunks.into() })
+            let chunks =
+                counted(chunks, CHUNK_BYTES, fields, |fields| Ok::<_, Malformed>((fields.u64()?, fields.u64()?)))?;
+            Ok::<_, Malformed>(Record { entry, rule, step, dtype, chunks: chunks.into() })
         })?;
         if fields.left() > 0 {
             return Err(format!("{} bytes are left over", fields.left()));
@@ -217,19 +218,6 @@ impl Head {
 /// The dtypes of gradients.
 pub(crate) fn is_gradient(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16)
-}
-
-/// So many things, whose number is bounded by the bytes that are left before room is made for them.
-fn counted<'a, T>(
-    count: usize,
-    bytes_min: usize,
-    fields: &mut Fields<'a>,
-    mut one: impl FnMut(&mut Fields<'a>) -> Result<T, Malformed>,
-) -> Result<Vec<T>, Malformed> {
-    if count > fields.left() / bytes_min {
-        return Err(format!("{count} things in {} bytes", fields.left()));
-    }
-    (0..count).map(|_| one(fields)).collect()
 }
 
 #[cfg(test)]

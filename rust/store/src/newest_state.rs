@@ -2,18 +2,12 @@
 //!
 //! For whoever looks at a store that has a log, and for held values that somebody wrote to. Nothing is written to storage.
 
-use std::{
-    fmt::Debug,
-    sync::{Arc, MutexGuard},
-};
+use std::sync::{Arc, MutexGuard};
 
 use crate::{Dtype, Error, Replay, Result, Rule, Scratch, Shared, Store, buffer::bytes_of, held::Now, held::RamTier};
 
-/// Arithmetic that the store does not have: applies gradients of the log.
-pub trait Arithmetic: Debug + Send + Sync {
-    /// Applies one gradient to a chunk; says why it cannot.
-    fn apply(&self, store: &Store, logged: &LoggedChunk<'_>) -> std::result::Result<(), String>;
-}
+/// Applies one gradient of the log to a chunk, by arithmetic that the store does not have; or why it cannot.
+pub type Arithmetic = fn(&Store, &LoggedChunk<'_>) -> std::result::Result<(), String>;
 
 /// A chunk of an entry, and a gradient that is to be applied to it.
 #[derive(Debug)]
@@ -42,7 +36,7 @@ impl Store {
     }
 
     /// Says who applies gradients of the log, where no one was named yet.
-    pub fn apply_with(&self, arithmetic: Arc<dyn Arithmetic>) {
+    pub fn apply_with(&self, arithmetic: Arithmetic) {
         self.arithmetic.get_or_init(|| arithmetic);
     }
 
@@ -79,7 +73,7 @@ impl Store {
             let (rule, dtype) = (&head.rules[record.rule as usize], record.dtype);
             let (values, state) = (values.clone(), state.cloned());
             let logged = LoggedChunk { entry, chunk, rule, values, state, gradient, dtype };
-            arithmetic.apply(self, &logged).map_err(Error::Invalid)?;
+            arithmetic(self, &logged).map_err(Error::Invalid)?;
         }
         Ok(())
     }

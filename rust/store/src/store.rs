@@ -54,7 +54,7 @@ pub struct Store {
     /// Copies of labels and description that are damaged, until a commit repairs them.
     pub(crate) to_repair: Mutex<Vec<Damage>>,
     /// Applies gradients of the log.
-    pub(crate) arithmetic: OnceLock<Arc<dyn Arithmetic>>,
+    pub(crate) arithmetic: OnceLock<Arithmetic>,
 }
 
 /// Memory of the buffers that the catalog is written from, and of the texts.

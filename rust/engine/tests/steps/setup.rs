@@ -10,7 +10,7 @@ use std::{
 };
 
 use memascend_engine::{
-    Application, By, Cause, Chunk, Engine, First, Function, Given, Gradient, Hyperparameters, Momentum, Options, Rule,
+    Application, By, Cause, Engine, First, Function, Given, Gradient, Hyperparameters, Momentum, Options, Rule,
     WideState,
 };
 use memascend_mem::{Pin, Wait};
@@ -107,24 +107,22 @@ pub(crate) fn contents(store: &Store) -> Contents {
 }
 
 /// A function that does something first, and then changes every float32 that it gets.
-pub(crate) struct Changing<F> {
-    pub(crate) before: F,
-    pub(crate) to: fn(f32) -> f32,
-}
-
-impl<F: Fn() -> Result<(), Cause> + Send + Sync> Function for Changing<F> {
-    fn call(&self, chunk: Chunk) -> Result<(), Cause> {
-        (self.before)()?;
+pub(crate) fn changing(
+    before: impl Fn() -> Result<(), Cause> + Send + Sync + 'static,
+    to: fn(f32) -> f32,
+) -> Box<Function> {
+    Box::new(move |chunk| {
+        before()?;
         for part in chunk.state.iter().chain([&chunk.values]) {
             // SAFETY: the chunk's memory is the call's.
             let bytes = unsafe { slice::from_raw_parts_mut(part.as_ptr().as_ptr(), part.len()) };
             for number in bytes.chunks_exact_mut(4) {
-                let changed = (self.to)(f32::from_le_bytes([number[0], number[1], number[2], number[3]]));
+                let changed = to(f32::from_le_bytes([number[0], number[1], number[2], number[3]]));
                 number.copy_from_slice(&changed.to_le_bytes());
             }
         }
         Ok(())
-    }
+    })
 }
 
 // --- runs of every kind of parameter --------------------------------------------------------
@@ -331,7 +329,7 @@ pub(crate) fn halving(step: u64, (whole, after_commit): (bool, bool)) -> (Applic
         counted.fetch_add(1, Relaxed);
         Ok(())
     };
-    let function = Box::new(Changing { before, to: |number| 0.5 * number });
+    let function = changing(before, |number| 0.5 * number);
     let given = if whole { Given::Whole } else { Given::InChunks };
     (Application { function, nbytes: 0, step, spilled: false, given, after_commit }, calls)
 }

@@ -18,7 +18,7 @@ use memascend_nvme::{
 };
 use memascend_store::{Commit, Create, Description, Dtype, Format, Store};
 
-use crate::setup::{self, Changing, Contents, MOMENTS, contents, first, ok, parameter, volume};
+use crate::setup::{self, Contents, MOMENTS, changing, contents, first, ok, parameter, volume};
 
 /// The last one takes twice the memory of the others.
 const NUMELS: [u64; 6] = [5000, 5000, 4097, 5000, 5000, 10_000];
@@ -58,7 +58,7 @@ fn apply(
     (entry, step, whole): (usize, u64, bool),
     before: impl Fn() -> Result<(), Cause> + Send + Sync + 'static,
 ) {
-    let function = Box::new(Changing { before, to: |number| 1.0 + number });
+    let function = changing(before, |number| 1.0 + number);
     let given = if whole { Given::Whole } else { Given::InChunks };
     let application = Application { function, nbytes: 0, step, spilled: false, given, after_commit: false };
     ok(engine.apply(entry, application, None, Wait::at_most(PATIENCE)));
