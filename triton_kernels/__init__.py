@@ -12,11 +12,11 @@ arguments, and does not know units, stores or the owners of gradients. `import m
 
 from __future__ import annotations
 
-from .adamw import adam, adamw
+from .adamw import adamw
 from .check import begin_check, check_and_unscale, checked
 from .routes import Route, route
 from .sums import found_in, new_sums
 
 __all__ = [
-    "Route", "adam", "adamw", "begin_check", "check_and_unscale", "checked", "found_in", "new_sums", "route",
+    "Route", "adamw", "begin_check", "check_and_unscale", "checked", "found_in", "new_sums", "route",
 ]  # fmt: skip

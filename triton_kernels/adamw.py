@@ -12,7 +12,7 @@ from .arguments import FLOATS, flat, require, require_apart, require_same, threa
 from .routes import route
 from .scalars import Scalars, checked_scalars
 
-__all__ = ["adam", "adamw", "adamw_reference"]
+__all__ = ["adamw", "adamw_reference"]
 
 # Elements that the reference computes at a time. Its float64 temporaries take about 100 bytes an element.
 PIECE_ELEMENTS = 1 << 20
@@ -32,7 +32,7 @@ def adamw(
     step: int,
     grad_scale: float = 1.0,
     maximize: bool = False,
-    amsgrad: bool = False,
+    decoupled: bool = True,
     threads: int | None = None,
 ) -> None:
     """One AdamW step in place, in one pass over memory; bit-identical on CPU and GPU, for any number of threads.
@@ -49,11 +49,12 @@ def adamw(
         lr: learning rate.
         betas: decay of the two moments, each in [0, 1).
         eps: added to the denominator.
-        weight_decay: decoupled: the parameter is multiplied by `1 - lr * weight_decay`.
+        weight_decay: the parameter is multiplied by `1 - lr * weight_decay`.
         step: the number of this update, which counts from 1.
         grad_scale: the factor that **multiplies** the gradient, in fp32 (torch's argument of that name divides).
         maximize: ascend instead of descend.
-        amsgrad: must be False: its third moment is not stored.
+        decoupled: False for Adam: `weight_decay` times the parameter is added to the gradient (L2) instead. Then the
+            bits are those of `torch.optim.Adam(fused=True)`, with the same exception.
         threads: CPU only; None means `torch.get_num_threads()`.
 
     Raises:
@@ -61,39 +62,7 @@ def adamw(
     """
     scalars = checked_scalars(
         lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, step=step, grad_scale=grad_scale, maximize=maximize,
-        amsgrad=amsgrad, decoupled=True,
-    )  # fmt: skip
-    _update(master, grad, exp_avg, exp_avg_sq, out16, scalars, threads_of(threads))
-
-
-def adam(
-    master: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    out16: torch.Tensor | None,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    step: int,
-    grad_scale: float = 1.0,
-    maximize: bool = False,
-    amsgrad: bool = False,
-    threads: int | None = None,
-) -> None:
-    """One Adam step: as `adamw`, but `weight_decay` times the parameter is added to the gradient (L2).
-
-    The results are bit-identical to `torch.optim.Adam(fused=True)`, with the same exception. All other arguments are
-    those of `adamw`.
-
-    Raises:
-        ConfigError: a tensor or a number is wrong; the message says which. Nothing has been changed.
-    """
-    scalars = checked_scalars(
-        lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, step=step, grad_scale=grad_scale, maximize=maximize,
-        amsgrad=amsgrad, decoupled=False,
+        decoupled=decoupled,
     )  # fmt: skip
     _update(master, grad, exp_avg, exp_avg_sq, out16, scalars, threads_of(threads))
 

@@ -51,7 +51,6 @@ def checked_scalars(
     step: int,
     grad_scale: float,
     maximize: bool,
-    amsgrad: bool,
     decoupled: bool,
 ) -> Scalars:
     """The scalars of step `step`, which counts from 1.
@@ -63,8 +62,6 @@ def checked_scalars(
     beta1, beta2 = (factor_of(f"betas[{i}]", beta) for i, beta in enumerate(_pair(betas)))
     if isinstance(step, bool) or not isinstance(step, int) or not 1 <= step < 1 << 53:
         raise ConfigError(f"step is {step!r}: pass the number of this update, which counts from 1")
-    if amsgrad:
-        raise ConfigError("amsgrad is not supported: its third moment is not kept; pass amsgrad=False")
     factor = factor_of("grad_scale", grad_scale)
     lr, eps, weight_decay = numbers
     fields = _core.kernel_scalars(lr, (beta1, beta2), eps, weight_decay, decoupled, step, factor, bool(maximize))

@@ -42,10 +42,9 @@ def test_doctor_names_storage_that_will_fail(capsys, tmp_path):
 
 @pytest.mark.timeout(300)
 def test_demo_is_killed_and_differs_in_nothing(capsys, tmp_path):
-    small = ["--steps", "3", "--layers", "2", "--width", "64", "--host-memory", "64MiB"]
+    small = ["--steps", "3", "--layers", "2", "--width", "64"]
     assert main(["demo", *small, "--storage", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "Of the offloaded parameters 100% are kept in RAM" in out
     assert "kill -9" in out
     assert "resumed from" in out
     assert "3 of 3 losses have the same bits" in out

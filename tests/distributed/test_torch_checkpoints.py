@@ -88,6 +88,7 @@ def write_and_read(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_weights_that_torchs_distributed_checkpoints_wrote(tmp_path):
     wanted = tensors(model())
     for values in on_ranks(2, write_and_read, tmp_path):

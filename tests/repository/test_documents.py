@@ -93,7 +93,6 @@ NOT_HERE = {
     r"--data rows\.jsonl": "needs the reader's weights and rows",
     r"\.\.\.|(^| )[A-Z]+( |$)": "has a placeholder",
     r"^(train|plan|store \w+|train --accumulate)$": "is named in a sentence",
-    r"^train needs ": "is a message",
 }
 SHELL = re.compile(r"(?:torchrun .*-m memascend|(?:python -m )?memascend) (.*)")
 

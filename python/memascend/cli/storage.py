@@ -50,11 +50,6 @@ class Speed:
         """Bandwidth in 10**9 bytes per second."""
         return self.nbytes / self.seconds / 1e9
 
-    @property
-    def cpu_ms_per_gb(self) -> float:
-        """Processor time, of all threads and the kernel for them, in ms per 10**9 bytes."""
-        return self.cpu_seconds * 1e3 / (self.nbytes / 1e9)
-
 
 @contextmanager
 def blocks(nbytes: int, count: int) -> Iterator[list[torch.Tensor]]:

@@ -172,7 +172,7 @@ def test_adamw(decoupled, betas, weight_decay, dtype, out):
     for step in (1, 2, 1000):
         scalars = checked_scalars(
             lr=1e-3, betas=betas, eps=1e-8, weight_decay=weight_decay, step=step, grad_scale=0.7,
-            maximize=step == 2, amsgrad=False, decoupled=decoupled,
+            maximize=step == 2, decoupled=decoupled,
         )  # fmt: skip
         adamw_jit.launch(*state, scalars)
         adamw_reference(*twin, scalars)

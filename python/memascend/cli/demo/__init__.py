@@ -30,7 +30,6 @@ _STEPS = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--storage", metavar="FOLDER", type=Path, help="where the offloaded training lives meanwhile")
-    parser.add_argument("--host-memory", metavar="B", help='budget, as "200MiB"; default: the smallest that is fast')
     parser.add_argument("--steps", metavar="N", type=_from_two, default=_STEPS, help="how many (default: %(default)s)")
     parser.add_argument("--layers", metavar="N", type=_from_two, default=_LAYERS, help="of the model (%(default)s)")
     parser.add_argument("--width", metavar="N", type=_width, default=_WIDTH, help="of its layers (%(default)s)")
@@ -62,7 +61,6 @@ class Settings:
     rows: int  # texts of a step
     length: int  # bytes of each
     storage: str | None  # a folder; None: in memory
-    host_memory: str | None = None  # the budget of the offloaded training; None: the default
 
 
 class Side(Closing):
@@ -130,7 +128,7 @@ class Side(Closing):
 def run(options: argparse.Namespace) -> int:
     """Train, kill, resume, compare. Exit code 1 if anything differs."""
     with tempfile.TemporaryDirectory(prefix="memascend-demo-", dir=options.storage or disk_folder()) as folder:
-        settings = Settings(options.layers, options.width, _ROWS, _LENGTH, folder, options.host_memory)
+        settings = Settings(options.layers, options.width, _ROWS, _LENGTH, folder)
         with Side(replace(settings, storage=None)) as memory, Side(settings) as offloaded:
             return _compare(settings, options.steps, memory, offloaded)
 
@@ -142,10 +140,7 @@ def _compare(settings: Settings, steps: int, memory: Side, offloaded: Side) -> i
         "float32)\nlearns the bytes of Python's own sources: once in memory, with torch's fused AdamW, and once "
         "offloaded.\nThey take turns, each in a process of its own on one thread. Memory is without imports.\n"
     )
-    ready = offloaded.answer()
-    kept = ready["in_memory"] / ready["parameters"]
-    if kept:
-        _say(f"Of the offloaded parameters {kept:.0%} are kept in RAM with their state: they are read once.\n")
+    offloaded.answer()
     _say(f"{_line(_HEADS)}\n{'  '.join('-' * width for width in _WIDTHS)}")
     rows: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for step in range(1, steps + 1):
@@ -157,7 +152,7 @@ def _compare(settings: Settings, steps: int, memory: Side, offloaded: Side) -> i
             other = offloaded.ask("step")
         rows.append((one, other))
         _say(row_shown(step, one, other))
-    return _conclude(rows, memory, offloaded, kept)
+    return _conclude(rows, memory, offloaded)
 
 
 def _killed(side: Side, step: int, seconds: float, storage: str | None) -> dict[str, Any]:
@@ -174,28 +169,19 @@ def _killed(side: Side, step: int, seconds: float, storage: str | None) -> dict[
     return side.ask("step")
 
 
-def _conclude(rows: list[tuple[dict[str, Any], dict[str, Any]]], memory: Side, offloaded: Side, kept: float) -> int:
+def _conclude(rows: list[tuple[dict[str, Any], dict[str, Any]]], memory: Side, offloaded: Side) -> int:
     ours, theirs = offloaded.ask("end"), memory.ask("end")
     same = sum(one["loss"] == other["loss"] for one, other in rows)
     equal = theirs["digest"] == ours["digest"]
     peaks = memory.peak, offloaded.peak
     times = [statistics.median(row[side]["seconds"] for row in rows if row[side]["seconds"]) for side in (0, 1)]
-    imported = [rows[-1][side]["imported"] for side in (0, 1)]
-    report = ours["report"]
-    moved = [sum(n for kind, n in report[way].items() if kind != "first values") for way in ("read", "written")]
-    steps = max(1, report["steps"])
     lines = [
         ("loss, from", *(f"{rows[0][side]['loss']:.4f}" for side in (0, 1)), ""),
         ("loss, to", *(f"{rows[-1][side]['loss']:.4f}" for side in (0, 1)), ""),
         ("parameters, SHA-256", theirs["digest"][:12], ours["digest"][:12], "same" if equal else "DIFFERENT"),
         ("memory for training, peak", *map(bytes_shown, peaks), f"{peaks[1] / peaks[0]:.0%}"),
-        ("  of it parameters, state, gradients", *map(bytes_shown, ours["counted"].values()), ""),
-        ("whole process, peak", *(bytes_shown(a + b) for a, b in zip(peaks, imported, strict=True)), ""),
         ("a step, median", *map(seconds_shown, times), f"{times[1] / times[0]:.2f} times"),
-        ("kept in RAM", "", f"{kept:.0%}", "of the parameters, with their state"),
         ("on storage", "", bytes_shown(ours["disk"]), ""),
-        ("read for each step", "", bytes_shown(moved[0] // steps), ""),
-        ("written for each step", "", bytes_shown(moved[1] // steps), ""),
     ]
     _say("\n" + table(("", "in memory", "offloaded", ""), lines))
     fine = equal and same == len(rows)

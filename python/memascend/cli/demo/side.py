@@ -120,23 +120,15 @@ def _train(settings: Settings) -> None:
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, fused=True)
     offloaded: OffloadedOptimizer | None = None
     if settings.storage is not None:
-        model, offloaded = offload(
-            model,
-            optimizer,
-            storage=settings.storage,
-            existing="resume",
-            device="cpu",
-            host_memory=settings.host_memory,
-        )
+        model, offloaded = offload(model, optimizer, storage=settings.storage, existing="resume", device="cpu")
         optimizer = offloaded
     with contextlib.suppress(OSError):
         # Some containers forbid it; then the peak includes the imports.
         process.restart_peak()
     done = offloaded.steps if offloaded else 0
     last = (offloaded.user_state or {}) if offloaded else {}
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    kept = sum(sizes[name] for name in sizes if offloaded and name in offloaded.plan.held)
-    _answer(steps=done, last_loss=last.get("loss"), parameters=sum(sizes.values()), in_memory=kept)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    _answer(steps=done, last_loss=last.get("loss"), parameters=count)
     for line in sys.stdin:
         if line.strip() != "step":
             break
@@ -150,16 +142,8 @@ def _train(settings: Settings) -> None:
         done += 1
         seconds = time.perf_counter() - began
         held, peak = (max(0, bytes_now - imported) for bytes_now in (process.resident(), process.resident_peak()))
-        _answer(step=done, loss=loss.item(), seconds=seconds, held=held, peak=peak, imported=imported)
-    _answer(digest=_digest(model), **_reported(offloaded))
-
-
-def _reported(offloaded: OffloadedOptimizer | None) -> dict[str, Any]:
-    if offloaded is None:
-        return {}
-    report = offloaded.report()
-    counted = {"in_memory": report.in_memory.total, "offloaded": report.peak}
-    return {"report": report.to_dict(), "counted": counted, "disk": offloaded.plan.disk_bytes}
+        _answer(step=done, loss=loss.item(), seconds=seconds, held=held, peak=peak)
+    _answer(digest=_digest(model), disk=offloaded.plan.disk_bytes if offloaded else 0)
 
 
 def _warm_up() -> None:
