@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,12 +11,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import distributed
 
-from memascend.distributed.rendezvous import LOOK_SECONDS, WORD_SECONDS, answered, gone, meet, store_failed
+from memascend.distributed.rendezvous import (
+    LOOK_SECONDS,
+    WORD_SECONDS,
+    answered,
+    gone,
+    meet,
+    store_failed,
+    values_of_ranks,
+)
 from memascend.errors import RankError
 from memascend.tensors import bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 # The share of the timeout in which ranks report that they made no group: each has waited as long as the others.
@@ -29,26 +36,20 @@ _PAIR = 2
 _MADE = "made"
 
 
-class _Next:
-    """Counts the groups of one opening of a run, equally on all ranks."""
+class _Keys:
+    """The keys of one opening of a run in torch's store."""
 
-    # Of the keys in torch's store.
     prefix = "memascend"
-    number = 0
-
-    @classmethod
-    def take(cls) -> int:
-        """The number of the group that is being made."""
-        cls.number += 1
-        return cls.number - 1
+    # The number of groups that were made, equal on all ranks.
+    groups = 0
 
 
 def begin(timeout: float) -> None:
     """Begin to make the groups of a run; all ranks do so together. See `rendezvous.meet` for its errors."""
-    _Next.prefix = meet(_store(), distributed.get_rank(), distributed.get_world_size(), timeout)
-    _Next.number = 0
+    _Keys.prefix = meet(_store(), distributed.get_rank(), distributed.get_world_size(), timeout)
+    _Keys.groups = 0
     # torch names groups by this count, and gloo's keys by that name: an earlier attempt has left the lowest ones.
-    digest = _Next.prefix.rpartition("/")[2]
+    digest = _Keys.prefix.rpartition("/")[2]
     distributed.distributed_c10d._world.group_count = int(digest, 16) >> 16  # noqa: SLF001
 
 
@@ -66,165 +67,101 @@ def make_group(timeout: float, ranks: Sequence[int] | None = None) -> Any:
         RankError: no group was made; the error names the missing ranks, unless the store is gone, too.
     """
     members = None if ranks is None else list(ranks)
-    number, group, why = _Next.take(), None, "it did not come"
+    number, _Keys.groups = _Keys.groups, _Keys.groups + 1
     after = min(timeout * _PART_AFTER, _SECONDS_AFTER_MAX)
+    group, why = None, "it did not come"
     missing: tuple[int, ...] = ()
+    apart: dict[int, str] = {}
     try:
-        missing = _missing(number, "begins", "here", timeout)
-        until = time.monotonic() + timeout
+        _, missing = _all_at(f"{number}/begins", "here", timeout)
         if not missing:
-            group, why = _met(members, timeout - after)
+            until = time.monotonic() + timeout
+            group, why = _made(members, timeout - after)
             # A rank that has made the group may be ahead of one that still waits for a dead rank.
             seconds = max(after, until - time.monotonic())
-            missing = _missing(number, "ends", why if group is None else _MADE, seconds)
-            apart = {} if missing else _without_group(number)
-            if not missing and not apart:
+            words, missing = _all_at(f"{number}/ends", why or _MADE, seconds)
+            apart = {rank: word for rank, word in enumerate(words) if word != _MADE}
+            if not apart:
                 return group
-            if apart:
-                let_go(group)
-                raise _apart(apart, timeout)
-    except RankError:
-        raise
     except RuntimeError as error:
-        why = f"{why}; {store_failed(error)}"
+        why, missing, apart = f"{why}; {store_failed(error)}", (), {}
     let_go(group)
     left_by(missing)
-    raise gone(missing, timeout, why)
-
-
-def _apart(why: Mapping[int, str], timeout: float) -> RankError:
-    """The error of ranks that made no group and say why. If others made it, these ranks did not reach each other."""
-    some = tuple(why) if len(why) < distributed.get_world_size() else ()
-    named = ", ".join(f"rank {rank}" for rank in some) or "the ranks"
-    reasons = "; ".join(f"rank {rank}: {said}" for rank, said in why.items())
-    return RankError(
-        f"{named} could not connect with each other within {timeout:g} s, before all ranks could talk; nothing was "
-        f"changed ({reasons})",
+    if missing or not apart:
+        raise gone(missing, timeout, why)
+    # Ranks without the group did not reach each other if the others made it.
+    some = tuple(apart) if len(apart) < distributed.get_world_size() else ()
+    raise RankError(
+        f"{', '.join(f'rank {rank}' for rank in some) or 'the ranks'} could not connect with each other within "
+        f"{timeout:g} s, before all ranks could talk; nothing was changed "
+        f"({'; '.join(f'rank {rank}: {word}' for rank, word in apart.items())})",
         ranks=some,
     )
 
 
+def _all_at(moment: str, word: str, seconds: float) -> tuple[list[str], tuple[int, ...]]:
+    """The words of all ranks at a moment of making a group, and the ranks at fault if some do not reach it in time."""
+    prefix, until = f"{_Keys.prefix}/{moment}", time.monotonic() + seconds
+
+    def look() -> tuple[list[str], list[int]]:
+        store = _store()
+        store.set(f"{prefix}/{distributed.get_rank()}", word)
+        while True:
+            is_over = time.monotonic() > until
+            words = values_of_ranks(store, prefix, distributed.get_world_size(), each=is_over)
+            missing = [rank for rank, one in enumerate(words) if not one]
+            if is_over or not missing:
+                return words, missing
+            time.sleep(LOOK_SECONDS)
+
+    words, missing = answered(look, seconds + WORD_SECONDS)
+    return words, at_fault(missing) if missing else ()
+
+
+def _made(members: list[int] | None, seconds: float) -> tuple[Any, str]:
+    """The group, or the reason why there is none. gloo may try for several times the timeout that it is given."""
+    timeout = timedelta(seconds=seconds)
+    try:
+        return answered(lambda: distributed.new_group(members, backend="gloo", timeout=timeout), seconds), ""
+    except RuntimeError as error:
+        return None, str(error).splitlines()[0][:200]
+
+
 def left_by(blamed: Iterable[int]) -> None:
     """Leave a note that this rank stopped because of others, so that ranks that wait for it name those."""
-    key, said = _left(_Next.number, distributed.get_rank()), json.dumps(sorted(blamed))
+    note = json.dumps(sorted(blamed))
     # If the store is gone, no rank waits.
     with contextlib.suppress(RuntimeError):
-        answered(lambda: _store().set(key, said), 2 * WORD_SECONDS)
+        answered(lambda: _store().set(_note_of(distributed.get_rank()), note), 2 * WORD_SECONDS)
 
 
-def at_fault(missing: Iterable[int], number: int | None = None, seconds: float = WORD_SECONDS) -> tuple[int, ...]:
-    """The ranks at fault: missing ranks that left no note, and the ranks that the notes of the others blame.
-
-    Call `left_by()` first if other ranks may wait for this one.
-
-    Args:
-        missing: at least one rank.
-        number: of the group that the ranks were to make; None: of the next, for ranks that use an existing one.
-        seconds: how long to wait for the first note; the others come soon after.
-    """
+def at_fault(missing: Iterable[int]) -> tuple[int, ...]:
+    """The ranks at fault: missing ranks that left no note, and the ranks that the notes of the others blame."""
     gone, own = {*missing}, distributed.get_rank()
-    if distributed.get_world_size() == _PAIR:
-        # There is no other rank.
-        return tuple(gone)
-    asked = _Next.number if number is None else number
+    # What ranks that left blame, by rank.
+    notes: dict[int, list[int]] = {}
+    until = time.monotonic() + WORD_SECONDS
 
-    def silent(left: dict[int, list[int]]) -> set[int]:
-        return gone.union(*left.values()) - left.keys() - {own}
-
-    soon = time.monotonic() + WORD_SECONDS
-
-    def wanted(left: dict[int, list[int]]) -> set[int]:
-        return silent(left) if not left or time.monotonic() < soon else set()
-
-    return tuple(sorted(silent(_notes(asked, wanted, seconds)) or gone))
-
-
-def lost_each_other(ranks: Collection[int], seconds: float) -> tuple[int, ...]:
-    """Which of these ranks blame each other, by the notes that they leave within `seconds`."""
-
-    def mutual(left: dict[int, list[int]]) -> set[int]:
-        return {rank for rank, blamed in left.items() if any(rank in left.get(other, ()) for other in blamed)}
-
-    def wanted(left: dict[int, list[int]]) -> set[int]:
-        # Ranks that lost nobody leave no note.
-        return set() if mutual(left) else {*ranks} - left.keys()
-
-    return tuple(sorted(mutual(_notes(_Next.number, wanted, seconds))))
-
-
-def _notes(number: int, wanted: Callable[[dict[int, list[int]]], set[int]], seconds: float) -> dict[int, list[int]]:
-    """The ranks that others blame in their notes; `wanted` says whose notes are looked for, from those found so far."""
-    left: dict[int, list[int]] = {}
+    def silent() -> set[int]:
+        return gone.union(*notes.values()) - notes.keys() - {own}
 
     def listen() -> None:
-        # If the store is gone, the notes read so far must do.
-        with contextlib.suppress(RuntimeError):
-            store, until = _store(), time.monotonic() + seconds
-            while wanted(left) and time.monotonic() < until:
-                for rank in wanted(left):
-                    if store.check([_left(number, rank)]):
-                        left[rank] = json.loads(store.get(_left(number, rank)))
-                time.sleep(LOOK_SECONDS)
-
-    # The store may be in a process that hangs.
-    listening = threading.Thread(target=listen, daemon=True)
-    listening.start()
-    listening.join(seconds + WORD_SECONDS)
-    return dict(left)
-
-
-def _met(members: list[int] | None, seconds: float) -> tuple[Any, str]:
-    """The group, or the reason why there is none. gloo may try for several times the timeout that it is given."""
-    # Set once: the group, or None if the time ran out first; a group made later is destroyed.
-    met: dict[str, Any] = {}
-    why = f"no group within {seconds:g} s"
-
-    def make() -> None:
-        nonlocal why
-        try:
-            group = distributed.new_group(members, backend="gloo", timeout=timedelta(seconds=seconds))
-        except RuntimeError as error:
-            why = str(error).splitlines()[0][:200]
-            return
-        if met.setdefault("group", group) is not group:
-            let_go(group)
-
-    making = threading.Thread(target=make, daemon=True)
-    making.start()
-    making.join(seconds)
-    return met.setdefault("group", None), why
-
-
-def _missing(number: int, moment: str, said: str, seconds: float) -> tuple[int, ...]:
-    """Ranks that do not reach this moment of making a group in time; `said` is what the others read of this one."""
-    keys, until = _keys(number, moment), time.monotonic() + seconds
-
-    def look() -> list[int]:
         store = _store()
-        store.set(keys[distributed.get_rank()], said)
-        while not store.check(keys):
-            if time.monotonic() > until:
-                return [rank for rank, key in enumerate(keys) if not store.check([key])]
+        while silent() and time.monotonic() < until:
+            for rank in silent():
+                if store.check([_note_of(rank)]):
+                    notes[rank] = json.loads(store.get(_note_of(rank)))
             time.sleep(LOOK_SECONDS)
-        return []
 
-    missing = answered(look, seconds + WORD_SECONDS)
-    return at_fault(missing, number) if missing else ()
-
-
-def _without_group(number: int) -> dict[int, str]:
-    """The ranks that made no group, and what they say."""
-    keys = _keys(number, "ends")
-    said = answered(lambda: [_store().get(key).decode() for key in keys], WORD_SECONDS)
-    return {rank: words for rank, words in enumerate(said) if words != _MADE}
+    if distributed.get_world_size() > _PAIR:
+        # If the store is gone, the notes that were read so far must do.
+        with contextlib.suppress(RuntimeError):
+            answered(listen, 2 * WORD_SECONDS)
+    return tuple(sorted(silent() or gone))
 
 
-def _left(number: int, rank: int) -> str:
-    return f"{_Next.prefix}/{number}/left/{rank}"
-
-
-def _keys(number: int, moment: str) -> list[str]:
-    return [f"{_Next.prefix}/{number}/{moment}/{rank}" for rank in range(distributed.get_world_size())]
+def _note_of(rank: int) -> str:
+    return f"{_Keys.prefix}/left/{rank}"
 
 
 def _store() -> Any:

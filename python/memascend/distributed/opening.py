@@ -162,9 +162,7 @@ class Opening:
                 store.close()
             raise
         before = self.identity if self.number or earlier is None else earlier
-        agreement = Agreement(self.exchange, self.run, self.number, before, self.nonce)
-        agreement.lead(store)
-        return store, agreement
+        return store, Agreement(self.exchange, store, self.run, self.number, before, self.nonce)
 
     def _require_unchanged(self, store: Store) -> None:
         found = store.info()

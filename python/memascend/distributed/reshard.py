@@ -6,16 +6,15 @@ import contextlib
 import logging
 import os
 import re
-import traceback
-from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import distributed
 
+from memascend.distributed.collectives import Collectives
 from memascend.distributed.control_plane import Alone
-from memascend.distributed.groups import let_go, make_group
 from memascend.distributed.opening import EARLIER, Stores, common_of, is_at, outlived_by, require_own, seen_at, told_by
 from memascend.distributed.rows import BLOCK_ELEMENTS, is_in_blocks
 from memascend.errors import ConfigError
@@ -242,13 +241,13 @@ class Passed(NamedTuple):
 
 
 class Transfer:
-    """Moves tensors between ranks, over a gloo group of its own. If a rank closes it early, errors name that rank."""
+    """Moves tensors between ranks, which all call `move` together. If a rank closes it early, errors name that rank."""
 
     def __init__(self, exchange: Exchange | Alone) -> None:
         """Make the group; all ranks do so together."""
-        self._exchange = exchange
-        self._rank = exchange.rank
-        self._group: Any = None if isinstance(exchange, Alone) else make_group(exchange.timeout)
+        self._ranks, self._rank = range(exchange.size), exchange.rank
+        device = torch.device("cpu")
+        self._collectives = None if isinstance(exchange, Alone) else Collectives(exchange, self._ranks, device)
 
     def move(self, pieces: Sequence[Passed]) -> None:
         """Move all pieces that this rank sends or receives. Pieces of a pair of ranks have the same order on both.
@@ -256,45 +255,26 @@ class Transfer:
         Raises:
             RankError: a rank failed, or is gone.
         """
-        try:
-            coming = self._moved(pieces)
-        except RuntimeError as error:
-            if isinstance(self._exchange, Alone):
-                raise
-            # Ranks that wait for this one notice when its connections close, with the last reference to the group.
-            traceback.clear_frames(error.__traceback__)
-            self.close()
-            raise self._exchange.lost(f"moving rows ({str(error).splitlines()[0][:200]})", 5.0) from error
-        for got, memory in coming:
-            got.copy_(memory.view(got.dtype).view(got.shape))
-
-    def _moved(self, pieces: Sequence[Passed]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of a target tensor and the bytes that came for it from another rank."""
-        works, coming = [], []
-        tags: Counter[tuple[int, int]] = Counter()
-        for piece in pieces:
-            if piece.source == piece.target:
-                if piece.source == self._rank and piece.got is not None and piece.sent is not None:
-                    piece.got.copy_(piece.sent)
-                continue
-            tag = tags[piece.source, piece.target]
-            tags[piece.source, piece.target] += 1
-            if piece.source == self._rank and piece.sent is not None:
-                memory = bytes_of(piece.sent.contiguous())
-                works.append((distributed.isend(memory, piece.target, group=self._group, tag=tag), memory))
-            elif piece.target == self._rank and piece.got is not None:
-                memory = torch.empty(piece.got.nbytes, dtype=torch.uint8)
-                works.append((distributed.irecv(memory, piece.source, group=self._group, tag=tag), memory))
-                coming.append((piece.got, memory))
-        for work, _ in works:
-            if work is not None:
-                work.wait()
-        return coming
+        out = [[one.sent for one in pieces if one.target == rank and one.sent is not None] for rank in self._ranks]
+        into = [[one.got for one in pieces if one.source == rank and one.got is not None] for rank in self._ranks]
+        for got, sent in zip(into[self._rank], out[self._rank], strict=True):
+            got.copy_(sent)
+        if self._collectives is None:
+            return
+        out[self._rank] = into[self._rank] = []
+        given = torch.cat([torch.empty(0, dtype=torch.uint8), *(bytes_of(one.contiguous()) for one in chain(*out))])
+        sizes = [[sum(one.nbytes for one in tensors) for tensors in each] for each in (into, out)]
+        taken = torch.empty(sum(sizes[0]), dtype=torch.uint8)
+        self._collectives.meet(
+            "moving rows", None, lambda group: distributed.all_to_all_single(taken, given, *sizes, group=group)
+        )
+        for got, values in zip(chain(*into), taken.split([one.nbytes for one in chain(*into)]), strict=True):
+            got.copy_(values.clone().view(got.dtype).view(got.shape))
 
     def close(self) -> None:
         """Leave the group, which ends the waits of other ranks for this one."""
-        group, self._group = self._group, None
-        let_go(group)
+        if self._collectives is not None:
+            self._collectives.close()
 
 
 class EarlierValues:
