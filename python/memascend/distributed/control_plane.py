@@ -40,7 +40,7 @@ _Kind = Literal["said", "failed", "lost"]
 class Message(NamedTuple):
     """The message with one number that a rank sends to all others."""
 
-    count: int  # its number
+    number: int
     kind: _Kind
     about: str | None  # its subject, which must be the same on all ranks
     value: Any  # a JSON value, or the text of an error
@@ -230,10 +230,10 @@ class Exchange:
         # A rank that failed, or lost others, reports this whatever the subject.
         asked = {one.about for one in heard.values()} - {None}
         strange = {
-            rank: f"it is at message {one.count}, {one.about!r}, and this one, {self.rank}, at {own.count}, "
+            rank: f"it is at message {one.number}, {one.about!r}, and this one, {self.rank}, at {own.number}, "
             f"{own.about!r}: every rank must make the same calls"
             for rank, one in heard.items()
-            if one.count != own.count or (len(asked) > 1 and one.about != own.about)
+            if one.number != own.number or (len(asked) > 1 and one.about != own.about)
         }
         if not lost and not strange:
             return

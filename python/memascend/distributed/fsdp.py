@@ -91,12 +91,6 @@ class FsdpParameter:
         kind: str = self.leaf.device_mesh.device_type  # type: ignore[attr-defined]
         return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
-    @property
-    def reduce_dtype(self) -> torch.dtype | None:
-        """The dtype in which `MixedPrecisionPolicy` reduces its gradient; None: the gradient's own."""
-        found: torch.dtype | None = self._torch.mp_policy.reduce_dtype
-        return found
-
     def replace_local(self, rows: torch.Tensor) -> None:
         """Replace the parameter's local tensor; the new one may have the hooks of an FSDP2 extension."""
         # This also refers to the old rows.
@@ -181,7 +175,7 @@ class FsdpGroup:
         if kept.post_forward_mesh_info is not None and kept.post_forward_mesh_info != kept.mesh_info:
             raise ConfigError(f"{self.name}: reshard_after_forward= is a number of ranks: pass True or False")
         for one in self.parameters:
-            wide = one.reduce_dtype
+            wide = one._torch.mp_policy.reduce_dtype  # noqa: SLF001
             if ordered and wide is not None and wide.itemsize > one.leaf.dtype.itemsize:
                 raise ConfigError(
                     f"{one.name} is {one.leaf.dtype} and its gradient is reduced in {wide}: in the order of ranks it "
@@ -228,16 +222,6 @@ class FsdpGroup:
     def settle(self) -> None:
         """Keep torch from searching for replaced parameters: these were replaced on purpose."""
         self._torch._reset_sharded_params = True  # noqa: SLF001
-
-    def gather_by(self, gather: AllGather) -> None:
-        """Gather rows by `gather`."""
-        self.module.set_custom_all_gather(gather)
-
-    def reduce_by(self, reduction: ReduceScatter, *, sums: bool) -> None:
-        """Reduce gradients by `reduction`. With `sums` torch divides the result, not the parts."""
-        self.module.set_custom_reduce_scatter(reduction)
-        if sums:
-            self.module.set_force_sum_reduction_for_comms(enable=True)
 
     def factor_after(self, dtype: torch.dtype) -> float | None:
         """The divisor of a finished sum of this dtype; None: the sum is not divided."""
@@ -521,30 +505,25 @@ class LocalParameter(torch.nn.Parameter):
     the model's parameters are visible here.
     """
 
-    _sharded: FsdpParameter
+    sharded: FsdpParameter
 
     @classmethod
     def of(cls, sharded: FsdpParameter) -> Self:
         """The present rows of a parameter, on the same memory."""
         found: Self = torch.Tensor._make_subclass(cls, sharded.local.detach(), sharded.leaf.requires_grad)  # noqa: SLF001
-        found._sharded = sharded
+        found.sharded = sharded
         return found
-
-    @property
-    def sharded(self) -> FsdpParameter:
-        """The parameter whose rows these are."""
-        return self._sharded
 
     @property
     def grad(self) -> Any:
         """This rank's rows of the gradient."""
-        found: Any = self._sharded.leaf.grad
+        found: Any = self.sharded.leaf.grad
         return None if found is None else found._local_tensor  # noqa: SLF001
 
     @grad.setter
     def grad(self, values: torch.Tensor | None) -> None:
-        self._sharded.leaf.grad = None if values is None else self._sharded.as_sharded(values)
+        self.sharded.leaf.grad = None if values is None else self.sharded.as_sharded(values)
 
     @grad.deleter
     def grad(self) -> None:
-        self._sharded.leaf.grad = None
+        self.sharded.leaf.grad = None

@@ -262,11 +262,13 @@ class Transfer:
         if self._collectives is None:
             return
         out[self._rank] = into[self._rank] = []
-        given = torch.cat([torch.empty(0, dtype=torch.uint8), *(bytes_of(one.contiguous()) for one in chain(*out))])
-        sizes = [[sum(one.nbytes for one in tensors) for tensors in each] for each in (into, out)]
-        taken = torch.empty(sum(sizes[0]), dtype=torch.uint8)
+        given = torch.cat(
+            [torch.empty(0, dtype=torch.uint8, device="cpu"), *(bytes_of(one.contiguous()) for one in chain(*out))]
+        )
+        coming, going = ([sum(one.nbytes for one in tensors) for tensors in each] for each in (into, out))
+        taken = torch.empty(sum(coming), dtype=torch.uint8, device="cpu")
         self._collectives.meet(
-            "moving rows", None, lambda group: distributed.all_to_all_single(taken, given, *sizes, group=group)
+            "moving rows", None, lambda group: distributed.all_to_all_single(taken, given, coming, going, group)
         )
         for got, values in zip(chain(*into), taken.split([one.nbytes for one in chain(*into)]), strict=True):
             got.copy_(values.clone().view(got.dtype).view(got.shape))

@@ -233,12 +233,15 @@ class Sharding(RowsOfRank):
         """Gather and reduce a group through `Collectives`, whose errors name a rank that is gone."""
         if self.collectives is None:
             return
-        group.gather_by(Gather(self.collectives, group.name))
+        module: Any = group.module
+        module.set_custom_all_gather(Gather(self.collectives, group.name))
         if not self._ordered:
-            group.reduce_by(NativeReduction(self.collectives, group.name), sums=False)
+            module.set_custom_reduce_scatter(NativeReduction(self.collectives, group.name))
             return
         reduction = OrderedReduction(group, self.collectives)
-        group.reduce_by(reduction, sums=True)
+        module.set_custom_reduce_scatter(reduction)
+        # torch divides the result, not the parts.
+        module.set_force_sum_reduction_for_comms(enable=True)
         self._reductions.update((id(one.leaf), reduction) for one in group.parameters)
 
     def _alone(self) -> AbstractContextManager[None]:
@@ -258,7 +261,7 @@ class Sharding(RowsOfRank):
             self.collectives.note(f"the gradient of {one.name}")
         reduction = self._reductions.get(id(leaf))
         taken = None if reduction is None else reduction.take(one)
-        local = self._local.get(id(leaf))
+        local: Any = self._local.get(id(leaf))
         if local is None:
             # No rows, no gradient.
             leaf.grad = None
