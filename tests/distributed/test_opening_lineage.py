@@ -12,9 +12,9 @@ def store(count, *numbers):
     return {"there": True, "filled": bool(commits), "commits": commits, "damage": None, "error": None}
 
 
-def stores(count, *each):
-    """Those of a number of ranks; None where a rank's is not there."""
-    seen = {rank: one for rank, one in enumerate(each) if one is not None}
+def stores(count, *each, said=None):
+    """Those of a number of ranks; None where a rank's is not there. `said`: by each of them."""
+    seen = {rank: {**one, "said": said} for rank, one in enumerate(each) if one is not None}
     return Stores(count=count, owners=dict.fromkeys(seen, 0), seen=seen)
 
 
@@ -26,7 +26,10 @@ def said(*earlier, step=7):
     return {"uuid": "uuid", "step": step, EARLIER: list(earlier)}
 
 
-NEW = stores(2, store(2, 1), store(2, 1))
+def new(said):
+    return stores(2, store(2, 1), store(2, 1), said=said)
+
+
 ZEROS = {**store(4), "there": False, "filled": True}
 
 
@@ -45,27 +48,25 @@ ZEROS = {**store(4), "there": False, "filled": True}
     ],
 )
 def test_new_stores_stand_for_what_they_name(old, outlived):
-    found = outlived_by([old, NEW], {4: said(), 2: said(identity(4, 9))})
-    assert list(found) == outlived
+    assert list(outlived_by([old, new(said(identity(4, 9)))])) == outlived
     # Nothing says so.
-    assert not outlived_by([old, NEW], {4: said(), 2: said()})
-    assert not outlived_by([old, NEW], {4: said(), 2: None})
+    assert not outlived_by([old, new(said())])
+    assert not outlived_by([old, new(None)])
 
 
-@pytest.mark.parametrize("new", [stores(2, store(2, 1), None), stores(2, store(2, 1), store(2))])
-def test_stores_of_which_one_is_missing_stand_for_none(new):
+@pytest.mark.parametrize("last", [None, store(2)])
+def test_stores_of_which_one_is_missing_stand_for_none(last):
     old = stores(4, *[store(4, 9, 8)] * 4)
-    assert not outlived_by([old, new], {4: said(), 2: said(identity(4, 9))})
+    assert not outlived_by([old, stores(2, store(2, 1), last, said=said(identity(4, 9)))])
 
 
 def test_stores_stand_for_all_that_those_had_outlived():
     """One process, then two ranks, then three: of the two one is gone."""
-    one, two = stores(1, store(1, 0)), stores(2, None, store(2, 1))
-    three = stores(3, *[store(3, 1)] * 3)
-    told = {1: said(), 2: said(identity(1, 7)), 3: said(identity(2, 1), identity(1, 7))}
-    assert sorted(outlived_by([one, two, three], told)) == [1, 2]
+    two = stores(2, None, store(2, 1), said=said(identity(1, 7)))
+    three = stores(3, *[store(3, 1)] * 3, said=said(identity(2, 1), identity(1, 7)))
+    assert sorted(outlived_by([stores(1, store(1, 0), said=said()), two, three])) == [1, 2]
     # A single process that went on is none of them.
-    assert list(outlived_by([one, two, three], {**told, 1: said(step=8)})) == [2]
+    assert list(outlived_by([stores(1, store(1, 0), said=said(step=8)), two, three])) == [2]
 
 
 @pytest.mark.parametrize(

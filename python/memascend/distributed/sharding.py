@@ -52,7 +52,12 @@ class Sharding(RowsOfRank):
         self._groups = groups_of(model)
         self._ordered = reduction == "ordered"
         sharded = {one.name: one for group in self._groups for one in group.parameters}
-        _refuse_others(model, sharded)
+        others = [name for name, _ in model.named_parameters() if name not in sharded]
+        if others:
+            raise ConfigError(
+                f"{', '.join(others[:3])} is not sharded by fully_shard() and other parameters are: apply "
+                "fully_shard(model) to the whole model after its blocks, without ignored_params"
+            )
         self.exchange = exchange
         self.opening: Opening | None = None
         self.rank, world_size = distributed.get_rank(), distributed.get_world_size()
@@ -108,7 +113,9 @@ class Sharding(RowsOfRank):
             undo.callback(optimizer.state.__setitem__, leaf, state)
             local = self._local.get(id(leaf))
             if local is not None:
-                optimizer.state[local] = {name: _local_part(value) for name, value in state.items()}
+                optimizer.state[local] = {
+                    name: value.to_local() if isinstance(value, DTensor) else value for name, value in state.items()
+                }
                 undo.callback(optimizer.state.pop, local, None)
 
     @property
@@ -277,16 +284,3 @@ class Sharding(RowsOfRank):
         if taken is not None:
             taken.sum_into(local.grad)
         heard(local, None, ())
-
-
-def _local_part(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _refuse_others(model: torch.nn.Module, sharded: Mapping[str, FsdpParameter]) -> None:
-    others = [name for name, _ in model.named_parameters() if name not in sharded]
-    if others:
-        raise ConfigError(
-            f"{', '.join(others[:3])} is not sharded by fully_shard() and other parameters are: apply "
-            "fully_shard(model) to the whole model after its blocks, without ignored_params"
-        )
