@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from memascend.distributed.control_plane import Exchange
-    from memascend.distributed.fsdp import FsdpGroup, FsdpParameter
+    from memascend.distributed.fsdp import FsdpGroup
     from memascend.distributed.opening import Opening
     from memascend.params.offloaded_param import Place
     from memascend.params.residency import Residency
