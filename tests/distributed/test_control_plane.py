@@ -65,6 +65,7 @@ def test_a_rank_that_is_killed_between_the_roots_takes_the_step_from_all(tmp_pat
     cut(tmp_path, "after staged", {}, world=2)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_rank_that_hangs_after_its_root_ends_the_step_on_all_within_the_timeout(tmp_path):
     ranks = cut(tmp_path, "before written", {}, world=2, fault=STOP, timeout=2.0)

@@ -176,21 +176,20 @@ class Exchange:
             )
 
     def line(self) -> Line:
-        """The line that moves rows to the first rank; all ranks make it together.
-
-        Raises:
-            RankError: a rank was gone when rows were gathered before.
-        """
+        """The line that moves rows to the first rank; all ranks make it together."""
         if self._line is None:
             self._line = Line(self.timeout)
-        if self._line.broken is not None:
-            raise self._line.broken
         return self._line
+
+    def close_line(self) -> None:
+        """Close the line after a failure, on all ranks; the next call of `line()` makes another."""
+        if self._line is not None:
+            self._line.close()
+            self._line = None
 
     def close(self) -> None:
         """Leave all groups: ranks that still use them see that this one is gone."""
-        if self._line is not None:
-            self._line.close()
+        self.close_line()
         group, self._group = self._group, None
         self.broken = self.broken or RankError("the ranks do not talk any more: the run was closed", ranks=())
         let_go(group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+import traceback
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +25,7 @@ from memascend.errors import RankError
 from memascend.tensors import bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 # The share of the timeout in which ranks report that they made no group: each has waited as long as the others.
@@ -176,12 +177,16 @@ def let_go(group: Any) -> None:
             distributed.destroy_process_group(group)
 
 
-_PIECE, _END, _FAILED = range(3)
-_GO_ON, _STOP = range(2)
+# In place of the number of a tensor: no more pieces follow.
+_END = -1
 
 
 class StoppedError(Exception):
-    """The first rank stopped the transfer: it or another rank failed, and all ranks are notified afterwards."""
+    """Rows did not arrive, since a rank failed, is gone or hangs; the line is closed, and ranks report which it was."""
+
+    def __init__(self, why: RuntimeError) -> None:
+        super().__init__(str(why).splitlines()[0][:200])
+        self.is_late = "Timed out" in str(why)
 
 
 class Piece(NamedTuple):
@@ -195,125 +200,64 @@ class Piece(NamedTuple):
 class Line:
     """Moves rows from each rank to the first one, over a gloo group of its own.
 
-    A rank sends pieces and then an end, as often as both sides know. The first rank answers each, so that it receives
-    one piece at a time and can stop the sender. A failure on one side leaves no rank waiting.
+    A rank sends pieces and then an end, as often as both sides know. gloo sends nothing that the first rank does not
+    await, so it receives one piece at a time. A rank that fails closes the line, so that no other rank waits for it.
     """
 
     def __init__(self, timeout: float) -> None:
         """Make the group; all ranks do so together. `timeout`: seconds that one rank waits for another."""
-        self._timeout = timeout
+        self._timeout = timedelta(seconds=timeout)
         self._group: Any = make_group(timeout)
-        self.rank = distributed.get_rank()
-        self.world_size = distributed.get_world_size()
-        # Senders that sent their last piece, failed, or are gone.
-        self._over: set[int] = set()
-        self.broken: RankError | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group, which ends the waits of other ranks for this one."""
         group, self._group = self._group, None
         let_go(group)
 
-    # --- on each rank but the first ------------------------------------------------------
-
     def send(self, tensor: int, start: int, values: torch.Tensor) -> None:
-        """Send elements of a tensor.
+        """Send elements of a tensor to the first rank.
 
         Raises:
-            StoppedError: the first rank stopped the transfer.
+            StoppedError: they did not arrive.
         """
-        self._tell([_PIECE, tensor, start, values.nbytes])
+        self._move(distributed.isend, torch.tensor([tensor, start, values.nbytes], device="cpu"), 0)
         if values.nbytes:
-            self._waited(0, lambda: distributed.isend(bytes_of(values), 0, group=self._group))
-        self._hear_answer()
+            self._move(distributed.isend, bytes_of(values), 0)
 
     def end(self) -> None:
         """End a series of pieces.
 
         Raises:
-            StoppedError: the first rank stopped the transfer.
+            StoppedError: the first rank does not know.
         """
-        self._tell([_END, 0, 0, 0])
-        self._hear_answer()
-
-    def fail(self) -> None:
-        """Report that this rank failed; the others are notified of the error afterwards."""
-        self._tell([_FAILED, 0, 0, 0])
-
-    def _tell(self, header: list[int]) -> None:
-        self._waited(0, lambda: distributed.isend(torch.tensor(header, device="cpu"), 0, group=self._group))
-
-    def _hear_answer(self) -> None:
-        answer = torch.empty(1, dtype=torch.int64, device="cpu")
-        self._waited(0, lambda: distributed.irecv(answer, 0, group=self._group))
-        if answer.item() == _STOP:
-            raise StoppedError
-
-    # --- on the first rank -----------------------------------------------------------------
+        self._move(distributed.isend, torch.tensor([_END, 0, 0], device="cpu"), 0)
 
     def pieces(self, rank: int, dtypes: list[torch.dtype]) -> Iterator[Piece]:
-        """The pieces of a rank up to its next end; `dtypes` are those of the tensors that both sides know.
+        """The pieces of a rank up to its next end, on the first rank; `dtypes` are those of the tensors.
 
         Raises:
-            StoppedError: that rank failed.
+            StoppedError: they did not arrive.
         """
         while True:
-            kind, tensor, start, values = self._received(rank)
-            if kind == _FAILED:
-                self._over.add(rank)
-                raise StoppedError
-            self._answer(rank, _GO_ON)
-            if kind == _END:
+            header = torch.empty(3, dtype=torch.int64, device="cpu")
+            self._move(distributed.irecv, header, rank)
+            tensor, start, nbytes = header.tolist()
+            if tensor == _END:
                 return
+            if len(self._memory) < nbytes:
+                self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            values = self._memory[:nbytes]
+            if nbytes:
+                self._move(distributed.irecv, values, rank)
             yield Piece(tensor, start, values.view(dtypes[tensor]))
 
-    def finish(self) -> None:
-        """Receive the last end of each rank.
-
-        Raises:
-            StoppedError: a rank failed.
-        """
-        for rank in range(1, self.world_size):
-            for _ in self.pieces(rank, []):
-                pass
-            self._over.add(rank)
-        self._over.clear()
-
-    def stop(self) -> None:
-        """Stop all ranks that still send."""
-        for rank in range(1, self.world_size):
-            if rank in self._over:
-                continue
-            with contextlib.suppress(RankError):
-                kind, *_ = self._received(rank)
-                if kind != _FAILED:
-                    self._answer(rank, _STOP)
-        self._over.clear()
-
-    def _received(self, rank: int) -> tuple[int, int, int, torch.Tensor]:
-        header = torch.empty(4, dtype=torch.int64, device="cpu")
-        self._waited(rank, lambda: distributed.irecv(header, rank, group=self._group))
-        kind, tensor, start, nbytes = header.tolist()
-        if len(self._memory) < nbytes:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        values = self._memory[:nbytes]
-        if nbytes:
-            self._waited(rank, lambda: distributed.irecv(values, rank, group=self._group))
-        return kind, tensor, start, values
-
-    def _answer(self, rank: int, answer: int) -> None:
-        self._waited(rank, lambda: distributed.isend(torch.tensor([answer], device="cpu"), rank, group=self._group))
-
-    def _waited(self, rank: int, begin: Callable[[], Any]) -> None:
+    def _move(self, begin: Any, memory: torch.Tensor, rank: int) -> None:
         """Begin to send or receive, and wait until it completes."""
         try:
-            begin().wait(timedelta(seconds=self._timeout))
+            begin(memory, rank, group=self._group).wait(self._timeout)
         except RuntimeError as error:
-            self._over.add(rank)
-            self.broken = RankError(
-                f"rank {rank} is gone, or did not answer within {self._timeout:g} s, while rows were gathered; what "
-                f"is committed is as it was ({error})",
-                ranks=(rank,),
-            )
-            raise self.broken from error
+            # Ranks that wait for this one notice when its connections close, with the last reference to the group.
+            traceback.clear_frames(error.__traceback__)
+            self.close()
+            raise StoppedError(error) from error
