@@ -97,7 +97,7 @@ def by_trainer(folder):
             f"{folder}/out", fsdp="full_shard", fsdp_config={"fsdp_version": 2}, report_to=[], logging_steps=1,
             per_device_train_batch_size=2, max_steps=3, use_cpu=True, **options,
         )  # fmt: skip
-        return Trainer(llama(), arguments, train_dataset=data, callbacks=callbacks)
+        return Trainer(llama(), arguments, train_dataset=data, callbacks=list(callbacks))
 
     def refused(do):
         try:
