@@ -116,7 +116,7 @@ def fails(folder):
     optimizer.close()
     trained, optimizer = run(f"{folder}/run", existing="resume")
     if faulty:
-        optimizer._session.run.gradients._arrivals._arrive = failing
+        optimizer._session.run.gradients._arrive = failing
     found["backward"] = met(lambda: backward(trained, STEPS))
     optimizer.close()
     with run(f"{folder}/run", existing="resume")[1] as optimizer:

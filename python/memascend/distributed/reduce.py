@@ -37,7 +37,8 @@ class Gather(_Met, AllGather):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> Any:
         """As torch's own."""
-        return self._collectives.gather(
+        self._collectives.note(f"the gather of {self._name}")
+        return self._collectives.meet(
             f"in the gather of {self._name}",
             group,
             lambda group: distributed.all_gather_into_tensor(output_tensor, input_tensor, group, async_op),
