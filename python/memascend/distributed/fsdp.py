@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from memascend.distributed.rows import Rows
 from memascend.errors import ConfigError, UsageError
 from memascend.params.offloaded_param import refused_write
-from memascend.params.weight_access import is_making_state_dict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -442,8 +441,7 @@ class LocalRows(torch.Tensor):
         schema = func._schema  # noqa: SLF001
         name = schema.name.removeprefix("aten::")
         if name in _SAME or (name == "view" and torch.Size(args[1]) == args[0].shape):
-            # Loaders of torch write into the values of a state dict, and load it then.
-            return args[0].source.copy() if is_making_state_dict() else LocalRows(args[0].source, args[0].device)
+            return LocalRows(args[0].source, args[0].device)
         named = zip(schema.arguments, args, strict=False)
         written = [value for argument, value in named if argument.alias_info and argument.alias_info.is_write]
         written += [options[one.name] for one in schema.arguments if _writes(one, options)]
