@@ -15,7 +15,8 @@ from torch.distributed.tensor import distribute_tensor
 import memascend
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-PARTIAL = StateDictOptions(full_state_dict=True, strict=False)
+WHOLE = StateDictOptions(full_state_dict=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 def made(folder, **options):
@@ -84,6 +85,7 @@ def loop(folder, options):
     load(trained)
     found.append(get_model_state_dict(trained, options=FULL).get("narrow.0.weight", torch.zeros(0)))
     step(4)
+    set_model_state_dict(trained, dict(others()), options=WHOLE)
     state = {name: one.clone() for name, one in trained.state_dict().items()}
     step(5)
     trained.load_state_dict(state)
@@ -129,11 +131,11 @@ def refuse_others(weight, trained, optimizer):
         weight[:1].zero_()
 
     def refused(write):
-        with pytest.raises(memascend.UsageError, match=r"narrow\.2\.weight.*edit\("), torch.no_grad():
+        with pytest.raises(memascend.UsageError, match=r"offloaded.*edit\("), torch.no_grad():
             write()
 
     def by_torch():
-        set_model_state_dict(trained, {"narrow.2.weight": weight.full_tensor()}, options=PARTIAL)
+        set_model_state_dict(trained, dict(others()) if rank == 0 else {}, options=FROM_RANK_0)
 
     for write in (lambda: weight.fill_(0.5), lambda: weight.data.mul_(0.5), foreach, by_torch):
         refused(write)
