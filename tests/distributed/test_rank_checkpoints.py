@@ -6,43 +6,31 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.rank_models import Odd, shard, without_mean
 from support.ranks import on_ranks
 from torch import distributed, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import memascend
 from memascend.plan.options import Options
 from memascend.session.decide import planned
 
 
-class Odd(nn.Module):
-    """Rows that no number of ranks divides, fewer rows than ranks, a frozen block, a tied head, a buffer."""
+class Wide(Odd):
+    """Odd, with rows that are whole blocks of 256 elements on 2 and on 4 ranks, and not on 3, and a buffer."""
 
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(33, 16)
-        # Rows of the wide ones are whole blocks of 256 elements on 2 and on 4 ranks, and not on 3.
-        wide = nn.Sequential(nn.Linear(16, 320), nn.GELU(), nn.Linear(320, 16))
-        self.narrow = nn.Sequential(nn.Linear(16, 3), nn.GELU(), nn.Linear(3, 16), wide)
-        self.frozen = nn.Linear(16, 16).requires_grad_(False)
-        self.head = nn.Linear(16, 33, bias=False)
-        self.head.weight = self.embed.weight
+        self.narrow.append(nn.Sequential(nn.Linear(16, 320), nn.GELU(), nn.Linear(320, 16)))
         self.register_buffer("scale", torch.full((2,), 0.5, device="cpu"))
 
     def forward(self, tokens):
-        return self.head(self.frozen(self.narrow(self.embed(tokens)))) * self.scale[0]
+        return super().forward(tokens) * self.scale[0]
 
 
 def model(dtype, device="cpu"):
     torch.manual_seed(0)
     with torch.device(device):
-        return Odd().to(dtype)
-
-
-def sharded(made):
-    for block in (made.narrow, made.frozen):
-        fully_shard(block)
-    return fully_shard(made)
+        return Wide().to(dtype)
 
 
 def optimizer_of(trained, kind):
@@ -83,7 +71,7 @@ def train_and_save(folder, name, case, source, count):
     trained = model(getattr(torch, dtype), "cpu" if start == "values" else "meta")
     # Where nobody divided a model, offload() does.
     if several and start != "weights":
-        trained = sharded(trained)
+        trained = shard(trained)
     torch.manual_seed(1)
     trained, optimizer = memascend.offload(
         trained,
@@ -93,9 +81,7 @@ def train_and_save(folder, name, case, source, count):
         **({"state": state} if state != "stochastic" else {"rounding": state, "master_dtype": None, "seed": 3}),
         **options_of(start, source),
     )
-    for module in trained.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+    without_mean(trained)
     for step in range(optimizer.steps, optimizer.steps + steps):
         optimizer.user_state = {"position": step}
         step_of(trained, optimizer, step, [rank] if several else range(count), count)
@@ -126,12 +112,12 @@ def same_checkpoints(one, other):
 def what_each_rank_kept(folder):
     """A checkpoint of ranks that each have their own `user_state`, and what a new run of them finds there."""
     rank = distributed.get_rank()
-    trained = sharded(model(torch.float32))
+    trained = shard(model(torch.float32))
     trained, optimizer = memascend.offload(trained, optimizer_of(trained, "sgd"), storage=f"{folder}/own")
     optimizer.user_state = {"position": rank}
     optimizer.save(f"{folder}/own-states")
     optimizer.close()
-    trained = sharded(model(torch.float32))
+    trained = shard(model(torch.float32))
     trained, optimizer = memascend.offload(
         trained, optimizer_of(trained, "sgd"), storage=f"{folder}/again", checkpoint=f"{folder}/own-states"
     )
@@ -150,7 +136,7 @@ def what_fails(folder):
     """The words of every error of save(), and whether what was there stayed."""
     found = {}
     rank = distributed.get_rank()
-    trained = sharded(model(torch.float32))
+    trained = shard(model(torch.float32))
     trained, optimizer = memascend.offload(
         trained, optimizer_of(trained, "sgd"), storage=f"{folder}/run", gradients="ssd"
     )
@@ -197,7 +183,7 @@ def _flip_a_bit(folder, values):
 
 def what_ends_within_a_block(folder):
     """What is said of rows that do not end with a block, and whether a store was left."""
-    trained = sharded(model(torch.float32))
+    trained = shard(model(torch.float32))
     found = ""
     try:
         memascend.offload(trained, optimizer_of(trained, "adamw"), storage=f"{folder}/blocks", state="8bit")
@@ -280,7 +266,7 @@ def test_what_ranks_save_keep_and_plan_where_something_fails_too(tmp_path):
 
 def save_what_is_resumed(folder, name, case):
     dtype, kind, _, _, state = case
-    trained = sharded(model(getattr(torch, dtype)))
+    trained = shard(model(getattr(torch, dtype)))
     trained, optimizer = memascend.offload(
         trained, optimizer_of(trained, kind), storage=f"{folder}/store-{name}", existing="resume", state=state
     )

@@ -1,4 +1,4 @@
-"""Tests faults of whole runs: full disks, flipped bits, ranks killed while they save."""
+"""Tests runs of several ranks: closed and resumed, and with a rank that fails, whose disk is full, or who dies."""
 
 import contextlib
 import os
@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.bits import same_bits
+from support.rank_models import backward, offloaded, train
 from support.ranks import on_ranks
-from torch import distributed, nn
-from torch.distributed.fsdp import fully_shard
+from torch import distributed
 
-import memascend
 from memascend.checkpoint.files import TensorFile
 from memascend.checkpoint.reader import identity_of
 from memascend.distributed.groups import Line
@@ -23,43 +22,123 @@ from memascend.distributed.groups import Line
 # A run takes minutes where ten others want the processors.
 pytestmark = pytest.mark.timeout(900)
 SECONDS = 250
-
 TIMEOUT = 30.0
 STEPS = 4
+# Micro-batches of a step, whatever the number of ranks.
+MICROS = 6
 
 
-def offloaded(folder, existing="refuse", timeout=TIMEOUT, **options):
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32)) for _ in range(2)]
-    model = nn.Sequential(nn.Embedding(48, 32), *blocks, nn.Linear(32, 48))
-    for block in model:
-        fully_shard(block)
-    for module in (*model, fully_shard(model)):
-        module.set_gradient_divide_factor(1.0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    options = {"gradients": "ssd", **options}
-    return memascend.offload(model, optimizer, storage=folder, existing=existing, timeout=timeout, **options)
-
-
-def train(model, optimizer, until):
-    """Six micro-batches a step, whatever the number of ranks."""
-    rank, count = distributed.get_rank(), distributed.get_world_size()
-    while optimizer.steps < until:
-        for number in range(rank, 6, count):
-            generator = torch.Generator().manual_seed(100 * optimizer.steps + number)
-            tokens = torch.randint(0, 48, (2, 6), generator=generator)
-            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-            (loss / 6).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [parameter.full_tensor().detach() for parameter in model.parameters()]
+def run(folder, **options):
+    return offloaded(folder, **{"timeout": TIMEOUT, "dtype": torch.float32, "gradients": "ssd", **options})
 
 
 def whole(folder):
-    model, optimizer = offloaded(f"{folder}/whole")
-    values = train(model, optimizer, STEPS)
+    trained, optimizer = run(f"{folder}/whole")
+    with optimizer:
+        return train(trained, optimizer, STEPS, MICROS)
+
+
+def met(do):
+    """What was raised, whose it was, whether in time, and the words."""
+    began = time.monotonic()
+    try:
+        do()
+    except Exception as error:
+        took = time.monotonic() - began
+        return [type(error).__name__, *getattr(error, "ranks", ()), took < 2 * TIMEOUT], str(error)
+    return None, ""
+
+
+# --- closed and resumed ----------------------------------------------------------------------
+
+
+def resumes(folder, cases):
+    """Of each case, whether a run that was closed and resumed has the bits of one that was not."""
+    found = []
+    for number, options in enumerate(cases):
+        trained, optimizer = offloaded(f"{folder}/{number}-whole", **options)
+        values = [*train(trained, optimizer, 4), *state_of(trained, optimizer)]
+        optimizer.close()
+        for life, until in enumerate((1, 3, 4)):
+            trained, optimizer = offloaded(f"{folder}/{number}-parts", existing="resume", **options)
+            assert optimizer.user_state == ({"step": optimizer.steps - 1} if life else None)
+            parts = [*train(trained, optimizer, until), *state_of(trained, optimizer)]
+            optimizer.close()
+        found.append(len(parts) == len(values) and all(map(same_bits, parts, values)))
+    return found
+
+
+def state_of(trained, optimizer):
+    return [tensor for one in trained.parameters() for tensor in optimizer.state_of(one).values()]
+
+
+@pytest.mark.slow
+def test_runs_of_three_ranks_are_resumed(tmp_path):
+    cases = [
+        {**options, "durability": durability}
+        for durability in ("step", "none")
+        for options in (
+            {"gradients": "ssd"},
+            {"gradients": "ram", "host_memory": "1GiB"},
+            {"kind": torch.optim.RMSprop},
+            {"loss_scale": None, "max_grad_norm": 0.1},
+        )
+    ]
+    assert on_ranks(3, resumes, tmp_path, cases, seconds=300) == [[True] * len(cases)] * 3
+
+
+# --- one rank fails --------------------------------------------------------------------------
+
+
+def failing(*_, **__):
+    raise OSError(5, "as if the drive were gone")
+
+
+def fails(folder):
+    """What ranks meet where rank 1 fails: in step(), in a gather, in a backward; and whether a step is done again."""
+    faulty = distributed.get_rank() == 1
+    found, values = {}, whole(folder)
+    trained, optimizer = run(f"{folder}/run")
+    train(trained, optimizer, 1, MICROS)
+    backward(trained, 1, MICROS)
+    buffers = optimizer._session.run.record.buffers
+    if faulty:
+        buffers.stage = failing
+    found["step"] = met(optimizer.step)
+    if faulty:
+        del buffers.stage
+    optimizer.zero_grad()
+    found["again"] = all(map(same_bits, train(trained, optimizer, STEPS, MICROS), values))
+    if faulty:
+        optimizer._session.run.residency.read_into = failing
+    found["gather"] = met(lambda: backward(trained, STEPS))
+    found["after"] = met(optimizer.step)
     optimizer.close()
-    return values
+    trained, optimizer = run(f"{folder}/run", existing="resume")
+    if faulty:
+        optimizer._session.run.gradients._arrive = failing
+    found["backward"] = met(lambda: backward(trained, STEPS))
+    optimizer.close()
+    with run(f"{folder}/run", existing="resume")[1] as optimizer:
+        found["resumed"] = optimizer.steps
+    return found
+
+
+def resumes_and_fails(folder, cases):
+    return resumes(folder, cases), fails(folder)
+
+
+def test_a_run_is_resumed_and_a_rank_that_fails_ends_its_step_on_both_by_its_name(tmp_path):
+    cases = [{}, {"durability": "none", "host_memory": "1GiB"}, {"host_memory": "1GiB", "log_steps": 3}]
+    for rank, (resumed, found) in enumerate(on_ranks(2, resumes_and_fails, tmp_path, cases, seconds=SECONDS)):
+        assert resumed == [True] * len(cases)
+        for where in ("step", "gather", "backward"):
+            error, words = found[where]
+            assert error == (["OSError", True] if rank else ["RankError", 1, True]), (where, found)
+            assert "as if the drive were gone" in words, (where, found)
+        assert found["again"]
+        assert found["after"][0][0] == "RankError", found
+        assert found["resumed"] == STEPS
 
 
 @contextlib.contextmanager
@@ -74,17 +153,6 @@ def full(here):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def met(do):
-    """What was raised, whose it was, and how long that took."""
-    began = time.monotonic()
-    try:
-        do()
-    except memascend.MemascendError as error:
-        took = time.monotonic() - began
-        return [type(error).__name__, *getattr(error, "ranks", ()), took < 2 * TIMEOUT]
-    return None
-
-
 def flip(path):
     """Every bit of the second half of a file; again, and it is as it was."""
     with path.open("r+b") as file:
@@ -96,35 +164,36 @@ def flip(path):
         os.fsync(file.fileno())
 
 
+def flip_on(rank, path):
+    distributed.barrier()
+    if distributed.get_rank() == rank:
+        flip(path)
+    distributed.barrier()
+
+
 def full_and_flipped(folder):
     values, rank, found = whole(folder), distributed.get_rank(), {}
-    run, saved = f"{folder}/run", Path(folder, "saved")
+    place, saved = f"{folder}/run", Path(folder, "saved")
     with full(rank == 1):
-        found["made"] = met(lambda: offloaded(run))
-    found["left"] = len(list(Path(run).rglob("*.store")))
-    model, optimizer = offloaded(run)
-    train(model, optimizer, 1)
+        found["made"], _ = met(lambda: run(place))
+    found["left"] = len(list(Path(place).rglob("*.store")))
+    trained, optimizer = run(place)
+    train(trained, optimizer, 1, MICROS)
     optimizer.save(saved)
     before = str(identity_of(saved))
-    train(model, optimizer, 2)
+    train(trained, optimizer, 2, MICROS)
     with full(rank == 0):
-        found["saved"] = met(lambda: optimizer.save(saved))
+        found["saved"], _ = met(lambda: optimizer.save(saved))
     found["earlier"] = str(identity_of(saved)) == before
-    train(model, optimizer, 3)
-    store = Path(run, "rank-1-of-2/memascend.store")
-    distributed.barrier()
-    if rank == 1:
-        flip(store)
-    distributed.barrier()
-    found["flipped"] = met(lambda: train(model, optimizer, STEPS))
+    train(trained, optimizer, 3, MICROS)
+    store = Path(place, "rank-1-of-2/memascend.store")
+    flip_on(1, store)
+    found["flipped"], _ = met(lambda: train(trained, optimizer, STEPS, MICROS))
     optimizer.close()
-    distributed.barrier()
-    if rank == 1:
-        flip(store)
-    distributed.barrier()
-    model, optimizer = offloaded(run, "resume")
+    flip_on(1, store)
+    trained, optimizer = run(place, existing="resume")
     found["steps"] = optimizer.steps
-    found["same"] = all(map(same_bits, train(model, optimizer, STEPS), values))
+    found["same"] = all(map(same_bits, train(trained, optimizer, STEPS, MICROS), values))
     optimizer.close()
     return found
 
@@ -146,8 +215,8 @@ def damaged_log(folder):
     """Steps that a killed run's log has on two ranks, and one of rank 1's last gradients with its bits flipped."""
     rank, found = distributed.get_rank(), {}
     held = {"host_memory": "1GiB", "log_steps": 16}
-    model, optimizer = offloaded(f"{folder}/run", **held)
-    train(model, optimizer, 3)
+    trained, optimizer = run(f"{folder}/run", **held)
+    train(trained, optimizer, 3, MICROS)
     own = f"rank-{rank}-of-2"
     shutil.copytree(f"{folder}/run/{own}", f"{folder}/killed/{own}")
     optimizer.close()
@@ -160,11 +229,11 @@ def damaged_log(folder):
         store.write_bytes(before)
     distributed.barrier()
     # A program that is started again and again.
-    found["refused"] = [met(lambda: offloaded(f"{folder}/killed", "resume", **held)) for _ in range(2)]
+    again = {"existing": "resume", **held}
+    found["refused"] = [met(lambda: run(f"{folder}/killed", **again))[0] for _ in range(2)]
     found["as it was"] = store.read_bytes() == before
-    optimizer = offloaded(f"{folder}/killed", "previous", **held)[1]
-    found["steps"] = optimizer.steps
-    optimizer.close()
+    with run(f"{folder}/killed", **{**again, "existing": "previous"})[1] as optimizer:
+        found["steps"] = optimizer.steps
     return found
 
 
@@ -176,13 +245,16 @@ def test_a_damaged_log_of_one_rank_leaves_the_commit_before_to_all(tmp_path):
         assert (found["as it was"], found["steps"]) == (True, 2)
 
 
+# --- one rank is gone while all save ---------------------------------------------------------
+
+
 def killed_in_save(folder, victim):
     rank = distributed.get_rank()
-    model, optimizer = offloaded(f"{folder}/run", "resume" if victim else "refuse")
-    train(model, optimizer, 1 + victim)
+    trained, optimizer = run(f"{folder}/run", existing="resume" if victim else "refuse")
+    train(trained, optimizer, 1 + victim, MICROS)
     if not victim:
         optimizer.save(f"{folder}/saved")
-    train(model, optimizer, 2 + victim)
+    train(trained, optimizer, 2 + victim, MICROS)
     owner, name = (TensorFile, "write") if rank == 0 else (Line, "send")
     own, calls = getattr(owner, name), []
 
@@ -193,16 +265,15 @@ def killed_in_save(folder, victim):
         return own(*arguments)
 
     setattr(owner, name, killing)
-    found = met(lambda: optimizer.save(f"{folder}/saved"))
+    found, _ = met(lambda: optimizer.save(f"{folder}/saved"))
     optimizer.close()
     return found
 
 
 def resumed(folder):
-    model, optimizer = offloaded(f"{folder}/run", "resume")
-    steps, values = optimizer.steps, train(model, optimizer, STEPS)
-    optimizer.close()
-    return steps, values
+    trained, optimizer = run(f"{folder}/run", existing="resume")
+    with optimizer:
+        return optimizer.steps, train(trained, optimizer, STEPS, MICROS)
 
 
 @pytest.mark.slow
@@ -220,27 +291,16 @@ def test_a_rank_killed_in_the_midst_of_a_save(tmp_path):
 
 def hanging_in_save(folder, timeout):
     """Rank 1 hangs while all send their rows to rank 0, which waits for it and is waited for by rank 2."""
-    rank, over = distributed.get_rank(), Path(folder, "over")
-    model, optimizer = offloaded(f"{folder}/run", timeout=timeout)
-    train(model, optimizer, 1)
-
-    def hang(*_):
-        until = time.monotonic() + SECONDS
-        while not Path(over, "0").exists() or not Path(over, "2").exists():
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        raise memascend.UsageError("it hung")
-
-    if rank == 1:
-        Line.send = hang
-    found = met(lambda: optimizer.save(f"{folder}/saved"))
-    over.mkdir(exist_ok=True)
-    Path(over, str(rank)).touch()
+    trained, optimizer = run(f"{folder}/run", timeout=timeout)
+    train(trained, optimizer, 1, MICROS)
+    if distributed.get_rank() == 1:
+        Line.send = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+    found, _ = met(lambda: optimizer.save(f"{folder}/saved"))
     optimizer.close()
     return found[:2], Path(folder, "saved").exists()
 
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_in_a_save_is_named_on_all_others(tmp_path):
-    first, _, third = on_ranks(3, hanging_in_save, tmp_path, 6.0, seconds=SECONDS)
+    first, _, third = on_ranks(3, hanging_in_save, tmp_path, 6.0, seconds=SECONDS, ends=(0, -signal.SIGKILL))
     assert first == third == (["RankError", 1], False)

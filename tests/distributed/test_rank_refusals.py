@@ -129,7 +129,7 @@ def test_what_does_not_work_is_refused_on_all_ranks(tmp_path):
         assert found["left"] == []
         assert found["read"]
         assert found["rows"]
-        assert "mul_() needs their memory while the model computes" in found["write"]
+        assert "is offloaded, and is not written to by mul_()" in found["write"]
         assert "t() needs their memory while the model computes" in found["view"]
         assert "Couldn't swap" in found["cast"]
         assert "by 3, which rounds" in found["mean"]

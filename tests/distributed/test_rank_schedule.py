@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from support.bits import same_bits
-from support.rank_models import Odd, loss_of
+from support.rank_models import Odd, loss_of, shard
 from support.ranks import on_ranks
 from torch import distributed
-from torch.distributed.fsdp import fully_shard
 
 import memascend
 from memascend import ConfigError, UsageError
@@ -29,9 +28,7 @@ def made(*, ranks):
     torch.manual_seed(0)
     model = Odd()
     if ranks:
-        for block in model:
-            fully_shard(block)
-        fully_shard(model)
+        shard(model)
     return model, torch.optim.AdamW(groups_of(model), fused=True)
 
 

@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 from support.bits import same_bits
-from support.rank_models import adamw, loss_of, model, sharded
+from support.rank_models import adamw, loss_of, model, sharded, without_mean
 from support.ranks import on_ranks
 from torch import distributed, nn
-from torch.distributed.fsdp import FSDPModule
 
 import memascend
 
@@ -28,9 +27,7 @@ def on_storage(folder, dtype, options, rounds, kind="plain"):
     parts = rounds
     if count & (count - 1):
         parts = rounds * count
-        for module in trained.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
+        without_mean(trained)
     losses, norms = [], []
     for step in range(STEPS):
         for turn in range(rounds):
@@ -231,9 +228,7 @@ def train_by_thirds(folder):
             loss_of(trained, 0, rank).backward()
         except memascend.UsageError as error:
             losses.append(str(error))
-        for module in trained.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
+        without_mean(trained)
         (loss_of(trained, 0, rank) / 3).backward()
         optimizer.step()
     return [*losses, optimizer.steps]

@@ -52,24 +52,18 @@ def test_a_rank_that_does_not_come_is_named_though_an_earlier_attempt_had_it():
         meet_all(store, (0, 1, 2))
 
 
-@pytest.mark.parametrize(("address", "is_rejected"), [("127.0.1.1", True), ("::1", True), ("10.0.0.2", False)])
-def test_a_host_that_others_cannot_reach_is_named_on_all_ranks(monkeypatch, address, is_rejected):
-    hosts = iter(range(3))
+@pytest.mark.parametrize(("address", "hosts"), [("127.0.1.1", 2), ("::1", 2), ("127.0.1.1", 1), ("", 2)])
+def test_a_host_that_others_cannot_reach_is_named_on_all_ranks(monkeypatch, address, hosts):
+    numbers = iter(range(3))
 
     def host():
-        number = next(hosts)
-        own = address if number else "10.0.0.1"
-        return {
-            "host": f"host-{min(number, 1)}",
-            "name": f"n{number}",
-            "address": own,
-            "interface": "eth7",
-            "named": False,
-        }
+        number = next(numbers)
+        own = {"loopback": address if number else "", "interface": "eth7"}
+        return {"host": min(number, hosts - 1), "name": f"n{number}", **own}
 
     monkeypatch.setattr(rendezvous, "_this_host", host)
     found = meet_all(distributed.HashStore(), range(3))
-    if not is_rejected:
+    if hosts == 1 or not address:
         assert len(set(found.values())) == 1
         return
     for error in found.values():
@@ -78,12 +72,20 @@ def test_a_host_that_others_cannot_reach_is_named_on_all_ranks(monkeypatch, addr
         assert "on n0 " not in str(error)
 
 
-def test_the_address_of_gloo_is_that_of_the_hosts_name_or_of_the_interface_that_is_named(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "interfaces", "loopback"),
+    [
+        # As torch's fallback.
+        ("no-such-host.invalid", None, "127.0.0.1"),
+        ("127.0.1.1", None, "127.0.1.1"),
+        ("127.0.1.1", "lo,eth7", "127.0.0.1"),
+        ("127.0.1.1", "eth7,lo", ""),
+        ("0.0.0.0", None, ""),  # noqa: S104 - only its address is looked up
+    ],
+)
+def test_the_address_of_gloo_is_that_of_the_hosts_name_or_of_the_interface(monkeypatch, name, interfaces, loopback):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    # As torch's fallback.
-    assert rendezvous._address_of_gloo() == "127.0.0.1"
-    monkeypatch.setattr(socket, "gethostname", lambda: "127.0.1.1")
-    assert rendezvous._address_of_gloo() == "127.0.1.1"
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert rendezvous._address_of_gloo() == "127.0.0.1"
+    if interfaces is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    assert rendezvous._loopback() == loopback

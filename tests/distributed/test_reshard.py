@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from support.bits import same_bits
-from support.rank_models import Odd
+from support.rank_models import Odd, without_mean
 from support.ranks import on_ranks
 from torch import distributed, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 import memascend
-from memascend.distributed.control_plane import Alone
-from memascend.distributed.reshard import find_earlier
+from memascend.distributed.control_plane import Alone, Exchange
+from memascend.distributed.reshard import Earlier, EarlierValues, find_earlier
 
 MICRO_BATCHES = 12
 LEFT_OPEN = []
@@ -62,9 +62,7 @@ def offloaded(folder, plain, dtype="bfloat16", **options):
     if not plain:
         for module in (model.narrow, model.frozen, model):
             fully_shard(module)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
+        without_mean(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     kind = options.pop("kind", "AdamW")
     if kind == "several":
@@ -175,72 +173,48 @@ def test_state_in_fewer_bits_goes_on_with_four_two_and_three(tmp_path, options):
 # --- what goes wrong -------------------------------------------------------------------------
 
 
-def killed(folder, name, until, plain, options):
-    """Rank 1 is killed where all have written the first root of the new stores but itself."""
-    if distributed.get_rank() == 1:
-        from memascend.distributed.control_plane import Exchange
-
-        tell = Exchange.tell
-
-        def told(self, about, said, **given):
-            answers = tell(self, about, said, **given)
-            if about == "staged":
-                os.kill(os.getpid(), signal.SIGKILL)
-            return answers
-
-        Exchange.tell = told
-    return refused(folder, name, until, plain, options)
+def gone(folder, point, until, options):
+    """Rank 1, or all ranks, are gone at a point of going over to another number of ranks; see `_break_at`."""
+    _break_at(point, distributed.get_rank())
+    return refused(folder, "run", until, False, options)
 
 
-def killed_when_over(folder, name, until, plain, options):
-    """All ranks are killed once all have committed the new stores: before the others are removed, or in the midst."""
-    from memascend.distributed.reshard import Earlier
+def _break_at(point, rank):
+    """Points of going over: "read", "first root", "root", "none" and "half"."""
+    tell, remove = Exchange.tell, Earlier.remove
 
-    options = dict(options)
-    point, rank = options.pop("point"), distributed.get_rank()
+    def failing(*_):
+        raise OSError(5, "as if the drive were gone")
 
-    remove = Earlier.remove
+    def told(self, about, said, **given):
+        if point == "root" and about == "written":
+            # Only once a kill cannot come before this rank's root.
+            _die()
+        answers = tell(self, about, said, **given)
+        if about == "staged" and rank:
+            _die()
+        return answers
 
     def removed(self):
         if point == "half" and rank == 0:
             # Those that one rank reads are gone.
             remove(self)
         distributed.barrier()
-        os.kill(os.getpid(), signal.SIGKILL)
+        _die()
 
-    Earlier.remove = removed
-    return refused(folder, name, until, plain, options)
-
-
-def killed_at_first_root(folder, name, until, plain, options):
-    """All ranks are killed; one of them has written the first root of its new store."""
-    from memascend.distributed.control_plane import Exchange
-
-    tell = Exchange.tell
-
-    def told(self, about, said, **given):
-        if about == "written":
-            # Only once a kill cannot come before this rank's root.
-            os.kill(os.getpid(), signal.SIGKILL)
-        answers = tell(self, about, said, **given)
-        if about == "staged" and distributed.get_rank():
-            os.kill(os.getpid(), signal.SIGKILL)
-        return answers
-
-    Exchange.tell = told
-    return refused(folder, name, until, plain, options)
-
-
-def unreadable(folder, name, until, plain, options):
-    """Rank 1 cannot read what it has of the earlier stores."""
-    if distributed.get_rank() == 1:
-        from memascend.distributed.reshard import EarlierValues
-
-        def failing(*_):
-            raise OSError(5, "as if the drive were gone")
-
+    if point == "read" and rank == 1:
+        # It cannot read what it has of the earlier stores.
         EarlierValues._read = failing
-    return refused(folder, name, until, plain, options)
+    elif point == "root" or (point == "first root" and rank == 1):
+        # All have written the first root of the new stores but it; or all are killed, and rank 0 alone has its root.
+        Exchange.tell = told
+    elif point in ("none", "half"):
+        # All are killed once all have committed: before the others are removed, or in the midst.
+        Earlier.remove = removed
+
+
+def _die():
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def refused(folder, name, until, plain, options):
@@ -272,7 +246,7 @@ def begun_by_three(tmp_path):
     """A run by three ranks, and by two with the same store: its values after two steps, and what starts it."""
 
     def run(count, function, step, **options):
-        return on_ranks(count, function, tmp_path, "run", step, False, {"timeout": 20.0, **options}, ends=(0, -9))
+        return on_ranks(count, function, tmp_path, "run", step, False, {"timeout": 20.0, **options})
 
     ((_, _, whole, _),) = on_ranks(1, train, tmp_path, "whole", 2, True, {})
     run(3, train, 1)
@@ -287,10 +261,10 @@ def require_goes_on(run, whole):
 
 def test_what_goes_wrong_leaves_the_earlier_stores(tmp_path):
     whole, run = begun_by_three(tmp_path)
-    for error, left in run(2, unreadable, 2):
+    for error, left in on_ranks(2, gone, tmp_path, "read", 2, {"timeout": 20.0}):
         assert "as if the drive were gone" in error
         assert set(stores(3)) <= set(left)
-    first, _ = run(2, killed, 2)
+    first, _ = on_ranks(2, gone, tmp_path, "first root", 2, {"timeout": 20.0}, ends=(0, -9))
     assert first[0].startswith("RankError"), first
     assert set(stores(3)) <= set(first[1])
     require_goes_on(run, whole)
@@ -326,10 +300,8 @@ def gone_over(tmp_path, counts, last):
     (first, _), *others = counts
     on_ranks(first, train, tmp_path, "run", 1, False, {})
     for count, point in others:
-        kill = killed_at_first_root if point == "root" else killed_when_over
-        given = {"timeout": 20.0} if point == "root" else {"timeout": 20.0, "point": point}
         # A rank without a shot of its own is told of the others'.
-        on_ranks(count, kill, tmp_path, "run", 2, False, given, ends=(0, -9))
+        on_ranks(count, gone, tmp_path, point, 2, {"timeout": 20.0}, ends=(0, -9))
     for began, _, values, left in on_ranks(last, train, tmp_path, "run", 2, False, {}):
         assert began == 1
         assert all(map(same_bits, values, whole))

@@ -1,7 +1,7 @@
 """Tests runs that torchrun starts, in fresh processes: killed, restarted, resumed by another number, saved, loaded."""
 
 import pytest
-from support import torchrun_loop
+from support import torchrun_faults, torchrun_loop
 from support.torchrun import torchrun
 
 pytestmark = pytest.mark.timeout(600)
@@ -35,3 +35,10 @@ def test_a_killed_run_is_restarted_and_then_resumed_by_three_ranks(tmp_path):
         saved = files(tmp_path / f"one/saved-{steps}")
         assert files(tmp_path / f"ranks/saved-{steps}") == saved
         assert files(tmp_path / f"ranks/loaded-{steps}") == saved
+
+
+def test_a_rank_that_raises_hangs_or_dies_is_named_on_all_others(tmp_path):
+    told = torchrun(torchrun_faults.__file__, tmp_path, count=3, status=1)
+    for kind in ("raises", "hangs", "dies"):
+        for rank in (0, 2):
+            assert f"rank {rank}, {kind}: ['RankError', 1] after" in told, told

@@ -1,5 +1,7 @@
 """Tests what is read from and written to divided weights between steps: the bits of FSDP2 in memory."""
 
+import contextlib
+
 import pytest
 import torch
 from support.bits import same_bits
@@ -8,10 +10,12 @@ from support.ranks import on_ranks
 from torch import distributed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 import memascend
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+WHOLE = StateDictOptions(full_state_dict=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
@@ -31,7 +35,18 @@ def made(folder, **options):
 
 def others():
     torch.manual_seed(7)
-    return {name: one.detach().clone() for name, one in Odd().state_dict().items()}
+    return Odd().state_dict().items()
+
+
+@contextlib.contextmanager
+def edited(optimizer, parameters):
+    """This rank's rows of parameters, to write into."""
+    if hasattr(optimizer, "edit"):
+        with optimizer.edit(parameters) as rows:
+            yield rows
+    else:
+        with torch.no_grad():
+            yield [one.to_local() for one in parameters]
 
 
 def loop(folder, options):
@@ -55,40 +70,37 @@ def loop(folder, options):
                 ema[name].lerp_(one, 0.1)
 
     step(0)
-    # Through `.data`, and in place.
-    weight.data.mul_(0.5)
-    with torch.no_grad():
-        bias.add_(0.25)
-        bias[:1].zero_()
+    with edited(optimizer, [weight, bias]) as (rows, more):
+        rows.mul_(0.5)
+        more.add_(0.25)[:1].zero_()
     found.append(weight.detach().t().full_tensor())
     step(1)
-    # A view that is kept over a step, and written to after it.
-    kept = weight.to_local().detach()
+    # A snapshot that is kept over a step.
+    kept = weight.to_local().detach().clone()
     step(2)
-    kept.mul_(0.75)
+    found.append(kept)
     found.append(torch.from_numpy(bias.to_local().detach().numpy().copy()))
     step(3)
     # As loops load their weights.
-    full = others()
-    set_model_state_dict(trained, full if rank == 0 else {}, options=FROM_RANK_0)
+    load(trained)
     found.append(get_model_state_dict(trained, options=FULL).get("narrow.0.weight", torch.zeros(0)))
     step(4)
+    set_model_state_dict(trained, dict(others()), options=WHOLE)
     state = {name: one.clone() for name, one in trained.state_dict().items()}
     step(5)
     trained.load_state_dict(state)
     step(6)
     # An evaluation with other weights, and back.
-    with torch.no_grad():
-        own = {name: one.detach().clone() for name, one in named.items()}
-        for name, one in named.items():
-            one.copy_(ema[name])
-        found.append(loss_of(trained, 7, rank))
-        for name, one in named.items():
-            one.copy_(own[name])
+    own = [one.to_local().detach().clone() for one in named.values()]
+    for values in ([one.to_local() for one in ema.values()], own):
+        with edited(optimizer, list(named.values())) as each:
+            for rows, value in zip(each, values, strict=True):
+                rows.copy_(value)
+        with torch.no_grad():
+            found.append(loss_of(trained, 7, rank))
     step(7)
-    with torch.no_grad():
-        weight.fill_(0.5)
     if options:
+        refuse_others(weight, trained, optimizer)
         optimizer.close()
         trained, optimizer = made(folder, **{**options, "existing": "resume"})
     found += [one.full_tensor() for one in trained.parameters()]
@@ -96,6 +108,51 @@ def loop(folder, options):
     if options:
         optimizer.close()
     return found
+
+
+def load(trained):
+    """Values that rank 0 has."""
+    like = trained.state_dict()
+    values = {name: distribute_tensor(one, like[name].device_mesh, like[name].placements) for name, one in others()}
+    trained.load_state_dict(values)
+
+
+def refuse_others(weight, trained, optimizer):
+    """Whoever writes to weights in another way is told of the door, and nothing is changed."""
+    before, rank = weight.full_tensor().clone(), distributed.get_rank()
+
+    def foreach():
+        torch._foreach_mul_([weight.detach()], 0.5)
+
+    def through_numpy():
+        weight.to_local().detach().numpy()[:] = 0
+
+    def through_a_view():
+        weight.to_local().detach().flatten()[0] = 7
+
+    def refused(write):
+        with pytest.raises(memascend.UsageError, match=r"offloaded.*edit\("), torch.no_grad():
+            write()
+
+    def by_torch():
+        set_model_state_dict(trained, dict(others()) if rank == 0 else {}, options=FROM_RANK_0)
+
+    for write in (lambda: weight.fill_(0.5), lambda: weight.data.mul_(0.5), foreach, by_torch):
+        refused(write)
+    # Memory that was handed out is compared at the next forward.
+    for write in (through_numpy, through_a_view):
+        with torch.no_grad():
+            write()
+        refused(lambda: loss_of(trained, 8, rank))
+    assert same_bits(weight.full_tensor(), before)
+    # Memory that is still held would not follow.
+    kept = weight.to_local().detach().t()
+    loss_of(trained, 8, rank).backward()
+    with pytest.raises((memascend.UsageError, memascend.RankError), match=r"narrow\.2\.weight.*clone\(\)"):
+        optimizer.step()
+    del kept
+    optimizer.zero_grad()
+    assert same_bits(weight.full_tensor(), before)
 
 
 def loops(folder, cases):

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import memascend
 
-__all__ = ["as_if_on_gpus", "llama", "rows"]
+__all__ = ["llama", "rows"]
 
 
 def llama():
@@ -53,10 +53,12 @@ def by_torchrun(folder):
         fully_shard(block)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     model, optimizer = memascend.offload(model, optimizer, storage=f"{folder}/run")
     for batch in list(torch.utils.data.DataLoader(rows(), batch_size=2))[rank::count]:
         model(input_ids=batch, labels=batch).loss.backward()
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad()
     return optimizer
 
@@ -69,11 +71,15 @@ def by_accelerate(folder):
     assert accelerator.is_fsdp2
     model = llama()
     loader = torch.utils.data.DataLoader(rows(), batch_size=2)
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    # Accelerate's schedulers take a step for each rank.
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     model, optimizer = memascend.offload(model, optimizer, storage=f"{folder}/run")
     for batch in loader:
         accelerator.backward(model(input_ids=batch, labels=batch).loss)
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad()
     return optimizer
 
@@ -84,22 +90,42 @@ def by_trainer(folder):
 
     from memascend.trainer import Offload
 
-    offloading = Offload(storage=f"{folder}/run")
-    arguments = TrainingArguments(
-        f"{folder}/out", fsdp="full_shard", fsdp_config={"fsdp_version": 2}, save_strategy="no", report_to=[],
-        per_device_train_batch_size=2, max_steps=3, use_cpu=True,
-    )  # fmt: skip
     data = [{"input_ids": tokens, "labels": tokens} for tokens in rows()]
-    Trainer(llama(), arguments, train_dataset=data, callbacks=[offloading]).train()
-    return offloading.optimizer
+
+    def trainer(*callbacks, **options):
+        arguments = TrainingArguments(
+            f"{folder}/out", fsdp="full_shard", fsdp_config={"fsdp_version": 2}, report_to=[], logging_steps=1,
+            per_device_train_batch_size=2, max_steps=3, use_cpu=True, **options,
+        )  # fmt: skip
+        return Trainer(llama(), arguments, train_dataset=data, callbacks=list(callbacks))
+
+    def refused(do):
+        try:
+            do()
+        except memascend.ConfigError as error:
+            print(error)
+
+    refused(lambda: trainer(Offload()))
+    offloading = Offload(storage=f"{folder}/run")
+    trained = trainer(offloading, save_strategy="no")
+    trained.train()
+    assert all(said["read_bytes"] for said in trained.state.log_history if "loss" in said)
+    offloading.optimizer.save(f"{folder}/saved")
+    values = {name: one.full_tensor().detach() for name, one in trained.model.named_parameters()}
+    if torch.distributed.get_rank() == 0:
+        torch.save(values, f"{folder}/values")
+    offloading.optimizer.close()
+    refused(lambda: trainer(Offload(storage=f"{folder}/run", existing="resume"), save_strategy="no").train())
 
 
 def main(loop, folder):
     """Train by one of the loops, and save the checkpoint."""
     torch.set_num_threads(1)
-    optimizer = {"torchrun": by_torchrun, "accelerate": by_accelerate, "trainer": by_trainer}[loop](folder)
-    optimizer.save(f"{folder}/saved")
-    optimizer.close()
+    if loop == "trainer":
+        by_trainer(folder)
+    else:
+        with {"torchrun": by_torchrun, "accelerate": by_accelerate}[loop](folder) as optimizer:
+            optimizer.save(f"{folder}/saved")
     torch.distributed.destroy_process_group()
 
 

@@ -1,9 +1,11 @@
-"""Defines small models for several ranks, their batches and their optimizer."""
+"""Defines small models for several ranks, their batches and their optimizer, and a run of them."""
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch import distributed, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
+
+import memascend
 
 
 class Odd(nn.Module):
@@ -56,8 +58,44 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
 
 
-def sharded(dtype, kind="plain"):
-    trained = model(dtype, kind)
+def shard(trained):
+    """Shard the blocks of a model that one can iterate over, and the rest of it."""
     for block in trained:
         fully_shard(block)
     return fully_shard(trained)
+
+
+def sharded(dtype, kind="plain"):
+    return shard(model(dtype, kind))
+
+
+def without_mean(trained):
+    """Have FSDP2 add gradients, not divide their sum: a mean over three is no exact one."""
+    for module in trained.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+
+
+def offloaded(folder, *, kind=torch.optim.AdamW, dtype=torch.bfloat16, **options):
+    """A run of a sharded model; its losses have to be divided by the micro-batches of all ranks."""
+    trained = sharded(dtype)
+    without_mean(trained)
+    options = {"storage": folder, "timeout": 60.0, **options}
+    return memascend.offload(trained, kind(trained.parameters(), lr=1e-2), **options)
+
+
+def backward(trained, step, micros=None):
+    """This rank's share of the micro-batches of a step; `micros` on all ranks, None: one on each."""
+    rank, count = distributed.get_rank(), distributed.get_world_size()
+    for micro in range(rank, micros or count, count):
+        (loss_of(trained, step, micro) / (micros or count)).backward()
+
+
+def train(trained, optimizer, until, micros=None):
+    """Train on to a step; the gathered values."""
+    while optimizer.steps < until:
+        backward(trained, optimizer.steps, micros)
+        optimizer.user_state = {"step": optimizer.steps}
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.full_tensor().detach() for parameter in trained.parameters()]

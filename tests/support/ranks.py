@@ -97,18 +97,20 @@ def run(place):
     function = getattr(_imported(source), name)
     running = {_forked(place, rank, count, function, arguments): rank for rank in range(count)}
     ends = [None] * count
-    deadline = None
+    deadline, hanging = None, set()
     while running:
-        process, status = os.waitpid(-1, os.WNOHANG)
-        if process:
+        process, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
+        if process and os.WIFSTOPPED(status):
+            hanging.add(process)
+        elif process:
             rank = running.pop(process)
             ends[rank] = os.waitstatus_to_exitcode(status)
             if ends[rank] > 0 and deadline is None:
                 deadline = time.monotonic() + LAST_WORDS_SECONDS
-        elif deadline is not None and time.monotonic() > deadline:
+        elif running.keys() <= hanging or (deadline is not None and time.monotonic() > deadline):
             for left in running:
                 os.kill(left, signal.SIGKILL)
-            deadline = None
+            deadline, hanging = None, set()
         else:
             time.sleep(0.01)
     unfinished = place / "ends-unfinished"

@@ -7,24 +7,24 @@ import sys
 import uuid
 from pathlib import Path
 
-__all__ = ["Hosts", "start", "torchrun"]
+__all__ = ["Hosts", "environment", "start", "torchrun"]
 
 TESTS = Path(__file__).resolve().parents[1]
 # For one run, also on a machine that does ten other things.
 SECONDS_MAX = 200
 
 
-def torchrun(*command, count=2, options=("--standalone",), status=0, **environment):
+def torchrun(*command, count=2, options=("--standalone",), status=0, **more):
     """Run a script, or `-m` and a module, on so many ranks of this host; the output of all of them."""
-    running = start([*options, "--nproc-per-node", str(count)], command, environment)
+    running = start([*options, "--nproc-per-node", str(count)], command, more)
     return finished(running, status)
 
 
-def start(options, command, environment=None, before=()):
+def start(options, command, more, before=()):
     """A torchrun that is running, with its output in one pipe; `before` is put before the command."""
     return subprocess.Popen(
         [*before, sys.executable, "-m", "torch.distributed.run", *options, *map(str, command)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _path(), **(environment or {})},
+        env={**environment(), **more},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -44,8 +44,10 @@ def finished(running, status=0):
     return output
 
 
-def _path():
-    return os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+def environment():
+    """Of ranks that import what tests share."""
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 class Hosts(contextlib.ExitStack):
@@ -114,11 +116,11 @@ class Hosts(contextlib.ExitStack):
             "--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(rank), "--master-addr",
             self.address(order[0]), "--master-port", "29533",
         ]  # fmt: skip
-        environment = {"GLOO_SOCKET_IFNAME": self.interfaces[host]} if named else {}
+        more = {"GLOO_SOCKET_IFNAME": self.interfaces[host]} if named else {}
         settle = f'hostname {self.names[host]} && mount --bind "$0" "$1" && shift && exec "$@"'
         before = ["ip", "netns", "exec", self.names[host], "unshare", "-u"]
         before += ["sh", "-c", settle, str(self.folders[host]), str(self.own)]
-        return start(options, command, environment, before)
+        return start(options, command, more, before)
 
 
 def ip(*arguments):

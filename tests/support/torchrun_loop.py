@@ -5,7 +5,7 @@ import signal
 import sys
 
 import torch
-from support.rank_models import adamw, loss_of, model
+from support.rank_models import adamw, loss_of, model, without_mean
 from torch import distributed
 
 import memascend
@@ -26,9 +26,7 @@ def train(folder, steps, killed=None):
     trained, optimizer = memascend.offload(
         trained, adamw(trained.parameters()), storage=f"{folder}/run/", existing="resume", gradients="ssd", timeout=60
     )
-    for module in trained.modules():
-        if count > 1 and hasattr(module, "set_gradient_divide_factor"):
-            module.set_gradient_divide_factor(1.0)
+    without_mean(trained)
     with optimizer:
         began = optimizer.steps
         while optimizer.steps < steps:

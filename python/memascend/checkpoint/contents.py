@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.distributed.groups import StoppedError
 from memascend.distributed.rows import blocks_of, is_in_blocks
 from memascend.errors import ConfigError
 from memascend.storage import decode_state
@@ -235,33 +234,25 @@ class GatheredContents:
         entries: as in `StoreContents`.
     """
 
-    def __init__(self, own: StoreContents, rows: Mapping[str, Rows], line: Line) -> None:
+    def __init__(self, own: StoreContents, rows: Mapping[str, Rows], line: Line, ranks: int) -> None:
         """`own` has the first rank's rows, and `rows` says which rows of each parameter they are."""
         self._own = own
         self._rows = rows
         self._line = line
-        self._done = False
+        self._others = range(1, ranks)
         self.entries = [_whole(entry, rows.get(entry.name)) for entry in own.entries]
 
     def read(self, put: Put) -> None:
         """Read all entries: of each parameter the rows of one rank after the other.
 
         Raises:
-            StoppedError: another rank could not send its rows, and reports why.
+            StoppedError: rows of another rank did not arrive.
         """
         for entry in self._own.entries:
             self._own.read_entries([entry.name], put)
             if entry.name in self._rows:
-                for rank in range(1, self._line.world_size):
+                for rank in self._others:
                     self._read_from(rank, entry, put)
-        self._line.finish()
-        self._done = True
-
-    def stop(self) -> None:
-        """End the wait of all ranks after a failure."""
-        if not self._done:
-            self._done = True
-            self._line.stop()
 
     def _read_from(self, rank: int, entry: Content, put: Put) -> None:
         names = ["", *entry.state]
@@ -280,20 +271,13 @@ def send_contents(own: StoreContents, rows: Mapping[str, Rows], order: Sequence[
         line: sends the rows.
 
     Raises:
-        StoppedError: the first rank wants no more.
+        StoppedError: the first rank receives no more.
     """
     there = {entry.name: entry for entry in own.entries}
-    try:
-        for name in order:
-            if name in there:
-                _send(own, there[name], rows[name], line)
-            line.end()
+    for name in order:
+        if name in there:
+            _send(own, there[name], rows[name], line)
         line.end()
-    except StoppedError:
-        raise
-    except BaseException:
-        line.fail()
-        raise
 
 
 def _send(own: StoreContents, entry: Content, rows: Rows, line: Line) -> None:

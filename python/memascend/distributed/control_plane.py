@@ -7,15 +7,13 @@ import hashlib
 import json
 import threading
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import distributed
 
-from memascend.distributed.groups import Line, at_fault, begin, left_by, let_go, lost_each_other, make_group
-from memascend.distributed.rendezvous import WORD_SECONDS
+from memascend.distributed.groups import Line, at_fault, begin, left_by, let_go, make_group
 from memascend.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
@@ -29,28 +27,21 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 # What to do after a step that no rank has committed.
 DISCARDED = "the step is discarded on all ranks: call zero_grad() on each, and continue"
-# Bytes of the first part of a message: enough for a few numbers and the text of an error. The rest follows.
-_MESSAGE_BYTES = 4096
-# A message begins with its length in bytes.
-_LENGTH_BYTES = 8
 _TEXT_CHARACTERS_MAX = 600
 # How often a wait for other ranks checks for Ctrl-C.
 _INTERRUPT_SECONDS = 0.05
 # The shortest wait, even if other ranks took all of the time: the message may have arrived.
 _SECONDS_MIN = 0.01
-# The share of the timeout in which ranks report that they lost others, and how much later than this one they may begin.
-_PART_OF_LOST = 0.1
-_LATER_SECONDS = 10.0
 _TAG = 23
-_Works = dict[int, "distributed.Work | RuntimeError | None"]
+# failed: an error on this rank; lost: other ranks did not take part.
+_Kind = Literal["said", "failed", "lost"]
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """The message with one number that a rank sends to all others."""
 
-    count: int  # its number
-    kind: Literal["said", "failed", "lost"]  # failed: an error on this rank; lost: other ranks did not take part
+    number: int
+    kind: _Kind
     about: str | None  # its subject, which must be the same on all ranks
     value: Any  # a JSON value, or the text of an error
 
@@ -66,8 +57,9 @@ class Exchange:
     """Exchanges small JSON values between all ranks, over a gloo group of its own.
 
     Every rank sends to every other one, so a rank that died or hangs is known by its number. After that no message
-    counts any more, since some ranks may have received messages that others have not. torch's TCPStore cannot replace
-    this: a rank that waits on it for a dead rank waits until the timeout.
+    counts any more, since some ranks may have received messages that others have not. torch's TCPStore and gloo's
+    monitored_barrier cannot replace this: with the store a rank waits for a dead rank until the timeout, and the
+    barrier names a rank on rank 0 alone.
 
     Attributes:
         rank: of this process.
@@ -113,6 +105,11 @@ class Exchange:
         """The JSON values of all ranks, by rank; all ranks make this call together."""
         return self.tell("the findings", mine)
 
+    def first_other(self, mine: Any) -> int | None:
+        """The first rank whose JSON value is not that of rank 0; None if all have the same."""
+        told = self.everyone(mine)
+        return next((rank for rank, one in enumerate(told) if one != told[0]), None)
+
     def union(self, words: Iterable[str]) -> set[str]:
         """All words of all ranks."""
         return {word for theirs in self.everyone(sorted(words)) for word in theirs}
@@ -130,7 +127,7 @@ class Exchange:
         except BaseException as error:
             if self.failure is known:
                 self.fail(error)
-            elif isinstance(error, RankError) and self.rank not in error.ranks:
+            elif isinstance(error, RankError) and error.ranks and self.rank not in error.ranks:
                 assert self.failure is not None
                 who = f"rank {error.ranks[0]} refused, and so do all ranks"
                 raise other(f"{who} ({self.failure.reasons})") from error
@@ -164,10 +161,8 @@ class Exchange:
     def lost(self, where: str, within: float) -> RankError:
         """Notify all ranks that some did not take part; return the error to raise, after at most `within` seconds."""
         if self.broken is None:
-            try:
+            with contextlib.suppress(RankError):
                 self._heard("lost", None, where, within)
-            except RankError as error:
-                return error
         assert self.broken is not None
         return self.broken
 
@@ -181,20 +176,25 @@ class Exchange:
             )
 
     def line(self) -> Line:
-        """The line that moves rows to the first rank; all ranks make it together.
-
-        Raises:
-            RankError: a rank was gone when rows were gathered before.
-        """
+        """The line that moves rows to the first rank; all ranks make it together."""
         if self._line is None:
             self._line = Line(self.timeout)
-        if self._line.broken is not None:
-            raise self._line.broken
         return self._line
 
-    def _heard(
-        self, kind: Literal["said", "failed", "lost"], about: str | None, value: Any, within: float | None = None
-    ) -> list[Message]:
+    def close_line(self) -> None:
+        """Close the line after a failure, on all ranks; the next call of `line()` makes another."""
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    def close(self) -> None:
+        """Leave all groups: ranks that still use them see that this one is gone."""
+        self.close_line()
+        group, self._group = self._group, None
+        self.broken = self.broken or RankError("the ranks do not talk any more: the run was closed", ranks=())
+        let_go(group)
+
+    def _heard(self, kind: _Kind, about: str | None, value: Any, within: float | None = None) -> list[Message]:
         """Send the next message, and return that of each rank with the same number."""
         if self.broken is not None:
             raise self.broken
@@ -204,7 +204,8 @@ class Exchange:
         # Ranks that did not take part, and the reasons.
         lost: dict[int, str] = {}
         until = time.monotonic() + (self.timeout if within is None else within)
-        talk = threading.Thread(target=self._talk, args=(_encoded(vars(own)), heard, lost, until), daemon=True)
+        # On a thread: gloo's waits ignore signals.
+        talk = threading.Thread(target=self._talk, args=(own, heard, lost, until), daemon=True)
         talk.start()
         try:
             while talk.is_alive():
@@ -216,97 +217,71 @@ class Exchange:
         told = {rank: one for rank, one in sorted(heard.items()) if one.kind != "said"}
         if told:
             failed = tuple(rank for rank, one in told.items() if one.kind == "failed")
-            reasons = "; ".join(f"rank {rank}: {told[rank].value}" for rank in failed or told)
-            self.failure = Failure(failed, reasons)
-            if not failed:
-                self._name_apart([rank for rank in told if rank != self.rank], until)
-        if any(one.kind == "lost" for one in told.values()):
-            assert self.failure is not None
-            self.end(self.failure.reasons)
-            assert self.broken is not None
-            raise self.broken
+            self.failure = Failure(failed, "; ".join(f"rank {rank}: {told[rank].value}" for rank in failed or told))
+            if any(one.kind == "lost" for one in told.values()):
+                self.end(self.failure.reasons)
+                assert self.broken is not None
+                raise self.broken
         return [heard[rank] for rank in range(self.size)]
-
-    def _name_apart(self, ranks: list[int], until: float) -> None:
-        """Name the ranks that lost each other, while this one talks to both; each of them notes it once it gave up."""
-        assert self.failure is not None
-        # This one lost nobody: ranks that look for notes need not wait for one of it.
-        left_by(())
-        part = self.timeout * _PART_OF_LOST
-        seconds = max(0.0, min(until - time.monotonic(), part)) + min(part, _LATER_SECONDS)
-        apart = lost_each_other(ranks, seconds) if len(ranks) > 1 else ()
-        if apart:
-            self.failure = Failure(apart, f"{_named(apart)} lost each other; {self.failure.reasons}")
 
     def _require_all(self, own: Message, heard: dict[int, Message], lost: dict[int, str]) -> None:
         """End the exchange if ranks are lost or made another call."""
         # A rank that failed, or lost others, reports this whatever the subject.
         asked = {one.about for one in heard.values()} - {None}
         strange = {
-            rank: f"it is at message {one.count}, {one.about!r}, and this one, {self.rank}, at {own.count}, "
+            rank: f"it is at message {one.number}, {one.about!r}, and this one, {self.rank}, at {own.number}, "
             f"{own.about!r}: every rank must make the same calls"
             for rank, one in heard.items()
-            if one.count != own.count or (len(asked) > 1 and one.about != own.about)
+            if one.number != own.number or (len(asked) > 1 and one.about != own.about)
         }
-        if lost or strange:
-            # Ranks that lose this one look up the ranks that it blames; it does the same for the ranks that it lost.
-            left_by(lost)
-            self.broken = self._gone(lost, strange, str(own.about or own.value))
-            raise self.broken
-
-    def close(self) -> None:
-        """Leave all groups: ranks that still use them see that this one is gone."""
-        if self._group is None:
+        if not lost and not strange:
             return
-        if self._line is not None:
-            self._line.close()
-        group, self._group = self._group, None
-        self.broken = self.broken or RankError("the ranks do not talk any more: the run was closed", ranks=())
-        let_go(group)
-
-    def _gone(self, lost: dict[int, str], strange: dict[int, str], about: str) -> RankError:
-        everyone = len(self._others) > 1 and len(lost) == len(self._others)
-        # Ranks that lost each other may give up later than this one.
-        seconds = min(_LATER_SECONDS, self.timeout * _PART_OF_LOST) if everyone else WORD_SECONDS
-        ranks = at_fault(lost, seconds=seconds) if lost else tuple(sorted(strange))
+        # Ranks that lose this one look up the ranks that it blames; it does the same for the ranks that it lost.
+        left_by(lost)
+        ranks = at_fault(lost) if lost else tuple(sorted(strange))
         named = _named(ranks)
-        if everyone and len(ranks) > 1:
-            apart = lost_each_other(lost, WORD_SECONDS)
-            if apart:
-                named = f"{_named(apart)}, which lost each other,"
-            elif len(ranks) == len(lost):
-                named = "every other rank is gone: this one came too late, or its network failed"
+        if len(ranks) == len(lost) == len(self._others) > 1:
+            named = "every other rank is gone: this one came too late, or its network failed"
         why = {rank: (lost or strange).get(rank, "others lost it") for rank in ranks}
         because = {rank: f"it ended because of {_named(ranks)}" for rank in lost if rank not in ranks}
         reasons = "; ".join(f"{rank}: {words}" for rank, words in sorted({**why, **because}.items()))
-        return RankError(
-            f"{named} did not take part within {self.timeout:g} s ({about}): the step ended on all ranks, and none "
-            f"commits any more; start all of them again, and the run resumes at the last step of all ({reasons})",
+        self.broken = RankError(
+            f"{named} did not take part within {self.timeout:g} s ({own.about or own.value}): the step ended on all "
+            f"ranks, and none commits any more; start all of them again, and the run resumes at the last step of all "
+            f"({reasons})",
             ranks=ranks,
         )
+        raise self.broken
 
-    def _talk(self, message: torch.Tensor, heard: dict[int, Message], lost: dict[int, str], until: float) -> None:
-        """Fill `heard` and `lost`, on a thread of its own: gloo's waits ignore signals."""
-        rooms = {rank: torch.empty(_MESSAGE_BYTES, dtype=torch.uint8) for rank in self._others}
-        first, rest = message[:_MESSAGE_BYTES], message[_MESSAGE_BYTES:]
-        self._move(rooms, dict.fromkeys(self._others, first), lost, until)
-        lengths = {rank: _length(rooms[rank]) - _MESSAGE_BYTES for rank in rooms if rank not in lost}
-        rests = {rank: torch.empty(length, dtype=torch.uint8) for rank, length in lengths.items() if length > 0}
-        self._move(rests, dict.fromkeys(lengths, rest) if rest.numel() else {}, lost, until)
-        for rank in lengths.keys() - lost.keys():
-            heard[rank] = Message(**_decoded(torch.cat([rooms[rank], *([rests[rank]] if rank in rests else [])])))
+    def _talk(self, own: Message, heard: dict[int, Message], lost: dict[int, str], until: float) -> None:
+        """Fill `heard` and `lost`."""
+        text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+        lengths = {rank: torch.empty(1, dtype=torch.int64, device="cpu") for rank in self._others}
+        self._move(lengths, dict.fromkeys(lengths, torch.tensor([text.numel()], device="cpu")), lost, until)
+        texts = {
+            rank: torch.empty(int(lengths[rank]), dtype=torch.uint8, device="cpu")
+            for rank in lengths
+            if rank not in lost
+        }
+        self._move(texts, dict.fromkeys(texts, text), lost, until)
+        for rank in texts.keys() - lost.keys():
+            heard[rank] = Message(*json.loads(bytes(texts[rank].tolist())))
 
     def _move(
         self, into: dict[int, torch.Tensor], out: dict[int, torch.Tensor], lost: dict[int, str], until: float
     ) -> None:
         """Receive from some ranks and send to some; ranks with which this failed are added to `lost`."""
-        receiving: _Works = {rank: self._begun(distributed.irecv, room, rank) for rank, room in into.items()}
-        sending: _Works = {rank: self._begun(distributed.isend, message, rank) for rank, message in out.items()}
-        for works in (receiving, sending):
-            for rank, work in works.items():
-                why = _waited(work, until)
-                if why is not None:
-                    lost.setdefault(rank, why)
+        begun = [(rank, self._begun(distributed.irecv, room, rank)) for rank, room in into.items()]
+        begun += [(rank, self._begun(distributed.isend, message, rank)) for rank, message in out.items()]
+        for rank, work in begun:
+            try:
+                if isinstance(work, RuntimeError):
+                    raise work
+                if work is not None:
+                    work.wait(timedelta(seconds=max(_SECONDS_MIN, until - time.monotonic())))
+            except RuntimeError as error:
+                is_late = "Timed out" in str(error)
+                lost.setdefault(rank, "no answer in time" if is_late else "its process ended, or its connection")
 
     def _begun(self, begin: Any, memory: torch.Tensor, rank: int) -> Any:
         try:
@@ -324,35 +299,6 @@ class Alone:
         """The value of the only rank; see `Exchange.tell`."""
         del about
         return [said]
-
-
-def _waited(work: distributed.Work | RuntimeError | None, until: float) -> str | None:
-    """Why a transfer failed; None if it completed."""
-    try:
-        if isinstance(work, RuntimeError):
-            raise work
-        if work is not None:
-            work.wait(timedelta(seconds=max(_SECONDS_MIN, until - time.monotonic())))
-    except RuntimeError as error:
-        return "no answer in time" if "Timed out" in str(error) else "its process ended, or its connection"
-    return None
-
-
-def _encoded(message: dict[str, Any]) -> torch.Tensor:
-    text = json.dumps(message).encode()
-    length = max(_MESSAGE_BYTES, _LENGTH_BYTES + len(text))
-    return torch.frombuffer(
-        bytearray(length.to_bytes(_LENGTH_BYTES, "little") + text.ljust(length - _LENGTH_BYTES)), dtype=torch.uint8
-    )
-
-
-def _length(memory: torch.Tensor) -> int:
-    return int.from_bytes(bytes(memory[:_LENGTH_BYTES].tolist()), "little")
-
-
-def _decoded(memory: torch.Tensor) -> dict[str, Any]:
-    message: dict[str, Any] = json.loads(bytes(memory[_LENGTH_BYTES:].tolist()))
-    return message
 
 
 def _named(ranks: Iterable[int]) -> str:
@@ -377,11 +323,14 @@ class Agreement:
     apart, and the two slots of each store hold the newest commit that all ranks have.
     """
 
-    def __init__(self, exchange: Exchange, run: bytes, number: int, identity: bytes, nonce: bytes) -> None:
-        """Agree on the commits after one that all ranks have.
+    def __init__(
+        self, exchange: Exchange, store: Store, run: bytes, number: int, identity: bytes, nonce: bytes
+    ) -> None:
+        """Take charge of the commits of this rank's store, after one that all ranks have.
 
         Args:
             exchange: between the ranks.
+            store: of this rank.
             run: the run's id, 16 bytes, the same on all ranks.
             number: of the last commit, the same on all ranks; 0 before the first.
             identity: of the last commit, or of the commit that first values are from; the same on all ranks.
@@ -393,10 +342,6 @@ class Agreement:
         self.number = number
         self.identity = identity
         self._nonce = nonce
-        self._store: Store | None = None
-
-    def lead(self, store: Store) -> None:
-        """Take charge of the commits of this rank's store."""
         self._store = store
         store.share(self)
 
@@ -408,7 +353,8 @@ class Agreement:
                 yield
         except BaseException:
             if self.exchange.broken is not None:
-                self._end()
+                # Reopening finds the newest commit that all ranks have.
+                self._store.end()
             raise
 
     def commit(self, make: Callable[[CommitOfRank, Callable[[], object]], int]) -> int:
@@ -435,7 +381,7 @@ class Agreement:
             except BaseException:
                 if agreed:
                     # Roots were being written when a rank failed: reopening finds out which ranks have the commit.
-                    self._end()
+                    self._store.end()
                 raise
         self.number, self.identity = number, identity
         return generation
@@ -445,10 +391,5 @@ class Agreement:
         numbers = self.exchange.tell(phase, number, remedy=remedy)
         apart = {rank: other for rank, other in enumerate(numbers) if other != number}
         if apart:
-            self._end()
-            raise RankError(f"commit {number} of rank {self.exchange.rank} meets others: {apart}", ranks=tuple(apart))
-
-    def _end(self) -> None:
-        """Write nothing more: reopening finds the newest commit that all ranks have."""
-        if self._store is not None:
             self._store.end()
+            raise RankError(f"commit {number} of rank {self.exchange.rank} meets others: {apart}", ranks=tuple(apart))

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 
 __all__ = ["AllGather", "FsdpGroup", "FsdpParameter", "ReduceScatter", "groups_of", "reshard"]
-# The call whose hook torch gives each reduced gradient.
-_HOOK_OF_SUMS = "set_all_reduce_hook"
 # The private attributes of torch's parameter groups, and of the parameters in them, that are used here.
 _OF_GROUPS = (
     "fsdp_params", "mesh_info", "post_forward_mesh_info", "_reset_sharded_params", "gradient_divide_factor",
@@ -94,12 +92,6 @@ class FsdpParameter:
         kind: str = self.leaf.device_mesh.device_type  # type: ignore[attr-defined]
         return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
-    @property
-    def reduce_dtype(self) -> torch.dtype | None:
-        """The dtype in which `MixedPrecisionPolicy` reduces its gradient; None: the gradient's own."""
-        found: torch.dtype | None = self._torch.mp_policy.reduce_dtype
-        return found
-
     def replace_local(self, rows: torch.Tensor) -> None:
         """Replace the parameter's local tensor; the new one may have the hooks of an FSDP2 extension."""
         # This also refers to the old rows.
@@ -158,36 +150,53 @@ class FsdpGroup:
         """The process group of the ranks that share the rows."""
         return self._torch.mesh_info.shard_process_group
 
-    @property
-    def kept_after_forward(self) -> str | None:
-        """Why the group is rejected, if parts for another number of ranks stay in memory after the forward."""
-        after = self._torch.post_forward_mesh_info
-        if after is not None and after != self._torch.mesh_info:
-            return "reshard_after_forward= is a number of ranks: pass True or False"
-        return None
+    def require_supported(self, world_size: int, *, ordered: bool) -> None:
+        """Reject a way of sharding that cannot be offloaded; `ordered`: gradients are added in the order of ranks.
 
-    @property
-    def divided_twice(self) -> bool:
-        """Whether ranks hold replicas of the rows of others (HSDP), or nothing is sharded."""
-        info = self._torch.mesh_info
-        return type(info).__name__ != "FSDPMeshInfo"
+        Raises:
+            ConfigError: it cannot.
+        """
+        kept = self._torch
+        # Another class: ranks hold replicas of the rows of others (HSDP), or nothing is sharded.
+        if type(kept.mesh_info).__name__ != "FSDPMeshInfo":
+            raise ConfigError(
+                f"{self.name} is on a mesh on which ranks replicate it: offload() works where the rows are divided "
+                "among all ranks: fully_shard(module), without mesh=, or with one of one dimension"
+            )
+        if self.process_group.size() != world_size:
+            raise ConfigError(
+                f"{self.name} is divided among {self.process_group.size()} of {world_size} ranks: offload() works "
+                "where the rows are divided among all of them: fully_shard(module) without mesh="
+            )
+        if type(kept.offload_policy).__name__ == "CPUOffloadPolicy":
+            raise ConfigError(
+                "fully_shard() was given CPUOffloadPolicy, and offload() moves parameters itself: leave "
+                "offload_policy out"
+            )
+        if kept.post_forward_mesh_info is not None and kept.post_forward_mesh_info != kept.mesh_info:
+            raise ConfigError(f"{self.name}: reshard_after_forward= is a number of ranks: pass True or False")
+        for one in self.parameters:
+            wide = one._torch.mp_policy.reduce_dtype  # noqa: SLF001
+            if ordered and wide is not None and wide.itemsize > one.leaf.dtype.itemsize:
+                raise ConfigError(
+                    f"{one.name} is {one.leaf.dtype} and its gradient is reduced in {wide}: in the order of ranks it "
+                    "is added in its own type, as one process accumulates: leave reduce_dtype out, or pass "
+                    "reduction='native'"
+                )
 
-    @property
-    def offloads(self) -> bool:
-        """Whether torch itself keeps the rows on the CPU."""
-        return type(self._torch.offload_policy).__name__ == "CPUOffloadPolicy"
+    def require_no_hooks(self) -> None:
+        """Reject hooks that would run before the gradients of all ranks are added in their order.
 
-    @property
-    def user_code(self) -> list[str]:
-        """The calls that put code of the user into gathers and reductions."""
-        comms = {
-            "set_custom_all_gather": self._torch._all_gather_comm,  # noqa: SLF001
-            "set_custom_reduce_scatter": self._torch._reduce_scatter_comm,  # noqa: SLF001
-        }
-        custom = [
-            call for call, comm in comms.items() if not type(comm).__module__.startswith(("torch.", "memascend."))
-        ]
-        return custom if self._torch._all_reduce_hook is None else [*custom, _HOOK_OF_SUMS]  # noqa: SLF001
+        Raises:
+            ConfigError: there is one.
+        """
+        hooked = next((one.name for one in self.parameters if one.leaf._post_accumulate_grad_hooks), None)  # noqa: SLF001
+        if hooked is not None:
+            raise ConfigError(
+                f"{hooked} has a hook of register_post_accumulate_grad_hook(), which reduction='ordered' would call "
+                "with the gradient of one rank instead of the sum: register it after offload(), with gradients='ssd' "
+                "or 'ram', or pass reduction='native'"
+            )
 
     def require_own_collectives(self, refusal: type[MemascendError], *, ordered: bool) -> None:
         """Reject code of the user that this run would replace, or that would see one rank's part instead of the sum.
@@ -195,31 +204,25 @@ class FsdpGroup:
         Raises:
             MemascendError: there is such code; the error is a `refusal`.
         """
-        for call in self.user_code:
-            if call != _HOOK_OF_SUMS:
+        comms = {
+            "set_custom_all_gather": self._torch._all_gather_comm,  # noqa: SLF001
+            "set_custom_reduce_scatter": self._torch._reduce_scatter_comm,  # noqa: SLF001
+        }
+        for call, comm in comms.items():
+            if not type(comm).__module__.startswith(("torch.", "memascend.")):
                 raise refusal(
                     f"{call}() was called on {self.name}, and several ranks under offload() gather and reduce by calls "
                     "of their own: leave it out"
                 )
-            if ordered:
-                raise refusal(
-                    f"{call}() was called on {self.name}, and reduction='ordered' adds the gradients after the hook: "
-                    "leave it out, or pass reduction='native' to offload(), which calls the hook as torch does"
-                )
+        if ordered and self._torch._all_reduce_hook is not None:  # noqa: SLF001
+            raise refusal(
+                f"set_all_reduce_hook() was called on {self.name}, and reduction='ordered' adds the gradients after "
+                "the hook: leave it out, or pass reduction='native' to offload(), which calls the hook as torch does"
+            )
 
     def settle(self) -> None:
         """Keep torch from searching for replaced parameters: these were replaced on purpose."""
         self._torch._reset_sharded_params = True  # noqa: SLF001
-
-    def gather_by(self, gather: AllGather) -> None:
-        """Gather rows by `gather`."""
-        self.module.set_custom_all_gather(gather)
-
-    def reduce_by(self, reduction: ReduceScatter, *, sums: bool) -> None:
-        """Reduce gradients by `reduction`. With `sums` torch divides the result, not the parts."""
-        self.module.set_custom_reduce_scatter(reduction)
-        if sums:
-            self.module.set_force_sum_reduction_for_comms(enable=True)
 
     def factor_after(self, dtype: torch.dtype) -> float | None:
         """The divisor of a finished sum of this dtype; None: the sum is not divided."""
@@ -499,30 +502,25 @@ class LocalParameter(torch.nn.Parameter):
     the model's parameters are visible here.
     """
 
-    _sharded: FsdpParameter
+    sharded: FsdpParameter
 
     @classmethod
     def of(cls, sharded: FsdpParameter) -> Self:
         """The present rows of a parameter, on the same memory."""
         found: Self = torch.Tensor._make_subclass(cls, sharded.local.detach(), sharded.leaf.requires_grad)  # noqa: SLF001
-        found._sharded = sharded
+        found.sharded = sharded
         return found
-
-    @property
-    def sharded(self) -> FsdpParameter:
-        """The parameter whose rows these are."""
-        return self._sharded
 
     @property
     def grad(self) -> Any:
         """This rank's rows of the gradient."""
-        found: Any = self._sharded.leaf.grad
+        found: Any = self.sharded.leaf.grad
         return None if found is None else found._local_tensor  # noqa: SLF001
 
     @grad.setter
     def grad(self, values: torch.Tensor | None) -> None:
-        self._sharded.leaf.grad = None if values is None else self._sharded.as_sharded(values)
+        self.sharded.leaf.grad = None if values is None else self.sharded.as_sharded(values)
 
     @grad.deleter
     def grad(self) -> None:
-        self._sharded.leaf.grad = None
+        self.sharded.leaf.grad = None

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 import time
+import traceback
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import distributed
 
-from memascend.distributed.rendezvous import LOOK_SECONDS, WORD_SECONDS, answered, gone, meet, store_failed
+from memascend.distributed.rendezvous import (
+    LOOK_SECONDS,
+    WORD_SECONDS,
+    answered,
+    gone,
+    meet,
+    store_failed,
+    values_of_ranks,
+)
 from memascend.errors import RankError
 from memascend.tensors import bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 # The share of the timeout in which ranks report that they made no group: each has waited as long as the others.
@@ -29,26 +37,20 @@ _PAIR = 2
 _MADE = "made"
 
 
-class _Next:
-    """Counts the groups of one opening of a run, equally on all ranks."""
+class _Keys:
+    """The keys of one opening of a run in torch's store."""
 
-    # Of the keys in torch's store.
     prefix = "memascend"
-    number = 0
-
-    @classmethod
-    def take(cls) -> int:
-        """The number of the group that is being made."""
-        cls.number += 1
-        return cls.number - 1
+    # The number of groups that were made, equal on all ranks.
+    groups = 0
 
 
 def begin(timeout: float) -> None:
     """Begin to make the groups of a run; all ranks do so together. See `rendezvous.meet` for its errors."""
-    _Next.prefix = meet(_store(), distributed.get_rank(), distributed.get_world_size(), timeout)
-    _Next.number = 0
+    _Keys.prefix = meet(_store(), distributed.get_rank(), distributed.get_world_size(), timeout)
+    _Keys.groups = 0
     # torch names groups by this count, and gloo's keys by that name: an earlier attempt has left the lowest ones.
-    digest = _Next.prefix.rpartition("/")[2]
+    digest = _Keys.prefix.rpartition("/")[2]
     distributed.distributed_c10d._world.group_count = int(digest, 16) >> 16  # noqa: SLF001
 
 
@@ -66,165 +68,101 @@ def make_group(timeout: float, ranks: Sequence[int] | None = None) -> Any:
         RankError: no group was made; the error names the missing ranks, unless the store is gone, too.
     """
     members = None if ranks is None else list(ranks)
-    number, group, why = _Next.take(), None, "it did not come"
+    number, _Keys.groups = _Keys.groups, _Keys.groups + 1
     after = min(timeout * _PART_AFTER, _SECONDS_AFTER_MAX)
+    group, why = None, "it did not come"
     missing: tuple[int, ...] = ()
+    apart: dict[int, str] = {}
     try:
-        missing = _missing(number, "begins", "here", timeout)
-        until = time.monotonic() + timeout
+        _, missing = _all_at(f"{number}/begins", "here", timeout)
         if not missing:
-            group, why = _met(members, timeout - after)
+            until = time.monotonic() + timeout
+            group, why = _made(members, timeout - after)
             # A rank that has made the group may be ahead of one that still waits for a dead rank.
             seconds = max(after, until - time.monotonic())
-            missing = _missing(number, "ends", why if group is None else _MADE, seconds)
-            apart = {} if missing else _without_group(number)
-            if not missing and not apart:
+            words, missing = _all_at(f"{number}/ends", why or _MADE, seconds)
+            apart = {rank: word for rank, word in enumerate(words) if word != _MADE}
+            if not apart:
                 return group
-            if apart:
-                let_go(group)
-                raise _apart(apart, timeout)
-    except RankError:
-        raise
     except RuntimeError as error:
-        why = f"{why}; {store_failed(error)}"
+        why, missing, apart = f"{why}; {store_failed(error)}", (), {}
     let_go(group)
     left_by(missing)
-    raise gone(missing, timeout, why)
-
-
-def _apart(why: Mapping[int, str], timeout: float) -> RankError:
-    """The error of ranks that made no group and say why. If others made it, these ranks did not reach each other."""
-    some = tuple(why) if len(why) < distributed.get_world_size() else ()
-    named = ", ".join(f"rank {rank}" for rank in some) or "the ranks"
-    reasons = "; ".join(f"rank {rank}: {said}" for rank, said in why.items())
-    return RankError(
-        f"{named} could not connect with each other within {timeout:g} s, before all ranks could talk; nothing was "
-        f"changed ({reasons})",
+    if missing or not apart:
+        raise gone(missing, timeout, why)
+    # Ranks without the group did not reach each other if the others made it.
+    some = tuple(apart) if len(apart) < distributed.get_world_size() else ()
+    raise RankError(
+        f"{', '.join(f'rank {rank}' for rank in some) or 'the ranks'} could not connect with each other within "
+        f"{timeout:g} s, before all ranks could talk; nothing was changed "
+        f"({'; '.join(f'rank {rank}: {word}' for rank, word in apart.items())})",
         ranks=some,
     )
 
 
+def _all_at(moment: str, word: str, seconds: float) -> tuple[list[str], tuple[int, ...]]:
+    """The words of all ranks at a moment of making a group, and the ranks at fault if some do not reach it in time."""
+    prefix, until = f"{_Keys.prefix}/{moment}", time.monotonic() + seconds
+
+    def look() -> tuple[list[str], list[int]]:
+        store = _store()
+        store.set(f"{prefix}/{distributed.get_rank()}", word)
+        while True:
+            is_over = time.monotonic() > until
+            words = values_of_ranks(store, prefix, distributed.get_world_size(), each=is_over)
+            missing = [rank for rank, one in enumerate(words) if not one]
+            if is_over or not missing:
+                return words, missing
+            time.sleep(LOOK_SECONDS)
+
+    words, missing = answered(look, seconds + WORD_SECONDS)
+    return words, at_fault(missing) if missing else ()
+
+
+def _made(members: list[int] | None, seconds: float) -> tuple[Any, str]:
+    """The group, or the reason why there is none. gloo may try for several times the timeout that it is given."""
+    timeout = timedelta(seconds=seconds)
+    try:
+        return answered(lambda: distributed.new_group(members, backend="gloo", timeout=timeout), seconds), ""
+    except RuntimeError as error:
+        return None, str(error).splitlines()[0][:200]
+
+
 def left_by(blamed: Iterable[int]) -> None:
     """Leave a note that this rank stopped because of others, so that ranks that wait for it name those."""
-    key, said = _left(_Next.number, distributed.get_rank()), json.dumps(sorted(blamed))
+    note = json.dumps(sorted(blamed))
     # If the store is gone, no rank waits.
     with contextlib.suppress(RuntimeError):
-        answered(lambda: _store().set(key, said), 2 * WORD_SECONDS)
+        answered(lambda: _store().set(_note_of(distributed.get_rank()), note), 2 * WORD_SECONDS)
 
 
-def at_fault(missing: Iterable[int], number: int | None = None, seconds: float = WORD_SECONDS) -> tuple[int, ...]:
-    """The ranks at fault: missing ranks that left no note, and the ranks that the notes of the others blame.
-
-    Call `left_by()` first if other ranks may wait for this one.
-
-    Args:
-        missing: at least one rank.
-        number: of the group that the ranks were to make; None: of the next, for ranks that use an existing one.
-        seconds: how long to wait for the first note; the others come soon after.
-    """
+def at_fault(missing: Iterable[int]) -> tuple[int, ...]:
+    """The ranks at fault: missing ranks that left no note, and the ranks that the notes of the others blame."""
     gone, own = {*missing}, distributed.get_rank()
-    if distributed.get_world_size() == _PAIR:
-        # There is no other rank.
-        return tuple(gone)
-    asked = _Next.number if number is None else number
+    # What ranks that left blame, by rank.
+    notes: dict[int, list[int]] = {}
+    until = time.monotonic() + WORD_SECONDS
 
-    def silent(left: dict[int, list[int]]) -> set[int]:
-        return gone.union(*left.values()) - left.keys() - {own}
-
-    soon = time.monotonic() + WORD_SECONDS
-
-    def wanted(left: dict[int, list[int]]) -> set[int]:
-        return silent(left) if not left or time.monotonic() < soon else set()
-
-    return tuple(sorted(silent(_notes(asked, wanted, seconds)) or gone))
-
-
-def lost_each_other(ranks: Collection[int], seconds: float) -> tuple[int, ...]:
-    """Which of these ranks blame each other, by the notes that they leave within `seconds`."""
-
-    def mutual(left: dict[int, list[int]]) -> set[int]:
-        return {rank for rank, blamed in left.items() if any(rank in left.get(other, ()) for other in blamed)}
-
-    def wanted(left: dict[int, list[int]]) -> set[int]:
-        # Ranks that lost nobody leave no note.
-        return set() if mutual(left) else {*ranks} - left.keys()
-
-    return tuple(sorted(mutual(_notes(_Next.number, wanted, seconds))))
-
-
-def _notes(number: int, wanted: Callable[[dict[int, list[int]]], set[int]], seconds: float) -> dict[int, list[int]]:
-    """The ranks that others blame in their notes; `wanted` says whose notes are looked for, from those found so far."""
-    left: dict[int, list[int]] = {}
+    def silent() -> set[int]:
+        return gone.union(*notes.values()) - notes.keys() - {own}
 
     def listen() -> None:
-        # If the store is gone, the notes read so far must do.
-        with contextlib.suppress(RuntimeError):
-            store, until = _store(), time.monotonic() + seconds
-            while wanted(left) and time.monotonic() < until:
-                for rank in wanted(left):
-                    if store.check([_left(number, rank)]):
-                        left[rank] = json.loads(store.get(_left(number, rank)))
-                time.sleep(LOOK_SECONDS)
-
-    # The store may be in a process that hangs.
-    listening = threading.Thread(target=listen, daemon=True)
-    listening.start()
-    listening.join(seconds + WORD_SECONDS)
-    return dict(left)
-
-
-def _met(members: list[int] | None, seconds: float) -> tuple[Any, str]:
-    """The group, or the reason why there is none. gloo may try for several times the timeout that it is given."""
-    # Set once: the group, or None if the time ran out first; a group made later is destroyed.
-    met: dict[str, Any] = {}
-    why = f"no group within {seconds:g} s"
-
-    def make() -> None:
-        nonlocal why
-        try:
-            group = distributed.new_group(members, backend="gloo", timeout=timedelta(seconds=seconds))
-        except RuntimeError as error:
-            why = str(error).splitlines()[0][:200]
-            return
-        if met.setdefault("group", group) is not group:
-            let_go(group)
-
-    making = threading.Thread(target=make, daemon=True)
-    making.start()
-    making.join(seconds)
-    return met.setdefault("group", None), why
-
-
-def _missing(number: int, moment: str, said: str, seconds: float) -> tuple[int, ...]:
-    """Ranks that do not reach this moment of making a group in time; `said` is what the others read of this one."""
-    keys, until = _keys(number, moment), time.monotonic() + seconds
-
-    def look() -> list[int]:
         store = _store()
-        store.set(keys[distributed.get_rank()], said)
-        while not store.check(keys):
-            if time.monotonic() > until:
-                return [rank for rank, key in enumerate(keys) if not store.check([key])]
+        while silent() and time.monotonic() < until:
+            for rank in silent():
+                if store.check([_note_of(rank)]):
+                    notes[rank] = json.loads(store.get(_note_of(rank)))
             time.sleep(LOOK_SECONDS)
-        return []
 
-    missing = answered(look, seconds + WORD_SECONDS)
-    return at_fault(missing, number) if missing else ()
-
-
-def _without_group(number: int) -> dict[int, str]:
-    """The ranks that made no group, and what they say."""
-    keys = _keys(number, "ends")
-    said = answered(lambda: [_store().get(key).decode() for key in keys], WORD_SECONDS)
-    return {rank: words for rank, words in enumerate(said) if words != _MADE}
+    if distributed.get_world_size() > _PAIR:
+        # If the store is gone, the notes that were read so far must do.
+        with contextlib.suppress(RuntimeError):
+            answered(listen, 2 * WORD_SECONDS)
+    return tuple(sorted(silent() or gone))
 
 
-def _left(number: int, rank: int) -> str:
-    return f"{_Next.prefix}/{number}/left/{rank}"
-
-
-def _keys(number: int, moment: str) -> list[str]:
-    return [f"{_Next.prefix}/{number}/{moment}/{rank}" for rank in range(distributed.get_world_size())]
+def _note_of(rank: int) -> str:
+    return f"{_Keys.prefix}/left/{rank}"
 
 
 def _store() -> Any:
@@ -239,12 +177,16 @@ def let_go(group: Any) -> None:
             distributed.destroy_process_group(group)
 
 
-_PIECE, _END, _FAILED = range(3)
-_GO_ON, _STOP = range(2)
+# In place of the number of a tensor: no more pieces follow.
+_END = -1
 
 
 class StoppedError(Exception):
-    """The first rank stopped the transfer: it or another rank failed, and all ranks are notified afterwards."""
+    """Rows did not arrive, since a rank failed, is gone or hangs; the line is closed, and ranks report which it was."""
+
+    def __init__(self, why: RuntimeError) -> None:
+        super().__init__(str(why).splitlines()[0][:200])
+        self.is_late = "Timed out" in str(why)
 
 
 class Piece(NamedTuple):
@@ -258,125 +200,64 @@ class Piece(NamedTuple):
 class Line:
     """Moves rows from each rank to the first one, over a gloo group of its own.
 
-    A rank sends pieces and then an end, as often as both sides know. The first rank answers each, so that it receives
-    one piece at a time and can stop the sender. A failure on one side leaves no rank waiting.
+    A rank sends pieces and then an end, as often as both sides know. gloo sends nothing that the first rank does not
+    await, so it receives one piece at a time. A rank that fails closes the line, so that no other rank waits for it.
     """
 
     def __init__(self, timeout: float) -> None:
         """Make the group; all ranks do so together. `timeout`: seconds that one rank waits for another."""
-        self._timeout = timeout
+        self._timeout = timedelta(seconds=timeout)
         self._group: Any = make_group(timeout)
-        self.rank = distributed.get_rank()
-        self.world_size = distributed.get_world_size()
-        # Senders that sent their last piece, failed, or are gone.
-        self._over: set[int] = set()
-        self.broken: RankError | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group, which ends the waits of other ranks for this one."""
         group, self._group = self._group, None
         let_go(group)
 
-    # --- on each rank but the first ------------------------------------------------------
-
     def send(self, tensor: int, start: int, values: torch.Tensor) -> None:
-        """Send elements of a tensor.
+        """Send elements of a tensor to the first rank.
 
         Raises:
-            StoppedError: the first rank stopped the transfer.
+            StoppedError: they did not arrive.
         """
-        self._tell([_PIECE, tensor, start, values.nbytes])
+        self._move(distributed.isend, torch.tensor([tensor, start, values.nbytes], device="cpu"), 0)
         if values.nbytes:
-            self._waited(0, lambda: distributed.isend(bytes_of(values), 0, group=self._group))
-        self._hear_answer()
+            self._move(distributed.isend, bytes_of(values), 0)
 
     def end(self) -> None:
         """End a series of pieces.
 
         Raises:
-            StoppedError: the first rank stopped the transfer.
+            StoppedError: the first rank does not know.
         """
-        self._tell([_END, 0, 0, 0])
-        self._hear_answer()
-
-    def fail(self) -> None:
-        """Report that this rank failed; the others are notified of the error afterwards."""
-        self._tell([_FAILED, 0, 0, 0])
-
-    def _tell(self, header: list[int]) -> None:
-        self._waited(0, lambda: distributed.isend(torch.tensor(header, device="cpu"), 0, group=self._group))
-
-    def _hear_answer(self) -> None:
-        answer = torch.empty(1, dtype=torch.int64, device="cpu")
-        self._waited(0, lambda: distributed.irecv(answer, 0, group=self._group))
-        if answer.item() == _STOP:
-            raise StoppedError
-
-    # --- on the first rank -----------------------------------------------------------------
+        self._move(distributed.isend, torch.tensor([_END, 0, 0], device="cpu"), 0)
 
     def pieces(self, rank: int, dtypes: list[torch.dtype]) -> Iterator[Piece]:
-        """The pieces of a rank up to its next end; `dtypes` are those of the tensors that both sides know.
+        """The pieces of a rank up to its next end, on the first rank; `dtypes` are those of the tensors.
 
         Raises:
-            StoppedError: that rank failed.
+            StoppedError: they did not arrive.
         """
         while True:
-            kind, tensor, start, values = self._received(rank)
-            if kind == _FAILED:
-                self._over.add(rank)
-                raise StoppedError
-            self._answer(rank, _GO_ON)
-            if kind == _END:
+            header = torch.empty(3, dtype=torch.int64, device="cpu")
+            self._move(distributed.irecv, header, rank)
+            tensor, start, nbytes = header.tolist()
+            if tensor == _END:
                 return
+            if len(self._memory) < nbytes:
+                self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            values = self._memory[:nbytes]
+            if nbytes:
+                self._move(distributed.irecv, values, rank)
             yield Piece(tensor, start, values.view(dtypes[tensor]))
 
-    def finish(self) -> None:
-        """Receive the last end of each rank.
-
-        Raises:
-            StoppedError: a rank failed.
-        """
-        for rank in range(1, self.world_size):
-            for _ in self.pieces(rank, []):
-                pass
-            self._over.add(rank)
-        self._over.clear()
-
-    def stop(self) -> None:
-        """Stop all ranks that still send."""
-        for rank in range(1, self.world_size):
-            if rank in self._over:
-                continue
-            with contextlib.suppress(RankError):
-                kind, *_ = self._received(rank)
-                if kind != _FAILED:
-                    self._answer(rank, _STOP)
-        self._over.clear()
-
-    def _received(self, rank: int) -> tuple[int, int, int, torch.Tensor]:
-        header = torch.empty(4, dtype=torch.int64, device="cpu")
-        self._waited(rank, lambda: distributed.irecv(header, rank, group=self._group))
-        kind, tensor, start, nbytes = header.tolist()
-        if len(self._memory) < nbytes:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        values = self._memory[:nbytes]
-        if nbytes:
-            self._waited(rank, lambda: distributed.irecv(values, rank, group=self._group))
-        return kind, tensor, start, values
-
-    def _answer(self, rank: int, answer: int) -> None:
-        self._waited(rank, lambda: distributed.isend(torch.tensor([answer], device="cpu"), rank, group=self._group))
-
-    def _waited(self, rank: int, begin: Callable[[], Any]) -> None:
+    def _move(self, begin: Any, memory: torch.Tensor, rank: int) -> None:
         """Begin to send or receive, and wait until it completes."""
         try:
-            begin().wait(timedelta(seconds=self._timeout))
+            begin(memory, rank, group=self._group).wait(self._timeout)
         except RuntimeError as error:
-            self._over.add(rank)
-            self.broken = RankError(
-                f"rank {rank} is gone, or did not answer within {self._timeout:g} s, while rows were gathered; what "
-                f"is committed is as it was ({error})",
-                ranks=(rank,),
-            )
-            raise self.broken from error
+            # Ranks that wait for this one notice when its connections close, with the last reference to the group.
+            traceback.clear_frames(error.__traceback__)
+            self.close()
+            raise StoppedError(error) from error

@@ -33,7 +33,8 @@ class Stores:
 
     count: int  # of ranks
     owners: Mapping[int, int]  # by old rank, the present rank that reads its store
-    seen: Mapping[int, Mapping[str, Any]]  # by old rank, the contents of its roots: see `seen_at`
+    # By old rank, the contents of its roots: see `seen_at`; and, as "said", what `told_by` returns.
+    seen: Mapping[int, Mapping[str, Any]]
 
     @property
     def missing(self) -> list[int]:
@@ -52,23 +53,26 @@ class Stores:
         return any(map(self._is_empty, self.seen)) and all(number <= _FIRST for number in numbers)
 
     @property
-    def owned(self) -> list[int]:
-        """By old rank, the present rank that reads its store, if no store is missing."""
-        return [self.owners[rank] for rank in range(self.count)]
+    def said(self) -> Mapping[str, Any] | None:
+        """What the first store says of itself; None if it cannot be opened."""
+        first = min(rank for rank, one in self.seen.items() if one["commits"] or one["error"])
+        said: Mapping[str, Any] | None = self.seen[first]["said"]
+        return said
 
-    def named(self, run: str, number: int) -> dict[str, Any]:
+    def named(self, number: int | None) -> dict[str, Any]:
         """The identity of a commit of these stores; a single process's has its store's id and step."""
-        return {"ranks": self.count, "run": run, "number": number}
+        if number is None:
+            said = self.said or {}
+            return {"ranks": self.count, "run": said.get("uuid"), "number": said.get("step")}
+        return {"ranks": self.count, "run": self.seen[0]["commits"][0]["run"], "number": number}
 
-    def are(self, identity: Mapping[str, Any], said: Mapping[str, Any] | None) -> bool:
+    def are(self, identity: Mapping[str, Any]) -> bool:
         """Whether they are stores of this identity; some of those may have been removed."""
         if self.count == _OF_ONE:
-            return said is not None and self.named(said["uuid"], said["step"]) == identity
+            return self.said is not None and self.named(None) == identity
         return all(
-            any(
-                commit["run"] == identity["run"] and commit["number"] == identity["number"] for commit in one["commits"]
-            )
-            for rank, one in self.seen.items()
+            any((one["run"], one["number"]) == (identity["run"], identity["number"]) for one in seen["commits"])
+            for rank, seen in self.seen.items()
             if not self._is_empty(rank)
         )
 
@@ -89,23 +93,15 @@ def told_by(file: Path) -> dict[str, Any] | None:
         return None
 
 
-def outlived_by(found: Iterable[Stores], said: Mapping[int, Mapping[str, Any] | None]) -> dict[int, Mapping[str, Any]]:
-    """The stores that complete newer ones replaced: by number of ranks, their identities.
-
-    Args:
-        found: stores that were filled.
-        said: by number of ranks, the result of `told_by` for one of the stores.
-    """
+def outlived_by(found: Iterable[Stores]) -> dict[int, Mapping[str, Any]]:
+    """The stores, all of them filled, that complete newer ones replaced: by number of ranks, their identities."""
     by_count = {one.count: one for one in found}
     outlived: dict[int, Mapping[str, Any]] = {}
-    for count, one in by_count.items():
-        told = said.get(count)
-        if one.missing or told is None:
-            # They replace nothing, since not all of their rows are there.
-            continue
-        for identity in told[EARLIER]:
+    for one in by_count.values():
+        # Stores of which some are missing replace nothing, since not all of their rows are there.
+        for identity in () if one.missing or one.said is None else one.said[EARLIER]:
             other = by_count.get(identity["ranks"])
-            if other is not None and other is not one and other.are(identity, said.get(other.count)):
+            if other is not None and other is not one and other.are(identity):
                 outlived[other.count] = identity
     return outlived
 
@@ -160,9 +156,7 @@ class Opening:
                 store.close()
             raise
         before = self.identity if self.number or earlier is None else earlier
-        agreement = Agreement(self.exchange, self.run, self.number, before, self.nonce)
-        agreement.lead(store)
-        return store, agreement
+        return store, Agreement(self.exchange, store, self.run, self.number, before, self.nonce)
 
     def _require_unchanged(self, store: Store) -> None:
         found = store.info()

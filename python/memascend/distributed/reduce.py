@@ -2,124 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import traceback
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import distributed
 
 from memascend.distributed.fsdp import AllGather, ReduceScatter
-from memascend.distributed.groups import let_go, make_group
 from memascend.errors import UsageError
-from memascend.storage import Checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
-    from memascend.distributed.control_plane import Exchange
+    from memascend.distributed.collectives import Collectives
     from memascend.distributed.fsdp import FsdpGroup, FsdpParameter
-
-    _Done = TypeVar("_Done")
-
-
-# Names that are kept for the error about a step in which ranks computed different modules.
-_NAMES_MAX = 4096
-# The share of the timeout for a collective. In the rest, ranks exchange what each was doing.
-_PART = 0.9
-_SECONDS_MIN = 0.5
-
-
-class Collectives:
-    """Runs the collectives of a forward and a backward.
-
-    On the CPU they use a gloo group of the run's own, with its timeout. A rank that fails leaves the group, so that the
-    others stop waiting and all ranks raise the reason. On other devices they use the mesh's group.
-    """
-
-    def __init__(self, exchange: Exchange, ranks: Sequence[int], device: torch.device) -> None:
-        """Make the group; all ranks do so together, with the `ranks` of the mesh in its order."""
-        self._exchange = exchange
-        # Gathers and reductions since the ranks last compared them: the first names, and a checksum of all.
-        self._done: list[str] = []
-        self._last: list[str] = []
-        self._sum = Checksum()
-        self._group: Any = None
-        if device.type == "cpu":
-            self._group = make_group(max(_SECONDS_MIN, exchange.timeout * _PART), ranks)
-
-    def note(self, done: str) -> None:
-        """Record a gather or a reduction of this rank."""
-        if len(self._done) < _NAMES_MAX:
-            self._done.append(done)
-        self._sum.update(torch.frombuffer(bytearray(done.encode() + b"\0"), dtype=torch.uint8))
-
-    def told(self) -> str:
-        """A checksum of gathers and reductions since the last call, which must be equal on all ranks."""
-        found, self._sum = str(self._sum), Checksum()
-        self._last, self._done = self._done, []
-        return found
-
-    def require_same(self, told: Sequence[str]) -> None:
-        """Reject a step in which ranks mixed rows or gradients of different modules; `told`: checksums by rank.
-
-        Raises:
-            UsageError: they did. FSDP2 does not notice, since it compares only shapes.
-        """
-        if len(set(told)) == 1:
-            return
-        names = self._exchange.tell("what was gathered and reduced", self._last)
-        other = next((rank for rank, one in enumerate(names) if one != names[0]), 1)
-        lengths = range(min(len(names[0]), len(names[other])))
-        at = next((index for index in lengths if names[0][index] != names[other][index]), len(lengths))
-        of = [one[at] if at < len(one) else "nothing more" for one in (names[0], names[other])]
-        raise UsageError(
-            f"the ranks reached different parts of the model: where rank 0 has {of[0]}, rank {other} has {of[1]}, and "
-            "FSDP2 takes the one for the other where their shapes are equal, so that losses and gradients of this step "
-            "are wrong, in memory too. Call zero_grad(); let every rank compute every module (an expert that no token "
-            "reaches: with no rows), or divide experts with what is around them, and call "
-            "model.set_reduce_scatter_unused_params(True), where torch has it"
-        )
-
-    def gather(self, what: str, given: Any, do: Callable[[Any], _Done]) -> _Done:
-        """Run a gather on all ranks."""
-        self.note(what.removeprefix("in "))
-        return self.meet(what, given, do)
-
-    def meet(self, what: str, given: Any, do: Callable[[Any], _Done]) -> _Done:
-        """Run a collective on all ranks, by `do` with a group; `given` is the mesh's.
-
-        Raises:
-            RankError: a rank failed, is gone, or did not come in time; the run has ended.
-        """
-        if self._exchange.broken is not None:
-            raise self._exchange.broken
-        try:
-            return do(given if self._group is None else self._group)
-        except RuntimeError as error:
-            # Ranks that wait for this one notice when its connections close, with the last reference to the group.
-            traceback.clear_frames(error.__traceback__)
-            self.close()
-            within = max(_SECONDS_MIN, self._exchange.timeout * (1 - _PART))
-            raise self._exchange.lost(f"{what} ({str(error).splitlines()[0][:200]})", within) from error
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Around work of this rank before or after a collective: if it fails, the others stop waiting."""
-        try:
-            yield
-        except BaseException as error:
-            if self._exchange.broken is None:
-                self.close()
-                self._exchange.fail(error)
-                self._exchange.end("a rank failed in a forward or a backward")
-            raise
-
-    def close(self) -> None:
-        """Leave the group, which ends the waits of other ranks for this one."""
-        group, self._group = self._group, None
-        let_go(group)
 
 
 class _Met:
@@ -141,7 +37,8 @@ class Gather(_Met, AllGather):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> Any:
         """As torch's own."""
-        return self._collectives.gather(
+        self._collectives.note(f"the gather of {self._name}")
+        return self._collectives.meet(
             f"in the gather of {self._name}",
             group,
             lambda group: distributed.all_gather_into_tensor(output_tensor, input_tensor, group, async_op),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import ipaddress
 import json
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
 from pathlib import Path
@@ -40,7 +38,7 @@ def meet(store: Any, rank: int, count: int, timeout: float) -> str:
         ConfigError: a host of several would tell the others an address that only itself can reach.
     """
     word = secrets.token_hex(8)
-    apart: tuple[int, ...] = ()
+    apart: list[int] = []
     try:
         words, apart = answered(lambda: _gathered(store, rank, count, word, timeout), timeout + WORD_SECONDS)
         if not apart:
@@ -51,28 +49,37 @@ def meet(store: Any, rank: int, count: int, timeout: float) -> str:
     raise gone(apart, timeout, "it did not come")
 
 
-def _gathered(store: Any, rank: int, count: int, word: str, seconds: float) -> tuple[list[str], tuple[int, ...]]:
+def _gathered(store: Any, rank: int, count: int, word: str, seconds: float) -> tuple[list[str], list[int]]:
     """The words of all ranks, and the ranks that did not come in time."""
     store.set(_about(word), json.dumps(_this_host()))
     store.set(f"memascend/word/{rank}", word)
-    until, own, asks = time.monotonic() + seconds, "", 0.0
+    until, own = time.monotonic() + seconds, ""
     while True:
-        now = time.monotonic()
-        # Where some are missing, each key is asked for alone, which is much for the store: the more ranks, the rarer.
-        each = now >= min(asks, until)
-        if each:
-            asks = now + LOOK_SECONDS * count
-        words = _values(store, "word", count, each=each)
-        if words is not None:
+        is_over = time.monotonic() > until
+        words = values_of_ranks(store, "memascend/word", count, each=is_over)
+        apart = [rank for rank, one in enumerate(words) if not one]
+        if not apart:
             digest = _digest(words)
             if digest != own:
                 own = digest
                 store.set(f"memascend/digest/{rank}", own)
-            digests = _values(store, "digest", count, each=each)
-            apart = tuple(of for of, told in enumerate(digests or ()) if told != own)
-            if digests is not None and (now > until or not apart):
-                return words, apart
+            digests = values_of_ranks(store, "memascend/digest", count, each=is_over)
+            apart = [rank for rank, one in enumerate(digests) if one != own]
+        if is_over or not apart:
+            return words, apart
         time.sleep(LOOK_SECONDS)
+
+
+def values_of_ranks(store: Any, prefix: str, count: int, *, each: bool) -> list[str]:
+    """What each rank has written under a prefix, or "".
+
+    As long as a rank has written nothing, all are "" unless `each` asks for every key by itself, which is much for the
+    store if many ranks do so again and again.
+    """
+    keys = [f"{prefix}/{rank}" for rank in range(count)]
+    if store.check(keys):
+        return [value.decode() for value in store.multi_get(keys)]
+    return [store.get(key).decode() if each and store.check([key]) else "" for key in keys]
 
 
 def gone(ranks: Sequence[int], timeout: float, why: str) -> RankError:
@@ -91,7 +98,7 @@ def store_failed(error: RuntimeError) -> str:
 
 
 def answered(ask: Callable[[], _Answer], seconds: float) -> _Answer:
-    """Query the store of the process group: it may be in a process that hangs, and then never answers.
+    """Call `ask` on a thread: the store of the process group may be in a process that hangs, and then never answers.
 
     Raises:
         RuntimeError: it failed, or did not answer within `seconds`.
@@ -123,59 +130,40 @@ def _about(word: str) -> str:
     return f"memascend/about/{word}"
 
 
-def _values(store: Any, kind: str, count: int, *, each: bool) -> list[str] | None:
-    """What each rank has written; where one has not, None, or with `each` nothing for that rank."""
-    keys = [f"memascend/{kind}/{rank}" for rank in range(count)]
-    if store.check(keys):
-        return [value.decode() for value in store.multi_get(keys)]
-    return [store.get(key).decode() if store.check([key]) else "" for key in keys] if each else None
-
-
 # --- addresses --------------------------------------------------------------------------
 
 _LOOPBACK = "127.0.0.1"
 _INTERFACES = "GLOO_SOCKET_IFNAME"
-# A request of ioctl: the IPv4 address of an interface, at this offset in a struct of this many bytes.
-_SIOCGIFADDR, _IFREQ_BYTES, _ADDRESS_OFFSET = 0x8915, 40, 20
-_IFNAME_CHARACTERS_MAX = 15
-# An address of documentation, for the interface of the default route: no packet is sent.
-_ELSEWHERE = "192.0.2.1"
 
 
 def _this_host() -> dict[str, Any]:
-    """This process's host as the other ranks are told it."""
+    """The host of this process, as the other ranks learn of it."""
     return {
         "host": _identity(),
         "name": socket.gethostname(),
-        "named": bool(os.environ.get(_INTERFACES)),
-        "address": _address_of_gloo(),
-        "interface": _interface_to_others(),
+        "loopback": _loopback(),
+        "interface": _interface(),
     }
 
 
 def _require_reachable(abouts: Sequence[dict[str, Any]]) -> None:
     """Reject hosts that would tell others a loopback address: the ranks there would wait for each other in vain."""
-    if len({one["host"] for one in abouts}) == 1:
-        return
-    # The first rank of each such host.
-    apart: dict[str, tuple[int, dict[str, Any]]] = {}
+    # The first rank of each host.
+    hosts: dict[str, tuple[int, dict[str, Any]]] = {}
     for rank, one in enumerate(abouts):
-        if ipaddress.ip_address(one["address"]).is_loopback:
-            apart.setdefault(one["host"], (rank, one))
-    if not apart:
+        hosts.setdefault(one["host"], (rank, one))
+    apart = [(rank, one) for rank, one in hosts.values() if one["loopback"]]
+    if len(hosts) == 1 or not apart:
         return
     who = "; ".join(
-        f"rank {rank} on {one['name']} would give the address {one['address']}: set "
-        f"{_INTERFACES}={one['interface'] or 'the interface that the other hosts reach'} there"
-        for rank, one in apart.values()
+        f"rank {rank} on {one['name']} would give the address {one['loopback']}: set "
+        f"{_INTERFACES}={one['interface']} there"
+        for rank, one in apart
     )
-    if any(one["named"] for _, one in apart.values()):
-        why = f"the interface that {_INTERFACES} names first, which is a loopback interface"
-    else:
-        why = "the name of its host, which is a loopback address (see /etc/hosts)"
     raise ConfigError(
-        f"the ranks are on several hosts, and gloo gives the others the address of {why}. {who}, or let the host's "
-        "name have an address that the others reach; nothing was changed"
+        "the ranks are on several hosts, and gloo gives the others the address of the interface that "
+        f"{_INTERFACES} names first, or else of the host's name (see /etc/hosts), which is a loopback address here. "
+        f"{who}, or let the host's name have an address that the others reach; nothing was changed"
     )
 
 
@@ -188,11 +176,12 @@ def _identity() -> str:
         return socket.gethostname()
 
 
-def _address_of_gloo() -> str:
-    """The address at which a gloo group of this process waits for other ranks, as torch chooses it."""
+def _loopback() -> str:
+    """The address at which a gloo group of this process waits for others, if it is a loopback address; else ""."""
     named = os.environ.get(_INTERFACES)
     if named:
-        return _address_of(named.split(",")[0]) or _ELSEWHERE
+        return _LOOPBACK if named.split(",")[0] == "lo" else ""
+    # As torch chooses it: the first address of the host's name that can be bound.
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -203,35 +192,14 @@ def _address_of_gloo() -> str:
                 own.bind(address)
         except OSError:
             continue
-        return str(address[0]).partition("%")[0]
+        host = str(address[0]).partition("%")[0]
+        return host if ipaddress.ip_address(host).is_loopback else ""
     return _LOOPBACK
 
 
-def _address_of(interface: str) -> str | None:
-    """The IPv4 address of an interface, if it has one."""
-    asked = interface.encode()[:_IFNAME_CHARACTERS_MAX].ljust(_IFREQ_BYTES, b"\0")
+def _interface() -> str:
+    """The interface of the first route, which is the default route if there is one."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            told = fcntl.ioctl(any_socket, _SIOCGIFADDR, asked)
-    except OSError:
-        return None
-    return socket.inet_ntoa(struct.unpack_from("4s", told, _ADDRESS_OFFSET)[0])
-
-
-def _interface_to_others() -> str | None:
-    """The interface through which this host reaches the one that torchrun names as the first, or any other."""
-    try:
-        addresses = {_address_of(name): name for _, name in socket.if_nameindex()}
-    except OSError:
-        return None
-    others = [name for address, name in addresses.items() if address and not ipaddress.ip_address(address).is_loopback]
-    for target in (os.environ.get("MASTER_ADDR"), _ELSEWHERE):
-        try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
-                own.connect((target, 1))
-                found = addresses.get(own.getsockname()[0])
-        except (OSError, UnicodeError, TypeError):
-            continue
-        if found in others:
-            return found
-    return others[0] if others else None
+        return Path("/proc/net/route").read_text(encoding="ascii").splitlines()[1].split()[0]
+    except (OSError, IndexError):
+        return "the interface that the other hosts reach"

@@ -6,16 +6,15 @@ import contextlib
 import logging
 import os
 import re
-import traceback
-from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import distributed
 
+from memascend.distributed.collectives import Collectives
 from memascend.distributed.control_plane import Alone
-from memascend.distributed.groups import let_go, make_group
 from memascend.distributed.opening import EARLIER, Stores, common_of, is_at, outlived_by, require_own, seen_at, told_by
 from memascend.distributed.rows import BLOCK_ELEMENTS, is_in_blocks
 from memascend.errors import ConfigError
@@ -65,7 +64,7 @@ class Earlier:
         """`outlived`: stores that newer ones replaced, and their identities. No rank reads them."""
         self.exchange = exchange
         self.rank, self.count = exchange.rank, exchange.size
-        self.owners = [] if source is None else source.owned
+        self.owners = [] if source is None else [source.owners[rank] for rank in range(source.count)]
         self.files = [file_of_rank(folder, rank, len(self.owners)) for rank in range(len(self.owners))]
         self.stores: dict[int, Store] = {}
         self.identity = bytes(16)
@@ -92,11 +91,7 @@ class Earlier:
             store = Store.open(self.files[number], existing="resume" if newest else "previous")
             self._open.callback(store.close)
             self.stores[number] = store
-        own = self.stores.get(0)
-        ids = self.exchange.tell("what they are", None if own is None else [own.info()["uuid"], own.step])
-        uuid, step = ids[self.owners[0]]
-        run, number = (uuid, step) if common is None else (source.seen[0]["commits"][0]["run"], common)
-        self.stands_for = [source.named(run, number), *self.stands_for]
+        self.stands_for = [source.named(common), *self.stands_for]
 
     def close(self) -> None:
         """Close the stores."""
@@ -151,7 +146,7 @@ def find_earlier(folder: str, existing: str, exchange: Exchange | Alone) -> Earl
             f"stores of {' and of '.join(map(str, others))} ranks are in {folder}, and there are {count} now: "
             "existing='resume' resumes from them; to begin anew, move them away"
         )
-    known = _outlived(folder, found, exchange) if len(found) > 1 else {}
+    known = outlived_by(found.values())
     newest = [one for one in found.values() if one.count not in known]
     if len(newest) != 1:
         of = " and of ".join(map(str, sorted(found)))
@@ -183,26 +178,13 @@ def _found(folder: str, exchange: Exchange | Alone) -> dict[int, Stores]:
         return {}
     # Only one rank looks at each store, since this locks it.
     owners = {of: {number: who[number % len(who)] for number, who in each.items()} for of, each in seers.items()}
-    seen = [
-        [of, number, seen_at(str(file_of_rank(folder, number, of)))]
-        for of, each in sorted(owners.items())
-        for number, owner in sorted(each.items())
-        if owner == exchange.rank
-    ]
+    own = [(of, number) for of, each in owners.items() for number, owner in each.items() if owner == exchange.rank]
+    files = {(of, number): file_of_rank(folder, number, of) for of, number in sorted(own)}
+    seen = [[of, number, {**seen_at(file), "said": told_by(file)}] for (of, number), file in files.items()]
     all_seen: dict[int, dict[int, Any]] = {of: {} for of in owners}
     for of, number, one in (one for each in exchange.tell("what they name", seen) for one in each):
         all_seen[of][number] = one
     return {of: Stores(count=of, owners=owners[of], seen=all_seen[of]) for of in sorted(owners)}
-
-
-def _outlived(folder: str, found: Mapping[int, Stores], exchange: Exchange | Alone) -> dict[int, Mapping[str, Any]]:
-    said = {}
-    for of, one in found.items():
-        number = min(number for number, seen in one.seen.items() if seen["commits"] or seen["error"])
-        if one.owners[number] == exchange.rank:
-            said[str(of)] = told_by(file_of_rank(folder, number, of))
-    told = exchange.tell("what they stand for", said)
-    return outlived_by(found.values(), {int(of): one for each in told for of, one in each.items()})
 
 
 def _require_harmless(unfilled: Stores, filled: Sequence[Stores], existing: str) -> None:
@@ -242,13 +224,13 @@ class Passed(NamedTuple):
 
 
 class Transfer:
-    """Moves tensors between ranks, over a gloo group of its own. If a rank closes it early, errors name that rank."""
+    """Moves tensors between ranks, which all call `move` together. If a rank closes it early, errors name that rank."""
 
     def __init__(self, exchange: Exchange | Alone) -> None:
         """Make the group; all ranks do so together."""
-        self._exchange = exchange
-        self._rank = exchange.rank
-        self._group: Any = None if isinstance(exchange, Alone) else make_group(exchange.timeout)
+        self._ranks, self._rank = range(exchange.size), exchange.rank
+        device = torch.device("cpu")
+        self._collectives = None if isinstance(exchange, Alone) else Collectives(exchange, self._ranks, device)
 
     def move(self, pieces: Sequence[Passed]) -> None:
         """Move all pieces that this rank sends or receives. Pieces of a pair of ranks have the same order on both.
@@ -256,45 +238,28 @@ class Transfer:
         Raises:
             RankError: a rank failed, or is gone.
         """
-        try:
-            coming = self._moved(pieces)
-        except RuntimeError as error:
-            if isinstance(self._exchange, Alone):
-                raise
-            # Ranks that wait for this one notice when its connections close, with the last reference to the group.
-            traceback.clear_frames(error.__traceback__)
-            self.close()
-            raise self._exchange.lost(f"moving rows ({str(error).splitlines()[0][:200]})", 5.0) from error
-        for got, memory in coming:
-            got.copy_(memory.view(got.dtype).view(got.shape))
-
-    def _moved(self, pieces: Sequence[Passed]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of a target tensor and the bytes that came for it from another rank."""
-        works, coming = [], []
-        tags: Counter[tuple[int, int]] = Counter()
-        for piece in pieces:
-            if piece.source == piece.target:
-                if piece.source == self._rank and piece.got is not None and piece.sent is not None:
-                    piece.got.copy_(piece.sent)
-                continue
-            tag = tags[piece.source, piece.target]
-            tags[piece.source, piece.target] += 1
-            if piece.source == self._rank and piece.sent is not None:
-                memory = bytes_of(piece.sent.contiguous())
-                works.append((distributed.isend(memory, piece.target, group=self._group, tag=tag), memory))
-            elif piece.target == self._rank and piece.got is not None:
-                memory = torch.empty(piece.got.nbytes, dtype=torch.uint8)
-                works.append((distributed.irecv(memory, piece.source, group=self._group, tag=tag), memory))
-                coming.append((piece.got, memory))
-        for work, _ in works:
-            if work is not None:
-                work.wait()
-        return coming
+        out = [[one.sent for one in pieces if one.target == rank and one.sent is not None] for rank in self._ranks]
+        into = [[one.got for one in pieces if one.source == rank and one.got is not None] for rank in self._ranks]
+        for got, sent in zip(into[self._rank], out[self._rank], strict=True):
+            got.copy_(sent)
+        if self._collectives is None:
+            return
+        out[self._rank] = into[self._rank] = []
+        given = torch.cat(
+            [torch.empty(0, dtype=torch.uint8, device="cpu"), *(bytes_of(one.contiguous()) for one in chain(*out))]
+        )
+        coming, going = ([sum(one.nbytes for one in tensors) for tensors in each] for each in (into, out))
+        taken = torch.empty(sum(coming), dtype=torch.uint8, device="cpu")
+        self._collectives.meet(
+            "moving rows", None, lambda group: distributed.all_to_all_single(taken, given, coming, going, group)
+        )
+        for got, values in zip(chain(*into), taken.split([one.nbytes for one in chain(*into)]), strict=True):
+            got.copy_(values.clone().view(got.dtype).view(got.shape))
 
     def close(self) -> None:
         """Leave the group, which ends the waits of other ranks for this one."""
-        group, self._group = self._group, None
-        let_go(group)
+        if self._collectives is not None:
+            self._collectives.close()
 
 
 class EarlierValues:
@@ -329,25 +294,26 @@ class EarlierValues:
         self._optimizer = optimizer
         earlier.open()
         said = {
-            str(number): [store.step, store.user_state, store.hyperparameters]
+            str(number): [
+                store.step, store.user_state, store.hyperparameters,
+                *((None, None) if number else (store.info()["optimizer"], _described(store))),
+            ]
             for number, store in earlier.stores.items()
-        }
+        }  # fmt: skip
         of = {
             int(number): one for each in earlier.exchange.tell("where they stand", said) for number, one in each.items()
         }
-        self.step, self.user_state, self._hyperparameters = of[0]
+        self.step, self.user_state, self._hyperparameters, self._optimizer_there, self._there = of[0]
         if earlier.rank in of:
             self.user_state = of[earlier.rank][1]
 
     def check(self) -> None:
         """Reject stores of another model or optimizer, before anything is written."""
-        first = self._earlier.stores.get(0)
-        said = None if first is None else [first.info()["optimizer"], _described(first)]
-        optimizer, there = next(one for one in self._earlier.exchange.tell("what they hold", said) if one is not None)
-        if optimizer != self._optimizer:
+        there = self._there
+        if self._optimizer_there != self._optimizer:
             raise ConfigError(
-                f"the earlier stores are of {optimizer}, and the optimizer is {self._optimizer}, which keeps other "
-                "state: give the optimizer that the run had. Nothing was changed"
+                f"the earlier stores are of {self._optimizer_there}, and the optimizer is {self._optimizer}, which "
+                "keeps other state: give the optimizer that the run had. Nothing was changed"
             )
         for name, own in self._named.items():
             here = _description(own, self._describe(name))

@@ -12,7 +12,7 @@ from memascend.memory import whole_pages
 from memascend.plan.units import Unit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from memascend.optim.rules import Arithmetic
 
@@ -81,42 +81,6 @@ class Partition:
         return self.rows[name].of(state, whole) if name in self.rows else whole
 
 
-def require_divisible(
-    arithmetic: Arithmetic, named: Mapping[str, torch.nn.Parameter], firsts: Mapping[str, int]
-) -> None:
-    """Reject updates that rows do not allow: optimizers that need whole parameters, rows that end within a block.
-
-    Args:
-        arithmetic: of the optimizer.
-        named: rows of parameters, by name.
-        firsts: by the same names, the first element of a rank's rows in the whole parameter.
-
-    Raises:
-        ConfigError: an optimizer or a format needs more than rows; nothing was changed.
-    """
-    for rule in arithmetic.rules.values():
-        if rule.whole is not None and rule.whole.whole:
-            raise ConfigError(
-                f"an update of {type(rule.code.optimizer).__name__} needs whole parameters, and fully_shard() divides "
-                "their rows: use an optimizer that works element by element (AdamW, Lion, SGD), or one process"
-            )
-    for name, parameter in named.items():
-        given = (arithmetic.format_of(parameter) if parameter.requires_grad else None) or ""
-        block = 1
-        if "8bit" in given:
-            block = BLOCK_ELEMENTS
-        elif given == "compact bf16" and "rounded_up" in arithmetic.describe(parameter):
-            # Each byte of `rounded_up` has the bits of eight elements.
-            block = 8
-        if firsts[name] % block:
-            kept = "8bit" if "8bit" in given else "bf16"
-            raise ConfigError(
-                f"rows of {name!r} begin at element {firsts[name]} on another rank, within a block of {block} that "
-                f"state={kept!r} keeps together: leave state= out, or use a number of ranks that divides the rows into "
-                "whole blocks"
-            )
-
-
 def is_in_blocks(state: str) -> bool:
     """Whether a state tensor has one number for each block of elements, by its name."""
     return state.endswith("_absmax")
@@ -127,35 +91,91 @@ def blocks_of(shape: torch.Size) -> torch.Size:
     return torch.Size([-(-shape.numel() // BLOCK_ELEMENTS)])
 
 
-def units_of_gathers(
-    gathers: Iterable[tuple[str, Iterable[str]]], named: Mapping[str, torch.nn.Parameter]
-) -> tuple[Unit, ...]:
-    """The units of one rank.
+class RowsOfRank:
+    """The rows of a sharded model that one rank has.
 
-    Args:
+    Attributes:
+        named: the rows, by the parameters' names, in the model's order. Parameters without rows are left out.
+        wholes: the shapes of whole parameters, by the same names.
         gathers: names, and the names of the parameters that are gathered together.
-        named: this rank's rows, without parameters that it has no rows of.
+        world_size: the number of ranks.
     """
-    units: list[Unit] = []
-    taken: set[str] = set()
-    for given, parameters in gathers:
-        names = [each for each in parameters if each in named]
-        if not names:
-            continue
-        name = given
-        while name in taken:
-            name += "'"
-        taken.add(name)
-        sizes = {each: whole_pages(named[each].nbytes) for each in names}
-        units.append(
-            Unit(
-                name=name,
-                parameters=tuple(names),
-                nbytes=sum(sizes.values()),
-                module=None,
-                pinned=False,
-                frozen_bytes=sum(sizes[each] for each in names if not named[each].requires_grad),
-                elements=sum(named[each].numel() for each in names),
+
+    def __init__(
+        self,
+        named: Mapping[str, torch.nn.Parameter],
+        wholes: Mapping[str, torch.Size],
+        gathers: Sequence[tuple[str, Sequence[str]]],
+        local: Mapping[int, torch.nn.Parameter],
+        world_size: int,
+    ) -> None:
+        """`local` has the rows by the id of the model's parameter."""
+        self.named = named
+        self.wholes = wholes
+        self.gathers = gathers
+        self.world_size = world_size
+        self._local = local
+
+    def elements(self) -> dict[int, int]:
+        """The number of elements of each whole parameter, by the id of its rows."""
+        return {id(rows): self.wholes[name].numel() for name, rows in self.named.items()}
+
+    def local_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The rows of a parameter of the model; any other tensor is returned as it is."""
+        return self._local.get(id(parameter), parameter)
+
+    def units(self) -> tuple[Unit, ...]:
+        """The units: parameters that are gathered together, since only the rows of one gather are needed at once."""
+        units: list[Unit] = []
+        taken: set[str] = set()
+        for name, parameters in self.gathers:
+            rows = {each: self.named[each] for each in parameters if each in self.named}
+            if not rows:
+                continue
+            while name in taken:
+                name += "'"  # noqa: PLW2901
+            taken.add(name)
+            units.append(
+                Unit(
+                    name=name,
+                    parameters=tuple(rows),
+                    nbytes=sum(whole_pages(one.nbytes) for one in rows.values()),
+                    module=None,
+                    pinned=False,
+                    frozen_bytes=sum(whole_pages(one.nbytes) for one in rows.values() if not one.requires_grad),
+                    elements=sum(one.numel() for one in rows.values()),
+                )
             )
-        )
-    return tuple(units)
+        return tuple(units)
+
+    def require_by_rows(self, arithmetic: Arithmetic) -> None:
+        """Reject updates that rows do not allow: optimizers that need whole parameters, rows that end within a block.
+
+        Raises:
+            ConfigError: an optimizer or the format of its state needs more than rows; nothing was changed.
+        """
+        for rule in arithmetic.rules.values():
+            if rule.whole is not None and rule.whole.whole:
+                raise ConfigError(
+                    f"an update of {type(rule.code.optimizer).__name__} needs whole parameters, and fully_shard() "
+                    "divides their rows: use an optimizer that works element by element (AdamW, Lion, SGD), or one "
+                    "process"
+                )
+        for name, parameter in self.named.items():
+            given = (arithmetic.format_of(parameter) if parameter.requires_grad else None) or ""
+            block = 1
+            if "8bit" in given:
+                block = BLOCK_ELEMENTS
+            elif given == "compact bf16" and "rounded_up" in arithmetic.describe(parameter):
+                # Each byte of `rounded_up` has the bits of eight elements.
+                block = 8
+            whole = self.wholes[name]
+            # The rows of the second rank begin here, and those of each further one as far from those before.
+            first = -(-whole[0] // self.world_size) * whole[1:].numel()
+            if first < whole.numel() and first % block:
+                kept = "8bit" if "8bit" in given else "bf16"
+                raise ConfigError(
+                    f"rows of {name!r} begin at element {first} on another rank, within a block of {block} that "
+                    f"state={kept!r} keeps together: leave state= out, or use a number of ranks that divides the rows "
+                    "into whole blocks"
+                )

@@ -8,18 +8,19 @@ import logging
 import os
 import re
 import socket
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from memascend.distributed.reshard import file_of_rank
-from memascend.distributed.rows import require_divisible, units_of_gathers
+from memascend.distributed.control_plane import Alone, Exchange
+from memascend.distributed.opening import choose
+from memascend.distributed.reshard import file_of_rank, find_earlier
+from memascend.distributed.rows import RowsOfRank
 from memascend.errors import ConfigError, StorageError
 from memascend.optim.members import JoinedOptimizers, members_of
 from memascend.params.aliases import require_unaliased
@@ -32,12 +33,9 @@ if TYPE_CHECKING:
     import contextlib
     from collections.abc import Sequence
 
-    from memascend.distributed.control_plane import Exchange
     from memascend.distributed.reshard import Earlier
     from memascend.distributed.sharding import Sharding
-    from memascend.optim.rules import Arithmetic
     from memascend.plan.options import Options
-    from memascend.plan.units import Unit
 
 
 def places_of_rank(options: Options) -> list[str] | None:
@@ -175,8 +173,7 @@ def divide(
         ConfigError: the model cannot be sharded; nothing was changed.
     """
     modules = exchange.together(lambda: _found(model, optimizer, units))
-    told = exchange.everyone(_checksum(model))
-    other = next((rank for rank, checksum in enumerate(told) if checksum != told[0]), None)
+    other = exchange.first_other(_checksum(model))
     if other is not None:
         raise ConfigError(
             f"rank {other} has other values in its model than rank 0: every rank begins with the whole model and the "
@@ -262,10 +259,6 @@ def begin(
     if not several:
         refuse_options(options)
         return _sharding(model, optimizer, options.reduction, undo, None), *_earlier_of_others(options, undo)
-    from memascend.distributed.control_plane import Exchange
-    from memascend.distributed.opening import choose
-    from memascend.distributed.reshard import find_earlier
-
     exchange = Exchange(options.timeout or _TIMEOUT_SECONDS)
     undo.callback(exchange.close)
     divides = any(exchange.everyone(not _is_sharded(model)))
@@ -304,9 +297,6 @@ def _earlier_of_others(options: Options, undo: contextlib.ExitStack) -> tuple[Op
     storage = options.storage
     if not isinstance(storage, (str, os.PathLike)) or not any(Path(expanded(storage)).glob("rank-*-of-*")):
         return options, None
-    from memascend.distributed.control_plane import Alone
-    from memascend.distributed.reshard import find_earlier
-
     earlier = find_earlier(expanded(storage), options.existing, Alone())
     if earlier is None:
         return options, None
@@ -336,18 +326,11 @@ def _sharding(
 
 
 def _world_size() -> int:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_world_size()
-    return 1
+    return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:
-    # A sharded model can only exist if this was imported.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not isinstance(model, torch.nn.Module):
-        return False
-    return any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
+    return isinstance(model, torch.nn.Module) and any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def _refuse_wrappers(model: torch.nn.Module) -> None:
@@ -363,27 +346,18 @@ def _refuse_wrappers(model: torch.nn.Module) -> None:
 
 def refuse_options(options: Options, *, divides: bool = False) -> None:
     """Reject options that need a single rank; `units` work only if `offload()` shards the model (`divides`)."""
-    refused = {
-        "activations": (options.activations != "device", "leave it out, and checkpoint activations"),
-        "units": (
-            options.units is not None and not divides,
-            "what fully_shard() was called on is a unit: leave it out",
-        ),
-    }
-    for name, (is_refused, instead) in refused.items():
-        if is_refused:
-            raise ConfigError(f"{name}={getattr(options, name)!r} does not work under fully_shard(): {instead}")
+    refused = "does not work under fully_shard()"
+    if options.activations != "device":
+        raise ConfigError(f"activations={options.activations!r} {refused}: leave it out, and checkpoint activations")
+    if options.units is not None and not divides:
+        raise ConfigError(f"units={options.units!r} {refused}: what it was called on is a unit: leave it out")
 
 
-class PlannedSharding:
-    """The rows of the first of `count` ranks, as `offload()` shards a plain model.
-
-    The first rank has the most rows if they cannot be divided evenly.
+class PlannedSharding(RowsOfRank):
+    """The rows, on meta, of the first of `count` ranks, which has the most, as `offload()` shards a plain model.
 
     Attributes:
-        named: by the names of the model's parameters, on meta.
         network: what each rank sends and receives.
-        world_size: the number of ranks.
     """
 
     # There are no other ranks.
@@ -396,7 +370,6 @@ class PlannedSharding:
             ConfigError: a parameter cannot be divided, or an option does not work with several ranks.
         """
         refuse_options(options, divides=True)
-        self.world_size = count
         whole = dict(model.named_parameters())
         for name, parameter in whole.items():
             if not parameter.dim():
@@ -404,29 +377,35 @@ class PlannedSharding:
                     f"{name} is a single number without rows, which fully_shard() does not divide: give it one "
                     "dimension, as torch.ones(1)"
                 )
-        self.named = {name: _rows(parameter, count) for name, parameter in whole.items()}
-        self._whole = {name: parameter.numel() for name, parameter in whole.items()}
-        self._local = {id(parameter): self.named[name] for name, parameter in whole.items()}
+        named = {name: _rows(parameter, count) for name, parameter in whole.items()}
         blocks = [unit for unit in find_units(model, units=options.unit_names) if unit.module and not unit.again]
         inside = {name for unit in blocks for name in unit.parameters}
-        self._root = [name for name in whole if name not in inside]
         # In the order in which torch gathers them.
-        self._gathers = [("root", self._root), *((unit.name, unit.parameters) for unit in blocks)]
-        self.network = self._network(count)
+        root = ("root", [name for name in whole if name not in inside])
+        super().__init__(
+            named,
+            {name: parameter.shape for name, parameter in whole.items()},
+            [root, *((unit.name, unit.parameters) for unit in blocks)],
+            {id(parameter): named[name] for name, parameter in whole.items()},
+            count,
+        )
+        self.network = self._network()
 
-    def _network(self, count: int) -> Network:
-        values = {name: rows.nbytes for name, rows in self.named.items()}
-        gradients = {name: nbytes for name, nbytes in values.items() if self.named[name].requires_grad}
-        of_blocks = [sum(values[name] for name in names) for name, names in self._gathers if name != "root"]
-        of_gradients = [sum(gradients.get(name, 0) for name in names) for _, names in self._gathers]
-        root = sum(values[name] for name in self._root)
+    def _network(self) -> Network:
+        count = self.world_size
+        values = [[self.named[name].nbytes for name in names] for _, names in self.gathers]
+        gradients = [
+            sum(self.named[name].nbytes for name in names if self.named[name].requires_grad)
+            for _, names in self.gathers
+        ]
+        root, *blocks = map(sum, values)
         others = count - 1
         return Network(
-            forward=others * sum(values.values()),
-            backward=others * (sum(values.values()) - root),
-            gradients=others * sum(gradients.values()),
+            forward=others * (root + sum(blocks)),
+            backward=others * sum(blocks),
+            gradients=others * sum(gradients),
             # In a gather each rank sends as many rows as the first.
-            gathered=count * (root + 2 * max(of_blocks, default=0) + 2 * max(of_gradients, default=0)),
+            gathered=count * (root + 2 * max(blocks, default=0) + 2 * max(gradients)),
         )
 
     def stand_in(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -436,32 +415,14 @@ class PlannedSharding:
             return JoinedOptimizers([self.stand_in(member) for member in members])
         made = copy.copy(optimizer)
         made.param_groups = [
-            {**group, "params": [self._local[id(one)] for one in group["params"]]} for group in optimizer.param_groups
+            {**group, "params": [self.local_of(one) for one in group["params"]]} for group in optimizer.param_groups
         ]
         return made
-
-    def units(self) -> tuple[Unit, ...]:
-        """The units: parameters that are gathered together."""
-        return units_of_gathers(self._gathers, self.named)
 
     @property
     def first_elements(self) -> dict[str, int]:
         """Where in the whole parameters the rows begin, by name."""
         return dict.fromkeys(self.named, 0)
-
-    def require_by_rows(self, arithmetic: Arithmetic) -> None:
-        """Reject optimizers and formats that need whole parameters."""
-        # The second rank's rows begin where the first rank's end.
-        firsts = {name: rows.numel() if rows.numel() < self._whole[name] else 0 for name, rows in self.named.items()}
-        require_divisible(arithmetic, self.named, firsts)
-
-    def elements(self) -> dict[int, int]:
-        """The number of elements of each whole parameter, by the id of its rows."""
-        return {id(rows): self._whole[name] for name, rows in self.named.items()}
-
-    def local_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The rows of a parameter of the model."""
-        return self._local.get(id(parameter), parameter)
 
 
 def _rows(parameter: torch.nn.Parameter, count: int) -> torch.nn.Parameter:

@@ -10,9 +10,10 @@ import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
+from memascend.distributed.collectives import Collectives
 from memascend.distributed.fsdp import LocalParameter, LocalRows, RowSource, groups_of, reshard
-from memascend.distributed.reduce import Collectives, Gather, NativeReduction, OrderedReduction
-from memascend.distributed.rows import Partition, require_divisible, units_of_gathers
+from memascend.distributed.reduce import Gather, NativeReduction, OrderedReduction
+from memascend.distributed.rows import Partition, RowsOfRank
 from memascend.errors import ConfigError, UsageError
 from memascend.memory import whole_pages
 from memascend.params.aliases import held_for_good, shared_memory
@@ -25,23 +26,20 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from memascend.distributed.control_plane import Exchange
-    from memascend.distributed.fsdp import FsdpGroup, FsdpParameter
+    from memascend.distributed.fsdp import FsdpGroup
     from memascend.distributed.opening import Opening
-    from memascend.optim.rules import Arithmetic
     from memascend.params.offloaded_param import Place
     from memascend.params.residency import Residency
 
 
-class Sharding:
+class Sharding(RowsOfRank):
     """This rank's rows of a model.
 
     Attributes:
-        named: this rank's rows, by the parameters' names, in the model's order. Parameters without rows are left out.
-        rows: by the same names, the range of rows.
+        rows: the ranges of rows, by the parameters' names.
         exchange: between the ranks; None with a single rank.
         collectives: the gathers and reductions of a forward and a backward; None with a single rank.
         opening: opens the stores of all ranks at one commit; None with a single rank.
-        world_size: the number of ranks.
         rank: of this process.
     """
 
@@ -54,28 +52,37 @@ class Sharding:
         self._groups = groups_of(model)
         self._ordered = reduction == "ordered"
         sharded = {one.name: one for group in self._groups for one in group.parameters}
-        _refuse_others(model, sharded)
+        others = [name for name, _ in model.named_parameters() if name not in sharded]
+        if others:
+            raise ConfigError(
+                f"{', '.join(others[:3])} is not sharded by fully_shard() and other parameters are: apply "
+                "fully_shard(model) to the whole model after its blocks, without ignored_params"
+            )
         self.exchange = exchange
         self.opening: Opening | None = None
-        self.world_size = distributed.get_world_size()
-        self.rank = distributed.get_rank()
+        self.rank, world_size = distributed.get_rank(), distributed.get_world_size()
         for group in self._groups:
-            _refuse_kind(group, self.world_size, ordered=self._ordered)
+            group.require_supported(world_size, ordered=self._ordered)
             if exchange is not None:
                 group.require_own_collectives(ConfigError, ordered=self._ordered)
-                _refuse_hooks(group, ordered=self._ordered)
+                if self._ordered:
+                    group.require_no_hooks()
         reshard(model)
         self._sharded = {name: sharded[name] for name, _ in model.named_parameters()}
-        self.named: dict[str, LocalParameter] = {
-            name: LocalParameter.of(one) for name, one in self._sharded.items() if one.shape.numel()
-        }
-        if not self.named:
+        named = {name: LocalParameter.of(one) for name, one in self._sharded.items() if one.shape.numel()}
+        if not named:
             raise ConfigError(
-                f"rank {self.rank} has no rows of any parameter: the model is too small for {self.world_size} ranks. "
+                f"rank {self.rank} has no rows of any parameter: the model is too small for {world_size} ranks. "
                 "Start fewer"
             )
-        self.rows = {name: local.sharded.rows for name, local in self.named.items()}
-        self._local = {id(self._sharded[name].leaf): local for name, local in self.named.items()}
+        self.rows = {name: local.sharded.rows for name, local in named.items()}
+        super().__init__(
+            named,
+            {name: rows.whole for name, rows in self.rows.items()},
+            [(group.name, [one.name for one in group.parameters]) for group in self._groups],
+            {id(self._sharded[name].leaf): local for name, local in named.items()},
+            world_size,
+        )
         self.collectives: Collectives | None = None
         if exchange is not None:
             ranks = distributed.get_process_group_ranks(self._groups[0].process_group)
@@ -106,14 +113,10 @@ class Sharding:
             undo.callback(optimizer.state.__setitem__, leaf, state)
             local = self._local.get(id(leaf))
             if local is not None:
-                optimizer.state[local] = {name: _local_part(value) for name, value in state.items()}
+                optimizer.state[local] = {
+                    name: value.to_local() if isinstance(value, DTensor) else value for name, value in state.items()
+                }
                 undo.callback(optimizer.state.pop, local, None)
-
-    def units(self) -> tuple[Unit, ...]:
-        """The units: parameters that are gathered together, since only the rows of one gather are needed at once."""
-        return units_of_gathers(
-            [(group.name, [one.name for one in group.parameters]) for group in self._groups], self.named
-        )
 
     @property
     def held(self) -> list[torch.Tensor]:
@@ -165,8 +168,7 @@ class Sharding:
             return
         state = Checksum()
         state.update(torch.get_rng_state())
-        told = self.exchange.everyone(str(state))
-        other = next((rank for rank, one in enumerate(told) if one != told[0]), None)
+        other = self.exchange.first_other(str(state))
         if other is not None:
             raise ConfigError(
                 f"the model is on meta and initialised by each rank, and torch's generator of rank {other} is in "
@@ -179,25 +181,9 @@ class Sharding:
         """Where in the whole parameters this rank's rows begin, by name."""
         return {name: rows.first_element for name, rows in self.rows.items()}
 
-    def require_by_rows(self, arithmetic: Arithmetic) -> None:
-        """Reject optimizers and formats that need whole parameters.
-
-        Raises:
-            ConfigError: the optimizer or the format of its state does; nothing was changed.
-        """
-        require_divisible(arithmetic, self.named, self.first_elements)
-
-    def elements(self) -> dict[int, int]:
-        """The number of elements of each whole parameter, by the id of its rows."""
-        return {id(local): self.rows[name].whole.numel() for name, local in self.named.items()}
-
     def leaf_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The model's parameter of some rows; any other tensor is returned as it is."""
         return parameter.sharded.leaf if isinstance(parameter, LocalParameter) else parameter
-
-    def local_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The rows of a parameter of the model; any other tensor is returned as it is."""
-        return self._local.get(id(parameter), parameter)
 
     def leaving(self) -> Callable[[], None]:
         """A function that leaves all groups of ranks; it does not keep the model alive."""
@@ -251,12 +237,15 @@ class Sharding:
         """Gather and reduce a group through `Collectives`, whose errors name a rank that is gone."""
         if self.collectives is None:
             return
-        group.gather_by(Gather(self.collectives, group.name))
+        module: Any = group.module
+        module.set_custom_all_gather(Gather(self.collectives, group.name))
         if not self._ordered:
-            group.reduce_by(NativeReduction(self.collectives, group.name), sums=False)
+            module.set_custom_reduce_scatter(NativeReduction(self.collectives, group.name))
             return
         reduction = OrderedReduction(group, self.collectives)
-        group.reduce_by(reduction, sums=True)
+        module.set_custom_reduce_scatter(reduction)
+        # torch divides the result, not the parts.
+        module.set_force_sum_reduction_for_comms(enable=True)
         self._reductions.update((id(one.leaf), reduction) for one in group.parameters)
 
     def _alone(self) -> AbstractContextManager[None]:
@@ -276,7 +265,7 @@ class Sharding:
             self.collectives.note(f"the gradient of {one.name}")
         reduction = self._reductions.get(id(leaf))
         taken = None if reduction is None else reduction.take(one)
-        local = self._local.get(id(leaf))
+        local: Any = self._local.get(id(leaf))
         if local is None:
             # No rows, no gradient.
             leaf.grad = None
@@ -292,54 +281,3 @@ class Sharding:
         if taken is not None:
             taken.sum_into(local.grad)
         heard(local, None, ())
-
-
-def _local_part(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _refuse_others(model: torch.nn.Module, sharded: Mapping[str, FsdpParameter]) -> None:
-    others = [name for name, _ in model.named_parameters() if name not in sharded]
-    if others:
-        raise ConfigError(
-            f"{', '.join(others[:3])} is not sharded by fully_shard() and other parameters are: apply "
-            "fully_shard(model) to the whole model after its blocks, without ignored_params"
-        )
-
-
-def _refuse_kind(group: FsdpGroup, world_size: int, *, ordered: bool) -> None:
-    if group.divided_twice:
-        raise ConfigError(
-            f"{group.name} is on a mesh on which ranks replicate it: offload() works where the rows are divided among "
-            "all ranks: fully_shard(module), without mesh=, or with one of one dimension"
-        )
-    if group.process_group.size() != world_size:
-        raise ConfigError(
-            f"{group.name} is divided among {group.process_group.size()} of {world_size} ranks: offload() works where "
-            "the rows are divided among all of them: fully_shard(module) without mesh="
-        )
-    if group.offloads:
-        raise ConfigError(
-            "fully_shard() was given CPUOffloadPolicy, and offload() moves parameters itself: leave offload_policy out"
-        )
-    kept = group.kept_after_forward
-    if kept is not None:
-        raise ConfigError(f"{group.name}: {kept}")
-    for one in group.parameters:
-        wide = one.reduce_dtype
-        if ordered and wide is not None and wide.itemsize > one.leaf.dtype.itemsize:
-            raise ConfigError(
-                f"{one.name} is {one.leaf.dtype} and its gradient is reduced in {wide}: in the order of ranks it is "
-                "added in its own type, as one process accumulates: leave reduce_dtype out, or pass reduction='native'"
-            )
-
-
-def _refuse_hooks(group: FsdpGroup, *, ordered: bool) -> None:
-    """Reject hooks that would run before the gradients of all ranks are added."""
-    hooked = next((one.name for one in group.parameters if one.leaf._post_accumulate_grad_hooks), None)  # noqa: SLF001
-    if ordered and hooked is not None:
-        raise ConfigError(
-            f"{hooked} has a hook of register_post_accumulate_grad_hook(), which reduction='ordered' would call with "
-            "the gradient of one rank instead of the sum: register it after offload(), with gradients='ssd' or 'ram', "
-            "or pass reduction='native'"
-        )

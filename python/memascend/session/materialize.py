@@ -235,30 +235,29 @@ class Saving:
         sharding, figures = self._shared
         line = figures.line()
 
-        def receive() -> None:
-            gathered = GatheredContents(own, sharding.rows, line)
-            try:
-                write(gathered)
-            finally:
-                gathered.stop()
-
         def do_part() -> bool:
-            """Whether no rank stopped the transfer."""
+            """Whether all rows arrived."""
             try:
                 if sharding.rank:
                     send_contents(own, sharding.rows, sharding.order, line)
                 else:
-                    receive()
-            except StoppedError:
+                    write(GatheredContents(own, sharding.rows, line, sharding.world_size))
+            except StoppedError as error:
+                if error.is_late:
+                    raise figures.lost(f"sending rows to the first rank ({error})", figures.timeout) from error
                 return False
-            except RankError as error:
-                # The first rank names the missing rank; a sender may wait while the first rank waits for another.
-                if not sharding.rank:
-                    raise
-                raise figures.lost(f"sending rows to the first rank ({error})", figures.timeout) from error
+            except BaseException:
+                line.close()
+                raise
             return True
 
-        if not figures.together(do_part, _not_saved):
+        arrived = False
+        try:
+            arrived = all(figures.everyone(figures.together(do_part, _not_saved)))
+        finally:
+            if not arrived:
+                figures.close_line()
+        if not arrived:
             raise _not_saved("rows of a rank did not arrive")
 
 
