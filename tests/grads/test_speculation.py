@@ -135,9 +135,8 @@ def test_an_optimizer_of_its_own_code_waits(tmp_path):
     assert both(tmp_path, NEVER, optimizer=rmsprop).early == 0
 
 
-@pytest.mark.parametrize("durability", ["step", "close"])
-def test_what_is_held_waits_and_the_rest_does_not(tmp_path, durability):
-    report = both(tmp_path, MIXED, host_memory="390KiB", durability=durability)
+def test_what_is_held_waits_and_the_rest_does_not(tmp_path):
+    report = both(tmp_path, MIXED, host_memory="390KiB")
     assert report.early == 4
     assert report.held > 0
     assert report.read["state"] > 0
@@ -382,7 +381,6 @@ def drawn(seed):
         "dtype": generator.choice([torch.bfloat16, torch.float32]),
         "optimizer": generator.choice([adamw, adamw, sgd, rmsprop]),
         "host_memory": generator.choice([None, None, "600KiB", "64MiB"]),
-        "durability": generator.choice(["step", "step", "close"]),
     }
     if options["optimizer"] is not rmsprop:
         options["state"] = generator.choice([None, None, "bf16", "8bit"])

@@ -57,7 +57,7 @@ def test_budgets_drawn_at_random_have_the_same_bits(case, gradients, count, tmp_
         log_steps = drawn.choice((1, 2, 5, None))
         file = tmp_path / f"{number}.store"
         options = {"storage": file, "gradients": gradients, "log_steps": log_steps}
-        options["durability"] = drawn.choice(("step", "step", "close", "none"))
+        options["durability"] = drawn.choice(("step", "step", "step", "none"))
         if options["durability"] == "none":
             del options["log_steps"]
         budget = drawn.randint(*range_of(case, **options))

@@ -55,7 +55,7 @@ class Choices:
         self.skipped = chosen.randrange(1, STEPS - 1)
         self.killed = chosen.randrange(1, STEPS - 1)
         self.point = chosen.choice(POINTS)
-        self.durabilities = (chosen.choice(("step", "close")), chosen.choice(("none", "close")))
+        self.last = chosen.choice(("step", "none"))
         self.gradients = [chosen.choice(("auto", "auto", "fused", "ssd")) for _ in range(2)]
         self.momentum = chosen.choice((0.1, 0.1, None))
 
@@ -116,7 +116,7 @@ def life(choices, folder, number):
         storage=folder / "store",
         existing="resume",
         host_memory=choices.budgets[number],
-        durability=choices.durabilities[number],
+        durability="step" if number == 0 else choices.last,
         gradients=choices.gradients[number],
         device="cpu",
     )

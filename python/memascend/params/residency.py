@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from memascend.params.offloaded_param import Place
     from memascend.params.unit import Home, Limits, Stages
     from memascend.params.weight_access import Copies
-    from memascend.session.report import Meter
     from memascend.session.session import Session
     from memascend.storage import Engine
 
@@ -246,7 +245,6 @@ class Residency:
         limits: Limits,
         engine: Engine,
         files: Copies,
-        meter: Meter,
         *,
         keeper: Activations | None = None,
     ) -> None:
@@ -257,7 +255,6 @@ class Residency:
         """
         self._memory = memory
         self._limits = limits
-        self._meter = meter
         self._files = files
         self.lock = ProcessLock()
         self.turns = Turns(self.lock)
@@ -320,7 +317,6 @@ class Residency:
             self._take_away(home)
             home.count(here, -1)
             self.turns.note_release()
-        self._meter.used()
 
     def release(self, holder: int) -> None:
         """Unbind all units of a thread: it computes nothing, and interrupts may come between any two lines."""
