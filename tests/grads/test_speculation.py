@@ -213,17 +213,6 @@ def drops(model, optimizer, index):
         backward(model, optimizer, index + 10, SMALL)
 
 
-def writes_a_weight(model, _, index):
-    if index == 2:
-        with torch.no_grad():
-            model[1].weight.mul_(0.5)
-
-
-def writes_through_data(model, _, index):
-    if index == 2:
-        model[1].weight.data[0] = 1.0
-
-
 def computes(model, *_):
     with torch.no_grad():
         loss_of(model, 99, 1.0)
@@ -242,8 +231,6 @@ def computes(model, *_):
         (walks_again, 2, 1),
         (zeroes, 2, 1),
         (drops, 5, 0),
-        (writes_a_weight, 2, 1),
-        (writes_through_data, 2, 1),
         (computes, 5, 0),
     ],
 )
