@@ -1,6 +1,5 @@
 """Declares and documents the Rust extension `memascend._core`: what `memascend.memory` and its like hand on."""
 
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

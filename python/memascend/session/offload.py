@@ -16,7 +16,6 @@ from memascend.device import device as devices
 from memascend.device.unit_memory import DeviceUnits, HostUnits
 from memascend.distributed.setup import begin
 from memascend.memory import settle_heap
-from memascend.optim.rules import unwrapped, wrap_again
 from memascend.optim.members import unwrapped, wrap_again
 from memascend.optim.shared import take_options
 from memascend.plan.cost import moves

@@ -236,8 +236,6 @@ def _configured(transformers: Any, config: Path, values: dict[str, Any], dtype: 
     )
 
 
-
-
 @dataclass(frozen=True)
 class Trace:
     """The operations and the memory of one backward, without parameters."""
