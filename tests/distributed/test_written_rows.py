@@ -1,9 +1,9 @@
-"""Tests what is read from and written to divided weights between steps: the bits of FSDP2 in memory."""
+"""Tests what is read from divided weights between steps, and written through doors: the bits of FSDP2 in memory."""
 
 import pytest
 import torch
 from support.bits import same_bits
-from support.rank_models import Odd, loss_of
+from support.rank_models import Odd, adamw, loss_of, sharded
 from support.ranks import on_ranks
 from torch import distributed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -29,9 +29,70 @@ def made(folder, **options):
     return trained, optimizer
 
 
+def copied(values, given):
+    for value, one in zip(values, given.values(), strict=True):
+        value.copy_(local(one))
+
+
 def others():
     torch.manual_seed(7)
     return {name: one.detach().clone() for name, one in Odd().state_dict().items()}
+
+
+def local(one):
+    return getattr(one, "_local_tensor", one)
+
+
+@torch.no_grad()
+def write(optimizer, parameters, do):
+    """Change this rank's rows of parameters: through the door, where there is one."""
+    if isinstance(optimizer, memascend.OffloadedOptimizer):
+        with optimizer.edit(parameters) as values:
+            do(values)
+    else:
+        do([local(one) for one in parameters])
+
+
+def refused(trained, optimizer):
+    """What goes through no door is refused on each rank, and an edit that fails on one of them changes nothing."""
+    weight, before = trained[0].weight, [one.full_tensor() for one in trained.parameters()]
+    rank = distributed.get_rank()
+    with torch.no_grad():
+        for change in (lambda: weight.mul_(2), lambda: weight.data.add_(1), weight.zero_):
+            with pytest.raises(memascend.UsageError, match=r"'0\.weight' is offloaded.*optimizer\.edit"):
+                change()
+    weight.to_local().detach().numpy()[:] = 7
+    with pytest.raises(memascend.UsageError, match=r"0\.weight of an offloaded model was written to"):
+        optimizer.save(str(rank))
+    kept = weight.to_local().detach().numpy()
+    loss_of(trained, 0, rank).backward()
+    with pytest.raises((memascend.UsageError, memascend.RankError), match=r"0\.weight is about to change"):
+        optimizer.step()
+    del kept
+    optimizer.zero_grad()
+
+    def fails(values):
+        values[0].zero_()
+        if rank == 1:
+            raise ZeroDivisionError
+
+    with pytest.raises((ZeroDivisionError, memascend.RankError)):
+        write(optimizer, list(trained.parameters()), fails)
+    return all(map(same_bits, before, [one.full_tensor() for one in trained.parameters()]))
+
+
+def refusals(folder):
+    trained = sharded(torch.float32)
+    trained, optimizer = memascend.offload(trained, adamw(trained.parameters()), storage=f"{folder}/s", timeout=60.0)
+    with optimizer:
+        same = refused(trained, optimizer)
+        loss_of(trained, 0, distributed.get_rank()).backward()
+        optimizer.step()
+        return same, optimizer.steps
+
+
+def test_a_write_through_no_door_is_refused_and_one_ranks_failure_undoes_an_edit(tmp_path):
+    assert on_ranks(2, refusals, tmp_path) == [(True, 1)] * 2
 
 
 def loop(folder, options):
@@ -55,39 +116,30 @@ def loop(folder, options):
                 ema[name].lerp_(one, 0.1)
 
     step(0)
-    # Through `.data`, and in place.
-    weight.data.mul_(0.5)
-    with torch.no_grad():
-        bias.add_(0.25)
-        bias[:1].zero_()
+    write(optimizer, [weight, bias], lambda values: torch._foreach_mul_(values, 0.5))
     found.append(weight.detach().t().full_tensor())
     step(1)
-    # A view that is kept over a step, and written to after it.
-    kept = weight.to_local().detach()
+    write(optimizer, [bias], lambda values: values[0].add_(0.25))
     step(2)
-    kept.mul_(0.75)
     found.append(torch.from_numpy(bias.to_local().detach().numpy().copy()))
     step(3)
     # As loops load their weights.
     full = others()
     set_model_state_dict(trained, full if rank == 0 else {}, options=FROM_RANK_0)
-    found.append(get_model_state_dict(trained, options=FULL).get("narrow.0.weight", torch.zeros(0)))
+    found += get_model_state_dict(trained, options=FULL).values()
     step(4)
     state = {name: one.clone() for name, one in trained.state_dict().items()}
     step(5)
     trained.load_state_dict(state)
     step(6)
     # An evaluation with other weights, and back.
-    with torch.no_grad():
-        own = {name: one.detach().clone() for name, one in named.items()}
-        for name, one in named.items():
-            one.copy_(ema[name])
-        found.append(loss_of(trained, 7, rank))
-        for name, one in named.items():
-            one.copy_(own[name])
+    own = {name: one.detach().clone() for name, one in named.items()}
+    for given in (ema, own):
+        write(optimizer, list(named.values()), lambda values, given=given: copied(values, given))
+        with torch.no_grad():
+            found.append(loss_of(trained, 7, rank))
     step(7)
-    with torch.no_grad():
-        weight.fill_(0.5)
+    write(optimizer, [weight], lambda values: values[0].fill_(0.5))
     if options:
         optimizer.close()
         trained, optimizer = made(folder, **{**options, "existing": "resume"})

@@ -393,8 +393,12 @@ class Residency:
     def copy_of(self, place: Place) -> torch.Tensor:
         """A parameter's values in an unlinked file, as a tensor that nothing else sees."""
         found: list[torch.Tensor] = []
-        self.read_into(place, lambda values: found.append(self._files.of_values(place, values)))
+        self.read_into(place, lambda values: found.append(self.filed(place, values)))
         return found[0]
+
+    def filed(self, place: Place, values: torch.Tensor) -> torch.Tensor:
+        """A copy of such values, which are laid out as the parameter's, in an unlinked file."""
+        return self._files.of_values(place, values)
 
     def read_into(self, place: Place, take: Callable[[torch.Tensor], None]) -> None:
         """Let `take` have a parameter's values, for as long as it runs."""

@@ -155,7 +155,7 @@ class HandedOut:
     __slots__ = ("_alike", "is_snapshot", "place", "seen", "values")
 
     def __init__(self, place: Place, values: torch.Tensor, *, is_snapshot: bool, alike: int = 1) -> None:
-        """`is_snapshot`: it may outlive a commit that changes the weight. `alike`: how many of these have its memory."""
+        """`is_snapshot`: it may outlive a commit that changes the weight; `alike`: so many of these have its memory."""
         self._alike = alike
         self.place = place
         self.is_snapshot = is_snapshot
