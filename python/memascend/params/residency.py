@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
     from memascend.activations.activations import Activations
     from memascend.device.unit_memory import UnitMemory
+    from memascend.grads.baton import Recorder
+    from memascend.grads.microbatches import PartialSums
     from memascend.params.offloaded_param import Place
-    from memascend.params.unit import Home, Limits, Stages
+    from memascend.params.unit import Home, Limits
     from memascend.params.weight_access import Copies
     from memascend.session.session import Session
     from memascend.storage import Engine
@@ -261,12 +263,12 @@ class Residency:
         self.units = ResidentUnits(memory, limits, self.lock, engine)
         self.hooks = SavedTensorHooks(self, keeper)
         self.copies = WeightCopies(self, files)
-        self.stages: Stages | None = None
+        self.stages: Recorder | PartialSums | None = None
         # Takes the values that a state dict has for a parameter, while one is being loaded.
         self._load: Callable[[Place, torch.Tensor], None] | None = None
 
     @contextmanager
-    def followed_by(self, stages: Stages) -> Iterator[None]:
+    def followed_by(self, stages: Recorder | PartialSums) -> Iterator[None]:
         """Inside, notify `stages` of each unit before it is used."""
         self.stages = stages
         try:
