@@ -84,18 +84,14 @@ wheel: .venv-wheel/synced ## Build dist/*.whl for any Linux of this processor, a
 # --- check --------------------------------------------------------------------
 
 .PHONY: lint
-lint: setup ## Formatting, lints and types, of Rust and Python, and the words of documents and messages
+lint: setup ## Formatting, lints and types, of Rust and Python, and spelling
 	cargo fmt --check
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest memascend._core
-	$(BIN)/python docs/words.py
-
-.PHONY: refused
-refused: $(VENV)/synced ## Write all messages of errors into docs/refused.md, from the code
-	$(BIN)/python docs/messages.py
+	$(BIN)/codespell
 
 .PHONY: fmt
 fmt: $(VENV)/synced ## Format everything

@@ -21,6 +21,7 @@ from memascend.session.offload import offload
 from memascend.session.optimizer import OffloadedOptimizer, session_of
 from memascend.session.run import shown
 from memascend.session.schedule import steps_alone
+from memascend.tensors import same_bits
 
 try:
     from transformers import PreTrainedModel, TrainerCallback
@@ -98,18 +99,21 @@ class Callback(TrainerCallback):
     def __init__(self) -> None:
         """The Trainer passes model and optimizer later."""
         self._session: Session | None = None
+        # Until training begins, loaded weights are those of a checkpoint that the Trainer resumes.
+        self._guard: Any = None
         # The figures at the last log.
         self._before = (0, 0, 0.0)
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        """Find the offloaded optimizer."""
+        """Find the offloaded optimizer; from here on, weights that a Trainer loads are those of a resume."""
         del args, state, control
         self._attach(others.get("optimizer"))
+        # Copies of the model share a function, and would copy the object of a method.
+        check = lambda *given: self._require_same(*given)  # noqa: E731, PLW0108
+        self._guard = others["model"].register_load_state_dict_pre_hook(check)
 
     def _attach(self, optimizer: Any) -> None:
         self._session = session_of(_optimizer_of(optimizer))
-        # Weights that were loaded before are the user's; from now on, loaded weights are of a resume.
-        self._session.loads.settle()
         self._before = self._counted()
 
     def on_train_begin(
@@ -120,11 +124,8 @@ class Callback(TrainerCallback):
         if self._session is None:
             self._attach(others.get("optimizer"))
         assert self._session is not None
-        changed = self._session.loads.changed
-        if changed:
-            # The Trainer loaded them without the state of the optimizer.
-            self._session.loads.drop()
-            raise self._refusal(changed[0])
+        if self._guard is not None:
+            self._guard.remove()
         self._schedule(others.get("lr_scheduler"))
         model = others["model"]
         if _is_streamed(model, self._session) and not args.save_only_model:
@@ -196,16 +197,21 @@ class Callback(TrainerCallback):
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(figures)
 
-    def _refusal(self, name: str) -> UsageError:
-        """The error for loaded weights that differ from the store's."""
+    def _require_same(self, model: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Reject weights that differ from the store's, before any is loaded."""
         assert self._session is not None
-        position = self._session.run.record.position
-        return UsageError(
-            f"a Trainer loads other weights ({name} differs) than those of {shown(position.identity())}, which the "
-            f"storage holds{position.given}, and storage was left as it is: to resume from a checkpoint, begin from it "
-            'with offload(existing="replace", checkpoint=...); to take weights alone, load them before the Trainer is '
-            "made"
-        )
+        for name, parameter in model.named_parameters():
+            given = state_dict.get(prefix + name)
+            if given is None or given.shape != parameter.shape:
+                continue
+            values = parameter.detach().cpu()
+            if not same_bits(values, given.detach().to("cpu", values.dtype)):
+                raise UsageError(
+                    f"a Trainer loads other weights ({name} differs) than those of "
+                    f"{shown(self._session.run.record.position.identity())}, which the storage holds, and storage was "
+                    'left as it is: to resume from a checkpoint, begin from it with offload(existing="replace", '
+                    "checkpoint=...); to take weights alone, load them before the Trainer is made"
+                )
 
     def _counted(self) -> tuple[int, int, float]:
         assert self._session is not None

@@ -63,7 +63,7 @@ def test_it_goes_on_bit_for_bit_elsewhere(tmp_path, monkeypatch, dtype, kind, op
         optimizer.load_state_dict(identity)
         assert trained(other, optimizer, dtype, 3, 6) == losses
         assert same_states(everything(other, optimizer), after)
-        with pytest.raises(UsageError, match=rf"the checkpoint \S+ is of step {steps} of store"):
+        with pytest.raises(UsageError, match=rf"is of step {steps} of store .*checkpoint="):
             optimizer.load_state_dict(identity)
 
 

@@ -1,6 +1,5 @@
 """Tests that quantised state and the modes of schedule-free optimizers are those in memory, bit for bit."""
 
-import bitsandbytes
 import pytest
 import schedulefree
 import torch
@@ -24,9 +23,7 @@ def parts(value):
     return [torch.as_tensor(value)]
 
 
-# AdamW8bit of bitsandbytes has an update of ours, whose bits are tested by themselves.
 KINDS = [
-    bitsandbytes.optim.Lion8bit,
     torchao.optim.AdamW8bit,
     torchao.optim.AdamWFp8,
     torchao.optim.AdamW4bit,

@@ -134,7 +134,7 @@ def fails(folder):
 
     model, optimizer = offloaded(f"{folder}/run", existing="resume", gradients="ssd")
     if faulty:
-        optimizer._session.run.gradients._arrivals._arrive = failing
+        optimizer._session.run.gradients._arrive = failing
     found["backward"] = raised(lambda: backward(model, 3))
     optimizer.close()
     model, optimizer = offloaded(f"{folder}/run", existing="resume")

@@ -391,7 +391,7 @@ def test_ctrl_c_as_gradients_are_disabled_leaves_them_as_the_caller_had_them(tmp
 
     with optimizer:
         with monkeypatch.context() as patch:
-            patch.setattr(optimizer._session.run.gradients._arrivals, "begin_backward", interrupted)
+            patch.setattr(optimizer._session.run.gradients, "begin_backward", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 optimizer.accumulate(lambda batch: square(model, batch), rows(COUNT), by_layer=True)
         assert torch.is_grad_enabled()

@@ -35,7 +35,7 @@ def batch(seed):
 
 
 def measured(gradient):
-    norms = Norms(kernels)
+    norms = Norms()
     (found,) = norms.read([norms.measure(gradient)])
     return found
 
@@ -137,7 +137,7 @@ def test_ranks_add_what_none_of_them_has_rounded():
     """As many ranks as it takes for their roundings to show."""
     values = torch.randn(999, generator=torch.Generator().manual_seed(5))
     figures = SimpleNamespace(everyone=lambda mine: [mine] * 1001)
-    norms = Norms(kernels, figures)
+    norms = Norms(figures)
     gradient = SimpleNamespace(name="only")
     norms.measure_once(gradient, values)
     wanted = math.fsum(values.double().square().tolist() * 1001)
@@ -161,7 +161,9 @@ class Counted:
 @pytest.fixture
 def counted(monkeypatch):
     monkeypatch.setattr(of_norms, "_is_counted", lambda values: values.dtype in of_norms._FLOATS)
-    return Counted()
+    found = Counted()
+    monkeypatch.setattr(of_norms, "kernels", found)
+    return found
 
 
 def gradients(sizes, dtype=torch.float32):
@@ -178,7 +180,7 @@ def exact(present):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gradients_in_a_devices_memory_are_measured_by_one_launch(counted, dtype):
-    norms, present = Norms(counted), gradients([1, 0, 333, 5000, 17], dtype)
+    norms, present = Norms(), gradients([1, 0, 333, 5000, 17], dtype)
     for gradient, values in present:
         norms.measure_once(gradient, values)
         norms.measure_once(gradient, torch.zeros(1))
@@ -193,7 +195,7 @@ def test_gradients_in_a_devices_memory_are_measured_by_one_launch(counted, dtype
 
 def test_a_bucket_is_bounded(counted, monkeypatch):
     monkeypatch.setattr(of_norms, "_BUCKET_BYTES", 1000)
-    norms, present = Norms(counted), gradients([100, 100, 100, 400, 10])
+    norms, present = Norms(), gradients([100, 100, 100, 400, 10])
     for gradient, values in present:
         norms.measure_once(gradient, values)
     assert norms.of(present) == (True, exact(present))
@@ -202,7 +204,7 @@ def test_a_bucket_is_bounded(counted, monkeypatch):
 
 def test_a_gradient_that_arrives_on_a_device_is_measured_at_once(counted):
     """And read with all others: their rows are of a few blocks of memory."""
-    norms, present = Norms(counted), gradients([3] * 150)
+    norms, present = Norms(), gradients([3] * 150)
     arrived = [norms.measure(values) for _, values in present]
     assert counted.launches == [1] * 150
     blocks = {measure.untyped_storage().data_ptr() for measure in arrived}

@@ -9,7 +9,7 @@ from support.bits import same_bits
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memascend.errors import ConfigError, UsageError
-from memascend.optim import generic
+from memascend.optim import generic, rules
 from memascend.optim.state import describe
 
 
@@ -156,12 +156,14 @@ def test_a_gradient_given_whole_is_cut_in_the_order_of_the_bytes(streamed_part):
         streamed.apply(generic.Update(optimizer, optimizer.param_groups[0], streamed.layout, first=True), None, False)
 
 
-def test_rust_options_are_those_of_adam_and_adamw_alone():
+def test_the_engines_own_numbers_are_for_adam_and_adamw_alone():
     parameter = torch.nn.Parameter(torch.zeros(3))
 
     def options(kind, dtype=torch.bfloat16, master_dtype=torch.float32, **given):
         optimizer = kind([parameter], **given)
-        return generic.rust_options(optimizer, optimizer.param_groups[0], dtype=dtype, master_dtype=master_dtype)
+        group = optimizer.param_groups[0]
+        engines = rules.takes_engine_state(optimizer, group, dtype, master_dtype, None)
+        return None if engines is None else rules.engine_options(engines, optimizer, group)
 
     class Mine(torch.optim.AdamW):
         pass

@@ -22,7 +22,7 @@ class Read:
 def cached(home):
     """Let a unit have its bytes in memory."""
     home.begin_read(Read(), torch.empty(0))
-    home.arrive({})
+    home.arrive()
 
 
 def units(count=4):
@@ -72,11 +72,10 @@ def test_one_that_is_used_before_it_leaves_only_if_it_must():
 
 # What a unit may do, by what it is.
 ALLOWED = {
-    Bytes.AWAY: {"begin_read", "adopt", "stand", "copy", "leave"},
+    Bytes.AWAY: {"begin_read", "adopt", "stand", "leave"},
     Bytes.READING: {"arrive", "leave"},
     Bytes.CACHED: {"leave"},
     Bytes.IN_PLACE: {"leave"},
-    Bytes.COPIED: {"leave"},
 }
 
 
@@ -93,24 +92,22 @@ def unit_that_is(state):
         home.begin_read(Read(), base)
     elif state is Bytes.CACHED:
         cached(home)
-    elif state is Bytes.IN_PLACE:
-        home.stand(base, 0)
     else:
-        home.copy(base)
+        home.stand(base, 0)
     return home, base
 
 
 @pytest.mark.parametrize("state", Bytes)
-@pytest.mark.parametrize("move", ["begin_read", "arrive", "adopt", "stand", "copy", "leave"])
+@pytest.mark.parametrize("move", ["begin_read", "arrive", "adopt", "stand", "leave"])
 def test_a_unit_moves_as_its_state_allows(state, move):
     home, kept = unit_that_is(state)
     assert home.state is state
-    given = {"begin_read": (Read(), kept), "stand": (kept, 0), "copy": (kept,), "arrive": ({},)}.get(move, ())
+    given = {"begin_read": (Read(), kept), "stand": (kept, 0)}.get(move, ())
     if move in ALLOWED[state]:
         moved = getattr(home, move)(*given)
         assert moved is not False
         assert (home.state is state) == (state is Bytes.AWAY and move == "leave")
-        assert (home.base is not None) == (home.state in {Bytes.CACHED, Bytes.IN_PLACE, Bytes.COPIED})
+        assert (home.base is not None) == (home.state in {Bytes.CACHED, Bytes.IN_PLACE})
     elif move == "adopt":
         assert home.adopt() is False
         assert home.state is state
@@ -130,14 +127,14 @@ def test_a_read_that_fails_leaves_nothing():
     home = Home(0, "unit", 0, SLOT, pinned=False)
     home.begin_read(FailingRead(), torch.empty(0))
     with pytest.raises(ValueError, match="checksum"):
-        home.arrive({})
+        home.arrive()
     assert home.state is Bytes.AWAY
     assert home.read is None
     home.begin_read(Read(), torch.empty(0))
 
 
 def test_bytes_of_older_values_are_not_taken_again():
-    for end in (Home.train, Home.change, Home.forget):
+    for end in (Home.train, Home.forget):
         home, kept = unit_that_is(Bytes.AWAY)
         end(home)
         assert not home.adopt()

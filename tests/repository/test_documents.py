@@ -239,33 +239,6 @@ def test_the_site_shows_commands_in_the_colour_of_text():
     assert "padding-right" in style
 
 
-def test_the_messages_that_refused_explains_are_those_of_the_code():
-    said = [message for _, _, message in runpy.run_path(str(ROOT / "docs/messages.py"))["messages"]()]
-    # Some are made of parts, and some are Rust's.
-    sources = "".join(
-        re.sub(r'"\s*\n\s*f?"', "", path.read_text()).replace('\\"', '"')
-        for folder in ("python/memascend", "rust")
-        for path in sorted((ROOT / folder).rglob("*"))
-        if path.suffix in (".py", ".rs") and "target" not in path.parts
-    )
-    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/refused.md").read_text(), re.MULTILINE)
-    quoted = [part.strip() for row in rows for words in re.findall(r"`([^`]+)`", row) for part in words.split("...")]
-    assert len(quoted) > 60
-    # The names of the errors stand in a table of their own.
-    for part in quoted:
-        assert part in sources or any(part in message for message in said), part
-
-
-def test_refused_lists_every_message_of_the_code():
-    made = runpy.run_path(str(ROOT / "docs/messages.py"))
-    _, begin, listed = (ROOT / "docs/refused.md").read_text().partition(made["BEGIN"])
-    assert begin
-    assert listed.strip() == made["section"](), "an error's message changed: run make refused"
-    # Some that Python raises, and some of Rust's.
-    assert listed.count("\n| `") > 300
-    assert "### rust/store" in listed
-
-
 def test_the_drawings_are_those_of_their_script(tmp_path):
     drawn = runpy.run_path(str(ROOT / "docs/drawings/draw.py"))
     for which in ("places", "step", "commit"):

@@ -36,7 +36,7 @@ ROOMS = {
     "activations": BASE | {"storage", "device"},
     "optim": BASE | {"storage", "params"},
     "distributed": BASE | {"storage", "plan", "params", "optim"},
-    "grads": BASE | {"storage", "params", "optim", "distributed"},
+    "grads": BASE | {"storage", "kernels", "params", "optim", "distributed"},
     "checkpoint": BASE | {"storage", "plan", "params", "optim", "distributed"},
     "session": BASE
     | {

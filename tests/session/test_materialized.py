@@ -63,10 +63,24 @@ def test_what_is_looked_at_is_not_said(tmp_path):
 
 
 @pytest.mark.parametrize("modify", [False, True])
-def test_what_was_written_to_a_weight_just_before_is_there(tmp_path, modify):
+def test_memory_of_a_weight_that_is_kept_is_watched(tmp_path, modify):
+    """Of a real weight it would follow the steps; what is discarded in any case is a snapshot."""
     model, optimizer = offloaded(tmp_path, 2, torch.optim.AdamW, torch.float32)
     with optimizer:
-        model[0].weight.detach().zero_()
         with memascend.materialized(model, modify=modify):
-            assert not model[0].weight.any()
-        assert not (model[0].weight + 0).any()
+            kept = model[0].weight.detach()
+        model(torch.ones(2, WIDTH)).sum().backward()
+        if modify:
+            with pytest.raises(memascend.UsageError, match=r"0\.weight is about to change.*clone\(\)"):
+                optimizer.step()
+            assert optimizer.steps == 0
+            del kept
+            optimizer.step()
+        else:
+            before = kept.clone()
+            optimizer.step()
+            assert same_bits(kept, before)
+            kept.zero_()
+            with pytest.raises(memascend.UsageError, match=r"0\.weight of an offloaded model was written to"):
+                optimizer.save(tmp_path / "saved")
+        assert optimizer.steps == 1

@@ -262,22 +262,6 @@ def test_loading_the_same_weights_leaves_masters_as_they_are(tmp_path):
         assert torch.equal(master, torch.ones(WIDTH, WIDTH))
 
 
-def test_a_state_dict_says_where_the_state_is_and_another_is_refused(tmp_path):
-    model, optimizer = offloaded(tmp_path)
-    with optimizer:
-        first = optimizer.state_dict()
-        group = optimizer.param_groups[0]
-        optimizer.load_state_dict({**first, "param_groups": [{**first["param_groups"][0], "lr": 0.5}]})
-        assert optimizer.param_groups[0] is group
-        assert group["lr"] == 0.5
-        model(x()).sum().backward()
-        optimizer.step()
-        with pytest.raises(memascend.UsageError, match="step 0"):
-            optimizer.load_state_dict(first)
-        with pytest.raises(memascend.UsageError, match="not made by"):
-            optimizer.load_state_dict(torch.optim.SGD(blocks().parameters()).state_dict())
-
-
 def test_groups_are_the_originals(tmp_path):
     model = blocks()
     original = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -268,10 +268,8 @@ def test_the_returned_optimizer_has_all_groups_and_the_originals_none_of_the_ste
     for member in members:
         with pytest.raises(UsageError, match="step the returned one"):
             member.step()
-    assert [len(member.state) for member in members] == [6, len(optimizer.state) - 6]
-    assert members[0].state_dict()["state"].keys() == set(range(6))
-    with pytest.raises(UsageError, match=r"load_state_dict\(\) of the optimizer that offload"):
-        members[0].load_state_dict(members[0].state_dict())
+        with pytest.raises(UsageError, match=r"of the optimizer that offload\(\) returned"):
+            member.state_dict()
     members[0].param_groups[0]["params"].pop()
     with pytest.raises(UsageError, match="other parameters"):
         optimizer.step()
@@ -385,17 +383,13 @@ def test_what_was_made_with_other_optimizers_is_refused(tmp_path, first, then, s
 
 
 @pytest.mark.parametrize("optimizers", [muon_and_adamw, in_stacks])
-def test_a_checkpoint_has_all_members_and_a_run_goes_back_to_it(tmp_path, optimizers):
+def test_a_checkpoint_has_all_members(tmp_path, optimizers):
     memory, model = InMemory(optimizers, torch.float32), made()
     model, optimizer = memascend.offload(model, optimizers(dict(model.named_parameters())), storage=tmp_path / "store")
     for index in range(2):
         turn(memory, memory.model, index)
         turn(optimizer, model, index)
     optimizer.save(tmp_path / "saved")
-    state = optimizer.state_dict()
-    turn(optimizer, model, 7)
-    optimizer.load_state_dict(state)
-    assert optimizer.steps == 2
     optimizer.close()
     model = made()
     members = optimizers(dict(model.named_parameters()))

@@ -1,7 +1,4 @@
-"""Tests `optimizer.state`: what torch's has, read from storage when it is asked for, and not to be written to."""
-
-import copy
-import io
+"""Tests `optimizer.state` and state dicts: state is on storage, and a state dict has the position of a run."""
 
 import pytest
 import torch
@@ -11,89 +8,135 @@ from torch import nn
 import memascend
 from memascend import UsageError
 
-OPTIMIZERS = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9),
-    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2),
-}
 
-
-def stack(units):
+def stack():
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(16, 16) for _ in range(units)])
+    return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
 
 
-@pytest.mark.parametrize("debug", ["", "1"])
-@pytest.mark.parametrize("units", [2, 16])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_it_has_what_torch_has(tmp_path, monkeypatch, units, name, debug):
-    monkeypatch.setenv("MEMASCEND_DEBUG", debug)
-    plain, model = stack(units), stack(units)
-    theirs = OPTIMIZERS[name](plain.parameters())
-    model, ours = memascend.offload(model, OPTIMIZERS[name](model.parameters()), storage=tmp_path / "s")
-    with ours:
-        assert not ours.state
-        assert dict(ours.state) == {}
-        assert ours.state[model[0].weight] == {}
-        for of, optimizer in ((plain, theirs), (model, ours)):
-            for _ in range(2):
-                of(torch.ones(2, 16)).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        wanted = {p: s for p, s in theirs.state.items() if s}
-        assert len(ours.state) == len(wanted)
-        pairs = dict(zip(plain.parameters(), model.parameters(), strict=True))
-        assert [id(p) for p in ours.state] == [id(pairs[p]) for p in wanted]
-        for parameter, state in wanted.items():
-            found = ours.state[pairs[parameter]]
-            kept = {of: torch.as_tensor(value) for of, value in state.items() if value is not None}
-            assert found.keys() == kept.keys()
-            assert all(same_bits(torch.as_tensor(found[of]), kept[of]) for of in kept)
+def begun(folder, steps=1, **options):
+    model = stack()
+    original = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    model, optimizer = memascend.offload(model, original, storage=folder / "run.store", **options)
+    step(model, optimizer, steps)
+    return model, optimizer, original
 
 
-def test_it_is_not_written_to(tmp_path):
-    model = stack(2)
-    model, optimizer = memascend.offload(model, OPTIMIZERS["adamw"](model.parameters()), storage=tmp_path / "s")
-    with optimizer:
-        model(torch.ones(2, 16)).sum().backward()
+def step(model, optimizer, steps=1):
+    for _ in range(steps):
+        model(torch.ones(2, 16)).square().sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
+
+
+def everything(model, optimizer):
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        found |= {f"{name} {of}": value for of, value in optimizer.state_of(parameter).items()}
+    return found
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(same_bits(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("whose", ["returned", "original"])
+def test_it_has_no_items_and_says_where_state_is_read(tmp_path, whose):
+    model, optimizer, original = begun(tmp_path)
+    with optimizer:
+        state = (optimizer if whose == "returned" else original).state
         weight = model[0].weight
-        before = {name: tensor.clone() for name, tensor in optimizer.state_of(weight).items()}
-        state = optimizer.state[weight]
-        for write in (
-            state["exp_avg"].zero_,
-            lambda: state["exp_avg"][0].fill_(1),
-            lambda: state["exp_avg"].view(-1).mul_(2),
-            lambda: torch.mul(before["exp_avg"], 2, out=state["exp_avg"]),
-            state["exp_avg"].data.zero_,
-            lambda: state["exp_avg"].data[0].fill_(1),
-            lambda: setattr(state["exp_avg"], "data", before["exp_avg"] * 2),
-            lambda: state["exp_avg"].detach().mul_(2),
-            lambda: state["exp_avg"].__setitem__(0, 1.0),
-            lambda: state["exp_avg"].__imul__(2),
-            lambda: torch._foreach_zero_([state["exp_avg"], state["exp_avg_sq"]]),
-            lambda: state["step"].fill_(100),
-            state["exp_avg"].unbind()[0].zero_,
-        ):
-            for around in (torch.no_grad, torch.inference_mode):
-                with around(), pytest.raises(UsageError, match=r"on storage.*checkpoint="):
-                    write()
-        array = state["exp_avg"].numpy()
-        with pytest.raises(ValueError, match="read-only"):
-            array[:] = 0
+        assert not state
+        assert len(state) == 0 == len(list(state.items()) + list(state.values()) + list(state.keys()))
+        assert weight not in state
+        # Lightning moves states to a device by this loop.
+        for parameter, found in state.items():
+            state[parameter] = {name: value.to("cpu") for name, value in found.items()}
+        for read in (lambda: state[weight], lambda: state.get(weight), lambda: state.setdefault(weight, {})):
+            with pytest.raises(UsageError, match=r"state_of\(parameter\)"):
+                read()
+        for write in (lambda: state.__setitem__(weight, {}), lambda: state.update({weight: {}})):
+            with pytest.raises(UsageError, match=r"on storage.*checkpoint="):
+                write()
         with pytest.raises(UsageError, match=r"on storage.*checkpoint="):
-            optimizer.state[weight] = {"exp_avg": torch.ones(16, 16)}
-        with pytest.raises(UsageError, match="on storage"):
-            optimizer.state.clear()
-        # Copies of it are anybody's.
-        for copied in (state["exp_avg"].clone(), copy.deepcopy(state["exp_avg"]), state["exp_avg"] + 0):
-            assert type(copied) is torch.Tensor
-            assert same_bits(copied.zero_(), torch.zeros(16, 16))
-        file = io.BytesIO()
-        torch.save(dict(state), file)
-        file.seek(0)
-        assert same_bits(torch.load(file, weights_only=True)["exp_avg"], before["exp_avg"])
-        # What moves a state to the device that it is on already, as Lightning does.
-        for parameter, found in optimizer.state.items():
-            optimizer.state[parameter] = {name: value.to("cpu") for name, value in found.items()}
-        assert all(same_bits(tensor, before[name]) for name, tensor in optimizer.state_of(weight).items())
+            optimizer.state = {}
+        optimizer.state = optimizer.state
+        step(model, optimizer)
+
+
+def test_the_original_gives_no_state_dict_until_the_run_has_ended(tmp_path):
+    _, optimizer, original = begun(tmp_path)
+    given = torch.optim.AdamW(stack().parameters()).state_dict()
+    with optimizer:
+        for ask in (original.state_dict, lambda: original.load_state_dict(given)):
+            with pytest.raises(UsageError, match=r"offload\(\) returned"):
+                ask()
+    assert not original.state
+    assert original.state_dict()["state"] == {}
+    original.load_state_dict(given)
+
+
+def test_a_state_dict_of_the_present_position_sets_the_options(tmp_path):
+    model, optimizer, original = begun(tmp_path)
+    group = optimizer.param_groups[0]
+    state = optimizer.state_dict()
+    assert state.keys() == {"state", "param_groups", "memascend"}
+    assert state["state"] == {}
+    assert state["memascend"] == {"store": state["memascend"]["store"], "step": 1}
+    state["param_groups"][0]["lr"] = 0.5
+    before = everything(model, optimizer)
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0] is group is original.param_groups[0]
+    assert group["lr"] == 0.5
+    assert same(everything(model, optimizer), before)
+    group["lr"] = 1e-2
+    optimizer.close()
+    # As a fresh process at the same step.
+    model, optimizer, _ = begun(tmp_path, 0, existing="resume")
+    with optimizer:
+        optimizer.load_state_dict(state)
+        assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("of", ["an older step", "a newer step", "another store", "torch", "other groups"])
+def test_a_state_dict_of_another_position_is_refused_and_nothing_changes(tmp_path, of):
+    model, optimizer, _ = begun(tmp_path)
+    with optimizer:
+        state = optimizer.state_dict()
+        position = state["memascend"]
+        if of == "an older step":
+            optimizer.save(tmp_path / "saved")
+            step(model, optimizer)
+        elif of == "a newer step":
+            position["step"] += 1
+        elif of == "another store":
+            position["store"] = "0" * 32
+        elif of == "torch":
+            state = torch.optim.AdamW(stack().parameters()).state_dict()
+        else:
+            state["param_groups"][0]["params"].append(4)
+        state["param_groups"][0]["lr"] = 0.5
+        before = everything(model, optimizer)
+        kind, says = {
+            "torch": (UsageError, r"not made by an offloaded optimizer.*give the optimizer"),
+            "other groups": (ValueError, "other parameter groups"),
+        }.get(of, (UsageError, r"is of step . of store .* holds step . of store .*existing=.resume.*checkpoint="))
+        with pytest.raises(kind, match=says):
+            optimizer.load_state_dict(state)
+        assert optimizer.param_groups[0]["lr"] == 1e-2
+        assert same(everything(model, optimizer), before)
+        step(model, optimizer)
+
+
+def test_a_run_that_began_from_a_checkpoint_takes_its_state_dict_until_its_first_step(tmp_path):
+    _, optimizer, _ = begun(tmp_path)
+    with optimizer:
+        optimizer.save(tmp_path / "saved")
+        state = optimizer.state_dict()
+    model, optimizer, _ = begun(tmp_path, 0, existing="replace", checkpoint=tmp_path / "saved")
+    with optimizer:
+        assert optimizer.state_dict()["memascend"] != state["memascend"]
+        optimizer.load_state_dict(state)
+        step(model, optimizer)
+        with pytest.raises(UsageError, match=r"of step 1 of store .* holds step 2 of store"):
+            optimizer.load_state_dict(state)

@@ -455,7 +455,7 @@ class ModelValues:
             for name in unit.parameters:
                 parameter = self._named[name]
                 if not parameter.is_meta:
-                    state, step = self._arithmetic.initial(parameter) if name in self._trained else ({}, 0)
+                    state, step = self._arithmetic.of(parameter).initial() if name in self._trained else ({}, 0)
                     values = parameter.detach().cpu()
                     yield FirstValue(name, as_laid(values, values), state, step)
                 elif self._weights is not None:

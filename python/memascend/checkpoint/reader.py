@@ -50,8 +50,7 @@ def identity_of(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 def _identity_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The step and the store in a manifest."""
-    # A line is there only if the store went back to an earlier step before.
-    return {name: manifest[name] for name in ("store", "step", "line") if name in manifest}
+    return {name: manifest[name] for name in ("store", "step") if name in manifest}
 
 
 def state_key(name: str, of: str) -> str:

@@ -1,11 +1,9 @@
-"""Copies to and from an accelerator by streams and events; refuses CUDA graphs, keeps recurrent weights in place."""
+"""Copies to and from an accelerator by streams and events; refuses CUDA graphs."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
-import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -174,98 +172,33 @@ class Device:
             return Copy(self.torch_device, stream)
 
 
-# Of Dynamo's function that runs compiled code; its context is called `self` there.
+# Dynamo's function that runs compiled code; its context is called `self` there.
 _DYNAMO = "torch/_dynamo/eval_frame.py"
 
-# The option of inductor's that mode="reduce-overhead" and mode="max-autotune" set.
-_OPTION = "triton.cudagraphs"
-_REFUSED = (
-    "CUDA graphs do not work with an offloaded model, whose weights are at other addresses each time: compile with "
-    'mode="default" or "max-autotune-no-cudagraphs" (not "reduce-overhead" or "max-autotune"), or with '
-    'options={"triton.cudagraphs": False}'
-)
 
-
-def refuse_graphs(module: torch.nn.Module, *, whole: bool) -> None:
-    """Look at what calls a module, and at itself; `whole`: at all that is in it, too.
+def refuse_graphs() -> None:
+    """Reject a forward that runs in code which torch.compile makes CUDA graphs of.
 
     Raises:
-        UsageError: it is compiled so that it would be captured.
+        UsageError: it does.
     """
-    for part in module.modules() if whole else (module,):
-        compiled: Any = part._compiled_call_impl  # noqa: SLF001
-        if compiled is not None and _captures(_context_of(compiled)):
-            raise UsageError(_REFUSED)
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
     while frame is not None:
         if frame.f_code.co_filename.endswith(_DYNAMO) and _captures(frame.f_locals.get("self")):
-            raise UsageError(_REFUSED)
+            raise UsageError(
+                "CUDA graphs do not work with an offloaded model, whose weights are at other addresses each time: "
+                'compile with mode="default" or "max-autotune-no-cudagraphs" (not "reduce-overhead" or '
+                '"max-autotune"), or with options={"triton.cudagraphs": False}'
+            )
         frame = frame.f_back
 
 
-def _context_of(compiled: Any) -> Any:
-    """The context in the closure that Dynamo makes."""
-    code, cells = getattr(compiled, "__code__", None), getattr(compiled, "__closure__", None) or ()
-    free = () if code is None else code.co_freevars
-    return next((cell.cell_contents for name, cell in zip(free, cells, strict=False) if name == "self"), None)
-
-
 def _captures(context: Any) -> bool:
-    """Whether a context that runs compiled code has graphs made of it."""
+    """Whether a context of Dynamo's makes graphs: by the option that its modes set, or by its backend."""
     config = getattr(context, "compiler_config", None)
-    if isinstance(config, dict) and config.get(_OPTION):
-        return True
     backend: Any = getattr(context, "callback", None)
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend  # noqa: SLF001
-    return getattr(backend, "compiler_name", None) == "cudagraphs"
-
-
-_NAME = "flatten_parameters"
-
-# torch's warning in each call of cuDNN. The call that it recommends does nothing here. `Plan` has the bytes.
-_WARNING = "RNN module weights are not part of single contiguous chunk of memory"
-
-
-def copied_bytes(model: torch.nn.Module) -> int:
-    """Bytes of all cuDNN's copies together: each lasts from the forward of its module to the backward."""
-    of_modules = [parameter for module in _recurrent(model) for parameter in module.parameters(recurse=False)]
-    return sum({id(parameter): parameter.nbytes for parameter in of_modules}.values())
-
-
-class Flattening:
-    """Whether the recurrent modules of a model move their weights."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._modules = _recurrent(model)
-        # The attributes of modules that were replaced.
-        self._before: dict[torch.nn.Module, Any] = {}
-        self._filter: Any = None
-
-    def stop(self) -> None:
-        """Let them stay where they are."""
-        for module in self._modules:
-            self._before[module] = module.__dict__.get(_NAME)
-            module.__dict__[_NAME] = _stay
-        if self._modules:
-            warnings.filterwarnings("ignore", message=_WARNING)
-            self._filter = warnings.filters[0]
-
-    def resume(self) -> None:
-        """As it was. Twice is fine."""
-        for module, before in self._before.items():
-            module.__dict__.pop(_NAME, None)
-            if before is not None:
-                module.__dict__[_NAME] = before
-        self._before.clear()
-        # Other code that changes the filters may have removed this one.
-        with contextlib.suppress(ValueError):
-            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
-
-
-def _stay() -> None:
-    """In place of a module's `flatten_parameters`."""
-
-
-def _recurrent(model: torch.nn.Module) -> list[torch.nn.Module]:
-    return [module for module in model.modules() if isinstance(module, torch.nn.RNNBase)]
+    return (isinstance(config, dict) and bool(config.get("triton.cudagraphs"))) or (
+        getattr(backend, "compiler_name", None) == "cudagraphs"
+    )

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from memascend.distributed.rows import Rows
 from memascend.errors import ConfigError, UsageError
+from memascend.params.offloaded_param import refused_write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -320,7 +321,7 @@ class RowSource:
         self.dtype = sharded.local.dtype
         self._padded_shape = sharded.padded_shape
         self._place = place
-        self._residency = residency
+        self.residency = residency
         self._alone = alone
 
     def gathered(self, dtype: torch.dtype | None) -> torch.Tensor:
@@ -329,7 +330,7 @@ class RowSource:
         They may lie in the arena, which keeps their bytes as long as the tensor exists.
         """
         wanted = self.dtype if dtype is None or not self.dtype.is_floating_point else dtype
-        residency, place = self._residency, self._place
+        residency, place = self.residency, self._place
         found: list[torch.Tensor] = []
 
         def take(values: torch.Tensor) -> None:
@@ -342,49 +343,45 @@ class RowSource:
 
         with self._alone():
             residency.units.require_open()
-            residency.transfers.settle()
-            if not residency.reached.computes:
-                # A module of the model that is called by itself.
-                residency.reached.look()
+            # As where a module of the model is called by itself.
+            residency.copies.forward_begins()
             if place is None:
                 return torch.zeros(self._padded_shape, dtype=wanted)
             residency.read_into(place, take)
             return found[0]
 
-    def copy(self) -> torch.Tensor:
-        """The rows, in an unlinked file of their own, or in the memory that user code already has of them."""
-        residency, place = self._residency, self._place
-        residency.units.require_open()
-        if place is None:
-            return torch.empty(self.shape, dtype=self.dtype)
-        if residency.reached.has([place]):
-            return residency.reached.stand_in(place).detach()
-        return residency.copy_of(place)
+    def load(self, values: torch.Tensor) -> bool:
+        """Take rows of a state dict that is being loaded; False elsewhere."""
+        if self._place is None:
+            return self.residency.is_loading
+        return self.residency.loaded(self._place, values)
 
-    def memory(self, what: str, *, written: bool) -> torch.Tensor:
-        """Memory of the rows, for an operation that needs it; the model uses it from the next forward on.
+    def copy(self) -> torch.Tensor:
+        """The rows, in an unlinked file that nothing else has."""
+        self.residency.units.require_open()
+        if self._place is None:
+            return torch.empty(self.shape, dtype=self.dtype)
+        return self.residency.copy_of(self._place)
+
+    def memory(self, what: str) -> torch.Tensor:
+        """A copy for an operation that hands out its memory.
 
         Raises:
-            UsageError: the model computes, or a step is staged and the operation writes to the rows (`written`).
+            UsageError: the model computes.
         """
-        residency, place = self._residency, self._place
-        reached = residency.reached
-        if reached.computes:
+        residency = self.residency
+        if residency.copies.computes:
             raise UsageError(
                 f"the values of {self.name!r} are on storage, on each rank its rows, and {what}() needs their memory "
                 "while the model computes: call it between forwards, or clone() them"
             )
-        reached.note_handed_out()
-        if place is None:
-            residency.units.require_open()
-            return torch.empty(self.shape, dtype=self.dtype)
-        if written:
-            reached.require_writable(place)
-        return reached.stand_in(place).detach()
+        if self._place is None:
+            return self.copy()
+        return residency.copies.of(self._place)
 
 
 class LocalRows(torch.Tensor):
-    """This rank's rows without memory. Operations that read get a copy; operations that write get the rows' memory."""
+    """This rank's rows without memory. Operations that read get a copy; operations that write are refused."""
 
     source: RowSource
 
@@ -445,34 +442,34 @@ class LocalRows(torch.Tensor):
         named = zip(schema.arguments, args, strict=False)
         written = [value for argument, value in named if argument.alias_info and argument.alias_info.is_write]
         written += [options[one.name] for one in schema.arguments if _writes(one, options)]
-        sources = {id(leaf.source) for leaf in tree_leaves(written) if isinstance(leaf, LocalRows)}
+        changed = next((leaf.source for leaf in tree_leaves(written) if isinstance(leaf, LocalRows)), None)
+        if changed is not None:
+            if name == "copy_" and changed.load(args[1]):
+                return args[0]
+            changed.residency.units.require_open()
+            raise refused_write(changed.name, f"written to by {name}()")
         is_view = any(one.alias_info and not one.alias_info.is_write for one in schema.returns)
         # By source: two tensors of the same rows are one tensor for the operation.
         instead: dict[int, torch.Tensor] = {}
-        own: dict[int, LocalRows] = {}
 
         def real(leaf: Any) -> Any:
             if not isinstance(leaf, LocalRows):
                 return leaf
             key = id(leaf.source)
             if key not in instead:
-                is_written = key in sources
-                needed = is_written or is_view
-                instead[key] = leaf.source.memory(name, written=is_written) if needed else leaf.source.copy()
-                own[id(instead[key])] = leaf
+                instead[key] = leaf.source.memory(name) if is_view else leaf.source.copy()
             return instead[key]
 
-        found = func(*tree_map(real, args), **tree_map(real, options))
-        return tree_map(lambda leaf: own.get(id(leaf), leaf), found)
+        return func(*tree_map(real, args), **tree_map(real, options))
 
     # --- not called through the dispatcher ----------------------------------------
 
     def numpy(self, *, force: bool = False) -> Any:
         """Share the memory of the rows with numpy."""
-        return self.source.memory("numpy", written=False).numpy(force=force)
+        return self.source.memory("numpy").numpy(force=force)
 
     def __array__(self, *given: Any, **options: Any) -> Any:
-        return self.source.memory("numpy", written=False).__array__(*given, **options)
+        return self.source.memory("numpy").__array__(*given, **options)
 
     def tolist(self) -> Any:
         """The numbers."""

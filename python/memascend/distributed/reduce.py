@@ -45,7 +45,6 @@ class Collectives:
         self._done: list[str] = []
         self._last: list[str] = []
         self._sum = Checksum()
-        self._met: Callable[[], Callable[[], object] | None] = lambda: None
         self._group: Any = None
         if device.type == "cpu":
             self._group = make_group(max(_SECONDS_MIN, exchange.timeout * _PART), ranks)
@@ -83,17 +82,9 @@ class Collectives:
             "model.set_reduce_scatter_unused_params(True), where torch has it"
         )
 
-    def hear_of_gathers(self, met: Callable[[], Callable[[], object] | None]) -> None:
-        """Call the function that `met` refers to, as long as it exists, in each gather."""
-        self._met = met
-
     def gather(self, what: str, given: Any, do: Callable[[Any], _Done]) -> _Done:
         """Run a gather on all ranks."""
         self.note(what.removeprefix("in "))
-        met = self._met()
-        if met is not None and self._exchange.broken is None:
-            with self.alone():
-                met()
         return self.meet(what, given, do)
 
     def meet(self, what: str, given: Any, do: Callable[[Any], _Done]) -> _Done:

@@ -94,10 +94,10 @@ def require_divisible(
     Raises:
         ConfigError: an optimizer or a format needs more than rows; nothing was changed.
     """
-    for member in arithmetic.members:
-        if any(layout is not None and layout.whole for layout in member.layouts.values()):
+    for rule in arithmetic.rules.values():
+        if rule.whole is not None and rule.whole.whole:
             raise ConfigError(
-                f"an update of {type(member.optimizer).__name__} needs whole parameters, and fully_shard() divides "
+                f"an update of {type(rule.code.optimizer).__name__} needs whole parameters, and fully_shard() divides "
                 "their rows: use an optimizer that works element by element (AdamW, Lion, SGD), or one process"
             )
     for name, parameter in named.items():

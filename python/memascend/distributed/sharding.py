@@ -212,7 +212,7 @@ class Sharding:
 
     # --- the run ---------------------------------------------------------------------------
 
-    def install(self, residency: Residency, places: Mapping[str, Place], heard: Any, met: Any) -> None:
+    def install(self, residency: Residency, places: Mapping[str, Place], heard: Any) -> None:
         """Let FSDP2 gather rows from storage, and pass on the gradients that it reduces.
 
         Args:
@@ -220,12 +220,9 @@ class Sharding:
             places: of this rank's rows, by the parameters' names.
             heard: a bound method, called with each gradient: the rows' parameter, the previous value of its `grad`, and
                 the parts to add to that in their order. Without a previous value, `grad` is already the sum.
-            met: a bound method, called in each gather, which all ranks make.
         """
         # torch keeps hooks where Python's garbage collector cannot see them.
         self._heard = weakref.WeakMethod(heard)
-        if self.collectives is not None:
-            self.collectives.hear_of_gathers(weakref.WeakMethod(met))
         for group in self._groups:
             self._let_meet(group)
             for one in group.parameters:

@@ -5,29 +5,22 @@ from __future__ import annotations
 import math
 import weakref
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
 from memascend.errors import ConfigError, UsageError
 from memascend.grads.lazy_grad import DeferredGradient, GradientHandle
-from memascend.optim import generic
-from memascend.optim.shared import group_options
 from memascend.params.weight_access import Outlived
-from memascend.storage import decode_state, master_of
 from memascend.tensors import Squares, rounded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Sequence
+    from collections.abc import Sequence
 
+    from memascend.grads.gradients import Gradients
     from memascend.grads.lazy_grad import Notice
-    from memascend.grads.loop import Loop, LossScale
-    from memascend.grads.speculation import Speculation
-    from memascend.optim.rules import Arithmetic, MemberArithmetic
-    from memascend.optim.state import StateLayout
+    from memascend.optim.rules import Rule
     from memascend.params.offloaded_param import Place
-    from memascend.params.resident_units import ResidentUnits
-    from memascend.storage import Adam, Chunk, Engine, Late, Momentum, Store
 
 
 # Whether a gradient has a value that is not finite, and its squared norm.
@@ -103,28 +96,6 @@ def moved(name: str, state: State, move: Move) -> State:
     return after
 
 
-class Receiver(Protocol):
-    """Receives gradients, and has what their updates need."""
-
-    engine: Engine
-    rule: Updates
-    scale: LossScale
-    loop: Loop
-    speculation: Speculation
-
-    def add(self, gradient: Gradient, values: torch.Tensor, *, first: bool, last: bool) -> None:
-        """A gradient came where there is one."""
-
-    def note_change(self) -> None:
-        """A gradient became another one, which no step has used."""
-
-    def numbers(self, measure: Measure) -> Numbers:
-        """The numbers of a measure; waits for them."""
-
-    def require_in_order(self, gradient: Gradient) -> None:
-        """Refuse more of a gradient whose sum a call took for complete."""
-
-
 _WORDS: dict[Notice, str] = {
     "add": "accumulation",
     "change": "a change of gradients, as by clipping",
@@ -140,30 +111,30 @@ class Gradient:
 
     __slots__ = (
         "__weakref__",
-        "_arrivals",
         "_given",
+        "_gradients",
         "_scale",
         "_used",
         "dtype",
         "found",
-        "group",
         "handle",
         "in_pieces",
         "name",
         "options",
         "place",
+        "rule",
         "shape",
         "state",
         "step",
     )
 
-    def __init__(self, arrivals: Receiver, place: Place, group: int, step: int) -> None:
-        """`group` is the parameter's place in `param_groups`; `step` counts the updates that are committed."""
-        self._arrivals = arrivals
+    def __init__(self, gradients: Gradients, place: Place, rule: Rule, step: int) -> None:
+        """`rule` makes the updates; `step` counts those that are committed."""
+        self._gradients = gradients
         self.place = place
+        self.rule = rule
         # As its handle asks for them.
         self.name, self.shape, self.dtype = place.name, place.shape, place.dtype
-        self.group = group
         self.step = step
         self.state = State.NONE
         self.handle: GradientHandle | None = None
@@ -192,7 +163,7 @@ class Gradient:
 
     def store(self, gradient: torch.Tensor) -> None:
         """Write one that came where there was none to storage."""
-        self._arrivals.engine.spill(self.name, gradient)
+        self._gradients.engine.spill(self.name, gradient)
         self._move("store")
         self._stand_in()
 
@@ -200,7 +171,7 @@ class Gradient:
         """Replace the gradient on storage, or add to it."""
         self.take_back()
         after = moved(self.name, self.state, "change")
-        self._arrivals.engine.spill(self.name, gradient, add=add)
+        self._gradients.engine.spill(self.name, gradient, add=add)
         self.state = after
 
     def take(self, gradient: torch.Tensor, found: Measure) -> None:
@@ -216,8 +187,8 @@ class Gradient:
     def stage_stored(self, factors: Sequence[float], factor: float) -> None:
         """Begin the update by the gradient on storage, multiplied by each of `factors` in turn."""
         after = moved(self.name, self.state, "stage")
-        self.options = self._arrivals.rule.options(self)
-        self._arrivals.rule.update_spilled(self, factors, self._arrivals.scale.inverse * factor)
+        scale = self._gradients.scale.inverse * factor
+        self.options = self.rule.update_spilled(self._gradients.engine, self.step, factors, scale)
         self.state = after
 
     def begin(self, gradient: torch.Tensor | None = None) -> bool:
@@ -226,26 +197,26 @@ class Gradient:
         False: it is not begun, and nothing is stored. Where that is due to a user's error, step() raises it, unless it
         is corrected before.
         """
-        arrivals, rule = self._arrivals, self._arrivals.rule
-        if not arrivals.speculation.may_begin(self.name):
+        gradients, rule = self._gradients, self.rule
+        if not gradients.speculation.may_begin(self.name):
             return False
         after = moved(self.name, self.state, "begin")
-        scale = arrivals.scale.inverse
+        scale = gradients.scale.inverse
         try:
-            if not rule.is_engines(self):
-                return False
-            self.options = rule.options(self)
+            options = rule.options()
         except UsageError:
+            return False
+        if rule.numbers(options, self.step, scale) is None:
             return False
         try:
             if gradient is None:
-                rule.update_spilled(self, (), scale)
+                self.options = rule.update_spilled(gradients.engine, self.step, (), scale)
             else:
-                rule.update(self, gradient, scale, spilling=True)
+                self._update(gradient, scale, spilling=True)
         except ConfigError:
             return False
         self._scale, self.state = scale, after
-        arrivals.speculation.begun()
+        gradients.speculation.begun()
         if gradient is not None:
             self._stand_in()
         return True
@@ -259,7 +230,7 @@ class Gradient:
 
     def stands(self, factor: float) -> bool:
         """Whether the update that began early is the one that the step makes, but for the options of its group."""
-        return self._scale == self._arrivals.scale.inverse * factor and not self.is_changed
+        return self._scale == self._gradients.scale.inverse * factor and not self.is_changed
 
     def let_stand(self) -> None:
         """Make the update that began early a part of the step."""
@@ -269,17 +240,17 @@ class Gradient:
         """Discard an update that began early, if there is one; the gradient is still there."""
         if self.state is not State.EARLY:
             return
-        self._arrivals.engine.take_back(self.name)
+        self._gradients.engine.take_back(self.name)
         self._move("unstage")
-        self._arrivals.speculation.taken_back()
+        self._gradients.speculation.taken_back()
 
     def unstage(self) -> None:
         """Discard the update that is staged; the gradient is still there."""
         if self.state is State.STORED_STAGED:
             # It may be one that writes the gradient.
-            self._arrivals.engine.take_back(self.name)
+            self._gradients.engine.take_back(self.name)
         else:
-            self._arrivals.engine.discard(self.name)
+            self._gradients.engine.discard(self.name)
         self._move("unstage")
 
     def commit(self) -> None:
@@ -287,22 +258,18 @@ class Gradient:
         self._move("end")
         self.step += 1
 
-    def restart_at(self, step: int) -> None:
-        """Storage has the parameter as so many updates made it."""
-        self.step = step
-
     def skip(self) -> None:
         """The step that had its update is skipped."""
         if self.state is State.EARLY:
-            self._arrivals.speculation.taken_back()
+            self._gradients.speculation.taken_back()
         self._move("end")
 
     def drop(self, *, discarded: bool = False) -> None:
         """Forget it, and the update that is staged; `discarded`: all updates of the step were."""
         if self.state.begun and not discarded:
-            self._arrivals.engine.discard(self.name)
+            self._gradients.engine.discard(self.name)
         if self.state.stored:
-            self._arrivals.engine.drop_spilled(self.name)
+            self._gradients.engine.drop_spilled(self.name)
         if self.handle is not None:
             self.handle.gradient.drop()
         self.handle = self._given = None
@@ -310,10 +277,16 @@ class Gradient:
 
     def _begin(self, move: Move, gradient: torch.Tensor, factor: float) -> None:
         after = moved(self.name, self.state, move)
-        self.options = self._arrivals.rule.options(self)
-        self._arrivals.rule.update(self, gradient, self._arrivals.scale.inverse * factor)
+        self._update(gradient, self._gradients.scale.inverse * factor)
         # Only now: an update that could not begin is no part of the step.
         self.state = after
+
+    def _update(self, gradient: torch.Tensor, scale: float, *, spilling: bool = False) -> None:
+        units = self._gradients.units
+        values = None if units is None else units.values_of(self.place)
+        self.options = self.rule.update(
+            self._gradients.engine, self.step, gradient, scale, values=values, spilling=spilling
+        )
 
     def _move(self, move: Move) -> None:
         self.state = moved(self.name, self.state, move)
@@ -385,6 +358,10 @@ class Gradient:
             'clone(), or pass gradients="ram" to offload()'
         )
 
+    def stored_state(self) -> dict[str, torch.Tensor]:
+        """A copy of the parameter's state, by torch's names, and the master."""
+        return self.rule.state(*self._gradients.store.read(self.name), self.step)
+
     # --- what its handle asks ---------------------------------------------------------
 
     @property
@@ -395,17 +372,17 @@ class Gradient:
     def read(self) -> torch.Tensor:
         """A copy of it, in host memory."""
         into = torch.empty_strided(self.place.shape, self.place.stride, dtype=self.dtype, device="cpu")
-        self._arrivals.engine.read_spilled(self.name, into)
+        self._gradients.engine.read_spilled(self.name, into)
         return into
 
     def add(self, gradient: torch.Tensor, *, first: bool = True, last: bool = True) -> None:
         """Add another gradient of the parameter."""
-        self._arrivals.add(self, gradient, first=first, last=last)
+        self._gradients.add(self, gradient, first=first, last=last)
 
     def assign(self, gradient: torch.Tensor) -> None:
         """Replace it by another gradient."""
         self.change(gradient, add=False)
-        self._arrivals.note_change()
+        self._gradients.note_change()
 
     def measure(self) -> Measure:
         """Whether a gradient that has a handle has a value that is not finite, and its squared norm; nothing is read.
@@ -417,205 +394,26 @@ class Gradient:
             return self._measured()
         factors = self.handle.gradient.factors()
         assert factors is not None, "a gradient that was changed in another way is measured in memory"
-        bad, squared = self._arrivals.engine.spilled(self.name)
+        bad, squared = self._gradients.engine.spilled(self.name)
         return bad, rounded(squared) * math.prod((*factors, *factors)) if factors else squared
 
     def norm(self) -> float:
         """Its 2-norm, in double precision."""
-        return math.sqrt(rounded(self._arrivals.numbers(self._measured())[1]))
+        return math.sqrt(rounded(self._gradients.numbers(self._measured())[1]))
 
     def nonfinite(self) -> bool:
         """Whether it has a value that is not finite."""
-        return self._arrivals.numbers(self._measured())[0]
+        return self._gradients.numbers(self._measured())[0]
 
     def _measured(self) -> Measure:
         """As it was taken, or as it is stored."""
         if self.state.stored:
-            return self._arrivals.engine.spilled(self.name)
+            return self._gradients.engine.spilled(self.name)
         return (False, 0) if self.found is None else self.found
 
     def noticed(self, what: Notice) -> None:
         """User code read or changed it. Whether a second piece is accumulation is decided where it is added."""
         if what == "add":
-            self._arrivals.require_in_order(self)
+            self._gradients.require_in_order(self)
         else:
-            self._arrivals.loop.notice(_WORDS[what])
-
-
-_AS_IT_COMES = generic.Given()
-
-
-class Updates:
-    """The arithmetic of a run's optimizer at work, on an engine."""
-
-    def __init__(
-        self,
-        arithmetic: Arithmetic,
-        engine: Engine,
-        store: Store,
-        units: ResidentUnits | None,
-    ) -> None:
-        """Updates begin from the values of `units` that are in memory; None: they are read, and hold no unit."""
-        self._arithmetic = arithmetic
-        self.engine = engine
-        self._store = store
-        self._units = units
-        self._groups = arithmetic.optimizer.param_groups
-        # The last ones of each group: parameters whose options are equal share them.
-        self._options: dict[int, dict[str, Any]] = {}
-
-    def _layout(self, kept: Gradient) -> StateLayout | None:
-        return self._arithmetic.layouts[id(kept.place.parameter)]
-
-    def _member(self, kept: Gradient) -> MemberArithmetic:
-        return self._arithmetic.of(kept.place.parameter)
-
-    def _group(self, kept: Gradient) -> dict[str, Any]:
-        if kept.group >= len(self._groups):
-            raise UsageError(
-                f"optimizer.param_groups has lost the group of {kept.name!r}, which it had at offload(): put it back "
-                "and call zero_grad(); freeze parameters with requires_grad_(False)"
-            )
-        return self._groups[kept.group]
-
-    def _run(
-        self, kept: Gradient, layout: StateLayout, given: generic.Given = _AS_IT_COMES, method: str = "step"
-    ) -> tuple[Callable[[Chunk], None], Late]:
-        """A run of the optimizer's own code on one parameter, and when it may be called."""
-        own, group, is_first = self._member(kept), self._group(kept), kept.step == 0
-        function = generic.Update(
-            own.optimizer,
-            group,
-            layout,
-            given,
-            first=is_first,
-            method=method,
-            ended=own.runs.ended(kept.name, kept.group - own.first_group),
-        )
-        return own.runs.followed(function, group, kept.dtype, is_first, given.gradient is not None)
-
-    def _numbers(self, kept: Gradient, scale: float) -> Adam | Momentum | None:
-        """The numbers of an update on the engine; None where the optimizer's own code runs."""
-        options = kept.options
-        if self._layout(kept) is not None:
-            first = kept.step == 0
-            options = self._member(kept).own_options(self._group(kept), kept.place.parameter, first=first)
-        return None if options is None else self._arithmetic.numbers(options, kept.step + 1, scale)
-
-    def options(self, kept: Gradient) -> dict[str, Any]:
-        """The options that an update of this parameter would use now."""
-        group = self._group(kept)
-        if self._layout(kept) is not None:
-            return group_options(group)
-        options = self._member(kept).rust_options(group, kept.place.parameter)
-        if options is None:
-            raise UsageError(
-                f"the options of {kept.name!r} now need other state than it has (amsgrad, say): set them before "
-                "offload()"
-            )
-        if self._options.get(kept.group) != options:
-            self._options[kept.group] = options
-        return self._options[kept.group]
-
-    def is_engines(self, kept: Gradient) -> bool:
-        """Whether the engine's own arithmetic updates this parameter, with the options that its group has now."""
-        return self._layout(kept) is None or self._numbers(kept, 1.0) is not None
-
-    def _resident(self, kept: Gradient) -> torch.Tensor | None:
-        return None if self._units is None else self._units.values_of(kept.place)
-
-    def update(self, kept: Gradient, gradient: torch.Tensor, scale: float, *, spilling: bool = False) -> None:
-        """Begin the update by a gradient in memory, multiplied by `scale`.
-
-        `spilling`: what the engine's own arithmetic uses is spilled with it.
-        """
-        by_engine = self.engine.update_spilling if spilling else self.engine.update
-        layout = self._layout(kept)
-        if layout is None and gradient.is_sparse:
-            raise UsageError(
-                f"{type(self._member(kept).optimizer).__name__} does not support sparse gradients, and "
-                f"{kept.name!r} has one; use SparseAdam or SGD, or an embedding without sparse=True"
-            )
-        numbers = None if gradient.is_sparse else self._numbers(kept, scale)
-        if numbers is not None:
-            by_engine(kept.name, gradient, numbers, values=self._resident(kept))
-            return
-        assert layout is not None, "the engine has numbers for state without a layout"
-        # Its rows are few, and looked up by the engine's thread.
-        sparse = gradient.cpu() if gradient.is_sparse else None
-        function, late = self._run(kept, layout, generic.Given(gradient=sparse, grad_scale=scale))
-        dense = gradient.to_dense() if gradient.is_sparse else gradient
-        whole, values = layout.whole or sparse is not None, self._resident(kept)
-        self.engine.apply(
-            kept.name, function, step=kept.step + 1, gradient=dense, whole=whole, values=values, late=late
-        )
-
-    def update_spilled(self, kept: Gradient, factors: Sequence[float], scale: float) -> None:
-        """Begin the update by the gradient that was spilled."""
-        numbers = self._numbers(kept, scale)
-        if numbers is not None:
-            self.engine.update_spilled(kept.name, numbers, factors=factors)
-            return
-        layout = self._layout(kept)
-        assert layout is not None, "the engine has numbers for state without a layout"
-        function, late = self._run(kept, layout, generic.Given(factors=tuple(factors), grad_scale=scale))
-        self.engine.apply(kept.name, function, step=kept.step + 1, whole=layout.whole, late=late)
-
-    def switch(self, mode: str, parameters: Iterable[Gradient], switched: Container[int]) -> list[str]:
-        """Stage what `train()` or `eval()` does to the parameters of the optimizers of these numbers; their names."""
-        owners = [own for number, own in enumerate(self._arithmetic.members) if number in switched]
-        begun = []
-        for kept in parameters:
-            layout = self._layout(kept)
-            if kept.step == 0 or layout is None or self._member(kept) not in owners:
-                # Before its first step there is nothing to do, which offload() has tried.
-                continue
-            # The engine takes a gradient. Nothing reads this one, and pages that are never written take no memory.
-            unread = torch.empty_strided(kept.place.shape, kept.place.stride, dtype=kept.dtype, device="cpu")
-            function, late = self._run(kept, layout, method=mode)
-            self.engine.apply(kept.name, function, step=kept.step, gradient=unread, whole=layout.whole, late=late)
-            begun.append(kept.name)
-        return begun
-
-    def takes_zeros(self, kept: Gradient) -> bool:
-        """Whether a step updates this parameter also without a gradient, as by zeros."""
-        return self._member(kept).manner.zeros
-
-    def rewrite(self, name: str, values: torch.Tensor, step: int) -> None:
-        """Stage other values, and a master that equals them; the moments stay."""
-
-        def function(chunk: Chunk) -> None:
-            given = chunk.gradient
-            assert given is not None
-            chunk.values.copy_(given)
-            if "master" in chunk.state:
-                chunk.state["master"].copy_(given)
-            # The master is the values, nothing was rounded: no rest, and no bit or sign that says so.
-            for of in ("rest", "rounded_up"):
-                if of in chunk.state:
-                    chunk.state[of].zero_()
-            second = chunk.state.get("exp_avg_sq")
-            if "rest" in chunk.state and second is not None and second.is_floating_point():
-                second.abs_()
-
-        self.engine.apply(name, function, step=step, gradient=values)
-
-    def state(self, kept: Gradient) -> dict[str, torch.Tensor]:
-        """A copy of the state, by torch's names, and the master."""
-        values, state = self._store.read(kept.name)
-        layout, given = self._layout(kept), self._arithmetic.format_of(kept.place.parameter)
-        if layout is not None:
-            if given is not None:
-                state = decode_state(values, state, given)
-            master = {"master": state.pop("master", values)}
-            if kept.step == 0:
-                return master
-            return {**generic.export_state(layout, state), **master}
-        whole = master_of(values, state) if given is None else decode_state(values, state, given)
-        master = {"master": whole.pop("master")}
-        if kept.step == 0:
-            return master
-        if "momentum_buffer" in whole:
-            # SGD counts no steps.
-            return {**whole, **master}
-        return {"step": torch.tensor(float(kept.step), dtype=torch.float32, device="cpu"), **whole, **master}
+            self._gradients.loop.notice(_WORDS[what])

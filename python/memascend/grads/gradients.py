@@ -1,66 +1,379 @@
-"""Routes gradients: used in the backward ("fused"), or held until step() on storage ("ssd") or in memory ("ram")."""
+"""Takes each gradient as autograd accumulates it, and carries out step() and zero_grad() for all of them."""
 
 from __future__ import annotations
 
+import functools
+import sys
+import time
+import weakref
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend.distributed.fsdp import LocalParameter
 from memascend.errors import UsageError
-from memascend.grads.gradient import State
+from memascend.grads.backward import (
+    Backwards,
+    in_reentrant_checkpoint,
+)
+from memascend.grads.gradient import Gradient, State
+from memascend.grads.lazy_grad import GradientHandle
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
-    from memascend.grads.backward import Arrivals
-    from memascend.grads.gradient import Gradient
+    from memascend.grads.baton import Recorder
+    from memascend.grads.gradient import Measure, Numbers
+    from memascend.grads.loop import Loop, LossScale, Speculation
+    from memascend.grads.microbatches import PartialSums
+    from memascend.grads.norms import Norms
+    from memascend.optim.rules import Rule
+    from memascend.params.offloaded_param import Place
+    from memascend.params.residency import Residency
+    from memascend.params.resident_units import ResidentUnits
+    from memascend.session.report import Meter
+    from memascend.storage import Chunk, Engine, Store
 
     # Gradients, each with what stands in `p.grad`.
     Present = Sequence[tuple[Gradient, torch.Tensor]]
 
 
+# In the parameters' tables of hooks, where torch's own keys are numbers.
+_KEY = "memascend"
+
+
+class AccumulationHooks:
+    """One function for all parameters, called with each whose gradient was accumulated."""
+
+    def __init__(self, heard: Callable[[torch.Tensor], None]) -> None:
+        """`heard` is a bound method. torch holds hooks where Python's collector does not look, so it is held weakly."""
+        weak = weakref.WeakMethod(heard)
+
+        def call(parameter: torch.Tensor) -> None:
+            method = weak()
+            if method is not None:
+                method(parameter)
+
+        self._call = call
+        self._parameters: list[Any] = []
+
+    def add(self, parameter: torch.Tensor) -> None:
+        """Call the function for gradients of this parameter."""
+        self._parameters.append(parameter)
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            frozen = not parameter.requires_grad
+            # One that is frozen now may thaw later, and torch takes no hook of it.
+            parameter.requires_grad_(True)
+            own: Any = parameter
+            if own._post_accumulate_grad_hooks is None:  # noqa: SLF001
+                own._post_accumulate_grad_hooks = _Hooks()  # noqa: SLF001
+            own._post_accumulate_grad_hooks[_KEY] = self._call  # noqa: SLF001
+            parameter.requires_grad_(not frozen)
+
+    def remove(self) -> None:
+        """Release all parameters."""
+        for parameter in self._parameters:
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001
+            if hooks is not None:
+                hooks.pop(_KEY, None)
+        self._parameters.clear()
+
+
+class _Hooks(dict[Any, Any]):
+    """A parameter's hooks, as torch's own table of them but smaller: a model has thousands of parameters."""
+
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(kw_only=True, eq=False)
 class Gradients:
-    """Carries out step() and zero_grad() for all gradients.
+    """The gradients of a run: used in the backward ("fused"), or kept until step() on storage or in memory.
 
     Attributes:
         by_name: the gradients, by the names of their parameters, in the order of the parameters.
-        rule: the arithmetic of an update.
+        backwards: of this step.
+        fresh: something arrived, or was changed, since the last step.
+        parts: takes what micro-batches accumulate, while they are computed.
     """
 
-    def __init__(self, arrivals: Arrivals, held: Container[str] = ()) -> None:
-        """`held` are the names of parameters whose gradients wait in memory, which holds one of each."""
-        self._held = held
-        self.rule = arrivals.rule
-        self._engine = arrivals.engine
-        self._scale = arrivals.scale
-        self._loop = arrivals.loop
-        self._norms = arrivals.norms
-        self._arrivals = arrivals
-        self.by_name = self._arrivals.by_name
-        self.learn = self._loop.learn
-        self.noticed = self._loop.notice
-        self.entered = self._arrivals.entered
-        self.touched = self._arrivals.touched
-        self.heard_parts = self._arrivals.heard_parts
-        self.watch = self._arrivals.watch
-        self.unwatch = self._arrivals.unwatch
-        self.scaled = self._arrivals.scaled
+    engine: Engine  # takes gradients where they lie
+    store: Store  # of the engine
+    units: ResidentUnits | None  # updates begin from values in their memory; None: they are read, and hold no unit
+    held: Container[str]  # the names of parameters whose gradients wait in memory, which holds one of each
+    scale: LossScale  # of losses; where it is on, every backward is begun within `scaled()`
+    loop: Loop  # the detected habits of the training loop
+    speculation: Speculation  # whether updates by gradients that are kept begin early
+    norms: Norms  # of the gradients of a step
+    meter: Meter  # measures each gradient that was handed on
+    residency: Residency  # of the parameters
+
+    def __post_init__(self) -> None:
+        self.by_name: dict[str, Gradient] = {}
+        self.backwards = Backwards(self.loop.accumulation_steps, self.begin_backward, self._note_failure)
+        self.fresh = False
+        self.parts: Recorder | PartialSums | None = None
+        # A backward was begun by optimizer.backward().
+        self._scaled = False
         # The step that is made uses gradients as they arrived.
         self._unchanged = False
+        self._of: dict[int, Gradient] = {}
+        # The backward of the step, by its number, that brought each gradient last.
+        self._brought: dict[str, int] = {}
+        self._hooks = AccumulationHooks(self._hear)
+        # What stood in `p.grad` when a failed backward was seen.
+        self._left: list[tuple[Gradient, weakref.ref[torch.Tensor]]] = []
 
     @property
     def mode(self) -> str:
         """How gradients wait for step(): "fused" (they do not), "ssd" or "ram"."""
-        return self._loop.mode
+        return self.loop.mode
 
-    @property
-    def backwards(self) -> int:
-        """How many brought gradients since the last step."""
-        return self._arrivals.backwards.count
+    def watch(self, place: Place, rule: Rule, step: int) -> None:
+        """Take charge of a parameter's gradients."""
+        self.by_name[place.name] = self._of[id(place.parameter)] = Gradient(self, place, rule, step)
+        self._hooks.add(place.parameter)
+
+    def unwatch(self) -> None:
+        """Release the parameters."""
+        self._hooks.remove()
+        self._of.clear()
+
+    # --- one arrives -----------------------------------------------------------------
+
+    def _hear(self, parameter: torch.Tensor, *, assigned: bool = False) -> None:
+        """A gradient was accumulated; `assigned`: it was added to what the user had put there."""
+        began = time.perf_counter()
+        gradient = self._of.get(id(parameter))
+        if gradient is None:
+            # What a hook of the user's returned, which torch refuses after the last hook.
+            return
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            values = parameter.grad
+            if values is not None and self.parts is not None and self.parts.take(gradient):
+                pass
+            elif values is not None and (gradient.handle is None or not gradient.stands_in(values)):
+                # How ranks are handed theirs refers to it, too: there it is known.
+                alone = isinstance(parameter, LocalParameter) or sys.getrefcount(values) <= _references_of_one()
+                self._arrive(gradient, values, lasting=assigned or not alone)
+            elif values is not None:
+                self.backwards.enter()
+        self.meter.arrived(gradient.name, gradient.place.nothing.nbytes, began)
+        # Updates may have released units since the last one was used.
+        self.residency.units.look_ahead()
+
+    def heard_parts(self, parameter: torch.Tensor, before: torch.Tensor | None, parts: Sequence[torch.Tensor]) -> None:
+        """A gradient came in parts, which are added one by one to `before`; None: `p.grad` has their sum already."""
+        with torch.no_grad():
+            for index, part in enumerate(parts):
+                if isinstance(before, GradientHandle):
+                    before.add_part(part, first=index == 0, last=index + 1 == len(parts))
+                elif before is not None:
+                    before.add_(part)
+        self._hear(parameter, assigned=before is not None)
+
+    def _arrive(self, gradient: Gradient, values: torch.Tensor, *, lasting: bool) -> None:
+        """A gradient came where there was none; `lasting`: other code has the tensor, too."""
+        nested, last = self.backwards.arrive(gradient.name, declared=self.loop.mode == "fused")
+        self._note_arrival(gradient)
+        if self.loop.mode == "ram" or values.is_sparse:
+            # A sparse one is small: it waits where it is.
+            return
+        if values.requires_grad:
+            raise UsageError(
+                f"backward(create_graph=True) leaves a graph on the gradient of {gradient.name!r}, which cannot be "
+                'kept: take gradients by torch.autograd.grad(..., create_graph=True), or pass gradients="ram"'
+            )
+        shared = shares_memory(values)
+        own_rows = isinstance(gradient.place.parameter, LocalParameter)
+        if lasting or (not own_rows and _was_there(values, shared=shared)):
+            # The user reads and writes it by another name: it stays where it is, as under "ram".
+            return
+        if shared:
+            # On memory of other gradients, or of a tensor that was given to backward(gradient=) and may be written to.
+            gradient.note_given(values)
+            values = values.clone()
+        if nested:
+            gradient.expect_pieces()
+        self._use(gradient, values, whole=last and not (nested or gradient.in_pieces))
+
+    def _use(self, gradient: Gradient, values: torch.Tensor, *, whole: bool) -> None:
+        """Update by a gradient that came where there was none, or store it; `whole`: no more of it comes."""
+        values = gradient.laid_out(values)
+        if whole and self.loop.mode == "fused":
+            gradient.take(values, self.norms.measure(values))
+        elif not (whole and gradient.begin(values)):
+            gradient.store(values)
+
+    def use_stored(self, gradient: Gradient) -> None:
+        """Update by a gradient on storage that is whole, unless it waits for step()."""
+        if self.loop.mode == "fused":
+            gradient.stage_stored((), 1.0)
+        else:
+            gradient.begin()
+
+    def numbers(self, measure: Measure) -> Numbers:
+        """The numbers of a measure; waits for them."""
+        return self.norms.read([measure])[0]
+
+    def deliver(self, gradient: Gradient, values: torch.Tensor, *, whole: bool) -> None:
+        """The sum of what all micro-batches of a call have accumulated; `whole`: no more of it comes in this step."""
+        self._note_arrival(gradient)
+        if self.loop.mode == "ram":
+            gradient.put(values)
+        else:
+            self._use(gradient, values, whole=whole and not gradient.in_pieces)
+
+    def store_sum(self, gradient: Gradient, values: torch.Tensor) -> None:
+        """A sum, or the first part of one, which waits on storage."""
+        self._note_arrival(gradient)
+        gradient.store(gradient.laid_out(values))
+
+    def _note_arrival(self, gradient: Gradient) -> None:
+        if gradient.handle is not None:
+            # The handle was taken away: what stood behind it is dropped.
+            gradient.drop()
+        self._brought[gradient.name] = self.backwards.count
+        self.fresh = True
+
+    def note_change(self) -> None:
+        """A gradient became another one, which no step has used."""
+        self.fresh = True
+
+    def note_step(self, *, unchanged: bool) -> None:
+        """A step has used all that arrived, or was skipped; see `Speculation.step_ended`."""
+        self.speculation.step_ended(unchanged=unchanged)
+        self.fresh = False
+        self.backwards.restart()
+
+    @contextmanager
+    def scaled(self) -> Iterator[None]:
+        """Around a backward from a scaled loss."""
+        self._scaled = True
+        try:
+            yield
+        finally:
+            self._scaled = False
+
+    @contextmanager
+    def summed_by(self, parts: Recorder | PartialSums) -> Iterator[None]:
+        """Inside, `parts` takes the gradients that arrive, and is notified of each unit that is used."""
+        self.parts = parts
+        try:
+            with self.residency.followed_by(parts):
+                yield
+        finally:
+            self.parts = None
+
+    def require_in_order(self, gradient: Gradient) -> None:
+        """Refuse more of a gradient whose sum a call took for complete."""
+        if self.parts is not None:
+            self.parts.require_open(gradient)
+
+    def add(self, gradient: Gradient, values: torch.Tensor, *, first: bool = True, last: bool = True) -> None:
+        """A gradient came where there is one, which no update used: its handle refuses another.
+
+        `first`, `last`: of the parts in which it comes, one after the other.
+        """
+        inside = self.backwards.inside()
+        if inside:
+            self.backwards.enter()
+        brought = self._brought.get(gradient.name, -1)
+        again = brought == self.backwards.count and inside and first
+        if again:
+            gradient.expect_pieces()
+        else:
+            # A call that has said how many backwards follow is detected as any loop where it is one of several.
+            if self.backwards.before is None or brought < self.backwards.before:
+                self.loop.notice("accumulation")
+            if self.loop.mode == "fused":
+                self.backwards.require_declared(gradient.name)
+        gradient.require_own()
+        self._brought[gradient.name] = self.backwards.count
+        self.fresh = True
+        self.backwards.enter(delivers=inside)
+        gradient.change(gradient.laid_out(values), add=True)
+        if last and not (again or gradient.in_pieces) and self.backwards.is_last():
+            self.use_stored(gradient)
+
+    # --- around a backward --------------------------------------------------------------
+
+    def _note_failure(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            left = ((gradient, gradient.place.parameter.grad) for gradient in self.by_name.values())
+            self._left = [(gradient, weakref.ref(values)) for gradient, values in left if values is not None]
+
+    def require_no_failure(self) -> None:
+        """After a failed backward, continue if all gradients that it left in `p.grad` were dropped, by any means.
+
+        Raises:
+            UsageError: one of them is still there.
+        """
+        if not self.backwards.failed:
+            return
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            for gradient, left in self._left:
+                values = gradient.place.parameter.grad
+                if values is not None and (values is left() or gradient.stands_in(values)):
+                    raise UsageError(
+                        f"the last backward failed, and {gradient.name!r} still has the gradient of a part of it: call "
+                        "zero_grad()"
+                    )
+        self.drop_all()
+
+    def drop_all(self) -> None:
+        """Forget all that arrived, and the updates that are staged. What stands in `p.grad` is left alone."""
+        if self.fresh or self.backwards.failed or any(gradient.state.begun for gradient in self.by_name.values()):
+            self.engine.discard()
+        for gradient in self.by_name.values():
+            gradient.drop(discarded=True)
+        self.fresh = False
+        self._left.clear()
+        self.speculation.restart()
+        self.backwards.forget_failure()
+
+    def begin_backward(self) -> None:
+        """A backward begins, or a call that makes several at once."""
+        self.require_no_failure()
+        if self.scale.enabled and not self._scaled:
+            raise UsageError(
+                "there is a loss scale, which loss.backward() leaves out: begin the backward by "
+                "optimizer.backward(loss)"
+            )
+        if self.backwards.count and self.loop.mode == "fused" and self._all_dropped():
+            # By p.grad = None, as model.zero_grad() does: the count begins again.
+            self.backwards.restart()
+
+    def _all_dropped(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            return not any(
+                gradient.handle is not None and gradient.stands_in(gradient.place.parameter.grad)
+                for gradient in self.by_name.values()
+            )
+
+    def entered(self, module: torch.nn.Module) -> None:
+        """A module of the model is entered."""
+        self.backwards.entered()
+        if not torch.is_grad_enabled() and in_reentrant_checkpoint():
+            self._expect_pieces({id(parameter) for parameter in module.parameters()})
+
+    def touched(self, places: Iterable[Place]) -> None:
+        """Parameters are used outside of their modules."""
+        if in_reentrant_checkpoint():
+            self._expect_pieces({id(place.parameter) for place in places})
+
+    def _expect_pieces(self, parameters: set[int]) -> None:
+        # The backward of a reentrant checkpoint is one inside another. A gradient from outside of it, which may come
+        # first, is not all of it.
+        for gradient in self.by_name.values():
+            if id(gradient.place.parameter) in parameters:
+                gradient.expect_pieces()
 
     def is_staged(self) -> bool:
         """Whether something arrived or is staged that no step has used."""
-        return self._arrivals.fresh or self.has_updates
+        return self.fresh or self.has_updates
 
     @property
     def has_updates(self) -> bool:
@@ -71,10 +384,10 @@ class Gradients:
 
     def present(self) -> Present:
         """The present gradients and their values in `p.grad`; a gradient whose handle was removed is dropped."""
-        backwards = self._arrivals.backwards
+        backwards = self.backwards
         backwards.seen_outside()
-        self._arrivals.require_no_failure()
-        self._norms.begin_step()
+        self.require_no_failure()
+        self.norms.begin_step()
         found = []
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             for gradient in self.by_name.values():
@@ -88,13 +401,13 @@ class Gradients:
                 if values is not None:
                     found.append((gradient, values))
                     if values is not gradient.handle and not gradient.is_used(values):
-                        self._arrivals.note_change()
+                        self.note_change()
         if not found:
             backwards.restart()
             return found
         there = {gradient.name for gradient, _ in found}
         for gradient in self.by_name.values():
-            if gradient.name not in there and self.rule.takes_zeros(gradient):
+            if gradient.name not in there and gradient.rule.takes_zeros:
                 place = gradient.place
                 # Without memory: they are laid out when their turn comes.
                 zeros = torch.zeros((), dtype=gradient.dtype, device="cpu").expand(place.shape)
@@ -111,9 +424,9 @@ class Gradients:
         now: dict[tuple[int, int], Any] = {}
         for gradient, values in present:
             if gradient.state.begun:
-                shared = gradient.group, id(gradient.options)
+                shared = gradient.rule.number, id(gradient.options)
                 if shared not in now:
-                    now[shared] = self.rule.options(gradient)
+                    now[shared] = gradient.rule.options()
                 if self._stays(gradient, now[shared], factor):
                     continue
                 gradient.take_back()
@@ -131,11 +444,11 @@ class Gradients:
                 gradient.stage_stored(factors, factor)
                 continue
             changed = gradient.handle.gradient.materialize()
-            if gradient.name in self._held:
+            if gradient.name in self.held:
                 # In place of the gradient that it was made of: memory is planned for one of them.
                 gradient.handle.gradient.assign(changed)
                 gradient.stage_stored((), factor)
-                self._norms.measure_once(gradient, changed)
+                self.norms.measure_once(gradient, changed)
             else:
                 self._stage(gradient, changed, factor)
 
@@ -157,22 +470,22 @@ class Gradients:
     def _stage(self, gradient: Gradient, values: torch.Tensor, factor: float) -> None:
         gradient.stage(values, factor)
         # While the engine's thread works: its gradient is not written to.
-        self._norms.measure_once(gradient, values)
+        self.norms.measure_once(gradient, values)
 
     def measured(self, present: Present) -> tuple[bool, float]:
         """Before the updates: whether all gradients are finite, and their norm, unscaled, in double precision."""
-        self._engine.drain()
+        self.engine.drain()
         for gradient, values in present:
             if values is not gradient.handle:
-                self._norms.measure_once(gradient, gradient.laid_out(values))
+                self.norms.measure_once(gradient, gradient.laid_out(values))
             elif gradient.state.stored and gradient.handle.gradient.operations:
-                self._norms.measure_once(gradient, gradient.handle.gradient.materialize())
-        finite, norm = self._norms.of(present)
-        return finite, norm * abs(self._scale.inverse)
+                self.norms.measure_once(gradient, gradient.handle.gradient.materialize())
+        finite, norm = self.norms.of(present)
+        return finite, norm * abs(self.scale.inverse)
 
     def norm(self, present: Present) -> float:
         """After the updates: the norm of the gradients that they used, before `factor`; nothing is read for it."""
-        return self._norms.of(present)[1] * abs(self._scale.inverse)
+        return self.norms.of(present)[1] * abs(self.scale.inverse)
 
     def committed(self, present: Present) -> list[str]:
         """The step is committed; the names of the parameters that it updated."""
@@ -184,41 +497,47 @@ class Gradients:
         for gradient, values in present:
             if values is not gradient.handle:
                 gradient.note_used(values)
-        self._arrivals.note_step(unchanged=self._unchanged)
+        self.note_step(unchanged=self._unchanged)
         return updated
 
     def skip(self) -> None:
         """Discard staged updates; gradients stay where they are."""
-        self._engine.discard()
+        self.engine.discard()
         for gradient in self.by_name.values():
             if gradient.state.begun:
                 gradient.skip()
-        self._arrivals.note_step(unchanged=False)
+        self.note_step(unchanged=False)
 
-    def take_back(self) -> None:
-        """Discard updates that began early: storage is about to change otherwise, and nothing may be staged by then.
+    # --- values outside of a step -------------------------------------------------------
 
-        Their gradients stay for step(), and no further updates begin before it.
-        """
-        self._arrivals.speculation.pause()
-        for gradient in self.by_name.values():
-            gradient.take_back()
+    def rewrite(self, name: str, values: torch.Tensor) -> None:
+        """Stage other values, and a master that equals them; the moments stay."""
+        gradient = self.by_name.get(name)
+        self.engine.apply(name, _rewritten, step=gradient.step if gradient else 0, gradient=values)
+
+    def switch(self, mode: str, switched: Container[int]) -> list[str]:
+        """Stage what `train()` or `eval()` does to the parameters of these optimizers (see `Arithmetic.switched`)."""
+        return [
+            name
+            for name, one in self.by_name.items()
+            if one.rule.code.first_group in switched and one.rule.switch(self.engine, mode, one.step)
+        ]
 
     # --- the end ----------------------------------------------------------------------
 
     def clear(self) -> None:
         """Drop everything: staged updates, gradients on storage, handles."""
-        self._arrivals.backwards.seen_outside()
-        self._arrivals.drop_all()
+        self.backwards.seen_outside()
+        self.drop_all()
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             for gradient in self.by_name.values():
-                gradient.place.parameter.grad = None
+                gradient.put(None)
 
     def zero(self) -> None:
         """Leave zeros, as `zero_grad(set_to_none=False)` does."""
-        backwards = self._arrivals.backwards
+        backwards = self.backwards
         backwards.seen_outside()
-        self._loop.notice("zero_grad(set_to_none=False)")
+        self.loop.notice("zero_grad(set_to_none=False)")
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             grads = [(gradient, gradient.place.parameter.grad) for gradient in self.by_name.values()]
         present = [(gradient, values) for gradient, values in grads if values is not None]
@@ -239,5 +558,47 @@ class Gradients:
                 values.requires_grad_(False)
             values.zero_()
             # A step would apply the zeros: moments decay, weights too.
-            self._arrivals.note_change()
+            self.note_change()
         backwards.forget_failure()
+
+
+# The gradient's own, and the one that asks.
+_STORAGE_USES = 2
+
+
+def shares_memory(values: torch.Tensor) -> bool:
+    """Whether another tensor has the memory."""
+    return bool(torch._C._storage_Use_Count(values.untyped_storage()._cdata) > _STORAGE_USES)  # noqa: SLF001
+
+
+def _was_there(values: torch.Tensor, *, shared: bool) -> bool:
+    """Whether a gradient is on memory that was in `p.grad` before the backward, and is the user's.
+
+    A gradient that autograd makes is no view of another tensor, and on memory that can be resized. Accumulation into
+    an existing gradient raises its version; shared memory is seldom written to otherwise.
+    """
+    return values._is_view() or not values.untyped_storage().resizable() or (shared and values._version > 0)  # noqa: SLF001
+
+
+@functools.cache
+def _references_of_one() -> int:
+    """Python's count of references to a gradient without other owners; versions of Python and torch differ in it."""
+    with torch.inference_mode(mode=False):
+        parameter = torch.nn.Parameter(torch.zeros((), device="cpu"))
+        parameter.grad = torch.zeros((), device="cpu")
+    values = parameter.grad
+    return sys.getrefcount(values)
+
+
+def _rewritten(chunk: Chunk) -> None:
+    assert chunk.gradient is not None
+    chunk.values.copy_(chunk.gradient)
+    if "master" in chunk.state:
+        chunk.state["master"].copy_(chunk.gradient)
+    # The master is the values, nothing was rounded: no rest, and no bit or sign that says so.
+    for of in ("rest", "rounded_up"):
+        if of in chunk.state:
+            chunk.state[of].zero_()
+    second = chunk.state.get("exp_avg_sq")
+    if "rest" in chunk.state and second is not None and second.is_floating_point():
+        second.abs_()

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map_only
 
 from memascend.errors import ConfigError, UsageError
-from memascend.grads.backward import shares_memory
 from memascend.grads.baton import (
     Baton,
     CallerModes,
@@ -30,16 +29,18 @@ from memascend.grads.baton import (
     Threads,
     same_states,
 )
+from memascend.grads.gradients import shares_memory
 from memascend.memory import free_scratch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from memascend.grads.backward import Arrivals, GradientMeter
     from memascend.grads.baton import MicroBatch
     from memascend.grads.gradient import Gradient
+    from memascend.grads.gradients import Gradients
     from memascend.memory import Heap
     from memascend.params.residency import Residency
+    from memascend.session.report import Meter
     from memascend.storage import Engine
 
 
@@ -83,7 +84,7 @@ class PartialSums:
 
     def __init__(
         self,
-        arrivals: Arrivals,
+        gradients: Gradients,
         course: Course,
         baton: Baton,
         limit: int,
@@ -95,7 +96,7 @@ class PartialSums:
         """Begin with none.
 
         Args:
-            arrivals: takes complete sums.
+            gradients: takes complete sums.
             course: at which stage each gradient arrives.
             baton: which micro-batch runs, and how far the others are.
             limit: bytes in memory, of sums and of parts that wait for one of an earlier micro-batch. Other sums lie on
@@ -104,14 +105,14 @@ class PartialSums:
             stream: on which gradients are summed.
             whole: nothing more of this step comes after the call.
         """
-        self._arrivals = arrivals
+        self._gradients = gradients
         self._course = course
         self._baton = baton
         self._limit = limit
         self._room = room
         self._stream = stream
         self._whole = whole
-        self._keeps_all = arrivals.loop.mode == "ram"
+        self._keeps_all = gradients.loop.mode == "ram"
         self._open: dict[str, _Sum] = {}
         self._done: set[str] = set()
         # By the stage at which they are complete: the names of gradients that have begun to come.
@@ -197,7 +198,7 @@ class PartialSums:
         use = own.path.units[-1] if own.path.units else None
         waiting = self._waiting
         for name in self._course.brought.get(use, ()):
-            gradient = self._arrivals.by_name[name]
+            gradient = self._gradients.by_name[name]
             found = self._sum_of(gradient, own)
             if any(self._may_come(found, before) for before in range(own.index)):
                 waiting += gradient.place.nothing.nbytes
@@ -225,7 +226,7 @@ class PartialSums:
 
     def _store(self, found: _Sum, values: torch.Tensor) -> None:
         """Have the sum so far on storage."""
-        self._arrivals.store(found.gradient, values)
+        self._gradients.store_sum(found.gradient, values)
         found.gradient.put(None)
         found.be_stored()
 
@@ -236,11 +237,11 @@ class PartialSums:
         if found.stored:
             gradient.put(gradient.handle)
             if self._whole and not gradient.in_pieces:
-                self._arrivals.use_stored(gradient)
+                self._gradients.use_stored(gradient)
         elif found.values is not None:
             values = found.take()
             self.nbytes -= values.nbytes
-            self._arrivals.deliver(gradient, values, whole=self._whole)
+            self._gradients.deliver(gradient, values, whole=self._whole)
 
     def _reached(self, low: float) -> None:
         """All micro-batches have reached a stage: gradients that arrive before it are complete."""
@@ -291,10 +292,10 @@ class Accumulation:
     """The micro-batches of a run, and the order of units in earlier calls."""
 
     model: torch.nn.Module
-    arrivals: Arrivals  # of its gradients
+    gradients: Gradients  # of its gradients
     residency: Residency  # of its units
     engine: Engine  # whose queue of gradients has the same bound as their sums
-    meter: GradientMeter  # counts these sums as memory
+    meter: Meter  # counts these sums as memory
     heap: Heap  # of the process
     device: torch.device  # the one that computes
     limit: int  # bytes that partial sums may have in memory, with the parts that wait to be added to them
@@ -360,7 +361,7 @@ class Accumulation:
         # A generator is not read ahead: what it does comes between two micro-batches, as in a loop. The length of a
         # DataLoader may be an estimate.
         count = len(batches) if isinstance(batches, Sequence) else math.inf
-        with self.arrivals.backwards.expecting(count):
+        with self.gradients.backwards.expecting(count):
             for index, batch in enumerate(batches):
                 if recorder is not None:
                     recorder.begin()
@@ -383,7 +384,7 @@ class Accumulation:
             return changed
 
         recorder = Recorder(look)
-        with self.arrivals.summed_by(recorder):
+        with self.gradients.summed_by(recorder):
             yield recorder
         self.never = recorder.against_layers()
         self._course = Course(recorder.paths)
@@ -414,7 +415,7 @@ class Accumulation:
         if _get_current_dispatch_mode_stack():
             return "a dispatch mode is active, which other threads do not have"
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            for gradient in self.arrivals.by_name.values():
+            for gradient in self.gradients.by_name.values():
                 parameter = gradient.place.parameter
                 if parameter.grad is not None:
                     return f"{gradient.name!r} has a gradient already"
@@ -431,14 +432,14 @@ class Accumulation:
             states.append(self._generators.states())
         assert self._course is not None
         baton = Baton(self._course, self._generators, states, self._tidy)
-        backwards = self.arrivals.backwards
+        backwards = self.gradients.backwards
         whole = backwards.declared == 1 or backwards.is_last(len(batches))
         stream = CallerStream(self.device)
-        sums = PartialSums(self.arrivals, self._course, baton, self.limit, self._make_room, stream=stream, whole=whole)
+        sums = PartialSums(self.gradients, self._course, baton, self.limit, self._make_room, stream=stream, whole=whole)
         self.meter.count(sums)
         try:
-            with self.arrivals.summed_by(sums), self.residency.reached.sealed():
-                self.arrivals.begin_backward()
+            with self.gradients.summed_by(sums):
+                self.gradients.begin_backward()
                 baton.run(lambda own: computed(batches[own.index]), CallerModes(self.device), self._threads)
                 if seeds is None:
                     self._require_none_drawn(states[0], baton)
@@ -477,8 +478,8 @@ class Accumulation:
         """Drop all gradients of the call; before it there were none."""
         sums.drop()
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            self.arrivals.drop_all()
-            for gradient in self.arrivals.by_name.values():
+            self.gradients.drop_all()
+            for gradient in self.gradients.by_name.values():
                 gradient.put(None)
 
     def _make_room(self, nbytes: int) -> None:

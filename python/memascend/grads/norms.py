@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
+from memascend import kernels
 from memascend.tensors import flat, rounded, total
 
 if TYPE_CHECKING:
@@ -14,22 +15,6 @@ if TYPE_CHECKING:
 
     from memascend.distributed.control_plane import Exchange
     from memascend.grads.gradient import Gradient, Measure, Numbers
-
-
-class Kernels(Protocol):
-    """The kernels that measure: `memascend.kernels`."""
-
-    def checked(self, values: torch.Tensor, /) -> Numbers:
-        """Measure values in host memory."""
-
-    def new_sums(self, count: int, device: torch.device, /) -> torch.Tensor:
-        """Memory on a device for so many measures, a row for each."""
-
-    def begin_check(self, tensors: Sequence[torch.Tensor], sums: torch.Tensor, /) -> None:
-        """Begin to measure tensors on a device; nothing waits."""
-
-    def found_in(self, sums: torch.Tensor, /) -> list[Numbers]:
-        """The measures; waits for them."""
 
 
 # The dtypes that the kernels have.
@@ -43,9 +28,8 @@ _ROWS = 64
 class Norms:
     """The norm of all gradients of a step, from a measure that was taken once of each."""
 
-    def __init__(self, kernels: Kernels, figures: Exchange | None = None) -> None:
-        """Measure by the kernels; `figures` exchanges numbers between ranks, where there are several."""
-        self._kernels = kernels
+    def __init__(self, figures: Exchange | None = None) -> None:
+        """`figures` exchanges numbers between ranks, where there are several."""
         self._figures = figures
         # Of gradients that were measured in memory for this step, by name.
         self._measures: dict[str, Measure] = {}
@@ -66,7 +50,7 @@ class Norms:
         if not _is_counted(values):
             return self._measured_here(values)
         row = self._row(values.device)
-        self._kernels.begin_check([values], row)
+        kernels.begin_check([values], row)
         return row[0]
 
     def measure_once(self, gradient: Gradient, values: torch.Tensor) -> None:
@@ -87,8 +71,8 @@ class Norms:
     def _measure_bucket(self) -> None:
         if self._bucket:
             waiting = list(self._bucket.values())
-            sums = self._kernels.new_sums(len(waiting), waiting[0].device)
-            self._kernels.begin_check(waiting, sums)
+            sums = kernels.new_sums(len(waiting), waiting[0].device)
+            kernels.begin_check(waiting, sums)
             self._measures.update(zip(self._bucket, sums.unbind(), strict=True))
             self._bucket.clear()
 
@@ -96,13 +80,13 @@ class Norms:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
         rows = self._rows.setdefault((device, stream), [])
         if not rows:
-            rows += self._kernels.new_sums(_ROWS, device).split(1)
+            rows += kernels.new_sums(_ROWS, device).split(1)
         return rows.pop()
 
     def _measured_here(self, values: torch.Tensor) -> Measure:
         """Of values in host memory, and of dtypes that the kernels do not have."""
         if values.dtype in _FLOATS:
-            return self._kernels.checked(values)
+            return kernels.checked(values)
         found = ~torch.isfinite(values).all()
         squared = values.double().square().sum()
         return (bool(found), float(squared)) if values.device.type == "cpu" else (found, squared)
@@ -113,7 +97,7 @@ class Norms:
         found: dict[int, Numbers] = {}
         if rows:
             stacked = torch.stack([cast("torch.Tensor", measures[index]) for index in rows])
-            found.update(zip(rows, self._kernels.found_in(stacked), strict=True))
+            found.update(zip(rows, kernels.found_in(stacked), strict=True))
         # Of dtypes that the kernels do not have, all others are numbers already.
         return [found.get(index) or _numbers(measure) for index, measure in enumerate(measures)]
 
@@ -149,7 +133,7 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
     if not torch.ops.aten.is_non_overlapping_and_dense(values):
         values = values.contiguous()
     # Neither the flag nor the norm knows an order of dimensions, and the kernel takes few of them.
-    return flat(values)
+    return values.view(-1) if values.is_contiguous() else flat(values)
 
 
 def _numbers(measure: Measure) -> Numbers:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from memascend.errors import ConfigError, UsageError
-from memascend.optim.comparison import PLAIN, Manner, alone, changes_alone, without_scratch
+from memascend.optim.comparison import Manner, alone, changes_alone, without_scratch
 from memascend.optim.shared import (
     GONE,
     Disagreement,
@@ -40,65 +40,6 @@ if TYPE_CHECKING:
 
     # Takes the changes of a run beside its parameter and the parameter's state.
     Ended = Callable[[dict[SharedName, Any]], None]
-
-
-_FLOAT32_MAX = torch.finfo(torch.float32).max
-
-
-def rust_options(
-    optimizer: torch.optim.Optimizer,
-    group: Mapping[str, Any],
-    *,
-    dtype: torch.dtype,
-    master_dtype: torch.dtype | None = torch.float32,
-) -> dict[str, Any] | None:
-    """The numbers of `Engine.update` for a parameter of `dtype` in `group`; None where its update is torch's own code.
-
-    AdamW and Adam run on our kernel, by their exact type, where master and moments are float32. The kernel keeps no
-    maximum (amsgrad). The caller rejects a change between the two during a run: they keep different state.
-    """
-    if type(optimizer) not in {torch.optim.AdamW, torch.optim.Adam} or group.get("amsgrad"):
-        return None
-    if dtype != torch.float32 and (master_dtype != torch.float32 or dtype not in {torch.bfloat16, torch.float16}):
-        return None
-    return adam_options(optimizer, group)
-
-
-def adam_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of `engine.Adam` for a group of Adam or AdamW, torch's or those of bitsandbytes."""
-    beta1, beta2 = group["betas"]
-    return {
-        "lr": float(group["lr"]),
-        "betas": (float(beta1), float(beta2)),
-        "eps": float(group["eps"]),
-        "weight_decay": float(group["weight_decay"]),
-        # Both of bitsandbytes' decouple it.
-        "decoupled": type(optimizer) is not torch.optim.Adam or bool(group.get("decoupled_weight_decay")),
-        "maximize": bool(group.get("maximize")),
-    }
-
-
-def sgd_options(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], layout: StateLayout, *, first: bool
-) -> dict[str, Any] | None:
-    """The numbers of `engine.Momentum` for a parameter of SGD in `group`, on state as torch keeps it.
-
-    None where torch's own code has to run. Its fused kernel has other bits with momentum. It also handles options that
-    are no numbers in their ranges, or that need other state than there is (`first`: none was made yet).
-    """
-    if type(optimizer) is not torch.optim.SGD or layout.dtype != torch.float32 or group.get("fused"):
-        return None
-    options = {name: group[name] for name in ("lr", "momentum", "dampening", "weight_decay")}
-    if not all(type(value) in {int, float} and 0 <= value <= _FLOAT32_MAX for value in options.values()):
-        return None
-    has_momentum, keeps_one = options["momentum"] != 0, "momentum_buffer" in layout.tensors
-    nesterov = bool(group["nesterov"] and has_momentum)
-    if (has_momentum and not keeps_one) or (keeps_one and first and not has_momentum):
-        return None
-    if nesterov and options["dampening"]:
-        return None
-    numbers = {name: float(value) for name, value in options.items()}
-    return {**numbers, "nesterov": nesterov, "maximize": bool(group["maximize"])}
 
 
 class Given(NamedTuple):
@@ -360,25 +301,26 @@ def _kind(value: Any) -> object:
 
 
 class Runs:
-    """The runs of one optimizer's own code: the kinds that succeeded, and the changes by the runs of a step.
+    """One optimizer, and the runs of its own code: the kinds that succeeded, and the changes by the runs of a step.
 
     Changes beside their parameters are collected until all runs have ended, and are then adopted.
+
+    Attributes:
+        optimizer: the original.
+        examples: values that steps change, as a step leaves them.
+        manner: in which it is run for one parameter.
+        first_group: the number of its first group, among those of all optimizers.
+        is_known: it is torch's own, whose code changes nothing beside parameters and their state.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        examples: Mapping[SharedName, Any],
-        manner: Manner = PLAIN,
-        *,
-        runs: bool = True,
+        self, optimizer: torch.optim.Optimizer, examples: Mapping[SharedName, Any], manner: Manner, first_group: int
     ) -> None:
-        """`examples`: values that steps are known to change, as a step leaves them; `runs`: its own code runs."""
-        self._optimizer = optimizer
-        self._scratch = manner.scratch
-        self._known = known(optimizer)
-        self._changes = runs and not self._known
+        self.optimizer = optimizer
         self.examples = dict(examples)
+        self.manner = manner
+        self.first_group = first_group
+        self.is_known = known(optimizer)
         self._kinds_ended: set[Hashable] = set()
         # By the names of parameters: the number of the group, and the changes of the last run.
         self._ends: dict[str, tuple[int, Mapping[SharedName, Any]]] = {}
@@ -393,7 +335,7 @@ class Runs:
             group: its options.
             traits: other values on which its code depends.
         """
-        if not self._known:
+        if not self.is_known:
             return function, "rehearsed"
         kind = (traits, tuple((name, _kind(value)) for name, value in group.items() if name != "params"))
 
@@ -410,17 +352,17 @@ class Runs:
         return functools.partial(self._ended, name, group)
 
     def _ended(self, name: str, group: int, changes: dict[SharedName, Any]) -> None:
-        changes = without_scratch(changes, self._scratch)
+        changes = without_scratch(changes, self.manner.scratch)
         lost = next((place for place, value in changes.items() if not storable(value)), None)
         if lost is not None:
             raise UsageError(
-                f"{named(self._optimizer)} changed {lost} to a {type(changes[lost]).__qualname__}, which cannot be "
+                f"{named(self.optimizer)} changed {lost} to a {type(changes[lost]).__qualname__}, which cannot be "
                 "committed with the step: only numbers and text can. Keep it in one of these, or use another optimizer"
             )
         _, before = self._ends.get(name, (group, changes))
         if not same(dict(before), changes):
             raise UsageError(
-                f"{named(self._optimizer)} changed its options in another way when its update of {name!r} ran again, "
+                f"{named(self.optimizer)} changed its options in another way when its update of {name!r} ran again, "
                 "after a trial on a copy: an update has to do the same with the same state and gradient. Use "
                 "an optimizer that does"
             )
@@ -439,18 +381,15 @@ class Runs:
         Raises:
             UsageError: the runs made different changes; nothing was set.
         """
-        if not self._changes:
-            # Its code changes nothing beside parameters, so there is nothing to wait for.
-            return functools.partial(self._give_back, [])
         finish()
         ends = [self._ends[name] for name in names if name in self._ends]
         if changed is not None:
-            ends += [(number, changed) for number in range(len(self._optimizer.param_groups))]
+            ends += [(number, changed) for number in range(len(self.optimizer.param_groups))]
         try:
             changes = common_end(ends)
         except Disagreement as error:
             raise UsageError(
-                f"{named(self._optimizer)} changed {error.place} in another way for each parameter, so that this step "
+                f"{named(self.optimizer)} changed {error.place} in another way for each parameter, so that this step "
                 "would not be torch's: call zero_grad(), and use an optimizer that does not"
             ) from None
         before = [(place, copied(self._home(place).get(place.name, GONE))) for place in changes]
@@ -461,20 +400,20 @@ class Runs:
 
     def switched(self, mode: str) -> dict[SharedName, Any]:
         """The changes by `train()` or `eval()` for all parameters alike, found on a copy; nothing is set."""
-        begin = SharedValues.of(self._optimizer).copy()
+        begin = SharedValues.of(self.optimizer).copy()
         given = begin.copy()
         groups = [{**group, "params": []} for group in given.groups]
-        copy = cloned(self._optimizer, given.attributes, groups, {})
+        copy = cloned(self.optimizer, given.attributes, groups, {})
         run(copy, mode)
-        return without_scratch(begin.changes(SharedValues.of(copy)), self._scratch)
+        return without_scratch(begin.changes(SharedValues.of(copy)), self.manner.scratch)
 
     def has(self, mode: str) -> bool:
         """Whether the optimizer has `train()` or `eval()`."""
-        return callable(getattr(type(self._optimizer), mode, None))
+        return callable(getattr(type(self.optimizer), mode, None))
 
     def _home(self, place: SharedName) -> dict[str, Any]:
         """The dict that has a value."""
-        return vars(self._optimizer) if place.group is None else self._optimizer.param_groups[place.group]
+        return vars(self.optimizer) if place.group is None else self.optimizer.param_groups[place.group]
 
     def _give_back(self, before: list[tuple[SharedName, Any]]) -> None:
         for place, value in before:
@@ -482,7 +421,7 @@ class Runs:
 
     def attributes(self) -> dict[str, Any]:
         """The attributes that steps change, as JSON; changed options of groups are stored with all options."""
-        now = attributes_of(self._optimizer)
+        now = attributes_of(self.optimizer)
         names = [place.name for place in self.examples if place.group is None]
         return {name: plain(now[name]) for name in names if name in now and storable(now[name])}
 
@@ -490,7 +429,7 @@ class Runs:
         """Set stored attributes; `undo` restores the optimizer's own."""
         for name, value in attributes.items():
             place = SharedName(None, name)
-            own = attributes_of(self._optimizer).get(name, GONE)
+            own = attributes_of(self.optimizer).get(name, GONE)
             undo.callback(put, self._home(place), name, copied(own))
             example = self.examples.setdefault(place, None if own is GONE else own)
             put(self._home(place), name, restored(value, example))

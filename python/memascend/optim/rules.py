@@ -11,184 +11,360 @@ import torch
 
 from memascend.errors import ConfigError, UsageError
 from memascend.memory import whole_pages
-from memascend.optim import generic
-from memascend.optim import state as bitsandbytes_state
-from memascend.optim.comparison import PLAIN
-from memascend.optim.generic import Runs
+from memascend.optim.generic import Given, Runs, Update, export_state, import_state
 from memascend.optim.members import GroupOwners, joined, members_of, require_roster, roster_of
-from memascend.optim.shared import SharedName
-from memascend.optim.state import (
-    StateFormats,
-    StateTrials,
-    compact_format,
-    describe,
-    momentum_options,
-    rule_of,
-)
+from memascend.optim.shared import SharedName, group_options
+from memascend.optim.state import StateFormats, StateTrials, compact_format, describe, engine_kind
 from memascend.optim.trial import require_streamable
 from memascend.params.offloaded_param import dense_strides
-from memascend.storage import Adam, Momentum, state_tensors
+from memascend.storage import Adam, Momentum, decode_state, master_of, state_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from memascend.optim.state import StateLayout
+    from memascend.storage import Engine
 
 
 _FORMATS_AS_EVER = StateFormats()
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
-class MemberArithmetic:
-    """The updates and state of one optimizer's parameters, as decided before there is a store."""
+class _Rule:
+    """How one parameter is updated, and the state that this takes; chosen once, before there is a store.
+
+    Attributes:
+        code: the optimizer that owns the parameter, and the runs of its own code.
+        number: of the parameter's group, among those of all optimizers.
+        format: the name of the engine's format of its state; None where the state has torch's tensors.
+        draws: its updates draw random bits.
+        whole: the layout of the state, where a whole parameter is updated at once.
+        needs_values: whether updates need the values, for the plan.
+        is_replayed: updates are the engine's own, so that they can be replayed from their gradients alone.
+    """
+
+    draws = False
+    whole: StateLayout | None = None
+    needs_values: Literal["resident", "read", "never"]
+    is_replayed: bool
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        master_dtype: torch.dtype | None,
-        sparse: frozenset[int],
-        formats: StateFormats,
-        first_group: int,
+        arithmetic: Arithmetic,
+        code: Runs,
+        number: int,
+        name: str,
+        parameter: torch.Tensor,
+        given: str | None,
+        *,
+        sparse: bool,
     ) -> None:
-        """`first_group` is the number of its first group among the groups of all optimizers; see `Arithmetic`."""
-        # By the ids of parameters whose state the engine stores in another format than torch.
-        self._formats = formats.of(optimizer, master_dtype)
-        self._rule = rule_of(optimizer)
-        self._taken = bool(self._formats) and bitsandbytes_state.is_8bit_adam(optimizer)
-        examples, self.manner = ({}, PLAIN) if self._taken else require_streamable(optimizer, master_dtype)
-        self.runs = Runs(optimizer, examples, self.manner, runs=not self._taken)
-        self.optimizer = optimizer
-        self.first_group = first_group
-        self.master_dtype = master_dtype
+        """`sparse`: its gradients may be, so that it is updated whole."""
+        self._arithmetic = arithmetic
+        self.code = code
+        self.number = number
+        self.name = name
+        self._parameter = parameter
+        self._shape, self._stride, self._dtype = parameter.shape, dense_strides(parameter), parameter.dtype
+        self.format = given or None
         self._sparse = sparse
-        # By the ids of parameters, the state that torch's own code keeps; None where Adam runs in the engine.
-        self.layouts: dict[int, StateLayout | None] = {}
-        trials = StateTrials(optimizer, self.manner)
-        for group in optimizer.param_groups:
-            for parameter in filter(torch.is_floating_point, group["params"]):
-                rust = self.rust_options(group, parameter)
-                layout = None if rust is not None else describe(optimizer, parameter, master_dtype, trials)
-                self.layouts[id(parameter)] = layout
-                compact = None if layout is None else compact_format(optimizer, parameter, layout)
-                if compact is not None:
-                    self._formats.setdefault(id(parameter), compact)
-
-    def rust_options(self, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any] | None:
-        """The numbers of an update by the engine; None where torch's own code has to run."""
-        given = self._formats.get(id(parameter))
-        if given is not None and self._rule == "adam":
-            return None if group.get("amsgrad") else generic.adam_options(self.optimizer, group)
-        if given and self._rule == "momentum":
-            return momentum_options(group)
-        return generic.rust_options(self.optimizer, group, dtype=parameter.dtype, master_dtype=self.master_dtype)
-
-    def own_options(self, group: Mapping[str, Any], parameter: torch.Tensor, *, first: bool) -> dict[str, Any] | None:
-        """The numbers of an update by the engine of a parameter whose state is in its optimizer's format, or None."""
-        layout = self.layouts[id(parameter)]
-        return None if layout is None else generic.sgd_options(self.optimizer, group, layout, first=first)
-
-    def format_of(self, parameter: torch.Tensor) -> str | None:
-        """The name of the engine's format of its state; None where the state is in its optimizer's format."""
-        return self._formats.get(id(parameter)) or None
 
     @property
-    def draws(self) -> bool:
-        """Whether its updates draw random bits."""
-        # A momentum in bfloat16 is rounded to nearest.
-        given = self._formats.values()
-        return any(map(_has_no_master, given)) or (self._rule == "adam" and any("bf16" in one for one in given))
+    def _group(self) -> dict[str, Any]:
+        groups = self._arithmetic.optimizer.param_groups
+        if self.number >= len(groups):
+            raise UsageError(
+                f"optimizer.param_groups has lost the group of {self.name!r}, which it had at offload(): put it back "
+                "and call zero_grad(); freeze parameters with requires_grad_(False)"
+            )
+        return groups[self.number]
 
-    def describe(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The state tensors of a parameter, on meta."""
-        layout, given = self.layouts[id(parameter)], self.format_of(parameter)
-        strides = dense_strides(parameter)
-        if given is not None:
-            meta = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device="meta")
-            return state_tensors(meta, given, self._rule or ("adam" if layout is None else "momentum"))
-        if layout is not None:
-            return dict(layout.tensors)
+    @property
+    def takes_zeros(self) -> bool:
+        """Whether a step updates the parameter also without a gradient, as by zeros."""
+        return self.code.manner.zeros
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the engine's format keeps a master of 16-bit values."""
+        return not (self.format or "").startswith("stochastic")
+
+    def _formatted(self, kind: Literal["adam", "momentum"]) -> dict[str, torch.Tensor]:
+        meta = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device="meta")
+        return state_tensors(meta, self.format or "", kind)
+
+    def options(self) -> dict[str, Any]:
+        """What an update would use now of the group's options."""
+        raise NotImplementedError
+
+    def numbers(self, options: Mapping[str, Any], done: int, scale: float) -> Adam | Momentum | None:
+        """The engine's arguments for the update after `done` ones, by a gradient that is multiplied by `scale`.
+
+        None where the optimizer's own code has to run with these options.
+        """
+        raise NotImplementedError
+
+    def update(
+        self,
+        engine: Engine,
+        done: int,
+        gradient: torch.Tensor,
+        scale: float,
+        *,
+        values: torch.Tensor | None,
+        spilling: bool = False,
+    ) -> dict[str, Any]:
+        """Begin the update after `done` ones by a gradient in memory, multiplied by `scale`; returns its options.
+
+        `values` are the parameter's, where they are in memory. `spilling`: the gradient is spilled as well, which takes
+        the engine's own arithmetic.
+        """
+        options = self.options()
+        numbers = None if gradient.is_sparse else self.numbers(options, done, scale)
+        if numbers is None:
+            # The rows of a sparse one are few, and looked up by the engine's thread.
+            sparse = gradient.cpu() if gradient.is_sparse else None
+            dense = gradient.to_dense() if gradient.is_sparse else gradient
+            self._run(engine, done, Given(gradient=sparse, grad_scale=scale), gradient=dense, values=values)
+        else:
+            begin = engine.update_spilling if spilling else engine.update
+            begin(self.name, gradient, numbers, values=values)
+        return options
+
+    def update_spilled(self, engine: Engine, done: int, factors: Sequence[float], scale: float) -> dict[str, Any]:
+        """Begin the update by the gradient that was spilled, multiplied by each of `factors` in turn, then `scale`."""
+        options = self.options()
+        numbers = self.numbers(options, done, scale)
+        if numbers is None:
+            self._run(engine, done, Given(factors=tuple(factors), grad_scale=scale))
+        else:
+            engine.update_spilled(self.name, numbers, factors=factors)
+        return options
+
+    def _run(
+        self,
+        engine: Engine,
+        done: int,
+        given: Given,
+        *,
+        method: str = "step",
+        gradient: torch.Tensor | None = None,
+        values: torch.Tensor | None = None,
+    ) -> None:
+        """Begin a run of the optimizer's own code."""
+        raise NotImplementedError
+
+
+class EngineRule(_Rule):
+    """Adam or SGD with momentum, by the engine's own arithmetic on state in its own form."""
+
+    def __init__(self, kind: Literal["adam", "momentum"], *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._kind: Literal["adam", "momentum"] = kind
+        # A momentum in bfloat16 is rounded to nearest.
+        self.draws = not self.has_master or (kind == "adam" and "bf16" in (self.format or ""))
+        needs_none = self.has_master and self._dtype == torch.float16
+        self.needs_values = "never" if needs_none else "resident"
+        self.is_replayed = not self._sparse
+
+    def describe(self) -> dict[str, torch.Tensor]:
+        """The state tensors, on meta."""
+        if self.format is not None:
+            return self._formatted(self._kind)
         moments = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
         masters = {torch.float32: {}, torch.bfloat16: {"rest": torch.int16}, torch.float16: {"master": torch.float32}}
         return {
-            name: torch.empty_strided(parameter.shape, strides, dtype=dtype, device="meta")
-            for name, dtype in {**masters[parameter.dtype], **moments}.items()
+            name: torch.empty_strided(self._shape, self._stride, dtype=dtype, device="meta")
+            for name, dtype in {**masters[self._dtype], **moments}.items()
         }
 
-    def initial(self, parameter: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
+    def initial(self) -> tuple[dict[str, torch.Tensor], int]:
         """The state that the optimizer has already, and the number of updates that made it."""
-        layout = self.layouts[id(parameter)]
-        if layout is not None:
-            return generic.import_state(self.optimizer, parameter, layout)
-        strides = dense_strides(parameter)
-        if self._taken:
-            found, step = bitsandbytes_state.state_of(self.optimizer, parameter)
-        else:
-            state = self.optimizer.state.get(parameter) or {}
-            found = {
-                name: torch.empty_strided(parameter.shape, strides, dtype=torch.float32).copy_(state[name])
-                for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")
-                if state.get(name) is not None
-            }
-            # SGD counts no steps; a momentum means that there was one.
-            step = int(state.get("step", "momentum_buffer" in found))
-        has_master = parameter.dtype != torch.float32 and not _has_no_master(self.format_of(parameter) or "")
-        if found and has_master:
-            found["master"] = torch.empty_strided(parameter.shape, strides, dtype=torch.float32).copy_(parameter)
+        state = self.code.optimizer.state.get(self._parameter) or {}
+        names = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+        found = {name: self._laid_out(state[name]) for name in names if state.get(name) is not None}
+        # SGD counts no steps; a momentum means that there was one.
+        step = int(state.get("step", "momentum_buffer" in found))
+        if found and self._dtype != torch.float32 and self.has_master:
+            found["master"] = self._laid_out(self._parameter)
         return found, step
 
-    @property
-    def whole_bytes(self) -> int:
-        """Memory for the largest parameter that is updated whole."""
-        return _aligned(layout.whole_bytes for layout in self._whole())
+    def _laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(self._shape, self._stride, dtype=torch.float32).copy_(tensor)
 
-    @property
-    def whole_next_bytes(self) -> int:
-        """Memory for the smaller of any two such that follow each other: one is read while the other is updated."""
-        return _aligned(map(min, pairwise(layout.stored_bytes for layout in self._whole())))
+    def options(self) -> dict[str, Any]:
+        """What an update would use now of the group's options."""
+        options = engine_options(self._kind, self.code.optimizer, self._group)
+        if options is None:
+            raise UsageError(
+                f"the options of {self.name!r} now need other state than it has (amsgrad, say): set them before "
+                "offload()"
+            )
+        return self._arithmetic.shared(self.number, options)
 
-    def _whole(self) -> Iterator[StateLayout]:
-        for parameter, layout in self.layouts.items():
-            if layout is not None and (layout.whole or parameter in self._sparse):
-                yield layout
+    def numbers(self, options: Mapping[str, Any], done: int, scale: float) -> Adam | Momentum:
+        """The engine's arguments."""
+        kind: Any = Adam if self._kind == "adam" else Momentum
+        return kind(step=done + 1, grad_scale=scale, seed=self._arithmetic.seed, **options)  # type: ignore[no-any-return]
 
-    def is_replayed(self, parameter: torch.Tensor) -> bool:
-        """Whether its updates are the engine's own, so that they can be replayed from their gradients alone."""
-        if id(parameter) in self._sparse:
-            return False
-        if self.layouts.get(id(parameter), parameter) is None:
-            return True
-        groups = self.optimizer.param_groups
-        own = next((group for group in groups if any(parameter is one for one in group["params"])), None)
-        return own is not None and self.own_options(own, parameter, first=False) is not None
+    def _run(self, *given: Any, **options: Any) -> None:
+        del given, options
+        raise UsageError(
+            f"{type(self.code.optimizer).__name__} does not support sparse gradients, and {self.name!r} has one; use "
+            "SparseAdam or SGD, or an embedding without sparse=True"
+        )
 
-    @property
-    def update_values(self) -> Literal["resident", "read", "never"]:
-        """Whether updates need the values, for the plan: "resident", "read" or "never"."""
-        trained = [
-            (group, parameter, self.layouts[id(parameter)] is not None)
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-            if id(parameter) in self.layouts
-        ]
-        if any(
-            own
-            and parameter.dtype != torch.float32
-            and self.format_of(parameter) is None
-            and (id(parameter) in self._sparse or self.own_options(group, parameter, first=False) is None)
-            for group, parameter, own in trained
-        ):
-            return "read"
-        if any(map(_has_no_master, self._formats.values())) or any(
+    def switch(self, engine: Engine, mode: str, done: int) -> bool:
+        """No optimizer of the engine's arithmetic has modes."""
+        del engine, mode, done
+        return False
+
+    def state(self, values: torch.Tensor, state: dict[str, torch.Tensor], done: int) -> dict[str, Any]:
+        """What storage has after `done` updates, by torch's names, and the master."""
+        found = master_of(values, state) if self.format is None else decode_state(values, state, self.format)
+        master = {"master": found.pop("master")}
+        if done == 0:
+            return master
+        # SGD counts no steps.
+        step = (
+            {} if self._kind == "momentum" else {"step": torch.tensor(float(done), dtype=torch.float32, device="cpu")}
+        )
+        return {**step, **found, **master}
+
+
+class OwnRule(_Rule):
+    """Any optimizer, on its own state: by its own code, or for plain SGD by the engine's arithmetic with equal bits."""
+
+    def __init__(self, layout: StateLayout, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._layout = layout
+        self.whole = layout if layout.whole or self._sparse else None
+        self.is_replayed = not self._sparse and self.numbers(self._group, 1, 1.0) is not None
+        if self._dtype != torch.float32 and self.format is None and not self.is_replayed:
+            self.needs_values = "read"
+        else:
             # torch's own code reads values where they have a format; with a master they are only written.
-            parameter.dtype == torch.float32
-            or (self.format_of(parameter) if own else parameter.dtype == torch.bfloat16)
-            for _, parameter, own in trained
-        ):
-            return "resident"
-        return "never"
+            self.needs_values = "resident" if self._dtype == torch.float32 or self.format else "never"
+
+    def describe(self) -> dict[str, torch.Tensor]:
+        """The state tensors, on meta."""
+        return dict(self._layout.tensors) if self.format is None else self._formatted("momentum")
+
+    def initial(self) -> tuple[dict[str, torch.Tensor], int]:
+        """The state that the optimizer has already, and the number of updates that made it."""
+        return import_state(self.code.optimizer, self._parameter, self._layout)
+
+    def options(self) -> dict[str, Any]:
+        """What an update would use now of the group's options."""
+        return group_options(self._group)
+
+    def numbers(self, options: Mapping[str, Any], done: int, scale: float) -> Momentum | None:
+        """The engine's arguments for SGD whose bits are those of torch's code that is not fused.
+
+        With momentum, torch's fused kernel has other bits. torch's own code also handles options that are no numbers
+        in their ranges, or that need other state than there is.
+        """
+        if type(self.code.optimizer) is not torch.optim.SGD:
+            return None
+        if self._layout.dtype != torch.float32 or options.get("fused"):
+            return None
+        numbers = {name: options[name] for name in ("lr", "momentum", "dampening", "weight_decay")}
+        if not all(type(value) in {int, float} and 0 <= value <= _FLOAT32_MAX for value in numbers.values()):
+            return None
+        has_momentum, keeps_one = numbers["momentum"] != 0, "momentum_buffer" in self._layout.tensors
+        nesterov = bool(options["nesterov"] and has_momentum)
+        if (has_momentum and not keeps_one) or (keeps_one and done == 0 and not has_momentum):
+            return None
+        if nesterov and numbers["dampening"]:
+            return None
+        plain = {name: float(value) for name, value in numbers.items()}
+        maximize = bool(options["maximize"])
+        return Momentum(
+            step=done + 1, grad_scale=scale, seed=self._arithmetic.seed, nesterov=nesterov, maximize=maximize, **plain
+        )
+
+    def _run(
+        self,
+        engine: Engine,
+        done: int,
+        given: Given,
+        *,
+        method: str = "step",
+        gradient: torch.Tensor | None = None,
+        values: torch.Tensor | None = None,
+    ) -> None:
+        code, group, is_first, is_sparse = self.code, self._group, done == 0, given.gradient is not None
+        ended = code.ended(self.name, self.number - code.first_group)
+        function = Update(code.optimizer, group, self._layout, given, first=is_first, method=method, ended=ended)
+        heard, late = code.followed(function, group, self._dtype, is_first, is_sparse)
+        step = done + 1 if method == "step" else done
+        whole = self._layout.whole or is_sparse
+        engine.apply(self.name, heard, step=step, gradient=gradient, whole=whole, values=values, late=late)
+
+    def switch(self, engine: Engine, mode: str, done: int) -> bool:
+        """Stage what the optimizer's `train()` or `eval()` does to the parameter; returns whether there is anything."""
+        if done == 0:
+            # Before its first step there is nothing to do, which offload() has tried.
+            return False
+        # The engine takes a gradient. Nothing reads this one, and pages that are never written take no memory.
+        unread = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device="cpu")
+        self._run(engine, done, Given(), method=mode, gradient=unread)
+        return True
+
+    def state(self, values: torch.Tensor, state: dict[str, torch.Tensor], done: int) -> dict[str, Any]:
+        """What storage has after `done` updates, by torch's names, and the master."""
+        if self.format is not None:
+            state = decode_state(values, state, self.format)
+        master = {"master": state.pop("master", values)}
+        return master if done == 0 else {**export_state(self._layout, state), **master}
+
+
+Rule = EngineRule | OwnRule
+
+
+def engine_options(
+    kind: Literal["adam", "momentum"], optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The numbers of the engine's `Adam` or `Momentum` for a group; None where they need other state, as amsgrad."""
+    if kind == "momentum":
+        if not group["momentum"]:
+            return None
+        numbers = {name: float(group[name]) for name in ("lr", "momentum", "dampening", "weight_decay")}
+        return {**numbers, "nesterov": bool(group["nesterov"]), "maximize": bool(group["maximize"])}
+    if group.get("amsgrad"):
+        return None
+    beta1, beta2 = group["betas"]
+    return {
+        "lr": float(group["lr"]),
+        "betas": (float(beta1), float(beta2)),
+        "eps": float(group["eps"]),
+        "weight_decay": float(group["weight_decay"]),
+        "decoupled": type(optimizer) is not torch.optim.Adam or bool(group.get("decoupled_weight_decay")),
+        "maximize": bool(group.get("maximize")),
+    }
+
+
+def takes_engine_state(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    dtype: torch.dtype,
+    master_dtype: torch.dtype | None,
+    given: str | None,
+) -> Literal["adam", "momentum"] | None:
+    """The engine's arithmetic for a parameter of `dtype` in `group`; None where its state is the optimizer's own.
+
+    Adam and AdamW, by their exact type, run there where master and moments are float32, or in a format (`given`). SGD
+    does where its momentum is in a format.
+    """
+    kind = engine_kind(optimizer)
+    if kind == "adam":
+        is_wide = dtype == torch.float32 or (master_dtype == torch.float32 and dtype in {torch.bfloat16, torch.float16})
+        return kind if not group.get("amsgrad") and (given is not None or is_wide) else None
+    return kind if given else None
 
 
 class Arithmetic:
-    """The updates and state of all optimizers' parameters, as decided before there is a store.
+    """The rules of all parameters, and the optimizers that own them.
 
     Args:
         optimizer: the original, or several that are joined.
@@ -212,53 +388,65 @@ class Arithmetic:
     ) -> None:
         self.optimizer = optimizer
         self.seed = formats.seed
+        # By the ids of parameters.
+        self.rules: dict[int, Rule] = {}
+        # The last ones of each group, by its number.
+        self._options: dict[int, dict[str, Any]] = {}
         members, first = [], 0
         for member, given in zip(members_of(optimizer), formats.of_each(members_of(optimizer)), strict=True):
-            members.append(MemberArithmetic(member, master_dtype, sparse, given, first))
+            code = Runs(member, *require_streamable(member, master_dtype), first)
+            own, trials = given.of(member, master_dtype), StateTrials(member, code.manner)
+            for number, group in enumerate(member.param_groups, first):
+                for parameter in filter(torch.is_floating_point, group["params"]):
+                    key, form = id(parameter), own.get(id(parameter))
+                    record: Any = (self, code, number, names.get(key, ""), parameter)
+                    kind = takes_engine_state(member, group, parameter.dtype, master_dtype, form)
+                    if kind is not None:
+                        self.rules[key] = EngineRule(kind, *record, form, sparse=key in sparse)
+                        continue
+                    layout = describe(member, parameter, master_dtype, trials)
+                    form = compact_format(member, parameter, layout) if form is None else form
+                    self.rules[key] = OwnRule(layout, *record, form, sparse=key in sparse)
+            members.append(code)
             first += len(member.param_groups)
         self.members = tuple(members)
-        # By the ids of parameters, as those of each member.
-        self.layouts = {key: layout for member in members for key, layout in member.layouts.items()}
-        self._of = {key: member for member in members for key in member.layouts}
         self._roster = roster_of(optimizer)
         self._owners = GroupOwners(optimizer, names)
 
-    def of(self, parameter: torch.Tensor) -> MemberArithmetic:
-        """The member whose optimizer owns a parameter."""
-        return self._of[id(parameter)]
+    def shared(self, group: int, options: dict[str, Any]) -> dict[str, Any]:
+        """Equal options as one object, which thousands of parameters of a group share."""
+        if self._options.get(group) != options:
+            self._options[group] = options
+        return self._options[group]
 
-    def numbers(self, options: Mapping[str, Any], step: int, scale: float) -> Adam | Momentum:
-        """The engine's arguments for update number `step`, with gradients that are multiplied by `scale`."""
-        kind = Momentum if "momentum" in options else Adam
-        return kind(step=step, grad_scale=scale, seed=self.seed, **options)
+    def of(self, parameter: torch.Tensor) -> Rule:
+        """The rule of a parameter."""
+        return self.rules[id(parameter)]
 
     def format_of(self, parameter: torch.Tensor) -> str | None:
         """The name of the engine's format of its state; None where the state is in its optimizer's format."""
-        member = self._of.get(id(parameter))
-        return None if member is None else member.format_of(parameter)
+        rule = self.rules.get(id(parameter))
+        return None if rule is None else rule.format
 
     def describe(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state tensors of a parameter, on meta."""
-        return self.of(parameter).describe(parameter)
-
-    def initial(self, parameter: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
-        """The state that its optimizer has already, and the number of updates that made it."""
-        return self.of(parameter).initial(parameter)
+        return self.of(parameter).describe()
 
     @property
     def whole_bytes(self) -> int:
         """Memory for the largest parameter that is updated whole."""
-        return max(member.whole_bytes for member in self.members)
+        return _aligned(rule.whole.whole_bytes for rule in self.rules.values() if rule.whole is not None)
 
     @property
     def whole_next_bytes(self) -> int:
-        """Memory for a second one, which is read while the first is updated."""
-        return max(member.whole_next_bytes for member in self.members)
+        """Memory for the smaller of any two such that follow each other: one is read while the other is updated."""
+        found = [(rule.code, rule.whole.stored_bytes) for rule in self.rules.values() if rule.whole is not None]
+        return _aligned(min(one, other) for (code, one), (after, other) in pairwise(found) if code is after)
 
     @property
     def update_values(self) -> Literal["resident", "read", "never"]:
         """Whether updates need the values, for the plan: "resident", "read" or "never"."""
-        needs = {member.update_values for member in self.members}
+        needs = {rule.needs_values for rule in self.rules.values()}
         return "read" if "read" in needs else "resident" if "resident" in needs else "never"
 
     @property
@@ -267,7 +455,7 @@ class Arithmetic:
         return {
             SharedName(place.group + member.first_group, place.name): value
             for member in self.members
-            for place, value in member.runs.examples.items()
+            for place, value in member.examples.items()
             if place.group is not None
         }
 
@@ -287,20 +475,21 @@ class Arithmetic:
             changed: the result of `switched`; None: a step was made.
         """
         with contextlib.ExitStack() as undo:
-            for number, member in enumerate(self.members):
-                if changed is None or number in changed:
-                    undo.callback(member.runs.adopt(names, finish, None if changed is None else changed[number]))
+            for member in self.members:
+                first = member.first_group
+                # A known one changes nothing, so that there is nothing to wait for.
+                if not member.is_known and (changed is None or first in changed):
+                    undo.callback(member.adopt(names, finish, None if changed is None else changed[first]))
             return undo.pop_all().close
 
     def switched(self, mode: str) -> dict[int, Mapping[SharedName, Any]]:
-        """The changes by `train()` or `eval()` for all parameters alike, by the numbers of optimizers that switch."""
-        members = enumerate(self.members)
-        found = {number: member.runs.switched(mode) for number, member in members if member.runs.has(mode)}
-        return {number: changes for number, changes in found.items() if changes}
+        """The changes by `train()` or `eval()` for all parameters alike, by the first group of each optimizer."""
+        found = {member.first_group: member.switched(mode) for member in self.members if member.has(mode)}
+        return {first: changes for first, changes in found.items() if changes}
 
     def attributes(self) -> dict[str, Any]:
         """The attributes that steps change, as JSON; of several optimizers by their numbers."""
-        found = [member.runs.attributes() for member in self.members]
+        found = [{} if member.is_known else member.attributes() for member in self.members]
         if len(found) == 1:
             return found[0]
         return {str(number): attributes for number, attributes in enumerate(found) if attributes}
@@ -309,14 +498,14 @@ class Arithmetic:
         """Set stored attributes; `undo` restores the optimizers' own."""
         for number, member in enumerate(self.members):
             own = attributes if len(self.members) == 1 else attributes.get(str(number), {})
-            member.runs.restore(own, undo)
+            member.restore(own, undo)
 
     def committed(self) -> dict[str, Any]:
         """The entries of each commit about the optimizers.
 
         The seed, where it is used; the list of several optimizers; the parameters of several groups.
         """
-        seed = {"seed": self.seed} if any(member.draws for member in self.members) else {}
+        seed = {"seed": self.seed} if any(rule.draws for rule in self.rules.values()) else {}
         found = {"members": self._roster, "owners": self._owners.runs()}
         return {**seed, **{name: value for name, value in found.items() if value}}
 
@@ -346,10 +535,6 @@ def _aligned(sizes: Iterable[int]) -> int:
     """The largest of them, of which each tensor begins on a line of the cache."""
     largest = max(sizes, default=0)
     return whole_pages(largest + 64 * 16) if largest else 0
-
-
-def _has_no_master(given: str) -> bool:
-    return given.startswith("stochastic")
 
 
 class GroupMembers:
@@ -383,8 +568,18 @@ def _are_same(params: Sequence[torch.Tensor], members: Sequence[torch.Tensor]) -
     return len(params) == len(members) and all(one is other for one, other in zip(params, members, strict=True))
 
 
-_ACCELERATED = ("accelerate.optimizer", "AcceleratedOptimizer")
-_OF_FABRIC = (("lightning.fabric.wrappers", "_FabricOptimizer"), ("lightning_fabric.wrappers", "_FabricOptimizer"))
+# Wrappers by their class, since neither library need be installed: the attribute that has the optimizer, and the call
+# that wraps it.
+_WRAPPERS = {
+    ("accelerate.optimizer", "AcceleratedOptimizer"): ("optimizer", "accelerator.prepare()"),
+    ("lightning.fabric.wrappers", "_FabricOptimizer"): ("_optimizer", "fabric.setup()"),
+    ("lightning_fabric.wrappers", "_FabricOptimizer"): ("_optimizer", "fabric.setup()"),
+}
+
+
+def _wrapper(optimizer: Any) -> tuple[str, str] | None:
+    kinds = ((kind.__module__, kind.__name__) for kind in type(optimizer).__mro__)
+    return next((_WRAPPERS[kind] for kind in kinds if kind in _WRAPPERS), None)
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -399,34 +594,35 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    if _is_wrapped(optimizer, _ACCELERATED):
-        instead = "give offload() the model and the optimizer before accelerator.prepare(), which then takes what it "
-        instead += "returns"
-        if optimizer.scaler is not None:
-            raise ConfigError(f"the AcceleratedOptimizer scales gradients (fp16); {instead}")
-        steps = optimizer.gradient_state.num_steps
-        if steps != 1:
-            raise ConfigError(f"the AcceleratedOptimizer steps after {steps} backwards alone; {instead}")
-        return optimizer.optimizer
-    if _is_wrapped(optimizer, *_OF_FABRIC):
-        instead = "give offload() the model and the optimizer before fabric.setup(), which then takes what it returns"
-        strategy = optimizer._strategy  # noqa: SLF001
-        if type(strategy).__name__ != "SingleDeviceStrategy":
-            raise ConfigError(f"Fabric's optimizer is stepped by its {type(strategy).__name__}; {instead}")
-        if getattr(strategy.precision, "scaler", None) is not None:
-            raise ConfigError(f"Fabric's {type(strategy.precision).__name__} scales gradients (fp16); {instead}")
-        return optimizer._optimizer  # noqa: SLF001
-    return optimizer
+    found = _wrapper(optimizer)
+    if found is None:
+        return optimizer
+    attribute, call = found
+    more = _more_than_steps(optimizer)
+    if more is not None:
+        raise ConfigError(
+            f"{more}; give offload() the model and the optimizer before {call}, which then takes what it returns"
+        )
+    return getattr(optimizer, attribute)
+
+
+def _more_than_steps(wrapper: Any) -> str | None:
+    """What a wrapper does beside passing steps on, in words."""
+    if hasattr(wrapper, "gradient_state"):
+        if wrapper.scaler is not None:
+            return "the AcceleratedOptimizer scales gradients (fp16)"
+        steps = wrapper.gradient_state.num_steps
+        return None if steps == 1 else f"the AcceleratedOptimizer steps after {steps} backwards alone"
+    strategy = wrapper._strategy  # noqa: SLF001
+    if type(strategy).__name__ != "SingleDeviceStrategy":
+        return f"Fabric's optimizer is stepped by its {type(strategy).__name__}"
+    if getattr(strategy.precision, "scaler", None) is not None:
+        return f"Fabric's {type(strategy.precision).__name__} scales gradients (fp16)"
+    return None
 
 
 def wrap_again(optimizer: Any, offloaded: torch.optim.Optimizer) -> None:
     """Put the offloaded optimizer into the wrapper of the original, which then stays usable."""
-    if _is_wrapped(optimizer, _ACCELERATED):
-        optimizer.optimizer = offloaded
-    elif _is_wrapped(optimizer, *_OF_FABRIC):
-        optimizer._optimizer = offloaded  # noqa: SLF001
-
-
-def _is_wrapped(optimizer: Any, *kinds: tuple[str, str]) -> bool:
-    """Compare classes by name: neither library need be installed."""
-    return any((kind.__module__, kind.__name__) in kinds for kind in type(optimizer).__mro__)
+    found = _wrapper(optimizer)
+    if found is not None:
+        setattr(optimizer, found[0], offloaded)

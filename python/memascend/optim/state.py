@@ -14,7 +14,6 @@ from memascend.errors import ConfigError
 from memascend.optim.comparison import PLAIN, Manner
 from memascend.optim.shared import TensorParts, arithmetic_dtype, named, parts_of, same, stand_in, user_attributes
 from memascend.optim.trial import elementwise, known, stepping, uncompiled, undrawn
-from memascend.params.offloaded_param import dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -326,96 +325,14 @@ def in_order(tensor: torch.Tensor, layout: StateLayout) -> torch.Tensor:
     return torch.empty_strided(layout.shape, layout.stride, dtype=tensor.dtype).copy_(tensor)
 
 
-# Smaller parameters keep 32 bits, unless the user of bitsandbytes set another size.
+# Smaller parameters keep 32 bits.
 MIN_8BIT_SIZE = 4096
-_CLASSES = frozenset(
-    (f"bitsandbytes.optim.{name.lower()}", f"{paged}{name}{bits}")
-    for name in ("Adam", "AdamW")
-    for paged in ("", "Paged")
-    for bits in ("", "8bit")
-)
-# Options that may be set for one parameter alone.
-_OVERRIDDEN = frozenset({"optim_bits", "min_8bit_size"})
-_NAMES = {"state1": "exp_avg", "state2": "exp_avg_sq", "absmax1": "exp_avg_absmax", "absmax2": "exp_avg_sq_absmax"}
-
-
-def is_8bit_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is Adam8bit or AdamW8bit of bitsandbytes, by the exact type, with the options that we compute."""
-    kind = type(optimizer)
-    if (kind.__module__, kind.__qualname__) not in _CLASSES:
-        return False
-    arguments = getattr(optimizer, "args", None)
-    wanted = {"optim_bits": 8, "max_unorm": 0.0, "skip_zeros": False}
-    return all(getattr(arguments, name, None) == value for name, value in wanted.items())
-
-
-def has_8_bits(optimizer: Any, group: int, place: int) -> bool:
-    """Whether parameter number `place` of that group keeps 8 bits: as its state is, or would be made.
-
-    Raises:
-        ConfigError: bitsandbytes' GlobalOptimManager has other options for this parameter alone.
-    """
-    parameter = optimizer.param_groups[group]["params"][place]
-    state = optimizer.state.get(parameter) or {}
-    said = _overridden(optimizer, parameter, (group, place))
-    others = sorted(said.keys() - _OVERRIDDEN)
-    if others:
-        raise ConfigError(
-            f"bitsandbytes' GlobalOptimManager has {others[0]!r} for one parameter alone; give that parameter a group "
-            "of the optimizer with these options instead"
-        )
-    if "state1" in state:
-        return bool(state["state1"].dtype == torch.uint8)
-    if said.get("optim_bits", 8) == 32:
-        return False
-    smallest = said.get("min_8bit_size", getattr(optimizer.args, "min_8bit_size", MIN_8BIT_SIZE))
-    return bool(parameter.numel() >= smallest)
-
-
-def _overridden(optimizer: Any, parameter: torch.Tensor, index: tuple[int, int]) -> Mapping[str, Any]:
-    """The options that bitsandbytes' manager of overrides has for one parameter."""
-    manager = optimizer.mng
-    said: dict[str, Any] = {**manager.index2config.get(index, {}), **manager.pid2config.get(id(parameter), {})}
-    # The optimizer looks up the options of modules in its first step only.
-    for module, name, config in manager.module_weight_config_triple:
-        if getattr(module, name, None) is parameter:
-            said.update(config)
-    return said
-
-
-def state_of(optimizer: Any, parameter: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
-    """The state that bitsandbytes keeps for a parameter, by our names, and the number of its updates.
-
-    Codes of 8 bits come with the largest value of each block; state of 32 bits is float32.
-
-    Raises:
-        ConfigError: the parameter is not row-major, and the blocks of its state are.
-    """
-    state = optimizer.state.get(parameter) or {}
-    if "state1" not in state:
-        return {}, 0
-    found = {}
-    for theirs, ours in _NAMES.items():
-        if theirs not in state:
-            continue
-        tensor = state[theirs].detach().cpu()
-        if tensor.dtype == torch.uint8 and not parameter.is_contiguous():
-            raise ConfigError(
-                f"a parameter of shape {list(parameter.shape)} is not row-major, and bitsandbytes' blocks of its state "
-                "are: make the parameter contiguous, or start without the state"
-            )
-        if tensor.shape == parameter.shape:
-            tensor = torch.empty_strided(parameter.shape, dense_strides(parameter), dtype=tensor.dtype).copy_(tensor)
-        found[ours] = tensor
-    return found, int(state["step"])
-
-
 _16_BITS = frozenset({torch.bfloat16, torch.float16})
 
 
-def rule_of(optimizer: torch.optim.Optimizer) -> Literal["adam", "momentum"] | None:
-    """The engine's rule that can update its parameters; None where the optimizer's own code runs."""
-    if type(optimizer) in {torch.optim.AdamW, torch.optim.Adam} or is_8bit_adam(optimizer):
+def engine_kind(optimizer: torch.optim.Optimizer) -> Literal["adam", "momentum"] | None:
+    """The engine's arithmetic that can update its parameters; None where the optimizer's own code runs."""
+    if type(optimizer) in {torch.optim.AdamW, torch.optim.Adam}:
         return "adam"
     if type(optimizer) is torch.optim.SGD and all(group["momentum"] for group in optimizer.param_groups):
         return "momentum"
@@ -436,14 +353,6 @@ def compact_format(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, la
         for tensor in layout.tensors.values()
     )
     return "compact fp32" if same_shape and layout.shape.numel() else None
-
-
-def momentum_options(group: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The numbers of `engine.Momentum` for a group of SGD; None where the group has no momentum now."""
-    if not group["momentum"]:
-        return None
-    numbers = {name: float(group[name]) for name in ("lr", "momentum", "dampening", "weight_decay")}
-    return {**numbers, "nesterov": bool(group["nesterov"]), "maximize": bool(group["maximize"])}
 
 
 def options_of_formats(formats: Iterable[str | None]) -> str:
@@ -471,32 +380,20 @@ class StateFormats:
         Raises:
             ConfigError: the optimizer, the options or a parameter do not allow the format.
         """
-        taken = is_8bit_adam(optimizer)
-        if taken and self.elements:
-            raise ConfigError(
-                f"{named(optimizer)} of bitsandbytes decides by whole parameters which have 8 bits, and ranks have "
-                "rows of them: give a torch.optim.AdamW, with state='8bit'"
-            )
-        if taken and self.state is None and not self.stochastic and master_dtype is None:
-            # bitsandbytes' own code runs, on its own state.
-            return {}
-        if not taken and self.state in (None, "fp32") and not self.stochastic:
+        if self.state in (None, "fp32") and not self.stochastic:
             self._require_fp32(optimizer, master_dtype)
             return {}
         if not self._narrows_momentum(optimizer):
-            self._require_rule(optimizer, taken=taken)
+            self._require_rule(optimizer)
         found = {}
-        for number, group in enumerate(optimizer.param_groups):
+        for group in optimizer.param_groups:
             if group.get("amsgrad"):
                 raise ConfigError(
                     f"amsgrad keeps a third moment, which has no format of {self._asked}: set amsgrad=False, or leave "
                     f"{self._asked} out"
                 )
-            for place, parameter in enumerate(group["params"]):
-                if not parameter.is_floating_point():
-                    continue
-                width = ("8bit" if has_8_bits(optimizer, number, place) else "") if taken else self._width(parameter)
-                found[id(parameter)] = self._format(parameter, width, master_dtype)
+            for parameter in filter(torch.is_floating_point, group["params"]):
+                found[id(parameter)] = self._format(parameter, self._width(parameter), master_dtype)
         if self.stochastic and not any(given.startswith("stochastic") for given in found.values()):
             raise ConfigError(
                 "rounding='stochastic' is for parameters of bfloat16 and float16, and the optimizer has none: leave it "
@@ -506,7 +403,7 @@ class StateFormats:
 
     def of_each(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[StateFormats]:
         """The formats for each of several optimizers; one without such a format keeps its state as it is."""
-        capable = [rule_of(one) is not None or self._narrows_momentum(one) for one in optimizers]
+        capable = [engine_kind(one) is not None or self._narrows_momentum(one) for one in optimizers]
         asked = self.stochastic or self.state is not None
         if not asked or len(optimizers) == 1 or not any(capable):
             return [self] * len(optimizers)
@@ -529,7 +426,7 @@ class StateFormats:
     def _asked(self) -> str:
         if self.stochastic and self.state in (None, "fp32"):
             return "rounding='stochastic'"
-        return f"state={self.state or '8bit'!r}"
+        return f"state={self.state!r}"
 
     def _narrows_momentum(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer's own code runs on a momentum that is stored in bfloat16."""
@@ -539,7 +436,7 @@ class StateFormats:
         """Reject state="fp32", unless the state would be the same without the option."""
         if self.state is None:
             return
-        self._require_rule(optimizer, taken=False)
+        self._require_rule(optimizer)
         if master_dtype is None and any(
             parameter.dtype in _16_BITS for group in optimizer.param_groups for parameter in group["params"]
         ):
@@ -548,18 +445,12 @@ class StateFormats:
                 "moments in torch; pass rounding='stochastic' for moments of 32, or leave master_dtype out"
             )
 
-    def _require_rule(self, optimizer: torch.optim.Optimizer, *, taken: bool) -> None:
-        if taken and self.state not in (None, "8bit"):
-            raise ConfigError(
-                f"{named(optimizer)} of bitsandbytes keeps 8 bits, not {self.state!r}: leave state= out, or give a "
-                "torch.optim.AdamW"
-            )
-        if rule_of(optimizer) is None:
+    def _require_rule(self, optimizer: torch.optim.Optimizer) -> None:
+        if engine_kind(optimizer) is None:
             asked = "rounding='stochastic'" if self.state is None else f"state={self.state!r}"
             what = "SGD without momentum" if type(optimizer) is torch.optim.SGD else named(optimizer)
             raise ConfigError(
-                f"{asked} is for torch's Adam, AdamW and SGD with momentum, and for bitsandbytes' Adam8bit and "
-                f"AdamW8bit; the optimizer is {what}: leave it out"
+                f"{asked} is for torch's Adam, AdamW and SGD with momentum; the optimizer is {what}: leave it out"
             )
 
     def _width(self, parameter: torch.Tensor) -> str:

@@ -305,13 +305,7 @@ def require_streamable(
     Raises:
         ConfigError: it names the reason, and an alternative.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"the optimizer must be a torch.optim.Optimizer, not a {type(optimizer).__qualname__}")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError(
-            f"{named(optimizer)} is rejected: its step evaluates the model several times, and its state spans all "
-            "parameters. Use AdamW, or any optimizer whose state is per parameter"
-        )
+    _require_class(optimizer)
     for group in optimizer.param_groups:
         for option in ("capturable", "differentiable"):
             if group.get(option):
@@ -330,6 +324,22 @@ def require_streamable(
         return {}, PLAIN
     require_self_contained(optimizer)
     return require_independent(optimizer, master_dtype)
+
+
+def _require_class(optimizer: torch.optim.Optimizer) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"the optimizer must be a torch.optim.Optimizer, not a {type(optimizer).__qualname__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            f"{named(optimizer)} is rejected: its step evaluates the model several times, and its state spans all "
+            "parameters. Use AdamW, or any optimizer whose state is per parameter"
+        )
+    if any(kind.__module__.startswith("bitsandbytes.") for kind in type(optimizer).__mro__):
+        raise ConfigError(
+            f"{named(optimizer)} of bitsandbytes is rejected: the bits of its updates depend on the processor. Use "
+            'torch.optim.AdamW, Adam, or SGD with momentum, and pass offload(..., state="8bit"), which keeps moments '
+            "in the same 8 bits"
+        )
 
 
 def _require_updated_vectors(dtype: torch.dtype) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import sys
 from collections import Counter
@@ -20,10 +19,8 @@ if TYPE_CHECKING:
 
 # A refusal names as many.
 _NAMED = 3
-# Words at the beginning of what torch keeps of a storage; where its memory is, and what frees it, are among them.
-_WORDS = 6
-# Memory whose other users cannot be counted, in words.
-FOREIGN = "memory that torch did not allocate (of numpy, DLPack or frombuffer(), or shared with other processes)"
+# Memory whose other users cannot be counted, in words. torch marks what numpy() was called on as it marks numpy's own.
+FOREIGN = "memory that torch does not have alone (numpy, also a call of numpy(); DLPack, frombuffer(), other processes)"
 
 
 def require_unaliased(
@@ -224,8 +221,7 @@ def find_foreign(named: Mapping[str, torch.Tensor]) -> list[str]:
         storage = _storage_of(tensor)
         if storage is None or storage.device.type != "cpu":
             continue
-        # numpy() of a tensor makes the memory one that cannot be resized, too.
-        if (storage.resizable() and not storage.is_shared()) or _is_torchs_own(storage):
+        if storage.resizable() and not storage.is_shared():
             continue
         # A copy of an offloaded model: torch alone has this memory.
         if is_file_memory(storage.data_ptr()):
@@ -236,17 +232,6 @@ def find_foreign(named: Mapping[str, torch.Tensor]) -> list[str]:
         if not any(begin <= address < end for begin, end in maps):
             found.append(name)
     return found
-
-
-def _is_torchs_own(storage: torch.UntypedStorage) -> bool:
-    """Whether torch's allocator of host memory made it: then the pointer to be freed is the memory itself."""
-    own = torch.empty(1, device="cpu").untyped_storage()
-    return _addresses(own) == 2 == _addresses(storage)
-
-
-def _addresses(storage: torch.UntypedStorage) -> int:
-    words = (ctypes.c_void_p * _WORDS).from_address(storage._cdata)  # noqa: SLF001
-    return sum(word == storage.data_ptr() for word in words)
 
 
 def _private_files() -> list[tuple[int, int]]:

@@ -170,7 +170,6 @@ class Frames:
     def enter(self, module: torch.nn.Module, gate: Gate) -> None:
         """Bind the units of a module: all of them or, with an exception, none."""
         self._residency.units.require_open()
-        self._residency.transfers.settle()
         if not gate.homes:
             # Binding does it otherwise.
             self._residency.turns.note_thread()
@@ -183,7 +182,7 @@ class Frames:
             self.unwind()
         if self._residency.stages is not None:
             self._residency.stages.arrive(gate.homes)
-        self._residency.listener.entered(module, outermost=not stack)
+        self._residency.session.entered(module, outermost=not stack)
         if stack and stack[-1].module is module:
             stack[-1].repeat(1)
             return

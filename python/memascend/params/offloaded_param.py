@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memascend.errors import ConfigError, UsageError
+from memascend.params.weight_access import DOORS
 from memascend.tensors import strides_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from contextlib import AbstractContextManager
+
+    from memascend.params.residency import Residency
 
 
 def _metadata() -> frozenset[Any]:
@@ -50,11 +52,12 @@ def _metadata() -> frozenset[Any]:
 
 
 METADATA = _metadata()
-# Part of errors where an offloaded parameter has no memory to be reached or written to.
-_HOW = "use memascend.materialized(model) to read it, and materialized(model, modify=True) to change it"
-# Methods that hand out a parameter's memory, or write to it, past torch's counters.
+# Part of errors where an offloaded parameter has no memory to be reached.
+_HOW = f"use memascend.materialized(model) to read it; {DOORS}"
+# Methods that hand out a parameter's memory, or write to it, past torch's counters. On a parameter that is real while
+# a module computes, they give a copy: its class is a plain one then, see `session.process_hooks`.
 HANDED_OUT = (
-    "__array__", "__dlpack__", "_typed_storage", "apply_", "detach", "map_", "map2_", "numpy", "ravel", "storage",
+    "__array__", "__dlpack__", "_typed_storage", "apply_", "detach", "map_", "map2_", "numpy", "storage",
     "untyped_storage",
 )  # fmt: skip
 
@@ -80,9 +83,8 @@ class Away:
         places = find_away(args, kwargs)
         if all(place.source.holds(place) for place in places):
             # Of this thread, and real: as a plain parameter does it.
-            if getattr(func, "__name__", "") in HANDED_OUT:
-                for place in places:
-                    place.source.note_storage(place)
+            if func == _GET_DATA or getattr(func, "__name__", "") in HANDED_OUT:
+                return _stand_in(func, places, args, kwargs)
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 return func(*args, **kwargs)
         special = _SPECIAL.get(func)
@@ -94,7 +96,7 @@ class Away:
         place = self._memascend
         if id(self) not in memo:
             _require_outside(place, "copied deeply")
-            memo[id(self)] = place.source.reached.duplicate(place)
+            memo[id(self)] = place.source.copies.duplicate(place)
         return memo[id(self)]
 
     # torch asks no class before it does these.
@@ -104,7 +106,7 @@ class Away:
         raise UsageError(
             f"{self._memascend.name!r} is offloaded and cannot be given other memory by set_(), as a parametrization "
             "does it: parametrize before offload() (now save(), do it in a plain model with those weights, and "
-            "offload() anew); p.data.copy_(values) changes its values"
+            "offload() anew); optimizer.edit(parameter) changes its values"
         )
 
     def as_subclass(self, _: type) -> Any:
@@ -118,7 +120,7 @@ class Away:
     def __reduce_ex__(self, protocol: Any) -> Any:
         place = self._memascend
         _require_outside(place, "pickled")
-        return place.source.reached.stand_in(place).__reduce_ex__(protocol)
+        return place.source.copies.stand_in(place).__reduce_ex__(protocol)
 
 
 # Not the methods of plain parameters, which watch bound ones: here each comes through __torch_function__.
@@ -160,8 +162,13 @@ def _refused(place: Place, how: str) -> UsageError:
 
 
 def _require_outside(place: Place, how: str) -> None:
-    if place.source.reached.computes:
+    if place.source.copies.computes:
         raise _refused(place, how)
+
+
+def refused_write(name: str, how: str) -> UsageError:
+    """The error for a write to an offloaded parameter."""
+    return UsageError(f"{name!r} is offloaded, and is not {how}: {DOORS}")
 
 
 # --- functions on offloaded parameters -------------------------------------------------
@@ -171,36 +178,24 @@ def _apply(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...],
     """Call a function on offloaded parameters."""
     source = places[0].source
     written = _written(func, args, kwargs)
-    if source.reached.computes:
+    if written:
+        source.units.require_open()
+        raise refused_write(written[0].name, f"written to by {func.__name__}()")
+    if source.copies.computes:
         if func in _MEMORY:
             raise _refused(places[0], _MEMORY[func])
-        if written:
-            raise _refused(written[0], f"written to by {func.__name__}()")
-        return _computed(func, places, args, kwargs)
-    if written:
-        source.reached.require_writable(written[0])
-    if not (written or func in _MEMORY):
+        with source.borrowed(places):
+            return func(*args, **kwargs)
+    if func not in _MEMORY:
         tracked = torch.is_grad_enabled() and any(place.parameter.requires_grad for place in places)
         found = _borrow(func, places, args, kwargs, tracked=tracked)
         if found is not _NOTHING:
             return found
         if tracked:
             # A view in a graph: its gradient is the parameter's own.
-            with source.reached.bound(places):
+            with source.copies.bound(places):
                 return func(*args, **kwargs)
     return _stand_in(func, places, args, kwargs)
-
-
-def _computed(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a function while the model computes; memory that it hands out is watched."""
-    source = places[0].source
-    with source.borrowed(places):
-        found = func(*args, **kwargs)
-        note = source.note_storage if getattr(func, "__name__", "") in HANDED_OUT else source.note_data
-        if any(isinstance(leaf, torch.Tensor) and source.hooks.lies_in_unit(leaf) for leaf in tree_leaves(found)):
-            for place in places:
-                note(place)
-        return found
 
 
 # A value that no function returns.
@@ -212,7 +207,7 @@ def _borrow(
 ) -> Any:
     """The result of a function on values in the arena; `_NOTHING` where it would hand out their memory."""
     source = places[0].source
-    if source.reached.has(places) or not source.fits(places):
+    if not source.fits(places):
         return _NOTHING
     with source.borrowed(places):
         found = func(*args, **kwargs)
@@ -225,9 +220,8 @@ def _borrow(
 
 
 def _stand_in(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function on real memory of the parameters."""
-    reached = places[0].source.reached
-    instead = {id(place.parameter): reached.stand_in(place) for place in places}
+    """Call a function on copies of the parameters."""
+    instead = {id(place.parameter): place.source.copies.stand_in(place) for place in places}
     own = {id(instead[id(place.parameter)]): place.parameter for place in places}
     given, options = tree_map(
         lambda leaf: instead[id(leaf._memascend.parameter)] if isinstance(leaf, Away) else leaf,  # noqa: SLF001
@@ -271,16 +265,11 @@ def _refuse(how: str) -> Callable[..., Any]:
 
 def _data_set(func: Callable[..., Any], tensor: Any, values: Any) -> None:
     if not isinstance(tensor, Away):
-        # Another tensor's, which gets the memory of a parameter.
+        # Another tensor's, which gets a copy.
         _stand_in(func, find_away(values), (tensor, values), {})
-        return
-    if values is tensor:
-        return
-    place = tensor._memascend  # noqa: SLF001
-    _require_outside(place, "replaced through .data")
-    reached = place.source.reached
-    reached.require_writable(place)
-    reached.replace(place, reached.stand_in(values._memascend) if isinstance(values, Away) else values)  # noqa: SLF001
+    elif values is not tensor:
+        tensor._memascend.source.units.require_open()  # noqa: SLF001
+        raise refused_write(tensor._memascend.name, "given other memory through .data")  # noqa: SLF001
 
 
 def _stride(func: Callable[..., Any], tensor: Any, dim: int | None = None) -> Any:
@@ -312,16 +301,11 @@ def _detach(func: Callable[..., Any], tensor: Any) -> Any:
             "save(), make it (or parametrize) in a plain model with those weights, and offload() anew; "
             "nn.Parameter(p.detach().clone()) is a plain copy"
         )
-    copy = place.source.detached(place)
-    if copy is not None:
-        return copy
-    if place.source.reached.computes:
-        return _computed(func, [place], (tensor,), {})
     return _stand_in(func, [place], (tensor,), {})
 
 
 def _copy(func: Callable[..., Any], tensor: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(tensor, Away) and tensor._memascend.source.assigned(tensor._memascend, values):  # noqa: SLF001
+    if isinstance(tensor, Away) and tensor._memascend.source.loaded(tensor._memascend, values):  # noqa: SLF001
         return tensor
     return _apply(func, find_away(tensor, values), (tensor, values, *args), kwargs)
 
@@ -357,6 +341,7 @@ def _cast(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> A
 
 
 _T = torch.Tensor
+_GET_DATA: Any = _T.data.__get__  # type: ignore[attr-defined]
 
 
 def _named(names: dict[str, Any]) -> dict[Any, Any]:
@@ -366,7 +351,7 @@ def _named(names: dict[str, Any]) -> dict[Any, Any]:
 
 # Functions that hand out memory that is not seen in the result, with the words of the error while the model computes.
 _MEMORY: dict[Any, str] = {
-    _T.data.__get__: "reached through .data",  # type: ignore[attr-defined]
+    _GET_DATA: "reached through .data",
     **_named(
         {
             "numpy": "shared with numpy",
@@ -402,78 +387,6 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 }
 
 
-class WeightMemory(Protocol):
-    """Real memory that weights are given between forwards."""
-
-    @property
-    def computes(self) -> bool:
-        """Whether the model computes now."""
-
-    def has(self, places: Iterable[Place]) -> bool:
-        """Whether one of these has such memory."""
-
-    def stand_in(self, place: Place) -> torch.Tensor:
-        """That memory, as a plain tensor."""
-
-    def replace(self, place: Place, values: torch.Tensor) -> None:
-        """Give the parameter this memory."""
-
-    def bound(self, places: list[Place]) -> AbstractContextManager[None]:
-        """Let the parameters have that memory for one operation."""
-
-    def duplicate(self, place: Place) -> torch.nn.Parameter:
-        """A plain parameter with a copy of the values."""
-
-    def require_writable(self, place: Place) -> None:
-        """Refuse a write that no update could see."""
-
-
-class UnitHooks(Protocol):
-    """Hooks on the tensors that autograd saves."""
-
-    def lies_in_unit(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on the memory of a unit."""
-
-    def push(self) -> bool:
-        """Install them; False where they are installed already."""
-
-    def pop(self) -> None:
-        """Remove them."""
-
-
-class Source(Protocol):
-    """Loads the values of offloaded parameters."""
-
-    @property
-    def reached(self) -> WeightMemory:
-        """The memory of weights between forwards."""
-
-    @property
-    def hooks(self) -> UnitHooks:
-        """The hooks on saved tensors."""
-
-    def holds(self, place: Place) -> bool:
-        """Whether this thread has bound the parameter."""
-
-    def borrowed(self, places: Iterable[Place]) -> AbstractContextManager[None]:
-        """Bind the units of some parameters for one operation."""
-
-    def note_storage(self, place: Place) -> None:
-        """User code takes all of the memory in which a parameter lies."""
-
-    def note_data(self, place: Place) -> None:
-        """User code takes the memory of a parameter."""
-
-    def fits(self, places: Iterable[Place]) -> bool:
-        """Whether the units of some parameters fit into memory together."""
-
-    def detached(self, place: Place) -> torch.Tensor | None:
-        """A copy of the values where a state dict is made; None elsewhere."""
-
-    def assigned(self, place: Place, values: torch.Tensor) -> bool:
-        """Write values to storage where a state dict is loaded; False elsewhere."""
-
-
 _CPU = torch.device("cpu")
 # A model has some tens of kinds of parameters; where it has more than this, further ones have a tensor each.
 _KINDS_MAX = 1024
@@ -503,7 +416,7 @@ class Place:
         parameter: torch.nn.Parameter,
         name: str,
         offset: int,
-        source: Source,
+        source: Residency,
         device: torch.device = _CPU,
     ) -> None:
         """`device` is the one that computes with it."""

@@ -5,23 +5,26 @@ from __future__ import annotations
 import sys
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memascend.errors import UsageError
-from memascend.params.offloaded_param import said
 from memascend.params.resident_units import ResidentUnits
 from memascend.params.threads import ProcessLock, Turns, current, others_alive
-from memascend.params.weight_access import ReachedWeights, Transfers
+from memascend.params.weight_access import WeightCopies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from types import FrameType
+    from collections.abc import Callable, Iterable, Iterator
 
+    from memascend.activations.activations import Activations
+    from memascend.device.unit_memory import UnitMemory
     from memascend.params.offloaded_param import Place
-    from memascend.params.unit import Copies, Home, Limits, Listener, Memory, Stages, Sums, UseMeter
+    from memascend.params.unit import Home, Limits, Stages
+    from memascend.params.weight_access import Copies
+    from memascend.session.report import Meter
+    from memascend.session.session import Session
     from memascend.storage import Engine
 
 
@@ -46,19 +49,12 @@ class Note(NamedTuple):
     negative: bool
 
 
-class Keeper(Protocol):
-    """Keeps tensors that lie in no unit elsewhere: `activations`, which is in a package above this."""
-
-    def save(self, tensor: torch.Tensor, caller: FrameType) -> Any:
-        """The replacement of a tensor that is saved in this frame, with a method `tensor()`; or the tensor itself."""
-
-
 class SavedTensorHooks:
     """One pair of hooks, which are pushed while a unit computes."""
 
     __slots__ = ("_pair", "_residency", "keeper")
 
-    def __init__(self, residency: Residency, keeper: Keeper | None = None) -> None:
+    def __init__(self, residency: Residency, keeper: Activations | None = None) -> None:
         """Where there is a keeper, the hooks are pushed for all of a model's forward."""
         self._residency = residency
         self.keeper = keeper
@@ -249,41 +245,40 @@ class Residency:
         units: the units and their bytes.
         turns: of the threads that use parameters.
         hooks: on the tensors that autograd saves.
-        transfers: state dicts that are being made or loaded.
-        reached: weights that have memory of their own between forwards.
+        copies: of weights, which user code was given.
         stages: is notified of each unit before it is used, while micro-batches are computed; None otherwise.
-        listener: the session.
+        session: of the run.
     """
 
-    listener: Listener
+    session: Session
 
     def __init__(
         self,
-        memory: Memory,
+        memory: UnitMemory,
         limits: Limits,
         engine: Engine,
-        copies: Copies,
-        meter: UseMeter,
+        files: Copies,
+        meter: Meter,
         *,
-        keeper: Keeper | None = None,
-        sums: Sums,
+        keeper: Activations | None = None,
     ) -> None:
-        """Begin with nothing in memory. `listen` is called before the first use.
+        """Begin with nothing in memory. `serve` is called before the first use.
 
-        `engine` has the updates, which may hold units until they are done. `keeper` keeps saved tensors that lie in no
-        unit; `sums` finds parameters that were written to past torch's counters.
+        `engine` has the updates, which may hold units until they are done. `files` has copies of weights. `keeper`
+        keeps saved tensors that lie in no unit.
         """
         self._memory = memory
         self._limits = limits
         self._meter = meter
-        self._copies = copies
+        self._files = files
         self.lock = ProcessLock()
         self.turns = Turns(self.lock)
-        self.units = ResidentUnits(memory, limits, copies, self.lock, engine, sums)
+        self.units = ResidentUnits(memory, limits, self.lock, engine)
         self.hooks = SavedTensorHooks(self, keeper)
-        self.transfers = Transfers()
-        self.reached = ReachedWeights(self, copies)
+        self.copies = WeightCopies(self, files)
         self.stages: Stages | None = None
+        # Takes the values that a state dict has for a parameter, while one is being loaded.
+        self._load: Callable[[Place, torch.Tensor], None] | None = None
 
     @contextmanager
     def followed_by(self, stages: Stages) -> Iterator[None]:
@@ -294,9 +289,14 @@ class Residency:
         finally:
             self.stages = None
 
-    def listen(self, listener: Listener) -> None:
-        """Notify a session of all uses from now on; it is made of this object, and so comes later."""
-        self.listener = listener
+    def serve(self, session: Session) -> None:
+        """Belong to a session, which is made of this object, and so comes later."""
+        self.session = session
+
+    @property
+    def computes(self) -> bool:
+        """Whether this thread is inside of the model's forward."""
+        return self.session.run.frames.inside
 
     # --- binding ---------------------------------------------------------------
 
@@ -308,7 +308,7 @@ class Residency:
             self.turns.wait_to_bind(partial(self.units.holders_of_room, home, here))
             if home.bound == 0:
                 # Through views that were taken while the model computed.
-                self._find_written(home)
+                self.units.find_written((home,))
                 with _unseen():
                     self.units.use(home)
                     try:
@@ -348,44 +348,18 @@ class Residency:
 
     def _take_away(self, home: Home) -> None:
         """Make the parameters of a unit placeholders; a repeated call after an interrupt completes it."""
-        self._find_written(home)
+        self.units.find_written((home,))
         home.unbind()
-
-    def _find_written(self, home: Home) -> None:
-        written = home.written
-        if written or self.units.sums.compares:
-            self.units.drop_written(home, written)
 
     def holds(self, place: Place) -> bool:
         """Whether this thread has bound a parameter that asks."""
         return current() in self.units.home_of[place.name].holders
 
-    def note_data(self, place: Place) -> None:
-        """User code takes the `.data` or the memory of a parameter, which is watched from here on where it is bound."""
-        self._note_taken(place, (place,))
-
-    def note_storage(self, place: Place) -> None:
-        """User code takes all of the memory in which a parameter lies: the memory of its unit."""
-        self._note_taken(place, self.units.home_of[place.name].places)
-
-    def _note_taken(self, place: Place, taken: Sequence[Place]) -> None:
-        with self.lock:
-            home = self.units.home_of[place.name]
-            if home.bound:
-                for other in taken:
-                    self.units.sums.take(home, other)
-
-    def require_away(self, place: Place) -> None:
-        """Reject other memory for a parameter that is bound."""
-        if self.units.home_of[place.name].bound:
-            raise UsageError(said(repr(place.name), "replaced through .data"))
-
     @contextmanager
     def borrowed(self, places: Iterable[Place]) -> Iterator[None]:
         """Bind the units of some parameters for one operation."""
         self.units.require_open()
-        self.transfers.settle()
-        self.listener.borrowed(places)
+        self.session.run.gradients.touched(places)
         homes = self._homes(places)
         bound: list[Home] = []
         pushed = False
@@ -411,27 +385,32 @@ class Residency:
         sizes = [home.slot_bytes for home in self._homes(places) if not home.held]
         return all(sizes.count(size) <= self._limits.slots.get(size, 0) for size in set(sizes))
 
-    def detached(self, place: Place) -> torch.Tensor | None:
-        """A copy of a parameter's values where a state dict is made; None elsewhere."""
-        if place.device.type == "cpu" and not self.reached.computes:
-            # Memory that is watched.
-            return self.transfers.detached(place, self.reached.for_state_dict)
-        return self.transfers.detached(place, self.copy_of)
+    @contextmanager
+    def loading(self, load: Callable[[Place, torch.Tensor], None]) -> Iterator[None]:
+        """Inside, `load` gets the values that are copied to a parameter."""
+        self._load = load
+        try:
+            yield
+        finally:
+            self._load = None
 
-    def assigned(self, place: Place, values: torch.Tensor) -> bool:
-        """Write values through to storage where a state dict is being loaded; False elsewhere."""
-        return self.transfers.assigned(place, values)
+    @property
+    def is_loading(self) -> bool:
+        """Whether a state dict is being loaded."""
+        return self._load is not None
+
+    def loaded(self, place: Place, values: torch.Tensor) -> bool:
+        """Take values of a state dict that is being loaded; False elsewhere."""
+        if self._load is None:
+            return False
+        self._load(place, values)
+        return True
 
     def copy_of(self, place: Place) -> torch.Tensor:
         """A parameter's values in an unlinked file, as a tensor that nothing else sees."""
-        self.transfers.settle()
-        home = self.units.home_of[place.name]
-        self.bind(home)
-        try:
-            # No name for the values, see there.
-            return self._copies.of_values(place, place.parameter.detach())
-        finally:
-            self.unbind(home)
+        found: list[torch.Tensor] = []
+        self.read_into(place, lambda values: found.append(self._files.of_values(place, values)))
+        return found[0]
 
     def read_into(self, place: Place, take: Callable[[torch.Tensor], None]) -> None:
         """Let `take` have a parameter's values, for as long as it runs."""
@@ -460,20 +439,18 @@ class Residency:
                     self._take_away(home)
                     home.abandon()
             self.units.close(why)
-            self.reached.close()
+            self.copies.close()
 
     def storage_of(self, home: Home, version: int) -> torch.UntypedStorage:
         """The bytes of a unit as they were at `version`."""
         if self.stages is not None:
             self.stages.arrive((home,))
         self._memory.require_usable()
-        self.transfers.settle()
-        self.reached.note_walk()
         with self.lock:
             self.turns.wait_to_read(partial(self.units.holders_of_room, home, current()))
             if home.version != version:
                 raise UsageError(
-                    f"a graph needs unit {home.name!r} as it was before step(), or before it was written to: call "
-                    "backward() before that, or run the forward again"
+                    f"a graph needs unit {home.name!r} as it was before step(), or before its values were changed: "
+                    "call backward() before that, or run the forward again"
                 )
             return self.units.use(home).untyped_storage()

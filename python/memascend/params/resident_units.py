@@ -17,9 +17,10 @@ from memascend.text import bytes_shown, size_option
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
 
+    from memascend.device.unit_memory import UnitMemory
     from memascend.params.offloaded_param import Place
     from memascend.params.threads import ProcessLock
-    from memascend.params.unit import Copies, Limits, Memory, Sums
+    from memascend.params.unit import Limits
     from memascend.storage import Engine
 
 
@@ -170,29 +171,18 @@ class ResidentUnits:
         order: in which units are used.
         closed: why nothing may be used any more, once that is so.
         written: parameters that were written to while they were bound.
-        overrides: values that are not on storage, and that the model computes with, by parameter.
         counters: what was done, for reports.
     """
 
-    def __init__(
-        self,
-        memory: Memory,
-        limits: Limits,
-        copies: Copies,
-        lock: ProcessLock,
-        engine: Engine,
-        sums: Sums,
-    ) -> None:
+    def __init__(self, memory: UnitMemory, limits: Limits, lock: ProcessLock, engine: Engine) -> None:
         """See `Residency`."""
         self._memory = memory
         self._arena = memory.arena
         self._limits = limits
         self._classes = sorted(limits.slots)
-        self._copies = copies
         self._lock = lock
         self._process = os.getpid()
         self._engine = engine
-        self.sums = sums
         self.homes: list[Home] = []
         self.home_of: dict[str, Home] = {}
         self.order = Order()
@@ -200,7 +190,6 @@ class ResidentUnits:
         self._held: set[int] = set()
         self.closed: str | None = None
         self.written: set[str] = set()
-        self.overrides: dict[str, torch.Tensor] = {}
         self.counters = {"fetches": 0, "hits": 0, "adopted": 0, "evictions": 0}
         self._at: dict[int, tuple[Home, int]] = {}
         # The unit that is asked for right now: not to be evicted for one that comes later.
@@ -229,8 +218,6 @@ class ResidentUnits:
             self._current = home
             self.order.went_to(home.index)
             if home.held and home.is_stale(self._memory.held_epoch):
-                if self.sums.compares:
-                    self.sums.note(home)
                 self.evict(home)
             if home.base is None:
                 self._bring(home)
@@ -244,30 +231,18 @@ class ResidentUnits:
 
     def _bring(self, home: Home) -> None:
         """Have the bytes of a unit in memory; an interrupt leaves one that is brought again."""
-        if home.state is Bytes.AWAY and self._adopt(home):
-            # Parameters in these bytes that were compared still are.
-            return
-        if self.sums.compares:
-            self.sums.forget(home)
-        if not home.held:
-            if home.state is Bytes.AWAY:
-                self._start(home, must=True)
-            home.arrive(self.overrides)
-        else:
+        if home.held:
             # Read first: bytes that become stale in between are brought again.
             epoch = self._memory.held_epoch
             held = self._memory.held(home.name)
             self._at[held.data_ptr()] = (home, home.version)
-            if any(place.name in self.overrides for place in home.places):
-                # Values that only the model has are no part of the RAM tier.
-                base = self._copies.of_bytes(held[: home.nbytes])
-                home.overlay(base, self.overrides)
-                self._at[base.data_ptr()] = (home, home.version)
-                home.copy(base)
-            else:
-                home.stand(held, epoch)
-        if self.sums.compares:
-            self.sums.note(home)
+            home.stand(held, epoch)
+            return
+        if home.state is Bytes.AWAY:
+            if self._adopt(home):
+                return
+            self._start(home, must=True)
+        home.arrive()
 
     def _start(self, home: Home, *, must: bool) -> bool:
         """Lease memory and begin the read."""
@@ -393,57 +368,25 @@ class ResidentUnits:
     def evict(self, home: Home) -> None:
         """Release a unit's bytes; views of other code keep them alive."""
         with self._lock:
-            if self.sums.compares:
-                self.written.update(self.sums.changed(home))
-                self.sums.leave(home)
             home.leave()
             self.counters["evictions"] += 1
 
     # --- values that change -------------------------------------------------------------
 
-    def override(self, place: Place, values: torch.Tensor | None) -> None:
-        """Let the model compute with these values from now on; None: with the stored ones again."""
+    def find_written(self, homes: Iterable[Home]) -> None:
+        """Look for writes in place that torch has counted. Such bytes are no step's: they are read again."""
         with self._lock:
-            self.overrides.pop(place.name, None)
-            if values is not None:
-                self.overrides[place.name] = values
-            home = self.home_of[place.name]
-            home.change()
-            self.evict(home)
-            home.forget()
-
-    def settle_override(self, place: Place) -> None:
-        """The values of an override are on storage now: bytes in memory are right, bytes being read may be old."""
-        with self._lock:
-            self.overrides.pop(place.name, None)
-            home = self.home_of[place.name]
-            if home.base is None:
+            for home in homes:
+                written = home.written
+                if not written:
+                    continue
+                self.written.update(written)
+                home.note_written()
+                # A write to one through its storage may have reached all of them.
+                for place in home.places if home.held else ():
+                    self._memory.spoil(place.name)
                 self.evict(home)
-
-    def find_written(self) -> None:
-        """Look for values in memory that differ from the read ones, as far as they are compared."""
-        with self._lock:
-            for home in self.homes:
-                self.drop_written(home, home.written)
-            if self.sums.compares:
-                self.written.update(self.sums.changed_since())
-
-    def drop_written(self, home: Home, seen: Iterable[str]) -> None:
-        """The same for one unit; `seen` are parameters of it that torch has counted as written to."""
-        written = {*seen, *self.sums.changed(home)}
-        if home.is_moved:
-            # No step would change what the model computes with.
-            written.update(place.name for place in home.places)
-        if written:
-            self.written.update(written)
-            # Reported once, by whichever of the two found it.
-            home.note_written()
-            # A write to one through its storage may have reached all of them.
-            for place in home.places if home.held else ():
-                self._memory.spoil(place.name)
-            # Its bytes are no step's: they are read again.
-            self.evict(home)
-            home.forget()
+                home.forget()
 
     def changed(self, names: Iterable[str]) -> None:
         """Parameters have new values on storage: the cached bytes of their units are old."""
@@ -451,8 +394,6 @@ class ResidentUnits:
             for index in {self.home_of[name].index for name in names}:
                 home = self.homes[index]
                 home.train()
-                if home.held and self.sums.compares:
-                    self.sums.note(home)
                 self.evict(home)
 
     def read_again(self) -> None:
@@ -480,11 +421,7 @@ class ResidentUnits:
 
     def home_at(self, address: int) -> tuple[Home, int] | None:
         """The unit whose bytes begin at an address, and their version."""
-        found = self._at.get(address)
-        if found is not None and found[0].held and not found[0].is_at(address):
-            self._at.pop(address, None)
-            return None
-        return found
+        return self._at.get(address)
 
     def close(self, why: str) -> None:
         """Release all bytes; afterwards a use raises `UsageError(why)`."""

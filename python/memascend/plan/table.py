@@ -97,8 +97,6 @@ class Plan:
         without: bytes that a step moves without a RAM tier.
         larger: bytes that a step moves, by larger budgets, up to the one that keeps all records in RAM.
         device_savable_bytes: reads of a step that the device's ample budget would save in addition.
-        recurrent_bytes: copies by cuDNN of the weights of LSTM, GRU and RNN modules, each from its forward to its
-            backward; torch's own memory of the device, and in no budget.
     """
 
     units: tuple[Unit, ...]
@@ -141,7 +139,6 @@ class Plan:
     log_steps: int = 0
     log_bytes: int = 0
     log_wanted: int = 0
-    recurrent_bytes: int = 0
 
     @property
     def object_bytes(self) -> int:
@@ -222,10 +219,6 @@ def _table(plan: Plan) -> str:
             f"Device memory: {bytes_shown(plan.device_peak)} of a budget of {bytes_shown(plan.device_budget)}",
         ]
         lines += _rows([(owner, bytes_shown(nbytes), _note(plan, owner)) for owner, nbytes in plan.device.items()])
-    if plan.recurrent_bytes:
-        lines.append(
-            f"  beside it cuDNN copies recurrent weights, each until its backward: {bytes_shown(plan.recurrent_bytes)}"
-        )
     lines += ["", f"Storage: {bytes_shown(plan.disk_bytes)}{_log_shown(plan)}"]
     lines += ["", "Each step moves" + (", in bytes for each parameter" if elements else "")]
     rows = []

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.checkpoint.init import persistent_buffers
-from memascend.device.device import Flattening
 from memascend.errors import ConfigError
 from memascend.params.module_hooks import close_gates, open_gates
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
     from memascend.params.unit import Home
     from memascend.session.run import Run
-    from memascend.session.value_edits import StateDicts
 
 
 class Newcomers:
@@ -106,10 +104,7 @@ _COPIER = "__deepcopy__"
 # The attributes of an offloaded module that are ours.
 _OURS = (_COPIER, "__prepare_scriptable__", "_memascend")
 _KEY = "memascend"
-_TABLES = (
-    *("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_state_dict_pre_hooks"),
-    *("_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
-)
+_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called")
 
 
 def copy_module(module: torch.nn.Module, memo: dict[int, Any]) -> Any:
@@ -150,24 +145,15 @@ class Attachment:
         model: torch.nn.Module,
         gates: list[tuple[torch.nn.Module, tuple[Home, ...]]],
         run: Run,
-        state_dicts: StateDicts,
-        *,
-        on_device: bool,
     ) -> None:
-        """`gates` are the modules with hooks, and the units that each binds; `on_device`: the host does not compute."""
+        """`gates` are the modules with hooks, and the units that each binds."""
         self.model = model
         self._gates = gates
         self._run = run
-        self._state_dicts = state_dicts
-        self._flattening = Flattening(model)
-        self._on_device = on_device
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the model an offloaded one with this optimizer."""
         open_gates(self.model, self._gates, self._run.residency, self._run.frames)
-        if self._on_device:
-            self._flattening.stop()
-        self._state_dicts.install()
         for module in self.model.modules():
             # A class with a `__deepcopy__` of its own would copy our attributes, too.
             if getattr(type(module), _COPIER, copy_module) is not copy_module:
@@ -178,7 +164,5 @@ class Attachment:
         """Make the model a plain one."""
         for module in self.model.modules():
             module.__dict__.pop(_COPIER, None)
-        self._state_dicts.remove()
         close_gates(module for module, _ in self._gates)
-        self._flattening.resume()
         self.model.__dict__.pop("_memascend", None)

@@ -7,21 +7,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memascend import kernels
 from memascend.checkpoint.init import embody, move_buffers
-from memascend.grads.backward import Arrivals
-from memascend.grads.gradient import Updates
 from memascend.grads.gradients import Gradients
-from memascend.grads.loop import Loop, LossScale
+from memascend.grads.loop import Loop, LossScale, Speculation
 from memascend.grads.microbatches import Accumulation
 from memascend.grads.norms import Norms
-from memascend.grads.speculation import Speculation
 from memascend.memory import Heap
 from memascend.optim.members import members_of
 from memascend.params.module_hooks import Frames
 from memascend.params.offloaded_param import Place
 from memascend.params.residency import Residency
-from memascend.params.unit import Copies, Limits, Sums, wanted
+from memascend.params.unit import Limits
+from memascend.params.weight_access import Copies
 from memascend.session import original_state
 from memascend.session.attachment import Attachment, AutocastWatch, Newcomers
 from memascend.session.materialize import Saving
@@ -30,7 +27,7 @@ from memascend.session.report import Measurements, Meter
 from memascend.session.run import Position, Record, Run
 from memascend.session.schedule import Schedule
 from memascend.session.session import Session
-from memascend.session.value_edits import Edits, Loads, ReachedValues, StateDicts
+from memascend.session.value_edits import Edits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -64,13 +61,12 @@ class Assembly:
                     # The parameter is on meta, or on a device whose tensors are of another kind.
                     embody(place.parameter, place.nothing)
                 place.unbind()
-                group = subject.groups.get(place.name)
-                if group is not None:
-                    session.run.gradients.watch(place, group, resources.store.entry(place.name)["step"])
+                if place.name in subject.groups:
+                    rule = subject.arithmetic.of(place.parameter)
+                    session.run.gradients.watch(place, rule, resources.store.entry(place.name)["step"])
         if subject.sharding is not None:
             places = {place.name: place for home in session.run.residency.units.homes for place in home.places}
-            run, written = session.run, session.reached_values.write_in_gather
-            subject.sharding.install(run.residency, places, run.gradients.heard_parts, written)
+            subject.sharding.install(session.run.residency, places, session.run.gradients.heard_parts)
         for member in members_of(subject.original):
             original_state.leave(member, offloaded)
         session.attachment.enter(offloaded)
@@ -82,21 +78,17 @@ class Assembly:
         meter = Meter(resources.units.arena, resources.engine, keeps_all=subject.options.gradients == "ram")
         residency = self._residency(meter)
         scale = self._scale()
-        arrivals = self._arrivals(residency, meter, scale)
-        gradients = Gradients(arrivals, frozenset(plan.held))
+        gradients = self._gradients(residency, meter, scale)
         newcomers = Newcomers(subject.model, look=subject.sharding is None)
-        position = Position(resources.store, subject.options.checkpoint)
+        position = Position(resources.store)
         resumed = not resources.store.created or subject.earlier is not None
         schedule = Schedule(subject.original.param_groups, resources.store, resumed=resumed)
         record = Record(resources.store, position, subject.buffers, subject.arithmetic, scale, schedule)
         run = Run(
             resources=resources, residency=residency, frames=Frames(residency), gradients=gradients, record=record
         )
-        edits = Edits(run)
-        reached_values = ReachedValues(edits, None if subject.sharding is None else subject.sharding.exchange)
-        loads = Loads(edits)
-        state_dicts = StateDicts(subject.model, run, loads, sharded=subject.sharding is not None)
-        attachment = Attachment(subject.model, self._gates(residency), run, state_dicts, on_device=self._on_device)
+        edits = Edits(run, None if subject.sharding is None else subject.sharding.exchange)
+        attachment = Attachment(subject.model, self._gates(residency), run)
         values = sum(parameter.nbytes for parameter in subject.named.values())
         heap = Heap(gives_back=any(plan.read_bytes.values()), model_bytes=values)
         session = Session(
@@ -104,18 +96,15 @@ class Assembly:
             newcomers=newcomers,
             watch=AutocastWatch(subject.named.values(), self._device.type),
             edits=edits,
-            loads=loads,
-            reached_values=reached_values,
-            state_dicts=state_dicts,
-            saving=Saving(subject.model, run, loads, reached_values, newcomers, subject.sharding),
+            saving=Saving(subject.model, run, newcomers, subject.sharding),
             attachment=attachment,
-            measurements=Measurements(run, plan, meter, arrivals.speculation),
-            accumulation=self._accumulation(arrivals, residency, meter, heap),
+            measurements=Measurements(run, plan, meter, gradients.speculation),
+            accumulation=self._accumulation(gradients, residency, meter, heap),
             heap=heap,
             max_grad_norm=subject.options.max_grad_norm,
             sharding=subject.sharding,
         )
-        residency.listen(session)
+        residency.serve(session)
         return session
 
     @property
@@ -151,7 +140,6 @@ class Assembly:
             Copies(self.scratch),
             meter,
             keeper=resources.activations,
-            sums=Sums(everything=wanted()),
         )
         for unit in self.decision.units:
             places = [
@@ -168,11 +156,11 @@ class Assembly:
         residency.units.order.expect(forward + forward[::-1])
         return residency
 
-    def _accumulation(self, arrivals: Arrivals, residency: Residency, meter: Meter, heap: Heap) -> Accumulation:
+    def _accumulation(self, gradients: Gradients, residency: Residency, meter: Meter, heap: Heap) -> Accumulation:
         plan = self.decision.plan
         return Accumulation(
             model=self.subject.model,
-            arrivals=arrivals,
+            gradients=gradients,
             residency=residency,
             engine=self.resources.engine,
             meter=meter,
@@ -183,17 +171,26 @@ class Assembly:
             never=None if self.subject.sharding is None else "several ranks share the model",
         )
 
-    def _arrivals(self, residency: Residency, meter: Meter, scale: LossScale) -> Arrivals:
+    def _gradients(self, residency: Residency, meter: Meter, scale: LossScale) -> Gradients:
         subject, plan, resources = self.subject, self.decision.plan, self.resources
         options = subject.options
         figures = None if subject.sharding is None else subject.sharding.exchange
         loop = Loop(options.gradients, options.accumulation_steps, keeps=options.keeps, figures=figures)
-        speculation = Speculation(loop, frozenset(plan.held), residency.reached)
+        held = frozenset(plan.held)
         # With one unit in memory at a time, an update must not prevent its eviction.
         units = residency.units if plan.window > 1 and not plan.device else None
-        engine = resources.units.engine(resources.engine)
-        rule = Updates(subject.arithmetic, engine, resources.store, units)
-        return Arrivals(rule, scale, loop, speculation, Norms(kernels, figures), meter, residency)
+        return Gradients(
+            engine=resources.units.engine(resources.engine),
+            store=resources.store,
+            units=units,
+            held=held,
+            scale=scale,
+            loop=loop,
+            speculation=Speculation(loop, held),
+            norms=Norms(figures),
+            meter=meter,
+            residency=residency,
+        )
 
     def _gates(self, residency: Residency) -> list[tuple[torch.nn.Module, tuple[Home, ...]]]:
         """Each module that owns a parameter or is a whole unit, with the units that it binds."""

@@ -14,7 +14,6 @@ import torch
 from memascend import storage as engines
 from memascend.activations import activations
 from memascend.checkpoint.init import Buffers, require_plain
-from memascend.device.device import copied_bytes
 from memascend.device.transfer import CHUNKS, WINDOWS
 from memascend.errors import BudgetError, ConfigError, StorageError
 from memascend.optim.members import members_of, require_one_owner, title_of
@@ -435,8 +434,6 @@ def decide(subject: Subject) -> Decision:
             f"there is no disk space beside the store for a gradient log of {options.log_steps} steps: {fits}; free "
             "disk space, or leave log_steps out"
         )
-    if subject.staged:
-        plan = replace(plan, recurrent_bytes=copied_bytes(subject.model))
     return Decision(units=units, entries=entries, sizes=sizes, plan=plan)
 
 
@@ -471,7 +468,7 @@ def _log(subject: Subject, entries: list[Entry], sizes: engines.Sizes) -> Log | 
     if subject.durability == "none":
         return None
     trained = {name: subject.named[name] for name in subject.trained}
-    names = frozenset(name for name, one in trained.items() if subject.arithmetic.of(one).is_replayed(one))
+    names = frozenset(name for name, one in trained.items() if subject.arithmetic.of(one).is_replayed)
     nbytes = engines.log_bytes(entries)
     # A raw device is the store's alone.
     shares = any(not Path(path).is_block_device() for path in options.paths or ())

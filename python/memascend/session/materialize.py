@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from memascend.params.unit import Home
     from memascend.session.attachment import Attachment, Newcomers
     from memascend.session.run import Run
-    from memascend.session.value_edits import Edits, Loads, ReachedValues
+    from memascend.session.value_edits import Edits
 
 
 # Models whose parameters are real now.
@@ -60,17 +60,17 @@ def real_parameters(edits: Edits, attachment: Attachment, *, modify: bool, shard
     try:
         with run.residency.turns.alone():
             run.residency.require_idle("materialized()")
-            # The model has the values that user code wrote to weights.
-            run.residency.reached.look()
+            run.residency.copies.require_unwritten()
             _make_real(run.residency, homes, checksums)
         MATERIALIZED.add(model)
         # A copy or pickle that is made inside is of a plain model.
         attachment.leave()
         run.resources.read_out()
         yield
+        values = {place.name: place.parameter.detach() for home in homes for place in home.places}
         if checksums is None:
             run.require_open()
-            _write_back(edits, attachment, homes)
+            _require_own_memory({place.name: place.parameter for home in homes for place in home.places}, model)
         else:
             written = _written(homes, checksums)
     finally:
@@ -79,6 +79,8 @@ def real_parameters(edits: Edits, attachment: Attachment, *, modify: bool, shard
             if not run.resources.closed:
                 attachment.enter(optimizer)
         _release(run.residency, homes)
+    if not run.resources.closed:
+        _settle(edits, values, modify=modify)
     if written is not None:
         warnings.warn(
             f"the values of {written} were changed within materialized(model), and are what they were before: "
@@ -103,22 +105,19 @@ def _make_real(residency: Residency, homes: list[Home], checksums: dict[str, str
                 place.release(copy)
 
 
-def _write_back(edits: Edits, attachment: Attachment, homes: list[Home]) -> None:
-    _require_own_memory({place.name: place.parameter for home in homes for place in home.places}, attachment.model)
-    values = {place.name: place.parameter.detach() for home in homes for place in home.places}
+def _settle(edits: Edits, values: dict[str, torch.Tensor], *, modify: bool) -> None:
+    """Commit what was changed with `modify`, and watch memory that user code keeps of parameters."""
     residency = edits.run.residency
-    _release(residency, homes)
     places = [place for home in residency.units.homes for place in home.places]
     kept = {name: values[name] for name in others_hold(values)}
-    with edits.edit(with_buffers=True) as edit:
-        for place in places:
-            edits.stage(edit, place, values.pop(place.name))
-        if edit.names:
-            with residency.turns.alone():
-                edits.commit([edit])
+    if modify:
+        with edits.together() as edit:
+            for place in places:
+                edits.stage(edit, place, values.pop(place.name))
     for place in places:
         if place.name in kept:
-            residency.reached.follow(place, kept.pop(place.name))
+            # In a plain model it would be the weight's.
+            residency.copies.keep(place, kept.pop(place.name), is_snapshot=not modify)
 
 
 def _require_own_memory(named: Mapping[str, torch.nn.Parameter], model: torch.nn.Module) -> None:
@@ -169,15 +168,11 @@ class Saving:
         self,
         model: torch.nn.Module,
         run: Run,
-        loads: Loads,
-        reached_values: ReachedValues,
         newcomers: Newcomers,
         sharding: Sharding | None,
     ) -> None:
         self._model = model
         self._run = run
-        self._loads = loads
-        self._reached_values = reached_values
         self._newcomers = newcomers
         # Where several ranks share the parameters.
         self._shared = None if sharding is None or sharding.exchange is None else (sharding, sharding.exchange)
@@ -195,7 +190,6 @@ class Saving:
             states = figures.everyone(self._run.record.user_state)
             more = {} if all(state == states[0] for state in states) else {"user_states": states}
             self._gather(own, lambda found: self._write(folder, found, more, among_others=among_others))
-        self._run.record.position.save_to(folder)
         self._run.resources.read_out()
         missing = self._newcomers.unsaved(self._run.record.buffers.names)
         if missing:
@@ -221,8 +215,6 @@ class Saving:
 
     def _settle(self) -> None:
         self._run.require_quiet()
-        self._loads.settle()
-        self._reached_values.write_between_steps()
 
     def _contents(self, *, values_alone: bool = False) -> StoreContents:
         run = self._run

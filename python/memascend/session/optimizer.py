@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from memascend.errors import ConfigError, UsageError
 from memascend.optim.comparison import MODES
 from memascend.optim.members import JoinedHooks, members_of
 from memascend.optim.rules import GroupMembers
-from memascend.params.offloaded_param import is_in_place
 from memascend.session.materialize import MATERIALIZED, real_parameters
 from memascend.session.value_edits import switch_mode
-from memascend.tensors import same_bits
 from memascend.text import Closing
 
 if TYPE_CHECKING:
-    import contextlib
     import os
     from collections.abc import Callable, Iterable
 
@@ -31,101 +29,46 @@ if TYPE_CHECKING:
     from memascend.session.session import Session
 
 
-# State that torch's own optimizers do not have.
-_OURS = ("master", "rest")
-
-
 class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
-    """The state of each parameter, by the parameter, as torch's optimizers have it.
+    """`optimizer.state` while the state is on storage: it has no items, and an access to a parameter's state raises.
 
-    Values are copies that reject writes, since writes would be lost.
+    Libraries move a state to a device by its items, and find none to move.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, ended: Callable[[], bool] = lambda: False) -> None:
+        """Once `ended()` is true, it is an ordinary state, empty at first."""
+        self._ended = ended
+        self._own: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the state is on storage yet."""
+        return not self._ended()
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
-        if parameter not in self:
-            return _Read()
-        found = self._session.state_of(parameter)
-        with torch.inference_mode():
-            return _Read({name: value.clone().as_subclass(_Copy) for name, value in found.items() if name not in _OURS})
+        if self.is_stored:
+            raise UsageError(
+                "the optimizer's state is on storage: state_of(parameter) of the optimizer that offload() returned "
+                "reads it"
+            )
+        return self._own[parameter]
 
     def __contains__(self, parameter: object) -> bool:
-        return any(known is parameter for known in self)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        entries = self._session.run.resources.store.entries()
-        has = {entry["name"] for entry in entries if any(name not in _OURS for name, _, _ in entry["state"])}
-        gradients = self._session.run.gradients.by_name
-        return iter([one.place.parameter for name, one in gradients.items() if one.step and name in has])
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return parameter in self._own
 
     def __setitem__(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        now = self[parameter]
-        if now.keys() != state.keys() or not all(_same(state[name], value) for name, value in now.items()):
+        if self.is_stored:
             refuse_other_state()
+        self._own[parameter] = state
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
-        refuse_other_state()
+        del self._own[parameter]
 
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._own)
 
-class _Copy(torch.Tensor):
-    """A copy of a state, or a view of such a copy, that rejects writes."""
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        del types
-        kwargs = kwargs or {}
-        written = (kwargs.get("out"), (args[0] if args else kwargs) if is_in_place(func) else None)
-        if func == _SET_DATA or any(isinstance(leaf, _Copy) for leaf in tree_leaves(written)):
-            refuse_other_state()
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            found = func(*args, **kwargs)
-            if func in _GIVES_ARRAY:
-                found.flags.writeable = False
-                return found
-            memory = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Copy)}
-            return tree_map(lambda leaf: leaf.as_subclass(_Copy) if _address(leaf) in memory else leaf, found)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            return self.as_subclass(torch.Tensor).clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            return self.as_subclass(torch.Tensor).clone().__reduce_ex__(protocol)
-
-
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_GIVES_ARRAY = (torch.Tensor.numpy, torch.Tensor.__array__)
-
-
-def _address(value: Any) -> int | None:
-    """The address of a tensor's memory; None without memory."""
-    return value.untyped_storage().data_ptr() or None if isinstance(value, torch.Tensor) else None
-
-
-class _Read(dict[str, Any]):
-    """The state of one parameter as it was read; rejects other values, which would be lost."""
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        # Lightning sets the values again after it moved them to their device.
-        if name not in self or not _same(value, self[name]):
-            refuse_other_state()
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        refuse_other_state()
-
-    __delitem__ = pop = popitem = clear = setdefault = update = __ior__ = _refuse
+    def __len__(self) -> int:
+        return len(self._own)
 
 
 def refuse_other_state() -> NoReturn:
@@ -133,15 +76,6 @@ def refuse_other_state() -> NoReturn:
     raise UsageError(
         "the optimizer's state is on storage and cannot be replaced: give the optimizer that holds the other state "
         "to offload(), or begin from a checkpoint, offload(checkpoint=...)"
-    )
-
-
-def _same(given: Any, value: torch.Tensor) -> bool:
-    return (
-        isinstance(given, torch.Tensor)
-        and given.dtype == value.dtype
-        and given.shape == value.shape
-        and same_bits(given, value)
     )
 
 
@@ -172,7 +106,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         after = [member._optimizer_step_post_hooks for member in self.members]  # noqa: SLF001
         self._optimizer_step_pre_hooks = before[0] if len(before) == 1 else JoinedHooks(before)
         self._optimizer_step_post_hooks = after[0] if len(after) == 1 else JoinedHooks(after)
-        self._state = StoredState(session)
+        self._state = StoredState()
         # Without a reference to the model or to this object: both would live as long as the interpreter.
         self._finalizer = weakref.finalize(self, session.run.resources.close)
 
@@ -293,7 +227,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> StoredState:
-        """The state of each parameter, read from storage on access.
+        """Without items: `state_of()` reads the state of a parameter from storage.
 
         Raises:
             UsageError: torch's own get_optimizer_state_dict() or set_optimizer_state_dict() reads it.
@@ -357,6 +291,24 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         """A copy of a parameter's state, read from storage, by torch's names, and its `master`."""
         return self._session.state_of(parameter)
 
+    @contextlib.contextmanager
+    def edit(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> Iterator[torch.Tensor | list[torch.Tensor]]:
+        """Give real values of one parameter, or of several, inside a `with` block, and commit what was changed of them.
+
+        The values are on the host, under `fully_shard` those of this rank's rows. A parameter whose bits did not
+        change keeps its master weight. Nothing is committed after an exception. All ranks enter and leave it together.
+
+        Args:
+            parameters: a parameter of the model, which gives a tensor; or several, which give a list of tensors.
+
+        Raises:
+            UsageError: a step is staged, or the weights were changed otherwise within the block.
+            RankError: another rank failed; nothing was committed.
+        """
+        one = isinstance(parameters, torch.Tensor)
+        with self._session.edits.values([parameters] if one else list(parameters)) as values:
+            yield values[0] if one else values
+
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write a whole checkpoint: weights for `from_pretrained` and other tools, state and options to resume from.
 
@@ -382,28 +334,30 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     # --- torch's own ------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups, and the identity of the store and its step. `save()` writes the state itself."""
-        groups, position = [], 0
+        """The options of the groups and, as "memascend", the position of the run: its store, and the committed steps.
+
+        It has no state: `save()` writes that.
+        """
+        groups, first = [], 0
         for group in self.param_groups:
             options = {name: value for name, value in group.items() if name != "params"}
-            options["params"] = list(range(position, position + len(group["params"])))
-            position += len(group["params"])
+            options["params"] = list(range(first, first + len(group["params"])))
+            first += len(group["params"])
             groups.append(options)
-        return {"state": {}, "param_groups": groups, "memascend": self._session.run.record.position.state()}
+        return {"state": {}, "param_groups": groups, "memascend": self._session.run.record.position.identity()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the groups' options; the state stays that of the store.
+        """Set the options of the groups, from a state dict of the run's present position.
 
-        A state dict of an older step rolls the run back to a checkpoint of that step. The checkpoint is the one that
-        `save()` wrote before the state dict was made, or the one given to `offload()`. It is read, checked and
-        committed as a whole.
-
-        Where the call is rejected, unused values of a preceding load into the model are dropped.
+        That is a state dict of this store with as many steps; and before the first step of a run that began from a
+        checkpoint, one of the run that wrote it.
 
         Raises:
-            UsageError: the state belongs to a step that this store does not have; model and store are unchanged.
+            UsageError: the state dict is of another position, or not of an offloaded optimizer. Nothing was changed.
+            ValueError: it has other groups. Nothing was changed.
         """
-        self._session.judge(state_dict)
+        self._session.run.resources.process.require_here()
+        self._session.run.record.require(state_dict)
         for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in options.items() if name != "params"})
 

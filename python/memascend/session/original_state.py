@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -14,17 +12,17 @@ from memascend.errors import ConfigError, UsageError
 from memascend.optim.shared import attributes_of
 from memascend.optim.trial import reached_from
 from memascend.params.aliases import held_for_good, require_unaliased
-from memascend.session.optimizer import session_of
+from memascend.session.optimizer import StoredState, session_of
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping
+    from collections.abc import Mapping
 
     from memascend.session.optimizer import OffloadedOptimizer
 
 
 # Not the property that parameters have while any model is offloaded.
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_WHERE = "is on storage: use the optimizer that offload() returned, and its state[p]"
+_WHERE = "is on storage: use the optimizer that offload() returned, and its state_of(p)"
 
 
 def require_unaliased_state(
@@ -63,7 +61,7 @@ def _references(mapping: Mapping[Any, Any], key: Any) -> int:
 
 
 def leave(optimizer: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> None:
-    """Replace the original's state by that of the run; a tensor of the old state that is still in use raises."""
+    """Mark the original's state as stored until the run ends; a tensor of the old state that is still in use raises."""
     state = optimizer.state
     # Values that several states share, like tables, belong to no parameter.
     common = Counter(id(value) for own in state.values() for value in own.values())
@@ -77,10 +75,10 @@ def leave(optimizer: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> No
     state.clear()
     if isinstance(state, defaultdict):
         state.default_factory = _refuse_state
-    several = len(offloaded.members) > 1
-    owned = {id(one) for group in optimizer.param_groups for one in group["params"]} if several else None
-    optimizer.state = OriginalState(offloaded, owned)  # type: ignore[assignment]
-    optimizer.register_load_state_dict_pre_hook(_refuse_load)
+    resources = session_of(offloaded).run.resources
+    optimizer.state = StoredState(lambda: resources.closed)  # type: ignore[assignment]
+    optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+    optimizer.register_load_state_dict_pre_hook(_refuse_state_dict)
 
 
 def _take_memory(tensor: torch.Tensor, key: str) -> None:
@@ -94,54 +92,9 @@ def _refuse_state() -> NoReturn:
     raise UsageError(f"the state of this optimizer {_WHERE}")
 
 
-def _refuse_load(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    del state_dict
-    if not isinstance(optimizer.state, OriginalState) or optimizer.state.run is None:
-        return
-    raise UsageError(
-        "this optimizer was given to offload(), and its state is on storage: load into it before offload(), or call "
-        "load_state_dict() of the optimizer that offload() returned"
-    )
-
-
-class OriginalState(MutableMapping[torch.Tensor, dict[str, Any]]):
-    """The `state` of the original optimizer: that of the run, until the run ends; then an empty one."""
-
-    def __init__(self, offloaded: OffloadedOptimizer, owned: Container[int] | None = None) -> None:
-        """`owned` are the ids of its parameters, where the run has several optimizers."""
-        # A reference to the original, as schedulers have one, does not keep the run alive.
-        self._offloaded = weakref.ref(offloaded)
-        self._owned = owned
-        self._own: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-
-    @property
-    def run(self) -> OffloadedOptimizer | None:
-        """The optimizer that has the state; None where it is closed."""
-        offloaded = self._offloaded()
-        return None if offloaded is None or session_of(offloaded).run.resources.closed else offloaded
-
-    @property
-    def _now(self) -> MutableMapping[torch.Tensor, dict[str, Any]]:
-        run = self.run
-        return self._own if run is None else run.state
-
-    def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
-        return self._now[parameter]
-
-    def __setitem__(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        self._now[parameter] = state
-
-    def __delitem__(self, parameter: torch.Tensor) -> None:
-        del self._now[parameter]
-
-    def _is_own(self, parameter: object) -> bool:
-        return self._owned is None or id(parameter) in self._owned
-
-    def __contains__(self, parameter: object) -> bool:
-        return self._is_own(parameter) and parameter in self._now
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return filter(self._is_own, iter(self._now))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+def _refuse_state_dict(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if isinstance(optimizer.state, StoredState) and optimizer.state.is_stored:
+        raise UsageError(
+            "this optimizer was given to offload(), and its state is on storage: call state_dict(), load_state_dict() "
+            "or save() of the optimizer that offload() returned; or load into this one before offload()"
+        )

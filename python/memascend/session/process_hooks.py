@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,16 +14,23 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from memascend.errors import UsageError
 from memascend.grads.lazy_grad import GradientHandle
 from memascend.params.module_hooks import refuse_moved, refuse_wrapper
-from memascend.params.offloaded_param import HANDED_OUT
-from memascend.params.unit import STORAGES
+from memascend.params.offloaded_param import HANDED_OUT, Away, refused_write
+from memascend.params.weight_access import is_making_state_dict, making_state_dict
 from memascend.session.attachment import Newcomers, copy_module
 from memascend.session.optimizer import OffloadedOptimizer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.utils.hooks import RemovableHandle
 
+    from memascend.params.residency import Residency
 
+
+_Module: Any = torch.nn.Module
+_Parameter: Any = torch.nn.Parameter
 _TENSOR_DATA: Any = torch.Tensor.data
+_STATE_DICT, _LOAD_STATE_DICT = _Module.state_dict, _Module.load_state_dict
 # The types that torch's functions of lists take.
 _LISTED: list[Any] = torch.utils._foreach_utils._foreach_supported_types  # noqa: SLF001
 
@@ -50,10 +58,11 @@ class ProcessHooks:
                 )
                 # torch picks list kernels by exact type, and on a GPU a list's norm has other bits than a tensor's.
                 _LISTED.append(GradientHandle)
-                torch.nn.Module.__deepcopy__ = copy_module  # type: ignore[attr-defined]
+                _Module.__deepcopy__ = copy_module
+                _Module.state_dict, _Module.load_state_dict = _make_state_dict, _load_state_dict
                 for name in HANDED_OUT:
-                    setattr(torch.nn.Parameter, name, _watching(name))
-                torch.nn.Parameter.data = property(_data, _set_data)  # type: ignore[assignment]
+                    setattr(_Parameter, name, _of_a_copy(getattr(torch.Tensor, name)))
+                _Parameter.data = property(_of_a_copy(_TENSOR_DATA.__get__), _set_data)
 
     @classmethod
     def _count(cls, more: int) -> None:
@@ -71,40 +80,73 @@ class ProcessHooks:
                     handle.remove()
                 self._handles.clear()
                 _LISTED.remove(GradientHandle)
-                del torch.nn.Module.__deepcopy__  # type: ignore[attr-defined]
-                del torch.nn.Parameter.data
-                for name in HANDED_OUT:
-                    delattr(torch.nn.Parameter, name)
+                del _Module.__deepcopy__
+                _Module.state_dict, _Module.load_state_dict = _STATE_DICT, _LOAD_STATE_DICT
+                for name in ("data", *HANDED_OUT):
+                    delattr(_Parameter, name)
 
 
-def _data(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """`.data` of a parameter: while it is materialized, the residency notes the access."""
-    place = parameter.__dict__.get("_memascend")
-    if place is not None:
-        place.source.note_data(place)
-    values: torch.Tensor = _TENSOR_DATA.__get__(parameter)
-    return values
+def _of_a_copy(method: Callable[..., Any]) -> Any:
+    """A method of parameters that hands out memory: it gives a copy where the parameter is real in a forward.
 
-
-def _watching(name: str) -> Any:
-    """A method of tensors, for parameters, that notes the access first."""
-    method = getattr(torch.Tensor, name)
+    A compiler sees plain parameters there, and so no other code of ours is asked.
+    """
 
     @functools.wraps(method)
-    def watched(parameter: torch.nn.Parameter, *args: Any, **options: Any) -> Any:
+    def given(parameter: torch.nn.Parameter, *args: Any, **options: Any) -> Any:
         place = parameter.__dict__.get("_memascend")
-        if place is not None:
-            (place.source.note_storage if name in STORAGES else place.source.note_data)(place)
+        # A placeholder decides itself; rows that ranks share have another one.
+        if place is not None and place.parameter is parameter and not isinstance(parameter, Away):
+            parameter = place.source.copies.stand_in(place)
         return method(parameter, *args, **options)
 
-    return watched
+    return given
 
 
 def _set_data(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
-    place = parameter.__dict__.get("_memascend")
-    if place is not None and values is not parameter:
-        place.source.require_away(place)
+    if "_memascend" in parameter.__dict__ and values is not parameter:
+        place = parameter.__dict__["_memascend"]
+        raise refused_write("a parameter" if place is None else place.name, "given other memory through .data")
     _TENSOR_DATA.__set__(parameter, values)
+
+
+def _residencies(module: torch.nn.Module) -> list[Residency]:
+    """Of the runs to which parameters of a module belong."""
+    found = {}
+    for parameter in module.parameters():
+        place = parameter.__dict__.get("_memascend")
+        if "_memascend" in parameter.__dict__:
+            # A rank may have no rows.
+            residency = parameter._local_tensor.source.residency if place is None else place.source  # type: ignore[attr-defined]  # noqa: SLF001
+            found[id(residency)] = residency
+    return list(found.values())
+
+
+def _make_state_dict(module: torch.nn.Module, *args: Any, **options: Any) -> Any:
+    """Torch's `state_dict()`; the values are copies that no later step changes."""
+    if options.get("keep_vars") or is_making_state_dict():
+        return _STATE_DICT(module, *args, **options)
+    with making_state_dict():
+        found = _STATE_DICT(module, *args, **options)
+    for residency in _residencies(module):
+        residency.session.run.resources.read_out()
+    return found
+
+
+def _load_state_dict(
+    module: torch.nn.Module, state_dict: Any, strict: bool = True, assign: bool = False, **options: Any
+) -> Any:
+    """Torch's `load_state_dict()`, which commits what it loads into offloaded parameters."""
+    with contextlib.ExitStack() as loads:
+        for residency in _residencies(module):
+            if assign:
+                raise UsageError(
+                    "load_state_dict(assign=True) would replace offloaded parameters, which are on storage: leave "
+                    "assign out"
+                )
+            if not residency.is_loading:
+                loads.enter_context(residency.session.edits.load())
+        return _LOAD_STATE_DICT(module, state_dict, strict, assign, **options)
 
 
 def _note_registration(module: torch.nn.Module, name: str, given: Any) -> None:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Collection, Mapping, Sequence
 
+    from memascend.grads.loop import Speculation
     from memascend.grads.microbatches import PartialSums
-    from memascend.grads.speculation import Speculation
     from memascend.memory import Arena
     from memascend.plan.table import Plan
     from memascend.session.run import Run

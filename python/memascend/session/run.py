@@ -7,17 +7,14 @@ import json
 import logging
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend.checkpoint.reader import identity_of
 from memascend.errors import ConfigError, UsageError
 from memascend.optim.shared import options_of
 from memascend.params.threads import OwnProcess
 from memascend.text import Progress
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from memascend.activations.activations import Activations
@@ -60,7 +57,6 @@ class Resources:
         self._unread = False
         self.closed = False
         self._told_of_loss = False
-        self._first: Callable[[], None] | None = None
         self.process = OwnProcess()
 
     def _close_store(self) -> None:
@@ -116,10 +112,6 @@ class Resources:
         """The values of the last step were read out."""
         self._unread = False
 
-    def finish_first(self, finish: Callable[[], None] | None) -> None:
-        """Call `finish` at the beginning of close(); it must refer to neither model nor optimizer."""
-        self._first = finish
-
     def close(self) -> None:
         """Drain, drop uncommitted values, free all memory. Twice is fine."""
         if self.closed:
@@ -137,8 +129,6 @@ class Resources:
             last_first.callback(self._close_store)
             last_first.callback(self.units.stop)
             last_first.callback(self.engine.close)
-            if self._first is not None:
-                last_first.callback(self._first)
         if self.temporary and self._unread:
             warnings.warn(
                 "the trained weights were in a temporary store and are gone, for nobody read them out: give storage=, "
@@ -148,84 +138,46 @@ class Resources:
 
 
 class Position:
-    """The position of a run.
+    """The position of a run: its store, and the number of committed steps."""
 
-    An identity has the store, the step, and after a rollback the line of steps: it distinguishes two steps of the same
-    number with different histories.
-    """
-
-    def __init__(self, store: Store, checkpoint: str | os.PathLike[str] | None) -> None:
-        """`checkpoint` is the one given to offload(), even where the store took precedence."""
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._checkpoint = checkpoint
         self.step = store.step
         # Number of steps that this run committed.
         self.made = 0
-        stored = store.hyperparameters or {}
-        # The identity of the checkpoint from which the run began, until its first step.
-        self._origin: dict[str, Any] | None = stored.get("origin")
-        # The generation of the store at the last rollback.
-        self.line: int | None = stored.get("line")
-        # The checkpoint of this step.
-        self._saved: str | None = None
+        # The position of the checkpoint from which the run began, until its first step.
+        self._origin: dict[str, Any] | None = (store.hyperparameters or {}).get("origin")
 
     def advance(self) -> None:
         """A step was committed."""
         self.step += 1
         self.made += 1
-        self._origin = self._saved = None
-
-    def go_back(self, step: int, origin: dict[str, Any], line: int) -> None:
-        """A rollback to the checkpoint of this identity was committed."""
-        self.step, self._origin, self.line, self._saved = step, origin, line, None
-
-    def save_to(self, folder: str | os.PathLike[str]) -> None:
-        """A checkpoint of this step was written."""
-        self._saved = str(Path(folder).absolute())
+        self._origin = None
 
     def identity(self) -> dict[str, Any]:
-        """The identity of the last commit."""
-        line = {} if self.line is None else {"line": self.line}
-        return {"store": self._store.info()["uuid"], "step": self.step, **line}
+        """The position of the last commit, as state dicts and checkpoints have it."""
+        return {"store": self._store.info()["uuid"], "step": self.step}
 
-    def state(self) -> dict[str, Any]:
-        """The identity for a state dict, with the checkpoint of this step."""
-        return {**self.identity(), **({} if self._saved is None else {"checkpoint": self._saved})}
-
-    def find(self, state: dict[str, Any] | None) -> str | os.PathLike[str] | None:
-        """The checkpoint to roll back to for a state dict's identity; None where the store has that step.
+    def require(self, given: dict[str, Any] | None) -> None:
+        """Reject a state dict of another position.
 
         Raises:
-            UsageError: it is of another step, and there is no checkpoint of that step.
+            UsageError: it names both positions, and what begins from the other one.
         """
-        if state is None:
+        if given is None:
             raise UsageError(
                 "this state dict was not made by an offloaded optimizer; give the optimizer that holds the state to "
                 "offload()"
             )
-        wanted = {name: value for name, value in state.items() if name != "checkpoint"}
         here = self.identity()
-        # A run that began from a checkpoint has its state until the first step.
-        if wanted in (here, self._origin):
-            return None
-        if wanted.get("store") == here["store"]:
-            for folder in (state.get("checkpoint"), self._checkpoint):
-                if folder is not None and identity_of(folder) == wanted:
-                    return folder
-        began = f" (begun from a checkpoint of {shown(self._origin)})" if self._origin else ""
-        given = None if self._checkpoint is None else identity_of(self._checkpoint)
-        other = f", and the checkpoint {self._checkpoint} is of {shown(given)}" if given else ""
-        raise UsageError(
-            f"this state dict is of {shown(wanted)}, and the storage holds {shown(here)}{began}{other}: resume from "
-            'the storage (existing="resume") with the data of its step, or begin from a checkpoint of the state dict, '
-            'offload(existing="replace", checkpoint=...). optimizer.save() writes one; a state dict that is taken '
-            "after it goes back to it by itself"
-        )
-
-    @property
-    def given(self) -> str:
-        """The checkpoint given to offload(), for messages."""
-        return "" if self._checkpoint is None else f" (offload() was given checkpoint={str(self._checkpoint)!r})"
+        if given not in (here, self._origin):
+            began = f" (begun from a checkpoint of {shown(self._origin)})" if self._origin else ""
+            raise UsageError(
+                f"this state dict is of {shown(given)}, and the storage holds {shown(here)}{began}; the optimizer was "
+                "left as it is, and weights that were loaded into the model before stay. Resume from the storage "
+                '(existing="resume") with the data of its step, or begin from a checkpoint of the other position, '
+                'which optimizer.save() writes: offload(existing="replace", checkpoint=...)'
+            )
 
 
 def shown(identity: dict[str, Any]) -> str:
@@ -262,14 +214,12 @@ class Record:
     def hyperparameters(self) -> dict[str, Any]:
         """The groups' options, the optimizer's attributes that its steps change, schedulers and loss scale, as JSON."""
         attributes = self.arithmetic.attributes()
-        line = self.position.line
         return {
             "groups": [options_of(group) for group in self.groups],
             "loss_scale": self.scale.state(),
             **({"attributes": attributes} if attributes else {}),
             **self._constant,
             **self.schedule.committed(),
-            **({} if line is None else {"line": line}),
         }
 
     def set_user_state(self, value: Any) -> None:
@@ -286,15 +236,6 @@ class Record:
             )
         self.user_state = value
 
-    def go_back(self, step: int, user_state: Any, hyperparameters: Mapping[str, Any]) -> None:
-        """A rollback to a checkpoint was committed, with these hyperparameters."""
-        self.user_state = user_state
-        scale = hyperparameters.get("loss_scale")
-        if scale and scale.get("mode") == self.scale.mode:
-            self.scale.load(scale)
-        self.position.go_back(step, hyperparameters["origin"], hyperparameters["line"])
-        self.schedule.go_back(hyperparameters)
-
     @property
     def has_new_options(self) -> bool:
         """Whether options of groups changed since the last step of this run, and not of a scheduler of `schedule`."""
@@ -305,18 +246,17 @@ class Record:
         now = json.loads(json.dumps([options_of(group) for group in self.groups]))
         return bool(now != stored and not self.schedule.is_foreign)
 
-    def find(self, state_dict: Mapping[str, Any]) -> str | os.PathLike[str] | None:
-        """The checkpoint to roll back to for an optimizer's state dict; None where the store has its step.
+    def require(self, state_dict: Mapping[str, Any]) -> None:
+        """Reject an optimizer's state dict of another position, or with other groups.
 
         Raises:
-            UsageError: it is of another step, and there is no checkpoint of that step.
+            UsageError: see `Position.require`.
             ValueError: it has other groups.
         """
-        found = self.position.find(state_dict.get("memascend"))
+        self.position.require(state_dict.get("memascend"))
         lengths = [len(group["params"]) for group in self.groups]
         if [len(group["params"]) for group in state_dict["param_groups"]] != lengths:
             raise ValueError("loaded state dict has other parameter groups than the optimizer")
-        return found
 
     def facts(self) -> dict[str, Any]:
         """The description of the run in a checkpoint."""
@@ -344,8 +284,9 @@ class Run:
         self.frames.unwind()
 
     def require_quiet(self) -> None:
-        """Raise where a step is staged or a unit is in use; wait for pending writes."""
+        """Raise where a step is staged, a unit is in use or a copy was written to; wait for pending writes."""
         self.require_open()
+        self.residency.copies.require_unwritten()
         if self.gradients.is_staged():
             raise UsageError("a step is staged, which this would mix with: call step() or zero_grad() first")
         self.residency.require_idle("this")
@@ -367,13 +308,8 @@ class Run:
             raise
         stands()
 
-    def discard(self, names: Iterable[str]) -> None:
-        """Discard the staged values of these parameters alone."""
-        for name in names:
-            self.resources.engine.discard(name)
-
     def changed(self, names: Iterable[str]) -> None:
         """Parameters have new values on storage: cached values are stale."""
-        names = list(names)
+        names = set(names)
         self.residency.units.changed(names)
-        self.residency.reached.forget(names)
+        self.residency.copies.age(names)

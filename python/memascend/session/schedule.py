@@ -167,19 +167,6 @@ class Schedule:
             now.bring_back(schedulers, self._groups)
             raise
 
-    def require_fits(self, hyperparameters: Mapping[str, Any]) -> None:
-        """Reject a rollback to a commit of other schedulers."""
-        stored = self._stored(hyperparameters)
-        if stored is not None and self._now is not None:
-            _require_fits(self._schedulers, self._now, stored, hyperparameters["groups"])
-
-    def go_back(self, hyperparameters: Mapping[str, Any]) -> None:
-        """A rollback to a commit with these hyperparameters was made: restore its schedulers."""
-        stored = self._stored(hyperparameters)
-        if stored is not None and self._now is not None:
-            self._now = self._restored(self._schedulers, self._now, stored, hyperparameters["groups"])
-        self._before = None
-
     # --- steps ---------------------------------------------------------------------------------
 
     def begin_step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -15,24 +15,23 @@ import torch
 from memascend.device.device import refuse_graphs
 from memascend.errors import ConfigError, MemascendError, UsageError
 from memascend.params import module_hooks
+from memascend.params.weight_access import DOORS
 from memascend.session.run import CLOSED
-from memascend.session.value_edits import roll_back
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from memascend.distributed.control_plane import Exchange
     from memascend.distributed.sharding import Sharding
     from memascend.grads.gradient import Gradient
     from memascend.grads.microbatches import Accumulation
     from memascend.memory import Heap
-    from memascend.params.offloaded_param import Place
     from memascend.session.attachment import Attachment, AutocastWatch, Newcomers
     from memascend.session.materialize import Saving
     from memascend.session.report import Measurements, Report
     from memascend.session.run import Run
-    from memascend.session.value_edits import Edits, Loads, ReachedValues, StateDicts
+    from memascend.session.value_edits import Edits
 
 
 _log = logging.getLogger("memascend")
@@ -54,9 +53,6 @@ class Session:
     newcomers: Newcomers
     watch: AutocastWatch
     edits: Edits
-    loads: Loads
-    reached_values: ReachedValues
-    state_dicts: StateDicts
     saving: Saving
     attachment: Attachment
     measurements: Measurements
@@ -71,45 +67,26 @@ class Session:
 
     def entered(self, module: torch.nn.Module, *, outermost: bool) -> None:
         """A module of the model was entered; the outermost one begins a forward."""
+        if self.run.resources.units.device is not None:
+            # Only CUDA has graphs.
+            refuse_graphs()
         if outermost:
-            self._begin_forward(module)
+            self._begin_forward()
         if torch.is_autocast_enabled(self.watch.device):
             self.watch.look()
         self.run.gradients.entered(module)
 
-    def _begin_forward(self, module: torch.nn.Module) -> None:
-        if self.run.resources.units.device is not None:
-            # Only CUDA has graphs.
-            refuse_graphs(module, whole=module is self.attachment.model)
+    def _begin_forward(self) -> None:
         self.newcomers.judge()
         if self.sharding is not None and torch.is_grad_enabled():
             self.sharding.require_exact()
-        self.reached_values.forward_begins()
-
-    def borrowed(self, places: Iterable[Place]) -> None:
-        """Parameters were accessed outside of their modules."""
-        self.run.gradients.touched(places)
-
-    def backward_begins(self) -> None:
-        """A backward begins."""
-        self.reached_values.write_before_backward()
-
-    @property
-    def has_updates(self) -> bool:
-        """Whether an update of an uncommitted step has begun."""
-        return self.run.gradients.has_updates
-
-    @property
-    def computes(self) -> bool:
-        """Whether this thread is inside of the model's forward."""
-        return self.run.frames.inside
+        self.run.residency.copies.forward_begins()
 
     # --- the loop --------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
         """A backward from the scaled loss."""
         self.run.resources.require_open()
-        self.loads.settle()
         scale = self.run.record.scale
         with self.run.gradients.scaled():
             (loss * scale.scale if scale.enabled else loss).backward(**options)
@@ -125,7 +102,6 @@ class Session:
     ) -> list[Any]:
         """Run the backwards of several micro-batches; see `microbatches`."""
         self.run.resources.require_open()
-        self.loads.settle()
         if self.run.frames.inside:
             raise UsageError(
                 "accumulate() was called inside of the model's forward, which it would run again: call it outside"
@@ -149,14 +125,13 @@ class Session:
 
     def schedule(self, schedulers: Sequence[Any], *, restore: bool) -> None:
         """Advance these schedulers within each commit from now on."""
-        self.loads.settle()
         self.run.require_quiet()
         self.run.record.schedule.attach(schedulers, restore=restore)
 
     def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Commit the step, or skip it where a scaled gradient overflowed; schedulers may know these `optimizers`."""
         self.run.resources.require_open()
-        began, backwards = time.perf_counter(), self.run.gradients.backwards
+        began, backwards = time.perf_counter(), self.run.gradients.backwards.count
         with self.run.resources.store.preparing():
             self.run.record.schedule.begin_step(optimizers)
             committed = self._prepared_step()
@@ -175,8 +150,6 @@ class Session:
             )
         self.newcomers.require_none()
         self.run.frames.unwind()
-        self.state_dicts.forget()
-        self.loads.settle()
         with self.run.residency.turns.alone():
             return self._step()
 
@@ -185,10 +158,8 @@ class Session:
         run, gradients, record = self.run, self.run.gradients, self.run.record
         engine, store = run.resources.engine, run.resources.store
         present = self._present()
-        told = self._told(bool(present))
-        if not any(is_there for is_there, *_ in told):
+        if not self._is_any_present(bool(present)):
             return False
-        self.reached_values.write_before_step([one[1:] for one in told])
         factor = 1.0
         if self._norm_comes_first:
             finite, norm = gradients.measured(present)
@@ -215,7 +186,7 @@ class Session:
         with run.committing(lambda: self._committed(present), failed):
             record.schedule.advance()
             engine.commit(step, user_state=record.user_state, hyperparameters=record.hyperparameters())
-        learnt = gradients.learn()
+        learnt = gradients.loop.learn()
         if learnt:
             _log.info(learnt)
         return True
@@ -225,28 +196,26 @@ class Session:
         """Exchanges figures between the ranks of the run; None for one process."""
         return None if self.sharding is None else self.sharding.exchange
 
-    def _told(self, present: bool) -> list[list[bool]]:
-        """For each rank, whether it has gradients, and its `ReachedValues.told()`.
+    def _is_any_present(self, present: bool) -> bool:
+        """Whether any rank has gradients: one may have no rows of the parameters that have.
 
-        A rank may have no rows of the parameters that have gradients. The figures of the report go along.
+        The figures of the report go along.
         """
-        own = [present, *self.reached_values.told()]
         if self.sharding is None or self.sharding.exchange is None:
-            return [own]
+            return present
         collectives = self.sharding.collectives
         assert collectives is not None
-        told = self.sharding.exchange.everyone([collectives.told(), *own, *self.measurements.told()])
-        self.measurements.hear([one[1 + len(own) :] for one in told])
+        told = self.sharding.exchange.everyone([collectives.told(), present, *self.measurements.told()])
+        self.measurements.hear([one[2:] for one in told])
         collectives.require_same([one[0] for one in told])
-        return [one[1 : 1 + len(own)] for one in told]
+        return any(one[1] for one in told)
 
     def _present(self) -> Sequence[tuple[Gradient, torch.Tensor]]:
         """The present gradients; raises where no exact step can be made of them."""
-        run, gradients = self.run, self.run.gradients
+        run, gradients, copies = self.run, self.run.gradients, self.run.residency.copies
         present = gradients.present()
+        copies.require_unwritten()
         if not present:
-            if self.figures is not None:
-                self.reached_values.look_before_step()
             return present
         if not gradients.is_staged():
             raise UsageError(
@@ -256,7 +225,7 @@ class Session:
         run.residency.require_idle("step()")
         run.record.buffers.require_same_kinds()
         self._refuse_written()
-        self.reached_values.look_before_step()
+        copies.require_released({gradient.name for gradient, _ in present})
         return present
 
     @property
@@ -273,12 +242,12 @@ class Session:
         self.run.changed(self.run.gradients.committed(present))
 
     def _refuse_written(self) -> None:
-        self.run.residency.units.find_written()
+        self.run.residency.units.find_written(self.run.residency.units.homes)
         if self.run.residency.units.written:
             names = ", ".join(sorted(self.run.residency.units.written))
             raise UsageError(
                 f"the values of {names} were written to in place while the model computed, and storage does not know: "
-                "call zero_grad(), and change them within memascend.materialized(model, modify=True)"
+                f"call zero_grad(), and then {DOORS}"
             )
 
     def zero_grad(self, *, set_to_none: bool) -> None:
@@ -287,30 +256,15 @@ class Session:
             return
         self.run.resources.process.require_here()
         self.run.frames.unwind()
-        self.state_dicts.forget()
-        self.loads.settle()
         self.run.residency.units.written.clear()
-        self.run.residency.reached.forget_late()
         if set_to_none:
-            drops_updates = self.has_updates
+            drops_updates = self.run.gradients.has_updates
             self.run.gradients.clear()
             if drops_updates:
                 self.run.residency.units.read_again()
             self.measurements.meter.cleared()
         else:
             self.run.gradients.zero()
-
-    def judge(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the position of an optimizer's state dict; or reject it, and drop the load into the model with it."""
-        self.run.resources.process.require_here()
-        try:
-            folder = self.run.record.find(state_dict)
-            if folder is not None:
-                self.loads.drop()
-                roll_back(self.edits, self.attachment.model, folder)
-        except BaseException:
-            self.loads.drop()
-            raise
 
     # --- looking -----------------------------------------------------------------------
 
@@ -321,11 +275,10 @@ class Session:
     def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """A copy of the state of a parameter."""
         self.run.resources.require_open()
-        self.loads.settle()
         rows = parameter if self.sharding is None else self.sharding.local_of(parameter)
         for kept in self.run.gradients.by_name.values():
             if kept.place.parameter is rows:
-                return self.run.gradients.rule.state(kept)
+                return kept.stored_state()
         raise ConfigError(
             "this tensor is no parameter that the optimizer updates, so it has no state: pass one of its own"
         )
@@ -343,11 +296,10 @@ class Session:
             return
         self.run.frames.unwind(all_of_it=True)
         module_hooks.let_go()
-        self.state_dicts.forget()
-        self.loads.settle()
         with contextlib.ExitStack() as afterwards:
             afterwards.callback(self._close)
-            self.reached_values.write_at_end()
+            if sys.exc_info()[0] is None:
+                self.run.residency.copies.require_unwritten()
             self._commit_options()
 
     def _commit_options(self) -> None:

@@ -62,7 +62,6 @@ class Recurrent(torch.nn.LSTM):
         return [f"{self.name}.{name}" for name, _ in self.named_parameters()] * 2
 
     def forward(self, x, before):
-        self.flatten_parameters()
         for name in self.uses():
             x, before = self.use(x, getattr(self, name.rpartition(".")[2]), name, before)
         return x

@@ -69,6 +69,15 @@ def test_lbfgs(tmp_path, unchanged):
     assert "LBFGS" in refused(tmp_path, unchanged, model, torch.optim.LBFGS(model.parameters()))
 
 
+@pytest.mark.parametrize("options", [{}, {"state": "8bit"}])
+def test_optimizers_of_bitsandbytes(tmp_path, unchanged, options):
+    model = Stack()
+    kind = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})
+    message = refused(tmp_path, unchanged, model, kind(model.parameters()), **options)
+    assert message.startswith("AdamW8bit of bitsandbytes is rejected")
+    assert 'state="8bit"' in message
+
+
 def test_parameters_that_nobody_would_update(tmp_path, unchanged):
     model = Stack()
     message = refused(tmp_path, unchanged, model, torch.optim.AdamW(model.blocks.parameters()))

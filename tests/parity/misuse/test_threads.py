@@ -116,15 +116,14 @@ def test_what_one_thread_has_bound_another_has_not(offloaded):
     def looks():
         assert inside.wait(20)
         try:
-            return module.weight.data
+            return module.weight.data.clone()
         finally:
             looked.set()
 
-    seen, addresses = [], []
+    seen = []
 
     def compares(*_):
         seen.append(torch.equal(module.weight.data, expected))
-        addresses.append(module.weight.data_ptr())
         inside.set()
         assert looked.wait(20)
         seen.append(torch.equal(module.weight.data, expected))
@@ -134,7 +133,6 @@ def test_what_one_thread_has_bound_another_has_not(offloaded):
         training.loss()
     assert seen == [True, True]
     assert torch.equal(other(), expected)
-    assert other().data_ptr() not in addresses
     training.step(1)
 
 
@@ -288,6 +286,8 @@ def test_what_is_copied_while_parameters_are_real_is_a_plain_model(offloaded, wa
         assert not vars(parameter)
     plain(training.batches[0]).sum().backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    # What torch.load() made is in memory that numpy might have, too.
+    plain = plain if way == "copied" else copy.deepcopy(plain)
     with memascend.offload(plain, torch.optim.AdamW(plain.parameters()))[1]:
         pass
 

@@ -39,7 +39,7 @@ def reshaped(p):
         p.t_()
 
 
-# What gives memory, or writes to it, works: `residency/test_reached_idioms.py`.
+# What gives memory has copies, and what writes is refused: `tests/params/test_doors.py`.
 TOUCHES = {
     "another shape": of_another_shape,
     "another dtype": of_another_dtype,
@@ -182,16 +182,12 @@ WRITES = {
     "map": lambda weight: weight.detach().map_(weight.detach(), lambda value, _: value / 2),
     "storage": lambda weight: weight.untyped_storage().fill_(1),
     "storage of detached": lambda weight: weight.detach().untyped_storage().fill_(1),
-    "view": lambda weight: weight.view(-1).untyped_storage().fill_(1),
 }
 
 
 @pytest.mark.parametrize("budget", ["64MiB", "smallest"])
-@pytest.mark.parametrize(
-    ("debug", "way"), [*(("", way) for way in WRITES if way != "view"), ("1", "data"), ("1", "view")]
-)
-def test_a_write_that_torch_does_not_count_is_found(offloaded, monkeypatch, caplog, tmp_path, budget, debug, way):
-    monkeypatch.setenv("MEMASCEND_DEBUG", debug)
+@pytest.mark.parametrize("way", WRITES)
+def test_a_write_that_torch_does_not_count_is_found(offloaded, tmp_path, budget, way):
     if budget == "smallest":
         model = Stack()
         with pytest.raises(memascend.BudgetError) as refused:
@@ -207,8 +203,7 @@ def test_a_write_that_torch_does_not_count_is_found(offloaded, monkeypatch, capl
     handle = training.model.blocks[1].up.register_forward_pre_hook(decays)
     training.loss(1).backward()
     handle.remove()
-    assert "blocks.1.up.weight" in caplog.text
-    with pytest.raises(UsageError, match=r"of .*blocks\.1\.up\.weight were"):
+    with pytest.raises(UsageError, match=r"blocks\.1\.up\.weight.* was written to .*optimizer\.edit"):
         training.optimizer.step()
     training.optimizer.zero_grad()
     assert torch.equal(training.loss(1), expected)
@@ -239,7 +234,7 @@ def test_a_write_after_a_module_has_computed_is_found(offloaded, when, way):
     handle = getattr(training.model.blocks[1].up, when)(lambda module, *_: (LATER[way](module.weight), None)[1])
     training.loss(1).backward()
     handle.remove()
-    with pytest.raises(UsageError, match=r"of .*blocks\.1\.up\.weight were"):
+    with pytest.raises(UsageError, match=r"blocks\.1\.up\.weight.*written to .*optimizer\.edit"):
         training.optimizer.step()
     training.optimizer.zero_grad()
     assert torch.equal(training.loss(1), expected)
@@ -268,9 +263,6 @@ def test_memory_that_is_kept_from_a_backward_and_written_to_before_step_is_found
     training.loss(1).backward()
     handle.remove()
     kept = taken.pop()
-    # It is let go by the unit, and kept by us.
-    units = training.optimizer._session.run.residency.units
-    units.evict(units.home_of["blocks.0.up.weight"])
     kept[:1] = 7.0
     with pytest.raises(UsageError, match=r"blocks\.0\.up\.weight"):
         training.optimizer.step()
@@ -298,19 +290,16 @@ def test_a_write_to_an_address_that_an_update_finds_is_told_and_does_not_stay(of
     assert training.optimizer.steps == 2
 
 
-def test_memory_that_is_moved_in_a_forward_is_found(offloaded):
+def test_memory_that_is_moved_in_a_forward_is_a_copys(offloaded):
     training = offloaded(steps=1, host_memory="64MiB")
     expected = training.loss(1).detach()
     handle = training.model.blocks[1].up.register_forward_pre_hook(
         lambda module, _: (module.weight.share_memory_(), None)[1]
     )
-    training.loss(1).backward()
-    handle.remove()
-    with pytest.raises(UsageError, match=r"of .*blocks\.1\.up\.weight.* were"):
-        training.optimizer.step()
-    training.optimizer.zero_grad()
-    assert torch.equal(training.loss(1), expected)
     training.step(1)
+    handle.remove()
+    assert training.optimizer.steps == 2
+    assert not torch.equal(training.loss(1), expected)
 
 
 def test_data_that_is_read_in_a_forward_is_no_write(training):
@@ -324,7 +313,7 @@ def test_data_that_is_read_in_a_forward_is_no_write(training):
     training.loss(1).backward()
     handle.remove()
     taken[0].mul_(0.5)
-    with pytest.raises(UsageError, match=r"of blocks\.1\.up\.weight were"):
+    with pytest.raises(UsageError, match=r"blocks\.1\.up\.weight.* was written to"):
         training.optimizer.step()
     training.optimizer.zero_grad()
     training.step(1)
@@ -336,7 +325,7 @@ def test_memory_is_not_replaced_in_a_forward(training):
 
     expected = training.loss(1).detach()
     handle = training.model.blocks[1].up.register_forward_pre_hook(replaces)
-    with pytest.raises(UsageError, match=r"blocks\.1\.up\.weight.*replaced through \.data"):
+    with pytest.raises(UsageError, match=r"blocks\.1\.up\.weight.*given other memory through \.data"):
         training.loss(1)
     handle.remove()
     assert torch.equal(training.loss(1), expected)

@@ -75,7 +75,7 @@ class Question:
 
     @property
     def may_clip_nothing(self) -> bool:
-        """Whether updates may begin before the norm of all gradients is known (`memascend.grads.speculation`)."""
+        """Whether updates may begin before the norm of all gradients is known (`memascend.grads.loop`)."""
         options, alone = self.options, self.ranks == 1 and (self.by_layer or self.micro_batches == 1)
         return alone and options.gradients == "auto" and options.max_grad_norm is not None
 

@@ -1,0 +1,150 @@
+"""Tests the door for writing to weights: `optimizer.edit()` gives real values, and commits what was changed of them."""
+
+import textwrap
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.reached import OPTIMIZERS, one_step, stack, stored, taken
+from torch import nn
+
+import memascend
+from memascend import ConfigError, UsageError
+
+
+def made(folder, dtype=torch.float32, **options):
+    model = stack(3, dtype)
+    return taken(model, OPTIMIZERS["adamw"](model.parameters()), folder, **options)
+
+
+def halved(model, optimizer):
+    if hasattr(optimizer, "edit"):
+        with optimizer.edit(model[0].weight) as values:
+            values.mul_(0.5)
+        with optimizer.edit(list(model.parameters())[1:]) as values:
+            torch._foreach_mul_(values, 0.5)
+    else:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram", "auto"])
+@pytest.mark.parametrize("budget", ["64MiB", None])
+def test_an_edit_is_a_write_in_memory_and_lasts(tmp_path, gradients, budget):
+    plain = stack(3)
+    theirs = OPTIMIZERS["adamw"](plain.parameters())
+    model, optimizer = made(tmp_path, gradients=gradients, host_memory=budget)
+    for _ in range(2):
+        losses = []
+        for of, step in ((plain, theirs), (model, optimizer)):
+            losses.append(one_step(of, step, torch.float32))
+            halved(of, step)
+        assert same_bits(*losses)
+    optimizer.close()
+    model, optimizer = made(tmp_path, gradients=gradients, existing="resume")
+    with optimizer:
+        assert all(map(same_bits, model.parameters(), plain.parameters()))
+
+
+def test_bits_that_did_not_change_keep_their_master_and_write_nothing(tmp_path):
+    model, optimizer = made(tmp_path, torch.bfloat16, master_dtype=torch.float32)
+    with optimizer:
+        one_step(model, optimizer, torch.bfloat16)
+        before = {name: optimizer.state_of(p) for name, p in model.named_parameters()}
+        written = stored(optimizer)
+        with optimizer.edit(model.parameters()) as values:
+            values[0].mul_(1)
+        assert stored(optimizer) == written
+        with optimizer.edit(model.parameters()) as values:
+            values[2].fill_(0.5)
+        for name, parameter in model.named_parameters():
+            state = optimizer.state_of(parameter)
+            same = [key for key in state if same_bits(state[key], before[name][key])]
+            assert same == [key for key in state if name != "1.weight" or key != "master"]
+        assert torch.equal(optimizer.state_of(model[1].weight)["master"], torch.full((64, 64), 0.5))
+
+
+def test_names_of_one_parameter_are_one(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    model, optimizer = memascend.offload(model, torch.optim.SGD(model.parameters(), lr=0.1), storage=tmp_path / "s")
+    with optimizer:
+        with optimizer.edit([model[0].weight, model[1].weight]) as (one, other):
+            assert one is other
+            one.fill_(0.25)
+        assert bool((model[1].weight == 0.25).all())
+
+
+def edited(optimizer, parameters, write):
+    with optimizer.edit(parameters) as values:
+        write(values)
+
+
+def backward(model):
+    return model(torch.ones(2, 64)).sum().backward()
+
+
+def test_nothing_is_committed_after_an_exception_or_while_a_step_is_staged(tmp_path):
+    model, optimizer = made(tmp_path)
+    weight = model[0].weight
+    with optimizer:
+        one_step(model, optimizer, torch.float32)
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(ZeroDivisionError):
+            edited(optimizer, weight, lambda values: values.zero_() / (1 // 0))
+        backward(model)
+        with pytest.raises(UsageError, match="a step is staged"):
+            edited(optimizer, weight, torch.Tensor.zero_)
+        optimizer.zero_grad()
+        with pytest.raises(UsageError, match="a step is staged"):
+            edited(optimizer, weight, lambda values: (values.zero_(), backward(model)))
+        optimizer.zero_grad()
+        with pytest.raises(UsageError, match="tensors were replaced"):
+            edited(optimizer, [weight], lambda values: values.__setitem__(0, torch.zeros(64, 64)))
+        with pytest.raises(ConfigError, match="parameters of the offloaded model"):
+            edited(optimizer, torch.zeros(2), torch.Tensor.zero_)
+        assert all(map(same_bits, before, model.parameters()))
+        one_step(model, optimizer, torch.float32)
+
+
+def test_a_step_within_an_edit_is_not_undone_by_it(tmp_path):
+    model, optimizer = made(tmp_path)
+    with optimizer:
+        one_step(model, optimizer, torch.float32)
+        with pytest.raises(UsageError, match=r"0\.weight.* within edit\(\)"):
+            edited(optimizer, model[0].weight, lambda _: one_step(model, optimizer, torch.float32))
+        assert optimizer.steps == 2
+        one_step(model, optimizer, torch.float32)
+        plain = stack(3)
+        theirs = OPTIMIZERS["adamw"](plain.parameters())
+        for _ in range(3):
+            one_step(plain, theirs, torch.float32)
+        assert all(map(same_bits, model.parameters(), plain.parameters()))
+
+
+PROGRAM = """
+    import torch, memascend
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    adamw = torch.optim.AdamW(model.parameters())
+    model, optimizer = memascend.offload(model, adamw, storage=r"{folder}", device="cpu")
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with optimizer.edit(model[0].weight) as values:
+        values.fill_(0.125)
+    optimizer.close()
+    again = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    again, optimizer = memascend.offload(
+        again, torch.optim.AdamW(again.parameters()), storage=r"{folder}", existing="resume", device="cpu"
+    )
+    assert optimizer.steps == 1
+    assert bool((again[0].weight == 0.125).all())
+    assert torch.equal(again[1].running_mean, model[1].running_mean)
+    optimizer.close()
+    print("fine")
+"""
+
+
+def test_a_program_edits_and_goes_on(tmp_path, python):
+    assert python(textwrap.dedent(PROGRAM.format(folder=tmp_path / "run.store"))).strip().endswith("fine")
