@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SEEDS = st.integers(0, 5)
 # What a loss is multiplied by: norms far below and far above each limit, and overflows of float16.
 FACTORS = st.sampled_from((1.0, 1.0, 1e-3, 30.0))
-DOORS = ("materialized", "load_state_dict")
+DOORS = ("materialized", "edit", "load_state_dict")
 CALLS = ("spill", "update", "update_spilling", "update_spilled", "apply", "take_back", "discard", "commit")
 
 
@@ -114,6 +114,31 @@ def read_norms(model):
     return torch._foreach_norm(list(model.parameters()))
 
 
+def in_place(p):
+    with torch.no_grad():
+        p.mul_(0.5)
+
+
+def through_data(p):
+    p.data.mul_(0.5)
+
+
+def to_data(p):
+    p.data = torch.zeros(p.shape, dtype=p.dtype)
+
+
+def through_a_view(p):
+    p.detach().view(-1)[:1] = 7
+
+
+def through_bytes(p):
+    p.detach().view(-1).view(torch.uint8).numpy()[:] = 1
+
+
+def by_foreach(p):
+    torch._foreach_mul_([p.data], 0.5)
+
+
 class Machine(RuleBasedStateMachine):
     """Twins, and what the loop has done since the last step, from which follows what must be refused.
 
@@ -131,6 +156,8 @@ class Machine(RuleBasedStateMachine):
         self.stores = self.processes = 0
         self.corpse = None
         self.optimizer = None
+        # Views of weights that user code keeps, by the names of their parameters.
+        self.kept = {}
         self.checks = 0
         FUSE.left = 0
         FUSE.kill = self._be_killed
@@ -164,6 +191,7 @@ class Machine(RuleBasedStateMachine):
         """A new process: with values of its own, which the store's replace."""
         self.file, self.life = file, life
         self.processes += 1
+        self.kept.clear()
         model, members = self.plain.setup.made(self.processes)
         schedulers = self.plain.setup.schedulers(members)
         options = {**life.options(self.plain.setup, file), **options}
@@ -394,6 +422,7 @@ class Machine(RuleBasedStateMachine):
             with self._refused("options of .* changed"):
                 self.optimizer.step()
             return
+        self._refuse_kept()
         if fails and not self.plain.overflows:
             FUSE.fails = True
             with pytest.raises(StorageError, match="no room"):
@@ -407,6 +436,15 @@ class Machine(RuleBasedStateMachine):
         self.fresh, self.spent, self.backwards = False, True, 0
         if zeroes or self._declared > 1:
             self._discard()
+
+    def _refuse_kept(self):
+        """A view would keep the old values of a weight that the step changes."""
+        changes = [name for name in self.kept if self.plain.model.get_parameter(name).grad is not None]
+        if changes and not self.plain.overflows:
+            with pytest.raises(UsageError, match=f"{min(changes)}.* holds a view"):
+                self.optimizer.step()
+            self.seen["a view was kept"] += 1
+        self.kept.clear()
 
     def _stepped(self):
         committed = self.plain.step()
@@ -466,17 +504,46 @@ class Machine(RuleBasedStateMachine):
         for ours, theirs in zip(read(self.model), read(self.plain.model), strict=True):
             assert same(theirs.detach(), ours.detach())
 
+    @rule(number=st.integers(0, 30))
+    def keep_a_view(self, number):
+        named = list(self.model.named_parameters())
+        name, p = named[number % len(named)]
+        self.kept[name] = p.detach()
+
+    @rule(
+        number=st.integers(0, 30),
+        write=st.sampled_from((in_place, through_data, to_data, through_a_view, through_bytes, by_foreach)),
+        then=st.sampled_from(("forward", "read", "save")),
+        seed=SEEDS,
+    )
+    def write_past_the_doors(self, number, write, then, seed):
+        """Refused at the call, or as soon as anything looks; the model has what it had."""
+        parameters = list(self.model.parameters())
+        if then == "save" and self.fresh:
+            then = "read"
+        with pytest.raises(UsageError, match=r"optimizer\.edit\("):  # noqa: PT012 - whichever of them says so
+            write(parameters[number % len(parameters)])
+            if then == "forward":
+                self.plain.setup.loss(self.model, seed)
+            elif then == "read":
+                parameters[0].detach()
+            else:
+                self.optimizer.save(self.folder / "refused")
+
     @rule(door=st.sampled_from(DOORS), every=st.integers(1, 4), factor=st.sampled_from((0.5, 1.0)))
     def edit(self, door, every, factor):
         """A write through one of the doors; the factor 1 changes no bit, and so no master."""
         named = list(self.plain.model.named_parameters())[::every]
         values = {name: p.detach() * factor for name, p in named}
-        if self.fresh and door == "materialized":
-            with pytest.raises(UsageError, match="a step is staged"), memascend.materialized(self.model, modify=True):
-                raise AssertionError("it was entered")
-            return
+        self.kept.clear()
         if self.fresh:
-            self._discard()
+            with pytest.raises(UsageError, match="a step is staged"):
+                self._write(door, values)
+            return
+        self._write(door, values)
+        self.plain.write({p: values[name] for name, p in named})
+
+    def _write(self, door, values):
         if door == "materialized":
             with memascend.materialized(self.model, modify=True), torch.no_grad():
                 for name, value in values.items():
@@ -487,7 +554,6 @@ class Machine(RuleBasedStateMachine):
                     own.copy_(value)
         else:
             self.model.load_state_dict(values, strict=False)
-        self.plain.write({p: values[name] for name, p in named})
 
     # --- the run ends, and goes on ---------------------------------------------------------------
 
