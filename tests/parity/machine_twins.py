@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from parity.harness import same
 from parity.reference import Reference
 from parity.zoo_plain import VOCABULARY, WIDTH, Rooted, Stack, next_token, squares
-from support.orthogonal import BatchedMuon
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -67,11 +66,6 @@ def three(model):
             torch.optim.Adam(matrices[:1], lr=1e-2)]  # fmt: skip
 
 
-def batched(model):
-    matrices, rest = matrices_and_rest(model)
-    return [BatchedMuon(matrices), torch.optim.RMSprop(rest, lr=1e-3)]
-
-
 def alone(kind, **options):
     return lambda model: [kind(model.parameters(), **options)]
 
@@ -84,7 +78,6 @@ OPTIMIZERS = {
     "rmsprop": alone(O.RMSprop, lr=1e-3),
     "adafactor": alone(O.Adafactor, lr=1e-2),
     "muon and adamw": muon_and_adamw,
-    "batched": batched,
     "three": three,
 }
 # Those whose moments have other formats.

@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 from parity.harness import same
-from parity.machine import FUSE, Machine
+from parity.machine import Machine
+from parity.machine_calls import FUSE
 from parity.machine_twins import Plain, lives, one_or_list, setups
 from parity.reference import threads_of_torch
 
