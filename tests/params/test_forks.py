@@ -43,9 +43,7 @@ def test_what_a_child_writes_is_its_own(training, way):
         assert same_bits(reached, before)
     assert same_bits(model(batch()).detach(), computed)
     assert all(same_bits(one, other) for one, other in zip(model.parameters(), expected, strict=True))
-    # In the parent it is the parameter's memory, as before.
-    reached.mul_(0.5)
-    assert same_bits(reached, before * 0.5)
+    reached = None
     one_step(model, offloaded, torch.float32)
 
 

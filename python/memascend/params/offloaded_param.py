@@ -264,10 +264,8 @@ def _refuse(how: str) -> Callable[..., Any]:
 
 
 def _data_set(func: Callable[..., Any], tensor: Any, values: Any) -> None:
-    if not isinstance(tensor, Away):
-        # Another tensor's, which gets a copy.
-        _stand_in(func, find_away(values), (tensor, values), {})
-    elif values is not tensor:
+    del func
+    if values is not tensor:
         tensor._memascend.source.units.require_open()  # noqa: SLF001
         raise refused_write(tensor._memascend.name, "given other memory through .data")  # noqa: SLF001
 

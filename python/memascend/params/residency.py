@@ -66,8 +66,6 @@ class SavedTensorHooks:
         note = self._note(tensor)
         if note is not None:
             return note
-        if _is_offloaded(tensor):
-            return _Saved(torch.Tensor.detach(tensor), tensor._memascend.name)  # type: ignore[attr-defined] # noqa: SLF001
         kept = tensor if self.keeper is None else self.keeper.save(tensor, sys._getframe(1))  # noqa: SLF001
         return _Saved(tensor) if kept is tensor else kept
 
@@ -120,14 +118,17 @@ class SavedTensorHooks:
         except (NotImplementedError, RuntimeError):
             # Sparse, or a subclass without memory of its own: no bytes of ours.
             return None
-        found = self._residency.units.home_at(address)
+        found, start = self._residency.units.home_at(address), 0
+        if found is None and _is_offloaded(tensor):
+            # It has a copy for a moment, see `WeightCopies.bound`: the unit has the same values.
+            place: Place = tensor._memascend  # type: ignore[attr-defined] # noqa: SLF001
+            home = self._residency.units.home_of[place.name]
+            found, start = (home, home.version), place.offset
         if found is None:
             return None
-        home, version = found
         return Note(
-            home,
-            version,
-            int(tensor.storage_offset()) * tensor.element_size(),
+            *found,
+            start + int(tensor.storage_offset()) * tensor.element_size(),
             tensor.dtype,
             tuple(tensor.shape),
             tensor.stride(),
@@ -155,28 +156,21 @@ def _viewed(storage: torch.UntypedStorage, note: Note) -> torch.Tensor:
 class _Saved:
     """A saved tensor that lies in no unit, with its version: torch checks no version of packed tensors."""
 
-    __slots__ = ("_name", "_values", "_version")
+    __slots__ = ("_values", "_version")
 
-    def __init__(self, values: torch.Tensor, name: str | None = None) -> None:
-        """`name`: of a parameter that had memory of its own and is offloaded when the graph is walked."""
+    def __init__(self, values: torch.Tensor) -> None:
         self._values = values
-        self._name = name
         self._version = values._version  # noqa: SLF001
 
     def tensor(self) -> torch.Tensor:
         values = self._values
         version = values._version  # noqa: SLF001
-        if version == self._version:
-            return values
-        if self._name is not None:
-            raise UsageError(
-                f"a graph needs {self._name!r} as it was before step(), or before it was written to: call backward() "
-                "before that, or compute the graph again"
+        if version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{list(values.shape)} {values.dtype} is at version {version}, and was saved at version {self._version}"
             )
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"{list(values.shape)} {values.dtype} is at version {version}, and was saved at version {self._version}"
-        )
+        return values
 
 
 class _Delegating:

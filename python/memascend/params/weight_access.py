@@ -206,7 +206,8 @@ class WeightCopies:
         with residency.lock, torch.inference_mode(mode=False), torch.no_grad():
             residency.units.require_open()
             if len(self._now) < self._many:
-                self._look(list(islice(reversed(self._now), _FEW)), but=place)
+                own = {(place.name, of)} & self._now.keys()
+                self._look({*own, *islice(reversed(self._now), _FEW)}, but=place)
             else:
                 self._look(list(self._now), but=place)
                 self._many = max(_FEW, 2 * len(self._now))
@@ -293,7 +294,7 @@ class WeightCopies:
             one = self._now[key]
             # Examined first: code that has it now may write to it later.
             is_held = one.is_held
-            if but is not None and is_held:
+            if is_held and but not in (None, one.place):
                 continue
             is_written = one.is_written()
             if is_written or not (is_held or one.place is but):

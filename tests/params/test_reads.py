@@ -1,0 +1,248 @@
+"""Tests reads of weights between forwards: programs get the bits of torch in memory, and keep little."""
+
+import copy
+import io
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.reached import OPTIMIZERS, WIDTH, batch, one_step, stack, weights
+from torch import nn
+from torch.nn.utils import parameters_to_vector
+
+import memascend
+from memascend import UsageError
+
+
+def logged(model, optimizer):
+    """What loops print and log of weights and gradients."""
+    records, before = [], [p.detach().clone() for p in model.parameters()]
+    for seed in range(3):
+        model(batch()).float().pow(2).mean().backward()
+        for p, old in zip(model.parameters(), before, strict=True):
+            # Norms of gradients that do not wait ("fused") are exact, and not rounded as torch's.
+            assert p.data.norm() / p.grad.norm() > 0
+            records += [p.norm(), p.data.norm(), p.abs().max(), p.detach().mean()]
+            records += [torch.tensor(p.abs().max().item()), torch.from_numpy(p.detach().cpu().numpy().copy())]
+            records += [
+                (p - old).norm(),
+                (p.data - old).abs().sum(),
+                p[0].sum(),
+                p.flatten()[seed].clone(),
+                p.data.std(),
+            ]
+            records += [
+                torch.tensor([float(torch.equal(p, old)), float(torch.allclose(p, old)), float(p.isnan().any())])
+            ]
+        optimizer.step()
+        optimizer.zero_grad()
+        records += [torch.linalg.vector_norm(torch.stack([p.detach().norm() for p in model.parameters()]))]
+        records += [torch.stack(torch._foreach_norm(list(model.parameters()))), torch.tensor(len(repr(model)))]
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        records += torch.load(file).values()
+        before = [p.detach().clone() for p in model.parameters()]
+    return [record.detach() for record in records]
+
+
+def averaged(model, optimizer):
+    """Torch's averaged weights, evaluated and taken at the end."""
+    average = torch.optim.swa_utils.AveragedModel(model)
+    records = []
+    for _ in range(3):
+        records.append(one_step(model, optimizer, torch.float32))
+        average.update_parameters(model)
+    write(model, optimizer, list(average.module.parameters()))
+    return [*records, average(batch()).detach(), model(batch()).detach()]
+
+
+def write(model, optimizer, given):
+    """Give the weights values, through the door where there is one."""
+    if isinstance(optimizer, memascend.OffloadedOptimizer):
+        with memascend.materialized(model, modify=True), torch.no_grad():
+            for p, value in zip(model.parameters(), given, strict=True):
+                p.data.copy_(value.data)
+    else:
+        for p, value in zip(model.parameters(), given, strict=True):
+            p.data.copy_(value.data)
+
+
+def swapped(model, optimizer):
+    """What diffusers does with its moving average: step, store, copy to, evaluate, restore."""
+    shadow, records = [p.detach().clone() for p in model.parameters()], []
+    for index in range(3):
+        one_step(model, optimizer, torch.float32)
+        with torch.no_grad():
+            if index == 1:
+                torch._foreach_sub_(
+                    shadow, torch._foreach_mul(torch._foreach_sub(shadow, list(model.parameters())), 0.25)
+                )
+            for mine, parameter in zip(shadow, model.parameters(), strict=True):
+                mine.sub_(0.25 * (mine - parameter))
+            stored = [p.detach().cpu().clone() for p in model.parameters()]
+            write(model, optimizer, shadow)
+            records.append(model(batch()))
+            write(model, optimizer, stored)
+    return records
+
+
+def referred(model, optimizer):
+    """TRL's reference model, which follows the one that is trained."""
+    reference, records = copy.deepcopy(model), []
+    for _ in range(3):
+        one_step(model, optimizer, torch.float32)
+        for theirs, ours in zip(reference.parameters(), model.parameters(), strict=True):
+            theirs.data.mul_(1.0 - 0.25).add_(ours.data, alpha=0.25)
+        records.append(reference(batch()).detach())
+    return records
+
+
+def penalised(model, optimizer):
+    """Losses with weights in them, which are read in the graph: as they are, and as views."""
+    records, first = [], [p.detach().clone() for p in model.parameters()]
+    for _ in range(3):
+        loss = model(batch()).pow(2).mean() + 1e-3 * sum(p.pow(2).sum() for p in model.parameters())
+        loss = loss + 1e-3 * sum((p - old).abs().sum() for p, old in zip(model.parameters(), first, strict=True))
+        loss = loss + 1e-3 * parameters_to_vector(model.parameters()).pow(2).sum()
+        turned = (model[0].weight.t() @ model[1].weight - torch.eye(WIDTH)).square().mean()
+        loss = loss + turned + 1e-3 * model[1].weight.view(-1)[::2].abs().sum() + model[0].weight[1:3].square().sum()
+        loss.backward()
+        records.append(loss.detach())
+        del loss, turned
+        optimizer.step()
+        optimizer.zero_grad()
+    return records
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd"])
+@pytest.mark.parametrize("budget", [None, "64MiB"])
+@pytest.mark.parametrize("program", [logged, averaged, swapped, referred, penalised])
+def test_a_program_that_reads_weights_gets_those_in_memory(tmp_path, program, budget, gradients):
+    plain = stack(4)
+    expected = program(plain, optimizer := OPTIMIZERS["adamw"](plain.parameters()))
+    assert optimizer is not None
+    model = stack(4)
+    model, offloaded = memascend.offload(
+        model,
+        OPTIMIZERS["adamw"](model.parameters()),
+        storage=tmp_path / "run.store",
+        gradients=gradients,
+        host_memory=budget,
+    )
+    with offloaded:
+        found = program(model, offloaded)
+        assert len(found) == len(expected)
+        assert not [index for index, pair in enumerate(zip(found, expected, strict=True)) if not same_bits(*pair)]
+        assert all(map(same_bits, weights(model).values(), weights(plain).values()))
+
+
+def test_copies_that_nobody_has_are_freed(training):
+    model, offloaded = training()
+    copies = offloaded._session.run.residency.copies
+    for parameter in model.parameters():
+        view = parameter.data
+        view.norm()
+        assert len(copies._now) <= 2
+    kept = [p.detach() for p in model.parameters()]
+    assert len(copies._now) == len(kept)
+    kept = kept[:1]
+    model(batch())
+    assert list(copies._now) == [("15.bias", "view"), ("0.weight", "view")] or len(copies._now) == 2
+    del kept, view
+    one_step(model, offloaded, torch.float32)
+    assert not copies._now
+    assert not copies._older
+
+
+def test_reads_of_one_weight_are_one_memory(training):
+    """As in memory; a copy is made once."""
+    model, _ = training(units=2)
+    one, other = model[0].weight.detach(), model[0].weight.data
+    assert one.data_ptr() == other.data_ptr()
+    assert one.data_ptr() != model[0].weight.detach().clone().data_ptr()
+
+
+def test_no_step_changes_a_state_dict(training):
+    model, offloaded = training(units=2)
+    state = model.state_dict()
+    assert model.state_dict()["0.weight"].data_ptr() == state["0.weight"].data_ptr()
+    before = {name: values.clone() for name, values in state.items()}
+    for _ in range(2):
+        one_step(model, offloaded, torch.float32)
+        assert all(same_bits(state[name], before[name]) for name in before)
+        assert not same_bits(model.state_dict()["1.weight"], before["1.weight"])
+    state["1.weight"].zero_()
+    model(batch()).square().mean().backward()
+    with pytest.raises(UsageError, match=r"^1\.weight of an offloaded model was written to .*state dict"):
+        offloaded.step()
+    offloaded.zero_grad()
+    one_step(model, offloaded, torch.float32)
+    assert not state["1.weight"].any()
+
+
+def test_a_state_dict_has_no_memory_of_a_view(training):
+    model, offloaded = training(units=2)
+    view = model[1].weight.detach()
+    state = model.state_dict()
+    assert state["1.weight"].data_ptr() != view.data_ptr()
+    before = view.clone()
+    del view
+    one_step(model, offloaded, torch.float32)
+    assert same_bits(state["1.weight"], before)
+
+
+@pytest.mark.parametrize("units", [2, 16])
+def test_a_view_from_inside_of_a_forward_is_a_snapshot_that_is_not_written_to(training, units):
+    model, offloaded = training(units=units)
+    before, views = weights(model), []
+    with model[1].register_forward_pre_hook(lambda module, _: views.append(module.weight.detach())):
+        one_step(model, offloaded, torch.float32)
+    assert same_bits(views[0], before["1.weight"])
+    expected = weights(model)
+    views[0].zero_()
+    model(batch()).square().mean().backward()
+    with pytest.raises(UsageError, match=r"^1\.weight of an offloaded model was written to"):
+        offloaded.step()
+    offloaded.zero_grad()
+    assert all(same_bits(p, expected[name]) for name, p in model.named_parameters())
+    one_step(model, offloaded, torch.float32)
+
+
+def test_a_deep_copy_is_a_plain_model_with_files_of_its_own(training):
+    model, offloaded = training(units=2)
+    copied = copy.deepcopy(model)
+    part = copy.deepcopy(model[1])
+    assert all(type(p) is nn.Parameter and p.requires_grad for p in copied.parameters())
+    assert not any(copied[0]._forward_pre_hooks or module.__dict__.get("_memascend") for module in copied.modules())
+    expected = [p.detach().clone() for p in model.parameters()]
+    assert all(same_bits(one, other) for one, other in zip(copied.parameters(), expected, strict=True))
+    assert same_bits(part.weight, expected[2])
+    assert torch.equal(copied(batch()), model(batch()))
+    copied[0].weight.data.zero_()
+    one_step(model, offloaded, torch.float32)
+    assert model[0].weight.any()
+    one_step(copied, torch.optim.SGD(copied.parameters(), lr=0.1), torch.float32)
+    assert all(same_bits(one, other) for one, other in zip(part.parameters(), expected[2:], strict=True))
+    # Its own hooks are there again.
+    with pytest.raises(UsageError):
+        model.to(torch.float64)
+
+
+class CopiesItself(nn.Linear):
+    def __deepcopy__(self, memo):
+        copied = type(self)(self.in_features, self.out_features)
+        copied.load_state_dict(copy.deepcopy(self.state_dict(), memo))
+        copied.copies = getattr(self, "copies", 0) + 1
+        return copied
+
+
+def test_a_module_that_copies_itself_does_so(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), CopiesItself(WIDTH, WIDTH))
+    model, optimizer = memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=tmp_path)
+    with optimizer:
+        copied = copy.deepcopy(model)
+        assert copied[1].copies == 1
+        assert not copied[1]._forward_pre_hooks
+        assert torch.equal(copied(batch()), model(batch()))
