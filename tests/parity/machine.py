@@ -152,6 +152,11 @@ class Machine(RuleBasedStateMachine):
         return self.mode == "fused" and self._handles and (self.spent or self.backwards >= self._declared)
 
     @property
+    def _is_partial(self):
+        """More of these gradients comes before their updates, which a change would let wait for step()."""
+        return self.mode == "fused" and self._declared > 1 and not self._taken
+
+    @property
     def _handles(self):
         """Parameters whose gradients the library has."""
         return [p for p in self.model.parameters() if p.grad is not None and type(p.grad) is not torch.Tensor]
@@ -245,6 +250,8 @@ class Machine(RuleBasedStateMachine):
         self._clip(limit)
 
     def _clip(self, limit):
+        if self._is_partial:
+            return
         norm = get_total_norm([p.grad for p in self.plain.model.parameters() if p.grad is not None])
         if not norm.isfinite():
             return
@@ -267,6 +274,8 @@ class Machine(RuleBasedStateMachine):
         self._change_gradients(CHANGES[how], every)
 
     def _change_gradients(self, change, every):
+        if self._is_partial:
+            return
         pairs = list(zip(self.model.parameters(), self.plain.model.parameters(), strict=True))[::every]
         pairs = [pair for pair in pairs if pair[1].grad is not None and pair[1].dim()]
         if self._taken:
@@ -317,6 +326,7 @@ class Machine(RuleBasedStateMachine):
             self._forget_gradients(noticed=not of_model)
         else:
             self._noticed()
+            self.changed = True
             self.fresh = self.staged = self._present
 
     # --- steps -----------------------------------------------------------------------------------
@@ -334,17 +344,18 @@ class Machine(RuleBasedStateMachine):
             with self._refused("called again"):
                 self.optimizer.step()
             return
+        self._refuse_kept()
         if self._taken and self._late_rates:
             with self._refused("options of .* changed"):
                 self.optimizer.step()
             return
-        self._refuse_kept()
         if fails and not self.plain.overflows:
             FUSE.fails = True
             with pytest.raises(StorageError, match="no room"):
                 self.optimizer.step()
             self.seen["a commit failed"] += 1
-            if not zeroes:
+            if not zeroes or self.changed:
+                # What was made of a gradient and its changes has gone into the update.
                 self._discard()
                 return
         self.optimizer.step()
@@ -357,7 +368,7 @@ class Machine(RuleBasedStateMachine):
     def _refuse_kept(self):
         """A view would keep the old values of a weight that the step changes."""
         changes = [name for name in self.kept if self.plain.model.get_parameter(name).grad is not None]
-        if changes and not self.plain.overflows:
+        if changes:
             with pytest.raises(UsageError, match=f"{min(changes)}.* holds a view"):
                 self.optimizer.step()
             self.seen["a view was kept"] += 1
@@ -372,17 +383,20 @@ class Machine(RuleBasedStateMachine):
             self.seen["overflows"] += 1
             return
         # In 16 bits, factors round the gradients in memory, and no norm that is taken on storage.
-        assert self.optimizer.grad_norm == pytest.approx(self.plain.grad_norm, rel=0.05 if self.changed else 1e-12)
+        near = {"rel": 0.05 if self.changed else 1e-12}
+        assert self.optimizer.grad_norm == pytest.approx(self.plain.grad_norm, nan_ok=True, **near)
         self.seen[f"steps {self.mode}"] += 1
         self.steps_of_life += 1
         if self.steps_of_life == 1 and self.life.gradients == "auto":
             self.mode = self.optimizer._session.run.gradients.mode
-            assert self.mode == "ssd" if self.habit in ("declared", "keeps") else self.mode == "fused" or self.habit
+            expected = {"": ("fused",), "either": ("fused", "ssd")}.get(self.habit, ("ssd",))
+            assert self.mode in expected, f"auto learned {self.mode}, and the loop {self.habit or 'changed nothing'}"
 
-    @rule(first=SEEDS, factor=FACTORS, count=st.sampled_from((1, 1, 1, 2)))
-    def train(self, first, factor, count):
-        """A step as most loops make it."""
-        self._train(first, factor, count)
+    @rule(first=SEEDS, factors=st.lists(FACTORS, min_size=1, max_size=3), count=st.sampled_from((1, 1, 1, 2)))
+    def train(self, first, factors, count):
+        """Steps as most loops make them."""
+        for factor in factors:
+            self._train(first, factor, count)
 
     @rule(first=SEEDS, factor=FACTORS, count=st.sampled_from((1, 1, 2)), how=LIMITS | NAMES)
     def train_by_changed_gradients(self, first, factor, count, how):
@@ -447,15 +461,19 @@ class Machine(RuleBasedStateMachine):
     )
     def write_past_the_doors(self, number, how, then, seed):
         """Refused at the call, or as soon as anything looks; the model has what it had."""
-        parameters = list(self.model.parameters())
+        parameters = dict(self.model.named_parameters())
+        name = list(parameters)[number % len(parameters)]
         if then == "save" and self.staged:
             then = "read"
+        if name in self.kept:
+            # A copy that is held is compared before the model computes with the weight, or changes it.
+            then = "forward"
         with pytest.raises(UsageError, match=r"optimizer\.edit\("):  # noqa: PT012 - whichever of them says so
-            WRITES[how](parameters[number % len(parameters)])
+            WRITES[how](parameters[name])
             if then == "forward":
                 self.plain.setup.loss(self.model, seed)
             elif then == "read":
-                parameters[0].detach()
+                next(iter(parameters.values())).detach()
             else:
                 self.optimizer.save(self.folder / "refused")
 
@@ -465,12 +483,10 @@ class Machine(RuleBasedStateMachine):
         named = list(self.plain.model.named_parameters())[::every]
         values = {name: p.detach() * factor for name, p in named}
         self.kept.clear()
-        if self.staged:
-            with pytest.raises(UsageError, match="a step is staged"):
-                self._write(door, values)
-            return
-        self._write(door, values)
-        self.plain.write({p: values[name] for name, p in named})
+        with pytest.raises(UsageError, match="a step is staged") if self.staged else contextlib.nullcontext():
+            self._write(door, values)
+        if not self.staged:
+            self.plain.write({p: values[name] for name, p in named})
 
     def _write(self, door, values):
         if door == "materialized":
@@ -489,25 +505,22 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data(), how=st.sampled_from(("close", "kill", "checkpoint")))
     def end(self, data, how):
         """The process ends, and another one goes on."""
-        if how == "checkpoint":
-            self._save()
-        if how == "checkpoint" and self.staged:
+        if how == "checkpoint" and not self._save():
             return
         life = data.draw(lives(self.waits), "life")
         if how == "kill":
             self._be_killed("between")
             self._die(life)
-            return
-        if how == "close" and self.steps_of_life:
-            self.plain.commit_options()
-        if how == "checkpoint":
-            self.plain.committed = self.plain.checkpoint()
-        self._close()
-        self.seen[f"ended by {how}"] += 1
-        if how == "close":
+        elif how == "close":
+            if self.steps_of_life:
+                self.plain.commit_options()
+            self._close()
             self._open(life, self.file, existing="resume")
         else:
+            self.plain.committed = self.plain.checkpoint()
+            self._close()
             self._open(life, self._file(), checkpoint=self.folder / "saved")
+        self.seen[f"ended by {how}"] += 1
 
     @rule(calls=st.integers(1, 40), data=st.data())
     def kill_later(self, calls, data):
@@ -520,11 +533,10 @@ class Machine(RuleBasedStateMachine):
         self._save()
 
     def _save(self):
-        if self.staged:
-            with pytest.raises(UsageError, match="a step is staged"):
-                self.optimizer.save(self.folder / "saved")
-        else:
+        """Whether there is a checkpoint."""
+        with pytest.raises(UsageError, match="a step is staged") if self.staged else contextlib.nullcontext():
             self.optimizer.save(self.folder / "saved")
+        return not self.staged
 
     # --- always ----------------------------------------------------------------------------------
 
