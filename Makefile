@@ -228,8 +228,7 @@ bench: setup ## Benchmarks: tables with ratios, and pictures in benchmarks/resul
 	$(BIN)/python -m benchmarks.kernels
 	$(BIN)/python -m benchmarks.memory --picture benchmarks/results/host_memory.png
 	$(BIN)/python -m benchmarks.peers.bench_io --picture benchmarks/results/io.png
-	if test -x $(PEERS)/bin/python; then $(BIN)/python -m benchmarks.peers.bench_update; fi
-	$(BIN)/memascend bench update
+	$(BIN)/python -m benchmarks.peers.bench_update
 	$(BIN)/python -m benchmarks.import_cost
 	$(BIN)/python -m benchmarks.depth --write benchmarks/results
 	$(MAKE) --no-print-directory bench-train

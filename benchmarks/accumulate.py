@@ -52,7 +52,7 @@ def main() -> None:
         return
     found = _kept(options.write)
     if not options.show:
-        from memascend.cli.bench.io import described
+        from benchmarks.machine import described
 
         found["machine"], found["parameters"] = described(), options.parameters
         for part in options.parts:
@@ -285,7 +285,7 @@ class _Worker:
     def turn(self, count: int, length: int, steps: int) -> dict[str, Any]:
         """Take so many steps of `count` micro-batches with `length` tokens each."""
         from benchmarks import counters
-        from memascend.cli.bench import process
+        from memascend.cli import process
 
         # The first step of a turn finds more of the disk done than others do, and its memory as others left it.
         self._step(count, length)

@@ -25,9 +25,9 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import memascend
+from benchmarks.machine import described
 from benchmarks.train.judge import bound
-from memascend.cli.bench import process
-from memascend.cli.bench.io import described
+from memascend.cli import process
 from memascend.cli.storage import speeds_at
 from memascend.plan.options import parse_bytes
 from memascend.text import bytes_shown, table

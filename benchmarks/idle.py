@@ -21,9 +21,9 @@ import time
 from pathlib import Path
 
 from benchmarks import counters
+from benchmarks.peers.fio import fio, huge_pages
 from benchmarks.train.cell.systems import SYSTEMS, ours
 from benchmarks.train.cell.workload import WORKLOADS, tokens
-from memascend.cli.bench.io import fio, huge_pages
 from memascend.errors import ConfigError
 from memascend.text import open_pyplot, table
 

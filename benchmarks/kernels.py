@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from benchmarks.reduced import reduced_calls
 from benchmarks.rounds import interleaved
 from benchmarks.show import bars
-from memascend.cli.bench import process
+from memascend.cli import process
 from memascend.text import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _measure(options: argparse.Namespace) -> None:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     numel = max(1, options.elements) << 20
-    rows = [*_check_rows(numel, options.rounds), *_cast_rows(numel, options.rounds), *_adam_rows(numel, options.rounds)]
+    rows = [*_check_rows(numel, options.rounds), *_adam_rows(numel, options.rounds)]
     for name, ours, peers in reduced_calls(numel, _STEP):
         rows += _rows(name, ours, peers, options.rounds)
     route = kernels.route("cpu")
@@ -135,25 +135,6 @@ def _check_rows(numel: int, rounds: int) -> list[Row]:
             {"isinf.any or isnan.any": lambda grad=grad: bool(grad.isinf().any() or grad.isnan().any())},  # type: ignore[misc]
             rounds,
         )
-    return rows
-
-
-def _cast_rows(numel: int, rounds: int) -> list[Row]:
-    import torch
-
-    from memascend import kernels
-
-    rows = []
-    wide = torch.full((numel,), 0.01)
-    for dtype in (torch.bfloat16, torch.float16):
-        half = torch.full((numel,), 0.01).to(dtype)
-        for source, out in ((wide, half), (half, wide)):
-            rows += _rows(
-                f"cast {_short(source.dtype)} to {_short(out.dtype)}",
-                lambda source=source, out=out: kernels.cast(source, out),  # type: ignore[misc]
-                {"copy_": lambda source=source, out=out: out.copy_(source)},  # type: ignore[misc]
-                rounds,
-            )
     return rows
 
 

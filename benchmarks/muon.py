@@ -43,7 +43,7 @@ def main() -> None:
     if options.work:
         serve(_Worker(json.loads(options.work)).turn)
         return
-    from memascend.cli.bench.io import described
+    from benchmarks.machine import described
 
     with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-muon-") as folder:
         found = {"machine": described(), "parameters": options.parameters, "cases": _measured(options, folder)}
@@ -154,7 +154,7 @@ class _Worker:
     def turn(self, steps: int) -> dict[str, Any]:
         """Take so many steps, after one that is not counted: the disk may still be at others'."""
         from benchmarks import counters
-        from memascend.cli.bench import process
+        from memascend.cli import process
 
         self._step()
         process.restart_peak()

@@ -143,7 +143,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     import transformers
 
     import memascend
-    from memascend.cli.bench import process
+    from memascend.cli import process
 
     config = transformers.AutoConfig.from_pretrained(order["config"])
     config.use_cache = False

@@ -159,7 +159,8 @@ def _reduced(named: dict[str, Any], form: str, numbers: dict[str, Any]) -> Any:
     """Our kernel, as an optimizer in RAM."""
     import torch
 
-    from memascend import engine, kernels
+    from benchmarks.reduced import adamw_reduced
+    from memascend import engine
 
     class Reduced(torch.optim.Optimizer):
         def __init__(self) -> None:
@@ -176,7 +177,7 @@ def _reduced(named: dict[str, Any], form: str, numbers: dict[str, Any]) -> Any:
                 state = self.state[parameter]
                 if not state:
                     state.update(engine.encode_state(parameter.detach(), {}, form))
-                kernels.adamw_reduced(
+                adamw_reduced(
                     parameter.detach(), state, parameter.grad, form=form, name=name, step=self.steps, **options
                 )
 

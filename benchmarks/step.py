@@ -62,7 +62,7 @@ def main() -> None:
     if options.work:
         serve(_Worker(json.loads(options.work)).answer)
         return
-    from memascend.cli.bench.io import described
+    from benchmarks.machine import described
 
     with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-step-") as folder:
         results = [_Workload(options, Path(folder), tokens).run() for tokens in options.tokens]
@@ -253,7 +253,7 @@ class _Worker:
         from benchmarks import counters
         from benchmarks.train.cell.systems.in_ram import InRam
         from benchmarks.train.cell.workload import WORKLOADS, made
-        from memascend.cli.bench import process
+        from memascend.cli import process
 
         transformers.Qwen2ForCausalLM  # noqa: B018 - what a user imports, before the baseline
         memascend.offload  # noqa: B018
@@ -328,7 +328,7 @@ class _Worker:
 
     def _end(self) -> dict[str, Any]:
         from benchmarks import counters
-        from memascend.cli.bench import process
+        from memascend.cli import process
 
         peak = process.resident_peak()
         moved = counters.counts().since(self.before)

@@ -13,13 +13,10 @@ arguments, and does not know units, stores or the owners of gradients. `import m
 from __future__ import annotations
 
 from .adamw import adam, adamw
-from .casts import accumulate, cast
 from .check import begin_check, check_and_unscale, checked
-from .reduced import adamw_reduced
 from .routes import Route, route
 from .sums import found_in, new_sums
 
 __all__ = [
-    "Route", "accumulate", "adam", "adamw", "adamw_reduced", "begin_check", "cast", "check_and_unscale", "checked",
-    "found_in", "new_sums", "route",
+    "Route", "adam", "adamw", "begin_check", "check_and_unscale", "checked", "found_in", "new_sums", "route",
 ]  # fmt: skip

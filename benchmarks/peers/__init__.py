@@ -1,1 +1,1 @@
-"""DeepSpeed beside `memascend bench io` and `update`: `python -m benchmarks.peers.bench_io` and `.bench_update`."""
+"""Storage and the update beside fio and DeepSpeed: `python -m benchmarks.peers.bench_io` and `.bench_update`."""

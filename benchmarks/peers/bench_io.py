@@ -1,33 +1,42 @@
-"""Measures what `memascend bench io` does at more sizes and depths, with DeepSpeed's aio and a raw device beside it."""
+"""Measures the engine's I/O beside fio and DeepSpeed's aio in one run, with ratios."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import random
 import resource
+import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from benchmarks.machine import described
 from benchmarks.peers import environment
+from benchmarks.peers.fio import PASSES, fio, huge_pages
 from benchmarks.show import bars
-from memascend import nvme
-from memascend.cli.bench import io
-from memascend.cli.bench.io import BLOCK_BYTES, DEPTH, MIB, PATTERNS, Bench, Case, medians, plain, shown
-from memascend.cli.storage import Speed, blocks
+from memascend import memory, nvme
+from memascend.cli.storage import Speed, blocks, transfer
 from memascend.errors import ConfigError
 from memascend.tensors import memory_of
-from memascend.text import Closing, bytes_shown, table
+from memascend.text import Closing, Progress, bytes_shown, table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
+
+MIB = 1 << 20
+PATTERNS = ("read", "write", "mixed")
+# The size and depth that were fastest on every measured disk.
+BLOCK_BYTES, DEPTH = MIB, 8
+Case = Callable[[], Speed]
 
 _GRID_BLOCKS = (128 << 10, 256 << 10, MIB, 4 * MIB, 16 * MIB)
 _GRID_DEPTHS = (1, 4, 8, 16, 32)
@@ -60,15 +69,19 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--picture", metavar="PNG", help="draw the result into this file")
-    io.add_arguments(parser)
+    parser.add_argument("--storage", metavar="FOLDER", default=".", help="where the files are made (default: here)")
+    parser.add_argument("--size", type=int, metavar="MIB", default=1024, help="of each file, in MiB (default 1024)")
+    parser.add_argument("--rounds", type=int, metavar="N", default=5, help="medians of so many rounds (default 5)")
     parser.add_argument("--grid", action="store_true", help="also 128 KiB to 16 MiB and depth 1 to 32; takes a while")
     parser.add_argument("--raw", action="store_true", help="also a loop device as a raw one (needs root)")
     parser.add_argument("--deepspeed", metavar="PYTHON", help=environment.OPTION_HELP)
     options = parser.parse_args(words)
-    io.require_measurable(options)
+    if options.size < 64 or options.rounds < 1:
+        # The start would dominate the measurement.
+        parser.error("--size is at least 64 MiB and --rounds at least 1")
     python = environment.found(options.deepspeed)
     with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-bench-") as folder, ExitStack() as stack:
-        bench = _Grid(Path(folder), options, stack, _FLYING_BYTES_MAX if options.grid else BLOCK_BYTES * DEPTH)
+        bench = Bench(Path(folder), options, stack, _FLYING_BYTES_MAX if options.grid else BLOCK_BYTES * DEPTH)
         others: dict[str, Case] = {}
         if python is None:
             bench.left_out.append(environment.MISSING)
@@ -84,7 +97,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if options.json:
         found = {group: {name: plain(speed) for name, speed in cases.items()} for group, cases in results.items()}
         found["weights"] = {name: plain(speed) for name, speed in weights.items()}
-        print(json.dumps({**io.about(options, bench), **found}, indent=2))
+        print(json.dumps({**_about(options, bench), **found}, indent=2))
     else:
         for group, cases in results.items():
             print(f"\n{group}\n\n{shown(cases)}")
@@ -96,8 +109,89 @@ def main(words: Sequence[str] | None = None) -> None:
         bars(Path(options.picture), "1 MiB, depth 8, one file unless said", "GB a second", series)
 
 
-class _Grid(Bench):
-    """The same measurements at other sizes and depths, and of a raw device."""
+def _about(options: argparse.Namespace, bench: Bench) -> dict[str, Any]:
+    """The conditions of the measurement as JSON values."""
+    return {
+        "machine": described(),
+        "size_bytes": bench.nbytes,
+        "rounds": options.rounds,
+        "left_out": bench.left_out,
+    }
+
+
+class Bench:
+    """The folder, sizes and baselines of the measurements."""
+
+    def __init__(
+        self,
+        folder: Path,
+        options: argparse.Namespace,
+        stack: ExitStack,
+        flying: int,
+    ) -> None:
+        """`flying`: the maximum of bytes in flight, for which fio gets huge pages."""
+        self.folder, self.rounds, self.nbytes = folder, options.rounds, options.size * MIB
+        self.stack = stack
+        self.left_out: list[str] = []
+        self.huge = stack.enter_context(huge_pages(flying))
+        if self.huge is None:
+            self.left_out.append("fio with huge pages: this process may not mount a hugetlbfs (run as root)")
+        self.file = self.made("one")
+
+    def headline(self, others: dict[str, Case]) -> dict[str, Speed]:
+        """All cases at the best size and depth, beside `others`."""
+        halves = [self.made(f"half{index}", self.nbytes // 2) for index in range(2)]
+        cases: dict[str, Case] = {}
+        for pattern in PATTERNS:
+            cases |= self.pair([self.file], pattern, BLOCK_BYTES, DEPTH)
+            ours = self.ours
+            cases[f"{pattern}: threads"] = ours([self.file], pattern, BLOCK_BYTES, DEPTH, backend="threads")
+            cases[f"{pattern}: two files, striped"] = ours(halves, pattern, BLOCK_BYTES, DEPTH)
+            cases[f"{pattern}: unaligned memory"] = ours([self.file], pattern, BLOCK_BYTES, DEPTH, first=64)
+            shifted = ours([self.file], pattern, BLOCK_BYTES - 200, DEPTH, first=100)
+            cases[f"{pattern}: unaligned offsets too"] = shifted
+        return medians({**cases, **others}, self.rounds, "files")
+
+    def pair(self, paths: list[Path], pattern: str, block: int, depth: int) -> dict[str, Case]:
+        """Our I/O beside fio with and without huge pages."""
+        path, nbytes = paths[0], self.nbytes
+        cases: dict[str, Case] = {
+            f"{pattern}: io_uring": self.ours(paths, pattern, block, depth),
+            f"{pattern}: fio": partial(fio, path, pattern, block, depth, nbytes, None),
+        }
+        if self.huge is not None:
+            cases[f"{pattern}: fio, huge pages"] = partial(fio, path, pattern, block, depth, nbytes, self.huge)
+        return cases
+
+    def ours(
+        self, paths: list[Path], pattern: Any, block: int, depth: int, backend: Any = "auto", first: int = 0
+    ) -> Case:
+        """Our I/O, sequential, with memory that begins `first` bytes after an aligned address."""
+        size = block + 4096 if first else block
+        # Half as many more than the queue depth: tickets are awaited in order, and a late one must not leave the
+        # device idle. fio refills any free place.
+        count = depth + max(1, depth // 2)
+        # The end of a region that is less than a huge page lies on small pages, which split requests.
+        spare = -(-(memory.limits()["huge_page"] or 0) // size)
+
+        def case() -> Speed:
+            with (
+                nvme.open(paths, queue_depth=max(depth, 1), backend=backend) as volume,
+                # Adjacent like fio's buffers.
+                blocks(size, count + spare) as tensors,
+            ):
+                used = [tensor[first : first + block] for tensor in tensors[:count]]
+                return transfer(volume, used, pattern, PASSES * self.nbytes)
+
+        return case
+
+    def made(self, name: str, nbytes: int | None = None) -> Path:
+        """A file with every block written, since reserved blocks are slower the first time."""
+        path = self.folder / name
+        with nvme.open(path, size=nbytes or self.nbytes) as volume, blocks(BLOCK_BYTES, DEPTH) as tensors:
+            transfer(volume, tensors, "write", volume.size)
+            volume.flush()
+        return path
 
     def grid(self) -> dict[str, dict[str, Speed]]:
         """Sizes and depths, files and a raw device, one and two, ring and threads, with fio beside each."""
@@ -151,6 +245,51 @@ def _loop(backing: Path) -> Iterator[Path]:
         yield Path(device)
     finally:
         subprocess.run(["losetup", "--detach", device], check=False)
+
+
+def medians(cases: dict[str, Case], rounds: int, what: str) -> dict[str, Speed]:
+    """Run each case once in every round; return separate medians of bandwidth and of processor time."""
+    samples: dict[str, list[Speed]] = {name: [] for name in cases}
+    with Progress(what, rounds * len(cases), unit="measurements") as progress:
+        for index in range(rounds):
+            # Shuffled, since a disk may still work for the case before.
+            for name in random.Random(index).sample(list(cases), len(cases)):  # noqa: S311
+                samples[name].append(cases[name]())
+                progress.add(1)
+    return {name: _median(speeds) for name, speeds in samples.items()}
+
+
+def _median(speeds: list[Speed]) -> Speed:
+    nbytes = speeds[0].nbytes
+    return Speed(
+        nbytes=nbytes,
+        seconds=nbytes / 1e9 / statistics.median(speed.gb_per_second for speed in speeds),
+        cpu_seconds=nbytes / 1e9 * statistics.median(speed.cpu_ms_per_gb for speed in speeds) / 1e3,
+    )
+
+
+def shown(cases: dict[str, Speed]) -> str:
+    """All cases, compared with our io_uring in the same pattern."""
+    rows = []
+    for name, speed in cases.items():
+        pattern, _, way = name.partition(": ")
+        ours = cases[f"{pattern}: io_uring"]
+        rows.append(
+            (
+                pattern,
+                way,
+                f"{speed.gb_per_second:.2f}",
+                f"{ours.gb_per_second / speed.gb_per_second:.2f}",
+                f"{speed.cpu_ms_per_gb:.1f}",
+                f"{ours.cpu_ms_per_gb / speed.cpu_ms_per_gb:.2f}" if speed.cpu_ms_per_gb else "-",
+            )
+        )
+    return table(("pattern", "way", "GB/s", "ours is x as fast", "CPU ms/GB", "ours takes x of it"), rows)
+
+
+def plain(speed: Speed) -> dict[str, float]:
+    """A measurement as JSON values."""
+    return {"gb_per_second": speed.gb_per_second, "cpu_ms_per_gb": speed.cpu_ms_per_gb}
 
 
 WEIGHT_CASES = ("a file per tensor", "volume")

@@ -1,39 +1,306 @@
-"""Measures what `memascend bench update` does, with DeepSpeed's NVMe swapper beside it."""
+"""Measures the pipelined AdamW on SSD beside plain I/O of the same bytes, fio and DeepSpeed's NVMe swapper."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import statistics
 import tempfile
+import time
+from collections import defaultdict, deque
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.peers import environment
+from benchmarks.peers import bag, environment
+from benchmarks.peers.fio import PASSES, fio, huge_pages
 from benchmarks.peers.swapper import Swapper
-from memascend.cli.bench import update
-from memascend.text import bytes_shown
+from memascend import nvme
+from memascend.cli.storage import blocks
+from memascend.text import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+    from memascend import storage
+    from memascend.nvme import Ticket, Volume
+
+
+_MEGA = 1_000_000
+_MIB = 1 << 20
+_VALUE_BYTES = 2
+_BLOCK = 4096
+_FORMS = {"own": "", "fp32": "compact", "bf16": "compact bf16", "8bit": "compact 8bit"}
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Measure and print."""
+    formats = "format of the state: as in `offload(state=...)`, or own: fp32 master weights beside the values (default)"
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    update.add_arguments(parser)
+    parser.add_argument("--storage", default=".", metavar="FOLDER", help="where to measure (default: here)")
+    parser.add_argument("--parameters", type=int, default=64, metavar="M", help="millions of parameters (default 64)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="interleaved rounds (default 5)")
+    parser.add_argument("--chunks", type=int, default=12, metavar="N", help="staging chunks (default 12)")
+    parser.add_argument("--chunk-elements", type=int, default=None, metavar="N", help="default: what a store takes")
+    parser.add_argument("--state", choices=_FORMS, default="own", help=formats)
+    parser.add_argument("--no-fio", action="store_true", help="leave fio out")
     parser.add_argument("--deepspeed", metavar="PYTHON", help=environment.OPTION_HELP)
     options = parser.parse_args(words)
-    if options.state not in {"own", "fp32"}:
-        parser.error(f"--state {options.state}: DeepSpeed has no such state")
-    python = environment.required(options.deepspeed)
-    with tempfile.TemporaryDirectory(dir=options.storage or ".", prefix="memascend-bench-") as folder:
-        result = update.measure(Path(folder), options, lambda numel: Swapper(python, Path(folder) / "deepspeed", numel))
-    peer = result["other"]
-    if "added_bytes" in peer:
+    # DeepSpeed has no state of fewer bits.
+    python = environment.found(options.deepspeed) if options.state in {"own", "fp32"} else None
+    with tempfile.TemporaryDirectory(dir=options.storage, prefix="memascend-bench-") as folder:
+        begin = None if python is None else partial(Swapper, python, Path(folder) / "deepspeed")
+        result = measure(Path(folder), options, begin)
+    peer = result.get("other")
+    if peer is not None and "added_bytes" in peer:
         peer["ours_of_added_bytes"] = result["held_bytes"] / peer["added_bytes"]
         peer["ours_of_swap_buffer_bytes"] = result["held_bytes"] / peer["swap_buffer_bytes"]
-    print(json.dumps(result, indent=2) if options.json else f"{update.shown(result)}\n{_beside(peer)}")
+    if options.json:
+        print(json.dumps(result, indent=2))
+    else:
+        print(shown(result))
+        print(environment.MISSING if peer is None else _beside(peer))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parameters:
+    """The parameters of the benchmark, all of one size."""
+
+    names: list[str]
+    numel: int
+    chunk: int  # elements
+    form: str
+    state: int  # bytes of a chunk's state, in whole blocks
+    values: int  # bytes of a chunk's values, in whole blocks
+    read_values: bool  # whether a step also reads values
+
+    @property
+    def read(self) -> int:
+        """Bytes of a chunk that a step reads."""
+        return self.state + self.values * self.read_values
+
+    @property
+    def moved(self) -> int:
+        """Bytes of a chunk that a step reads and writes."""
+        return self.read + self.state + self.values
+
+    @property
+    def parameters(self) -> int:
+        return len(self.names) * self.numel
+
+    @property
+    def chunks(self) -> int:
+        return self.parameters // self.chunk
+
+    @property
+    def nbytes(self) -> int:
+        return self.chunks * self.moved
+
+
+def _entry(name: str, values: torch.Tensor, form: str) -> storage.Entry:
+    from memascend import storage
+
+    state = storage.encode_state(values, {}, form) if form else storage.adam_state(values)
+    return storage.Entry(name=name, values=values, state=state, format=form or None)
+
+
+def _choose_parameters(options: argparse.Namespace) -> _Parameters:
+    import torch
+
+    from memascend import storage
+
+    form = _FORMS[options.state]
+    chunk = options.chunk_elements or storage.chunk_elements_of(
+        [_entry("", torch.zeros(1, dtype=torch.bfloat16), form)]
+    )
+    whole = _entry("", torch.empty(chunk, dtype=torch.bfloat16, device="meta"), form)
+    # The queue must take one gradient, so the parameters are many.
+    names = [f"weight.{index}" for index in range(bag.PARAMETERS)]
+    return _Parameters(
+        names=names,
+        numel=max(1, options.parameters * _MEGA // chunk // len(names)) * chunk,
+        chunk=chunk,
+        form=form,
+        state=_whole_blocks(sum(tensor.nbytes for tensor in whole.state.values())),
+        values=_whole_blocks(chunk * _VALUE_BYTES),
+        read_values=bool(form),
+    )
+
+
+def _whole_blocks(nbytes: int) -> int:
+    return -(-nbytes // _BLOCK) * _BLOCK
+
+
+def _create(folder: Path, subject: _Parameters) -> storage.Store:
+    from memascend import storage
+
+    values = bag.values(subject.numel)
+    entries = [_entry(name, values, subject.form) for name in subject.names]
+    return storage.Store.create(folder / "store", entries, chunk_elements=subject.chunk)
+
+
+def measure(folder: Path, options: argparse.Namespace, begin: Callable[[int], Any] | None) -> dict[str, Any]:
+    """The medians of all measurements.
+
+    `begin` starts another system for parameters of so many elements. That system has `step()`, which returns seconds,
+    `compared(sample)`, which returns its figures or an error if its parameters differ from ours, and `close()`.
+    """
+    from memascend import storage
+
+    subject = _choose_parameters(options)
+    store = _create(folder, subject)
+    gradient = bag.gradient(subject.numel)
+    seconds: dict[str, list[float]] = defaultdict(list)
+    block_bytes = subject.state + subject.values
+    with ExitStack() as stack:
+        volume = stack.enter_context(nvme.open(folder / "pure", size=2 * subject.chunks * block_bytes))
+        updates = stack.enter_context(storage.Engine(store, chunks=options.chunks))
+        memory = stack.enter_context(blocks(block_bytes, options.chunks))
+        peers = _fio_peers(folder, subject, options, stack)
+        other = None if begin is None else begin(subject.numel)
+        if other is not None:
+            stack.callback(other.close)
+            peers["other"] = other.step
+        # Two steps write both slots before the measurement, since fresh blocks are slower.
+        for step in range(1, options.rounds + 3):
+            began = time.perf_counter()
+            for name in subject.names:
+                updates.update(name, gradient, storage.Adam(step=step))
+            updates.finish()
+            updated = time.perf_counter()
+            updates.commit(step)
+            committed = time.perf_counter()
+            _pure(volume, memory, subject, slot=step % 2)
+            took = {
+                "update": updated - began,
+                "commit": committed - updated,
+                "pure": time.perf_counter() - committed,
+                **{name: peer() for name, peer in peers.items()},
+            }
+            for what in took if step > 2 else ():
+                seconds[what].append(took[what])
+        staging = updates.staging_bytes
+        sample = store.read(subject.names[0])[0].flatten()[: bag.SAMPLE].float()
+        told = {} if other is None else {"other": other.compared(sample)}
+    info = store.info()
+    store.close()
+    return told | _result(subject, seconds, told, staging, info)
+
+
+def _fio_peers(
+    folder: Path, subject: _Parameters, options: argparse.Namespace, stack: ExitStack
+) -> dict[str, Callable[[], float]]:
+    """Runs of fio with and without huge pages, if fio is installed; each returns its seconds for as many bytes."""
+    if options.no_fio or shutil.which("fio") is None:
+        return {}
+
+    def moved(memory: Path | None) -> float:
+        reads = 100 * subject.read // subject.moved
+        nbytes = subject.nbytes // PASSES
+        speed = fio(folder / "pure", "mixed", _MIB, options.chunks, nbytes, memory, reads_percent=reads)
+        return speed.seconds * subject.nbytes / speed.nbytes
+
+    huge = stack.enter_context(huge_pages(options.chunks * _MIB))
+    peers: dict[str, Callable[[], float]] = {"fio_default": partial(moved, None)}
+    if huge is not None:
+        peers["fio_huge_pages"] = partial(moved, huge)
+    return peers
+
+
+def _result(
+    subject: _Parameters, seconds: dict[str, list[float]], told: dict[str, Any], staging: int, info: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Medians, and medians of the ratios of each round."""
+    result: dict[str, Any] = {"parameters": subject.parameters, "bytes": subject.nbytes}
+    if "error" in told.get("other", ()):
+        # A system with other results is no baseline.
+        seconds.pop("other", None)
+    for what, times in seconds.items():
+        result[f"{what}_seconds"] = statistics.median(times)
+        ratios = [took / update for took, update in zip(times, seconds["update"], strict=True)]
+        if what != "update":
+            result[f"update_over_{what}"] = statistics.median(ratios)
+        if what in ("update", "pure"):
+            result[f"{what}_gb_per_second"] = subject.nbytes / result[f"{what}_seconds"] / 1e9
+    held = staging + info["index_bytes"] + info["buffer_bytes"]
+    return result | {
+        "commit_share": result.pop("update_over_commit"),
+        "staging_bytes": staging,
+        "held_bytes": held,
+        "index_bytes": info["index_bytes"],
+        "index_bytes_per_mib": info["index_bytes"] / (info["slot_bytes"] / 2**20),
+    }
+
+
+def _pure(volume: Volume, memory: list[torch.Tensor], subject: _Parameters, *, slot: int) -> None:
+    """The I/O of a step without its computation: read each chunk's state, write state and values to the other slot."""
+    chunks, state, values = subject.chunks, subject.state, subject.values
+    values_at = 2 * chunks * state
+    reading: deque[tuple[int, torch.Tensor, list[Ticket]]] = deque()
+    writing: deque[tuple[torch.Tensor, Ticket, Ticket]] = deque()
+    free = list(memory)
+    begun = 0
+    while begun < chunks or reading:
+        while begun < chunks and len(reading) < max(1, len(memory) // 2):
+            if not free:
+                tensor, one, two = writing.popleft()
+                one.wait()
+                two.wait()
+                free.append(tensor)
+            tensor = free.pop()
+            offset = (slot * chunks + begun) * state
+            tickets = [volume.read(tensor[:state], offset)]
+            if subject.read_values:
+                tickets.append(volume.read(tensor[state:], values_at + (slot * chunks + begun) * values))
+            reading.append((begun, tensor, tickets))
+            begun += 1
+        index, tensor, tickets = reading.popleft()
+        for ticket in tickets:
+            ticket.wait()
+        other = (1 - slot) * chunks + index
+        one = volume.write(tensor[:state], other * state)
+        two = volume.write(tensor[state:], values_at + other * values)
+        writing.append((tensor, one, two))
+    for _, one, two in writing:
+        one.wait()
+        two.wait()
+
+
+_ROWS = (
+    ("update", "update"),
+    ("pure", "pure I/O of the same bytes"),
+    ("fio_huge_pages", "fio, huge pages, as many bytes"),
+    ("fio_default", "fio as people run it"),
+    ("other", "the other one"),
+)
+
+
+def shown(result: dict[str, Any]) -> str:
+    """The measurements as a table."""
+    rows = [
+        (
+            title,
+            seconds_shown(result[f"{what}_seconds"]),
+            f"{result['bytes'] / result[f'{what}_seconds'] / 1e9:.2f}",
+            f"{result.get(f'update_over_{what}', 1):.2f}",
+        )
+        for what, title in _ROWS
+        if f"{what}_seconds" in result
+    ]
+    return (
+        f"A step of AdamW on {result['parameters'] / _MEGA:.0f} M bf16 parameters, "
+        f"{bytes_shown(int(result['bytes']))}\n\n"
+        + table(("what", "time", "GB/s", "times the update's"), rows)
+        + f"\n\ncommit, durable: {seconds_shown(result['commit_seconds'])}, {result['commit_share']:.2%} of the step\n"
+        f"staging memory: {bytes_shown(int(result['staging_bytes']))}\n"
+        f"index: {bytes_shown(int(result['index_bytes']))}, {result['index_bytes_per_mib']:.0f} bytes per MiB of state"
+    )
 
 
 def _beside(peer: dict[str, Any]) -> str:

@@ -29,18 +29,6 @@ def found(given: str | None) -> Path | None:
     return Path(given) if given else ENVIRONMENT if ENVIRONMENT.exists() else None
 
 
-def required(given: str | None) -> Path:
-    """The same, for what measures nothing without it.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    python = found(given)
-    if python is None:
-        raise ConfigError(MISSING)
-    return python
-
-
 def variables(python: Path, package: Path) -> dict[str, str]:
     """The environment of a program in DeepSpeed's interpreter.
 

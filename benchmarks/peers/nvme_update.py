@@ -11,8 +11,8 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.peers import start
-from memascend.cli.bench import bag, process
+from benchmarks.peers import bag, start
+from memascend.cli import process
 
 
 def main(folder: str, numel: int, buffers: int) -> None:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.machine import described
 from benchmarks.peers import environment
 from benchmarks.train.ablation import ablation, ablation_table
 from benchmarks.train.cell.systems import SYSTEMS
@@ -22,7 +23,6 @@ from benchmarks.train.measure import Bench
 from benchmarks.train.results import Results
 from benchmarks.train.selection import FULL, HEADLINE, LIMITS, Cells
 from benchmarks.train.tables import notes, pictures, workload_table
-from memascend.cli.bench.io import described
 from memascend.errors import ConfigError, MemascendError
 from memascend.text import table
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from benchmarks.peers.bench_io import WEIGHT_CASES, weight_cases
 from benchmarks.reservation import reserve
 from memascend import kernels, memory
-from memascend.cli.bench import process
+from memascend.cli import process
 from memascend.text import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:

@@ -25,7 +25,6 @@ _SUFFIXES = {".py", ".rs", ".toml", ".lock", ".json"}
 _SKIPPED = {"target", "__pycache__", "fuzz", "benches"}
 # What only compares and prints figures that are there, and other benchmarks.
 _APART = {f"benchmarks/train/{name}.py" for name in ("__main__", "code", "judge", "tables")}
-_APART.add("python/memascend/cli/bench/io.py")
 
 
 def code_hash(root: Path = _ROOT) -> str:

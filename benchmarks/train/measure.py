@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.machine import described
 from benchmarks.train.cell.systems import SYSTEMS
 from benchmarks.train.code import code_hash, commit
 from benchmarks.train.speeds import disk_speeds
 from benchmarks.train.tuning import tuned
-from memascend.cli.bench.io import described
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:

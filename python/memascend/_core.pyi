@@ -629,7 +629,6 @@ class Store:
         run: _Run | None,
         agree: Callable[[], object] | None,
     ) -> int: ...
-    def set_first_elements_at(self, firsts: Sequence[int]) -> None: ...
     def end(self) -> None:
         """Have nothing written any more, by `close()` either: what is committed stays as it is."""
 
@@ -909,15 +908,8 @@ class Engine:
         gradient: torch.Tensor | Lent | None,
         step: int,
         values: torch.Tensor | None,
-        how: tuple[bool, bool, bool, bool],
+        how: tuple[bool, bool, bool],
     ) -> None: ...
-    def probe(self, nbytes: int, seconds: float) -> tuple[int, float]:
-        """Read what storage has of the state, for at most so many bytes and seconds, while nothing else is begun.
-
-        Returns:
-            The bytes that were read, and how long that took.
-        """
-
     def finish(self) -> None:
         """Wait until every update is staged."""
 

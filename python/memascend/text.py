@@ -6,7 +6,6 @@ import errno
 import os
 import sys
 import time
-import warnings
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Self
 
@@ -137,8 +136,8 @@ _LINE_SECONDS = 15.0
 class Progress(Closing):
     """Shows how many of a number of bytes, or of other units, are done.
 
-    In a terminal or a notebook with tqdm, it is tqdm's bar, which disappears at the end. Otherwise, as in the log of a
-    batch job, a line is written every quarter of a minute.
+    In a terminal with tqdm, it is tqdm's bar, which disappears at the end. Otherwise, as in the log of a batch job, a
+    line is written every quarter of a minute.
     """
 
     def __init__(self, what: str, total: int, stream: TextIO | None = None, *, unit: str = "bytes") -> None:
@@ -150,8 +149,7 @@ class Progress(Closing):
         self._stream = sys.stderr if stream is None else stream
         self._done = 0
         self._began = self._written_at = time.monotonic()
-        shows_bars = self._stream is not None and self._stream.isatty()
-        self._bar = self._begun_tqdm() if shows_bars or (stream is None and _in_notebook()) else None
+        self._bar = self._begun_tqdm() if self._stream is not None and self._stream.isatty() else None
 
     def add(self, count: int) -> None:
         """Add to the number of units that are done."""
@@ -184,18 +182,13 @@ class Progress(Closing):
 
     def _begun_tqdm(self) -> Any:
         try:
-            from tqdm.auto import tqdm
+            from tqdm import tqdm
         except ImportError:
             return None
         size: dict[str, Any] = {"unit": f" {self._unit}"}
         if self._unit == "bytes":
             size = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
-        with warnings.catch_warnings():
-            # In a notebook without widgets, tqdm warns and draws a bar of text.
-            warnings.simplefilter("ignore")
-            return tqdm(
-                total=self._total, desc=self._what, leave=False, delay=_PATIENCE_SECONDS, file=self._stream, **size
-            )
+        return tqdm(total=self._total, desc=self._what, leave=False, delay=_PATIENCE_SECONDS, file=self._stream, **size)
 
     def _figures(self, seconds: float) -> str:
         part = min(1.0, self._done / self._total) if self._total else 1.0
@@ -204,13 +197,6 @@ class Progress(Closing):
             return f"{self._done} of {self._total} {self._unit}{left}"
         rate = bytes_shown(int(self._done / seconds)) if seconds > 0 else "-"
         return f"{bytes_shown(self._done)} of {bytes_shown(self._total)}, {rate}/s{left}"
-
-
-def _in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook, which has no terminal and shows bars."""
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    return shell is not None and type(shell).__name__ == "ZMQInteractiveShell"
 
 
 # Colours in pictures: of memascend, and of the same training in memory.

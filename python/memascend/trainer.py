@@ -170,7 +170,7 @@ class Callback(TrainerCallback):
         folder = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
         if self._session is None or args.save_only_model or not folder.is_dir():
             return
-        if identity_of(folder) != self._session.run.record.position.identity():
+        if identity_of(folder) != self._session.run.record.identity():
             self._session.save(folder, among_others=True)
 
     def on_log(
@@ -208,7 +208,7 @@ class Callback(TrainerCallback):
             if not same_bits(values, given.detach().to("cpu", values.dtype)):
                 raise UsageError(
                     f"a Trainer loads other weights ({name} differs) than those of "
-                    f"{shown(self._session.run.record.position.identity())}, which the storage holds, and storage was "
+                    f"{shown(self._session.run.record.identity())}, which the storage holds, and storage was "
                     'left as it is: to resume from a checkpoint, begin from it with offload(existing="replace", '
                     "checkpoint=...); to take weights alone, load them before the Trainer is made"
                 )

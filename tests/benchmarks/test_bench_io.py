@@ -20,6 +20,14 @@ def test_a_raw_device_beside_files(capsys, tmp_path):
     assert set(report) == {"machine", "size_bytes", "rounds", "left_out", "files", "raw device", "weights"}
     assert report["machine"]["kernel"]
     assert report["raw device"]["read: io_uring"]["gb_per_second"] > 0
+    ways = ("io_uring", "fio", "fio, huge pages", "threads", "two files, striped", "unaligned memory")
+    assert {f"read: {way}" for way in ways} <= report["files"].keys()
     assert report["weights"]["volume"]["gb_per_second"] > 0
     assert picture.stat().st_size > 1000
     assert list(folder.iterdir()) == []
+
+
+def test_wrong_options_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        bench_io.main(["--size", "1"])
+    assert "--size is at least 64" in capsys.readouterr().err

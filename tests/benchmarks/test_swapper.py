@@ -6,10 +6,10 @@ import stat
 import pytest
 import torch
 
+from benchmarks.peers import bag
 from benchmarks.peers.bench_update import main
 from benchmarks.peers.swapper import Swapper
 from memascend import kernels
-from memascend.cli.bench import bag
 from memascend.errors import ConfigError
 
 

@@ -280,6 +280,14 @@ def test_damaged_and_partial_files_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     torch.save({}, tmp_path / "empty" / "pytorch_model.bin")
     refused(ConfigError, "pickled files are not read", tmp_path / "empty")
+    (tmp_path / "distributed").mkdir()
+    (tmp_path / "distributed" / "__0_0.distcp").touch()
+    refused(ConfigError, "own are not read.*dcp_to_torch_save.*save_file", tmp_path / "distributed")
+    for rank in (1, 2):
+        file = tmp_path / "distributed" / f"shard-0000{rank}-model-00001-of-00001.safetensors"
+        save_file({"embed.weight": torch.zeros(20, 16, dtype=DTYPE)}, file)
+    refused(ConfigError, "parts that ranks wrote.*HuggingFaceStorageReader", tmp_path / "distributed")
+    refused(ConfigError, r"embed.weight is bfloat16 of shape \[20, 16\]", file)
 
 
 def test_initialised_as_if_it_had_been_built_in_memory(tmp_path, caplog):

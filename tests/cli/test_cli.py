@@ -65,9 +65,7 @@ def test_demo_hands_on_what_a_side_says():
         side.answer()
 
 
-@pytest.mark.parametrize(
-    "arguments", [["nonsense"], ["doctor", "--nonsense"], ["bench"], ["bench", "memory", "--window", "0"]]
-)
+@pytest.mark.parametrize("arguments", [["nonsense"], ["doctor", "--nonsense"], ["bench"], ["store"]])
 def test_wrong_usage_is_two(capsys, arguments):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
@@ -75,7 +73,7 @@ def test_wrong_usage_is_two(capsys, arguments):
     assert "usage:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["doctor"], ["train"], ["store", "verify", "x"], ["bench", "io"]])
+@pytest.mark.parametrize("words", [["doctor"], ["train"], ["store", "verify", "x"]])
 def test_what_is_not_known_is_shown_the_usage_of_its_command(capsys, words):
     with pytest.raises(SystemExit) as caught:
         main([*words, "--nonsense"])
@@ -112,8 +110,7 @@ def test_without_a_command_it_says_which_there_are(capsys):
     assert "train" in out
 
 
-@pytest.mark.parametrize("words", [[], ["doctor"], ["demo"], ["train"], ["plan"], ["store"], ["store", "verify"],
-                                   ["bench"]])  # fmt: skip
+@pytest.mark.parametrize("words", [[], ["doctor"], ["demo"], ["train"], ["plan"], ["store"], ["store", "verify"]])
 def test_help_loads_nothing_large(python, words):
     python(
         f"""
@@ -159,19 +156,19 @@ def test_the_version_is_told(capsys, after):
 
 def test_a_command_loads_itself_alone(python):
     python(
-        "import sys; from memascend.cli import main; main(['doctor']); assert 'memascend.cli.bench' not in sys.modules"
+        "import sys; from memascend.cli import main; main(['doctor']); assert 'memascend.cli.store' not in sys.modules"
     )
 
 
 def test_a_file_that_cannot_be_written_is_named(capsys, tmp_path):
     (tmp_path / "file").touch()
-    assert main(["bench", "update", "--parameters", "1", "--no-fio", "--storage", str(tmp_path / "file")]) == 1
+    assert main(["demo", "--storage", str(tmp_path / "file")]) == 1
     assert str(tmp_path / "file") in capsys.readouterr().err
 
 
 def test_the_module_is_the_command():
     done = subprocess.run([sys.executable, "-m", "memascend", "--help"], capture_output=True, text=True, check=True)
-    for command in ("doctor", "demo", "bench", "store"):
+    for command in ("doctor", "demo", "plan", "store"):
         assert command in done.stdout
 
 

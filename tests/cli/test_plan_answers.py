@@ -170,16 +170,6 @@ def test_tied_weights_have_a_gradient_for_each_micro_batch(capsys, config):
     assert four["device_bytes"] == one["device_bytes"] + 3 * (traced(config, 1, 256).kept + shared)
 
 
-def test_each_format_costs_what_it_costs_alone(capsys, config):
-    asked = (*MACHINE, "--tokens", 256, "--host-memory", "64MiB")
-    compared = {one["state"]: one["step_seconds"] for one in told(capsys, config, *asked)["formats"]}
-    for state in ("fp32", "bf16", "8bit"):
-        alone = told(capsys, config, *asked, "--state", state)["step"]["seconds_per_step"]
-        assert compared[state] == pytest.approx(alone)
-    assert main(["plan", str(config), *map(str, asked)]) == 0
-    assert "State formats that move fewer bytes" in capsys.readouterr().out
-
-
 def test_the_drives_life(capsys, config):
     found = told(capsys, config, *MACHINE, "--tokens", 256, "--endurance", 1200)
     days = 1200e12 / found["written_bytes_per_step"] * found["step"]["seconds_per_step"] / 86400
@@ -294,13 +284,3 @@ def test_compute_takes_over_at_so_many_tokens(capsys, config):
     assert told(capsys, *words, "--tokens", tokens - 64)["step"]["bound"] != "compute"
     assert main(["plan", *map(str, words)]) == 0
     assert re.search(rf"compute takes over at +{tokens:,} tokens a step", capsys.readouterr().out)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_adapters_take_less(capsys, config):
-    pytest.importorskip("peft")
-    every, adapters = (told(capsys, config, *MACHINE, *more) for more in ((), ("--lora", 4)))
-    assert adapters["written_bytes_per_step"] < every["written_bytes_per_step"] / 4
-    assert adapters["disk"]["bytes"] < every["disk"]["bytes"]
-    assert adapters["model"]["parameters"] > every["model"]["parameters"]
-    assert adapters["torch"]["flops"] < every["torch"]["flops"]

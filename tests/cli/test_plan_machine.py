@@ -99,15 +99,6 @@ def test_a_shape_is_planned_as_transformers_model_is(tmp_path, name):
         assert (mine.peak, mine.kept) == pytest.approx((other.peak, other.kept), rel=near)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_adapters_on_a_shape(capsys):
-    pytest.importorskip("peft")
-    found = told(capsys, "qwen-0.5b", "--lora", 4, "--gpu", "3060", *SMALL)
-    assert found["model"]["parameters"] > PARAMETERS["qwen-0.5b"]
-    # Two slots of values alone, in place of 24 bytes for each.
-    assert found["disk"]["bytes"] < 5 * PARAMETERS["qwen-0.5b"]
-
-
 @pytest.mark.parametrize(
     ("text", "name", "tflops", "gib", "link"),
     [

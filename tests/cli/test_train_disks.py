@@ -114,7 +114,7 @@ def test_models_that_are_there_at_once(tmp_path):
     output = Output(tmp_path / "out", Ranks())
     assert [output.copies(left, 0, finds_best=False) for left in (0, 1, 2, 9)] == [0, 1, 2, 2]
     assert [output.copies(left, 3, finds_best=True) for left in (1, 3, 5, 9)] == [1, 3, 5, 5]
-    facts = {"began": "2026-01-01T00:00:00+00:00", "steps": 9, "options": {}, "digests": {}}
+    facts = {"began": "2026-01-01T00:00:00+00:00", "steps": 9, "options": {}, "digests": {}, "warmup_steps": 0}
     output.record = Record(**facts, saved=4)
     assert [output.copies(left, 0, finds_best=False) for left in (0, 1, 5)] == [0, 1, 1]
     output.record = Record(**facts, saved=4, kept=(2, 3, 4), best=1.0)

@@ -8,7 +8,8 @@ from support import blockwise
 from support.bits import same_bits
 from support.moments import exact_root
 
-from memascend import engine, kernels
+from benchmarks.reduced import adamw_reduced
+from memascend import engine
 
 STEPS = 25
 
@@ -57,8 +58,8 @@ def test_adamw_has_the_bits_of_bitsandbytes(monkeypatch, kind, numel, weight_dec
             patched.setattr(torch.Tensor, "sqrt", exact_root)
             optimizer.step()
         numbers = {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": weight_decay, "step": step}
-        kernels.adamw_reduced(ours, state, grad, form="8bit", **numbers)
-        kernels.adamw_reduced(half, compact, grad, form="compact 8bit", **numbers)
+        adamw_reduced(ours, state, grad, form="8bit", **numbers)
+        adamw_reduced(half, compact, grad, form="compact 8bit", **numbers)
         kept = optimizer.state[theirs]
         assert same_bits(ours, theirs.detach()), step
         assert same_bits(engine.decode_state(half, compact, "compact 8bit")["master"], theirs.detach()), step

@@ -26,8 +26,6 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = {
     "kernels": ["-m", "benchmarks.kernels_gpu"],
     "cuda": ["-m", "benchmarks.cuda", "--write", "{results}", "--storage", "{results}"],
-    # Last, as what a user sends: on whatever the others left of the card.
-    "doctor": ["-m", "memascend", "doctor", "--gpu", "--output", "{results}/memascend-gpu.json"],
 }
 # What they import that may be missing.
 NEEDED = {"cuda": "transformers"}

@@ -88,11 +88,10 @@ def test_a_rank_that_hangs_after_its_root_ends_the_step_on_all_within_the_timeou
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("durability", ["step", "close"])
 @pytest.mark.parametrize("faulty_rank", [0, 1])
 @pytest.mark.parametrize("point", POINTS)
-def test_every_point_of_a_step(train, point, faulty_rank, durability):
-    options = {"world": 3, "durability": durability}
+def test_every_point_of_a_step(train, point, faulty_rank):
+    options = {"world": 3}
     reference = whole(lambda **more: train("reference", **more), steps=7, **options)
     has_it = {"begin": 2, "before staged": 2, "after staged": 2, "before written": 3, "after written": 3, "close": 5}
     at = 5 if point == "close" else 3

@@ -158,7 +158,7 @@ def test_one_process_refuses_the_store_of_a_rank(tmp_path):
 
     offloaded("refuse").close()
     with Store.open(tmp_path / "run") as store:
-        # As a rank commits it whose store an earlier version made, which does not know its first elements.
+        # As a rank commits it.
         Agreement(Talk(1).of(0), bytes(16), 4, bytes(16), bytes(16)).lead(store)
         store._shared.exchange.rank, store._shared.exchange.size = 1, 2
         store._shared.exchange.tell = lambda _, said, **__: [said]
@@ -319,23 +319,6 @@ def test_new_stores_go_on_from_the_identity_of_the_earlier_ones(tmp_path, monkey
         (tmp_path / name).mkdir()
         Life(tmp_path / name, 0, earlier=earlier)
     assert told == [identity] * 2 + [bytes(16)] * 2
-
-
-def test_stores_of_an_earlier_version_are_adopted_once(tmp_path, caplog, monkeypatch):
-    with monkeypatch.context() as patch:
-        commit = Agreement.commit
-        before = lambda make: lambda run, agree: make((*run[:2], bytes(16), 0, 0), agree)  # noqa: E731
-        patch.setattr(Agreement, "commit", lambda self, make: commit(self, before(make)))
-        Life(tmp_path, 3)
-    assert named(tmp_path, 0).identity == bytes(16)
-    caplog.clear()
-    assert Life(tmp_path, 5).began == [3, 3]
-    assert "commit 4 of all ranks is taken as it is" in caplog.text
-    caplog.clear()
-    assert Life(tmp_path, 6).began == [5, 5]
-    assert not caplog.text
-    swap(tmp_path / "rank-0", tmp_path / "rank-1")
-    refused(tmp_path, "is the store of rank 1 of 2")
 
 
 # --- several hosts --------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def resumes(folder, cases):
 def test_runs_of_three_ranks_are_resumed(tmp_path):
     cases = [
         {**options, "durability": durability}
-        for durability in ("step", "close", "none")
+        for durability in ("step", "none")
         for options in (
             {"gradients": "ssd"},
             {"gradients": "ram", "host_memory": "1GiB"},

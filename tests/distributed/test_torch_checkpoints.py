@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file, save_model
 from support.bits import same_bits
 from support.ranks import on_ranks
 from torch import distributed, nn
 from torch.distributed import checkpoint as torch_checkpoints
 from torch.distributed.checkpoint import state_dict as torch_states
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.fsdp import fully_shard
 
@@ -35,14 +37,6 @@ def model(device="cpu", dtype=torch.float32):
         return Uneven().to(dtype)
 
 
-def bodiless(form):
-    """On meta, without what torch cannot consolidate."""
-    made = model("meta")
-    if form == "consolidated":
-        del made.seen
-    return made
-
-
 def sharded(made):
     fully_shard(made.narrow)
     return fully_shard(made)
@@ -60,13 +54,6 @@ def tensors(trained):
     }
 
 
-def state_of(made, form):
-    """What torch is given to write: of tied names one, as safetensors want it."""
-    # What torch consolidates has neither integers nor, right, tensors without dimensions.
-    without = {"head.weight", *(["seen"] if form == "consolidated" else [])}
-    return {name: one for name, one in made.state_dict().items() if name not in without}
-
-
 def step_of(trained, optimizer, step):
     generator = torch.Generator().manual_seed(10 * step + distributed.get_rank())
     trained(torch.randint(0, 33, (4, 6), generator=generator)).square().mean().backward()
@@ -82,53 +69,50 @@ def begun_from(folder, store, made):
     return found
 
 
-FORMS = {
-    "parts": {"save_distributed": True},
-    "parts in two files": {"save_distributed": True, "files": 2},
-    "consolidated": {"save_distributed": True, "enable_consolidation": True, "files": 2},
-}
-
-
-def write(state, folder, form, **more):
-    """Let torch write a state dict in this form."""
-    options = dict(FORMS.get(form, {}))
-    files = options.pop("files", 1)
-    # Its file for each name, from 1.
-    places = {name: 1 + number % files for number, name in enumerate(state)}
-    writer = HuggingFaceStorageWriter(f"{folder}/{form}", fqn_to_index_mapping=places, **options)
-    torch_checkpoints.save(state, storage_writer=writer, **more)
-
-
 def write_and_read(folder):
-    """Each form that torch writes of a divided model, and of one that is not, read by the ranks."""
+    """What torch writes of a divided model: parts, and one whole file, which the ranks begin from."""
     made = sharded(model())
-    for form in FORMS:
-        write(state_of(made, form), folder, form)
+    state = {name: one for name, one in made.state_dict().items() if name != "head.weight"}
+    parts = HuggingFaceStorageWriter(f"{folder}/parts", save_distributed=True)
+    torch_checkpoints.save(state, storage_writer=parts)
+    # What torch consolidates has neither integers nor, right, tensors without dimensions.
+    del state["seen"]
+    whole = HuggingFaceStorageWriter(f"{folder}/whole", save_distributed=True, enable_consolidation=True)
+    torch_checkpoints.save(state, storage_writer=whole)
     if distributed.get_rank() == 0:
-        form = "of one process"
-        write(state_of(model(), form), folder, form, no_dist=True)
         torch_checkpoints.save(model().state_dict(), checkpoint_id=f"{folder}/own", no_dist=True)
     distributed.barrier()
-    return {
-        form: begun_from(f"{folder}/{form}", f"{folder}/store-{form}", sharded(bodiless(form)))
-        for form in (*FORMS, "of one process")
-    }
+    made = model("meta")
+    del made.seen
+    return begun_from(f"{folder}/whole", f"{folder}/store", sharded(made))
 
 
 @pytest.mark.slow
 def test_weights_that_torchs_distributed_checkpoints_wrote(tmp_path):
     wanted = tensors(model())
-    for found in on_ranks(2, write_and_read, tmp_path):
-        for form, values in found.items():
-            assert len(values) == len(wanted) - (form == "consolidated")
-            assert all(same_bits(values[name], wanted[name]) for name in values), form
-    for form in (*FORMS, "of one process"):
-        values = begun_from(tmp_path / form, tmp_path / f"one-{form}.store", bodiless(form))
-        assert all(same_bits(values[name], wanted[name]) for name in values), form
-    made = model("meta")
-    with pytest.raises(memascend.ConfigError, match=r"own are not read.*dcp_to_torch_save"):
-        memascend.offload(made, sgd(made), storage=tmp_path / "refused.store", weights=tmp_path / "own")
-    assert not (tmp_path / "refused.store").exists()
+    for values in on_ranks(2, write_and_read, tmp_path):
+        assert len(values) == len(wanted) - 1
+        assert all(same_bits(values[name], wanted[name]) for name in values)
+
+    def refused(folder, words):
+        made = model("meta")
+        with pytest.raises(memascend.ConfigError, match=words):
+            memascend.offload(made, sgd(made), storage=tmp_path / "refused.store", weights=tmp_path / folder)
+        assert not (tmp_path / "refused.store").exists()
+
+    # As the errors say.
+    refused("parts", "parts that ranks wrote.*HuggingFaceStorageReader")
+    plain = model().apply(lambda module: [nn.init.zeros_(one) for one in module.parameters(recurse=False)])
+    state = {name: one for name, one in plain.state_dict().items() if name != "head.weight"}
+    reader = HuggingFaceStorageReader(f"{tmp_path}/parts")
+    torch_checkpoints.load(state, storage_reader=reader, no_dist=True)
+    save_model(plain, f"{tmp_path}/joined.safetensors")
+    refused("own", "own are not read.*dcp_to_torch_save")
+    dcp_to_torch_save(tmp_path / "own", tmp_path / "all.pt")
+    save_file(torch.load(tmp_path / "all.pt"), tmp_path / "converted.safetensors")
+    for file in ("joined.safetensors", "converted.safetensors"):
+        values = begun_from(tmp_path / file, tmp_path / f"{file}.store", model("meta"))
+        assert all(same_bits(values[name], wanted[name]) for name in wanted), file
 
 
 # --- what torch reads, and what it is refused ------------------------------------------------

@@ -278,39 +278,3 @@ def test_one_element_written_behind_autograds_back_is_noticed():
     kernels.check_and_unscale(grad, 0.5)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-@pytest.mark.parametrize("half", HALVES, ids=str)
-def test_every_16_bit_value_is_cast_as_torch_does(half):
-    values = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(half)
-    wide = torch.empty(len(values))
-    kernels.cast(values, wide)
-    assert same_bits(wide, values.float(), any_nan=True)
-    back = torch.empty_like(values)
-    kernels.cast(wide, back)
-    assert same_bits(back, values, any_nan=True)
-
-
-@pytest.mark.parametrize("half", HALVES, ids=str)
-def test_casts_round_as_torch_does(half):
-    values = torch.cat([any_bits(LONG, 5), torch.tensor([math.inf, -math.inf, math.nan, 65519.9, 65520.0, -0.0])])
-    # And every tie between neighbours, with what lies next to it.
-    steps = torch.arange(0, 1 << 16)
-    ties = (steps << 16) + (0x8000 if half == torch.bfloat16 else 0x1000)
-    near = torch.cat([ties + d for d in (-1, 0, 1)]).to(torch.int32).view(torch.float32)
-    values = torch.cat([values, near, steps.to(torch.int16).view(torch.float16).float() * (1 + 2.0**-11)])
-    out = torch.empty(len(values), dtype=half)
-    kernels.cast(values, out, threads=2)
-    assert same_bits(out, values.to(half), any_nan=True)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shift", [0, 1, 7])
-def test_cast_and_accumulate_at_any_alignment(dtype, shift):
-    source, total = randoms(LONG, dtype)[shift:], randoms(LONG + 3, seed=1)[3 + shift :]
-    out = torch.empty(LONG, dtype=torch.float32)[shift:]
-    kernels.cast(source, out)
-    assert same_bits(out, source.float())
-    expected = total + source.float()
-    kernels.accumulate(total, source)
-    assert same_bits(total, expected)

@@ -95,17 +95,6 @@ def test_adamw_has_the_bits_of_the_cpu(decoupled, dtype, out):
         assert on_gpu is None or same_bits(on_gpu, reference)
 
 
-@pytest.mark.parametrize("half", DTYPES[1:], ids=str)
-def test_casts_and_sums(half):
-    wide, narrow = randoms(100_003), torch.empty(100_003, dtype=half, device="cuda")
-    kernels.cast(wide, narrow)
-    assert same_bits(narrow, wide.to(half))
-    total = randoms(100_003, seed=1)
-    expected = total + narrow.float()
-    kernels.accumulate(total, narrow)
-    assert same_bits(total, expected)
-
-
 def test_more_than_two_to_the_31_elements():
     numel = (1 << 31) + 70_001
     if torch.cuda.mem_get_info()[0] < 3 * numel * 2:

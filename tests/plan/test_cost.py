@@ -69,14 +69,6 @@ def test_kept_gradients_make_a_phase_of_their_own():
     assert update.parts["compute"] == 0
 
 
-def test_a_step_that_clips_nothing_writes_its_gradients_and_does_not_read_them():
-    work = Work(forward=2.0, backward=4.0)
-    forward, last = phases(KEPT, work, DRIVE, IDLE, kept=True, early=True)
-    assert forward == phases(KEPT, work, DRIVE, IDLE, kept=True)[0]
-    assert last.parts["disk"] == pytest.approx((6 + 40) / 5 + (8 + 48) / 4)
-    assert last.parts["compute"] == 4
-
-
 def test_each_backward_after_the_first_adds_to_what_is_spilled():
     forward, backward, update = phases(KEPT, Work(forward=2.0, backward=4.0, backwards=3), DRIVE, IDLE, kept=True)
     assert forward.parts == pytest.approx({"compute": 6, "disk": 24 / 5, "update": 0})

@@ -118,7 +118,7 @@ def test_what_goes_together(good):
         ({"gradients": None}, "'auto', 'fused', 'ssd', 'ram'"),
         ({"existing": "overwrite"}, "'refuse', 'resume', 'replace'"),
         ({"existing": "resume"}, "needs storage="),
-        ({"durability": "always"}, "'step', 'close', 'none'"),
+        ({"durability": "close"}, "'step', 'none', not 'close'"),
         ({"gradients": "fused", "max_grad_norm": 1.0}, "gradients='ssd'"),
         ({"device": "meta"}, "pass None, 'cpu', 'cuda' or 'cuda:1'"),
         ({"device": "toaster"}, "device is None, 'cpu', 'cuda'"),

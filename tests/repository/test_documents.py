@@ -90,12 +90,10 @@ def test_a_command_exists_and_takes_what_it_is_given(words, monkeypatch):
 
 # Why a command of a page cannot run here, by what it matches.
 NOT_HERE = {
-    r"^doctor --gpu": "needs a GPU",
     r"--data rows\.jsonl": "needs the reader's weights and rows",
     r"\.\.\.|(^| )[A-Z]+( |$)": "has a placeholder",
     r"^(train|plan|store \w+|train --accumulate)$": "is named in a sentence",
     r"^train needs ": "is a message",
-    r"^bench ": "measures for minutes",
 }
 SHELL = re.compile(r"(?:torchrun .*-m memascend|(?:python -m )?memascend) (.*)")
 

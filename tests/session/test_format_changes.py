@@ -87,7 +87,7 @@ def test_a_start_from_a_checkpoint_of_the_format_has_the_bits(tmp_path, state, k
     assert all(same_states(left[name], found) for name, found in states(trained, optimizer).items())
     optimizer.close()
     manifest = json.loads((tmp_path / "saved" / "memascend" / "manifest.json").read_text())
-    assert manifest["version"] == (1 if state is None else 2)
+    assert manifest["version"] == 2
     assert manifest.get("seed") == (5 if state == "bf16" and kind is torch.optim.AdamW else None)
 
 

@@ -1,4 +1,6 @@
-"""Tests optimizers of other classes whose state is all held where nothing is durable: bits, no bytes, whole steps."""
+"""Tests optimizers without a kernel where nothing is durable: torch's own are kept in RAM, unknown ones streamed."""
+
+import logging
 
 import pytest
 import torch
@@ -16,10 +18,9 @@ class Watched(torch.optim.Optimizer):
 
     # By the norm of a parameter's gradient, which each parameter has another of.
     fails_at = None
-    disagrees = False
 
     def __init__(self, parameters, lr):
-        super().__init__(parameters, {"lr": lr, "k": 0, "seen": 0.0})
+        super().__init__(parameters, {"lr": lr, "k": 0})
 
     @torch.no_grad()
     def step(self, closure=None):  # noqa: ARG002
@@ -35,8 +36,6 @@ class Watched(torch.optim.Optimizer):
                     state["mean"] = torch.zeros_like(parameter)
                 state["mean"].lerp_(parameter.grad, 1 / group["k"])
                 parameter.sub_(state["mean"], alpha=group["lr"])
-                if type(self).disagrees:
-                    group["seen"] = parameter.grad.norm().item()
 
 
 def sgd(parameters, lr):
@@ -55,10 +54,11 @@ def three():
     return chain(LAYERS, bias=True)
 
 
-def made(tmp_path, kind, durability="none", gradients="fused"):
-    storage = {} if durability is None else {"durability": durability}
-    plain, theirs, model, ours = twins(tmp_path, gradients, three, 1e-2, kind, **storage)
-    assert len(ours.plan.held) == len(list(plain.parameters()))
+def made(tmp_path, kind, gradients="fused", **options):
+    options = {"durability": "none", **options}
+    plain, theirs, model, ours = twins(tmp_path, gradients, three, 1e-2, kind, **options)
+    streams = kind is Watched and options["durability"] == "none"
+    assert len(ours.plan.held) == (0 if streams else len(list(plain.parameters())))
     return plain, theirs, model, ours
 
 
@@ -88,7 +88,7 @@ def require_equal(plain, theirs, model, ours):
         assert {key: one[key] for key in one if key != "params"} == {key: other[key] for key in one if key != "params"}
 
 
-KINDS = [Watched, sgd, rmsprop, torch.optim.NAdam, torch.optim.Adagrad, adafactor]
+KINDS = [sgd, rmsprop, torch.optim.NAdam, torch.optim.Adagrad, adafactor]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -96,20 +96,20 @@ def test_a_step_moves_no_byte_and_has_the_bits_of_memory(tmp_path, kind):
     gradients = "ssd" if kind in (sgd, adafactor) else "fused"
     plain, theirs, model, ours = made(tmp_path, kind, gradients=gradients)
     with ours:
-        # The first commit says in the catalog that the store is not closed.
-        stepped(plain, theirs, model, ours, range(1))
+        # The first commit says in the catalog that the store is not closed. Code that has not run to its end yet comes
+        # before the commit: that of a first update, and that of a later one.
+        stepped(plain, theirs, model, ours, range(2))
         before, counts = ours.report(), counters.counts()
-        stepped(plain, theirs, model, ours, range(1, 4))
+        stepped(plain, theirs, model, ours, range(2, 5))
         report, moved = ours.report(), counters.counts().since(counts)
         assert (report.read, report.written, moved["written"]) == (before.read, before.written, 0)
-        assert report.read["values"] == report.read["state"] == report.written["values"] == report.written["state"] == 0
         require_equal(plain, theirs, model, ours)
     model = three()
     model, ours = memascend.offload(
         model, kind(model.parameters(), 1e-2), storage=tmp_path / "twin.store", existing="resume"
     )
     with ours:
-        assert ours.steps == 4
+        assert ours.steps == 5
         require_equal(plain, theirs, model, ours)
 
 
@@ -121,6 +121,19 @@ def norm_of_one(plain, step, place):
     return norm
 
 
+@pytest.mark.parametrize("durability", ["step", "none"])
+def test_a_class_that_is_not_torchs_is_streamed_where_nothing_is_durable_and_the_log_says_so(
+    tmp_path, caplog, durability
+):
+    with caplog.at_level(logging.INFO, "memascend"):
+        plain, theirs, model, ours = made(tmp_path, Watched, durability=durability)
+    said = f"{2 * LAYERS} parameters of Watched are not kept in RAM" in caplog.text
+    assert said == (durability == "none")
+    with ours:
+        stepped(plain, theirs, model, ours, range(3))
+        require_equal(plain, theirs, model, ours)
+
+
 @pytest.mark.parametrize("place", [0, 2 * LAYERS - 1])
 def test_a_class_that_fails_half_way_loses_no_step(tmp_path, monkeypatch, place):
     plain, theirs, model, ours = made(tmp_path, Watched)
@@ -128,8 +141,8 @@ def test_a_class_that_fails_half_way_loses_no_step(tmp_path, monkeypatch, place)
         stepped(plain, theirs, model, ours, range(2))
         before, options = state_of(model, ours), dict(ours.param_groups[0])
         monkeypatch.setattr(Watched, "fails_at", norm_of_one(plain, 2, place))
-        loss_of(model, 2).backward()
-        with pytest.raises(memascend.UsageError) as error:
+        with pytest.raises(memascend.UsageError) as error:  # noqa: PT012 - a streamed update may fail in either
+            loss_of(model, 2).backward()
             ours.step()
         assert isinstance(error.value.__cause__, ArithmeticError)
         assert ours.steps == 2
@@ -139,22 +152,8 @@ def test_a_class_that_fails_half_way_loses_no_step(tmp_path, monkeypatch, place)
             for one, other in zip(before, state_of(model, ours), strict=True)
             for name in one
         )
-        assert {key: ours.param_groups[0][key] for key in ("k", "seen")} == {key: options[key] for key in ("k", "seen")}
+        assert ours.param_groups[0]["k"] == options["k"]
         monkeypatch.setattr(Watched, "fails_at", None)
-        stepped(plain, theirs, model, ours, range(2, 4))
-        require_equal(plain, theirs, model, ours)
-
-
-def test_a_class_that_ends_differently_for_each_parameter_is_refused_before_anything_changes(tmp_path, monkeypatch):
-    plain, theirs, model, ours = made(tmp_path, Watched)
-    with ours:
-        stepped(plain, theirs, model, ours, range(2))
-        monkeypatch.setattr(Watched, "disagrees", True)
-        loss_of(model, 2).backward()
-        with pytest.raises(memascend.UsageError, match="in another way for each parameter"):
-            ours.step()
-        ours.zero_grad()
-        monkeypatch.setattr(Watched, "disagrees", False)
         stepped(plain, theirs, model, ours, range(2, 4))
         require_equal(plain, theirs, model, ours)
 
@@ -173,27 +172,9 @@ def test_an_option_that_cannot_be_ends_the_step_and_not_the_run(tmp_path):
         require_equal(plain, theirs, model, ours)
 
 
-def test_a_class_that_does_not_do_the_same_twice_ends_the_run_by_name(tmp_path, monkeypatch):
-    plain, theirs, model, ours = made(tmp_path, Watched)
-    stepped(plain, theirs, model, ours, range(2))
-    runs, step = iter(range(100)), Watched.step
-
-    def counting(self):
-        step(self)
-        # What it makes of its group in the trial of a step, it does not make of it after that.
-        self.param_groups[0]["seen"] = float(next(runs) >= len(ours.plan.held))
-
-    monkeypatch.setattr(Watched, "step", counting)
-    loss_of(model, 2).backward()
-    with pytest.raises(memascend.MemascendError, match="in another way when its update of"):
-        ours.step()
-    with pytest.raises(memascend.MemascendError, match="go back to a checkpoint"):
-        ours.close()
-
-
 @pytest.mark.parametrize("kind", [Watched, torch.optim.NAdam], ids=["unknown", "known"])
 def test_what_is_dropped_or_not_committed_leaves_nothing(tmp_path, kind, monkeypatch):
-    plain, theirs, model, ours = made(tmp_path, kind, durability=None)
+    plain, theirs, model, ours = made(tmp_path, kind)
     with ours:
         stepped(plain, theirs, model, ours, range(2))
         loss_of(model, 7).backward()
@@ -206,7 +187,7 @@ def test_what_is_dropped_or_not_committed_leaves_nothing(tmp_path, kind, monkeyp
         for number, error in enumerate((memascend.StorageError, KeyboardInterrupt)):
             loss_of(model, 7).backward()
             with monkeypatch.context() as patch:
-                # After the trial on copies, before the commit.
+                # After what is written, before the commit.
                 patch.setattr(type(store), "make_live", lambda *_, error=error, **__: (_ for _ in ()).throw(error("x")))
                 with pytest.raises(error):
                     ours.step()

@@ -30,25 +30,21 @@ class Stack(nn.Module):
     def forward(self, x):
         for block in self.blocks:
             x = torch.tanh(block(x))
-        return self.norm(x.float())
+        return self.norm(x)
 
 
 def batch(seed=3):
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def offloaded(folder, units=2, optimizer="adamw", dtype=torch.float32, **options):
+def offloaded(folder, units=2, optimizer="adamw", **options):
     model = Stack(units)
-    model.blocks.to(dtype)
     made = OPTIMIZERS[optimizer](model.parameters())
-    if dtype == torch.float16:
-        options["loss_scale"] = 8.0
     return memascend.offload(model, made, storage=folder / "run.store", host_memory="64MiB", **options)
 
 
 def step(model, optimizer, seed=3):
-    dtype = model.blocks[0].weight.dtype
-    optimizer.backward(model(batch(seed).to(dtype)).square().mean() + model.norm.weight.sum())
+    optimizer.backward(model(batch(seed)).square().mean() + model.norm.weight.sum())
     optimizer.step()
     optimizer.zero_grad()
 
@@ -61,41 +57,24 @@ def same(one, other):
     return one.keys() == other.keys() and all(same_bits(one[name], other[name]) for name in one)
 
 
-WAYS = ["forward", "parameter", "state dict", "step", "save", "close", "state", "gone", "zero"]
-
-
-@pytest.mark.parametrize(("way", "units"), covered(WAYS, [2, 16]))
-def test_a_load_is_there_as_soon_as_anybody_looks(tmp_path, way, units):
+@pytest.mark.parametrize("units", [2, 16])
+def test_a_load_is_committed_at_once(tmp_path, units):
     model, optimizer = offloaded(tmp_path, units)
     step(model, optimizer, 1)
     loaded = {name: tensor + 1 for name, tensor in copied(model).items()}
     plain = Stack(units)
     plain.load_state_dict(loaded)
     model.load_state_dict(loaded)
-    weight = model.blocks[0].weight
-    if way == "forward":
-        torch.testing.assert_close(model.eval()(batch()), plain.eval()(batch()), rtol=0, atol=0)
-    elif way == "parameter":
-        assert torch.equal(weight + 0, loaded["blocks.0.weight"])
-    elif way == "state dict":
-        assert same(copied(model), loaded)
-    elif way == "step":
-        optimizer.step()
-    elif way == "save":
-        optimizer.save(tmp_path / "saved")
-        other = Stack(units)
-        found = memascend.offload(other, OPTIMIZERS["adamw"](other.parameters()), checkpoint=tmp_path / "saved")
-        assert same(copied(found[0]), loaded)
-        found[1].close()
-    elif way == "state":
-        assert torch.equal(optimizer.state_of(weight)["master"], loaded["blocks.0.weight"])
-    elif way == "zero":
-        optimizer.zero_grad()
-    if way == "gone":
-        del weight, model, optimizer
-        gc.collect()
-    else:
-        optimizer.close()
+    assert same(copied(model), loaded)
+    assert torch.equal(optimizer.state_of(model.blocks[0].weight)["master"], loaded["blocks.0.weight"])
+    torch.testing.assert_close(model.eval()(batch()), plain.eval()(batch()), rtol=0, atol=0)
+    optimizer.save(tmp_path / "saved")
+    other = Stack(units)
+    other, begun = memascend.offload(other, OPTIMIZERS["adamw"](other.parameters()), checkpoint=tmp_path / "saved")
+    with begun:
+        assert same(copied(other), loaded)
+    del model, optimizer
+    gc.collect()
     model, optimizer = offloaded(tmp_path, units, existing="resume")
     with optimizer:
         assert optimizer.steps == 1
@@ -103,8 +82,7 @@ def test_a_load_is_there_as_soon_as_anybody_looks(tmp_path, way, units):
 
 
 @pytest.mark.parametrize("wrong", ["shape", "missing", "unexpected"])
-@pytest.mark.parametrize("gone", [False, True])
-def test_a_load_that_torch_refuses_changes_nothing(tmp_path, wrong, gone):
+def test_a_load_that_torch_refuses_changes_nothing(tmp_path, wrong):
     model, optimizer = offloaded(tmp_path)
     step(model, optimizer)
     before = copied(model)
@@ -117,8 +95,10 @@ def test_a_load_that_torch_refuses_changes_nothing(tmp_path, wrong, gone):
         loaded["more"] = torch.zeros(3)
     with pytest.raises(RuntimeError, match="Error"):
         model.load_state_dict(loaded)
-    if not gone:
-        assert same(copied(model), before)
+    assert same(copied(model), before)
+    # A load that fits takes nothing of the other with it.
+    before["blocks.1.bias"] = before["blocks.1.bias"] + 2
+    model.load_state_dict({"blocks.1.bias": before["blocks.1.bias"]}, strict=False)
     optimizer.close()
     model, optimizer = offloaded(tmp_path, existing="resume")
     with optimizer:

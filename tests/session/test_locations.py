@@ -358,7 +358,7 @@ def replace(path):
 
 
 @pytest.mark.parametrize(
-    ("happen", "durability"), [(delete, "step"), (delete, "none"), (move, "step"), (replace, "close")]
+    ("happen", "durability"), [(delete, "step"), (delete, "none"), (move, "step"), (replace, "step")]
 )
 def test_a_file_that_loses_its_name_is_told_once_and_at_the_end(tmp_path, monkeypatch, happen, durability):
     monkeypatch.chdir(tmp_path)

@@ -129,7 +129,8 @@ def test_a_weight_of_a_temporary_store_that_is_written_in_place_ends_the_run_by_
         stepped(model, optimizer, 1)
 
         def scribble(module, *_):
-            module.weight.data.mul_(2)
+            with torch.no_grad():
+                module.weight.mul_(2)
 
         hook = model[0].register_forward_pre_hook(scribble)
         model(torch.ones(4, model[0].in_features, dtype=torch.bfloat16)).float().square().mean().backward()

@@ -99,7 +99,7 @@ def stored(path):
 
 WAYS = {
     "fused": {"gradients": "fused"},
-    "kept": {"gradients": "ssd", "max_grad_norm": 1e9, "durability": "close"},
+    "kept": {"gradients": "ssd", "max_grad_norm": 1e9},
     "in RAM": {"gradients": "ram", "host_memory": "64MiB"},
     "at the end": {"durability": "none", "loss_scale": 1.0},
 }
@@ -482,7 +482,7 @@ def test_a_scheduler_that_begins_in_an_old_store_is_pointed_out(tmp_path):
 # --- options that change after the last step ----------------------------------------------------
 
 
-@pytest.mark.parametrize("durability", ["step", "close", "none"])
+@pytest.mark.parametrize("durability", ["step", "none"])
 def test_close_commits_options_that_changed_since_the_last_step(tmp_path, durability):
     options = {"storage": tmp_path / "s", "durability": durability, "gradients": "fused"}
     model, optimizer = made()

@@ -89,13 +89,41 @@ def test_a_state_dict_of_the_present_position_sets_the_options(tmp_path):
     assert optimizer.param_groups[0] is group is original.param_groups[0]
     assert group["lr"] == 0.5
     assert same(everything(model, optimizer), before)
-    group["lr"] = 1e-2
     optimizer.close()
-    # As a fresh process at the same step.
-    model, optimizer, _ = begun(tmp_path, 0, existing="resume")
-    with optimizer:
+
+
+LIFE = """
+import sys, torch, memascend
+folder, life = sys.argv[1], int(sys.argv[2])
+torch.manual_seed(0)
+model = torch.nn.Linear(16, 16)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+model, optimizer = memascend.offload(model, optimizer, storage=folder + "/run.store", existing="resume")
+with optimizer:
+    if life:
+        state = torch.load(folder + "/state.pt", weights_only=True)
         optimizer.load_state_dict(state)
         assert optimizer.param_groups[0]["lr"] == 0.5
+        optimizer.param_groups[0]["lr"] = 1e-2
+    model(torch.ones(2, 16)).square().sum().backward()
+    optimizer.step()
+    if life:
+        try:
+            optimizer.load_state_dict(state)
+        except memascend.UsageError as error:
+            print(error)
+    else:
+        state = optimizer.state_dict()
+        state["param_groups"][0]["lr"] = 0.5
+        torch.save(state, folder + "/state.pt")
+"""
+
+
+def test_a_state_dict_is_loaded_by_a_fresh_process_at_its_step_alone(tmp_path, loaded):
+    loaded(LIFE, tmp_path, 0)
+    said = loaded(LIFE, tmp_path, 1)
+    assert "of step 1 of store" in said
+    assert "holds step 2 of store" in said
 
 
 @pytest.mark.parametrize("of", ["an older step", "a newer step", "another store", "torch", "other groups"])
@@ -120,7 +148,7 @@ def test_a_state_dict_of_another_position_is_refused_and_nothing_changes(tmp_pat
         kind, says = {
             "torch": (UsageError, r"not made by an offloaded optimizer.*give the optimizer"),
             "other groups": (ValueError, "other parameter groups"),
-        }.get(of, (UsageError, r"is of step . of store .* holds step . of store .*existing=.resume.*checkpoint="))
+        }.get(of, (UsageError, r"is of step . of store .* holds step . of store .*checkpoint=.*existing=.resume"))
         with pytest.raises(kind, match=says):
             optimizer.load_state_dict(state)
         assert optimizer.param_groups[0]["lr"] == 1e-2

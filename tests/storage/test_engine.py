@@ -89,7 +89,6 @@ KILLED = """
 
     torch.set_num_threads(1)
     path, kills = sys.argv[1], int(sys.argv[2])
-    durability = sys.argv[3]
     names = [f"w{index}" for index in range(6)]
     sizes = [1, 9_001, 2_048, 40_000, 7, 2_049]
     begun = {name: torch.linspace(-1, 1, size).bfloat16() for name, size in zip(names, sizes)}
@@ -99,7 +98,7 @@ KILLED = """
         return torch.randn(begun[name].shape, generator=generator).bfloat16()
 
     def child():
-        with engine.Store.open(path, durability=durability) as store, engine.Engine(store) as updates:
+        with engine.Store.open(path) as store, engine.Engine(store) as updates:
             os.write(told, b"x")
             step = store.step
             while True:
@@ -149,17 +148,9 @@ KILLED = """
 """
 
 
-@pytest.mark.parametrize(
-    ("durability", "kills"),
-    [
-        ("step", 12),
-        ("close", 8),
-        pytest.param("step", 50, marks=pytest.mark.slow),
-        pytest.param("close", 20, marks=pytest.mark.slow),
-    ],
-)
-def test_killed_at_random_moments_it_is_what_was_never_killed(loaded, tmp_path, durability, kills):
-    output = loaded(textwrap.dedent(KILLED), tmp_path / "store", kills, durability)
+@pytest.mark.parametrize("kills", [12, pytest.param(50, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_it_is_what_was_never_killed(loaded, tmp_path, kills):
+    output = loaded(textwrap.dedent(KILLED), tmp_path / "store", kills)
     assert int(output.split()[-1]) > kills  # it got somewhere between the kills
 
 

@@ -316,7 +316,7 @@ def test_what_is_applied_has_as_many_threads_as_the_caller(tmp_path, openmp, who
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("spilled", [False, True])
-def test_late_calls_are_applied_to_held_entries_in_memory(tmp_path, whole, spilled):
+def test_calls_after_the_commit_are_applied_to_held_entries_in_memory(tmp_path, whole, spilled):
     store, held, states = made(tmp_path / "store", spill=torch.bfloat16, durability="none")
     room = 30_001 * (4 + 4 + 2 + 2) + 4 * 64 if whole else 0
     with store, engine.Engine(store, chunks=4, queue=100_000, whole=room) as applying:
@@ -327,9 +327,9 @@ def test_late_calls_are_applied_to_held_entries_in_memory(tmp_path, whole, spill
                 gradient = torch.randn(values.shape).bfloat16()
                 if spilled:
                     applying.spill(name, gradient)
-                    applying.apply(name, on_chunk, step=step, whole=whole, late=True)
+                    applying.apply(name, on_chunk, step=step, whole=whole, after_commit=True)
                 else:
-                    applying.apply(name, on_chunk, step=step, gradient=gradient, whole=whole, late=True)
+                    applying.apply(name, on_chunk, step=step, gradient=gradient, whole=whole, after_commit=True)
                 arithmetic(values, gradient, states[name], first=True, last=True)
             applying.commit(step)
         counters = applying.counters()
@@ -345,7 +345,7 @@ def test_late_calls_are_applied_to_held_entries_in_memory(tmp_path, whole, spill
         assert all(same_bits(store.read(name)[0], values) for name, values in held.items())
 
 
-def test_a_late_call_that_fails_ends_the_run(tmp_path):
+def test_a_call_after_the_commit_that_fails_ends_the_run(tmp_path):
     store, held, _ = made(tmp_path / "store", durability="none")
     first, second = list(held)[-2:]
 
@@ -355,8 +355,8 @@ def test_a_late_call_that_fails_ends_the_run(tmp_path):
     with engine.Engine(store, chunks=2) as applying:
         store.hold([first, second])
         store.refresh([first, second])
-        applying.apply(first, on_chunk, step=1, gradient=torch.ones(held[first].shape).bfloat16(), late=True)
-        applying.apply(second, fails, step=1, gradient=torch.ones(held[second].shape).bfloat16(), late=True)
+        applying.apply(first, on_chunk, step=1, gradient=torch.ones(held[first].shape).bfloat16(), after_commit=True)
+        applying.apply(second, fails, step=1, gradient=torch.ones(held[second].shape).bfloat16(), after_commit=True)
         with pytest.raises(UsageError, match="at the end"):
             applying.commit(1)
         with pytest.raises(StorageError, match="was not applied to its end"):
@@ -371,7 +371,7 @@ def commit_and_wait(applying):
     time.sleep(1)
 
 
-def test_ctrl_c_does_not_split_what_is_called_late(tmp_path):
+def test_ctrl_c_does_not_split_what_is_called_after_the_commit(tmp_path):
     store, held, states = made(tmp_path / "store", durability="none")
     gradients = {name: torch.randn(values.shape).bfloat16() for name, values in held.items()}
 
@@ -383,7 +383,7 @@ def test_ctrl_c_does_not_split_what_is_called_late(tmp_path):
         store.hold(list(held))
         store.refresh(list(held))
         for name, gradient in gradients.items():
-            applying.apply(name, interrupted, step=1, gradient=gradient, late=True)
+            applying.apply(name, interrupted, step=1, gradient=gradient, after_commit=True)
             arithmetic(held[name], gradient, states[name], first=True, last=True)
         with pytest.raises(KeyboardInterrupt):
             commit_and_wait(applying)

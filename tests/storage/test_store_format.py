@@ -160,7 +160,9 @@ def test_a_store_of_version_1_is_refused_by_name_and_left_alone(tmp_path, capsys
         lambda: offloaded("refuse"),
         lambda: offloaded("previous"),
     ):
-        with pytest.raises(StorageError, match=r"version 1, which .* never released.*existing=\"replace\""):
+        with pytest.raises(
+            StorageError, match=r"version 1, and this memascend reads version 2 alone.*existing=\"replace\""
+        ):
             attempt()
     for action in ("info", "verify"):
         assert cli.main(["store", action, str(path)]) == 1

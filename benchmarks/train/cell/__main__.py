@@ -13,7 +13,7 @@ from benchmarks import counters
 from benchmarks.train.cell import ANSWER
 from benchmarks.train.cell.systems import SYSTEMS
 from benchmarks.train.cell.workload import OVERFLOW_FACTOR, OVERFLOWING_STEP, Workload, tokens, workload
-from memascend.cli.bench import process
+from memascend.cli import process
 
 if TYPE_CHECKING:
     from benchmarks.train.cell.systems import System

@@ -48,36 +48,19 @@ _FUNCTION = torch.autograd.function.__file__
 class SavedActivation:
     """Replaces a saved tensor; its destruction frees the chunks and the disk space of the tensor."""
 
-    __slots__ = ("__weakref__", "_owner", "_storage", "coming", "described", "number", "pieces", "stream", "used")
+    __slots__ = ("__weakref__", "_owner", "_storage", "described", "number", "pieces")
 
-    def __init__(self, owner: Activations, tensor: torch.Tensor, number: int, pieces: list[Piece], stream: Any) -> None:
+    def __init__(self, owner: Activations, tensor: torch.Tensor, number: int, pieces: list[Piece]) -> None:
         self._owner = owner
         # As long as it is held, no other storage has its address.
         self._storage = StorageWeakRef(tensor.untyped_storage())
         self.described = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         self.number = number
         self.pieces = pieces
-        # Of the device, on which it was made and will be used.
-        self.stream = stream
-        # On its way back to a device, begun before it was asked for.
-        self.coming: tuple[torch.Tensor, Copy] | None = None
-        # Whether it was asked for already.
-        self.used = False
 
     def tensor(self) -> torch.Tensor:
         """The tensor again, in memory of its own."""
         return self._owner.restore(self)
-
-    def bring(self, tensor: torch.Tensor, copy: Copy) -> None:
-        """Note that the tensor is being copied back to a device, before the backward needs it."""
-        assert self.coming is None, "it comes once"
-        self.coming = tensor, copy
-
-    def arrive(self) -> tuple[torch.Tensor, Copy] | None:
-        """Note that the backward needs the tensor; returns the copy that was begun before, if any."""
-        self.used = True
-        coming, self.coming = self.coming, None
-        return coming
 
     @property
     def storage_lives(self) -> bool:
@@ -86,7 +69,7 @@ class SavedActivation:
 
     def __del__(self) -> None:
         # Of any thread, at any time, also while the lock is held: only noted.
-        self._owner.dropped.append((self.pieces, self.coming))
+        self._owner.dropped.append(self.pieces)
 
 
 class Activations:
@@ -114,7 +97,8 @@ class Activations:
         self._known: weakref.WeakValueDictionary[tuple[Any, ...], SavedActivation] = weakref.WeakValueDictionary()
         # The last that were saved on a device, as long as copies of them may be under way.
         self._arriving: deque[list[Piece]] = deque()
-        self.dropped: deque[tuple[list[Piece], tuple[torch.Tensor, Copy] | None]] = deque()
+        # The pieces of tensors that no graph refers to any more.
+        self.dropped: deque[list[Piece]] = deque()
         self._closed: str | None = None
 
     # --- what the saved-tensor hooks ask -------------------------------------------
@@ -156,7 +140,7 @@ class Activations:
         number = self._number
         self._number += 1
         pieces: list[Piece] = []
-        saved = SavedActivation(self, tensor, number, pieces, None if self._device is None else self._device.stream())
+        saved = SavedActivation(self, tensor, number, pieces)
         # With its version counter and without its graph.
         source = tensor.detach()
         data = bytes_of(source)
@@ -171,19 +155,14 @@ class Activations:
         return saved
 
     def restore(self, saved: SavedActivation) -> torch.Tensor:
-        """A saved tensor; also begins to bring back the tensors that were saved before it."""
+        """A saved tensor; also begins to read the tensors that were saved before it."""
         with self._lock:
             self._require_open()
             self._reap()
-            # Nothing is brought behind what all blocks share, which is asked for before its turn.
-            is_next = self._device is not None and self._is_next(saved)
-            tensor, copy = saved.arrive() or self._bring(saved)
+            tensor, copy = self._bring(saved)
             if copy is not None:
                 copy.order()
-            before = self._before(saved.number)
-            if self._device is not None and is_next:
-                self._bring_ahead(before, self._device.stream())
-            wanted = [piece for other in before for piece in other.pieces]
+            wanted = [piece for other in self._before(saved.number) for piece in other.pieces]
             self._chunks.read_ahead(wanted[: min(_AHEAD, self._chunks.count)], saved.number, copied=saved.pieces)
             return tensor
 
@@ -215,27 +194,6 @@ class Activations:
         """A mark behind all work that the caller has begun on its stream."""
         return [] if self._device is None else [self._device.mark(self._device.stream())]
 
-    def _bring_ahead(self, before: Sequence[SavedActivation], stream: Any) -> None:
-        """Begin to copy the next tensor to the device, where nothing has to be waited for."""
-        saved = next((other for other in before if not other.used), None)
-        if saved is None or saved.coming is not None or not self._chunks.at_hand(saved.pieces):
-            return
-        if saved.stream != stream:
-            # Its memory would be of this stream, and used on the other.
-            return
-        try:
-            tensor, copy = self._bring(saved)
-        except torch.OutOfMemoryError:
-            # There is no memory yet; when the backward needs the tensor, there has to be.
-            return
-        assert copy is not None
-        saved.bring(tensor, copy)
-
-    def _is_next(self, saved: SavedActivation) -> bool:
-        """Whether it is the latest tensor that the backward has not used yet."""
-        living = (self._living[number]() for number in reversed(self._living))
-        return next((other for other in living if other is not None and not other.used), None) is saved
-
     def _before(self, number: int) -> list[SavedActivation]:
         """Tensors that were saved before, the latest first, as far as they would be read ahead."""
         found: list[SavedActivation] = []
@@ -254,11 +212,7 @@ class Activations:
     def _reap(self) -> None:
         """Free the chunks and the disk space of tensors that no graph refers to any more."""
         while self.dropped:
-            pieces, coming = self.dropped.popleft()
-            if coming is not None:
-                # Its memory may be reused as soon as it is released.
-                coming[1].wait()
-            for piece in pieces:
+            for piece in self.dropped.popleft():
                 self._living.pop(piece.number, None)
                 self._chunks.drop(piece)
 

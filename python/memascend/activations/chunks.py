@@ -16,7 +16,7 @@ from memascend.memory import whole_pages
 from memascend.storage import checksum_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from memascend.device.device import Copy, Device
@@ -332,14 +332,6 @@ class Chunks:
         copy = self._device.bring(memory, target, [*after, *([chunk.copy] if chunk.copy is not None else [])])
         chunk.follow(copy)
         return copy
-
-    def at_hand(self, pieces: Iterable[Piece]) -> bool:
-        """Whether all of them can be had without waiting for storage."""
-        return all(
-            piece.chunk is not None
-            and (not piece.chunk.reading or piece.chunk.ticket is None or piece.chunk.ticket.done())
-            for piece in pieces
-        )
 
     def read_ahead(self, pieces: Sequence[Piece], number: int, *, copied: Sequence[Piece]) -> None:
         """Begin to read pieces, as far as there are chunks of what a backward at `number` has used already."""

@@ -131,7 +131,6 @@ class StoreContents:
 
     Attributes:
         entries: in the order of the store's entries.
-        has_formats: whether moments are in a format of fewer bits.
     """
 
     def __init__(self, store: Store, trained: Collection[str], *, values_alone: bool = False) -> None:
@@ -145,9 +144,6 @@ class StoreContents:
         self._by_name = {entry["name"]: entry for entry in self._stored}
         self._trained = trained
         self._values_alone = values_alone
-        self.has_formats = not values_alone and any(
-            entry["format"].endswith(("bf16", "8bit")) for entry in self._stored
-        )
         self.entries = [self._content(entry) for entry in self._stored]
 
     def _content(self, entry: Mapping[str, Any]) -> Content:
@@ -237,7 +233,6 @@ class GatheredContents:
 
     Attributes:
         entries: as in `StoreContents`.
-        has_formats: as in `StoreContents`.
     """
 
     def __init__(self, own: StoreContents, rows: Mapping[str, Rows], line: Line) -> None:
@@ -246,7 +241,6 @@ class GatheredContents:
         self._rows = rows
         self._line = line
         self._done = False
-        self.has_formats = own.has_formats
         self.entries = [_whole(entry, rows.get(entry.name)) for entry in own.entries]
 
     def read(self, put: Put) -> None:

@@ -206,15 +206,12 @@ class FileLayout:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def divide_into_files(
-    stem: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], *, bytes_max: int | None = None
-) -> list[FileLayout]:
+def divide_into_files(stem: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> list[FileLayout]:
     """Divide tensors, in their order, over files of a bounded size, named as transformers names them."""
-    limit = FILE_BYTES_MAX if bytes_max is None else bytes_max
     parts: list[dict[str, torch.Tensor]] = [{}]
     held = 0
     for name, tensor in tensors.items():
-        if parts[-1] and held + tensor.nbytes > limit:
+        if parts[-1] and held + tensor.nbytes > FILE_BYTES_MAX:
             parts.append({})
             held = 0
         parts[-1][name] = tensor

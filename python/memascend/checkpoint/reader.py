@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 FOLDER = "memascend"
 MANIFEST = "manifest.json"
 FORMAT = "memascend checkpoint"
-VERSION = 1
-# For moments of 16 or 8 bits, which version 1 does not have.
-VERSION_OF_FORMATS = 2
+VERSION = 2
 # The manifest of a million tensors is smaller.
 _MANIFEST_BYTES_MAX = 256 << 20
 _READ_BYTES = 8 << 20
@@ -140,10 +138,10 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise CorruptionError(
             f"{path} is damaged: its checksum is not that of its content. Begin from another checkpoint", path=str(path)
         )
-    if manifest.get("format") != FORMAT or manifest.get("version") not in (VERSION, VERSION_OF_FORMATS):
+    if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
         raise CorruptionError(
             f"{path} is {manifest.get('format')!r} version {manifest.get('version')!r}, and this memascend reads "
-            f"{FORMAT!r} versions {VERSION} and {VERSION_OF_FORMATS}: use the memascend that wrote it",
+            f"{FORMAT!r} version {VERSION}: use the memascend that wrote it",
             path=str(path),
         )
     problem = _malformed(manifest)

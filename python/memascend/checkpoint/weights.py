@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,96 +165,6 @@ def _on_meta(source: WeightTensor) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-# The header field in which torch writes at which element of each dimension the parts in a file begin.
-_METADATA = "DCP_SHARDING_INFO"
-# Where a part begins, how large it is, and itself.
-_Part = tuple[tuple[int, ...], tuple[int, ...], "WeightTensor"]
-
-
-def part_offsets(file: Any, path: Path) -> dict[str, tuple[int, ...]] | None:
-    """Where each tensor of an open safetensors file begins in the whole one; None: the file does not say.
-
-    Raises:
-        CorruptionError: the header is malformed.
-    """
-    said = (file.metadata() or {}).get(_METADATA)
-    if said is None:
-        return None
-    try:
-        found = {key: tuple(place["saved_offsets"]) for key, place in json.loads(said).items()}
-        well = all(
-            len(found[key]) == len(file.get_slice(key).get_shape())
-            and all(type(at) is int and at >= 0 for at in found[key])
-            for key in file.keys()  # noqa: SIM118
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptionError(
-            f"{path} does not say where its parts of tensors begin ({error}), so they cannot be joined: save again",
-            path=str(path),
-        ) from error
-    if not well:
-        raise CorruptionError(
-            f"{path} does not say where its parts of tensors begin, so they cannot be joined: save again",
-            path=str(path),
-        )
-    return found
-
-
-def _joined(key: str, found: Sequence[tuple[tuple[int, ...], WeightTensor]], path: Path) -> WeightTensor:
-    """The whole tensor, of all its parts and where these begin.
-
-    Raises:
-        ConfigError: parts are missing, overlap or differ in dtype.
-    """
-    sized = [(at, tensor.described()[1], tensor) for at, tensor in found]
-    # Ranks that have no row of a tensor write an empty part.
-    parts = [part for part in sized if math.prod(part[1])] or sized[:1]
-    shape = _tiled(parts, len(parts[0][0]))
-    if shape is None or len({tensor.described()[0] for *_, tensor in parts}) > 1:
-        raise ConfigError(
-            f"the {len(parts)} parts of {key} in {path} do not make it whole: some are missing, or of another save; "
-            "save again, into an empty folder"
-        )
-    return parts[0][2] if len(parts) == 1 else _JoinedTensor(parts, shape)
-
-
-def _tiled(parts: Sequence[_Part], dims: int) -> tuple[int, ...] | None:
-    """The shape that parts fill, each element once, as a grid; None where they do not. `dims`: how many are left."""
-    if dims == 0:
-        return () if len(parts) == 1 else None
-    dim = len(parts[0][0]) - dims
-    end, inner = 0, set()
-    for at in sorted({part[0][dim] for part in parts}):
-        beside = [part for part in parts if part[0][dim] == at]
-        lengths = {part[1][dim] for part in beside}
-        if at != end or len(lengths) > 1:
-            return None
-        end += lengths.pop()
-        inner.add(_tiled(beside, dims - 1))
-    rest = inner.pop()
-    return None if inner or rest is None else (end, *rest)
-
-
-class _JoinedTensor:
-    """A tensor whose parts are in several files."""
-
-    def __init__(self, parts: Sequence[_Part], shape: tuple[int, ...]) -> None:
-        self._parts = parts
-        self._shape = shape
-
-    def described(self) -> tuple[torch.dtype | None, tuple[int, ...]]:
-        """Dtype and shape of the whole."""
-        return self._parts[0][2].described()[0], self._shape
-
-    def values(self) -> torch.Tensor:
-        """The whole, in memory."""
-        whole = torch.empty(self._shape, dtype=self.described()[0])
-        for at, shape, tensor in self._parts:
-            place = tuple(slice(begin, begin + length) for begin, length in zip(at, shape, strict=True))
-            whole[place].copy_(tensor.values())
-        return whole
-
-
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # An index of a million tensors is smaller.
@@ -312,21 +221,13 @@ class WeightFiles:
         self._where: dict[str, WeightTensor] = {}
         # The name in the files, by ours.
         self._of: dict[str, str] = {}
-        parts: dict[str, list[tuple[tuple[int, ...], WeightTensor]]] = {}
-        for file in _files(path) if names is None else [_File(path / name) for name in names]:
-            held = set(file.opened.keys())
-            lost = [key for key in file.keys or () if key not in held]
+        for file, keys in _files(path) if names is None else [(path / name, None) for name in names]:
+            opened = _opened(file)
+            held = set(opened.keys())
+            lost = [key for key in keys or () if key not in held]
             if lost:
-                raise ConfigError(
-                    f"{path} says that {lost[0]!r} is in {file.path.name}, and it is not: fetch both again"
-                )
-            tensors = {key: _FileTensor(file.opened, key) for key in (held if file.keys is None else file.keys)}
-            if file.offsets is None:
-                self._where.update(tensors)
-                continue
-            for key, tensor in tensors.items():
-                parts.setdefault(key, []).append((file.offsets[key], tensor))
-        self._where.update({key: _joined(key, found, path) for key, found in parts.items()})
+                raise ConfigError(f"{path} says that {lost[0]!r} is in {file.name}, and it is not: fetch both again")
+            self._where.update({key: _FileTensor(opened, key) for key in (held if keys is None else keys)})
 
     @property
     def keys(self) -> list[str]:
@@ -423,63 +324,51 @@ class _FileTensor:
 
 
 # One tensor of weights. `described()` is its dtype (None where torch has none such) and shape, `values()` its elements.
-WeightTensor = _FileTensor | _JoinedTensor | _MergedTensor
+WeightTensor = _FileTensor | _MergedTensor
 # Where the first values of parameters come from.
 Weights = WeightFunction | WeightFiles
 
 
-class _File:
-    """An open file, the names of the tensors to take (None: all), and where parts of tensors in it begin."""
-
-    def __init__(self, path: Path, keys: list[str] | None = None) -> None:
-        self.path = path
-        self.keys = keys
-        self.opened = _opened(path)
-        self.offsets = part_offsets(self.opened, path)
-
-
-def _files(path: Path) -> list[_File]:
-    if path.is_file() and path.name.endswith(".index.json"):
-        return _indexed(path)
+def _files(path: Path) -> list[tuple[Path, list[str] | None]]:
+    """The files to open, and the names of the tensors to take from each (None: all)."""
     if path.is_file():
-        return [_File(path)]
+        return _indexed(path) if path.name.endswith(".index.json") else [(path, None)]
     if not path.is_dir():
         raise ConfigError(f"weights={str(path)!r} is {'neither a file nor a folder' if path.exists() else 'not there'}")
     if (path / _INDEX).is_file():
         return _indexed(path / _INDEX)
     if (path / _SINGLE).is_file():
-        return [_File(path / _SINGLE)]
+        return [(path / _SINGLE, None)]
     indexes = sorted(path.glob("*.safetensors.index.json"))
     files = sorted(path.glob("*.safetensors"))
     if len(indexes) == 1:
         return _indexed(indexes[0])
-    # If each rank wrote a file, there is no index.
-    found: list[_File] = []
-    for file in files:
-        found.append(_File(file))
-        if len(files) > 1 and found[-1].offsets is None:
-            break
-    else:
-        if found:
-            return found
+    if len(files) == 1:
+        return [(files[0], None)]
     raise _without_weights(path, files)
 
 
 def _without_weights(path: Path, files: list[Path]) -> ConfigError:
     """The error for a folder without weights: the reason, and what to do."""
     what = f"{path} has {len(files)} safetensors files and no {_INDEX}" if files else f"{path} has no safetensors files"
-    if not files and any(path.glob("*.distcp")):
+    if any(path.glob("shard-*.safetensors")):
         what += (
-            ", and torch.distributed.checkpoint's own are not read: save with storage_writer="
-            "HuggingFaceStorageWriter(folder, save_distributed=True), or let format_utils.dcp_to_torch_save(folder, "
-            "file) make one file of them, and give a function as weights= that returns its tensors"
+            ", and parts that ranks wrote by torch.distributed.checkpoint are not joined: in one process, call "
+            "torch.distributed.checkpoint.load(state, storage_reader=HuggingFaceStorageReader(folder), no_dist=True) "
+            "with the state dict of a plain model, and write that by safetensors.torch.save_model()"
+        )
+    elif not files and any(path.glob("*.distcp")):
+        what += (
+            ", and torch.distributed.checkpoint's own are not read: convert them by torch.distributed.checkpoint."
+            "format_utils.dcp_to_torch_save(folder, 'all.pt'), and write the weights in torch.load('all.pt') by "
+            "safetensors.torch.save_file()"
         )
     elif not files and (any(path.glob("*.bin")) or any(path.glob("*.pt*"))):
         what += ", and pickled files are not read: convert them with safetensors"
     return ConfigError(what)
 
 
-def _indexed(index: Path) -> list[_File]:
+def _indexed(index: Path) -> list[tuple[Path, list[str] | None]]:
     with file_errors(index, "cannot be read"):
         _require_file(index)
         if index.stat().st_size > _INDEX_BYTES_MAX:
@@ -506,7 +395,7 @@ def _indexed(index: Path) -> list[_File]:
     missing = [file.name for file in keys if not file.is_file()]
     if missing:
         raise ConfigError(_problem(f"{index.parent} misses files that its index names", missing))
-    return [_File(file, own) for file, own in keys.items()]
+    return [*keys.items()]
 
 
 def _opened(file: Path) -> Any:

@@ -28,7 +28,6 @@ from memascend.checkpoint.reader import (
     FORMAT,
     MANIFEST,
     VERSION,
-    VERSION_OF_FORMATS,
     render_manifest,
     state_key,
 )
@@ -55,7 +54,6 @@ def save(
     model: torch.nn.Module,
     facts: Mapping[str, Any],
     *,
-    file_bytes_max: int | None = None,
     among_others: bool = False,
 ) -> None:
     """Write a checkpoint to a folder; an earlier one is replaced at the end, or stays whole.
@@ -65,7 +63,6 @@ def save(
         contents: nothing is staged in their store.
         model: the model, for names and configuration.
         facts: fields of the manifest beside files and format.
-        file_bytes_max: the largest size of a file of weights or state.
         among_others: the folder may contain other files and no earlier checkpoint; weights in it are replaced.
     """
     why = refusal_of(folder)
@@ -75,7 +72,7 @@ def save(
             "another one"
         )
     target = Path(os.path.abspath(expanded(folder)))  # noqa: PTH100
-    files = _CheckpointFiles(contents, model, file_bytes_max)
+    files = _CheckpointFiles(contents, model)
     _require_place(target, files.nbytes, among_others=among_others)
     with new_folder(target) as new:
         (new / FOLDER).mkdir()
@@ -84,7 +81,7 @@ def save(
         manifest = {
             **facts,
             "format": FORMAT,
-            "version": VERSION_OF_FORMATS if contents.has_formats else VERSION,
+            "version": VERSION,
             **({"orders": files.orders} if files.orders else {}),
             "files": described,
             "beside": [*configured, *files.index(new)],
@@ -102,7 +99,7 @@ def save_weights(folder: Path, contents: Contents, model: torch.nn.Module) -> No
 
     `contents` are without state; names and configuration are those of `model`.
     """
-    files = _CheckpointFiles(contents, model, None)
+    files = _CheckpointFiles(contents, model)
     files.run(folder)
     _configure(model, folder)
     files.index(folder)
@@ -111,7 +108,7 @@ def save_weights(folder: Path, contents: Contents, model: torch.nn.Module) -> No
 class _CheckpointFiles:
     """The files of one checkpoint; tensors lie in them in the order of the model's names."""
 
-    def __init__(self, contents: Contents, model: torch.nn.Module, file_bytes_max: int | None) -> None:
+    def __init__(self, contents: Contents, model: torch.nn.Module) -> None:
         self._contents = contents
         order = {name: position for position, (name, _) in enumerate(model.named_parameters())}
         # The order of files does not depend on how the model was divided into units.
@@ -119,10 +116,8 @@ class _CheckpointFiles:
         values = {entry.name: entry.values for entry in entries}
         state = {state_key(entry.name, of): tensor for entry in entries for of, tensor in entry.state.items()}
         # The metadata maps tied names to their first names, as safetensors' own save_model() does.
-        self._weights = divide_into_files(
-            "model", values, {"format": "pt", **Names(model).tied}, bytes_max=file_bytes_max
-        )
-        self._state = divide_into_files(f"{FOLDER}/state", state, {}, bytes_max=file_bytes_max) if state else []
+        self._weights = divide_into_files("model", values, {"format": "pt", **Names(model).tied})
+        self._state = divide_into_files(f"{FOLDER}/state", state, {}) if state else []
         self._layout_of = {
             (is_state, name): layout
             for is_state, layouts in ((False, self._weights), (True, self._state))

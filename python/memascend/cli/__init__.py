@@ -3,7 +3,7 @@
 Invariant: `--help` of every command works without torch; commands import torch in functions. The exit code is 0 (fine),
 1 (a named problem) or 2 (wrong usage). With `--json` a command prints one JSON value for programs.
 
-`train` trains, `plan` estimates a run, `store` and `doctor` inspect, `demo` and `bench` compare. Commands use only the
+`train` trains, `plan` estimates a run, `store` and `doctor` inspect, `demo` compares. Commands use only the
 public functions of `offload()` and its optimizer, and inspection never changes a store.
 """
 
@@ -30,7 +30,6 @@ _COMMANDS = {
     "demo": "Train a model in memory and offloaded, side by side, and compare every bit (one minute).",
     "train": "Fine-tune a Hugging Face model on your examples; after a kill the same command resumes.",
     "plan": "Estimate memory, seconds of a step, disk space and the drive's life; needs no weights and no GPU.",
-    "bench": "Measure storage and the update, and print ratios to baselines of the same run.",
     "store": "Show what a store holds, or verify every byte of it.",
 }
 

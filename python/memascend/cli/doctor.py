@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -12,48 +11,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memascend import memory
-from memascend.cli.storage import Finding, examine_ring, examine_storage, registration_of
+from memascend.cli.storage import Finding, examine_ring, examine_storage
 from memascend.errors import MemascendError
 from memascend.text import bytes_shown, table
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator
 
 
 _PROBE_BYTES = 8 << 20
-# In the current folder.
-_GPU_FILE = "memascend-gpu.json"
 
 
 def examine_registration() -> Finding:
     """Register some memory with CUDA, in a process with a CUDA context."""
+    subject = "registration with CUDA"
     with memory.Region(_PROBE_BYTES, owner="doctor") as region:
-        return registration_of(region, "registration with CUDA", "possible")
+        if region.pinned == "cuda":
+            return Finding(subject=subject, found="possible")
+        return Finding(
+            subject=subject,
+            found=f"refused; {region.pinned or 'nothing'} instead",
+            verdict="slower",
+            advice=f"{region.why_not}; {memory.UNREGISTERED}",
+        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--storage", metavar="P", help="also look at this folder, file or device")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--gpu", action="store_true", help="check the GPU instead, for two minutes, and write a file for a report"
-    )
-    parser.add_argument(
-        "--output", metavar="FILE", help=f"with --gpu: the file that is written (default: {_GPU_FILE}, here)"
-    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the report. Exit code 1 if a check fails."""
-    if options.gpu:
-        from memascend.cli import gpu_check
-
-        def machine() -> dict[str, str]:
-            return {finding.subject: finding.found for finding in examine(None)}
-
-        return gpu_check.run(Path(options.output or _GPU_FILE), machine, as_json=options.json)
-    if options.output is not None:
-        raise argparse.ArgumentError(None, "--output is the file that --gpu writes: give both, or neither")
     findings = list(examine(options.storage))
     failed = any(finding.verdict == "fails" for finding in findings)
     if options.json:

@@ -34,18 +34,6 @@ class Finding:
     advice: str = ""
 
 
-def registration_of(region: memory.Region, subject: str, found: str) -> Finding:
-    """Whether CUDA registered a region, in a process with a CUDA context; `found` describes success."""
-    if region.pinned == "cuda":
-        return Finding(subject=subject, found=found)
-    return Finding(
-        subject=subject,
-        found=f"refused; {region.pinned or 'nothing'} instead",
-        verdict="slower",
-        advice=f"{region.why_not}; {memory.UNREGISTERED}",
-    )
-
-
 Pattern = Literal["read", "write", "mixed"]
 
 

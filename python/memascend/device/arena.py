@@ -240,12 +240,6 @@ class DeviceArena:
         at = bisect_left(self._bounds, nbytes)
         return len(self._free[self._bounds[at]]) if at < len(self._bounds) else 0
 
-    @property
-    def in_use_bytes(self) -> int:
-        """Bytes of the slots that are taken."""
-        self._take_back()
-        return self._in_use
-
     def stats(self) -> dict[str, Any]:
         """Bytes "in_use" and "reserved"; "tables" are none, but for a few objects."""
         self._take_back()

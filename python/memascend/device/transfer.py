@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from memascend.device.device import Copy, Device
-    from memascend.storage import Adam, Chunk, Engine, Late, UnitParts
+    from memascend.storage import Adam, Chunk, Engine, UnitParts
 
 
 # {bytes: count}. Large enough that a thread of Python keeps up with several drives.
@@ -387,11 +387,13 @@ class DeviceEngine:
         gradient: torch.Tensor | None = None,
         whole: bool = False,
         values: torch.Tensor | None = None,
-        late: Late = "never",
+        after_commit: bool = False,
     ) -> None:
         """See `Engine.apply`."""
         given = None if gradient is None else self._lend(name, gradient)
-        self._engine.apply(name, function, step=step, gradient=given, whole=whole, values=values, late=late)
+        self._engine.apply(
+            name, function, step=step, gradient=given, whole=whole, values=values, after_commit=after_commit
+        )
 
     def read_spilled(self, name: str, into: torch.Tensor) -> None:
         """See `Engine.read_spilled`; by way of host memory of the same size."""

@@ -371,7 +371,7 @@ _UNKNOWN = "some ranks may have the step: start all of them again, and the run r
 
 
 class Agreement:
-    """The commits of one run that several ranks make together. See `SharedCommits` of the engine.
+    """The commits of one run that several ranks make together.
 
     No rank stages a step before all have written the root of the step before. So ranks are never more than one commit
     apart, and the two slots of each store hold the newest commit that all ranks have.

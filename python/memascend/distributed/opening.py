@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 from dataclasses import dataclass, replace
@@ -121,9 +120,8 @@ AS_THEY_WERE = (
     "number the hosts as before (torchrun --node-rank 0, 1, ... with --master-addr, and without --rdzv-backend and "
     "--rdzv-endpoint, under which torchrun numbers them itself), or move each store to where its rank looks for it"
 )
-# The identity of commits that an earlier version made.
+# The identity where there is no commit.
 _NO_IDENTITY = bytes(16)
-_log = logging.getLogger("memascend")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +132,7 @@ class Opening:
     existing: Existing  # as in `Store.create`; "previous" if this rank is ahead of others
     run: bytes  # the run's id
     number: int  # of the commit that is opened; 0 for new stores
-    identity: bytes  # of that commit; zeros for new stores and for commits without one
+    identity: bytes  # of that commit; zeros for new stores
     nonce: bytes  # of this opening
 
     def open(self, make: Callable[[Existing], Store], earlier: bytes | None = None) -> tuple[Store, Agreement]:
@@ -221,12 +219,6 @@ def choose(
         )
     require_own(seen)
     run, number, identity = _common(seen, existing)
-    if identity == _NO_IDENTITY:
-        _log.warning(
-            "the stores are of an earlier version, whose commits do not say which continuation of the run they are of, "
-            "nor whose rows they have: commit %d of all ranks is taken as it is, and those after it say so",
-            number,
-        )
     own = seen[exchange.rank]["commits"][0]
     # After a close, both roots may name the same commit.
     newest = is_at(own, number, identity) and seen[exchange.rank]["damage"] is None

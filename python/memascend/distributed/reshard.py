@@ -362,8 +362,6 @@ class EarlierValues:
                 f"the model has no {min(gone)!r}, which the earlier stores have: give the model that the run had. "
                 "Nothing was changed"
             )
-        for number, store in self._earlier.stores.items():
-            store.set_first_elements({name: self._first_element(name, number) for name in self._shapes})
 
     def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """The hyperparameters of the last commit."""
@@ -391,11 +389,6 @@ class EarlierValues:
             ranks = range(self._earlier.count)
             transfer.move([Passed(owner, rank, sent, got if rank == self._earlier.rank else None) for rank in ranks])
         tensor.copy_(got)
-
-    def _first_element(self, name: str, number: int) -> int:
-        """The first element, in a whole parameter, of the rows in an earlier store."""
-        shape = self._shapes[name]
-        return _rows(shape[0], len(self._earlier.files), number)[0] * shape[1:].numel() if shape else 0
 
     def _room(self, name: str) -> dict[str, torch.Tensor]:
         """Memory for this rank's part of a parameter; empty if it has no rows."""

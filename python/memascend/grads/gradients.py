@@ -126,11 +126,6 @@ class Gradients:
         # What stood in `p.grad` when a failed backward was seen.
         self._left: list[tuple[Gradient, weakref.ref[torch.Tensor]]] = []
 
-    @property
-    def mode(self) -> str:
-        """How gradients wait for step(): "fused" (they do not), "ssd" or "ram"."""
-        return self.loop.mode
-
     def watch(self, place: Place, rule: Rule, step: int) -> None:
         """Take charge of a parameter's gradients."""
         self.by_name[place.name] = self._of[id(place.parameter)] = Gradient(self, place, rule, step)

@@ -21,8 +21,8 @@ Notice = Literal["add", "change", "norm", "read", "scaler", "zero"]
 OPERATIONS_MAX = 64
 # How often a gradient that only autograd has is counted while it is being accumulated: by its tensor and by what asks
 # for the count; by autograd's buffer and call, by the dispatcher and by Python.
-STORAGE_USES = 2
-TENSOR_USES = 4
+_STORAGE_USES = 2
+_TENSOR_USES = 4
 
 
 class Backing(Protocol):
@@ -67,8 +67,7 @@ def is_shared(gradient: Tensor) -> bool:
     if torch._C._current_graph_task_id() == -1:  # noqa: SLF001
         return True
     storage_uses = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)  # noqa: SLF001
-    tensor_uses = gradient._use_count()  # noqa: SLF001
-    return bool(storage_uses > STORAGE_USES or tensor_uses > TENSOR_USES)
+    return bool(storage_uses > _STORAGE_USES or gradient._use_count() > _TENSOR_USES)  # noqa: SLF001
 
 
 class Dropped:

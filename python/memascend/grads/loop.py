@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("memascend")
-# Actions that always change gradients, or the values that they update, between their arrival and step().
-_CHANGING = frozenset({"a GradScaler", "weights that are written before step()", "zero_grad(set_to_none=False)"})
+# Actions that always change gradients between their arrival and step().
+_CHANGING = frozenset({"a GradScaler", "zero_grad(set_to_none=False)"})
 
 
 class Loop:
@@ -77,7 +77,7 @@ WAIT_MAX = 256
 class Speculation:
     """Decides whether updates begin before step() has the norm: as if it clipped nothing, and repeated where it does.
 
-    Updates wait until so many steps in a row changed no gradient (plain "ssd"), or they begin early.
+    Updates wait until so many steps in a row changed no gradient (plain "ssd"); then they begin early.
 
     Attributes:
         early: steps some of whose updates began before step().
@@ -224,6 +224,3 @@ class LossScale:
                 f"the stored loss scale counts {good_steps!r} good steps: 0 to {GROWTH_STEPS - 1} make sense"
             )
         self._set(mode, scale, good_steps)
-
-    def __repr__(self) -> str:
-        return f"LossScale({self.mode}, {self.scale:g})"

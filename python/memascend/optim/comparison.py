@@ -16,6 +16,7 @@ from memascend.optim.shared import (
     cloned,
     common_end,
     copied,
+    give_gradient,
     named,
     run,
     same,
@@ -96,7 +97,7 @@ class _Joint:
 
     def do(self, method: str, gradients: Sequence[torch.Tensor | None]) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = None if gradient is None else gradient.clone()
+            give_gradient(parameter, None if gradient is None else gradient.clone())
         run(self.copy, method)
         if any(id(key) not in self.known for key in self.copy.state):
             raise refused(self.copy, "its step changes state that belongs to no parameter")
@@ -153,7 +154,7 @@ class _OneByOne:
             if method == "step" and gradient is None:
                 continue
             parameter = self._parameters[number]
-            parameter.grad = None if gradient is None else gradient.clone()
+            give_gradient(parameter, None if gradient is None else gradient.clone())
             begin = shared.copy(deep=True)
             groups = alone(begin.groups, member.group, parameter, self._manner)
             state = self._states[number]

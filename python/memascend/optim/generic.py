@@ -18,6 +18,7 @@ from memascend.optim.shared import (
     cloned,
     common_end,
     copied,
+    give_gradient,
     named,
     parts_of,
     plain,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     import contextlib
     from collections.abc import Callable, Hashable, Iterable, Mapping
 
-    from memascend.storage import Chunk, Late
+    from memascend.storage import Chunk
 
     # Takes the changes of a run beside its parameter and the parameter's state.
     Ended = Callable[[dict[SharedName, Any]], None]
@@ -116,7 +117,7 @@ class Update:
         target = self._laid(chunk.state["master"], whole) if layout.master else values
         parameter = stand_in(target, layout.attributes)
         if self._method == "step":
-            parameter.grad = self._gradient_of(chunk, target, whole)
+            give_gradient(parameter, self._gradient_of(chunk, target, whole))
         state = {} if self._first else self._state_of(chunk, whole)
         begin = self._begin if known(self._optimizer) else self._begin.copy()
         groups = alone(begin.groups, self._place, parameter, self._layout.manner)
@@ -327,8 +328,10 @@ class Runs:
 
     def followed(
         self, function: Callable[[Chunk], None], group: Mapping[str, Any], *traits: Hashable
-    ) -> tuple[Callable[[Chunk], None], Late]:
-        """A run that notes its end, and when it may be called.
+    ) -> tuple[Callable[[Chunk], None], bool]:
+        """A run that notes its end, and whether it may be called after the commit, when it must not fail.
+
+        Only torch's own code may, once a run with such options has ended well.
 
         Args:
             function: the run.
@@ -336,7 +339,7 @@ class Runs:
             traits: other values on which its code depends.
         """
         if not self.is_known:
-            return function, "rehearsed"
+            return function, False
         kind = (traits, tuple((name, _kind(value)) for name, value in group.items() if name != "params"))
 
         def heard(chunk: Chunk) -> None:
@@ -344,7 +347,7 @@ class Runs:
             if chunk.last:
                 self._kinds_ended.add(kind)
 
-        return heard, "always" if kind in self._kinds_ended else "rehearsed"
+        return heard, kind in self._kinds_ended
 
     def ended(self, name: str, group: int) -> Callable[[dict[SharedName, Any]], None]:
         """The function that takes the changes of a parameter's run, on the engine's thread."""
@@ -362,9 +365,8 @@ class Runs:
         _, before = self._ends.get(name, (group, changes))
         if not same(dict(before), changes):
             raise UsageError(
-                f"{named(self.optimizer)} changed its options in another way when its update of {name!r} ran again, "
-                "after a trial on a copy: an update has to do the same with the same state and gradient. Use "
-                "an optimizer that does"
+                f"{named(self.optimizer)} changed its options in another way for each part of {name!r}, so that this "
+                "step would not be torch's: call zero_grad(), and use an optimizer that does not"
             )
         self._ends[name] = group, changes
 

@@ -1,4 +1,4 @@
-"""Joins several optimizers of one model: their groups in order, their names, and the parameters of each group."""
+"""The optimizers that offload() is given: unwrapped, joined where there are several, and who owns which parameter."""
 
 from __future__ import annotations
 
@@ -184,3 +184,63 @@ class JoinedHooks(OrderedDict[int, Any]):
     def values(self) -> Any:
         """The hooks, those of the originals first, in their order."""
         return list(chain(*(member.values() for member in self._members), super().values()))
+
+
+# Wrappers by their class, since neither library need be installed: the attribute that has the optimizer, and the call
+# that wraps it.
+_WRAPPERS = {
+    ("accelerate.optimizer", "AcceleratedOptimizer"): ("optimizer", "accelerator.prepare()"),
+    ("lightning.fabric.wrappers", "_FabricOptimizer"): ("_optimizer", "fabric.setup()"),
+    ("lightning_fabric.wrappers", "_FabricOptimizer"): ("_optimizer", "fabric.setup()"),
+}
+
+
+def _wrapper(optimizer: Any) -> tuple[str, str] | None:
+    kinds = ((kind.__module__, kind.__name__) for kind in type(optimizer).__mro__)
+    return next((_WRAPPERS[kind] for kind in kinds if kind in _WRAPPERS), None)
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer that runs the steps, without the wrapper of accelerate or Fabric; those of a list as one.
+
+    Raises:
+        ConfigError: a wrapper does more than to pass the steps on, or the list has another kind of object.
+    """
+    if isinstance(optimizer, list | tuple):
+        return joined([_unwrapped(one) for one in optimizer])
+    return _unwrapped(optimizer)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    found = _wrapper(optimizer)
+    if found is None:
+        return optimizer
+    attribute, call = found
+    more = _more_than_steps(optimizer)
+    if more is not None:
+        raise ConfigError(
+            f"{more}; give offload() the model and the optimizer before {call}, which then takes what it returns"
+        )
+    return getattr(optimizer, attribute)
+
+
+def _more_than_steps(wrapper: Any) -> str | None:
+    """What a wrapper does beside passing steps on, in words."""
+    if hasattr(wrapper, "gradient_state"):
+        if wrapper.scaler is not None:
+            return "the AcceleratedOptimizer scales gradients (fp16)"
+        steps = wrapper.gradient_state.num_steps
+        return None if steps == 1 else f"the AcceleratedOptimizer steps after {steps} backwards alone"
+    strategy = wrapper._strategy  # noqa: SLF001
+    if type(strategy).__name__ != "SingleDeviceStrategy":
+        return f"Fabric's optimizer is stepped by its {type(strategy).__name__}"
+    if getattr(strategy.precision, "scaler", None) is not None:
+        return f"Fabric's {type(strategy.precision).__name__} scales gradients (fp16)"
+    return None
+
+
+def wrap_again(optimizer: Any, offloaded: torch.optim.Optimizer) -> None:
+    """Put the offloaded optimizer into the wrapper of the original, which then stays usable."""
+    found = _wrapper(optimizer)
+    if found is not None:
+        setattr(optimizer, found[0], offloaded)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import warnings
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from memascend.errors import ConfigError, UsageError
+from memascend.errors import UsageError
 from memascend.memory import whole_pages
 from memascend.optim.generic import Given, Runs, Update, export_state, import_state
-from memascend.optim.members import GroupOwners, joined, members_of, require_roster, roster_of
+from memascend.optim.members import GroupOwners, members_of, require_roster, roster_of
 from memascend.optim.shared import SharedName, group_options
 from memascend.optim.state import StateFormats, StateTrials, compact_format, describe, engine_kind
 from memascend.optim.trial import require_streamable
@@ -26,8 +26,18 @@ if TYPE_CHECKING:
     from memascend.storage import Engine
 
 
-_FORMATS_AS_EVER = StateFormats()
 _FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+class Trained(NamedTuple):
+    """A parameter that an optimizer owns."""
+
+    code: Runs  # the optimizer, and the runs of its own code
+    number: int  # of its group, among those of all optimizers
+    name: str
+    parameter: torch.Tensor
+    format: str | None  # the name of the engine's format of its state, as it was asked for
+    sparse: bool  # its gradients may be, so that it is updated whole
 
 
 class _Rule:
@@ -43,31 +53,34 @@ class _Rule:
         is_replayed: updates are the engine's own, so that they can be replayed from their gradients alone.
     """
 
-    draws = False
-    whole: StateLayout | None = None
-    needs_values: Literal["resident", "read", "never"]
-    is_replayed: bool
+    # A model has thousands of them.
+    __slots__ = (
+        "_arithmetic",
+        "_dtype",
+        "_parameter",
+        "_shape",
+        "_sparse",
+        "_stride",
+        "code",
+        "draws",
+        "format",
+        "is_replayed",
+        "name",
+        "needs_values",
+        "number",
+        "whole",
+    )
 
-    def __init__(
-        self,
-        arithmetic: Arithmetic,
-        code: Runs,
-        number: int,
-        name: str,
-        parameter: torch.Tensor,
-        given: str | None,
-        *,
-        sparse: bool,
-    ) -> None:
-        """`sparse`: its gradients may be, so that it is updated whole."""
+    def __init__(self, arithmetic: Arithmetic, of: Trained) -> None:
         self._arithmetic = arithmetic
-        self.code = code
-        self.number = number
-        self.name = name
-        self._parameter = parameter
-        self._shape, self._stride, self._dtype = parameter.shape, dense_strides(parameter), parameter.dtype
+        self.code, self.number, self.name, self._parameter, given, self._sparse = of
         self.format = given or None
-        self._sparse = sparse
+        self._shape, self._dtype = of.parameter.shape, of.parameter.dtype
+        self._stride = dense_strides(of.parameter)
+        self.draws = False
+        self.whole: StateLayout | None = None
+        self.needs_values: Literal["resident", "read", "never"] = "never"
+        self.is_replayed = False
 
     @property
     def _group(self) -> dict[str, Any]:
@@ -158,8 +171,10 @@ class _Rule:
 class EngineRule(_Rule):
     """Adam or SGD with momentum, by the engine's own arithmetic on state in its own form."""
 
-    def __init__(self, kind: Literal["adam", "momentum"], *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
+    __slots__ = ("_kind",)
+
+    def __init__(self, kind: Literal["adam", "momentum"], arithmetic: Arithmetic, of: Trained) -> None:
+        super().__init__(arithmetic, of)
         self._kind: Literal["adam", "momentum"] = kind
         # A momentum in bfloat16 is rounded to nearest.
         self.draws = not self.has_master or (kind == "adam" and "bf16" in (self.format or ""))
@@ -235,8 +250,10 @@ class EngineRule(_Rule):
 class OwnRule(_Rule):
     """Any optimizer, on its own state: by its own code, or for plain SGD by the engine's arithmetic with equal bits."""
 
-    def __init__(self, layout: StateLayout, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
+    __slots__ = ("_layout",)
+
+    def __init__(self, layout: StateLayout, arithmetic: Arithmetic, of: Trained) -> None:
+        super().__init__(arithmetic, of)
         self._layout = layout
         self.whole = layout if layout.whole or self._sparse else None
         self.is_replayed = not self._sparse and self.numbers(self._group, 1, 1.0) is not None
@@ -296,10 +313,16 @@ class OwnRule(_Rule):
         code, group, is_first, is_sparse = self.code, self._group, done == 0, given.gradient is not None
         ended = code.ended(self.name, self.number - code.first_group)
         function = Update(code.optimizer, group, self._layout, given, first=is_first, method=method, ended=ended)
-        heard, late = code.followed(function, group, self._dtype, is_first, is_sparse)
-        step = done + 1 if method == "step" else done
-        whole = self._layout.whole or is_sparse
-        engine.apply(self.name, heard, step=step, gradient=gradient, whole=whole, values=values, late=late)
+        heard, may_wait = code.followed(function, group, self._dtype, is_first, is_sparse)
+        engine.apply(
+            self.name,
+            heard,
+            step=done + 1 if method == "step" else done,
+            gradient=gradient,
+            whole=self._layout.whole or is_sparse,
+            values=values,
+            after_commit=may_wait,
+        )
 
     def switch(self, engine: Engine, mode: str, done: int) -> bool:
         """Stage what the optimizer's `train()` or `eval()` does to the parameter; returns whether there is anything."""
@@ -381,9 +404,8 @@ class Arithmetic:
         self,
         optimizer: torch.optim.Optimizer,
         master_dtype: torch.dtype | None,
-        sparse: frozenset[int] = frozenset(),
-        formats: StateFormats = _FORMATS_AS_EVER,
-        *,
+        sparse: frozenset[int],
+        formats: StateFormats,
         names: Mapping[int, str],
     ) -> None:
         self.optimizer = optimizer
@@ -399,14 +421,15 @@ class Arithmetic:
             for number, group in enumerate(member.param_groups, first):
                 for parameter in filter(torch.is_floating_point, group["params"]):
                     key, form = id(parameter), own.get(id(parameter))
-                    record: Any = (self, code, number, names.get(key, ""), parameter)
+                    of = Trained(code, number, names.get(key, ""), parameter, form, key in sparse)
                     kind = takes_engine_state(member, group, parameter.dtype, master_dtype, form)
                     if kind is not None:
-                        self.rules[key] = EngineRule(kind, *record, form, sparse=key in sparse)
+                        self.rules[key] = EngineRule(kind, self, of)
                         continue
                     layout = describe(member, parameter, master_dtype, trials)
-                    form = compact_format(member, parameter, layout) if form is None else form
-                    self.rules[key] = OwnRule(layout, *record, form, sparse=key in sparse)
+                    if form is None:
+                        of = of._replace(format=compact_format(member, parameter, layout))
+                    self.rules[key] = OwnRule(layout, self, of)
             members.append(code)
             first += len(member.param_groups)
         self.members = tuple(members)
@@ -566,63 +589,3 @@ class GroupMembers:
 
 def _are_same(params: Sequence[torch.Tensor], members: Sequence[torch.Tensor]) -> bool:
     return len(params) == len(members) and all(one is other for one, other in zip(params, members, strict=True))
-
-
-# Wrappers by their class, since neither library need be installed: the attribute that has the optimizer, and the call
-# that wraps it.
-_WRAPPERS = {
-    ("accelerate.optimizer", "AcceleratedOptimizer"): ("optimizer", "accelerator.prepare()"),
-    ("lightning.fabric.wrappers", "_FabricOptimizer"): ("_optimizer", "fabric.setup()"),
-    ("lightning_fabric.wrappers", "_FabricOptimizer"): ("_optimizer", "fabric.setup()"),
-}
-
-
-def _wrapper(optimizer: Any) -> tuple[str, str] | None:
-    kinds = ((kind.__module__, kind.__name__) for kind in type(optimizer).__mro__)
-    return next((_WRAPPERS[kind] for kind in kinds if kind in _WRAPPERS), None)
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """The optimizer that runs the steps, without the wrapper of accelerate or Fabric; those of a list as one.
-
-    Raises:
-        ConfigError: a wrapper does more than to pass the steps on, or the list has another kind of object.
-    """
-    if isinstance(optimizer, list | tuple):
-        return joined([_unwrapped(one) for one in optimizer])
-    return _unwrapped(optimizer)
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    found = _wrapper(optimizer)
-    if found is None:
-        return optimizer
-    attribute, call = found
-    more = _more_than_steps(optimizer)
-    if more is not None:
-        raise ConfigError(
-            f"{more}; give offload() the model and the optimizer before {call}, which then takes what it returns"
-        )
-    return getattr(optimizer, attribute)
-
-
-def _more_than_steps(wrapper: Any) -> str | None:
-    """What a wrapper does beside passing steps on, in words."""
-    if hasattr(wrapper, "gradient_state"):
-        if wrapper.scaler is not None:
-            return "the AcceleratedOptimizer scales gradients (fp16)"
-        steps = wrapper.gradient_state.num_steps
-        return None if steps == 1 else f"the AcceleratedOptimizer steps after {steps} backwards alone"
-    strategy = wrapper._strategy  # noqa: SLF001
-    if type(strategy).__name__ != "SingleDeviceStrategy":
-        return f"Fabric's optimizer is stepped by its {type(strategy).__name__}"
-    if getattr(strategy.precision, "scaler", None) is not None:
-        return f"Fabric's {type(strategy.precision).__name__} scales gradients (fp16)"
-    return None
-
-
-def wrap_again(optimizer: Any, offloaded: torch.optim.Optimizer) -> None:
-    """Put the offloaded optimizer into the wrapper of the original, which then stays usable."""
-    found = _wrapper(optimizer)
-    if found is not None:
-        setattr(optimizer, found[0], offloaded)

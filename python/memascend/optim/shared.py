@@ -142,6 +142,11 @@ def stand_in(values: torch.Tensor, attributes: Mapping[str, Any] | None = None) 
     return parameter
 
 
+def give_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Have a step find this gradient."""
+    parameter.grad = gradient
+
+
 def cloned(
     optimizer: torch.optim.Optimizer,
     attributes: Mapping[str, Any],
@@ -161,10 +166,8 @@ def cloned(
     for moment in ("step", "state_dict", "load_state_dict"):
         for when in ("pre", "post"):
             copy.__dict__[f"_optimizer_{moment}_{when}_hooks"] = OrderedDict()
-    copy.param_groups = list(groups)
-    copy.state = defaultdict(dict)
-    for parameter, known in state.items():
-        copy.state[parameter] = dict(known)
+    states = defaultdict(dict, {parameter: dict(known) for parameter, known in state.items()})
+    copy.__dict__.update(param_groups=list(groups), state=states)
     if isinstance(copy, torch.optim.Adagrad):
         _begin_adagrad(copy)
     return copy  # type: ignore[no-any-return]

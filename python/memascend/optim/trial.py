@@ -28,7 +28,7 @@ from memascend.optim.comparison import (
     some_missing,
     without_scratch,
 )
-from memascend.optim.shared import SharedName, SharedValues, attributes_of, cloned, named, run
+from memascend.optim.shared import SharedName, SharedValues, attributes_of, cloned, give_gradient, named, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -255,7 +255,7 @@ def stepping(
     if callable(getattr(type(optimizer), "train", None)):
         run(copy, "train")
     for gradient in gradients:
-        parameter.grad = gradient
+        give_gradient(parameter, gradient)
         run(copy)
         yield dict(copy.state.get(parameter, {}))
 

@@ -17,10 +17,11 @@ from memascend.memory import is_file_memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+_WEIGHT = "the weight"
 # A refusal names as many.
 _NAMED = 3
-# Memory whose other users cannot be counted, in words. torch marks what numpy() was called on as it marks numpy's own.
-FOREIGN = "memory that torch does not have alone (numpy, also a call of numpy(); DLPack, frombuffer(), other processes)"
+# Memory whose other users cannot be counted, in words. torch marks what it loaded itself in the same way.
+FOREIGN = "memory that torch may not have alone (numpy, also a call of numpy(); torch.load(), DLPack, other processes)"
 
 
 def require_unaliased(
@@ -28,7 +29,7 @@ def require_unaliased(
     model: torch.nn.Module,
     known: Iterable[torch.Tensor] = (),
     *,
-    what: str = "the weight",
+    what: str = _WEIGHT,
 ) -> None:
     """Refuse tensors whose memory others reach: once it is on storage, these would keep old values in silence.
 
@@ -45,11 +46,12 @@ def require_unaliased(
     aliased = held_for_good(named, lambda name: counts.others(named[name]))
     if aliased:
         raise shared_memory(what, aliased, _attribute(model, named[aliased[0]], counts))
-    foreign = find_foreign(named)
+    # State that torch.load() made is common, and state that numpy made is not.
+    foreign = find_foreign(named) if what == _WEIGHT else []
     if foreign:
         raise ConfigError(
             f"{_listed(what, foreign)} lies in {FOREIGN}, and its owner would keep old values during the run: give it "
-            "memory of its own by clone() before offload() (p.data = p.data.clone())"
+            "memory of its own before offload(), by p.data = p.data.clone() or copy.deepcopy(model)"
         )
 
 

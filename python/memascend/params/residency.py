@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memascend.errors import UsageError
 from memascend.params.resident_units import ResidentUnits
 from memascend.params.threads import ProcessLock, Turns, current, others_alive
-from memascend.params.weight_access import WeightCopies
+from memascend.params.weight_access import WeightCopies, unseen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -23,17 +22,11 @@ if TYPE_CHECKING:
     from memascend.params.offloaded_param import Place
     from memascend.params.unit import Home, Limits, Stages
     from memascend.params.weight_access import Copies
-    from memascend.session.report import Meter
     from memascend.session.session import Session
     from memascend.storage import Engine
 
 
 _CHECKPOINT = "torch.utils.checkpoint"
-
-
-def _unseen() -> AbstractContextManager[Any]:
-    """Out of sight of dispatch modes: a selective checkpoint counts operations, and ours depend on the cache."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()  # noqa: SLF001
 
 
 class Note(NamedTuple):
@@ -252,7 +245,6 @@ class Residency:
         limits: Limits,
         engine: Engine,
         files: Copies,
-        meter: Meter,
         *,
         keeper: Activations | None = None,
     ) -> None:
@@ -263,7 +255,6 @@ class Residency:
         """
         self._memory = memory
         self._limits = limits
-        self._meter = meter
         self._files = files
         self.lock = ProcessLock()
         self.turns = Turns(self.lock)
@@ -303,7 +294,7 @@ class Residency:
             if home.bound == 0:
                 # Through views that were taken while the model computed.
                 self.units.find_written((home,))
-                with _unseen():
+                with unseen():
                     self.units.use(home)
                     try:
                         home.bind(here, guarded=self.turns.several or others_alive(self.turns.first))
@@ -326,7 +317,6 @@ class Residency:
             self._take_away(home)
             home.count(here, -1)
             self.turns.note_release()
-        self._meter.used()
 
     def release(self, holder: int) -> None:
         """Unbind all units of a thread: it computes nothing, and interrupts may come between any two lines."""

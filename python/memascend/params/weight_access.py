@@ -28,11 +28,13 @@ import os
 import sys
 import tempfile
 import threading
+from collections import Counter
 from itertools import islice
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memascend.errors import ConfigError, StorageError, UsageError
 from memascend.memory import file_memory
@@ -41,7 +43,7 @@ from memascend.storage import checksum_of
 from memascend.tensors import bytes_of, memory_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from memascend.params.offloaded_param import Place
@@ -150,10 +152,11 @@ class HandedOut:
         seen: the checksum of its values when it was handed out.
     """
 
-    __slots__ = ("is_snapshot", "place", "seen", "values")
+    __slots__ = ("_alike", "is_snapshot", "place", "seen", "values")
 
-    def __init__(self, place: Place, values: torch.Tensor, *, is_snapshot: bool) -> None:
-        """`is_snapshot`: it may outlive a commit that changes the weight."""
+    def __init__(self, place: Place, values: torch.Tensor, *, is_snapshot: bool, alike: int = 1) -> None:
+        """`is_snapshot`: it may outlive a commit that changes the weight. `alike`: how many of these have its memory."""
+        self._alike = alike
         self.place = place
         self.is_snapshot = is_snapshot
         self.seen = checksum(values, place)
@@ -166,7 +169,8 @@ class HandedOut:
     @property
     def is_held(self) -> bool:
         """Whether other code has the memory, too."""
-        return _uses(self.values) != _uses_of_one()
+        of_torch, of_python = _uses_of_one()
+        return _uses(self.values) != (of_torch + self._alike - 1, of_python)
 
     def is_written(self) -> bool:
         """Whether its values are others now, which is said once."""
@@ -203,7 +207,7 @@ class WeightCopies:
             UsageError: an earlier copy was written to.
         """
         residency, of = self._residency, self._purpose
-        with residency.lock, torch.inference_mode(mode=False), torch.no_grad():
+        with residency.lock, unseen(), torch.inference_mode(mode=False), torch.no_grad():
             residency.units.require_open()
             if len(self._now) < self._many:
                 own = {(place.name, of)} & self._now.keys()
@@ -265,10 +269,13 @@ class WeightCopies:
             made: torch.nn.Parameter = torch.Tensor._make_subclass(place.kind, values, wanted)  # noqa: SLF001
             return made
 
-    def keep(self, place: Place, values: torch.Tensor, *, is_snapshot: bool) -> None:
-        """User code keeps memory that a parameter had while it was real."""
+    def keep(self, kept: Sequence[tuple[Place, torch.Tensor]], *, is_snapshot: bool) -> None:
+        """User code keeps memory that parameters had while they were real, which may be parts of one vector."""
+        alike = Counter(values.untyped_storage()._cdata for _, values in kept)  # noqa: SLF001
         with self._residency.lock:
-            self._older.append(HandedOut(place, values, is_snapshot=is_snapshot))
+            for place, values in kept:
+                count = alike[values.untyped_storage()._cdata]  # noqa: SLF001
+                self._older.append(HandedOut(place, values, is_snapshot=is_snapshot, alike=count))
 
     # --- looking --------------------------------------------------------------------------
 
@@ -351,6 +358,12 @@ class WeightCopies:
         with self._residency.lock:
             self._now.clear()
             self._older.clear()
+
+
+def unseen() -> contextlib.AbstractContextManager[Any]:
+    """Out of sight of dispatch modes: a selective checkpoint counts operations, and ours depend on what is cached."""
+    is_any = torch._C._len_torch_dispatch_stack()  # noqa: SLF001
+    return _disable_current_modes() if is_any else contextlib.nullcontext()
 
 
 _local = threading.local()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from memascend.text import bytes_shown, seconds_shown
+from memascend.text import bytes_shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -128,7 +128,7 @@ class Phase:
         return max(self.parts, key=lambda part: self.parts[part])
 
 
-def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool, early: bool = False) -> list[Phase]:
+def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool) -> list[Phase]:
     """The phases of one step, one after the other.
 
     Args:
@@ -137,8 +137,6 @@ def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool, earl
         drive: the speed of storage.
         host: the speed of processors and link.
         kept: whether gradients wait for the last of them ("ssd" and "ram", clipping, accumulation).
-        early: updates begin in the backward although the gradients are kept, and step() changes no gradient. Then
-            nobody reads the gradients that are written.
     """
     forward_read = plan.read_bytes.get("values, forward", 0)
     backward_read = plan.read_bytes.get("values, backward", 0)
@@ -169,15 +167,13 @@ def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool, earl
         host,
     )  # fmt: skip
     forward = _beside(forward, to)
-    if kept and not early:
+    if kept:
         backward = _phase(
             "backward", work.backward * computed, (back_link, out * times), (back_read + added, spilled * times), drive,
             host,
         )  # fmt: skip
         update = _phase("update", 0.0, (0, 0), (update_read, update_written), drive, host, streamed)
         return [forward, _beside(backward, fro), update, *held]
-    if kept:
-        update_read, update_written = update_read - spilled, update_written + spilled
     last = _phase(
         "backward and update", work.backward * computed, (back_link, out * times),
         (back_read + update_read, update_written), drive, host, streamed,
@@ -279,19 +275,10 @@ def forecast(plan: Plan, reckon: Callable[[Plan], float | None]) -> Forecast | N
     return Forecast(now=now, without=without, larger=known)
 
 
-def said(plan: Plan, seconds: Forecast | None) -> str:
-    """One line about the RAM tier, the bytes and seconds of a step, and those with more memory."""
-    moves = f"a step moves {bytes_shown(plan.moved_bytes)}"
+def moves(plan: Plan) -> str:
+    """One line about the RAM tier, and the bytes of a step with this and with more memory."""
+    moved = f"a step moves {bytes_shown(plan.moved_bytes)}"
     if plan.held:
-        moves = f"{len(plan.held)} parameters are kept in RAM, and {moves} instead of {bytes_shown(plan.without.total)}"
-    more = []
-    for budget, traffic in plan.larger.items():
-        took = "" if seconds is None else f", {seconds_shown(seconds.larger[budget])}"
-        more.append(f"{budget} ({bytes_shown(budget)}): {bytes_shown(traffic.total)}{took}")
-    instead = f"; with host_memory={', '.join(more)}" if more else ""
-    if seconds is None:
-        return f"{moves}{instead}"
-    took = f"which takes storage and the update about {seconds_shown(seconds.now)}"
-    if plan.held:
-        took += f" instead of {seconds_shown(seconds.without)}"
-    return f"{moves}, {took}{instead}"
+        moved = f"{len(plan.held)} parameters are kept in RAM, and {moved} instead of {bytes_shown(plan.without.total)}"
+    more = [f"{budget} ({bytes_shown(budget)}): {bytes_shown(other.total)}" for budget, other in plan.larger.items()]
+    return f"{moved}; with host_memory={', '.join(more)}" if more else moved

@@ -125,6 +125,7 @@ class Requirements:
     update_values: Literal["resident", "read", "never"] = "resident"
     trained: Collection[str] = ()  # the names of the parameters that a step changes
     gradient_bytes: Mapping[str, int] = field(default_factory=dict)  # by the names of trained parameters
+    streamed: Collection[str] = ()  # the names of the parameters that are never kept in the RAM tier
     # Updates in the RAM tier are applied in memory, and written only at the end.
     applies: bool = False
     # The options of their gradient log, where each step is durable; None: there is no log.
@@ -180,6 +181,8 @@ def choose_held(run: Requirements, room: int | None) -> Held:
     logged: dict[str, tuple[int, int, int]] = {}
     for unit in run.units:
         for name in unit.parameters:
+            if name in run.streamed:
+                continue
             own_values, own_state = run.sizes.entry_bytes.get(name, (0, 0))
             own = own_values + own_state
             # In "ram" mode all gradients have memory already.

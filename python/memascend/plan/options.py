@@ -33,7 +33,7 @@ _Path = str | os.PathLike[str]
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "existing": ("refuse", "resume", "replace", "previous"),
     "gradients": ("auto", "fused", "ssd", "ram"),
-    "durability": ("step", "close", "none"),
+    "durability": ("step", "none"),
     "activations": ("device", "host", "ssd"),
     "state": (None, "fp32", "bf16", "8bit"),
     "rounding": ("nearest", "stochastic"),
@@ -86,7 +86,7 @@ class Options:
     scratch: _Path | None = None
     device_memory: float | str | None = None
     activations: Literal["device", "host", "ssd"] = "device"
-    durability: Literal["step", "close", "none"] = "step"
+    durability: Literal["step", "none"] = "step"
     state: Literal["fp32", "bf16", "8bit"] | None = None
     rounding: Literal["nearest", "stochastic"] = "nearest"
     seed: int = 0

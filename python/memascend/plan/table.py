@@ -1,4 +1,4 @@
-"""Defines the figures of a plan, and prints them as a table, for one state format or for several."""
+"""Defines the figures of a plan, and prints them as a table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from memascend.text import bytes_shown, seconds_shown, table
+from memascend.text import bytes_shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -311,68 +311,3 @@ def _rows(rows: Sequence[tuple[str, ...]]) -> list[str]:
     names = max((len(row[0]) for row in rows), default=0)
     sizes = max((len(row[1]) for row in rows), default=0)
     return [f"  {row[0]:<{names}}  {row[1]:>{sizes}}  {row[2]}".rstrip() for row in rows]
-
-
-# The unit of wear: drives are rated in terabytes written.
-_WRITTEN_BYTES = 100 * 10**12
-
-
-@dataclass(frozen=True, kw_only=True)
-class FormatCost:
-    """The cost of a step with one state format."""
-
-    state: str  # the format, as in the option of `offload()`
-    bytes_per_parameter: float  # moved in a step
-    disk_seconds: float | None  # of the disk for a step; None where they are not known
-    step_seconds: float | None  # of a step; None where they are not known
-    steps_per_100_tb: int  # the number of steps that write 100 TB
-    disk_bytes: int  # of the store
-    log_bytes: int  # of the gradient log behind it
-    held: float  # the part of the parameters in the RAM tier with the budget
-
-
-def cost_of_format(
-    state: str,
-    plan: Plan,
-    elements: Mapping[str, int],
-    disk_seconds: float | None = None,
-    step_seconds: float | None = None,
-) -> FormatCost:
-    """The row of one plan; `elements` of all parameters, by name."""
-    everything = max(1, sum(elements.values()))
-    written = sum(plan.written_bytes.values())
-    return FormatCost(
-        state=state,
-        bytes_per_parameter=(sum(plan.read_bytes.values()) + written) / everything,
-        disk_seconds=disk_seconds,
-        step_seconds=step_seconds,
-        steps_per_100_tb=_WRITTEN_BYTES // max(1, written),
-        disk_bytes=plan.disk_bytes,
-        log_bytes=plan.log_bytes,
-        held=sum(elements.get(name, 0) for name in plan.held) / everything,
-    )
-
-
-def format_table(costs: Sequence[FormatCost], budget: int) -> str:
-    """A table of the formats; `budget` is the host memory of all plans."""
-    rows = [
-        (
-            f'state="{cost.state}"',
-            f"{cost.bytes_per_parameter:.1f} bytes",
-            *("not known" if one is None else seconds_shown(one) for one in (cost.disk_seconds, cost.step_seconds)),
-            f"{cost.steps_per_100_tb:,}",
-            bytes_shown(cost.disk_bytes + cost.log_bytes),
-            f"{cost.held:.0%}",
-        )
-        for cost in costs
-    ]
-    heads = (
-        "state",
-        "moved a parameter",
-        "the disk's part of a step",
-        "a step",
-        "steps write 100 TB",
-        "storage",
-        f"held in {bytes_shown(budget)}",
-    )
-    return table(heads, rows)

@@ -24,7 +24,7 @@ from memascend.session.attachment import Attachment, AutocastWatch, Newcomers
 from memascend.session.materialize import Saving
 from memascend.session.optimizer import OffloadedOptimizer
 from memascend.session.report import Measurements, Meter
-from memascend.session.run import Position, Record, Run
+from memascend.session.run import Record, Run
 from memascend.session.schedule import Schedule
 from memascend.session.session import Session
 from memascend.session.value_edits import Edits
@@ -75,15 +75,14 @@ class Assembly:
     def _session(self) -> Session:
         # The run keeps these objects alive, and not the subject with its data of each parameter.
         subject, plan, resources = self.subject, self.decision.plan, self.resources
-        meter = Meter(resources.units.arena, resources.engine, keeps_all=subject.options.gradients == "ram")
-        residency = self._residency(meter)
+        meter = Meter(resources.engine, keeps_all=subject.options.gradients == "ram")
+        residency = self._residency()
         scale = self._scale()
         gradients = self._gradients(residency, meter, scale)
         newcomers = Newcomers(subject.model, look=subject.sharding is None)
-        position = Position(resources.store)
         resumed = not resources.store.created or subject.earlier is not None
         schedule = Schedule(subject.original.param_groups, resources.store, resumed=resumed)
-        record = Record(resources.store, position, subject.buffers, subject.arithmetic, scale, schedule)
+        record = Record(resources.store, subject.buffers, subject.arithmetic, scale, schedule)
         run = Run(
             resources=resources, residency=residency, frames=Frames(residency), gradients=gradients, record=record
         )
@@ -123,7 +122,7 @@ class Assembly:
         device = self.resources.units.device
         return torch.device("cpu") if device is None else device.torch_device
 
-    def _residency(self, meter: Meter) -> Residency:
+    def _residency(self) -> Residency:
         """The units, and the expected order of their use."""
         plan, resources = self.decision.plan, self.resources
         limits = Limits(
@@ -138,7 +137,6 @@ class Assembly:
             limits,
             resources.engine,
             Copies(self.scratch),
-            meter,
             keeper=resources.activations,
         )
         for unit in self.decision.units:

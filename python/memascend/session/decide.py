@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -15,9 +15,9 @@ from memascend import storage as engines
 from memascend.activations import activations
 from memascend.checkpoint.init import Buffers, require_plain
 from memascend.device.transfer import CHUNKS, WINDOWS
-from memascend.errors import BudgetError, ConfigError, StorageError
-from memascend.optim.members import members_of, require_one_owner, title_of
-from memascend.optim.rules import Arithmetic, unwrapped
+from memascend.errors import ConfigError, StorageError
+from memascend.optim.members import members_of, require_one_owner, title_of, unwrapped
+from memascend.optim.rules import Arithmetic
 from memascend.optim.state import StateFormats
 from memascend.params.aliases import overlapping, require_unaliased
 from memascend.params.offloaded_param import dense_strides
@@ -245,9 +245,6 @@ def _refuse_shared(model: torch.nn.Module, named: Mapping[str, torch.nn.Paramete
         )
 
 
-_STATES: tuple[Literal["fp32", "bf16", "8bit"], ...] = ("fp32", "bf16", "8bit")
-
-
 class Subject:
     """The model and the optimizer of one call of `offload()`, checked."""
 
@@ -293,7 +290,7 @@ class Subject:
         )
         names = {id(parameter): name for name, parameter in self.named.items()}
         sparse = self._embeddings(sparse=True)
-        self.arithmetic = Arithmetic(self.original, options.master_dtype, sparse, formats, names=names)
+        self.arithmetic = Arithmetic(self.original, options.master_dtype, sparse, formats, names)
         if sharding is not None:
             sharding.require_by_rows(self.arithmetic)
         if not only_planned:
@@ -320,9 +317,21 @@ class Subject:
         return self.options.master_dtype is not None and any(size == 2 for size in sizes)
 
     @property
-    def durability(self) -> Literal["step", "close", "none"]:
+    def durability(self) -> Literal["step", "none"]:
         """The durability of the store; a temporary one ends with the process, and needs none."""
         return self.options.durability if self.options.paths or self.unplaced else "none"
+
+    @property
+    def streamed(self) -> dict[str, str]:
+        """The trained parameters that no budget keeps in RAM, each with the class of its optimizer.
+
+        Where no step is durable, updates in the RAM tier change the only copy. The code of a class that is not torch's
+        own may fail in the middle of that.
+        """
+        if self.durability != "none":
+            return {}
+        owners = {name: self.arithmetic.of(self.named[name]).code for name in self.trained}
+        return {name: type(owner.optimizer).__qualname__ for name, owner in owners.items() if not owner.is_known}
 
     @property
     def moves_activations(self) -> bool:
@@ -388,20 +397,6 @@ def planned(
     return Planned(decision.plan, sum(state), None if sharding is None else sharding.network)
 
 
-def planned_formats(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: Options, budget: int, ranks: int = 1
-) -> dict[Literal["fp32", "bf16", "8bit"], Planned]:
-    """The outcome with each state format that the optimizer allows, within the same budget of host memory."""
-    found: dict[Literal["fp32", "bf16", "8bit"], Planned] = {}
-    for state in _STATES:
-        try:
-            found[state] = planned(model, optimizer, replace(options, state=state, host_memory=budget), ranks)
-        except (ConfigError, BudgetError):
-            # This format is no choice.
-            continue
-    return found
-
-
 def decide(subject: Subject) -> Decision:
     """Find the units, describe the records of the store, and plan.
 
@@ -458,6 +453,7 @@ def _requirements(
         update_values=subject.arithmetic.update_values,
         trained=subject.trained,
         gradient_bytes=gradients,
+        streamed=subject.streamed.keys(),
         applies=subject.durability == "none",
         log=_log(subject, entries, sizes),
     )

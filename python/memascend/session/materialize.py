@@ -114,10 +114,10 @@ def _settle(edits: Edits, values: dict[str, torch.Tensor], *, modify: bool) -> N
         with edits.together() as edit:
             for place in places:
                 edits.stage(edit, place, values.pop(place.name))
-    for place in places:
-        if place.name in kept:
-            # In a plain model it would be the weight's.
-            residency.copies.keep(place, kept.pop(place.name), is_snapshot=not modify)
+    # In a plain model it would be the weights'.
+    found = [(place, kept.pop(place.name)) for place in places if place.name in kept]
+    values.clear()
+    residency.copies.keep(found, is_snapshot=not modify)
 
 
 def _require_own_memory(named: Mapping[str, torch.nn.Parameter], model: torch.nn.Module) -> None:

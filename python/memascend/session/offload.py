@@ -15,14 +15,14 @@ from memascend.activations import activations as activation_files
 from memascend.device import device as devices
 from memascend.device.unit_memory import DeviceUnits, HostUnits
 from memascend.distributed.setup import begin
-from memascend.optim.rules import unwrapped, wrap_again
+from memascend.optim.members import unwrapped, wrap_again
 from memascend.optim.shared import take_options
-from memascend.plan.cost import said
+from memascend.plan.cost import moves
 from memascend.plan.options import Options
 from memascend.session import open_store as open_runs
 from memascend.session.build import Assembly
 from memascend.session.decide import Subject, decide, folders_of, scratch_of
-from memascend.session.open_store import FirstValues, Watch, begin_log, end_log, open_store
+from memascend.session.open_store import FirstValues, begin_log, end_log, open_store
 from memascend.session.process_hooks import ProcessHooks
 from memascend.session.run import Resources
 from memascend.session.schedule import options_set
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from memascend.device.unit_memory import UnitMemory
     from memascend.distributed.opening import Existing
     from memascend.distributed.sharding import Sharding
-    from memascend.plan.cost import Forecast
     from memascend.session.decide import Decision
     from memascend.session.optimizer import OffloadedOptimizer
     from memascend.storage import Engine, Store
@@ -66,7 +65,7 @@ def offload(  # noqa: PLR0913 - options are keywords
     scratch: _Path | None = None,
     device_memory: float | str | None = None,
     activations: Literal["device", "host", "ssd"] = "device",
-    durability: Literal["step", "close", "none"] = "step",
+    durability: Literal["step", "none"] = "step",
     state: Literal["fp32", "bf16", "8bit"] | None = None,
     rounding: Literal["nearest", "stochastic"] = "nearest",
     seed: int = 0,
@@ -120,8 +119,8 @@ def offload(  # noqa: PLR0913 - options are keywords
             "device": on the device, as torch keeps them. "host": in pinned host memory, as far as the budget goes (1
             GiB of it where `host_memory` is None), then in files. "ssd": in files beside the store (in `scratch`,
             where that is given). On the CPU, "host" is "device".
-        durability: "step": every step survives a power loss; "close": every step survives the death of the process;
-            "none": nothing is kept before `close()`. Without `storage` it is "none", and `close()` keeps nothing.
+        durability: "step": every step survives a power loss; "none": nothing is kept before `close()`. Without
+            `storage` it is "none", and `close()` keeps nothing.
         state: the format of the moments of Adam, AdamW and SGD with momentum. None: as the optimizer has them, exact.
             "bf16" and "8bit" move fewer bytes and change the numerics. "bf16": 16 bits, the second moment rounded
             stochastically. "8bit": bitsandbytes' blocks of 8 bits, but for embeddings and parameters of fewer than
@@ -158,7 +157,7 @@ def offload(  # noqa: PLR0913 - options are keywords
         sharding, options, earlier = begin(model, original, options, undo)
         own = options
         subject = _together(sharding, lambda: Subject(model, original, own, opened, sharding=sharding, earlier=earlier))
-        offloaded, seconds = _offloaded(subject)
+        offloaded = _offloaded(subject)
         undo.pop_all()
     wrap_again(optimizer, offloaded)
     if device is None and opened is not None:
@@ -168,18 +167,21 @@ def offload(  # noqa: PLR0913 - options are keywords
             "16-bit parameters get fp32 master weights, which plain torch does not have; master_dtype=None adds none"
         )
     smallest = ", the smallest that keeps disk and compute busy" if host_memory is None else ""
-    _log.info("host_memory: %d bytes%s; %s", offloaded.plan.budget, smallest, said(offloaded.plan, seconds))
+    _log.info("host_memory: %d bytes%s; %s", offloaded.plan.budget, smallest, moves(offloaded.plan))
+    if subject.streamed:
+        _log.info(
+            "%d parameters of %s are not kept in RAM by any budget where no step is durable: only torch's own "
+            'optimizers are sure not to fail in the middle of an update; durability="step" keeps them there',
+            len(subject.streamed),
+            " and ".join(sorted(set(subject.streamed.values()))),
+        )
     return model, offloaded
 
 
-def _offloaded(subject: Subject) -> tuple[OffloadedOptimizer, Forecast | None]:
-    """Decide, open the store, and offload the parameters; a call that fails leaves everything as it was.
-
-    Returns:
-        The optimizer for the user, and the seconds of a step with this and other budgets, where they are known.
-    """
+def _offloaded(subject: Subject) -> OffloadedOptimizer:
+    """Decide, open the store, and offload the parameters; a call that fails leaves everything as it was."""
     with contextlib.ExitStack() as undo:
-        assembly, seconds = _together(subject.sharding, lambda: _prepared(subject, undo))
+        assembly = _together(subject.sharding, lambda: _prepared(subject, undo))
         session, offloaded = assembly.run()
         # Any rejection has happened by now, with the newest commit intact.
         store = assembly.resources.store
@@ -194,7 +196,7 @@ def _offloaded(subject: Subject) -> tuple[OffloadedOptimizer, Forecast | None]:
     # The model's own memory was freed.
     session.heap.take_holes()
     open_runs.note(offloaded)
-    return offloaded, seconds
+    return offloaded
 
 
 def _together(sharding: Sharding | None, do: Callable[[], _Done]) -> _Done:
@@ -203,7 +205,7 @@ def _together(sharding: Sharding | None, do: Callable[[], _Done]) -> _Done:
     return do() if figures is None else figures.together(do)
 
 
-def _prepared(subject: Subject, undo: contextlib.ExitStack) -> tuple[Assembly, Forecast | None]:
+def _prepared(subject: Subject, undo: contextlib.ExitStack) -> Assembly:
     """Decide, and open the store with its first values; the model does not change."""
     sharding = subject.sharding
     decision, first = _together(sharding, lambda: _decided(subject, undo))
@@ -223,8 +225,6 @@ def _prepared(subject: Subject, undo: contextlib.ExitStack) -> tuple[Assembly, F
         else opening.open(opened, None if subject.earlier is None else subject.earlier.identity)[0]
     )
     undo.callback(store.close)
-    if sharding is not None:
-        store.set_first_elements(sharding.first_elements)
     if store.created:
         # A failing call leaves no store behind.
         undo.callback(store.forsake)
@@ -247,7 +247,7 @@ def _begun(
     first: FirstValues,
     opened: tuple[Store, Path | None],
     undo: contextlib.ExitStack,
-) -> tuple[Assembly, Forecast | None]:
+) -> Assembly:
     """Fill a new store, or read the state of the run from an existing one."""
     (store, folder), options, plan = opened, subject.options, decision.plan
     store.hold(plan.held, registered=subject.device is not None)
@@ -263,9 +263,7 @@ def _begun(
     end_log(store, engine)
     if options.resumes:
         first.prepare(created=store.created)
-    with Watch(store) as watch:
-        stored = first.write(engine, decision) if store.created else first.read(store, plan.held)
-    seconds = watch.forecast(plan, engine, host_computes=subject.device is None)
+    stored = first.write(engine, decision) if store.created else first.read(store, plan.held)
     subject.arithmetic.require_members(stored, f"the store at {store.info()['devices'][0]}")
     subject.arithmetic.take_seed(stored)
     groups, scheduled = subject.original.param_groups, options_set(stored)
@@ -273,7 +271,7 @@ def _begun(
     subject.arithmetic.restore(stored.get("attributes") or {}, undo)
     first.let_go()
     resources = _resources(subject, decision, store, engine, folder, undo)
-    return Assembly(subject, decision, resources, scratch_of(options) or folder), seconds
+    return Assembly(subject, decision, resources, scratch_of(options) or folder)
 
 
 def _resources(

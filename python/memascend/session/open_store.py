@@ -7,14 +7,10 @@ import errno
 import gc
 import logging
 import os
-import time
 import warnings
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from memascend import storage as engines
 from memascend.checkpoint.init import Divided, MetaBuffers, ModelValues, ValueSource
@@ -24,14 +20,15 @@ from memascend.errors import ConfigError, StorageError
 from memascend.optim.members import is_owners, is_roster, title_of
 from memascend.optim.shared import options_of, require_as_many
 from memascend.optim.state import options_of_formats
-from memascend.plan.cost import Drive, Forecast, assumed_host, forecast, storage_seconds
 from memascend.session.decide import temporary
 from memascend.session.optimizer import session_of
 from memascend.storage.store import not_as_written
-from memascend.text import Closing, Progress, expanded
+from memascend.text import Progress, expanded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    import torch
 
     from memascend.plan.table import Plan
     from memascend.session.decide import Decision, Subject
@@ -104,52 +101,6 @@ def _is_at(file: str, path: str) -> bool:
         return given.samefile(Path(file).parent if given.is_dir() else file)
     except OSError:
         return False
-
-
-# The time of a smaller transfer does not measure storage.
-_BYTES_MIN = 64 << 20
-# A probe reads this much from storage, or for so long.
-_PROBE_BYTES, _PROBE_SECONDS = 256 << 20, 0.2
-
-
-class Watch(Closing):
-    """Counts bytes read and written, and seconds, while it is open."""
-
-    def __init__(self, store: Store) -> None:
-        """Begin."""
-        self._store = store
-        self._before = self._counted()
-        self._began = time.perf_counter()
-        self._read, self._written, self._seconds = 0, 0, 0.0
-
-    def _counted(self) -> tuple[int, int]:
-        counters = self._store.counters()
-        return counters["read_bytes"], counters["written_bytes"]
-
-    def close(self) -> None:
-        """End."""
-        self._read, self._written = (now - then for now, then in zip(self._counted(), self._before, strict=True))
-        self._seconds = time.perf_counter() - self._began
-
-    def forecast(self, plan: Plan, engine: Engine, *, host_computes: bool) -> Forecast | None:
-        """Estimate the seconds that storage and the update take of a step; None where too little was moved.
-
-        Storage is read for a moment, unless parameters kept in RAM were just read. Where nothing was written, as in a
-        resumed run, the estimate takes writes to be as fast as reads.
-        """
-        if plan.disk_bytes < 2 * _BYTES_MIN:
-            return None
-        read, took = self._read, self._seconds
-        if read < _BYTES_MIN:
-            read, took = engine.probe(_PROBE_BYTES, _PROBE_SECONDS)
-        reads = read / took if read >= _BYTES_MIN // 2 else None
-        writes = self._written / self._seconds if self._written >= _BYTES_MIN else None
-        if reads is None and writes is None:
-            return None
-        drive = Drive(read=reads or writes or 1.0, write=writes or reads or 1.0)
-        # One thread updates streamed parameters; all threads update those kept in RAM.
-        host = replace(assumed_host(None, shared=host_computes), held_threads=torch.get_num_threads())
-        return forecast(plan, lambda plan: storage_seconds(plan, drive, host))
 
 
 _log = logging.getLogger("memascend")

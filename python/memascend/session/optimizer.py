@@ -267,7 +267,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     @property
     def steps(self) -> int:
         """Committed steps of this store, also those before a resume."""
-        return self._session.run.record.position.step
+        return self._session.run.record.step
 
     @property
     def user_state(self) -> Any:
@@ -344,7 +344,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
             options["params"] = list(range(first, first + len(group["params"])))
             first += len(group["params"])
             groups.append(options)
-        return {"state": {}, "param_groups": groups, "memascend": self._session.run.record.position.identity()}
+        return {"state": {}, "param_groups": groups, "memascend": self._session.run.record.identity()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the options of the groups, from a state dict of the run's present position.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,6 +32,7 @@ _Module: Any = torch.nn.Module
 _Parameter: Any = torch.nn.Parameter
 _TENSOR_DATA: Any = torch.Tensor.data
 _STATE_DICT, _LOAD_STATE_DICT = _Module.state_dict, _Module.load_state_dict
+_COMPILERS = ("torch._dynamo", "torch._functorch", "torch._inductor", "torch._subclasses")
 # The types that torch's functions of lists take.
 _LISTED: list[Any] = torch.utils._foreach_utils._foreach_supported_types  # noqa: SLF001
 
@@ -89,14 +91,15 @@ class ProcessHooks:
 def _of_a_copy(method: Callable[..., Any]) -> Any:
     """A method of parameters that hands out memory: it gives a copy where the parameter is real in a forward.
 
-    A compiler sees plain parameters there, and so no other code of ours is asked.
+    Compilers see plain parameters there: no class of ours is asked, and what they look at is the parameter itself.
     """
 
     @functools.wraps(method)
     def given(parameter: torch.nn.Parameter, *args: Any, **options: Any) -> Any:
         place = parameter.__dict__.get("_memascend")
         # A placeholder decides itself; rows that ranks share have another one.
-        if place is not None and place.parameter is parameter and not isinstance(parameter, Away):
+        is_real = place is not None and place.parameter is parameter and not isinstance(parameter, Away)
+        if is_real and not sys._getframe(1).f_globals.get("__name__", "").startswith(_COMPILERS):  # noqa: SLF001
             parameter = place.source.copies.stand_in(place)
         return method(parameter, *args, **options)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from array import array
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,78 +19,48 @@ if TYPE_CHECKING:
 
     from memascend.grads.loop import Speculation
     from memascend.grads.microbatches import PartialSums
-    from memascend.memory import Arena
     from memascend.plan.table import Plan
     from memascend.session.run import Run
     from memascend.storage import Engine
 
 
-# Enough for a picture. A step with more samples keeps every second one, then every fourth one, and so on.
-_SAMPLES_MAX = 4096
-
-
-class Sample(NamedTuple):
-    """Memory in use at one moment."""
-
-    seconds: float  # since the step began
-    units: int  # bytes of the arena that were leased
-    gradients: int  # bytes of gradients in memory
-    arrived: int  # bytes of all gradients of the step so far, which in-memory training keeps
-    waiting: int  # bytes of gradients of parameters in the RAM tier that waited for `step()`
-
-
 class Meter:
-    """Samples the memory of a step: bounded in memory, and some microseconds for each sample."""
+    """Counts the gradients of a step that are in memory, and the time that handing them on took."""
 
-    def __init__(self, arena: Arena, engine: Engine, *, keeps_all: bool = False) -> None:
+    def __init__(self, engine: Engine, *, keeps_all: bool = False) -> None:
         """Begin.
 
         Args:
-            arena: leases units their bytes.
             engine: has the gradients that wait for an update.
             keeps_all: gradients stay in memory until step().
         """
-        self._arena = arena
         self._engine = engine
         self._keeps_all = keeps_all
         self._sums: PartialSums | None = None
         # Time that backward spent to hand on gradients, waiting for memory included.
         self.handing_seconds = 0.0
-        # The samples of the last whole step. They are stored as consecutive numbers: a tuple for each would fragment
-        # the heap between the tensors of a block.
-        self._last = array("d")
         self._arrived: set[str] = set()
         self._arrived_bytes = 0
         self._stale = False
         # The most that was ever kept in memory until step(); 0 where none is.
         self.gradients_peak = 0
-        self._restart()
 
     def count(self, sums: PartialSums | None) -> None:
         """Count the sums of micro-batches, too, while there are some."""
         self._sums = sums
 
-    def used(self) -> None:
-        """A unit was used."""
-        if not self._samples:
-            # The step begins with its first use of a unit, and not at the end of the previous step.
-            self._began = time.perf_counter()
-        self._events += 1
-        if self._events % self._every == 0:
-            self._take()
-
     def arrived(self, name: str, nbytes: int, began: float) -> None:
         """A gradient was handed on, which began at `began`."""
+        self.handing_seconds += time.perf_counter() - began
+        if not self._keeps_all:
+            return
         if self._stale:
             # The gradients of the previous step were released, by whatever means.
             self.cleared()
         if name not in self._arrived:
             self._arrived.add(name)
             self._arrived_bytes += nbytes
-            if self._keeps_all:
-                self.gradients_peak = max(self.gradients_peak, self._arrived_bytes)
-        self.handing_seconds += time.perf_counter() - began
-        self.used()
+            self.gradients_peak = max(self.gradients_peak, self._arrived_bytes)
 
     def cleared(self) -> None:
         """There are no gradients any more."""
@@ -101,40 +70,14 @@ class Meter:
 
     def step_ended(self) -> None:
         """A step was committed."""
-        self._take()
-        self._last = self._samples
         self._stale = True
-        self._restart()
-
-    @property
-    def samples(self) -> list[Sample]:
-        """The samples of the last whole step; before the first one, those of the running step."""
-        numbers = iter(self._last or self._samples)
-        return [
-            Sample(sample[0], *map(int, sample[1:])) for sample in zip(*[numbers] * len(Sample._fields), strict=True)
-        ]
 
     @property
     def gradients(self) -> int:
         """Bytes of gradients in memory now."""
         queued = self._engine.queued_bytes + (0 if self._sums is None else self._sums.nbytes)
         # Gradients that are kept until step() wait for the engine in that same memory.
-        return max(queued, self._arrived_bytes if self._keeps_all else 0)
-
-    def _restart(self) -> None:
-        self._samples = array("d")
-        self._began = time.perf_counter()
-        self._events = 0
-        self._every = 1
-
-    def _take(self) -> None:
-        if len(self._samples) >= len(Sample._fields) * _SAMPLES_MAX:
-            kept = [self._samples[field :: 2 * len(Sample._fields)] for field in range(len(Sample._fields))]
-            self._samples = array("d", (number for sample in zip(*kept, strict=True) for number in sample))
-            self._every *= 2
-        now = time.perf_counter() - self._began
-        units, waiting = self._arena.in_use_bytes, self._engine.waiting_bytes
-        self._samples.extend((now, units, self.gradients, self._arrived_bytes, waiting))
+        return max(queued, self._arrived_bytes)
 
 
 _MIB = 1 << 20
@@ -200,7 +143,6 @@ class Report:
         anew: the early steps whose gradients were clipped or changed, so that their updates were repeated.
         units: how often a unit was read, was cached already, and was evicted.
         in_memory: bytes that the same training takes in memory.
-        samples: memory over the last step.
         device: memory of the device by owner, where the host does not compute.
         device_budget: the limit in force there; 0 where the host computes.
         device_torch: all memory that torch has there: the owners', activations and the user's own tensors.
@@ -218,7 +160,6 @@ class Report:
     steps: int
     units: dict[str, int]
     in_memory: TorchBytes
-    samples: Sequence[Sample]
     early: int = 0
     anew: int = 0
     log_steps: int = 0
@@ -341,7 +282,7 @@ class Report:
         return table(("storage", "kind", "bytes", "for each step"), rows)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw host memory over the last step, by owner, next to that of the same training in memory.
+        """Draw the most host memory of each owner, beside that of the same training in memory without activations.
 
         Args:
             path: of the picture; its suffix gives the format.
@@ -350,48 +291,27 @@ class Report:
             ConfigError: matplotlib is not installed.
         """
         plt = open_pyplot()
-        figure, axes = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+        bars = {
+            "memascend": {name: owner.peak for name, owner in self.owners.items()},
+            "in memory": {f"{name}, in memory": nbytes for name, nbytes in asdict(self.in_memory).items()},
+        }
+        figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
         try:
-            for axis in axes:
-                self._draw(axis)
-            always = self.in_memory.values + self.in_memory.state
-            in_memory = [(always + sample.arrived) / _MIB for sample in self.samples]
-            seconds = [sample.seconds for sample in self.samples]
-            axes[0].step(seconds, in_memory, where="post", color=IN_MEMORY, label="in memory")
-            axes[0].set_title("Beside the same training in memory, without activations")
-            axes[1].set_title("memascend alone, by owner")
-            axes[1].axhline(self.budget / _MIB, color=IN_MEMORY, linestyle=":", label="budget")
-            for axis in axes:
-                axis.set_ylim(bottom=0)
-                axis.margins(x=0)
-                axis.set_xlabel("seconds of a step")
-                axis.set_ylabel("MiB of host memory")
-                axis.grid(alpha=0.3)
-            legends = [zip(*axis.get_legend_handles_labels(), strict=True) for axis in axes]
-            handles = {label: handle for legend in legends for handle, label in legend}
-            figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)
+            for bar, parts in bars.items():
+                below = 0.0
+                for name, nbytes in parts.items():
+                    axis.bar(bar, nbytes / _MIB, bottom=below, label=f"{name}: {bytes_shown(nbytes)}", width=0.6)
+                    below += nbytes / _MIB
+            axis.axhline(
+                self.budget / _MIB, color=IN_MEMORY, linestyle=":", label=f"budget: {bytes_shown(self.budget)}"
+            )
+            axis.set_ylabel("MiB of host memory")
+            figure.legend(loc="outside right upper")
             where = Path(path).expanduser()
             where.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(where, dpi=110)
         finally:
             plt.close(figure)
-
-    def _draw(self, axis: Any) -> None:
-        """Stack the owners' memory; leased and free memory of units are separate layers."""
-        seconds = [sample.seconds for sample in self.samples]
-        layers: dict[str, list[float]] = {}
-        for name, owner in self.owners.items():
-            if name == "units":
-                lent = [min(owner.bytes, sample.units) / _MIB for sample in self.samples]
-                layers["units"] = lent
-                layers["units, free"] = [owner.bytes / _MIB - used for used in lent]
-            elif name == "gradients":
-                layers[name] = [sample.gradients / _MIB for sample in self.samples]
-            elif name == "held gradients":
-                layers[name] = [sample.waiting / _MIB for sample in self.samples]
-            elif owner.bytes:
-                layers[name] = [owner.bytes / _MIB] * len(seconds)
-        axis.stackplot(seconds, list(layers.values()), labels=list(layers), step="post", alpha=0.85)
 
 
 def _as_json(owners: Mapping[str, Owner], budget: int) -> dict[str, Any]:
@@ -498,12 +418,11 @@ class Measurements:
                 "step()": self._step_seconds,
                 **{f"update, {stage}": taken for stage, taken in engine["seconds"].items()},
             },
-            steps=self._run.record.position.made,
+            steps=self._run.record.made,
             early=self._speculation.early,
             anew=self._speculation.anew,
             units=dict(self._run.residency.units.counters),
             in_memory=self._in_memory(trained),
-            samples=tuple(self.meter.samples),
             ranks=self._all_ranks,
             **self._on_device(),
         )

@@ -137,49 +137,6 @@ class Resources:
             )
 
 
-class Position:
-    """The position of a run: its store, and the number of committed steps."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.step = store.step
-        # Number of steps that this run committed.
-        self.made = 0
-        # The position of the checkpoint from which the run began, until its first step.
-        self._origin: dict[str, Any] | None = (store.hyperparameters or {}).get("origin")
-
-    def advance(self) -> None:
-        """A step was committed."""
-        self.step += 1
-        self.made += 1
-        self._origin = None
-
-    def identity(self) -> dict[str, Any]:
-        """The position of the last commit, as state dicts and checkpoints have it."""
-        return {"store": self._store.info()["uuid"], "step": self.step}
-
-    def require(self, given: dict[str, Any] | None) -> None:
-        """Reject a state dict of another position.
-
-        Raises:
-            UsageError: it names both positions, and what begins from the other one.
-        """
-        if given is None:
-            raise UsageError(
-                "this state dict was not made by an offloaded optimizer; give the optimizer that holds the state to "
-                "offload()"
-            )
-        here = self.identity()
-        if given not in (here, self._origin):
-            began = f" (begun from a checkpoint of {shown(self._origin)})" if self._origin else ""
-            raise UsageError(
-                f"this state dict is of {shown(given)}, and the storage holds {shown(here)}{began}; the optimizer was "
-                "left as it is, and weights that were loaded into the model before stay. Resume from the storage "
-                '(existing="resume") with the data of its step, or begin from a checkpoint of the other position, '
-                'which optimizer.save() writes: offload(existing="replace", checkpoint=...)'
-            )
-
-
 def shown(identity: dict[str, Any]) -> str:
     """A step of a store, for messages."""
     return f"step {identity.get('step')} of store {identity.get('store')}"
@@ -189,12 +146,16 @@ _USER_BYTES_MAX = 64 << 10
 
 
 class Record:
-    """The data that is committed with a step, and the position of the run."""
+    """The data that is committed with a step, and the position of the run: its store, and the committed steps.
+
+    Attributes:
+        step: the number of committed steps.
+        made: those of them that this run committed.
+    """
 
     def __init__(
         self,
         store: Store,
-        position: Position,
         buffers: Buffers,
         arithmetic: Arithmetic,
         scale: LossScale,
@@ -202,7 +163,10 @@ class Record:
     ) -> None:
         self._store = store
         self.schedule = schedule
-        self.position = position
+        self.step = store.step
+        self.made = 0
+        # The position of the checkpoint from which the run began, until its first step.
+        self._origin: dict[str, Any] | None = (store.hyperparameters or {}).get("origin")
         self.buffers = buffers
         # The optimizer's own dicts, which a scheduler changes.
         self.groups = arithmetic.optimizer.param_groups
@@ -239,21 +203,45 @@ class Record:
     @property
     def has_new_options(self) -> bool:
         """Whether options of groups changed since the last step of this run, and not of a scheduler of `schedule`."""
-        if not self.position.made:
+        if not self.made:
             # A resume that is refused or ends early has only what making schedulers set.
             return False
         stored = (self._store.hyperparameters or {}).get("groups")
         now = json.loads(json.dumps([options_of(group) for group in self.groups]))
         return bool(now != stored and not self.schedule.is_foreign)
 
+    def advance(self) -> None:
+        """A step was committed."""
+        self.step += 1
+        self.made += 1
+        self._origin = None
+
+    def identity(self) -> dict[str, Any]:
+        """The position of the last commit, as state dicts and checkpoints have it."""
+        return {"store": self._store.info()["uuid"], "step": self.step}
+
     def require(self, state_dict: Mapping[str, Any]) -> None:
         """Reject an optimizer's state dict of another position, or with other groups.
 
         Raises:
-            UsageError: see `Position.require`.
+            UsageError: it names both positions, and what begins from the other one.
             ValueError: it has other groups.
         """
-        self.position.require(state_dict.get("memascend"))
+        here, given = self.identity(), state_dict.get("memascend")
+        if given is None:
+            raise UsageError(
+                "this state dict was not made by an offloaded optimizer; give the optimizer that holds the state to "
+                "offload()"
+            )
+        if given not in (here, self._origin):
+            began = f" (begun from a checkpoint of {shown(self._origin)})" if self._origin else ""
+            raise UsageError(
+                f"this state dict is of {shown(given)}, and the storage holds {shown(here)}{began}. The optimizer's "
+                "state was left as it is, and weights that were loaded into the model before this call stay beside it. "
+                "Begin from a checkpoint of the other position, which optimizer.save() writes, "
+                'offload(existing="replace", checkpoint=...); or go on from the storage (existing="resume") with the '
+                "weights and the data of its step"
+            )
         lengths = [len(group["params"]) for group in self.groups]
         if [len(group["params"]) for group in state_dict["param_groups"]] != lengths:
             raise ValueError("loaded state dict has other parameter groups than the optimizer")
@@ -261,7 +249,7 @@ class Record:
     def facts(self) -> dict[str, Any]:
         """The description of the run in a checkpoint."""
         return {
-            **self.position.identity(),
+            **self.identity(),
             **self.hyperparameters(),
             "user_state": self.user_state,
             "optimizer": self._store.info()["optimizer"],

@@ -171,7 +171,7 @@ class Session:
             if self.max_grad_norm is not None:
                 factor = clip_factor(self.max_grad_norm, norm)
         gradients.update_all(present, factor)
-        step = record.position.step + 1
+        step = record.step + 1
         record.buffers.stage(store, step)
         updated = [name for name, kept in gradients.by_name.items() if kept.state.staged]
         give_back = record.arithmetic.adopt(updated, engine.finish)
@@ -234,7 +234,7 @@ class Session:
         return self.run.record.scale.enabled or self.max_grad_norm is not None
 
     def _committed(self, present: Sequence[tuple[Gradient, torch.Tensor]]) -> None:
-        self.run.record.position.advance()
+        self.run.record.advance()
         if not self._norm_comes_first:
             self.outcome = Outcome(self.run.gradients.norm(present))
         self.run.resources.step_made()
@@ -314,9 +314,7 @@ class Session:
             return
         run.gradients.skip()
         # What was set since belongs to the next step.
-        run.resources.engine.commit(
-            record.position.step, user_state=store.user_state, hyperparameters=record.hyperparameters()
-        )
+        run.resources.engine.commit(record.step, user_state=store.user_state, hyperparameters=record.hyperparameters())
 
     def _close(self) -> None:
         with contextlib.suppress(MemascendError):

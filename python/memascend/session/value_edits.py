@@ -156,7 +156,7 @@ class Edits:
         `Record.hyperparameters`.
         """
         run, buffers = self.run, self.run.record.buffers
-        step = run.record.position.step
+        step = run.record.step
 
         def stood() -> None:
             edit.is_committed = True

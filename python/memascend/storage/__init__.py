@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from memascend._core import Checkers, Checksum, Fetch, UnitParts, checksum_of
 from memascend.memory import PAGE_BYTES
-from memascend.storage.engine import Adam, Chunk, Engine, Late, Momentum
+from memascend.storage.engine import Adam, Chunk, Engine, Momentum
 from memascend.storage.entries import (
     CHUNK_ELEMENTS,
     Entry,
@@ -31,7 +31,6 @@ from memascend.storage.formats import FORMATS, compact_of, decode_state, encode_
 from memascend.storage.store import (
     Commit,
     NamedCommit,
-    SharedCommits,
     Store,
     commits,
     examine,
@@ -51,11 +50,9 @@ __all__ = [
     "Engine",
     "Entry",
     "Fetch",
-    "Late",
     "Momentum",
     "NamedCommit",
     "Part",
-    "SharedCommits",
     "Sizes",
     "Store",
     "UnitParts",

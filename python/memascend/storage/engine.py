@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from memascend import _core
 from memascend.errors import ConfigError
@@ -124,9 +124,6 @@ def _parts(gradient: Any, order: Sequence[int] | None, *, whole: bool) -> Callab
     return lambda start, count: flat[start : start + count].cpu()
 
 
-Late = Literal["never", "rehearsed", "always"]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adam:
     """The numbers of an update, those of `memascend.kernels.adamw`, whose bits come out."""
@@ -215,7 +212,7 @@ class Engine(_core.Engine):
         gradient: torch.Tensor | Lent | None = None,
         whole: bool = False,
         values: torch.Tensor | None = None,
-        late: Late = "never",
+        after_commit: bool = False,
     ) -> None:
         """Queue arithmetic that is not ours, and return when its gradient has room in the queue.
 
@@ -234,10 +231,9 @@ class Engine(_core.Engine):
                 there is no master. It is written in its format again, and 16-bit values are their master, rounded.
                 While the function computes, other entries are read and written.
             values: as in `update`; they are held like the gradient.
-            late: where nothing is durable before the end, and the entry is held, it may be called once the step is
-                committed ("always"), on the entry in memory, of which then nothing is read or written. What it raises
-                ends the run. "rehearsed": it is called on a copy before, too, which is dropped, so that what it raises
-                there ends the step alone; it does the same both times.
+            after_commit: call the function once the step is committed, on the entry in memory, if the entry is held
+                and the store's durability is "none". Nothing of the entry is read or written then. What the function
+                raises ends the run, so it must be one that does not fail.
 
         Raises:
             ConfigError: the gradient does not fit, or the entry takes more than `Engine(whole=)`; the message has both
@@ -249,7 +245,7 @@ class Engine(_core.Engine):
         before = gradient.order if isinstance(gradient, Lent) else None
         entry = self.store.entry(name)
         call = adapter(function, entry, given, whole=whole, before=before)
-        how = whole, whole and is_widened(entry), late != "never", late == "rehearsed"
+        how = whole, whole and is_widened(entry), after_commit
         self.apply_at(name, call, gradient, step, values, how)
 
     def commit(self, step: int, *, user_state: Any = None, hyperparameters: Any = None) -> int:

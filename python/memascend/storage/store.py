@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from memascend import _core
 from memascend.errors import ConfigError, CorruptionError, StorageError
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from memascend.distributed.control_plane import Agreement
+
 
 # Called before a commit takes effect; raises if not all ranks have staged it.
 Agree = Callable[[], object]
@@ -44,16 +46,6 @@ CommitOfRank = tuple[bytes, int, bytes, int, int]
 
 # The commit of a store or of its engine: step, user value, hyperparameters.
 CommitOfOne = Callable[[int, str | None, str | None, CommitOfRank | None, Agree | None], int]
-
-
-class SharedCommits(Protocol):
-    """Makes the commits of a store together with other ranks; `memascend.distributed` implements it."""
-
-    def step(self) -> AbstractContextManager[None]:
-        """Around the work before a commit: other ranks are notified if it fails."""
-
-    def commit(self, make: Callable[[CommitOfRank, Agree], int]) -> int:
-        """Make a commit by `make`, and return its generation."""
 
 
 _RESCUE = "is gone with the end of this run; keep it with optimizer.save(folder)"
@@ -91,7 +83,7 @@ class Store(_core.Store):
 
     def __init__(self, *_: Any) -> None:
         """See `create` and `open`."""
-        self._shared: SharedCommits | None = None
+        self._shared: Agreement | None = None
 
     @classmethod
     def create(  # noqa: PLR0913 - options are keywords
@@ -101,7 +93,7 @@ class Store(_core.Store):
         *,
         optimizer: str = "AdamW",
         existing: Literal["refuse", "resume", "replace", "previous"] = "refuse",
-        durability: Literal["step", "close", "none"] = "step",
+        durability: Literal["step", "none"] = "step",
         chunk_elements: int | None = None,
         stripe: int | None = None,
         backend: Literal["auto", "io_uring", "threads"] = "auto",
@@ -115,8 +107,7 @@ class Store(_core.Store):
             optimizer: the optimizer's name; a store of another one is rejected.
             existing: what to do with an existing store: refuse it, resume its last committed step, replace it, or go
                 back to the commit before, as `open` does.
-            durability: "step": commits survive a loss of power; "close": commits survive the death of the process;
-                "none": no commit survives before `close()`.
+            durability: "step": commits survive a loss of power; "none": no commit survives before `close()`.
             chunk_elements: elements of a chunk, a multiple of 2,048, and of 4,096 where an entry of more elements has
                 values of one byte; None: see `chunk_elements_of`.
             stripe: consecutive bytes on one of several devices.
@@ -151,7 +142,7 @@ class Store(_core.Store):
         paths: _Path | Sequence[_Path],
         *,
         existing: Literal["resume", "previous"] = "resume",
-        durability: Literal["step", "close", "none"] = "step",
+        durability: Literal["step", "none"] = "step",
         backend: Literal["auto", "io_uring", "threads"] = "auto",
     ) -> Self:
         """Open the last committed step of an existing store, or the commit before it.
@@ -249,7 +240,7 @@ class Store(_core.Store):
         """Make all staged entries live at once; None keeps the committed value. Returns the generation."""
         return self.make_live(self.commit_as, step, user_state, hyperparameters)
 
-    def share(self, commits: SharedCommits) -> None:
+    def share(self, commits: Agreement) -> None:
         """Make later commits together with other ranks."""
         self._shared = commits
 
@@ -263,14 +254,6 @@ class Store(_core.Store):
     def preparing(self) -> AbstractContextManager[None]:
         """Around the work before a commit: if it fails, the other ranks are notified instead of waiting."""
         return contextlib.nullcontext() if self._shared is None else self._shared.step()
-
-    def set_first_elements(self, firsts: Mapping[str, int]) -> None:
-        """Set, once and before any update, the first elements of entries that are rows of parameters.
-
-        Stochastic rounding depends on the number of an element in the whole parameter. Only stores that an earlier
-        version made do not contain these numbers.
-        """
-        self.set_first_elements_at([firsts.get(entry["name"], 0) for entry in self.each_entry()])
 
     def close(self) -> None:
         """Keep commits, drop staged entries, and close the devices. A second call does nothing.
@@ -327,9 +310,9 @@ class NamedCommit:
         run: the id of its run of several ranks; zeros for a single process.
         number: of this commit, the same on all ranks of that run.
         identity: distinguishes it from commits with this number in other continuations of the run, the same on all
-            ranks; zeros in commits of earlier versions, which do not name the ranks either.
+            ranks; zeros for a single process.
         rank: of the store.
-        ranks: the number of ranks; 0 if unknown.
+        ranks: the number of ranks; 0 for a single process.
         kept: False while a run with durability "none" continues.
     """
 

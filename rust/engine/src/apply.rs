@@ -2,18 +2,18 @@
 
 use std::{cell::RefCell, sync::Arc};
 
-use memascend_mem::{ChunkRing, OnFork, OwnerId, Pin, Region, Wait};
-use memascend_store::{Buffer, Content, Description, PAGE_BYTES, Shared, Store, WHOLE_PIECE_BYTES};
+use memascend_mem::Wait;
+use memascend_store::{Content, Description, PAGE_BYTES, Scratch, Shared, Store, WHOLE_PIECE_BYTES};
 
 use crate::{
-    Counters, Error, Result,
-    bench::{Bench, Read, Write},
-    caller::Call,
+    Cause, Counters, Error, Result,
     held::Kept,
-    job::{Turn, Work},
+    job::{Call, Work},
     live::Live,
     spill::required,
+    turn::Turn,
     whole::{self, Plan},
+    workbench::{Read, Workbench, Write, inside},
 };
 
 /// Entries whose tensors of other shapes are held at once: one is computed while the next one's are read.
@@ -36,15 +36,23 @@ pub struct Chunk {
     pub last: bool,
 }
 
-/// What a function failed with.
-pub type Cause = Arc<dyn std::error::Error + Send + Sync>;
-
 /// Arithmetic that is not ours.
 pub trait Function: Send + Sync {
     /// Computes one chunk in place, on a thread of the engine's; no two functions of an engine at once. It must not wait for
     /// the engine. Memory of the chunk that is held beyond the call is not written again, but it is missing to the engine:
     /// the function has to report it.
     fn call(&self, chunk: Chunk) -> std::result::Result<(), Cause>;
+}
+
+/// How a function gets an entry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Given {
+    /// A call for each chunk.
+    InChunks,
+    /// One call, with all of it.
+    Whole,
+    /// The same, with state in a format of its own in float32: the master of 16-bit values, one moment or two.
+    Wide,
 }
 
 /// What is to be applied.
@@ -57,70 +65,34 @@ pub struct Application {
     pub step: u64,
     /// Whether it gets the spilled gradient.
     pub spilled: bool,
-    /// Whether it is called once, with all of the entry.
-    pub whole: bool,
-    /// Whether it gets state in a format of its own in float32, whole: the master of 16-bit values, one moment or two.
-    pub wide: bool,
-    /// When it is called on an entry that is held, where nothing is to be durable before the end.
-    pub late: Late,
-}
-
-/// When a function may be called on an entry that memory alone has the newest copy of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Late {
-    /// Before the commit, as everywhere: what it writes is staged.
-    #[default]
-    Never,
-    /// Before the commit on copies, which are dropped, and after it in memory. So what it fails with ends the step and not
-    /// the run, and what it decides is committed; it has to do the same both times.
-    Rehearsed,
-    /// After the commit alone: it cannot fail, and decides nothing.
-    Always,
-}
-
-/// Memory of one size, leased again and again.
-pub(crate) struct Slots {
-    ring: ChunkRing,
-    owner: OwnerId,
-    /// Bytes of a slot.
-    each: usize,
-    /// What is mapped for it.
-    pub(crate) bytes: usize,
-}
-
-impl Slots {
-    pub(crate) fn new(bytes: usize, count: usize, owner: &str) -> Result<Option<Self>> {
-        if bytes == 0 {
-            return Ok(None);
-        }
-        let region = Region::new(bytes * count, Pin::Off, OnFork::Wipe, owner)?;
-        let ring = ChunkRing::new(&region, bytes, count)?;
-        let owner = ring.owner(owner)?;
-        Ok(Some(Self { ring, owner, each: bytes, bytes: region.bytes() }))
-    }
-
-    /// A slot, if one is free.
-    pub(crate) fn lease(&self) -> Result<Option<Shared>> {
-        match self.ring.lease(self.owner, Wait::never()) {
-            Ok(lease) => Ok(Some(Shared::new(lease))),
-            Err(memascend_mem::Error::TimedOut { .. }) => Ok(None),
-            Err(error) => Err(error.into()),
-        }
-    }
+    /// How it gets the entry.
+    pub given: Given,
+    /// Whether it is called after the commit, on the entry in memory, where the entry is held and nothing is to be durable
+    /// before the end. So it must not fail, which would end the run. Otherwise it is called before the commit, and what it
+    /// writes is staged.
+    pub after_commit: bool,
 }
 
 /// Room for the tensors of other shapes than their entry's, of the entry that has the most of them.
-pub(crate) fn others(description: &Description) -> Result<Option<Slots>> {
-    Slots::new(largest_others(description), OTHERS_AT_ONCE, "other state")
+pub(crate) fn others(description: &Description) -> Result<Option<Scratch>> {
+    let bytes = largest_others(description);
+    let room = (bytes > 0).then(|| Scratch::new(bytes, OTHERS_AT_ONCE, "other state"));
+    Ok(room.transpose()?)
 }
 
 /// Room for one entry in one piece, and for the next one, which may have to be a smaller one; the smaller room first.
-pub(crate) fn wholes(whole_bytes: usize, whole_next_bytes: usize) -> Result<Vec<Slots>> {
-    let mut slots = Vec::new();
-    for bytes in [whole_next_bytes.min(whole_bytes), whole_bytes] {
-        slots.extend(Slots::new(bytes, 1, "whole parameters")?);
+pub(crate) fn wholes(whole_bytes: usize, whole_next_bytes: usize) -> Result<Vec<Scratch>> {
+    let sizes = [whole_next_bytes.min(whole_bytes), whole_bytes].into_iter().filter(|&bytes| bytes > 0);
+    sizes.map(|bytes| Ok(Scratch::new(bytes, 1, "whole parameters")?)).collect()
+}
+
+/// A piece of a room, if one is free.
+fn free_piece(room: &Scratch) -> Result<Option<Shared>> {
+    match room.lease(Wait::never()) {
+        Ok(lease) => Ok(Some(Shared::new(lease))),
+        Err(memascend_mem::Error::TimedOut { .. }) => Ok(None),
+        Err(error) => Err(error.into()),
     }
-    Ok(slots)
 }
 
 /// Bytes that an engine holds for state of other shapes than its entries', on a store of this description.
@@ -147,9 +119,18 @@ fn paged(bytes: usize) -> usize {
     bytes.next_multiple_of(usize::try_from(PAGE_BYTES).unwrap_or(1))
 }
 
+impl Application {
+    fn is_whole(&self) -> bool {
+        self.given != Given::InChunks
+    }
+
+    fn is_wide(&self) -> bool {
+        self.given == Given::Wide
+    }
+}
+
 /// An [`Application`] that fits its entry.
 pub(crate) struct Apply {
-    /// Of a rehearsal and what it rehearses, the same.
     asked: Arc<Application>,
     /// The gradient that is kept in memory instead of spilled, where the entry is held.
     kept: Option<Arc<Kept>>,
@@ -157,38 +138,25 @@ pub(crate) struct Apply {
     whole_bytes: usize,
     /// The values that it starts from, where the caller has them and they lie nowhere else in memory.
     live: Option<Live>,
-    on: On,
+    /// Whether it is applied to the entry in memory, which is neither read nor staged.
+    in_memory: bool,
     /// The tensors of other shapes, once it has begun.
     others: RefCell<Option<Shared>>,
     /// All of the entry, once it has begun, where it is wanted whole.
     all: RefCell<Option<Shared>>,
 }
 
-/// What it is applied to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum On {
-    /// What is read and then staged.
-    Storage,
-    /// The entry in memory, which is neither read nor staged.
-    Memory,
-    /// Copies of that, which are dropped.
-    Copies,
-}
-
 impl Apply {
     pub(crate) fn new(store: &Store, entry: usize, asked: Application, whole_bytes: usize) -> Result<Self> {
         let described = &store.description().entries[entry];
-        if asked.wide && !asked.whole {
-            return Err(Error::Invalid("state is widened of whole entries alone".into()));
-        }
-        if let Some(tensor) = described.state.iter().find(|tensor| asked.whole && !asked.wide && tensor.grain > 1) {
+        if let Some(tensor) = described.state.iter().find(|tensor| asked.given == Given::Whole && tensor.grain > 1) {
             let (name, of, grain) = (&described.name, &tensor.name, tensor.grain);
             return Err(Error::Invalid(format!(
                 "{of:?} of {name:?} has an item for each {grain} elements, not for each: it is not given in one piece"
             )));
         }
-        let needed = Plan::new(store, entry, asked.spilled, asked.wide)?.bytes;
-        if asked.whole && needed > whole_bytes {
+        let needed = Plan::new(store, entry, asked.spilled, asked.is_wide())?.bytes;
+        if asked.is_whole() && needed > whole_bytes {
             let name = &store.description().entries[entry].name;
             return Err(Error::Invalid(format!(
                 "{name:?} in one piece takes {needed} bytes, and the engine has {whole_bytes} for that; start it with whole={needed}"
@@ -196,7 +164,7 @@ impl Apply {
         }
         let asked = Arc::new(asked);
         let (others, all) = (RefCell::default(), RefCell::default());
-        Ok(Self { asked, kept: None, whole_bytes: needed, live: None, on: On::Storage, others, all })
+        Ok(Self { asked, kept: None, whole_bytes: needed, live: None, in_memory: false, others, all })
     }
 
     /// The same, with a gradient that is kept in memory instead of spilled.
@@ -211,21 +179,13 @@ impl Apply {
 
     /// The same, on an entry that is held, once its step is committed.
     pub(crate) fn in_memory(self) -> Self {
-        Self { on: On::Memory, ..self }
-    }
-
-    /// The same on copies of what memory has, which are dropped.
-    pub(crate) fn rehearsal(&self) -> Self {
-        let (asked, kept, whole_bytes) = (Arc::clone(&self.asked), self.kept.clone(), self.whole_bytes);
-        let (others, all) = (RefCell::default(), RefCell::default());
-        Self { asked, kept, whole_bytes, live: None, on: On::Copies, others, all }
+        Self { in_memory: true, ..self }
     }
 }
 
 impl Work for Apply {
     fn nbytes(&self) -> usize {
-        // Those of a rehearsal are counted as what it rehearses waits.
-        if self.on == On::Copies { 0 } else { self.asked.nbytes }
+        self.asked.nbytes
     }
 
     fn is_ours(&self) -> bool {
@@ -233,45 +193,38 @@ impl Work for Apply {
     }
 
     /// Takes the memory that it needs beside staging chunks; `false` if that is not free.
-    fn claim(&self, bench: &Bench<'_>, entry: usize) -> Result<bool> {
+    fn claim(&self, bench: &Workbench<'_>, entry: usize) -> Result<bool> {
         let description = bench.store.description();
         let mut others = self.others.borrow_mut();
-        if let (None, Some(slots), Some(_)) = (&*others, &bench.others, description.entries[entry].whole().next()) {
-            *others = slots.lease()?;
+        if let (None, Some(room), Some(_)) = (&*others, &bench.others, description.entries[entry].whole().next()) {
+            *others = free_piece(room)?;
             if others.is_none() {
                 return Ok(false);
             }
         }
         let mut all = self.all.borrow_mut();
-        if !self.asked.whole || self.whole_bytes == 0 || all.is_some() {
+        if !self.asked.is_whole() || self.whole_bytes == 0 || all.is_some() {
             return Ok(true);
         }
-        let mut fitting = bench.whole.iter().filter(|slots| slots.each >= self.whole_bytes);
-        *all = fitting.find_map(|slots| slots.lease().transpose()).transpose()?;
+        let mut fitting = bench.whole.iter().filter(|room| room.each >= self.whole_bytes);
+        *all = fitting.find_map(|room| free_piece(room).transpose()).transpose()?;
         Ok(all.is_some())
     }
 
-    fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
+    fn begin(&self, bench: &Workbench<'_>, entry: usize) -> Result<()> {
         if self.asked.spilled && self.kept.is_none() {
             required(bench.store, entry)?;
         }
-        if self.on != On::Storage {
-            return Ok(());
-        }
-        bench.begin(entry, self.asked.step)
+        if self.in_memory { Ok(()) } else { bench.begin(entry, self.asked.step) }
     }
 
     /// A call for each chunk, or one without elements. Whole: reads, the call, writes.
-    fn turns(&self, bench: &Bench<'_>, entry: usize) -> u32 {
+    fn turns(&self, bench: &Workbench<'_>, entry: usize) -> u32 {
         let chunks = bench.chunks_of(entry);
-        match (self.asked.whole, self.on) {
-            (false, _) => chunks.max(1),
-            (true, On::Copies) => chunks + 1,
-            (true, _) => 2 * chunks + 1,
-        }
+        if self.asked.is_whole() { 2 * chunks + 1 } else { chunks.max(1) }
     }
 
-    fn reads<'a>(&self, bench: &Bench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
+    fn reads<'a>(&self, bench: &Workbench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
         let &Turn { entry, index, ref memory } = turn;
         let mut reads = Vec::new();
         let mut pieces = if index == 0 { self.other_pieces(bench, entry)? } else { Vec::new() };
@@ -281,10 +234,10 @@ impl Work for Apply {
             }
         }
         for (piece, part) in pieces {
-            if self.on == On::Storage {
-                reads.push(bench.read_into(entry, piece, part)?);
-            } else {
+            if self.in_memory {
                 bench.take_held(entry, piece, &part)?;
+            } else {
+                reads.push(bench.read_into(entry, piece, part)?);
             }
         }
         if index < bench.chunks_of(entry) && self.asked.spilled && self.kept.is_none() {
@@ -293,7 +246,7 @@ impl Work for Apply {
         Ok(reads)
     }
 
-    fn compute(&self, bench: &Bench<'_>, turn: &Turn) -> Result<()> {
+    fn compute(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
         let &Turn { entry, index, ref memory } = turn;
         let chunks = bench.chunks_of(entry);
         if let Some(kept) = self.kept.as_ref().filter(|_| index < chunks) {
@@ -302,7 +255,7 @@ impl Work for Apply {
         if let Some(live) = self.live.as_ref().filter(|_| index < chunks) {
             live.take(bench, turn)?;
         }
-        if !self.asked.whole {
+        if !self.asked.is_whole() {
             return self.calling(bench, entry, self.of_chunk(bench, turn)?)();
         }
         // Without elements, it takes no memory of its own.
@@ -311,7 +264,7 @@ impl Work for Apply {
         }
         let all = self.all.borrow();
         let all = all.as_ref().unwrap_or(memory);
-        let plan = Plan::new(bench.store, entry, self.asked.spilled, self.asked.wide)?;
+        let plan = Plan::new(bench.store, entry, self.asked.spilled, self.asked.is_wide())?;
         if index < chunks {
             whole::gathered(bench, (entry, index), memory, &plan, all)
         } else {
@@ -320,20 +273,20 @@ impl Work for Apply {
     }
 
     /// Between reads and writes of a whole entry.
-    fn called_at(&self, bench: &Bench<'_>, entry: usize) -> Option<u32> {
+    fn called_at(&self, bench: &Workbench<'_>, entry: usize) -> Option<u32> {
         let chunks = bench.chunks_of(entry);
-        (self.asked.whole && chunks > 0).then_some(chunks)
+        (self.asked.is_whole() && chunks > 0).then_some(chunks)
     }
 
-    fn call(&self, bench: &Bench<'_>, turn: &Turn) -> Result<Call> {
+    fn call(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<Call> {
         Ok(self.calling(bench, turn.entry, self.in_one_piece(bench, turn.entry, &turn.memory)?))
     }
 
-    fn writes<'a>(&self, bench: &mut Bench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
+    fn writes<'a>(&self, bench: &mut Workbench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
         let &Turn { entry, index, ref memory } = turn;
         let chunks = bench.chunks_of(entry);
         let mut pieces = Vec::new();
-        let chunk = if self.asked.whole { index.checked_sub(chunks + 1) } else { Some(index) };
+        let chunk = if self.asked.is_whole() { index.checked_sub(chunks + 1) } else { Some(index) };
         if let Some(chunk) = chunk.filter(|&chunk| chunk < chunks) {
             for piece in bench.pieces_of_chunk(entry, chunk) {
                 pieces.push((piece, bench.part(entry, piece, memory)?));
@@ -344,35 +297,35 @@ impl Work for Apply {
         }
         let mut writes = Vec::new();
         for (piece, part) in pieces {
-            match self.on {
-                On::Storage => writes.push(bench.stage_from(entry, piece, part)?),
-                On::Memory => bench.put_held(entry, piece, &part)?,
-                On::Copies => (),
+            if self.in_memory {
+                bench.put_held(entry, piece, &part)?;
+            } else {
+                writes.push(bench.stage_from(entry, piece, part)?);
             }
         }
         Ok(writes)
     }
 
     fn counted<'a>(&self, counters: &'a mut Counters) -> Option<&'a mut u64> {
-        (self.on != On::Copies).then_some(&mut counters.applied)
+        Some(&mut counters.applied)
     }
 }
 
 impl Apply {
-    fn calling(&self, bench: &Bench<'_>, entry: usize, chunk: Chunk) -> Call {
+    fn calling(&self, bench: &Workbench<'_>, entry: usize, chunk: Chunk) -> Call {
         let (asked, name) = (Arc::clone(&self.asked), bench.store.description().entries[entry].name.clone());
         Box::new(move || asked.function.call(chunk).map_err(|cause| Error::Function { name, cause }))
     }
 
-    fn in_one_piece(&self, bench: &Bench<'_>, entry: usize, memory: &Shared) -> Result<Chunk> {
-        let plan = Plan::new(bench.store, entry, self.asked.spilled, self.asked.wide)?;
+    fn in_one_piece(&self, bench: &Workbench<'_>, entry: usize, memory: &Shared) -> Result<Chunk> {
+        let plan = Plan::new(bench.store, entry, self.asked.spilled, self.asked.is_wide())?;
         let (values, state, gradient) = plan.parts(self.all.borrow().as_ref().unwrap_or(memory))?;
-        let state = if self.asked.wide { state } else { self.state(bench, entry, state)? };
+        let state = if self.asked.is_wide() { state } else { self.state(bench, entry, state)? };
         let count = usize::try_from(bench.store.description().entries[entry].elements()).unwrap_or(usize::MAX);
         Ok(Chunk { values, gradient, state, start: 0, count, last: true })
     }
 
-    fn of_chunk(&self, bench: &Bench<'_>, turn: &Turn) -> Result<Chunk> {
+    fn of_chunk(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<Chunk> {
         let &Turn { entry, index: chunk, ref memory } = turn;
         let last = chunk + 1 == self.turns(bench, entry);
         let elements = bench.elements(entry, chunk);
@@ -399,7 +352,7 @@ impl Apply {
     }
 
     /// The state as it is described, from the parts that have the entry's shape.
-    fn state(&self, bench: &Bench<'_>, entry: usize, chunked: Vec<Shared>) -> Result<Vec<Shared>> {
+    fn state(&self, bench: &Workbench<'_>, entry: usize, chunked: Vec<Shared>) -> Result<Vec<Shared>> {
         let description = bench.store.description();
         let described = &description.entries[entry];
         let others = self.others.borrow();
@@ -416,7 +369,7 @@ impl Apply {
     }
 
     /// The pieces of the tensors of other shapes, and the memory of each.
-    fn other_pieces(&self, bench: &Bench<'_>, entry: usize) -> Result<Vec<(u32, Shared)>> {
+    fn other_pieces(&self, bench: &Workbench<'_>, entry: usize) -> Result<Vec<(u32, Shared)>> {
         let (layout, description) = (bench.store.layout(), bench.store.description());
         let others = self.others.borrow();
         let Some(memory) = &*others else { return Ok(Vec::new()) };
@@ -431,9 +384,4 @@ impl Apply {
         }
         Ok(pieces)
     }
-}
-
-pub(crate) fn inside(memory: &Shared, start: usize, nbytes: usize) -> Result<Shared> {
-    let part = memory.part(start, nbytes);
-    part.ok_or_else(|| Error::Invalid(format!("{nbytes} bytes from {start} on of {} staged ones", memory.len())))
 }

@@ -12,10 +12,7 @@ use std::{
 
 use memascend_store::Store;
 
-use crate::{Error, Result, queue::Queue};
-
-/// What is called. It has ended, and holds nothing any more, when its result is there.
-pub(crate) type Call = Box<dyn FnOnce() -> Result<()> + Send>;
+use crate::{Error, Result, job::Call, queue::Queue};
 
 /// A thread for calls. It is one for all of them, since each thread that computes with torch has a team of threads.
 struct Calls {

@@ -4,12 +4,12 @@ use memascend_math::{Bf16, CompactState, Floats, Scalars, adam_compact};
 
 use crate::{
     Error, Result,
-    bench::{Bench, clear_from, elements_mut},
-    job::Turn,
+    turn::Turn,
+    workbench::{Workbench, clear_from, elements_mut},
 };
 
 /// The arithmetic on one chunk, whose values are there already: read, or taken from where they are resident.
-pub(crate) fn stepped(bench: &Bench<'_>, turn: &Turn, gradient: Floats<'_>, scalars: &Scalars) -> Result<()> {
+pub(crate) fn stepped(bench: &Workbench<'_>, turn: &Turn, gradient: Floats<'_>, scalars: &Scalars) -> Result<()> {
     let &Turn { entry, index: chunk, ref memory } = turn;
     let elements = bench.elements(entry, chunk).len();
     let state = bench.part(entry, bench.chunks_of(entry) + chunk, memory)?;

@@ -52,27 +52,3 @@ pub struct Counters {
     /// Waiting for writes.
     pub writing: Duration,
 }
-
-impl Counters {
-    /// Adds what was counted elsewhere.
-    pub(crate) fn add(&mut self, other: &Self) {
-        self.updates += other.updates;
-        self.applied += other.applied;
-        self.fills += other.fills;
-        self.spills += other.spills;
-        self.spill_read += other.spill_read;
-        self.spill_written += other.spill_written;
-        self.log_written += other.log_written;
-        self.unlogged += other.unlogged;
-        self.chunks += other.chunks;
-        self.state_read += other.state_read;
-        self.values_read += other.values_read;
-        self.state_written += other.state_written;
-        self.values_written += other.values_written;
-        self.idle += other.idle;
-        self.reading += other.reading;
-        self.computing += other.computing;
-        self.sealing += other.sealing;
-        self.writing += other.writing;
-    }
-}

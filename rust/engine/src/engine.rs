@@ -9,22 +9,23 @@ use std::{
 };
 
 use memascend_math::Rule;
-use memascend_mem::{ChunkRing, OnFork, OwnerId, Pin, Region, Wait, fork_generation, locked};
-use memascend_store::{Buffer, Spilled, Store};
+use memascend_mem::{Pin, Wait, fork_generation, locked};
+use memascend_store::{Buffer, Scratch, Spilled, Store};
 
 use crate::{
     Counters, Error, First, Gradient, Result,
-    apply::{self, Application, Apply, Late, Slots},
-    bench::{Bench, Parts},
+    apply::{self, Application, Apply},
     caller::Caller,
     fill::Fill,
     held::{HeldGradients, Waiting},
-    job::{Job, Leaves},
+    job::Job,
     live::Live,
     pipeline::{CHUNKS_DEFAULT, Pipeline, lose_spilled},
     queue::Queue,
     spill::{Forget, Spill, Unspill, nothing, spill_dtype},
-    update::{By, Update},
+    turn::Leaves,
+    update::{By, KernelUpdate},
+    workbench::{Parts, Workbench},
 };
 
 /// The fewest staging chunks: one is read while another is written.
@@ -79,8 +80,8 @@ pub struct Engine {
 pub(crate) struct Shared {
     pub(crate) store: Arc<Store>,
     pub(crate) queue: Queue,
-    pub(crate) ring: ChunkRing,
-    pub(crate) owner: OwnerId,
+    /// The staging chunks, and how many there are.
+    pub(crate) staging: Scratch,
     pub(crate) chunks: usize,
 }
 
@@ -92,16 +93,12 @@ impl Engine {
             return Err(Error::Invalid(format!("{chunks} staging chunks: {CHUNKS_MIN} to {CHUNKS_MAX} work")));
         }
         let chunk_bytes = Parts::new(store.description()).bytes();
-        let region = Region::new(chunks * chunk_bytes, options.pin, OnFork::Wipe, "update staging")?;
-        let ring = ChunkRing::new(&region, chunk_bytes, chunks)?;
-        let owner = ring.owner("update")?;
+        let staging = Scratch::pinned(chunk_bytes, chunks, "update staging", options.pin)?;
         crate::apply_logs(&store);
         let others = apply::others(store.description())?;
         let wholes = apply::wholes(options.whole_bytes, options.whole_next_bytes)?;
-        let shared = Arc::new(Shared { store, queue: Queue::new(options.queue_bytes_max), ring, owner, chunks });
-        let staging_bytes = region.bytes()
-            + others.as_ref().map_or(0, |slots| slots.bytes)
-            + wholes.iter().map(|slots| slots.bytes).sum::<usize>();
+        let staging_bytes = [&staging].into_iter().chain(&others).chain(&wholes).map(|room| room.mapped).sum();
+        let shared = Arc::new(Shared { store, queue: Queue::new(options.queue_bytes_max), staging, chunks });
         let theirs = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
             .name("memascend-update".into())
@@ -150,7 +147,7 @@ impl Engine {
         if held && matches!(&by, By::Given(gradient) if !gradient.is_here()) {
             return Err(Error::Invalid("a gradient of a held entry lies in host memory".into()));
         }
-        let update = Update::new(&self.shared.store, entry, by, values, rule)?;
+        let update = KernelUpdate::new(&self.shared.store, entry, by, values, rule)?;
         if spilled {
             self.will_be_spilled(entry)?;
         }
@@ -181,7 +178,7 @@ impl Engine {
                 "{name:?} is held: its update waits for the step, and its gradient with it"
             )));
         }
-        let update = Update::new(store, entry, By::Spilled(Vec::new()), values, rule.into())?;
+        let update = KernelUpdate::new(store, entry, By::Spilled(Vec::new()), values, rule.into())?;
         let update = update.spilling(Spill::new(store, entry, gradient, false)?);
         self.shared.queue.push(Job::new(entry, update), &mut wait)
     }
@@ -258,17 +255,16 @@ impl Engine {
         mut wait: Wait<'_>,
     ) -> Result<()> {
         self.known(entry)?;
-        let Application { spilled, step, late, .. } = application;
+        let Application { spilled, step, after_commit, .. } = application;
         let apply = Apply::new(&self.shared.store, entry, application, self.whole_bytes)?;
         if spilled {
             self.will_be_spilled(entry)?;
         }
         if self.shared.store.is_held(entry) {
             let apply = apply.by_kept(self.held.kept(entry).filter(|_| spilled));
-            let applies = late != Late::Never && self.shared.store.applies();
-            let rehearsal = (applies && late == Late::Rehearsed).then(|| apply.rehearsal());
+            let applies = after_commit && self.shared.store.applies();
             let work = Box::new(if applies { apply.in_memory() } else { apply });
-            return self.wait_for_step(Waiting { entry, step, work, applies, rehearsal, rule: None });
+            return self.wait_for_step(Waiting { entry, step, work, applies, rule: None });
         }
         let live = values.map(|values| Live::new(&self.shared.store, entry, values)).transpose()?.flatten();
         self.shared.queue.push(Job::new(entry, apply.on_live(live)), &mut wait)
@@ -309,12 +305,6 @@ impl Engine {
         entries.get(entry).ok_or_else(|| Error::Invalid(format!("entry {entry} of {}", entries.len())))
     }
 
-    /// The store, and what reads of it pass through.
-    pub(crate) fn for_probe(&self) -> (&Store, &ChunkRing, OwnerId, usize) {
-        let Shared { store, ring, owner, chunks, .. } = &*self.shared;
-        (store, ring, *owner, *chunks)
-    }
-
     /// What it works on.
     #[must_use]
     pub fn store(&self) -> &Arc<Store> {
@@ -347,7 +337,20 @@ impl Engine {
             (held.bytes() as u64, held.peak() as u64)
         };
         let state = self.shared.queue.lock();
-        Counters { queued: state.held_bytes as u64, waiting, waiting_peak, ..state.counters }
+        let Counters { updates, chunks, idle, applying, unlogged, queued_peak, .. } = state.counters;
+        let piped = state.piped;
+        Counters {
+            updates: piped.updates + updates,
+            chunks: piped.chunks + chunks,
+            queued: state.held_bytes as u64,
+            queued_peak,
+            waiting,
+            waiting_peak,
+            unlogged,
+            applying,
+            idle,
+            ..piped
+        }
     }
 
     /// Drops what waits, drains what is in flight and ends the thread. What was not committed is lost. Twice is fine.
@@ -373,13 +376,13 @@ impl Drop for Engine {
 }
 
 impl Shared {
-    fn serve(&self, others: Option<Slots>, wholes: Vec<Slots>) {
+    fn serve(&self, others: Option<Scratch>, wholes: Vec<Scratch>) {
         self.queue.work_here();
         // Unwinding drops what is in flight, which waits for the devices: no memory goes that the kernel still has.
         let served = catch_unwind(AssertUnwindSafe(|| {
-            let bench = Bench::new(&self.store, others, wholes)?;
+            let bench = Workbench::new(&self.store, others, wholes)?;
             let caller = Caller::new(Arc::clone(&self.store));
-            Pipeline::new(&self.queue, &self.ring, self.owner, bench, caller, self.chunks).serve();
+            Pipeline::new(&self.queue, &self.staging, bench, caller, self.chunks).serve();
             Ok(())
         }));
         let error = match served {

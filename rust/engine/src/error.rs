@@ -2,6 +2,9 @@
 
 use std::sync::Arc;
 
+/// What a function that was applied failed with.
+pub type Cause = Arc<dyn std::error::Error + Send + Sync>;
+
 /// The result of everything in this crate that can fail.
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -31,7 +34,7 @@ pub enum Error {
         /// The entry.
         name: String,
         /// Its error.
-        cause: crate::Cause,
+        cause: Cause,
     },
 
     /// A fault of this crate, or of a function that was applied, ended the engine's thread.

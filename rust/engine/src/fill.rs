@@ -7,10 +7,11 @@ use memascend_store::{Buffer, Content, Dtype, Entry, Master, MomentForm, Shared,
 
 use crate::{
     Counters, Error, Result,
-    bench::{Bench, Write, bytes_mut, clear_from, elements_mut},
     gradient::floats,
-    job::{Turn, Work},
+    job::Work,
     reduced,
+    turn::Turn,
+    workbench::{Workbench, Write, bytes_mut, clear_from, elements_mut},
 };
 
 /// The name of the state tensor that begins as the values in float32.
@@ -83,7 +84,7 @@ impl Fill {
     }
 
     /// The pieces of a turn.
-    fn pieces(bench: &Bench<'_>, entry: usize, turn: u32) -> Vec<u32> {
+    fn pieces(bench: &Workbench<'_>, entry: usize, turn: u32) -> Vec<u32> {
         match turn.checked_sub(bench.chunks_of(entry)) {
             None => bench.pieces_of_chunk(entry, turn).collect(),
             Some(other) => vec![bench.first_other_piece(entry) + other],
@@ -91,7 +92,7 @@ impl Fill {
     }
 
     /// Brings what is given in float32 into the chunk's format; the rest of it was built already.
-    fn narrow(&self, bench: &Bench<'_>, turn: &Turn) -> Result<()> {
+    fn narrow(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
         let &Turn { entry, index: chunk, ref memory } = turn;
         let elements = bench.elements(entry, chunk);
         let part = |given| wide_part(given, &elements);
@@ -136,7 +137,7 @@ impl Fill {
         Ok(())
     }
 
-    fn build(&self, bench: &Bench<'_>, entry: usize, piece: u32, part: &Shared) -> Result<()> {
+    fn build(&self, bench: &Workbench<'_>, entry: usize, piece: u32, part: &Shared) -> Result<()> {
         let (store, description) = (bench.store, bench.store.description());
         let place = store.layout().piece(description, entry, piece);
         let described = &description.entries[entry];
@@ -212,16 +213,16 @@ impl Work for Fill {
         false
     }
 
-    fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
+    fn begin(&self, bench: &Workbench<'_>, entry: usize) -> Result<()> {
         bench.begin(entry, self.step)
     }
 
     /// One for each chunk, and one for each piece of a tensor of another shape.
-    fn turns(&self, bench: &Bench<'_>, entry: usize) -> u32 {
+    fn turns(&self, bench: &Workbench<'_>, entry: usize) -> u32 {
         bench.chunks_of(entry) + bench.store.layout().pieces_of(entry) - bench.first_other_piece(entry)
     }
 
-    fn compute(&self, bench: &Bench<'_>, turn: &Turn) -> Result<()> {
+    fn compute(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
         let &Turn { entry, index, ref memory } = turn;
         for piece in Self::pieces(bench, entry, index) {
             self.build(bench, entry, piece, &bench.part(entry, piece, memory)?)?;
@@ -230,7 +231,7 @@ impl Work for Fill {
         if has_wide && index < bench.chunks_of(entry) { self.narrow(bench, turn) } else { Ok(()) }
     }
 
-    fn writes<'a>(&self, bench: &mut Bench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
+    fn writes<'a>(&self, bench: &mut Workbench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
         let pieces = Self::pieces(bench, turn.entry, turn.index).into_iter();
         pieces.map(|piece| bench.stage(turn.entry, piece, &turn.memory)).collect()
     }

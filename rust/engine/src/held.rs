@@ -9,16 +9,16 @@ use std::{
 
 use memascend_math::{Exec, FloatsMut, add, add_doubles};
 use memascend_mem::locked;
-use memascend_store::{Buffer, Dtype, Rule, Spilled, StepHead, Store, Update};
+use memascend_store::{Buffer, Dtype, LoggedUpdate, Rule, Spilled, StepHead, Store};
 
 use crate::{
     Error, Gradient, Result,
-    apply::Apply,
-    bench::{Bench, bytes_mut, floats},
     fill::copied,
     gradient::{Host, doubles},
-    job::{Turn, Work},
+    job::Work,
     spill::{NOTHING, measure, spill_dtype},
+    turn::Turn,
+    workbench::{Workbench, bytes_mut, floats},
 };
 
 /// An update of a held entry that waits for its step.
@@ -29,18 +29,16 @@ pub(crate) struct Waiting {
     pub(crate) work: Box<dyn Work>,
     /// It is applied in memory once the step is committed; else it goes through the pipeline before.
     pub(crate) applies: bool,
-    /// What is tried before the commit, until that was begun.
-    pub(crate) rehearsal: Option<Apply>,
     /// What the log says of it, where its gradient is appended there.
     pub(crate) rule: Option<Rule>,
 }
 
 /// What waits of held entries.
 #[derive(Default)]
-pub(crate) struct HeldGradients(Mutex<State>);
+pub(crate) struct HeldGradients(Mutex<WaitingUpdates>);
 
 #[derive(Default)]
-pub(crate) struct State {
+pub(crate) struct WaitingUpdates {
     jobs: Vec<Waiting>,
     /// The entries of these: one of thousands is looked for with each gradient.
     entries: HashSet<usize>,
@@ -50,7 +48,7 @@ pub(crate) struct State {
     peak: usize,
 }
 
-impl State {
+impl WaitingUpdates {
     /// Bytes of gradients.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
@@ -95,7 +93,7 @@ impl State {
 }
 
 impl HeldGradients {
-    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, WaitingUpdates> {
         locked(&self.0)
     }
 
@@ -126,7 +124,7 @@ impl HeldGradients {
             if number == next {
                 head.rules.push(rule.clone());
             }
-            head.updates.push(Update { entry: *entry, rule: number, step: *step });
+            head.updates.push(LoggedUpdate { entry: *entry, rule: number, step: *step });
         }
         (!head.updates.is_empty()).then_some(head)
     }
@@ -138,11 +136,6 @@ impl HeldGradients {
         let job = state.jobs.remove(at);
         state.went(&job);
         Some(job)
-    }
-
-    /// The next one that is tried before the commit, in memory.
-    pub(crate) fn next_rehearsal(&self) -> Option<(usize, Apply)> {
-        self.lock().jobs.iter_mut().find_map(|job| Some((job.entry, job.rehearsal.take()?)))
     }
 
     /// Those that are applied in memory, which stay until they are taken.
@@ -208,7 +201,7 @@ pub(crate) struct Kept {
 
 impl Kept {
     /// Copies a chunk to where a staging chunk has what was read of a spilled gradient.
-    pub(crate) fn lay(&self, bench: &Bench<'_>, turn: &Turn) -> Result<()> {
+    pub(crate) fn lay(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
         let (part, used) = bench.spill_part(turn.entry, turn.index, &turn.memory)?;
         let element = usize::try_from(self.dtype.bytes()).unwrap_or(1);
         let start = bench.elements(turn.entry, turn.index).start * element;

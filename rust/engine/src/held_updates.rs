@@ -10,10 +10,10 @@ use std::{
     time::Duration,
 };
 
-use memascend_mem::{ChunkRing, OwnerId, Wait, locked};
-use memascend_store::{Application, Shared, Store};
+use memascend_mem::{Wait, locked};
+use memascend_store::{InMemoryUpdate, Scratch, Shared, Store};
 
-use crate::{Error, Result, bench::Bench, engine::said, held::Waiting, job::Turn};
+use crate::{Error, Result, engine::said, held::Waiting, turn::Turn, workbench::Workbench};
 
 /// Nothing else uses staging chunks by then.
 const LEASE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -22,16 +22,15 @@ const LEASE_TIMEOUT: Duration = Duration::from_secs(10);
 pub(crate) struct Workers<'a> {
     pub(crate) store: &'a Store,
     /// Each has a staging chunk for what it computes beside the entry's own memory.
-    pub(crate) ring: &'a ChunkRing,
-    pub(crate) owner: OwnerId,
+    pub(crate) staging: &'a Scratch,
     pub(crate) threads: usize,
 }
 
 /// Updates, as several threads see them.
-struct Updates<'a>(Vec<(Waiting, Application<'a>)>);
+struct SharedUpdates<'a>(Vec<(Waiting, InMemoryUpdate<'a>)>);
 
 // SAFETY: they are only read: a gradient of a held entry is host memory that nobody writes to (`Gradient::memory`).
-unsafe impl Sync for Updates<'_> {}
+unsafe impl Sync for SharedUpdates<'_> {}
 
 impl Workers<'_> {
     /// Refuses values that somebody wrote to, before anything is done with them.
@@ -67,15 +66,14 @@ impl Workers<'_> {
     fn applied(&self, waiting: Vec<Waiting>) -> Result<u64> {
         let updates = waiting.into_iter().map(|job| Ok((self.store.application(job.entry)?, job)));
         let updates = updates.map(|found: Result<_>| found.map(|(application, job)| (job, application)));
-        let updates = Updates(updates.collect::<Result<Vec<_>>>()?);
+        let updates = SharedUpdates(updates.collect::<Result<Vec<_>>>()?);
         let chunks = self.chunks(updates.0.iter().map(|(job, _)| job.entry));
         let seen = &updates;
         self.each(chunks.len(), &|next| {
-            let bench = Bench::in_place(self.store)?;
+            let bench = Workbench::in_place(self.store)?;
             while let Some(&(update, entry, index)) = chunks.get(next.fetch_add(1, Relaxed)) {
                 let (job, application) = &seen.0[update];
-                let lease =
-                    self.ring.lease(self.owner, Wait::at_most(LEASE_TIMEOUT)).map_err(memascend_store::Error::from)?;
+                let lease = self.staging.lease(Wait::at_most(LEASE_TIMEOUT)).map_err(memascend_store::Error::from)?;
                 job.work.compute(&bench, &Turn { entry, index, memory: Shared::new(lease) })?;
                 application.chunk_applied(index);
             }

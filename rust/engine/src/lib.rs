@@ -5,7 +5,6 @@
 //! is staged; [`Engine::commit`] makes the step live, [`Engine::discard`] forgets it.
 
 mod apply;
-mod bench;
 mod caller;
 mod compact;
 mod counters;
@@ -18,29 +17,30 @@ mod held_updates;
 mod job;
 mod live;
 mod log_record;
-mod momentum;
+mod logged;
 mod pipeline;
-mod probe;
 mod queue;
 mod reduced;
 mod replay;
 mod rule;
 mod spill;
 mod step;
+mod turn;
 mod update;
 mod whole;
+mod workbench;
 
-pub use apply::{Application, Cause, Chunk, Function, Late, other_bytes};
-pub use bench::chunk_bytes;
+pub use apply::{Application, Chunk, Function, Given, other_bytes};
 pub use counters::Counters;
 pub use engine::{Engine, Options};
-pub use error::{Error, Result};
+pub use error::{Cause, Error, Result};
 pub use fill::First;
 pub use gradient::{Gradient, Source, Window};
+pub use logged::apply_logs;
 pub use memascend_math::{Hyperparameters, Momentum, Rule, WideState};
 pub use memascend_store::Spilled;
 pub use pipeline::CHUNKS_DEFAULT;
 pub use reduced::Form;
-pub use replay::apply_logs;
 pub use rule::rule_of;
 pub use update::By;
+pub use workbench::chunk_bytes;

@@ -4,9 +4,9 @@ use memascend_store::{Buffer, Dtype, Entry, Master, Store};
 
 use crate::{
     Error, Result,
-    bench::{Bench, bytes_mut, clear_from},
     fill::copied,
-    job::Turn,
+    turn::Turn,
+    workbench::{Workbench, bytes_mut, clear_from},
 };
 
 /// Whether an update starts from the entry's values: they are the master, the upper half of it, or all that
@@ -32,7 +32,7 @@ impl Live {
 
     /// Copies a chunk of them to its part of a staging chunk, and checks them there as if they had been read: a weight
     /// that was changed in place, or is of another step, would ruin the master in silence.
-    pub(crate) fn take(&self, bench: &Bench<'_>, turn: &Turn) -> Result<()> {
+    pub(crate) fn take(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
         let &Turn { entry, index: chunk, ref memory } = turn;
         let (part, elements) = (bench.part(entry, chunk, memory)?, bench.elements(entry, chunk));
         let described = &bench.store.description().entries[entry];

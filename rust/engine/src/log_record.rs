@@ -2,14 +2,15 @@
 
 use std::sync::Arc;
 
-use memascend_store::{Dtype, PAGE_BYTES, Store};
+use memascend_store::{Dtype, Store};
 
 use crate::{
     Result,
-    bench::{Bench, Write, bytes_mut, clear_from},
     fill::copied,
     gradient::Host,
-    job::{Turn, Work},
+    job::Work,
+    turn::Turn,
+    workbench::{Workbench, Write, bytes_mut, bytes_of, clear_from},
 };
 
 /// A gradient as the log has it: as it came.
@@ -33,14 +34,14 @@ pub(crate) struct Keep {
 }
 
 impl Work for Keep {
-    fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
+    fn begin(&self, bench: &Workbench<'_>, entry: usize) -> Result<()> {
         if !self.whole {
             return Ok(());
         }
         bench.begin_snapshot(entry)
     }
 
-    fn compute(&self, bench: &Bench<'_>, turn: &Turn) -> Result<()> {
+    fn compute(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
         let Some(gradient) = &self.gradient else { return Ok(()) };
         let (part, used) = bench.log_part(turn, gradient.dtype)?;
         let start = bench.elements(turn.entry, turn.index).start * bytes_of(gradient.dtype);
@@ -51,7 +52,7 @@ impl Work for Keep {
         Ok(())
     }
 
-    fn writes<'a>(&self, bench: &mut Bench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
+    fn writes<'a>(&self, bench: &mut Workbench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
         let &Turn { entry, index: chunk, .. } = turn;
         let mut writes = Vec::with_capacity(3);
         if let Some(gradient) = &self.gradient {
@@ -70,14 +71,4 @@ impl Work for Keep {
 /// Whether updates of an entry may be logged: all of its state lies in chunks.
 pub(crate) fn may_log(store: &Store, entry: usize) -> bool {
     store.description().entries[entry].whole().next().is_none()
-}
-
-pub(crate) fn bytes_of(dtype: Dtype) -> usize {
-    usize::try_from(dtype.bytes()).unwrap_or(usize::MAX)
-}
-
-/// Bytes of so many elements, and the whole pages that they lie in.
-pub(crate) fn paged(elements: usize, dtype: Dtype) -> (usize, usize) {
-    let used = elements * bytes_of(dtype);
-    (used, used.next_multiple_of(usize::try_from(PAGE_BYTES).unwrap_or(1)))
 }

@@ -10,9 +10,10 @@ use memascend_store::{Commit, Create, Description, Dtype, Entry, Format, Kind};
 
 use super::*;
 use crate::{
-    Chunk, Function, Late, WideState,
-    bench::{Read, Write},
-    job::{Turn, Work},
+    Chunk, Function, Given, WideState,
+    job::Work,
+    turn::Turn,
+    workbench::{Read, Workbench, Write},
 };
 
 const NUMEL: u64 = 5000;
@@ -55,36 +56,36 @@ impl Work for Panicking {
         Leaves::Gradient
     }
 
-    fn claim(&self, _bench: &crate::bench::Bench<'_>, _entry: usize) -> Result<bool> {
+    fn claim(&self, _bench: &Workbench<'_>, _entry: usize) -> Result<bool> {
         self.reach(At::Claim);
         Ok(true)
     }
 
-    fn begin(&self, bench: &crate::bench::Bench<'_>, entry: usize) -> Result<()> {
+    fn begin(&self, bench: &Workbench<'_>, entry: usize) -> Result<()> {
         self.reach(At::Begin);
         bench.begin(entry, 1)
     }
 
-    fn turns(&self, bench: &crate::bench::Bench<'_>, entry: usize) -> u32 {
+    fn turns(&self, bench: &Workbench<'_>, entry: usize) -> u32 {
         self.reach(At::Turns);
         bench.chunks_of(entry)
     }
 
-    fn reads<'a>(&self, bench: &crate::bench::Bench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
+    fn reads<'a>(&self, bench: &Workbench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
         let read = bench.read(turn.entry, turn.index, &turn.memory)?;
         // With a read in flight.
         self.reach(At::Reads);
         Ok(vec![read])
     }
 
-    fn compute(&self, _bench: &crate::bench::Bench<'_>, _turn: &Turn) -> Result<()> {
+    fn compute(&self, _bench: &Workbench<'_>, _turn: &Turn) -> Result<()> {
         self.reach(At::Compute);
         let _held = (self.at == At::Locked).then(|| self.shared.queue.lock());
         self.reach(At::Locked);
         Ok(())
     }
 
-    fn writes<'a>(&self, bench: &mut crate::bench::Bench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
+    fn writes<'a>(&self, bench: &mut Workbench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
         let write = bench.stage(turn.entry, turn.index, &turn.memory)?;
         self.reach(At::Writes);
         Ok(vec![write])
@@ -214,13 +215,19 @@ impl Function for Faulty {
 
 #[test]
 fn a_panic_of_a_function_that_is_applied_is_told_too() {
-    for whole in [false, true] {
+    for given in [Given::InChunks, Given::Whole] {
         let disk = SimDisk::new(1 << 20);
         let engine = filled(&disk);
         // Where it is called on a thread of its own, the next one is read meanwhile.
         for entry in 0..2 {
-            let (function, late) = (Box::new(Faulty), Late::Never);
-            let application = Application { function, nbytes: 0, step: 1, spilled: false, whole, wide: false, late };
+            let application = Application {
+                function: Box::new(Faulty),
+                nbytes: 0,
+                step: 1,
+                spilled: false,
+                given,
+                after_commit: false,
+            };
             drop(engine.apply(entry, application, None, Wait::forever()));
         }
         told(&engine, &disk, "a fault of the caller's");

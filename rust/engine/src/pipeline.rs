@@ -18,15 +18,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-use memascend_mem::{ChunkRing, OwnerId, Wait};
-use memascend_store::{Shared, Store};
+use memascend_mem::Wait;
+use memascend_store::{Scratch, Shared, Store};
 
 use crate::{
     Counters, Error, Result,
-    bench::{Bench, Read, Write},
     caller::Caller,
-    job::{Job, Leaves, Mark, Turn, Work},
+    job::{Job, Work},
     queue::Queue,
+    turn::{Leaves, Mark, Turn},
+    workbench::{Read, Workbench, Write},
 };
 
 /// Staging chunks unless the caller says otherwise. A disk that four requests of 1 MiB keep busy needs more chunks than
@@ -122,10 +123,9 @@ struct Writing<'a> {
 pub(crate) struct Pipeline<'a> {
     /// First, so that unwinding waits for the call before it ends the job.
     caller: Caller,
-    bench: Bench<'a>,
+    bench: Workbench<'a>,
     queue: &'a Queue,
-    ring: &'a ChunkRing,
-    owner: OwnerId,
+    staging: &'a Scratch,
     chunks: usize,
     /// The job whose turns are being begun, and its next one.
     current: Option<(Rc<Begun<'a>>, u32)>,
@@ -142,9 +142,8 @@ pub(crate) struct Pipeline<'a> {
 impl<'a> Pipeline<'a> {
     pub(crate) fn new(
         queue: &'a Queue,
-        ring: &'a ChunkRing,
-        owner: OwnerId,
-        bench: Bench<'a>,
+        staging: &'a Scratch,
+        bench: Workbench<'a>,
         caller: Caller,
         chunks: usize,
     ) -> Self {
@@ -154,8 +153,7 @@ impl<'a> Pipeline<'a> {
             caller,
             bench,
             queue,
-            ring,
-            owner,
+            staging,
             chunks,
             current,
             calling,
@@ -173,9 +171,8 @@ impl<'a> Pipeline<'a> {
             if let Err(error) = result {
                 self.fail(error);
             }
-            let counted = mem::take(&mut self.bench.counters);
             let mut state = self.queue.lock();
-            state.counters.add(&counted);
+            state.piped = self.bench.counters;
             if state.closing && state.is_idle() && self.is_empty() {
                 return;
             }
@@ -287,7 +284,7 @@ impl<'a> Pipeline<'a> {
 
     fn read(&mut self, job: Rc<Begun<'a>>, turn: u32) -> Result<()> {
         let began = Instant::now();
-        let lease = self.ring.lease(self.owner, Wait::at_most(LEASE_TIMEOUT)).map_err(|error| match error {
+        let lease = self.staging.lease(Wait::at_most(LEASE_TIMEOUT)).map_err(|error| match error {
             memascend_mem::Error::TimedOut { .. } => kept(),
             error => error.into(),
         })?;

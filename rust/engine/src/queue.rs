@@ -11,11 +11,12 @@ use memascend_mem::{Guarded, Wait};
 
 use crate::{
     Counters, Error, Result,
-    job::{Job, Leaves, Mark},
+    job::Job,
+    turn::{Leaves, Mark},
 };
 
 #[derive(Default)]
-pub(crate) struct State {
+pub(crate) struct QueueState {
     jobs: VecDeque<Job>,
     /// Jobs that were taken and have not ended.
     running: Vec<Arc<Mark>>,
@@ -29,10 +30,12 @@ pub(crate) struct State {
     pub(crate) told: bool,
     /// What the pipeline's thread ended by before its time. From then on nothing is done any more.
     ended_by: Option<Error>,
+    /// What the pipeline has counted, and what everything else has.
+    pub(crate) piped: Counters,
     pub(crate) counters: Counters,
 }
 
-impl State {
+impl QueueState {
     /// Whether nothing waits and nothing runs.
     pub(crate) fn is_idle(&self) -> bool {
         self.jobs.is_empty() && !self.busy
@@ -114,7 +117,7 @@ impl State {
 
 /// The queue, shared by callers and the pipeline.
 pub(crate) struct Queue {
-    state: Guarded<State>,
+    state: Guarded<QueueState>,
     bytes_max: usize,
     /// The pipeline's thread, which must not wait for itself.
     worker: OnceLock<ThreadId>,
@@ -143,7 +146,7 @@ impl Queue {
         self.worker.get() == here || self.caller.get() == here
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, QueueState> {
         self.state.lock()
     }
 
@@ -155,7 +158,7 @@ impl Queue {
     pub(crate) fn push(&self, job: Job, wait: &mut Wait<'_>) -> Result<()> {
         let bytes = job.mark.nbytes;
         let bytes_max = self.bytes_max;
-        let has_room = |state: &State| {
+        let has_room = |state: &QueueState| {
             state.failed.is_some()
                 || state.ended_by.is_some()
                 || state.closing
@@ -205,8 +208,8 @@ impl Queue {
         &self,
         wait: &mut Wait<'_>,
         what: &'static str,
-        ready: impl Fn(&State) -> bool,
-    ) -> Result<MutexGuard<'_, State>> {
+        ready: impl Fn(&QueueState) -> bool,
+    ) -> Result<MutexGuard<'_, QueueState>> {
         if self.is_worker() {
             return Err(Error::Usage("a function on the engine's thread cannot wait for the engine".into()));
         }

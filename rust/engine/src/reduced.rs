@@ -1,12 +1,12 @@
-//! Updates an entry whose state is reduced: moments of 16 or 8 bits, a compact master, or none.
+//! Updates an entry whose state is reduced (moments of 16 or 8 bits, a compact master, or none), or that of torch's SGD.
 
 use memascend_math::{Bf16, Codes, F16, Floats, FloatsMut, Moments, Place, Random, Reduced, Rule, Weights, update};
 use memascend_store::{BLOCK, Dtype, Entry, Format, Master, MomentForm, key_of};
 
 use crate::{
     Error, Result,
-    bench::{Bench, clear_from},
-    job::Turn,
+    turn::Turn,
+    workbench::{Workbench, clear_from},
 };
 
 /// Whether entries of this format are updated here, and not by one of the kernels of fp32 moments.
@@ -15,7 +15,7 @@ pub(crate) fn is_reduced(entry: &Entry) -> bool {
 }
 
 /// The arithmetic on one chunk, whose values are there already where it starts from them.
-pub(crate) fn stepped(bench: &Bench<'_>, turn: &Turn, gradient: Floats<'_>, rule: &Rule) -> Result<()> {
+pub(crate) fn stepped(bench: &Workbench<'_>, turn: &Turn, gradient: Floats<'_>, rule: &Rule) -> Result<()> {
     let described = &bench.store.description().entries[turn.entry];
     let state = chunk(bench, turn)?;
     let random = Random { key: key_of(&described.name, rule.seed()), step: rule.step() };
@@ -25,15 +25,15 @@ pub(crate) fn stepped(bench: &Bench<'_>, turn: &Turn, gradient: Floats<'_>, rule
 }
 
 /// The state of a turn's chunk. What fills the last page of its values is written as zeros.
-pub(crate) fn chunk<'a>(bench: &Bench<'_>, turn: &'a Turn) -> Result<Reduced<'a>> {
+pub(crate) fn chunk<'a>(bench: &Workbench<'_>, turn: &'a Turn) -> Result<Reduced<'a>> {
     let &Turn { entry, index: chunk, ref memory } = turn;
     let described = &bench.store.description().entries[entry];
     let elements = bench.elements(entry, chunk).len();
-    let state = bench.part(entry, bench.chunks_of(entry) + chunk, memory)?;
+    let state = bench.state_piece(entry, chunk).map(|piece| bench.part(entry, piece, memory)).transpose()?;
     let values = bench.part(entry, chunk, memory)?;
     // SAFETY: nothing else uses the chunk between the end of its reads and the beginning of its writes.
     unsafe { clear_from(&values, elements * usize::try_from(described.dtype.bytes()).unwrap_or(1)) };
-    let first = state.as_ptr().as_ptr().expose_provenance();
+    let first = state.map_or(0, |state| state.as_ptr().as_ptr().expose_provenance());
     let places = bench.in_chunk(entry, chunk).map(|(_, at, _)| first + at);
     let form = Form { format: described.format, dtype: described.dtype, has_momentum: described.has_momentum() };
     // SAFETY: as above; the tensors of a chunk lie side by side in its piece, aligned to 64 bytes. The piece is mapped as
@@ -48,7 +48,7 @@ pub struct Form {
     pub format: Format,
     /// The type of the values.
     pub dtype: Dtype,
-    /// SGD's one moment, and not Adam's two.
+    /// SGD's one moment, and not Adam's two; of state as torch has it, and not none.
     pub has_momentum: bool,
 }
 
@@ -87,6 +87,7 @@ impl Form {
         };
         let has_second = !self.has_momentum;
         let moments = match form {
+            MomentForm::Single if self.format == Format::Plain && !self.has_momentum => Moments::Nothing,
             MomentForm::Single => {
                 Moments::Single(tensors.next(elements)?, has_second.then(|| tensors.next(elements)).transpose()?)
             }

@@ -8,31 +8,27 @@ use std::{
     },
 };
 
-use memascend_math::{Rule, scale};
 use memascend_mem::Wait;
-use memascend_store::{Arithmetic, Commit, Dtype, LoggedChunk, RecordRead, Shared, Store};
+use memascend_store::{Commit, Dtype, RecordRead, Scratch, Shared};
 
 use crate::{
     Engine, Error, Result,
-    apply::{Slots, inside},
-    bench::{Bench, Read, Write, floats, floats_mut},
-    job::{Job, Turn, Work},
-    log_record::paged,
-    momentum,
-    reduced::is_reduced,
-    rule::{self, Taken},
-    update::{has_adam, single, stepped},
+    job::{Job, Work},
+    logged::{applied, chunk_bytes, fitting},
+    rule::Taken,
+    turn::Turn,
+    workbench::{Read, Workbench, Write, inside},
 };
 
 /// Gradients of a chunk that are read ahead of the one that is applied.
 const AHEAD: usize = 4;
 
 /// One entry's part of it.
-struct Entry {
+struct EntryReplay {
     replay: Arc<memascend_store::Replay>,
     /// What each gradient is applied with.
     rules: Vec<(Taken, Vec<f32>)>,
-    room: Arc<Slots>,
+    room: Arc<Scratch>,
     /// Bytes of gradients that were applied.
     done: Arc<AtomicU64>,
     step: u64,
@@ -41,7 +37,7 @@ struct Entry {
 impl Engine {
     /// Applies the gradients that the log of a store holds, writes the entries that lacked them whole, and commits that as
     /// a part of the last step: the store has no log then. `false` where there was none. All that it reads is checked
-    /// before anything is written ([`Store::check_log`]). `progress` hears of bytes of gradients done and of all, and ends
+    /// before anything is written ([`Store::check_log`]). `progress` gets bytes of gradients done and of all, and ends
     /// it by `false`: then the store is as it was.
     ///
     /// Nothing else may be begun meanwhile.
@@ -51,8 +47,8 @@ impl Engine {
         let mut jobs = Vec::new();
         let (done, mut all) = (Arc::new(AtomicU64::new(0)), 0);
         let chunk = u64::from(store.description().chunk_elements) * Dtype::F32.bytes();
-        let room = Slots::new(usize::try_from(chunk).unwrap_or(usize::MAX), AHEAD, "gradients of the log")?;
-        let room = Arc::new(room.ok_or_else(|| Error::Invalid("chunks without elements".into()))?);
+        let room = Scratch::new(usize::try_from(chunk).unwrap_or(usize::MAX), AHEAD, "gradients of the log")?;
+        let room = Arc::new(room);
         for entry in replay.entries() {
             let (mut rules, mut step) = (Vec::new(), 0);
             for (head, record) in replay.of(entry) {
@@ -61,7 +57,7 @@ impl Engine {
                 step = record.step;
             }
             let (replay, room, done) = (Arc::clone(&replay), Arc::clone(&room), Arc::clone(&done));
-            jobs.push(Job::new(entry, Entry { replay, rules, room, done, step }));
+            jobs.push(Job::new(entry, EntryReplay { replay, rules, room, done, step }));
         }
         let mut told = || progress(done.load(Relaxed), all);
         // Staging writes over the commit before, which `existing="previous"` opens where anything of this one is damaged.
@@ -86,12 +82,12 @@ impl Engine {
     }
 }
 
-impl Work for Entry {
-    fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
+impl Work for EntryReplay {
+    fn begin(&self, bench: &Workbench<'_>, entry: usize) -> Result<()> {
         bench.begin(entry, self.step)
     }
 
-    fn reads<'a>(&self, bench: &Bench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
+    fn reads<'a>(&self, bench: &Workbench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
         let &Turn { entry, index: chunk, ref memory } = turn;
         let values = bench.store.read_slot(entry, chunk, bench.part(entry, chunk, memory)?)?;
         let mut reads = vec![Read::Values(values)];
@@ -102,7 +98,7 @@ impl Work for Entry {
         Ok(reads)
     }
 
-    fn compute(&self, bench: &Bench<'_>, turn: &Turn) -> Result<()> {
+    fn compute(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
         let mut records = self.replay.of(turn.entry);
         let mut flying: VecDeque<(Dtype, RecordRead<'_, Shared>)> = VecDeque::with_capacity(AHEAD);
         for rule in &self.rules {
@@ -110,9 +106,8 @@ impl Work for Entry {
                 && let Some((head, record)) = records.next()
             {
                 let bytes = chunk_bytes(bench, turn, record.dtype);
-                let lease =
-                    self.room.lease()?.ok_or_else(|| Error::Invalid("no room for gradients of the log".into()))?;
-                let read = bench.store.read_record(head, record, turn.index, inside(&lease, 0, bytes)?)?;
+                let memory = Shared::new(self.room.lease(Wait::never())?);
+                let read = bench.store.read_record(head, record, turn.index, inside(&memory, 0, bytes)?)?;
                 flying.push_back((record.dtype, read));
             }
             let Some((dtype, read)) = flying.pop_front() else { break };
@@ -123,7 +118,7 @@ impl Work for Entry {
         Ok(())
     }
 
-    fn writes<'a>(&self, bench: &mut Bench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
+    fn writes<'a>(&self, bench: &mut Workbench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
         let &Turn { entry, index: chunk, ref memory } = turn;
         bench.stage_chunk(entry, chunk, memory)
     }
@@ -131,69 +126,4 @@ impl Work for Entry {
 
 fn interrupted() -> Error {
     memascend_store::Error::Interrupted("the replay of the log").into()
-}
-
-/// Bytes of a chunk of a gradient in the log: whole pages.
-fn chunk_bytes(bench: &Bench<'_>, turn: &Turn, dtype: Dtype) -> usize {
-    paged(bench.elements(turn.entry, turn.index).len(), dtype).1
-}
-
-/// What a rule of the log says for an entry, which has the state for it.
-fn fitting(store: &Store, entry: usize, rule: &memascend_store::Rule) -> Result<(Taken, Vec<f32>)> {
-    let (taken, factors) = rule::taken(rule)?;
-    let described = &store.description().entries[entry];
-    let fits = match taken {
-        Taken::Single(_) => has_adam(described) && !is_reduced(described),
-        Taken::Reduced(Rule::Adam(_)) => has_adam(described) && is_reduced(described),
-        Taken::Reduced(Rule::Momentum(_)) => described.has_momentum() && is_reduced(described),
-        Taken::Momentum(numbers) => {
-            momentum::has_state(described) && (numbers.momentum == 0.0 || described.has_momentum())
-        }
-    };
-    if fits {
-        return Ok((taken, factors));
-    }
-    let (name, rule) = (&described.name, &rule.name);
-    Err(Error::Invalid(format!("the store's log has gradients for {name:?} by {rule:?}, for which it has no state")))
-}
-
-/// Applies a chunk of a gradient, which is the callee's.
-fn applied(
-    bench: &Bench<'_>,
-    turn: &Turn,
-    (rule, factors): &(Taken, Vec<f32>),
-    (gradient, dtype): (&Shared, Dtype),
-) -> Result<()> {
-    let elements = bench.elements(turn.entry, turn.index).len();
-    for &factor in factors {
-        // SAFETY: it was read, and is this turn's.
-        scale(unsafe { floats_mut(gradient, dtype, elements) }, factor, bench.exec);
-    }
-    let gradient = floats(gradient, dtype, 0, elements);
-    match rule {
-        Taken::Single(scalars) => single(bench, turn, gradient, scalars),
-        Taken::Reduced(rule) => stepped(bench, turn, gradient, rule),
-        Taken::Momentum(numbers) => momentum::stepped(bench, turn, gradient, &(*numbers).into()),
-    }
-}
-
-/// The kernels, for whoever looks at a store that has a log.
-#[derive(Debug)]
-struct Kernels;
-
-impl Arithmetic for Kernels {
-    fn apply(&self, store: &Store, logged: &LoggedChunk<'_>) -> std::result::Result<(), String> {
-        let apply = || {
-            let bench = Bench::on_chunk(store, logged.values.clone(), logged.state.clone())?;
-            let turn = Turn { entry: logged.entry, index: logged.chunk, memory: logged.gradient.clone() };
-            let rule = fitting(store, logged.entry, logged.rule)?;
-            applied(&bench, &turn, &rule, (&logged.gradient, logged.dtype))
-        };
-        apply().map_err(|error| error.to_string())
-    }
-}
-
-/// Has a store apply what its log holds where somebody only looks.
-pub fn apply_logs(store: &Store) {
-    store.apply_with(Arc::new(Kernels));
 }

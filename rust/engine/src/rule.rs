@@ -23,9 +23,7 @@ pub(crate) enum Taken {
 
 /// What a gradient is applied with whose update has these hyperparameters, after it was multiplied by each factor in turn.
 fn adam_rule(hyperparameters: &Hyperparameters, factors: &[f32]) -> Result<Rule> {
-    let scalars = hyperparameters.scalars()?;
-    let numbers = scalar_numbers(&scalars).map(|(name, number)| (name, u64::from(number)));
-    Ok(rule(ADAM, ADAM_ARITHMETIC, &numbers, factors))
+    Ok(rule(ADAM, ADAM_ARITHMETIC, &scalar_numbers(&hyperparameters.scalars()?), factors))
 }
 
 /// What the log says of an update of an entry by a gradient that was multiplied by each factor in turn.
@@ -45,58 +43,83 @@ fn rule(name: &str, arithmetic: u32, numbers: &[(&str, u64)], factors: &[f32]) -
     Rule { name: name.into(), arithmetic, numbers, factors: factors.iter().map(|factor| factor.to_bits()).collect() }
 }
 
-fn scalar_numbers(scalars: &Scalars) -> [(&'static str, u32); 10] {
-    [
-        ("grad_factor", scalars.grad_factor.to_bits()),
-        ("decay", scalars.decay.to_bits()),
-        ("l2", scalars.l2.to_bits()),
-        ("first_weight", scalars.first_weight.to_bits()),
-        ("from_gradient", u32::from(scalars.from_gradient)),
-        ("beta2", scalars.beta2.to_bits()),
-        ("one_minus_beta2", scalars.one_minus_beta2.to_bits()),
-        ("bias2_root", scalars.bias2_root.to_bits()),
-        ("eps", scalars.eps.to_bits()),
-        ("step_size", scalars.step_size.to_bits()),
-    ]
+/// A number as the log has it: its bits.
+trait Number: Sized {
+    fn to_log(self) -> u64;
+    fn from_log(bits: u64) -> Option<Self>;
 }
 
-fn adam_numbers(numbers: &Hyperparameters) -> [(&'static str, u64); 10] {
-    [
-        ("lr", numbers.lr.to_bits()),
-        ("beta1", numbers.beta1.to_bits()),
-        ("beta2", numbers.beta2.to_bits()),
-        ("eps", numbers.eps.to_bits()),
-        ("weight_decay", numbers.weight_decay.to_bits()),
-        ("decoupled", u64::from(numbers.decoupled)),
-        ("step", numbers.step),
-        ("grad_scale", numbers.grad_scale.to_bits()),
-        ("maximize", u64::from(numbers.maximize)),
-        ("seed", numbers.seed),
-    ]
+macro_rules! numbers {
+    ($($of:ty: |$number:ident| $to:expr, |$bits:ident| $from:expr;)*) => {$(
+        impl Number for $of {
+            fn to_log(self) -> u64 {
+                let $number = self;
+                $to
+            }
+
+            fn from_log($bits: u64) -> Option<Self> {
+                $from
+            }
+        }
+    )*};
 }
 
-fn momentum_numbers(numbers: &Momentum) -> [(&'static str, u64); 9] {
-    [
-        ("lr", numbers.lr.to_bits()),
-        ("momentum", numbers.momentum.to_bits()),
-        ("dampening", numbers.dampening.to_bits()),
-        ("weight_decay", numbers.weight_decay.to_bits()),
-        ("nesterov", u64::from(numbers.nesterov)),
-        ("step", numbers.step),
-        ("grad_scale", numbers.grad_scale.to_bits()),
-        ("maximize", u64::from(numbers.maximize)),
-        ("seed", numbers.seed),
-    ]
+numbers! {
+    f32: |number| u64::from(number.to_bits()), |bits| u32::try_from(bits).ok().map(Self::from_bits);
+    f64: |number| number.to_bits(), |bits| Some(Self::from_bits(bits));
+    bool: |number| u64::from(number), |bits| Some(bits != 0);
+    u64: |number| number, |bits| Some(bits);
 }
+
+/// A number of a rule, by its name.
+fn number<N: Number>(rule: &Rule, name: &str) -> Result<N> {
+    let kernel = &rule.name;
+    let found = rule.numbers.iter().find(|(known, _)| known == name);
+    let lacks = || Error::Invalid(format!("the store's log says nothing of {name:?} for {kernel:?}"));
+    let &(_, bits) = found.ok_or_else(lacks)?;
+    let wrong = || Error::Invalid(format!("the store's log says {bits:#x} of {name:?}, which is no float32"));
+    N::from_log(bits).ok_or_else(wrong)
+}
+
+/// Encodes the fields of a struct for the log, each by its name, and decodes them.
+macro_rules! named_numbers {
+    ($of:ident, $encode:ident, $decode:ident, [$($field:ident),*]) => {
+        fn $encode(of: &$of) -> Vec<(&'static str, u64)> {
+            vec![$((stringify!($field), of.$field.to_log())),*]
+        }
+
+        fn $decode(rule: &Rule) -> Result<$of> {
+            Ok($of { $($field: number(rule, stringify!($field))?),* })
+        }
+    };
+}
+
+named_numbers!(
+    Scalars,
+    scalar_numbers,
+    scalars,
+    [grad_factor, decay, l2, first_weight, from_gradient, beta2, one_minus_beta2, bias2_root, eps, step_size]
+);
+named_numbers!(
+    Hyperparameters,
+    adam_numbers,
+    adam,
+    [lr, beta1, beta2, eps, weight_decay, decoupled, step, grad_scale, maximize, seed]
+);
+named_numbers!(
+    Momentum,
+    momentum_numbers,
+    momentum,
+    [lr, momentum, dampening, weight_decay, nesterov, step, grad_scale, maximize, seed]
+);
 
 /// What a rule says, and its factors; an error where it is none that is known here.
 pub(crate) fn taken(rule: &Rule) -> Result<(Taken, Vec<f32>)> {
-    let said = Said(rule);
     let taken = match (rule.name.as_str(), rule.arithmetic) {
-        (ADAM, ADAM_ARITHMETIC) => Taken::Single(said.scalars()?),
-        (REDUCED_ADAM, REDUCED_ARITHMETIC) => Taken::Reduced(said.adam()?.into()),
-        (REDUCED_MOMENTUM, REDUCED_ARITHMETIC) => Taken::Reduced(said.momentum()?.into()),
-        (MOMENTUM, REDUCED_ARITHMETIC) => Taken::Momentum(said.momentum()?),
+        (ADAM, ADAM_ARITHMETIC) => Taken::Single(scalars(rule)?),
+        (REDUCED_ADAM, REDUCED_ARITHMETIC) => Taken::Reduced(adam(rule)?.into()),
+        (REDUCED_MOMENTUM, REDUCED_ARITHMETIC) => Taken::Reduced(momentum(rule)?.into()),
+        (MOMENTUM, REDUCED_ARITHMETIC) => Taken::Momentum(momentum(rule)?),
         (name, arithmetic) => {
             return Err(Error::Invalid(format!(
                 "the store's log has gradients for {name:?} with arithmetic {arithmetic}, which this version of memascend \
@@ -105,76 +128,6 @@ pub(crate) fn taken(rule: &Rule) -> Result<(Taken, Vec<f32>)> {
         }
     };
     Ok((taken, rule.factors.iter().map(|&bits| f32::from_bits(bits)).collect()))
-}
-
-/// A rule's numbers, by their names.
-struct Said<'a>(&'a Rule);
-
-impl Said<'_> {
-    fn number(&self, name: &str) -> Result<u64> {
-        let found = self.0.numbers.iter().find(|(known, _)| known == name);
-        let kernel = &self.0.name;
-        let lacks = || Error::Invalid(format!("the store's log says nothing of {name:?} for {kernel:?}"));
-        found.map(|&(_, bits)| bits).ok_or_else(lacks)
-    }
-
-    fn single(&self, name: &str) -> Result<f32> {
-        let bits = self.number(name)?;
-        let wrong = |_| Error::Invalid(format!("the store's log says {bits:#x} of {name:?}, which is no float32"));
-        u32::try_from(bits).map(f32::from_bits).map_err(wrong)
-    }
-
-    fn double(&self, name: &str) -> Result<f64> {
-        self.number(name).map(f64::from_bits)
-    }
-
-    fn flag(&self, name: &str) -> Result<bool> {
-        self.number(name).map(|bits| bits != 0)
-    }
-
-    fn scalars(&self) -> Result<Scalars> {
-        Ok(Scalars {
-            grad_factor: self.single("grad_factor")?,
-            decay: self.single("decay")?,
-            l2: self.single("l2")?,
-            first_weight: self.single("first_weight")?,
-            from_gradient: self.flag("from_gradient")?,
-            beta2: self.single("beta2")?,
-            one_minus_beta2: self.single("one_minus_beta2")?,
-            bias2_root: self.single("bias2_root")?,
-            eps: self.single("eps")?,
-            step_size: self.single("step_size")?,
-        })
-    }
-
-    fn adam(&self) -> Result<Hyperparameters> {
-        Ok(Hyperparameters {
-            lr: self.double("lr")?,
-            beta1: self.double("beta1")?,
-            beta2: self.double("beta2")?,
-            eps: self.double("eps")?,
-            weight_decay: self.double("weight_decay")?,
-            decoupled: self.flag("decoupled")?,
-            step: self.number("step")?,
-            grad_scale: self.double("grad_scale")?,
-            maximize: self.flag("maximize")?,
-            seed: self.number("seed")?,
-        })
-    }
-
-    fn momentum(&self) -> Result<Momentum> {
-        Ok(Momentum {
-            lr: self.double("lr")?,
-            momentum: self.double("momentum")?,
-            dampening: self.double("dampening")?,
-            weight_decay: self.double("weight_decay")?,
-            nesterov: self.flag("nesterov")?,
-            step: self.number("step")?,
-            grad_scale: self.double("grad_scale")?,
-            maximize: self.flag("maximize")?,
-            seed: self.number("seed")?,
-        })
-    }
 }
 
 #[cfg(test)]

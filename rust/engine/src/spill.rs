@@ -7,9 +7,10 @@ use memascend_store::{Buffer, Dtype, Spilled, Store};
 
 use crate::{
     Counters, Error, Gradient, Result,
-    bench::{Bench, Read, Write, bytes_mut, clear_from, elements_mut, floats, floats_mut},
     gradient::doubles,
-    job::{Leaves, Turn, Work},
+    job::Work,
+    turn::{Leaves, Turn},
+    workbench::{Read, Workbench, Write, bytes_mut, clear_from, elements_mut, floats, floats_mut},
 };
 
 /// The measure of a gradient without chunks.
@@ -55,7 +56,7 @@ impl Work for Spill {
         Leaves::Gradient
     }
 
-    fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
+    fn begin(&self, bench: &Workbench<'_>, entry: usize) -> Result<()> {
         if self.adds {
             required(bench.store, entry)?;
         }
@@ -64,11 +65,11 @@ impl Work for Spill {
         Ok(bench.store.set_spilled(entry, whole)?)
     }
 
-    fn reads<'a>(&self, bench: &Bench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
+    fn reads<'a>(&self, bench: &Workbench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
         if self.adds { Ok(vec![bench.read_spill(turn.entry, turn.index, &turn.memory)?]) } else { Ok(Vec::new()) }
     }
 
-    fn compute(&self, bench: &Bench<'_>, turn: &Turn) -> Result<()> {
+    fn compute(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
         let &Turn { entry, index: chunk, ref memory } = turn;
         let elements = bench.elements(entry, chunk);
         let (part, used) = bench.spill_part(entry, chunk, memory)?;
@@ -76,18 +77,18 @@ impl Work for Spill {
         // SAFETY: nothing is in flight of this chunk, which is this turn's.
         unsafe { clear_from(&part, used) };
         if self.adds && dtype == Dtype::F64 {
-            let given = self.gradient.doubles(bench, entry, elements.start, elements.len())?;
+            let given = self.gradient.doubles(bench.store, entry, elements.start, elements.len())?;
             // SAFETY: as above; a part begins on a page.
             add_doubles(unsafe { elements_mut(&part, 0, elements.len()) }, given)?;
         } else if self.adds {
-            let given = self.gradient.part(bench, entry, elements.start, elements.len())?;
+            let given = self.gradient.part(bench.store, entry, elements.start, elements.len())?;
             // SAFETY: as above.
             add(unsafe { floats_mut(&part, dtype, elements.len()) }, given, bench.exec)?;
         } else {
             // SAFETY: as above.
             let bytes = unsafe { bytes_mut(&part) };
             let size = used / elements.len().max(1);
-            bytes[..used].copy_from_slice(self.gradient.bytes(bench, entry, elements.start * size, used)?);
+            bytes[..used].copy_from_slice(self.gradient.bytes(bench.store, entry, elements.start * size, used)?);
         }
         let found = measure(&part, dtype, 0, elements.len(), bench.exec);
         let mut so_far = self.so_far.get();
@@ -101,7 +102,7 @@ impl Work for Spill {
         Ok(())
     }
 
-    fn writes<'a>(&self, bench: &mut Bench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
+    fn writes<'a>(&self, bench: &mut Workbench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
         Ok(vec![bench.write_spill(turn.entry, turn.index, &turn.memory)?])
     }
 
@@ -134,15 +135,15 @@ impl Unspill {
 }
 
 impl Work for Unspill {
-    fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
+    fn begin(&self, bench: &Workbench<'_>, entry: usize) -> Result<()> {
         required(bench.store, entry)
     }
 
-    fn reads<'a>(&self, bench: &Bench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
+    fn reads<'a>(&self, bench: &Workbench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
         Ok(vec![bench.read_spill(turn.entry, turn.index, &turn.memory)?])
     }
 
-    fn compute(&self, bench: &Bench<'_>, turn: &Turn) -> Result<()> {
+    fn compute(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
         let (part, used) = bench.spill_part(turn.entry, turn.index, &turn.memory)?;
         let elements = bench.elements(turn.entry, turn.index);
         let start = elements.start * (used / elements.len().max(1));
@@ -163,15 +164,15 @@ impl Work for Forget {
         Leaves::Nothing
     }
 
-    fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
+    fn begin(&self, bench: &Workbench<'_>, entry: usize) -> Result<()> {
         Ok(bench.store.set_spilled(entry, None)?)
     }
 
-    fn turns(&self, _bench: &Bench<'_>, _entry: usize) -> u32 {
+    fn turns(&self, _bench: &Workbench<'_>, _entry: usize) -> u32 {
         0
     }
 
-    fn compute(&self, _bench: &Bench<'_>, _turn: &Turn) -> Result<()> {
+    fn compute(&self, _bench: &Workbench<'_>, _turn: &Turn) -> Result<()> {
         Ok(())
     }
 }

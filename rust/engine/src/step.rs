@@ -13,8 +13,8 @@ use crate::{
     job::Job,
     log_record::{Keep, may_log},
     pipeline::lose_spilled,
-    queue::State,
-    update::Update,
+    queue::QueueState,
+    update::KernelUpdate,
 };
 
 impl Engine {
@@ -32,7 +32,13 @@ impl Engine {
 
     /// The same of one that is applied in memory, where its gradient finds room in the log or nothing is to be durable:
     /// what is written of it goes on its way now.
-    pub(crate) fn wait_to_update(&self, entry: usize, step: u64, update: Update, wait: &mut Wait<'_>) -> Result<()> {
+    pub(crate) fn wait_to_update(
+        &self,
+        entry: usize,
+        step: u64,
+        update: KernelUpdate,
+        wait: &mut Wait<'_>,
+    ) -> Result<()> {
         let store = &self.shared.store;
         self.shared.queue.lock().failure()?;
         self.held.require_none(store, entry)?;
@@ -47,14 +53,14 @@ impl Engine {
         };
         let applies = store.applies() || logged.is_some();
         let (gradient, rule) = logged.unzip();
-        self.held.wait(Waiting { entry, step, work: Box::new(update), applies, rehearsal: None, rule });
+        self.held.wait(Waiting { entry, step, work: Box::new(update), applies, rule });
         if gradient.is_none() {
             return Ok(());
         }
         self.push_of_step(Job::new(entry, Keep { gradient, whole: store.is_due(entry) }), wait)
     }
 
-    /// Begins a job that the step lacks if that does not come to pass.
+    /// Queues a job of the step. Where the queue does not take it, the step has failed: it would lack the job.
     fn push_of_step(&self, job: Job, wait: &mut Wait<'_>) -> Result<()> {
         let begun = self.shared.queue.push(job, wait);
         if let Err(error) = &begun {
@@ -63,19 +69,10 @@ impl Engine {
         begun
     }
 
-    /// Begins what waits of held entries and goes through the pipeline: those that are staged, and rehearsals.
+    /// Queues the updates of held entries that are staged before the commit.
     fn begin_through(&self, wait: &mut Wait<'_>) -> Result<()> {
         while let Some(Waiting { entry, work, .. }) = self.held.next_through() {
             self.push_of_step(Job::boxed(entry, work), wait)?;
-        }
-        while let Some((entry, rehearsal)) = self.held.next_rehearsal() {
-            // What a discard made stale is read again.
-            if let Err(error) = self.shared.store.refresh(&[entry], &mut |_, _| true) {
-                let mut state = self.shared.queue.lock();
-                state.failed.get_or_insert_with(|| error.into());
-                return state.failure();
-            }
-            self.push_of_step(Job::new(entry, rehearsal), wait)?;
         }
         Ok(())
     }
@@ -83,12 +80,12 @@ impl Engine {
     /// Has everything of the step written but what is applied in memory.
     fn write_all(&self, wait: &mut Wait<'_>) -> Result<()> {
         self.begin_through(wait)?;
-        self.shared.queue.wait(wait, "updates", State::is_idle)?.failure()?;
+        self.shared.queue.wait(wait, "updates", QueueState::is_idle)?.failure()?;
         // Those without a gradient in this step.
         for entry in self.shared.store.due() {
             self.push_of_step(Job::new(entry, Keep { gradient: None, whole: true }), wait)?;
         }
-        self.shared.queue.wait(wait, "held entries to be written", State::is_idle)?.failure()
+        self.shared.queue.wait(wait, "held entries to be written", QueueState::is_idle)?.failure()
     }
 
     /// Waits until every update is staged. The first error of the step is raised here or by an update, once.
@@ -101,7 +98,7 @@ impl Engine {
     /// As [`Engine::finish`], but for updates of held entries, which begin with that or with the commit.
     pub fn settle(&self, mut wait: Wait<'_>) -> Result<()> {
         self.here()?;
-        let mut state = self.shared.queue.wait(&mut wait, "updates", State::is_idle)?;
+        let mut state = self.shared.queue.wait(&mut wait, "updates", QueueState::is_idle)?;
         state.failure()
     }
 
@@ -115,8 +112,8 @@ impl Engine {
     pub fn commit_agreed(&self, commit: Commit, mut wait: Wait<'_>, agree: &mut dyn FnMut() -> bool) -> Result<u64> {
         self.here()?;
         self.write_all(&mut wait)?;
-        let Shared { store, ring, owner, chunks, .. } = &*self.shared;
-        let workers = Workers { store, ring, owner: *owner, threads: self.threads.get().min(*chunks) };
+        let Shared { store, staging, chunks, .. } = &*self.shared;
+        let workers = Workers { store, staging, threads: self.threads.get().min(*chunks) };
         let applying = self.held.applying();
         for &(entry, step) in &applying {
             let keep_waiting = wait.keep_waiting.as_mut().map(|keep| &mut **keep as &mut dyn FnMut() -> bool);
@@ -147,7 +144,7 @@ impl Engine {
                 applications.push((job.entry, store.application(job.entry)?));
                 self.shared.queue.push(Job::boxed(job.entry, job.work), &mut Wait::forever())?;
             }
-            self.shared.queue.wait(&mut Wait::forever(), "updates", State::is_idle)?.failure()?;
+            self.shared.queue.wait(&mut Wait::forever(), "updates", QueueState::is_idle)?.failure()?;
             for (entry, application) in applications {
                 (0..store.layout().chunks_of(entry)).for_each(|chunk| application.chunk_applied(chunk));
                 application.applied();
@@ -167,7 +164,7 @@ impl Engine {
         self.here()?;
         self.cancel(None);
         self.held.discard(None);
-        let mut state = self.shared.queue.wait(&mut wait, "updates", State::is_idle)?;
+        let mut state = self.shared.queue.wait(&mut wait, "updates", QueueState::is_idle)?;
         state.failed = None;
         state.told = false;
         drop(state);

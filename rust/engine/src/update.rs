@@ -3,19 +3,19 @@
 use std::sync::Arc;
 
 use memascend_math::{Floats, FloatsMut, Rule, Scalars, State, adam, scale};
-use memascend_store::{Buffer, Description, Dtype, Entry, Format, Store};
+use memascend_store::{Buffer, Description, Dtype, Entry, Format, StateTensor, Store};
 
 use crate::{
-    Counters, Error, Gradient, Result,
-    bench::{Bench, Read, Write, clear_from, elements_mut, floats, floats_mut},
-    compact,
+    Counters, Error, Gradient, Result, compact,
     gradient::require_update,
     held::Kept,
-    job::{Leaves, Turn, Work},
+    job::Work,
     live::{self, Live},
     log_record::Logged,
-    momentum, reduced, rule,
+    reduced, rule,
     spill::{Spill, required, spill_dtype},
+    turn::{Leaves, Turn},
+    workbench::{Read, Workbench, Write, clear_from, elements_mut, floats, floats_mut},
 };
 
 /// The gradient that an entry is updated by.
@@ -27,7 +27,7 @@ pub enum By {
     Spilled(Vec<f32>),
 }
 
-pub(crate) struct Update {
+pub(crate) struct KernelUpdate {
     by: By,
     /// The gradient that is kept in memory instead of spilled, where the entry is held.
     kept: Option<Arc<Kept>>,
@@ -38,7 +38,7 @@ pub(crate) struct Update {
     rule: Rule,
 }
 
-impl Update {
+impl KernelUpdate {
     pub(crate) fn new(
         store: &Store,
         entry: usize,
@@ -85,7 +85,7 @@ impl Update {
     }
 }
 
-impl Work for Update {
+impl Work for KernelUpdate {
     fn nbytes(&self) -> usize {
         match &self.by {
             By::Given(gradient) => gradient.nbytes(),
@@ -97,7 +97,7 @@ impl Work for Update {
         self.spill.as_ref().map_or(Leaves::Same, Work::leaves)
     }
 
-    fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
+    fn begin(&self, bench: &Workbench<'_>, entry: usize) -> Result<()> {
         if self.is_spilled() {
             required(bench.store, entry)?;
         }
@@ -107,7 +107,7 @@ impl Work for Update {
         bench.begin(entry, self.rule.step())
     }
 
-    fn reads<'a>(&self, bench: &Bench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
+    fn reads<'a>(&self, bench: &Workbench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
         let &Turn { entry, index: chunk, ref memory } = turn;
         let mut reads = Vec::with_capacity(3);
         if self.live.is_none() && live::are_needed(&bench.store.description().entries[entry]) {
@@ -122,7 +122,7 @@ impl Work for Update {
         Ok(reads)
     }
 
-    fn compute(&self, bench: &Bench<'_>, turn: &Turn) -> Result<()> {
+    fn compute(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
         if let Some(live) = &self.live {
             live.take(bench, turn)?;
         }
@@ -132,7 +132,7 @@ impl Work for Update {
         let elements = bench.elements(turn.entry, turn.index);
         match &self.by {
             By::Given(gradient) => {
-                let gradient = gradient.part(bench, turn.entry, elements.start, elements.len())?;
+                let gradient = gradient.part(bench.store, turn.entry, elements.start, elements.len())?;
                 stepped(bench, turn, gradient, &self.rule)
             }
             By::Spilled(factors) => {
@@ -150,7 +150,7 @@ impl Work for Update {
         }
     }
 
-    fn writes<'a>(&self, bench: &mut Bench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
+    fn writes<'a>(&self, bench: &mut Workbench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
         let &Turn { entry, index: chunk, ref memory } = turn;
         let mut writes = bench.stage_chunk(entry, chunk, memory)?;
         if let Some(spill) = &self.spill {
@@ -165,18 +165,17 @@ impl Work for Update {
 }
 
 /// The arithmetic on one chunk.
-pub(crate) fn stepped(bench: &Bench<'_>, turn: &Turn, gradient: Floats<'_>, rule: &Rule) -> Result<()> {
+pub(crate) fn stepped(bench: &Workbench<'_>, turn: &Turn, gradient: Floats<'_>, rule: &Rule) -> Result<()> {
     match rule {
-        _ if reduced::is_reduced(&bench.store.description().entries[turn.entry]) => {
-            reduced::stepped(bench, turn, gradient, rule)
+        Rule::Adam(numbers) if !reduced::is_reduced(&bench.store.description().entries[turn.entry]) => {
+            single(bench, turn, gradient, &numbers.scalars()?)
         }
-        Rule::Adam(numbers) => single(bench, turn, gradient, &numbers.scalars()?),
-        Rule::Momentum(_) => momentum::stepped(bench, turn, gradient, rule),
+        _ => reduced::stepped(bench, turn, gradient, rule),
     }
 }
 
 /// The arithmetic of Adam with float32 moments.
-pub(crate) fn single(bench: &Bench<'_>, turn: &Turn, gradient: Floats<'_>, scalars: &Scalars) -> Result<()> {
+pub(crate) fn single(bench: &Workbench<'_>, turn: &Turn, gradient: Floats<'_>, scalars: &Scalars) -> Result<()> {
     let &Turn { entry, index: chunk, ref memory } = turn;
     let described = &bench.store.description().entries[entry];
     if described.is_compact() {
@@ -215,9 +214,7 @@ fn require_state(description: &Description, entry: usize, rule: &Rule) -> Result
              its values are of 16 bits; or a state in a format of its own"
         ))),
         Rule::Momentum(_) if reduced::is_reduced(described) && described.has_momentum() => Ok(()),
-        Rule::Momentum(numbers)
-            if momentum::has_state(described) && (numbers.momentum == 0.0 || described.has_momentum()) =>
-        {
+        Rule::Momentum(numbers) if has_sgd(described) && (numbers.momentum == 0.0 || described.has_momentum()) => {
             Ok(())
         }
         Rule::Momentum(_) => Err(Error::Invalid(format!(
@@ -225,6 +222,21 @@ fn require_state(description: &Description, entry: usize, rule: &Rule) -> Result
              it a master where its values are of 16 bits; or a momentum in a format of its own"
         ))),
     }
+}
+
+/// Whether an entry has the state of torch's SGD as it is: float32 values or a master, and a momentum or none.
+pub(crate) fn has_sgd(described: &Entry) -> bool {
+    let masters = match described.dtype {
+        Dtype::F32 => 0,
+        Dtype::Bf16 | Dtype::F16 => 1,
+        _ => return false,
+    };
+    let own = |tensor: &StateTensor| tensor.dtype == Dtype::F32 && tensor.shape == described.shape;
+    let moments = usize::from(described.has_momentum());
+    described.format == Format::Plain
+        && described.state.len() == masters + moments
+        && described.state.iter().all(own)
+        && described.state.iter().take(masters).all(|tensor| tensor.name == "master")
 }
 
 /// Whether an entry has what Adam needs: two moments, and a master unless its own values are one, all of them float32

@@ -4,12 +4,10 @@ use memascend_math::{WideState, decode, encode};
 use memascend_store::{Buffer, Dtype, Entry, Master, Shared, Store};
 
 use crate::{
-    Error, Result,
-    apply::inside,
-    bench::{Bench, bytes_mut, clear_from, elements_mut},
-    job::Turn,
-    reduced,
+    Error, Result, reduced,
     spill::spill_dtype,
+    turn::Turn,
+    workbench::{Workbench, bytes_mut, clear_from, elements_mut, inside},
 };
 
 /// Where tensors begin.
@@ -95,7 +93,7 @@ unsafe fn wide_parts<'a>(
 /// The parts of a staging chunk that are copied as they are, and where each of their tensors lies in the whole: values, state
 /// that is not widened, gradient.
 fn staged(
-    bench: &Bench<'_>,
+    bench: &Workbench<'_>,
     (entry, chunk): (usize, u32),
     memory: &Shared,
     plan: &Plan,
@@ -116,13 +114,19 @@ fn staged(
 }
 
 /// A chunk's turn, and the elements that it has in the whole.
-fn turn_of(bench: &Bench<'_>, (entry, chunk): (usize, u32), memory: &Shared) -> (Turn, (usize, usize)) {
+fn turn_of(bench: &Workbench<'_>, (entry, chunk): (usize, u32), memory: &Shared) -> (Turn, (usize, usize)) {
     let elements = bench.elements(entry, chunk);
     (Turn { entry, index: chunk, memory: memory.clone() }, (elements.start, elements.len()))
 }
 
 /// Copies what was read of a chunk to its place in the whole.
-pub(crate) fn gathered(bench: &Bench<'_>, of: (usize, u32), memory: &Shared, plan: &Plan, all: &Shared) -> Result<()> {
+pub(crate) fn gathered(
+    bench: &Workbench<'_>,
+    of: (usize, u32),
+    memory: &Shared,
+    plan: &Plan,
+    all: &Shared,
+) -> Result<()> {
     let (turn, elements) = turn_of(bench, of, memory);
     for (part, (at, element)) in staged(bench, of, memory, plan)? {
         let place = inside(all, at + elements.0 * element, part.len())?;
@@ -141,7 +145,13 @@ pub(crate) fn gathered(bench: &Bench<'_>, of: (usize, u32), memory: &Shared, pla
 }
 
 /// Copies a chunk of the whole to where it is written from. The gradient stays: it is not written.
-pub(crate) fn scattered(bench: &Bench<'_>, of: (usize, u32), memory: &Shared, plan: &Plan, all: &Shared) -> Result<()> {
+pub(crate) fn scattered(
+    bench: &Workbench<'_>,
+    of: (usize, u32),
+    memory: &Shared,
+    plan: &Plan,
+    all: &Shared,
+) -> Result<()> {
     let (turn, elements) = turn_of(bench, of, memory);
     for piece in bench.pieces_of_chunk(of.0, of.1) {
         // SAFETY: nothing is in flight of this staging chunk, which is this turn's.

@@ -1,8 +1,8 @@
 //! Translates `rust/engine` for Python: the pipelined update.
 
-use std::{num::NonZeroUsize, path::PathBuf, sync::Arc, time::Duration};
+use std::{num::NonZeroUsize, path::PathBuf, sync::Arc};
 
-use memascend_engine::{Application, By, First, Hyperparameters, Late, Momentum, Options, Rule, WideState};
+use memascend_engine::{Application, By, First, Given, Hyperparameters, Momentum, Options, Rule, WideState};
 use memascend_store::{Buffer, Commit, Entry};
 use pyo3::{
     PyTraverseError, PyVisit,
@@ -80,8 +80,6 @@ impl Engine {
     }
 
     /// End the log that a store has which was not closed: apply its gradients, and write and commit their entries.
-    ///
-    /// `progress(done, all)` is called with bytes of gradients; what it raises ends the work. Whether there was a log.
     #[pyo3(signature = (progress=None))]
     fn replay(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<bool> {
         let mut replayed = None;
@@ -111,9 +109,6 @@ impl Engine {
     }
 
     /// Begin the update of a parameter, and return when its gradient has room in the queue.
-    ///
-    /// The gradient is held until it was used, and must not change meanwhile. `values` may be given where the parameter is
-    /// resident, as the last commit left it: they are then not read.
     #[pyo3(signature = (name, gradient, numbers, *, values=None))]
     fn update(
         &self,
@@ -130,8 +125,6 @@ impl Engine {
     }
 
     /// As `update`, of an entry that is not held, and as `spill`: the gradient is written as it is used.
-    ///
-    /// `take_back` discards the update and leaves the gradient, for another one.
     #[pyo3(signature = (name, gradient, numbers, *, values=None))]
     fn update_spilling(
         &self,
@@ -168,8 +161,6 @@ impl Engine {
     }
 
     /// Queue a gradient to wait on storage; with `add`, add it to the one that is there, with the bits of `add_`.
-    ///
-    /// What is spilled is no part of a step: commits leave it, and it is forgotten when the store is closed.
     #[pyo3(signature = (name, gradient, *, add=false))]
     fn spill(&self, name: &Bound<'_, PyString>, gradient: &Bound<'_, PyAny>, add: bool) -> PyResult<()> {
         let (py, (entry, described)) = (name.py(), self.entry(name)?);
@@ -179,8 +170,6 @@ impl Engine {
     }
 
     /// Of the spilled gradient: whether a non-finite is in it, and the sum of its squares, not rounded.
-    ///
-    /// Waits for what is queued of the entry; both were computed as the gradient was written.
     fn spilled<'py>(&self, name: &Bound<'py, PyString>) -> PyResult<(bool, Bound<'py, PyAny>)> {
         let (py, (entry, _)) = (name.py(), self.entry(name)?);
         let spilled = waiting(py, None, |wait| self.inner.spilled(entry, wait))?;
@@ -209,30 +198,21 @@ impl Engine {
         gradient: Option<&Bound<'_, PyAny>>,
         step: u64,
         values: Option<&Bound<'_, PyAny>>,
-        how: (bool, bool, bool, bool),
+        how: (bool, bool, bool),
     ) -> PyResult<()> {
         let (py, (entry, described)) = (name.py(), self.entry(name)?);
         let nbytes = gradient.map_or(Ok(0), |gradient| tensors::kept(described, gradient))?;
         let spilled = gradient.is_none();
-        let (whole, wide, late, rehearsed) = how;
-        let late = match (late, rehearsed) {
-            (false, _) => Late::Never,
-            (true, true) => Late::Rehearsed,
-            (true, false) => Late::Always,
+        let (whole, wide, after_commit) = how;
+        let given = match (whole, wide) {
+            (false, _) => Given::InChunks,
+            (true, false) => Given::Whole,
+            (true, true) => Given::Wide,
         };
         let (function, values) = (Box::new(Applied { adapter }), tensors::live(described, values)?);
-        let application = Application { function, nbytes, step, spilled, whole, wide, late };
+        let application = Application { function, nbytes, step, spilled, given, after_commit };
         waiting(py, None, |wait| self.inner.apply(entry, application, values, wait))?
             .map_err(|error| engine_error(py, &error))
-    }
-
-    /// Read what storage has of the state, for at most so many bytes and seconds, while nothing else is begun.
-    ///
-    /// Returns the bytes that were read, and how long that took.
-    fn probe(&self, py: Python<'_>, nbytes: u64, seconds: f64) -> PyResult<(u64, f64)> {
-        let most = Duration::try_from_secs_f64(seconds).unwrap_or_default();
-        let (read, took) = py.detach(|| self.inner.probe(nbytes, most)).map_err(|error| engine_error(py, &error))?;
-        Ok((read, took.as_secs_f64()))
     }
 
     /// Wait until every update is staged.
@@ -269,8 +249,6 @@ impl Engine {
     }
 
     /// Drop what waits, drain what is in flight, forget what was staged: all of it, or of one entry alone.
-    ///
-    /// A step that failed is over when all of it was discarded, and not before.
     #[pyo3(signature = (name=None))]
     fn discard(&self, py: Python<'_>, name: Option<&Bound<'_, PyString>>) -> PyResult<()> {
         let entry = name.map(|name| self.entry(name)).transpose()?.map(|(entry, _)| entry);
@@ -300,8 +278,6 @@ impl Engine {
     }
 
     /// Record what happens to the store, until `trace_end`, into a new file for Perfetto or `chrome://tracing`.
-    ///
-    /// Reads, writes and flushes; what the engine's thread computes and waits for; waits for fetched units.
     #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
     fn trace(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
         let volume = self.store.get().inner.volume();

@@ -37,8 +37,6 @@ impl UnitParts {
     }
 
     /// Begin to read a part into a contiguous uint8 CPU tensor of its size, before all other I/O that waits.
-    ///
-    /// The tensor is held until the end.
     fn begin(&self, index: usize, into: &Bound<'_, PyAny>) -> PyResult<PartFetch> {
         let py = into.py();
         let Some((_, nbytes)) = self.inner.places().nth(index) else {

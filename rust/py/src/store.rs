@@ -84,12 +84,8 @@ impl Store {
                 ("previous", Existing::Previous),
             ],
         )?;
-        how.durability = chosen(
-            py,
-            "durability",
-            durability,
-            &[("step", Durability::Step), ("close", Durability::Close), ("none", Durability::None)],
-        )?;
+        how.durability =
+            chosen(py, "durability", durability, &[("step", Durability::Step), ("none", Durability::None)])?;
         how.goes_back_later = true;
         let description =
             entries.map(|entries| described(py, entries, units, optimizer, chunk_elements)).transpose()?;
@@ -182,8 +178,6 @@ impl Store {
     }
 
     /// Hold entries in memory from now on; what was held before is not any more. Nothing is read before `refresh`.
-    ///
-    /// `registered`: in memory that a device copies from, where that can be had.
     #[pyo3(signature = (names, *, registered=false))]
     fn hold(&self, names: &Bound<'_, PyAny>, registered: bool) -> PyResult<()> {
         let (py, entries) = (names.py(), self.indices(names)?);
@@ -220,8 +214,6 @@ impl Store {
     }
 
     /// The values of a unit where they are held, as the last commit left them; None where not all of it is held.
-    ///
-    /// Each entry is at its `"unit_offset"` of the bytes. An update changes them where they lie.
     fn held_unit<'py>(&self, unit: &Bound<'py, PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
         let (py, unit) = (unit.py(), self.unit(unit)?);
         let entries: Vec<usize> = self.inner.entries_of(unit).collect();
@@ -245,8 +237,6 @@ impl Store {
     }
 
     /// Begin to read the values of a unit, as the last commit left them, before all other I/O that waits.
-    ///
-    /// They go `into` a contiguous uint8 CPU tensor that begins on a page. It is held until the end.
     fn fetch(&self, unit: &Bound<'_, PyString>, into: &Bound<'_, PyAny>) -> PyResult<Fetch> {
         let (py, unit) = (unit.py(), self.unit(unit)?);
         let memory = bytes_into(into, || "a unit is fetched into a contiguous uint8 tensor on the CPU".into())?;
@@ -259,8 +249,6 @@ impl Store {
     }
 
     /// The values of a unit, as the last commit left them, in parts of at most so many bytes; reads nothing yet.
-    ///
-    /// `checkers` check them as they come; without, whoever waits for one does.
     #[pyo3(signature = (unit, bytes_max, checkers=None))]
     fn parts(&self, unit: &Bound<'_, PyString>, bytes_max: u64, checkers: Option<Py<Checkers>>) -> PyResult<UnitParts> {
         let (py, unit) = (unit.py(), self.unit(unit)?);
@@ -284,10 +272,6 @@ impl Store {
             Ok(waiting(py, None, |wait| self.inner.commit_agreed(commit, wait, agree))?
                 .map_err(|error| store_error(py, &error)))
         })
-    }
-
-    fn set_first_elements_at(&self, py: Python<'_>, firsts: Vec<u64>) -> PyResult<()> {
-        self.inner.set_first_elements(firsts).map_err(|error| store_error(py, &error))
     }
 
     /// Have nothing written any more, by `close()` either: what is committed stays as it is.
@@ -434,8 +418,6 @@ pub(crate) struct Fetch {
 #[pymethods]
 impl Fetch {
     /// Wait for the device, without the GIL, and check every byte. Ctrl-C ends the wait, not the read.
-    ///
-    /// The newest version among its entries (the generation that wrote it). Waiting again says the same again.
     fn wait(&self, py: Python<'_>) -> PyResult<u64> {
         waiting(py, None, |wait| self.inner.wait(wait))?.map_err(|error| store_error(py, &error))
     }

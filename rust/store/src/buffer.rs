@@ -1,9 +1,12 @@
-//! Shares memory between operations: parts of one lease, or of other memory.
+//! Memory of operations: parts of one lease, or of other memory; room that is leased again and again; transfers.
 
 use std::{ptr::NonNull, sync::Arc};
 
-use memascend_mem::Lease;
+use memascend_mem::{ChunkRing, Lease, OnFork, OwnerId, Pin, Region, Wait};
 pub use memascend_nvme::Buffer;
+use memascend_nvme::{NotBegun, Ticket};
+
+use crate::{Error, Result};
 
 /// A range of a lease that is shared. Clones and parts are the same memory.
 #[derive(Debug)]
@@ -75,4 +78,72 @@ unsafe impl<B: Buffer + Sync> Buffer for Shared<B> {
 pub(crate) fn bytes_of(buffer: &impl Buffer) -> &[u8] {
     // SAFETY: a buffer's bytes are mapped while it lives; the callers have it back from its operation, or not begun one.
     unsafe { std::slice::from_raw_parts(buffer.as_ptr(), buffer.len()) }
+}
+
+/// Memory in pieces of one size, each leased again and again.
+#[derive(Debug)]
+pub struct Scratch {
+    ring: ChunkRing,
+    owner: OwnerId,
+    /// Bytes of a piece.
+    pub each: usize,
+    /// Bytes that are mapped.
+    pub mapped: usize,
+}
+
+impl Scratch {
+    /// `count` pieces of `bytes` each, of which reports say that `owner` has them.
+    pub fn new(bytes: usize, count: usize, owner: &str) -> Result<Self> {
+        Self::pinned(bytes, count, owner, Pin::Off)
+    }
+
+    /// The same, pinned so.
+    pub fn pinned(bytes: usize, count: usize, owner: &str, pin: Pin) -> Result<Self> {
+        let region = Region::new(bytes * count, pin, OnFork::Wipe, owner)?;
+        let ring = ChunkRing::new(&region, bytes, count)?;
+        Ok(Self { owner: ring.owner(owner)?, ring, each: bytes, mapped: region.bytes() })
+    }
+
+    /// A piece that nobody has.
+    pub fn lease(&self, wait: Wait<'_>) -> std::result::Result<Lease, memascend_mem::Error> {
+        self.ring.lease(self.owner, wait)
+    }
+
+    /// The first bytes of a piece, which waits until one is free.
+    pub(crate) fn part(&self, nbytes: u64) -> Result<Shared> {
+        let part = Shared::new(self.lease(Wait::forever())?).part(0, nbytes as usize);
+        part.ok_or_else(|| Error::Invalid(format!("{nbytes} bytes do not fit a room of {}", self.each)))
+    }
+}
+
+/// A read or write that is under way. Dropping it waits for its end.
+pub struct Transfer<B: Buffer>(Option<Ticket<B>>);
+
+impl<B: Buffer> Transfer<B> {
+    /// What a volume has begun, or why it has not.
+    pub(crate) fn begun(ticket: std::result::Result<Ticket<B>, NotBegun<B>>) -> Result<Self> {
+        Ok(Self(Some(ticket.map_err(|refused| refused.error)?)))
+    }
+
+    /// Whether it has ended. Never waits.
+    #[must_use]
+    pub fn is_done(&self) -> bool {
+        self.0.as_ref().is_none_or(Ticket::is_done)
+    }
+
+    /// Waits for the end and gives the buffer back.
+    pub fn wait(mut self) -> Result<B> {
+        let Some(ticket) = self.0.take() else { unreachable!("only waiting takes it") };
+        let finished = ticket.wait();
+        finished.result?;
+        Ok(finished.buffer)
+    }
+}
+
+impl<B: Buffer> Drop for Transfer<B> {
+    fn drop(&mut self) {
+        if let Some(ticket) = self.0.take() {
+            drop(ticket.wait());
+        }
+    }
 }

@@ -14,17 +14,17 @@ use crate::{Buffer, Error, PartFetch, Result};
 ///
 /// Dropping it checks what was handed over, and ends the threads.
 pub struct Checkers<B: Buffer + Sync> {
-    line: Arc<Line<B>>,
+    line: Arc<CheckQueue<B>>,
     threads: Vec<JoinHandle<()>>,
     /// The process that has the threads, as far as forks are concerned.
     generation: u32,
 }
 
-struct Line<B: Buffer + Sync> {
-    state: Guarded<State<B>>,
+struct CheckQueue<B: Buffer + Sync> {
+    state: Guarded<Waiting<B>>,
 }
 
-struct State<B: Buffer + Sync> {
+struct Waiting<B: Buffer + Sync> {
     waiting: VecDeque<(Arc<PartFetch<B>>, Arc<Checked>)>,
     closing: bool,
 }
@@ -44,8 +44,8 @@ impl<B: Buffer + Sync + 'static> Checkers<B> {
     /// As many threads, or as many as can be had; with none, whoever waits for a part checks it.
     #[must_use]
     pub fn new(threads: usize) -> Self {
-        let state = State { waiting: VecDeque::new(), closing: false };
-        let line = Arc::new(Line { state: Guarded::new(state) });
+        let state = Waiting { waiting: VecDeque::new(), closing: false };
+        let line = Arc::new(CheckQueue { state: Guarded::new(state) });
         let begun = (0..threads).map_while(|_| {
             let line = Arc::clone(&line);
             thread::Builder::new().name("memascend-check".into()).spawn(move || line.serve()).ok()
@@ -73,7 +73,7 @@ impl<B: Buffer + Sync + 'static> Checkers<B> {
     }
 }
 
-impl<B: Buffer + Sync> Line<B> {
+impl<B: Buffer + Sync> CheckQueue<B> {
     fn serve(&self) {
         while let Some((part, checked)) = self.next() {
             // Also where the check panics: nobody waits for ever.

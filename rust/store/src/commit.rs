@@ -6,12 +6,12 @@ use memascend_mem::Wait;
 use memascend_nvme::Part;
 
 use crate::{
-    Durability, Error, Head, Result, StepHead, Store,
+    Durability, Error, Head, Result, StepHead, Store, Transfer,
     features::{IDENTITY, LOG, RANKS},
-    index::Kept,
+    index::{Index, Kept, Phase},
     layout::PAGE_BYTES,
     log::Live,
-    root::{Beside, Root, Run, UNCLOSED, UNFLUSHED},
+    root::{Beside, Root, Run},
     store::CATALOG_CHUNK_BYTES,
     table::table_checksum,
 };
@@ -36,10 +36,10 @@ pub struct Commit {
 pub(crate) enum Reach {
     /// Not at all.
     Memory,
-    /// Without a flush.
-    Unflushed,
-    /// For good, with these flags in the root.
-    Durable(u32),
+    /// For good, with a root that says that the store is not closed: commits in memory follow.
+    Unclosed,
+    /// For good.
+    Durable,
 }
 
 impl Store {
@@ -70,34 +70,32 @@ impl Store {
             if let Some(error) = &index.failed {
                 return Err(Error::Usage(format!("a write of this step failed, so it can only be discarded: {error}")));
             }
-            if let Some(entry) = index.entries.iter().position(|slots| slots.staged && slots.missing > 0) {
+            if let Some(entry) = index.entries.iter().position(|slots| slots.pending.is_staged() && slots.missing > 0) {
                 let (name, missing) = (&self.description.entries[entry].name, index.entries[entry].missing);
                 return Err(Error::Usage(format!("{name:?} is staged in part, {missing} pieces are missing")));
             }
-            index.committing = true;
+            index.phase = Phase::Committing;
             match self.durability {
                 // The very first commit is what makes a store, whatever comes after it.
-                _ if index.generation == 0 => Reach::Durable(0),
+                _ if index.generation == 0 => Reach::Durable,
                 // What a log was replayed to is as durable as the log was.
-                _ if index.log.found.is_some() && commit.log.is_none() => Reach::Durable(0),
-                Durability::Step => Reach::Durable(0),
-                // Once in a run a flagged root is made durable: from the next step on slots are written that a root without
-                // a flag may name, and after a loss of power that one must not be the newest.
-                Durability::Close if index.root_flags & UNFLUSHED == 0 => Reach::Durable(UNFLUSHED),
-                Durability::Close => Reach::Unflushed,
-                Durability::None if index.root_flags & UNCLOSED == 0 => Reach::Durable(UNCLOSED),
-                Durability::None => Reach::Memory,
+                _ if index.log.found.is_some() && commit.log.is_none() => Reach::Durable,
+                Durability::Step => Reach::Durable,
+                Durability::None if index.root_is_unclosed => Reach::Memory,
+                Durability::None => Reach::Unclosed,
             }
         };
         // Length and mode that opening its files gave them stay from here on; a new file does once it takes its name.
         self.volume.keep();
         let result = self.carry_out(commit, reach, agree);
         let mut index = self.index.lock();
-        index.committing = false;
+        if matches!(index.phase, Phase::Committing) {
+            index.phase = Phase::Open;
+        }
         if let Err(error) = &result {
             index.next_step = index.step;
             if let Error::Broken(cause) = error {
-                index.broken = Some(Arc::clone(cause));
+                index.break_by(Arc::clone(cause));
             }
         }
         drop(index);
@@ -108,56 +106,52 @@ impl Store {
     /// Makes the last commit durable where the store's durability left that open; drops what is staged. The store can
     /// still be read, and nothing can be staged any more.
     pub fn close(&self, mut wait: Wait<'_>) -> Result<()> {
-        let reach = {
-            let mut index = self.when(&mut wait, "writes of the step", |index| index.writing == 0)?;
-            if index.broken.is_some() || index.closed {
+        let mut index = self.when(&mut wait, "writes of the step", |index| index.writing == 0)?;
+        match index.phase {
+            Phase::Broken(_) | Phase::Closed => {
                 index.held = None;
                 return Ok(());
             }
-            if index.given_up.is_some() {
-                // Nothing was done with it, and the newest commit stays.
-                index.closed = true;
+            // Nothing was done with it, and the newest commit stays.
+            Phase::Previous { .. } => {
+                index.close();
                 return Ok(());
             }
-            index.writable()?;
-            (0..index.entries.len()).for_each(|entry| index.forget(entry));
-            drop(index);
-            // Elsewhere the log has it.
-            if self.durability == Durability::None {
-                self.close_applied()?;
-            }
-            let mut index = self.index.lock();
-            index.closed = true;
-            index.held = None;
-            // Whoever committed nothing leaves both commits as they were found.
-            index.generation > index.found_generation && index.root_flags != 0
-        };
-        if !reach {
+            Phase::Open | Phase::Committing => index.writable()?,
+        }
+        (0..index.entries.len()).for_each(|entry| index.forget(entry));
+        drop(index);
+        // Elsewhere the log has it.
+        if self.durability == Durability::None {
+            self.close_applied()?;
+        }
+        let mut index = self.index.lock();
+        index.close();
+        index.held = None;
+        // Whoever committed nothing leaves both commits as they were found.
+        if !index.root_is_unclosed || index.generation == index.found_generation {
             return Ok(());
         }
-        let (step, was_unclosed, takes_its_place) = {
-            let index = self.index.lock();
-            let takes_its_place = (index.generation + 1 - index.root_generation).is_multiple_of(2);
-            (index.step, index.root_flags & UNCLOSED != 0, takes_its_place)
-        };
-        let commit = || Commit { step, ..Commit::default() };
-        let carry_out = || self.carry_out(commit(), Reach::Durable(0), &mut || true).map(drop);
-        carry_out()?;
+        let takes_its_place = (index.generation + 1 - index.root_generation).is_multiple_of(2);
+        let commit = Commit { step: index.step, ..Commit::default() };
+        drop(index);
+        let carry_out = |commit| self.carry_out(commit, Reach::Durable, &mut || true).map(drop);
+        carry_out(commit.clone())?;
         // Commits in memory wrote over what both roots named. Where the one that said so is gone, the other one does not,
         // and names what is live now, too.
-        if was_unclosed && takes_its_place { carry_out() } else { Ok(()) }
+        if takes_its_place { carry_out(commit) } else { Ok(()) }
     }
 
     /// Has nothing be written any more, by [`Store::close`] either: what is committed stays as it is.
     pub fn end(&self) {
-        self.index.lock().closed = true;
+        self.index.lock().close();
         self.index.notify_all();
     }
 
     pub(crate) fn carry_out(&self, commit: Commit, reach: Reach, agree: &mut dyn FnMut() -> bool) -> Result<u64> {
         let (mut live, head) = {
             let index = self.index.lock();
-            let is_staged = |entry: usize| index.entries[entry].staged;
+            let is_staged = |entry: usize| index.entries[entry].pending.is_staged();
             index.log.after((index.generation + 1, commit.step), is_staged, commit.log.as_ref())?
         };
         let before = {
@@ -173,12 +167,12 @@ impl Store {
         let made_durable = self.write_catalog(reach, (&mut live, head.as_ref()), agree);
         let mut index = self.index.lock();
         match made_durable {
-            Ok(flags) => {
+            Ok(()) => {
                 index.generation += 1;
                 index.step = index.next_step;
                 index.log.committed(live);
-                if let Some(flags) = flags {
-                    (index.root_flags, index.root_generation) = (flags, index.generation);
+                if reach != Reach::Memory {
+                    (index.root_is_unclosed, index.root_generation) = (reach == Reach::Unclosed, index.generation);
                 }
                 let (generation, mut stale, mut written) = (index.generation, 0, Vec::new());
                 for (entry, slots) in index.entries.iter_mut().enumerate() {
@@ -212,9 +206,9 @@ impl Store {
     }
 
     /// Marks the pages that this commit changes, for both slots of the table.
-    fn mark_dirty(&self, index: &mut crate::index::Index, user: bool, hyperparameters: bool) {
+    fn mark_dirty(&self, index: &mut Index, user: bool, hyperparameters: bool) {
         let sections = &self.sections;
-        let mark = |index: &mut crate::index::Index, pages: std::ops::Range<u64>| {
+        let mark = |index: &mut Index, pages: std::ops::Range<u64>| {
             for page in pages {
                 index.dirty.iter_mut().for_each(|dirty| dirty.set(page as usize, true));
             }
@@ -227,7 +221,7 @@ impl Store {
             mark(index, sections.hyperparameters.clone());
         }
         for entry in 0..index.entries.len() {
-            if index.entries[entry].staged {
+            if index.entries[entry].pending.is_staged() {
                 let page = sections.page_of_entry(entry);
                 mark(index, page..page + 1);
                 let pieces = index.pieces_of(entry);
@@ -236,20 +230,18 @@ impl Store {
         }
     }
 
-    /// Writes head, table and root of the next generation; the flags of the root that was written, if one was.
+    /// Writes head, table and root of the next generation, unless the commit stays in memory.
     fn write_catalog(
         &self,
         reach: Reach,
         (live, head): (&mut Live, Option<&Head>),
         agree: &mut dyn FnMut() -> bool,
-    ) -> Result<Option<u32>> {
+    ) -> Result<()> {
         let mut agreed = || if agree() { Ok(()) } else { Err(Error::Interrupted("the others' agreement")) };
-        let flags = match reach {
-            Reach::Memory if head.is_some() => return Err(Error::Usage("a log is kept on storage alone".into())),
-            Reach::Memory => return agreed().map(|()| None),
-            Reach::Unflushed => UNFLUSHED,
-            Reach::Durable(flags) => flags,
-        };
+        if reach == Reach::Memory {
+            let in_memory = Err(Error::Usage("a log is kept on storage alone".into()));
+            return if head.is_some() { in_memory } else { agreed() };
+        }
         let generation = self.index.lock().generation + 1;
         let slot = generation & 1;
         if let Some(head) = head {
@@ -266,8 +258,7 @@ impl Store {
                 table_checksum: table_checksum(&self.uuid, generation, &index.page_sums[slot as usize]),
                 description_bytes: self.layout.description_bytes,
                 description_checksum: self.description_checksum,
-                flags,
-                boot: if flags & UNFLUSHED == 0 { [0; 16] } else { self.boot },
+                is_unclosed: reach == Reach::Unclosed,
                 places: self.layout.places,
                 beside: index.root_pages[1 - slot as usize],
                 log: live.of_root(index.log.ring),
@@ -275,7 +266,7 @@ impl Store {
                 features: [
                     (LOG, !live.ahead.is_empty()),
                     (RANKS, index.run != Run::default()),
-                    (IDENTITY, index.run.is_identified()),
+                    (IDENTITY, index.run != Run::default()),
                 ]
                 .into_iter()
                 .filter(|&(_, used)| used)
@@ -284,14 +275,11 @@ impl Store {
                 ..Root::default()
             }
         };
-        if reach != Reach::Unflushed {
-            // Never one flush for data and root together: the root must not come first.
-            self.volume.flush(Wait::forever()).map_err(|error| Error::Broken(Arc::new(error.into())))?;
-        }
+        // Never one flush for data and root together: the root must not come first.
+        self.volume.flush(Wait::forever()).map_err(|error| Error::Broken(Arc::new(error.into())))?;
         agreed()?;
-        self.write_root(&root, reach != Reach::Unflushed).map_err(|error| Error::Broken(Arc::new(error)))?;
-        self.take_name()?;
-        Ok(Some(flags))
+        self.write_root(&root).map_err(|error| Error::Broken(Arc::new(error)))?;
+        self.take_name()
     }
 
     /// Names the file of a new store: from its first root on there is a store.
@@ -307,7 +295,7 @@ impl Store {
         let pages = self.sections.pages();
         let mut page = 0;
         while page < pages {
-            let mut lease = self.chunks.lease(self.owner, Wait::forever())?;
+            let mut lease = self.scratch.lease(Wait::forever())?;
             // The next run of pages that this slot lacks.
             let (start, count) = {
                 let mut index = self.index.lock();
@@ -328,7 +316,7 @@ impl Store {
             if count > 0 {
                 let part = Part::new(lease, 0, (count * PAGE_BYTES) as usize)?;
                 let offset = self.layout.places.table[slot] + start * PAGE_BYTES;
-                self.volume.write(part, offset).map_err(|refused| refused.error)?.wait().result?;
+                Transfer::begun(self.volume.write(part, offset))?.wait()?;
                 let mut index = self.index.lock();
                 (start..page).for_each(|page| index.dirty[slot].set(page as usize, false));
             }
@@ -336,22 +324,20 @@ impl Store {
         Ok(())
     }
 
-    pub(crate) fn write_root(&self, root: &Root, durable: bool) -> Result<()> {
+    fn write_root(&self, root: &Root) -> Result<()> {
         let slot = root.generation & 1;
-        self.write_root_page(slot, &root.encode(), durable)?;
+        self.write_root_page(slot, &root.encode())?;
         self.index.lock().root_pages[slot as usize] = Beside::Root(root.generation);
         Ok(())
     }
 
     /// Writes what stands in the page of a root.
-    pub(crate) fn write_root_page(&self, slot: u64, page: &[u8], durable: bool) -> Result<()> {
-        let mut lease = self.chunks.lease(self.owner, Wait::forever())?;
+    pub(crate) fn write_root_page(&self, slot: u64, page: &[u8]) -> Result<()> {
+        let mut lease = self.scratch.lease(Wait::forever())?;
         lease.as_mut_slice()[..PAGE_BYTES as usize].copy_from_slice(page);
         let part = Part::new(lease, 0, PAGE_BYTES as usize)?;
         let offset = self.layout.devices.root_offset(slot);
-        let begun = if durable { self.volume.write_durable(part, offset) } else { self.volume.write(part, offset) };
-        begun.map_err(|refused| refused.error)?.wait().result?;
-        Ok(())
+        Transfer::begun(self.volume.write_durable(part, offset))?.wait().map(drop)
     }
 }
 

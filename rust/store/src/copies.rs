@@ -59,16 +59,13 @@ pub(crate) fn labelled(volume: &Volume, devices: Devices) -> Result<Uuid> {
     uuid.ok_or_else(|| Error::Invalid("a store needs at least one device".into()))
 }
 
-/// What is said of a version that is not known.
+/// The message about a store of another version of the format.
 pub(crate) fn of_version(version: u32) -> String {
     let known = label::VERSION;
-    if version < known {
-        return format!(
-            "the store's format has version {version}, which a memascend before 0.2 wrote that was never released, and \
-             nothing reads it any more; choose another path, or give existing=\"replace\" to begin anew"
-        );
-    }
-    format!("the store's format has version {version}, and this memascend knows version {known}: install a newer one")
+    format!(
+        "the store's format has version {version}, and this memascend reads version {known} alone: use the memascend \
+         that wrote it, choose another path, or give existing=\"replace\" to begin anew"
+    )
 }
 
 fn require_same(label: &Label, devices: Devices, index: u32, path: &Path, uuid: &mut Option<Uuid>) -> Result<()> {

@@ -18,7 +18,7 @@ pub struct Description {
     /// Parameters and buffers, by unit.
     pub entries: Vec<Entry>,
     /// Of a store with rows of parameters that several ranks share: the number of each entry's first element in the whole
-    /// parameter. Empty where the parameters are whole, and in stores of ranks that earlier versions made.
+    /// parameter. Empty where the parameters are whole.
     pub first_elements: Vec<u64>,
 }
 

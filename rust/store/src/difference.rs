@@ -43,14 +43,19 @@ impl Description {
         (!found.is_empty()).then(|| found.join("; "))
     }
 
-    /// Whether other rows are wanted. A store of ranks from before they were stored has those of its shapes, or not: that
-    /// cannot be told.
+    /// Whether other rows are wanted, of parameters of these shapes.
     fn difference_of_firsts(&self, wanted: &Self) -> Option<String> {
-        if self.first_elements.is_empty() || self.entries != wanted.entries {
+        if self.entries != wanted.entries {
             return None;
         }
-        if wanted.first_elements.is_empty() {
-            return Some("it has the rows of one of several ranks, and whole parameters were asked for".into());
+        match (self.first_elements.is_empty(), wanted.first_elements.is_empty()) {
+            (false, true) => {
+                return Some("it has the rows of one of several ranks, and whole parameters were asked for".into());
+            }
+            (true, false) => {
+                return Some("it has whole parameters, and the rows of one of several ranks were asked for".into());
+            }
+            _ => {}
         }
         let firsts = self.first_elements.iter().zip(&wanted.first_elements);
         let (entry, (there, asked)) = self.entries.iter().zip(firsts).find(|(_, (there, asked))| there != asked)?;
@@ -222,13 +227,14 @@ mod tests {
     }
 
     #[test]
-    fn other_rows_are_refused_and_unknown_ones_are_not() {
+    fn other_rows_are_refused() {
         let (whole, rows) = (description(layers(2)), |firsts: [u64; 2]| Description {
             first_elements: firsts.to_vec(),
             ..description(layers(2))
         });
         assert_eq!(rows([0, 8]).difference(&rows([0, 8])), None);
-        assert_eq!(whole.difference(&rows([0, 8])), None);
+        let said = whole.difference(&rows([0, 8])).unwrap_or_default();
+        assert!(said.starts_with("it has whole parameters"), "{said}");
         let said = rows([0, 0]).difference(&rows([0, 8])).unwrap_or_default();
         assert_eq!(said, "the first element of \"layers.1.weight\" is 0 in the store, and 8 was asked for");
         let said = rows([0, 0]).difference(&whole).unwrap_or_default();

@@ -20,7 +20,6 @@ pub enum Dtype {
     U64 = 13,
     F8E4m3fn = 14,
     F8E5m2 = 15,
-    // 16 was something else in version 1 of the format.
     C32 = 17,
     C64 = 18,
     C128 = 19,
@@ -31,29 +30,30 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    const ALL: [Self; 22] = [
-        Self::F32,
-        Self::Bf16,
-        Self::F16,
-        Self::F64,
-        Self::U8,
-        Self::I8,
-        Self::I16,
-        Self::I32,
-        Self::I64,
-        Self::Bool,
-        Self::U16,
-        Self::U32,
-        Self::U64,
-        Self::F8E4m3fn,
-        Self::F8E5m2,
-        Self::C32,
-        Self::C64,
-        Self::C128,
-        Self::F8E4m3fnuz,
-        Self::F8E5m2fnuz,
-        Self::F8E8m0fnu,
-        Self::F4E2m1fnX2,
+    /// All of them, and what torch calls each.
+    const NAMES: [(Self, &str); 22] = [
+        (Self::F32, "float32"),
+        (Self::Bf16, "bfloat16"),
+        (Self::F16, "float16"),
+        (Self::F64, "float64"),
+        (Self::U8, "uint8"),
+        (Self::I8, "int8"),
+        (Self::I16, "int16"),
+        (Self::I32, "int32"),
+        (Self::I64, "int64"),
+        (Self::Bool, "bool"),
+        (Self::U16, "uint16"),
+        (Self::U32, "uint32"),
+        (Self::U64, "uint64"),
+        (Self::F8E4m3fn, "float8_e4m3fn"),
+        (Self::F8E5m2, "float8_e5m2"),
+        (Self::C32, "complex32"),
+        (Self::C64, "complex64"),
+        (Self::C128, "complex128"),
+        (Self::F8E4m3fnuz, "float8_e4m3fnuz"),
+        (Self::F8E5m2fnuz, "float8_e5m2fnuz"),
+        (Self::F8E8m0fnu, "float8_e8m0fnu"),
+        (Self::F4E2m1fnX2, "float4_e2m1fn_x2"),
     ];
 
     /// Bytes of an element.
@@ -79,39 +79,16 @@ impl Dtype {
     /// torch's name of what holds it.
     #[must_use]
     pub fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "float32",
-            Self::Bf16 => "bfloat16",
-            Self::F16 => "float16",
-            Self::F64 => "float64",
-            Self::U8 => "uint8",
-            Self::I8 => "int8",
-            Self::I16 => "int16",
-            Self::I32 => "int32",
-            Self::I64 => "int64",
-            Self::Bool => "bool",
-            Self::U16 => "uint16",
-            Self::U32 => "uint32",
-            Self::U64 => "uint64",
-            Self::F8E4m3fn => "float8_e4m3fn",
-            Self::F8E5m2 => "float8_e5m2",
-            Self::C32 => "complex32",
-            Self::C64 => "complex64",
-            Self::C128 => "complex128",
-            Self::F8E4m3fnuz => "float8_e4m3fnuz",
-            Self::F8E5m2fnuz => "float8_e5m2fnuz",
-            Self::F8E8m0fnu => "float8_e8m0fnu",
-            Self::F4E2m1fnX2 => "float4_e2m1fn_x2",
-        }
+        Self::NAMES.into_iter().find(|(dtype, _)| *dtype == self).map_or("", |(_, name)| name)
     }
 
     /// The type that torch calls `name`.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|dtype| dtype.name() == name)
+        Self::NAMES.into_iter().find(|(_, of)| *of == name).map(|(dtype, _)| dtype)
     }
 
     pub(crate) fn from_code(code: u8) -> Option<Self> {
-        Self::ALL.into_iter().find(|dtype| *dtype as u8 == code)
+        Self::NAMES.into_iter().map(|(dtype, _)| dtype).find(|dtype| *dtype as u8 == code)
     }
 }

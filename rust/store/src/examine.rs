@@ -5,7 +5,7 @@ use std::path::Path;
 use crate::{
     Create, Error, Result, Store, Verified,
     newest::{NOT_CLOSED, Page, Progress, Roots},
-    root::{Root, UNCLOSED},
+    root::Root,
 };
 
 /// Damages that are kept of a commit; the others are counted.
@@ -53,7 +53,7 @@ impl Store {
         for root in roots.whole() {
             match store.reload(&root) {
                 Ok(()) => {
-                    store.index.lock().closed = true;
+                    store.index.lock().close();
                     return Ok(store);
                 }
                 Err(error) => drop(refused.get_or_insert(error)),
@@ -83,7 +83,7 @@ impl Store {
             return Ok(found);
         }
         found.step = Some(self.index.lock().step);
-        if root.flags & UNCLOSED != 0 {
+        if root.is_unclosed {
             found.damages.push(Error::Refused { path: self.path.clone(), why: NOT_CLOSED.into() });
         }
         let mut note = |error: Error| match error {

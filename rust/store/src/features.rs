@@ -1,4 +1,4 @@
-//! Names the format features a store uses, so that an older reader can say which it lacks.
+//! Names the format features that a store uses, so that a reader can say which it lacks.
 
 use crate::fields::Unread;
 
@@ -6,11 +6,11 @@ use crate::fields::Unread;
 pub(crate) const FEATURE_BYTES_MAX: usize = 64;
 /// The features that are known here.
 const KNOWN: [&str; 4] = [LOG, RANKS, IDENTITY, FIRSTS];
-/// What a root must name before its fields for a log may say something.
+/// What a root must name that has a log.
 pub(crate) const LOG: &str = "gradient log";
-/// What a root must name before its fields for a run of several ranks may say something.
+/// What a root must name that belongs to a run of several ranks.
 pub(crate) const RANKS: &str = "several ranks";
-/// What a root must name to have the identity of its commit, and whose store it is of several ranks.
+/// What it must name beside that: its commit has an identity, and it says which rank's it is.
 pub(crate) const IDENTITY: &str = "commit identity";
 /// What a description must name to say where in whole parameters its entries begin.
 pub(crate) const FIRSTS: &str = "first elements";

@@ -8,8 +8,8 @@ use crate::{Buffer, Error, PartFetch, Result, Store};
 
 /// The values of a unit on their way into memory.
 ///
-/// Until the devices are done with it nothing is staged into the slots that it reads, so a step after the next commit
-/// waits for that; not for whoever waits for it, or does not. Dropping it waits for the devices.
+/// Until the devices are done with it nothing is staged into the slots that it reads: a step after the next commit waits
+/// for the devices, and not for the caller of [`Fetch::wait`]. Dropping it waits for the devices.
 pub struct Fetch<B: Buffer + Sync> {
     unit: usize,
     version: u64,

@@ -63,60 +63,46 @@ const ADAM: [&str; 2] = ["exp_avg", "exp_avg_sq"];
 const MOMENTUM: [&str; 1] = ["momentum_buffer"];
 
 impl Format {
-    const ALL: [Self; 10] = [
-        Self::Plain,
-        Self::Bf16,
-        Self::EightBit,
-        Self::Compact,
-        Self::CompactSingle,
-        Self::CompactBf16,
-        Self::CompactEightBit,
-        Self::Stochastic,
-        Self::StochasticBf16,
-        Self::StochasticEightBit,
+    /// Each with its name in a description, where the master is, and how the moments lie.
+    const ALL: [(Self, &str, Master, MomentForm); 10] = [
+        (Self::Plain, "", Master::Own, MomentForm::Single),
+        (Self::Bf16, "bf16", Master::Own, MomentForm::Bf16),
+        (Self::EightBit, "8bit", Master::Own, MomentForm::EightBit),
+        (Self::Compact, "compact", Master::Compact, MomentForm::Single),
+        (Self::CompactSingle, "compact fp32", Master::Compact, MomentForm::Single),
+        (Self::CompactBf16, "compact bf16", Master::Compact, MomentForm::Bf16),
+        (Self::CompactEightBit, "compact 8bit", Master::Compact, MomentForm::EightBit),
+        (Self::Stochastic, "stochastic", Master::None, MomentForm::Single),
+        (Self::StochasticBf16, "stochastic bf16", Master::None, MomentForm::Bf16),
+        (Self::StochasticEightBit, "stochastic 8bit", Master::None, MomentForm::EightBit),
     ];
+
+    fn row(self) -> (Self, &'static str, Master, MomentForm) {
+        Self::ALL[self as usize]
+    }
 
     /// What stands in the description.
     #[must_use]
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Plain => "",
-            Self::Bf16 => "bf16",
-            Self::EightBit => "8bit",
-            Self::Compact => "compact",
-            Self::CompactSingle => "compact fp32",
-            Self::CompactBf16 => "compact bf16",
-            Self::CompactEightBit => "compact 8bit",
-            Self::Stochastic => "stochastic",
-            Self::StochasticBf16 => "stochastic bf16",
-            Self::StochasticEightBit => "stochastic 8bit",
-        }
+        self.row().1
     }
 
     /// The format that is called so.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|format| format.name() == name)
+        Self::ALL.into_iter().find(|row| row.1 == name).map(|row| row.0)
     }
 
     /// Where the master is.
     #[must_use]
     pub fn master(self) -> Master {
-        match self {
-            Self::Plain | Self::Bf16 | Self::EightBit => Master::Own,
-            Self::Compact | Self::CompactSingle | Self::CompactBf16 | Self::CompactEightBit => Master::Compact,
-            Self::Stochastic | Self::StochasticBf16 | Self::StochasticEightBit => Master::None,
-        }
+        self.row().2
     }
 
     /// How the moments lie.
     #[must_use]
     pub fn moments(self) -> MomentForm {
-        match self {
-            Self::Plain | Self::Compact | Self::CompactSingle | Self::Stochastic => MomentForm::Single,
-            Self::Bf16 | Self::CompactBf16 | Self::StochasticBf16 => MomentForm::Bf16,
-            Self::EightBit | Self::CompactEightBit | Self::StochasticEightBit => MomentForm::EightBit,
-        }
+        self.row().3
     }
 }
 
@@ -254,7 +240,8 @@ mod tests {
 
     #[test]
     fn a_state_that_is_not_its_formats_is_refused() {
-        for format in Format::ALL.into_iter().filter(|format| *format != Format::Plain) {
+        for format in Format::ALL.map(|row| row.0).into_iter().filter(|format| *format != Format::Plain) {
+            assert_eq!(format.row().0, format);
             assert_eq!(Format::from_name(format.name()), Some(format));
             let dtype = if format.master() == Master::Own { Dtype::F32 } else { Dtype::Bf16 };
             let mut entry = Entry { format, ..values(dtype) };

@@ -34,7 +34,7 @@ pub struct Rule {
 
 /// That an appended gradient belongs to the step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Update {
+pub struct LoggedUpdate {
     /// Whose.
     pub entry: usize,
     /// Which of the step's rules it is applied with.
@@ -49,7 +49,7 @@ pub struct StepHead {
     /// What gradients are applied with; equal ones are named once.
     pub rules: Vec<Rule>,
     /// One for each gradient that was appended.
-    pub updates: Vec<Update>,
+    pub updates: Vec<LoggedUpdate>,
 }
 
 /// A gradient in the log.

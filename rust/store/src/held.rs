@@ -5,7 +5,7 @@
 //! update was applied in memory alone (`applied`), memory is the only copy, and nothing but an update writes to it.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::BTreeMap,
     ops::Range,
     sync::{Arc, Mutex, MutexGuard},
 };
@@ -13,8 +13,12 @@ use std::{
 use memascend_mem::{Arena, KeepGoing, OnFork, Pin, Region, Wait, fork_generation, locked};
 
 use crate::{
-    Buffer, Content, Description, Error, Layout, Result, Shared, Store, buffer::bytes_of, holds::Hold, index::Index,
+    Buffer, Content, Description, Error, Layout, Result, Shared, Store,
+    buffer::bytes_of,
+    holds::Hold,
+    index::{Index, closed},
     layout::Piece,
+    verify::in_flight,
 };
 
 /// Pieces that are read at once where many are.
@@ -22,7 +26,7 @@ const DEPTH: usize = 16;
 
 /// Memory in which some entries are held.
 #[derive(Debug)]
-pub(crate) struct Held {
+pub(crate) struct RamTier {
     memory: Shared,
     entries: BTreeMap<usize, HeldEntry>,
     /// Where the values of each unit lie of which all entries are held.
@@ -63,7 +67,7 @@ impl Store {
     /// Holds entries from now on, in memory of [`Layout::held_bytes`] for each; nothing is read now. What was held before
     /// is not any more. `keep_going` is asked while the memory is made, as by [`Region::interruptible`].
     pub fn hold(&self, entries: &[usize], pin: Pin, keep_going: KeepGoing<'_>) -> Result<()> {
-        if self.index.lock().entries.iter().any(|slots| slots.applied.is_some()) {
+        if self.index.lock().has_applied() {
             return Err(Error::Usage(
                 "memory has the only copy of parameters kept in RAM: close the store first".into(),
             ));
@@ -71,14 +75,14 @@ impl Store {
         self.index.lock().held = None;
         let made = self.made_room(entries, pin, keep_going)?.map(Arc::new);
         let mut index = self.index.lock();
-        if index.closed {
-            return Err(Error::Usage("the store has been closed; open it again".into()));
+        if index.is_closed() {
+            return Err(closed());
         }
         index.held = made;
         Ok(())
     }
 
-    fn made_room(&self, entries: &[usize], pin: Pin, keep_going: KeepGoing<'_>) -> Result<Option<Held>> {
+    fn made_room(&self, entries: &[usize], pin: Pin, keep_going: KeepGoing<'_>) -> Result<Option<RamTier>> {
         let mut held = BTreeMap::new();
         for &entry in entries {
             self.known(entry)?;
@@ -113,7 +117,7 @@ impl Store {
         let region = Region::interruptible(end, pin, OnFork::Wipe, "held entries", keep_going)?;
         let arena = Arena::new(&region, &[(end, 1)])?;
         let memory = Shared::new(arena.lease(end, arena.owner("held entries")?, Wait::never())?);
-        Ok(Some(Held { memory, entries: held, units, generation: fork_generation() }))
+        Ok(Some(RamTier { memory, entries: held, units, generation: fork_generation() }))
     }
 
     /// Whether an entry is held.
@@ -131,7 +135,7 @@ impl Store {
         held.memory.part(range.start, range.len())
     }
 
-    /// Counts what made pieces in memory stale. While it stays what it was, what was fresh is.
+    /// Counts what made pieces in memory stale. As long as the count stays, a piece that is fresh stays fresh.
     #[must_use]
     pub fn held_epoch(&self) -> u64 {
         self.index.lock().held_epoch
@@ -148,7 +152,7 @@ impl Store {
         }
     }
 
-    /// Reads what is held of some entries, and is stale, from storage. `progress` hears of bytes done and of all, and ends
+    /// Reads what is held of some entries, and is stale, from storage. `progress` gets bytes done and of all, and ends
     /// it by `false`.
     pub fn refresh(&self, entries: &[usize], progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<()> {
         let Some(held) = self.held() else { return Ok(()) };
@@ -177,23 +181,17 @@ impl Store {
         }
         let bytes = |&(entry, piece): &(usize, u32)| self.layout.piece(&self.description, entry, piece).bytes();
         let all = stale.iter().map(bytes).sum();
-        let (mut flying, mut done) = (VecDeque::with_capacity(DEPTH), 0);
-        let mut pieces = stale.into_iter();
-        loop {
-            while flying.len() < DEPTH
-                && let Some((entry, piece)) = pieces.next()
-            {
-                let into = held.part(self, entry, piece);
-                flying.push_back((entry, piece, into.len() as u64, self.read_from(None, entry, piece, into)?));
-            }
-            let Some((entry, piece, bytes, read)) = flying.pop_front() else { return Ok(()) };
+        let mut done = 0;
+        let begin = |(entry, piece)| {
+            let into = held.part(self, entry, piece);
+            Ok((entry, piece, into.len() as u64, self.read_from(None, entry, piece, into)?))
+        };
+        in_flight(DEPTH, stale.into_iter(), begin, |(entry, piece, bytes, read)| {
             let (_, version) = read.wait()?;
             locked(&held.entries[&entry].now).versions[piece as usize] = version;
             done += bytes;
-            if !progress(done, all) {
-                return Err(Error::Interrupted("reading what is held"));
-            }
-        }
+            if progress(done, all) { Ok(()) } else { Err(Error::Interrupted("reading what is held")) }
+        })
     }
 
     /// That values in memory, the only ones, were written to; or are another process's.
@@ -206,7 +204,7 @@ impl Store {
         }
         Error::Usage(format!(
             "the values of {name:?} were written to in place while the model computed, and there is no other copy of them: \
-             go back to a checkpoint. A store of one's own (storage=) with durability=\"step\" or \"close\" keeps one"
+             go back to a checkpoint. A store of one's own (storage=) with durability=\"step\" keeps one"
         ))
     }
 
@@ -214,7 +212,7 @@ impl Store {
     /// is not held.
     pub(crate) fn copy_held(
         &self,
-        held: Option<&Held>,
+        held: Option<&RamTier>,
         (entry, piece): (usize, u32),
         version: u64,
         into: &mut impl Buffer,
@@ -236,7 +234,7 @@ impl Store {
 
     /// Holds a piece that is written now, if its entry is one that is held; not where memory has the only copy of what it
     /// replaces.
-    pub(crate) fn keep(&self, held: Option<&Held>, (entry, piece): (usize, u32), version: u64, bytes: &[u8]) {
+    pub(crate) fn keep(&self, held: Option<&RamTier>, (entry, piece): (usize, u32), version: u64, bytes: &[u8]) {
         let Some((held, of_entry)) = held.and_then(|held| Some((held, held.entries.get(&entry)?))) else { return };
         if self.index.lock().entries[entry].applied.is_some() {
             return;
@@ -250,12 +248,12 @@ impl Store {
     }
 
     /// Where entries are held now. Nowhere in a forked child, which reads storage then, and is refused.
-    pub(crate) fn held(&self) -> Option<Arc<Held>> {
+    pub(crate) fn held(&self) -> Option<Arc<RamTier>> {
         self.index.lock().held.clone().filter(|held| held.generation == fork_generation())
     }
 
     /// That a piece of values in memory is what its version was left as.
-    pub(crate) fn check_held(&self, held: &Held, entry: usize, chunk: u32) -> Result<()> {
+    pub(crate) fn check_held(&self, held: &RamTier, entry: usize, chunk: u32) -> Result<()> {
         let number = (self.layout.entry(entry).first_piece + chunk) as usize;
         let (version, stored) = {
             let index = self.index.lock();
@@ -291,7 +289,7 @@ impl Store {
     }
 }
 
-impl Held {
+impl RamTier {
     /// The memory of a piece.
     pub(crate) fn part(&self, store: &Store, entry: usize, piece: u32) -> Shared {
         let (of_entry, laid) = (&self.entries[&entry], store.layout.entry(entry));

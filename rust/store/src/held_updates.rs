@@ -1,21 +1,27 @@
 //! Applies updates to held entries in memory once a commit has made them; `close` writes these entries.
 //!
-//! Before the commit an update is only announced. After it memory has the only copy of the entry, until
-//! [`Store::write_applied`] writes it to the slot that is not live.
+//! An update is announced before its commit, and applied after it. Then memory has the only copy of the entry until
+//! [`Store::write_applied`] writes that to the slot that is not live.
 
 use std::{collections::VecDeque, sync::Arc};
 
 use memascend_mem::Wait;
 
-use crate::{Commit, Durability, Error, Result, Shared, StepWrite, Store, buffer::bytes_of, commit::Reach, held::Held};
+use crate::{
+    Commit, Durability, Error, Result, Shared, StepWrite, Store,
+    buffer::bytes_of,
+    commit::Reach,
+    held::RamTier,
+    index::{Index, Pending},
+};
 
 /// Pieces that are written at once.
 const DEPTH: usize = 16;
 
 /// An entry whose update a commit has made, and which is in memory as it was before: whoever has this applies it.
-pub struct Application<'a> {
+pub struct InMemoryUpdate<'a> {
     store: &'a Store,
-    held: Arc<Held>,
+    held: Arc<RamTier>,
     entry: usize,
     version: u64,
 }
@@ -32,15 +38,18 @@ impl Store {
     pub fn announce(&self, entry: usize, step: u64, wait: Wait<'_>) -> Result<()> {
         self.known(entry)?;
         self.refresh(&[entry], &mut |_, _| true)?;
-        let free = |index: &crate::index::Index| index.entries[entry].reads == [0, 0] || index.writable().is_err();
+        let free = |index: &Index| index.entries[entry].reads == [0, 0] || index.writable().is_err();
         let mut index = self.when_read(wait, "the end of reads of what is held", free)?;
         index.writable()?;
         let slots = &mut index.entries[entry];
-        if slots.staged && !slots.snapshot {
-            let name = &self.description.entries[entry].name;
-            return Err(Error::Usage(format!("{name:?} is staged already; commit or discard that first")));
-        }
-        slots.announced = Some(step);
+        slots.pending = match slots.pending {
+            Pending::Nothing | Pending::InMemory { .. } => Pending::InMemory { update: step },
+            Pending::Snapshot { .. } => Pending::Snapshot { update: Some(step) },
+            Pending::Staged => {
+                let name = &self.description.entries[entry].name;
+                return Err(Error::Usage(format!("{name:?} is staged already; commit or discard that first")));
+            }
+        };
         Ok(())
     }
 
@@ -60,10 +69,10 @@ impl Store {
     }
 
     /// The update of an entry that was announced, once its commit was made.
-    pub fn application(&self, entry: usize) -> Result<Application<'_>> {
+    pub fn application(&self, entry: usize) -> Result<InMemoryUpdate<'_>> {
         let version = self.entry_state(entry)?.version;
         let held = self.held().ok_or_else(|| Error::Usage("nothing is held".into()))?;
-        Ok(Application { store: self, held, entry, version })
+        Ok(InMemoryUpdate { store: self, held, entry, version })
     }
 
     /// Says that an update could not be applied: what memory has of it is of no step.
@@ -77,24 +86,21 @@ impl Store {
                 "close the store and open it again: its log has the step"
             }
         ));
-        self.index.lock().broken.get_or_insert_with(|| Arc::new(error));
+        self.index.lock().break_by(Arc::new(error));
         self.index.notify_all();
     }
 
     /// Writes the entries of which memory has the newest copy, and commits that as a part of the last step; the log ends
-    /// with it. What else is staged is dropped. `progress` hears of bytes done and of all, and ends it by `false`; called
+    /// with it. What else is staged is dropped. `progress` gets bytes done and of all, and ends it by `false`; called
     /// again, it goes on where it was.
     pub fn write_applied(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<()> {
-        let (step, alone) = {
+        let step = {
             let index = self.index.lock();
-            if index.closed {
+            if index.is_closed() || !index.has_applied() {
                 return Ok(());
             }
-            (index.step, index.entries.iter().any(|slots| slots.applied.is_some()))
+            index.step
         };
-        if !alone {
-            return Ok(());
-        }
         self.drop_others()?;
         self.stage_applied(progress)?;
         self.commit(Commit { step, ..Commit::default() }, Wait::forever()).map(drop)
@@ -104,8 +110,7 @@ impl Store {
     fn stage_applied(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<()> {
         let alone: Vec<usize> = {
             let index = self.index.lock();
-            let alone = |(entry, slots): (usize, &crate::index::Slots)| slots.applied.map(|_| entry);
-            index.entries.iter().enumerate().filter_map(alone).collect()
+            (0..index.entries.len()).filter(|&entry| index.entries[entry].applied.is_some()).collect()
         };
         let bytes = |entry: usize| {
             let (values, state) = self.layout.held_bytes(&self.description, entry);
@@ -138,13 +143,14 @@ impl Store {
         flying.into_iter().try_for_each(|(write, _)| write.wait().map(drop))
     }
 
-    /// Forgets everything that is staged but what is from memory.
+    /// Forgets what is staged, but for snapshots of what memory has.
     fn drop_others(&self) -> Result<()> {
         let mut index = self.when(&mut Wait::forever(), "writes of the step", |index| index.writing == 0)?;
         index.writable()?;
         for entry in 0..index.entries.len() {
-            if !index.entries[entry].snapshot {
-                index.forget(entry);
+            match &mut index.entries[entry].pending {
+                Pending::Snapshot { update } => *update = None,
+                _ => index.forget(entry),
             }
         }
         index.log.discard();
@@ -155,23 +161,22 @@ impl Store {
     /// Whether all of an entry is staged from memory.
     fn is_written(&self, entry: usize) -> bool {
         let slots = &self.index.lock().entries[entry];
-        slots.snapshot && slots.staged && slots.missing == 0
+        slots.pending.is_snapshot() && slots.missing == 0
     }
 
     /// Gives up what only memory has, where it has something: nothing is committed any more, and the store stays unclosed,
     /// which whoever opens it is told.
     pub fn give_up_applied(&self) {
         let mut index = self.index.lock();
-        if index.entries.iter().any(|slots| slots.applied.is_some()) {
-            let error = Error::Usage("what only memory had was given up as it was closed".into());
-            index.broken.get_or_insert_with(|| Arc::new(error));
+        if index.has_applied() {
+            index.break_by(Arc::new(Error::Usage("what only memory had was given up as it was closed".into())));
         }
     }
 
     /// Before the end: writes what only memory has, and makes it durable.
     pub(crate) fn close_applied(&self) -> Result<()> {
-        if self.index.lock().entries.iter().any(|slots| slots.applied.is_some()) {
-            let step = self.index.lock().step;
+        let step = Some(self.index.lock()).filter(|index| index.has_applied()).map(|index| index.step);
+        if let Some(step) = step {
             self.stage_applied(&mut |_, _| true)?;
             self.carry_out(Commit { step, ..Commit::default() }, Reach::Memory, &mut || true)?;
         }
@@ -179,8 +184,8 @@ impl Store {
     }
 }
 
-impl Application<'_> {
-    /// The memory of a piece, which is the caller's until [`Application::applied`].
+impl InMemoryUpdate<'_> {
+    /// The memory of a piece, which is the caller's until [`InMemoryUpdate::applied`].
     #[must_use]
     pub fn part(&self, piece: u32) -> Shared {
         self.held.part(self.store, self.entry, piece)

@@ -1,14 +1,9 @@
-//! Tracks reads that hold slots, and releases the slots as soon as they have ended.
+//! Holds slots while they are read: nothing is staged into them meanwhile.
 
 use std::{
     ops::{Deref, Range},
-    sync::{
-        Arc, Mutex, Weak,
-        atomic::{AtomicBool, Ordering::Relaxed},
-    },
+    sync::atomic::{AtomicBool, Ordering::Relaxed},
 };
-
-use memascend_mem::locked;
 
 use crate::{Error, Result, Store, index::Index};
 
@@ -100,34 +95,5 @@ impl<S: Deref<Target = Store>> Hold<S> {
 impl<S: Deref<Target = Store>> Drop for Hold<S> {
     fn drop(&mut self) {
         self.release();
-    }
-}
-
-/// A read that may end without anybody hearing of it.
-pub(crate) trait Ending: Send + Sync {
-    /// Lets go of its slots if the devices are done with it. Never waits.
-    fn release_if_ended(&self);
-}
-
-/// The reads that hold slots beyond a call.
-#[derive(Default)]
-pub(crate) struct OpenReads(Mutex<Vec<Weak<dyn Ending>>>);
-
-impl OpenReads {
-    pub(crate) fn add(&self, read: Weak<dyn Ending>) {
-        let mut reads = locked(&self.0);
-        reads.retain(|read| read.strong_count() > 0);
-        reads.push(read);
-    }
-
-    /// Lets those that have ended go. Not under the index's lock, which they take.
-    pub(crate) fn settle(&self) {
-        let reads: Vec<Arc<dyn Ending>> = {
-            let reads = locked(&self.0);
-            reads.iter().filter_map(Weak::upgrade).collect()
-        };
-        for read in reads {
-            read.release_if_ended();
-        }
     }
 }

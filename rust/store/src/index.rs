@@ -6,21 +6,18 @@ use std::{ops::Range, sync::Arc};
 
 use crate::{
     Description, Error, Layout, Result,
-    held::Held,
-    log::Log,
+    held::RamTier,
+    log::GradientLog,
     root::{Beside, Run},
     table::Sections,
 };
 
-/// What is known of an entry.
+/// The two slots of an entry, and what the next commit makes of them.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Slots {
     /// Which slot readers see.
     pub(crate) live: u8,
-    /// Whether the other one is being staged, or is.
-    pub(crate) staged: bool,
-    /// It is staged from memory, as it is there.
-    pub(crate) snapshot: bool,
+    pub(crate) pending: Pending,
     /// The generation whose commit made (or will make) each slot live.
     pub(crate) versions: [u64; 2],
     /// The entry's own count of updates.
@@ -31,10 +28,33 @@ pub(crate) struct Slots {
     pub(crate) missing: u32,
     /// Writes of its pieces in flight.
     pub(crate) writing: u32,
-    /// The count of updates of the one that the next commit makes, where it is held and that is applied in memory.
-    pub(crate) announced: Option<u64>,
     /// Version and count of updates of what memory alone has: the live slot is older.
     pub(crate) applied: Option<(u64, u64)>,
+}
+
+/// What the next commit changes of an entry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Pending {
+    #[default]
+    Nothing,
+    /// The slot that is not live becomes live. It is being staged, or is staged.
+    Staged,
+    /// The same, with what memory has of the entry before the commit; then update number `update`, if there is one, is
+    /// applied in memory.
+    Snapshot { update: Option<u64> },
+    /// An update of this number is applied in memory once the commit is made.
+    InMemory { update: u64 },
+}
+
+impl Pending {
+    /// Whether a slot is being staged, or is.
+    pub(crate) fn is_staged(self) -> bool {
+        matches!(self, Self::Staged | Self::Snapshot { .. })
+    }
+
+    pub(crate) fn is_snapshot(self) -> bool {
+        matches!(self, Self::Snapshot { .. })
+    }
 }
 
 impl Slots {
@@ -46,29 +66,27 @@ impl Slots {
 
     /// A commit was made, of this generation.
     pub(crate) fn committed(&mut self, generation: u64) -> Kept {
-        let (mut kept, (before, _)) = (Kept::Same, self.newest());
-        let snapshot = std::mem::take(&mut self.snapshot);
-        if std::mem::take(&mut self.staged) {
+        let (before, _) = self.newest();
+        let pending = std::mem::take(&mut self.pending);
+        let was_alone = self.applied.is_some();
+        if pending.is_staged() {
             self.live ^= 1;
-            let alone = self.applied.take().is_some();
-            kept = if snapshot {
-                Kept::Written(before)
-            } else if alone {
-                Kept::Older
-            } else {
+            self.applied = None;
+        }
+        match pending {
+            Pending::Staged if was_alone => Kept::Older,
+            Pending::Snapshot { update: None } => Kept::Written(before),
+            Pending::Snapshot { update: Some(update) } | Pending::InMemory { update } => {
+                self.applied = Some((generation, update));
                 Kept::Same
-            };
+            }
+            Pending::Staged | Pending::Nothing => Kept::Same,
         }
-        if let Some(step) = self.announced.take() {
-            self.applied = Some((generation, step));
-            kept = Kept::Same;
-        }
-        kept
     }
 
     /// The slot that is live after the next commit.
     pub(crate) fn next_slot(&self) -> usize {
-        usize::from(self.live ^ u8::from(self.staged))
+        usize::from(self.live ^ u8::from(self.pending.is_staged()))
     }
 
     pub(crate) fn other_slot(&self) -> usize {
@@ -106,6 +124,21 @@ impl Bits {
     }
 }
 
+/// Whether staging may begin, and why not.
+#[derive(Debug)]
+pub(crate) enum Phase {
+    Open,
+    /// The commit before the newest was opened. The newest one's root, in the page of this slot, is to be marked empty
+    /// before anything is staged.
+    Previous {
+        newest: u64,
+    },
+    Committing,
+    Closed,
+    /// A commit failed with this, and nobody knows which root is on storage.
+    Broken(Arc<Error>),
+}
+
 #[derive(Debug)]
 pub(crate) struct Index {
     pub(crate) generation: u64,
@@ -130,25 +163,20 @@ pub(crate) struct Index {
     pub(crate) page_sums: [Vec<u64>; 2],
     /// Writes of pieces in flight.
     pub(crate) writing: u32,
-    pub(crate) committing: bool,
-    pub(crate) closed: bool,
+    pub(crate) phase: Phase,
     /// What a write of this step failed with.
     pub(crate) failed: Option<Error>,
-    /// What a commit failed with after which nobody knows which root is on storage.
-    pub(crate) broken: Option<Arc<Error>>,
-    /// The flags of the root on storage.
-    pub(crate) root_flags: u32,
-    /// Its generation, which commits in memory leave behind.
+    /// Whether the root on storage says that the store is not closed.
+    pub(crate) root_is_unclosed: bool,
+    /// The generation of that root: commits that are made in memory alone have later ones.
     pub(crate) root_generation: u64,
     /// The run of several ranks that the last commit belongs to.
     pub(crate) run: Run,
     /// What the page of each root holds.
     pub(crate) root_pages: [Beside; 2],
-    /// The page of the root that is to be marked empty before anything is staged: this is the commit before it.
-    pub(crate) given_up: Option<u64>,
     /// Where entries are held in memory, if any are.
-    pub(crate) held: Option<Arc<Held>>,
-    pub(crate) log: Log,
+    pub(crate) held: Option<Arc<RamTier>>,
+    pub(crate) log: GradientLog,
     /// Counts what made held pieces stale.
     pub(crate) held_epoch: u64,
 }
@@ -176,17 +204,14 @@ impl Index {
             dirty: [Bits::new(pages, true), Bits::new(pages, true)],
             page_sums: [vec![0; pages], vec![0; pages]],
             writing: 0,
-            committing: false,
-            closed: false,
+            phase: Phase::Open,
             failed: None,
-            broken: None,
-            root_flags: 0,
+            root_is_unclosed: false,
             root_generation: 0,
             run: Run::default(),
-            root_pages: [Beside::Unknown; 2],
-            given_up: None,
+            root_pages: [Beside::Mark; 2],
             held: None,
-            log: Log::default(),
+            log: GradientLog::default(),
             held_epoch: 0,
         }
     }
@@ -233,31 +258,52 @@ impl Index {
 
     /// Whether staging may go on.
     pub(crate) fn writable(&self) -> Result<()> {
-        if let Some(error) = &self.broken {
-            return Err(Error::Broken(Arc::clone(error)));
+        match &self.phase {
+            Phase::Open => Ok(()),
+            Phase::Broken(error) => Err(Error::Broken(Arc::clone(error))),
+            Phase::Closed => Err(closed()),
+            Phase::Previous { .. } => {
+                Err(Error::Usage("the newest commit is still there: go back to the one before it first".into()))
+            }
+            Phase::Committing => Err(Error::Usage("a commit is under way; wait for it".into())),
         }
-        if self.closed {
-            return Err(Error::Usage("the store has been closed; open it again".into()));
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        matches!(self.phase, Phase::Closed)
+    }
+
+    /// Has nothing be staged any more, for this reason or an earlier one.
+    pub(crate) fn break_by(&mut self, error: Arc<Error>) {
+        if !matches!(self.phase, Phase::Broken(_)) {
+            self.phase = Phase::Broken(error);
         }
-        if self.given_up.is_some() {
-            return Err(Error::Usage("the newest commit is still there: go back to the one before it first".into()));
+    }
+
+    /// Has nothing be staged any more.
+    pub(crate) fn close(&mut self) {
+        if !matches!(self.phase, Phase::Broken(_)) {
+            self.phase = Phase::Closed;
         }
-        if self.committing {
-            return Err(Error::Usage("a commit is under way; wait for it".into()));
-        }
-        Ok(())
+    }
+
+    /// Whether memory has the only copy of the newest state of any entry.
+    pub(crate) fn has_applied(&self) -> bool {
+        self.entries.iter().any(|slots| slots.applied.is_some())
     }
 
     /// Forgets what was staged of an entry.
     pub(crate) fn forget(&mut self, entry: usize) {
         let slots = &mut self.entries[entry];
-        // A snapshot left memory as it was.
-        let snapshot = std::mem::take(&mut slots.snapshot);
-        if std::mem::take(&mut slots.staged) && !snapshot {
+        slots.missing = 0;
+        // Only this has written to memory.
+        if std::mem::take(&mut slots.pending) == Pending::Staged {
             self.note_stale(entry);
         }
-        self.entries[entry].announced = None;
-        self.entries[entry].missing = 0;
-        self.log.discard_entry(entry);
+        self.log.appended.remove(&entry);
     }
+}
+
+pub(crate) fn closed() -> Error {
+    Error::Usage("the store has been closed; open it again".into())
 }

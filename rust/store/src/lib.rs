@@ -10,7 +10,6 @@
 #![expect(clippy::cast_possible_truncation, reason = "offsets and sizes are 64-bit, and so is usize: asserted below")]
 
 mod append;
-mod boot;
 mod bounds;
 mod buffer;
 mod catalog;
@@ -59,7 +58,7 @@ mod table;
 mod verify;
 mod whole;
 
-pub use buffer::{Buffer, Shared};
+pub use buffer::{Buffer, Scratch, Shared, Transfer};
 pub use catalog::{parse_description, parse_head_fields, parse_label, parse_root, parse_root_fields};
 pub use checking::{Checkers, Checking};
 pub use checksum::{Checksum, key_of};
@@ -71,8 +70,8 @@ pub use error::{Error, Result};
 pub use examine::Examined;
 pub use fetch::Fetch;
 pub use format::{BLOCK, COMPACT, Format, Master, MomentForm};
-pub use head::{Head, Record, Rule, StepHead, Update};
-pub use held_updates::Application;
+pub use head::{Head, LoggedUpdate, Record, Rule, StepHead};
+pub use held_updates::InMemoryUpdate;
 pub use layout::{Content, EntryLayout, Layout, PAGE_BYTES, Piece, WHOLE_PIECE_BYTES};
 pub use log::LogState;
 pub use newest::Named;
@@ -84,7 +83,7 @@ pub use replay::{RecordRead, Replay};
 pub use root::Run;
 pub use scan::Part;
 pub use sizes::Sizes;
-pub use spill::{SpillRead, SpillWrite, Spilled};
+pub use spill::{SpillRead, Spilled};
 pub use step_write::StepWrite;
 pub use store::{Durability, EntryState, Info, Store};
 pub use verify::Verified;

@@ -8,11 +8,11 @@ use std::{
     sync::Arc,
 };
 
-use crate::{Dtype, Error, Head, Record, Replay, Result, StepHead, Update, ring::Ring, root};
+use crate::{Dtype, Error, Head, LoggedUpdate, Record, Replay, Result, StepHead, ring::Ring, root};
 
-/// What is known of the log.
+/// The log as it is in memory: where it lies, who appends to it, and what was appended since the last commit.
 #[derive(Debug, Default)]
-pub(crate) struct Log {
+pub(crate) struct GradientLog {
     pub(crate) ring: Ring,
     /// The entries that may append, and the turn in which each is written whole.
     pub(crate) members: BTreeMap<usize, Member>,
@@ -70,7 +70,7 @@ pub(crate) struct Appended {
     pub(crate) writing: u32,
 }
 
-/// What is known of the log of a store.
+/// Size and contents of the log of a store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LogState {
     /// Where it lies in the volume.
@@ -90,24 +90,19 @@ impl Live {
     }
 
     /// What a root says of it.
-    pub(crate) fn of_root(&self, ring: Ring) -> root::Log {
+    pub(crate) fn of_root(&self, ring: Ring) -> root::LogFields {
         if self.ahead.is_empty() {
-            return root::Log::default();
+            return root::LogFields::default();
         }
-        root::Log { offset: ring.offset, bytes: ring.bytes, head_offset: self.head.0, head_checksum: self.head.1 }
+        root::LogFields { offset: ring.offset, bytes: ring.bytes, head_offset: self.head.0, head_checksum: self.head.1 }
     }
 }
 
-impl Log {
+impl GradientLog {
     /// Forgets what was appended since the last commit.
     pub(crate) fn discard(&mut self) {
         self.appended.clear();
         self.next = None;
-    }
-
-    /// The same of one entry; its place stays taken until the commit.
-    pub(crate) fn discard_entry(&mut self, entry: usize) {
-        self.appended.remove(&entry);
     }
 
     pub(crate) fn is_ahead(&self, entry: usize) -> bool {
@@ -147,7 +142,7 @@ impl Log {
         };
         let mut records = Vec::with_capacity(said.updates.len());
         said.rules.iter().try_for_each(|rule| rule.check().map_err(Error::Invalid))?;
-        for &Update { entry, rule, step } in &said.updates {
+        for &LoggedUpdate { entry, rule, step } in &said.updates {
             let Some(appended) = self.appended.get(&entry) else {
                 return Err(Error::Usage(format!("entry {entry} is named, and its gradient was not appended")));
             };

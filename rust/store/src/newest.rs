@@ -14,15 +14,14 @@ use memascend_nvme::Volume;
 
 use crate::{
     Create, Description, Error, Existing, Result, Store,
-    boot::is_same,
     checksum::Uuid,
-    index::Index,
+    index::{Index, Phase},
     label,
     layout::PAGE_BYTES,
     open::bytes_at,
     path::{There, look, refused, resolve},
     places::Devices,
-    root::{self, Beside, Found, Root, Run, UNCLOSED, UNFLUSHED},
+    root::{self, Beside, Found, Root, Run},
 };
 
 /// Whether a store that was opened is the one that the caller meant.
@@ -42,10 +41,10 @@ pub(crate) enum Page {
 }
 
 impl Page {
-    fn held(&self) -> Beside {
+    /// What the next root says of it. A page that is damaged gets a mark before that.
+    fn beside(&self) -> Beside {
         match self {
-            Self::Blank | Self::Damaged(_) => Beside::Unknown,
-            Self::Marked => Beside::Mark,
+            Self::Blank | Self::Damaged(_) | Self::Marked => Beside::Mark,
             Self::Whole(root) => Beside::Root(root.generation),
         }
     }
@@ -85,11 +84,6 @@ impl Roots {
         Self { pages, path: Arc::clone(path) }
     }
 
-    /// What each page holds.
-    pub(crate) fn held(&self) -> [Beside; 2] {
-        [self.pages[0].held(), self.pages[1].held()]
-    }
-
     /// Those that are whole, the newer one first.
     pub(crate) fn whole(&self) -> Vec<Root> {
         let whole = |page: &Page| if let Page::Whole(root) = page { Some(root.clone()) } else { None };
@@ -99,8 +93,7 @@ impl Roots {
     }
 
     fn named(&self) -> Vec<Named> {
-        let named =
-            |root: &Root| Named { generation: root.generation, run: root.run, kept: root.flags & UNCLOSED == 0 };
+        let named = |root: &Root| Named { generation: root.generation, run: root.run, kept: !root.is_unclosed };
         self.whole().iter().map(named).collect()
     }
 
@@ -133,8 +126,8 @@ impl Roots {
     /// The one before the newest, and the page that names what is given up for it.
     fn previous(&self) -> Result<(Root, u64)> {
         match (self.whole().as_slice(), self.damaged()) {
-            ([_, older], _) if older.flags & UNCLOSED != 0 => refused(&self.path, NEVER_CLOSED),
-            ([only], Some(_)) if only.flags & UNCLOSED != 0 => refused(&self.path, NEVER_CLOSED),
+            ([_, older], _) if older.is_unclosed => refused(&self.path, NEVER_CLOSED),
+            ([only], Some(_)) if only.is_unclosed => refused(&self.path, NEVER_CLOSED),
             ([newest, older, ..], _) => Ok((older.clone(), newest.generation & 1)),
             ([only], Some((slot, _))) => Ok((only.clone(), slot)),
             ([_], None) => Err(Error::Invalid(format!(
@@ -163,7 +156,6 @@ fn lost(pages: &[Page; 2]) -> Option<(usize, String)> {
         _ => return None,
     };
     let was = match root.beside {
-        Beside::Unknown => return None,
         Beside::Mark => "the mark of an empty one".to_owned(),
         Beside::Root(generation) => format!("generation {generation}"),
     };
@@ -212,57 +204,29 @@ impl Store {
         fits: &Fits<'_>,
         progress: &mut Progress<'_>,
     ) -> Result<()> {
-        if how.existing != Existing::Previous {
-            self.settle_on_newest(roots, fits, progress).map_err(|error| self.advised(error, roots))?;
-            self.index.lock().root_pages = roots.held();
-            return self.note_damaged_copies();
+        if how.existing == Existing::Previous {
+            self.settle_on_previous(roots, fits, progress)?;
+        } else {
+            self.settle_on_newest(roots, fits).map_err(|error| self.advised(error, roots))?;
         }
-        self.settle_on_previous(roots, fits, progress)?;
-        self.index.lock().root_pages = roots.held();
+        self.index.lock().root_pages = [roots.pages[0].beside(), roots.pages[1].beside()];
         if !how.goes_back_later {
             self.go_back()?;
         }
         self.note_damaged_copies()
     }
 
-    fn settle_on_newest(&self, roots: &Roots, fits: &Fits<'_>, progress: &mut Progress<'_>) -> Result<()> {
+    fn settle_on_newest(&self, roots: &Roots, fits: &Fits<'_>) -> Result<()> {
         let root = roots.newest()?;
-        if root.flags & UNCLOSED != 0 {
+        if root.is_unclosed {
             return refused(&self.path, NOT_CLOSED);
         }
-        let unflushed = root.flags & UNFLUSHED != 0;
-        let lost = unflushed && !is_same(&root.boot, &self.boot);
-        let said = |error: Error| if lost { self.lost_power(error) } else { error };
-        self.load_table(&root).map_err(said)?;
-        fits(&self.description)?;
-        if lost {
-            self.verify(progress).map_err(said)?;
-        }
-        if !unflushed {
-            return Ok(());
-        }
-        // What another process wrote and did not flush is the newest commit from here on, whatever happens: staging
-        // begins to overwrite what an older root names.
-        self.volume.flush(Wait::forever())?;
-        Ok(())
-    }
-
-    /// What is damaged in a store that a loss of power may have taken from.
-    fn lost_power(&self, error: Error) -> Error {
-        match error {
-            Error::Corrupt { .. } => Error::Refused {
-                path: Arc::clone(&self.path),
-                why: format!(
-                    "it was not closed before the machine went down, and durability=\"close\" does not survive that: \
-                     {error}"
-                ),
-            },
-            error => error,
-        }
+        self.load_table(&root)?;
+        fits(&self.description)
     }
 
     fn settle_on_previous(&self, roots: &Roots, fits: &Fits<'_>, progress: &mut Progress<'_>) -> Result<()> {
-        let (root, given_up) = roots.previous()?;
+        let (root, newest) = roots.previous()?;
         self.load_table(&root)?;
         fits(&self.description)?;
         let step = self.index.lock().step;
@@ -278,17 +242,15 @@ impl Store {
         })?;
         // Nothing of it may be in a cache alone when the other root goes.
         self.volume.flush(Wait::forever())?;
-        self.index.lock().given_up = Some(given_up);
+        self.index.lock().phase = Phase::Previous { newest };
         Ok(())
     }
 
-    /// Gives the newest commit up for good, where the one before it was opened and this was left to the caller.
+    /// Drops the newest commit for good, where the one before it was opened and this was left to the caller.
     pub fn go_back(&self) -> Result<()> {
-        let given_up = self.index.lock().given_up;
-        if let Some(slot) = given_up {
-            self.mark_no_root(slot)?;
-            self.index.lock().given_up = None;
-        }
+        let Phase::Previous { newest } = self.index.lock().phase else { return Ok(()) };
+        self.mark_no_root(newest)?;
+        self.index.lock().phase = Phase::Open;
         Ok(())
     }
 
@@ -323,7 +285,7 @@ impl Store {
 
     /// Makes a page say, for good, that there is no root in it.
     pub(crate) fn mark_no_root(&self, slot: u64) -> Result<()> {
-        self.write_root_page(slot, &root::mark(&self.uuid), true)?;
+        self.write_root_page(slot, &root::mark(&self.uuid))?;
         self.index.lock().root_pages[slot as usize] = Beside::Mark;
         Ok(())
     }
@@ -347,9 +309,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_blank_page_beside_a_root_was_lost_unless_an_older_version_wrote_that() {
+    fn a_blank_page_beside_a_root_was_lost() {
         let beside = |beside| Page::Whole(Root { generation: 3, beside, ..Root::default() });
-        assert_eq!(lost(&[Page::Blank, beside(Beside::Unknown)]), None);
         assert_eq!(lost(&[Page::Blank, Page::Blank]), None);
         assert_eq!(lost(&[Page::Marked, beside(Beside::Root(2))]), None);
         let (slot, why) = lost(&[Page::Blank, beside(Beside::Root(2))]).unwrap_or_default();

@@ -7,9 +7,7 @@ use std::{
     sync::{Arc, MutexGuard},
 };
 
-use memascend_mem::{ChunkRing, OnFork, OwnerId, Pin, Region, Wait};
-
-use crate::{Dtype, Error, Replay, Result, Rule, Shared, Store, buffer::bytes_of, held::Held, held::Now};
+use crate::{Dtype, Error, Replay, Result, Rule, Scratch, Shared, Store, buffer::bytes_of, held::Now, held::RamTier};
 
 /// Arithmetic that the store does not have: applies gradients of the log.
 pub trait Arithmetic: Debug + Send + Sync {
@@ -36,58 +34,22 @@ pub struct LoggedChunk<'a> {
     pub dtype: Dtype,
 }
 
-/// Memory for what is read of the log.
-pub(crate) struct LogRoom {
-    ring: ChunkRing,
-    owner: OwnerId,
-}
-
-impl LogRoom {
-    pub(crate) fn new(store: &Store) -> Result<Self> {
-        let chunk = (u64::from(store.description.chunk_elements) * Dtype::F32.bytes()) as usize;
-        let region = Region::new(chunk, Pin::Off, OnFork::Wipe, "gradients of the log")?;
-        let ring = ChunkRing::new(&region, chunk, 1)?;
-        let owner = ring.owner("gradients of the log")?;
-        Ok(Self { ring, owner })
-    }
-
-    pub(crate) fn part(&self, nbytes: u64) -> Result<Shared> {
-        let part = Shared::new(self.ring.lease(self.owner, Wait::forever())?).part(0, nbytes as usize);
-        part.ok_or_else(|| Error::Invalid("a gradient is larger than a chunk".into()))
-    }
-}
-
 impl Store {
+    /// Memory for what is read of the log.
+    pub(crate) fn log_room(&self) -> Result<Scratch> {
+        let chunk = u64::from(self.description.chunk_elements) * Dtype::F32.bytes();
+        Scratch::new(chunk as usize, 1, "gradients of the log")
+    }
+
     /// Says who applies gradients of the log, where no one was named yet.
     pub fn apply_with(&self, arithmetic: Arc<dyn Arithmetic>) {
         self.arithmetic.get_or_init(|| arithmetic);
     }
 
-    /// Says, once and before anything is applied, where in whole parameters the entries begin that are rows of them, where
-    /// the description does not.
-    pub fn set_first_elements(&self, firsts: Vec<u64>) -> Result<()> {
-        let (wanted, got) = (self.description().entries.len(), firsts.len());
-        if got != wanted {
-            return Err(Error::Invalid(format!("{got} first elements for {wanted} entries")));
-        }
-        let known = &self.description().first_elements;
-        if let Some(entry) = known.iter().zip(&firsts).position(|(known, first)| known != first) {
-            let (name, known, first) = (&self.description().entries[entry].name, known[entry], firsts[entry]);
-            return Err(Error::Invalid(format!(
-                "the rows of {name:?} begin at element {known} of it in the store, and at {first} in the model"
-            )));
-        }
-        if !known.is_empty() {
-            return Ok(());
-        }
-        self.first_elements.set(firsts.into()).map_err(|_| Error::Usage("the first elements were set before".into()))
-    }
-
     /// The number of an entry's first element in the whole parameter.
     #[must_use]
     pub fn first_element(&self, entry: usize) -> u64 {
-        let known = self.description().first_elements.get(entry);
-        known.copied().or_else(|| Some(self.first_elements.get()?[entry])).unwrap_or(0)
+        self.description.first_elements.get(entry).copied().unwrap_or(0)
     }
 
     /// What the live slot of an entry lacks, where nobody applied that yet.
@@ -103,7 +65,7 @@ impl Store {
         replay: &Replay,
         (entry, chunk): (usize, u32),
         (values, state): (&Shared, Option<&Shared>),
-        room: &LogRoom,
+        room: &Scratch,
     ) -> Result<()> {
         let arithmetic = self.arithmetic.get().ok_or_else(|| self.not_applied(entry))?;
         let of_values = self.read_slot(entry, chunk, values.clone())?;
@@ -123,9 +85,9 @@ impl Store {
     }
 
     /// Puts chunks of a held entry together anew, of which memory had the only whole copy until somebody wrote to it.
-    pub(crate) fn rebuild(&self, held: &Held, entry: usize, chunks: &[u32]) -> Result<()> {
+    pub(crate) fn rebuild(&self, held: &RamTier, entry: usize, chunks: &[u32]) -> Result<()> {
         let replay = self.committed_log()?;
-        let (room, count) = (LogRoom::new(self)?, self.layout.chunks_of(entry));
+        let (room, count) = (self.log_room()?, self.layout.chunks_of(entry));
         let version = self.entry_state(entry)?.version;
         let has_state = self.description.entries[entry].chunked().next().is_some();
         for &chunk in chunks {

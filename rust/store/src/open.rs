@@ -7,12 +7,11 @@ use std::{
     sync::Arc,
 };
 
-use memascend_mem::{ChunkRing, OnFork, Pin, Region, Wait};
+use memascend_mem::Wait;
 use memascend_nvme::{Claim, Missing, Options, Part, Privacy, STRIPE_BYTES_DEFAULT, Volume};
 
 use crate::{
-    Description, Durability, Error, Layout, Result, Store,
-    boot::{self, Boot},
+    Description, Durability, Error, Layout, Result, Scratch, Store, Transfer,
     checksum::Uuid,
     copies::{described, labelled},
     fields::Malformed,
@@ -55,22 +54,6 @@ pub struct Create {
     pub volume: Options,
     /// Its identity, for tests that want the same bytes again; random otherwise.
     pub uuid: Option<[u8; 16]>,
-    /// The boot that it runs in, for tests that lose power; `None`: the kernel's.
-    #[cfg(feature = "sim")]
-    pub boot: Option<[u8; 16]>,
-}
-
-impl Create {
-    #[cfg(feature = "sim")]
-    pub(crate) fn boot(&self) -> Boot {
-        self.boot.unwrap_or_else(boot::now)
-    }
-
-    #[cfg(not(feature = "sim"))]
-    #[expect(clippy::unused_self, reason = "the feature's is a method")]
-    pub(crate) fn boot(&self) -> Boot {
-        boot::now()
-    }
 }
 
 impl Store {
@@ -82,7 +65,7 @@ impl Store {
         Self::create_watched(paths, description, how, &mut |_, _| true)
     }
 
-    /// The same; where a store has to be verified first, `progress` hears of bytes done and of all, and ends it by `false`.
+    /// The same; where a store has to be verified first, `progress` gets bytes done and of all, and ends it by `false`.
     pub fn create_watched(
         paths: &[impl AsRef<Path>],
         description: Description,
@@ -145,7 +128,7 @@ impl Store {
         Self::open_watched(paths, how, &mut |_, _| true)
     }
 
-    /// The same; where a store has to be verified first, `progress` hears of bytes done and of all, and ends it by `false`.
+    /// The same; where a store has to be verified first, `progress` gets bytes done and of all, and ends it by `false`.
     pub fn open_watched(paths: &[impl AsRef<Path>], how: &Create, progress: &mut Progress<'_>) -> Result<Self> {
         let (store, roots) = Self::prepare_at(paths, how)?;
         store.settle(&roots, how, &|_| Ok(()), progress)?;
@@ -284,17 +267,15 @@ impl Store {
         }
         let mut index = self.index.lock();
         (index.generation, index.found_generation) = (root.generation, root.generation);
-        (index.root_flags, index.root_generation, index.run) = (root.flags, root.generation, root.run);
+        (index.root_is_unclosed, index.root_generation, index.run) = (root.is_unclosed, root.generation, root.run);
         index.user_bytes = Vec::with_capacity(self.description.user_bytes_max as usize);
         index.hyperparameters_bytes = Vec::with_capacity(self.description.hyperparameters_bytes_max as usize);
         let pages_at_once = CATALOG_CHUNK_BYTES as u64 / PAGE_BYTES;
         for start in (0..pages).step_by(pages_at_once as usize) {
-            let lease = self.chunks.lease(self.owner, Wait::forever())?;
+            let lease = self.scratch.lease(Wait::forever())?;
             let nbytes = ((pages - start).min(pages_at_once) * PAGE_BYTES) as usize;
             let from = self.layout.places.table[slot] + start * PAGE_BYTES;
-            let read = self.volume.read(Part::new(lease, 0, nbytes)?, from).map_err(|refused| refused.error)?.wait();
-            read.result?;
-            let lease = read.buffer.into_inner();
+            let lease = Transfer::begun(self.volume.read(Part::new(lease, 0, nbytes)?, from))?.wait()?.into_inner();
             for (page, bytes) in (start..).zip(lease.as_slice()[..nbytes].chunks_exact(PAGE_BYTES as usize)) {
                 let place = (self.layout.places.table[slot] + page * PAGE_BYTES, PAGE_BYTES);
                 let sum = self.sections.decode(&mut index, page, &self.uuid, bytes);
@@ -322,12 +303,12 @@ impl Store {
     /// Writes a part of the catalog.
     pub(crate) fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         for (index, piece) in (0_u64..).zip(bytes.chunks(CATALOG_CHUNK_BYTES)) {
-            let mut lease = self.chunks.lease(self.owner, Wait::forever())?;
+            let mut lease = self.scratch.lease(Wait::forever())?;
             lease.as_mut_slice()[..piece.len()].copy_from_slice(piece);
             let padded = piece.len().next_multiple_of(PAGE_BYTES as usize);
             lease.as_mut_slice()[piece.len()..padded].fill(0);
             let at = offset + index * CATALOG_CHUNK_BYTES as u64;
-            self.volume.write(Part::new(lease, 0, padded)?, at).map_err(|refused| refused.error)?.wait().result?;
+            Transfer::begun(self.volume.write(Part::new(lease, 0, padded)?, at))?.wait()?;
         }
         Ok(())
     }
@@ -351,13 +332,8 @@ fn decide(there: &There, existing: Existing, paths: &[PathBuf]) -> Result<Option
 
 /// The label of the store that has to be there.
 fn there_is(there: &There, paths: &[PathBuf]) -> Result<Label> {
-    match there {
-        There::Store(label) => Ok(*label),
-        There::Nothing => refused(&paths[0], "there is no store"),
-        There::Empty(path) => emptied(path),
-        There::Unfilled => Err(Error::Unfilled { path: paths[0].as_path().into() }),
-        There::Unusable(why) => refused(&paths[0], why),
-    }
+    let label = decide(there, Existing::Previous, paths)?;
+    Ok(label.unwrap_or_else(|| unreachable!("without a store that is refused")))
 }
 
 /// The first label of a store that the volume's devices still belong to.
@@ -391,18 +367,15 @@ fn former_roots(volume: &Volume, label: &Label, devices: Devices) -> Vec<(u64, u
 ///
 /// Through aligned memory: a device reads nothing else directly, and the volume's threads that copy would come to stay.
 pub(crate) fn bytes_at(volume: &Volume, offset: u64, nbytes: u64) -> Result<Vec<u8>> {
-    let region = Region::new(CATALOG_CHUNK_BYTES, Pin::Off, OnFork::Wipe, "store catalog")?;
-    let chunks = ChunkRing::new(&region, CATALOG_CHUNK_BYTES, 1)?;
-    let owner = chunks.owner("catalog")?;
+    let scratch = Scratch::new(CATALOG_CHUNK_BYTES, 1, "store catalog")?;
     let mut bytes = Vec::with_capacity(nbytes as usize);
     while (bytes.len() as u64) < nbytes {
         let from = offset + bytes.len() as u64;
         let wanted = (nbytes - bytes.len() as u64).min(CATALOG_CHUNK_BYTES as u64);
         let whole = wanted.next_multiple_of(PAGE_BYTES).min(volume.size_bytes().saturating_sub(from));
-        let part = Part::new(chunks.lease(owner, Wait::forever())?, 0, whole.max(wanted) as usize)?;
-        let read = volume.read(part, from).map_err(|refused| refused.error)?.wait();
-        read.result?;
-        bytes.extend_from_slice(&read.buffer.into_inner().as_slice()[..wanted as usize]);
+        let part = Part::new(scratch.lease(Wait::forever())?, 0, whole.max(wanted) as usize)?;
+        let read = Transfer::begun(volume.read(part, from))?.wait()?;
+        bytes.extend_from_slice(&read.into_inner().as_slice()[..wanted as usize]);
     }
     Ok(bytes)
 }

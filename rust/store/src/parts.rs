@@ -8,11 +8,7 @@ use std::{
 use memascend_mem::{Wait, locked};
 use memascend_nvme::{Lane, Ticket};
 
-use crate::{
-    Buffer, Error, Result, Shared, Store,
-    buffer::bytes_of,
-    holds::{Ending, Hold},
-};
+use crate::{Buffer, Error, Result, Shared, Store, buffer::bytes_of, holds::Hold};
 
 /// The values of a unit, all of one commit, cut into parts of whole pieces that are read one by one.
 ///
@@ -20,8 +16,12 @@ use crate::{
 pub struct Parts {
     store: Arc<Store>,
     reading: Arc<Reading>,
-    cuts: Vec<Part>,
+    cuts: Vec<Cut>,
 }
+
+/// The reads of units that hold slots: one may end without anybody waiting for it.
+#[derive(Default)]
+pub(crate) struct OpenReads(Mutex<Vec<Weak<Reading>>>);
 
 /// What the parts of a unit are read under, and which of them are.
 struct Reading {
@@ -41,14 +41,14 @@ trait Flight: Send + Sync {
 }
 
 /// Pieces that follow each other in the unit.
-struct Part {
+struct Cut {
     /// Where it begins in the unit.
     start: u64,
     bytes: u64,
-    pieces: Vec<Piece>,
+    pieces: Vec<CutPiece>,
 }
 
-struct Piece {
+struct CutPiece {
     /// Which of the holds.
     hold: usize,
     /// Which of the entry's.
@@ -61,10 +61,10 @@ struct Piece {
 
 /// A part on its way into memory. Dropping it waits for the devices.
 pub struct PartFetch<B: Buffer + Sync> {
-    state: Arc<Mutex<State<B>>>,
+    state: Arc<Mutex<FetchState<B>>>,
 }
 
-enum State<B: Buffer + Sync> {
+enum FetchState<B: Buffer + Sync> {
     Flying(Flying<B>),
     /// It was waited for, and this is what came of it.
     Ended(Result<()>),
@@ -90,7 +90,7 @@ impl Store {
             let held = |entry| Hold::live(Arc::clone(self), &mut index, entry, 0..self.layout.chunks_of(entry));
             holds.extend(with_values.map(held));
         }
-        let mut parts: Vec<Part> = Vec::new();
+        let mut parts: Vec<Cut> = Vec::new();
         for (number, hold) in holds.iter().enumerate() {
             let first = self.layout.piece(&self.description, hold.entry, 0).at;
             for piece in 0..self.layout.chunks_of(hold.entry) {
@@ -103,11 +103,11 @@ impl Store {
                 }
                 match parts.last() {
                     Some(part) if part.start + part.bytes == at && part.bytes + bytes <= bytes_max => {}
-                    _ => parts.push(Part { start: at, bytes: 0, pieces: Vec::new() }),
+                    _ => parts.push(Cut { start: at, bytes: 0, pieces: Vec::new() }),
                 }
                 if let Some(part) = parts.last_mut() {
                     let place = (self.layout.offset(&layout, hold.slot), bytes);
-                    part.pieces.push(Piece { hold: number, number: piece, at: part.bytes, place });
+                    part.pieces.push(CutPiece { hold: number, number: piece, at: part.bytes, place });
                     part.bytes += bytes;
                 }
             }
@@ -115,8 +115,7 @@ impl Store {
         self.counters.began(0);
         let flights = Flights { begun: vec![false; parts.len()], flying: Vec::new() };
         let reading = Arc::new(Reading { holds, flights: Mutex::new(flights) });
-        let ending: Weak<Reading> = Arc::downgrade(&reading);
-        self.reads.add(ending);
+        self.reads.add(&reading);
         Ok(Parts { store: Arc::clone(self), reading, cuts: parts })
     }
 }
@@ -177,8 +176,8 @@ impl Parts {
         }
         // Not all of a unit's need be read.
         self.store.counters.began_part(from_storage);
-        let state = Arc::new(Mutex::new(State::Flying(flying)));
-        let flight: Weak<Mutex<State<B>>> = Arc::downgrade(&state);
+        let state = Arc::new(Mutex::new(FetchState::Flying(flying)));
+        let flight: Weak<Mutex<FetchState<B>>> = Arc::downgrade(&state);
         flights.flying.retain(|flight| flight.strong_count() > 0);
         flights.flying.push(flight);
         flights.begun[index] = true;
@@ -186,13 +185,28 @@ impl Parts {
     }
 }
 
+impl OpenReads {
+    fn add(&self, read: &Arc<Reading>) {
+        let mut reads = locked(&self.0);
+        reads.retain(|read| read.strong_count() > 0);
+        reads.push(Arc::downgrade(read));
+    }
+
+    /// Lets those that have ended go. Not under the index's lock, which they take.
+    pub(crate) fn settle(&self) {
+        let reads: Vec<Arc<Reading>> = locked(&self.0).iter().filter_map(Weak::upgrade).collect();
+        for read in reads {
+            read.release_if_ended();
+        }
+    }
+}
+
 impl Reading {
     fn lock(&self) -> MutexGuard<'_, Flights> {
         locked(&self.flights)
     }
-}
 
-impl Ending for Reading {
+    /// Lets go of the slots if every part was read. Never waits.
     fn release_if_ended(&self) {
         let flights = self.lock();
         let ended = |flight: &Weak<dyn Flight>| flight.upgrade().is_none_or(|flight| flight.has_ended());
@@ -202,7 +216,7 @@ impl Ending for Reading {
     }
 }
 
-impl<B: Buffer + Sync> Flight for Mutex<State<B>> {
+impl<B: Buffer + Sync> Flight for Mutex<FetchState<B>> {
     fn has_ended(&self) -> bool {
         // Whoever has it locked waits for it.
         self.try_lock().is_ok_and(|state| state.is_done())
@@ -221,22 +235,22 @@ impl<B: Buffer + Sync> PartFetch<B> {
     pub fn wait(&self, mut wait: Wait<'_>) -> Result<()> {
         let deadline = wait.timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut state = locked(&self.state);
-        if let State::Flying(flying) = &*state {
+        if let FetchState::Flying(flying) = &*state {
             for ticket in &flying.tickets {
                 let timeout = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
                 let keep_waiting = wait.keep_waiting.as_mut().map(|keep| &mut **keep as &mut dyn FnMut() -> bool);
                 ticket.wait_until(Wait { timeout, keep_waiting })?;
             }
-            *state = State::Ended(flying.ended());
+            *state = FetchState::Ended(flying.ended());
         }
         match &*state {
-            State::Flying(_) => Ok(()),
-            State::Ended(result) => result.clone(),
+            FetchState::Flying(_) => Ok(()),
+            FetchState::Ended(result) => result.clone(),
         }
     }
 }
 
-impl<B: Buffer + Sync> State<B> {
+impl<B: Buffer + Sync> FetchState<B> {
     fn is_done(&self) -> bool {
         match self {
             Self::Flying(flying) => flying.tickets.iter().all(Ticket::is_done),

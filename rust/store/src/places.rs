@@ -26,19 +26,15 @@ impl Devices {
 
     /// Where root `slot` lies.
     pub(crate) fn root_offset(self, slot: u64) -> u64 {
-        self.labels_bytes() + slot * PAGE_BYTES
+        self.row_bytes() + slot * PAGE_BYTES
     }
 
     /// Where what follows the roots begins.
     pub(crate) fn first_offset(self) -> u64 {
-        self.labels_bytes() + 2 * PAGE_BYTES
+        self.row_bytes() + 2 * PAGE_BYTES
     }
 
-    fn labels_bytes(self) -> u64 {
-        if self.count == 1 { PAGE_BYTES } else { u64::from(self.count) * self.stripe_bytes }
-    }
-
-    /// Bytes of the volume that are one stripe of each device.
+    /// Bytes of the volume that are one stripe of each device: what the labels take, too.
     fn row_bytes(self) -> u64 {
         if self.count == 1 { PAGE_BYTES } else { u64::from(self.count) * self.stripe_bytes }
     }

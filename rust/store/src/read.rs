@@ -1,18 +1,14 @@
 //! Reads live slots piece by piece, every byte checked before it is handed over.
 
-use std::{mem, ops::Range};
+use std::ops::Range;
 
-use memascend_nvme::Ticket;
-
-use crate::{Buffer, Error, Result, Store, buffer::bytes_of, held::Held, holds::Hold, layout::Piece};
+use crate::{Buffer, Error, Result, Store, Transfer, buffer::bytes_of, held::RamTier, holds::Hold, layout::Piece};
 
 /// Where a piece comes from.
 enum Source<B: Buffer> {
-    Storage(Ticket<B>),
+    Storage(Transfer<B>),
     /// It was held in memory, and is here.
     Memory(B),
-    /// It was waited for.
-    Taken,
 }
 
 /// A piece that is being read.
@@ -47,7 +43,7 @@ impl Store {
     /// As [`Store::read`], from storage alone where nothing is held.
     pub(crate) fn read_from<B: Buffer>(
         &self,
-        memory: Option<&Held>,
+        memory: Option<&RamTier>,
         entry: usize,
         piece: u32,
         mut buffer: B,
@@ -60,7 +56,7 @@ impl Store {
         } else if hold.alone {
             return Err(self.lost(entry));
         } else {
-            Source::Storage(self.volume.read(buffer, place.0).map_err(|refused| refused.error)?)
+            Source::Storage(Transfer::begun(self.volume.read(buffer, place.0))?)
         };
         Ok(PieceRead { source, hold, piece, place })
     }
@@ -70,7 +66,7 @@ impl Store {
         let layout = self.fitting_piece(entry, piece, buffer.len())?;
         let hold = Hold::stored(self, &mut self.index.lock(), entry, piece..piece + 1);
         let place = (self.layout.offset(&layout, hold.slot), layout.bytes());
-        let source = Source::Storage(self.volume.read(buffer, place.0).map_err(|refused| refused.error)?);
+        let source = Source::Storage(Transfer::begun(self.volume.read(buffer, place.0))?);
         Ok(PieceRead { source, hold, piece, place })
     }
 
@@ -121,7 +117,7 @@ impl<B: Buffer> PieceRead<'_, B> {
     /// Whether the device is done with it.
     #[must_use]
     pub fn is_done(&self) -> bool {
-        !matches!(&self.source, Source::Storage(ticket) if !ticket.is_done())
+        !matches!(&self.source, Source::Storage(transfer) if !transfer.is_done())
     }
 
     /// Bytes that come from storage: all of it, or none where it was held.
@@ -131,28 +127,19 @@ impl<B: Buffer> PieceRead<'_, B> {
     }
 
     /// Waits, checks, and gives the buffer and the version that it holds.
-    pub fn wait(mut self) -> Result<(B, u64)> {
-        let buffer = match mem::replace(&mut self.source, Source::Taken) {
-            Source::Storage(ticket) => {
-                let finished = ticket.wait();
-                finished.result?;
-                self.hold.check(self.piece, bytes_of(&finished.buffer), self.place)?;
-                finished.buffer
-            }
-            Source::Memory(buffer) => {
-                self.hold.store.check_copy(&self.hold, self.piece, bytes_of(&buffer), self.place)?;
+    pub fn wait(self) -> Result<(B, u64)> {
+        let Self { source, hold, piece, place } = self;
+        let buffer = match source {
+            Source::Storage(transfer) => {
+                let buffer = transfer.wait()?;
+                hold.check(piece, bytes_of(&buffer), place)?;
                 buffer
             }
-            Source::Taken => return Err(Error::Usage("this read was waited for already".into())),
+            Source::Memory(buffer) => {
+                hold.store.check_copy(&hold, piece, bytes_of(&buffer), place)?;
+                buffer
+            }
         };
-        Ok((buffer, self.hold.version))
-    }
-}
-
-impl<B: Buffer> Drop for PieceRead<'_, B> {
-    fn drop(&mut self) {
-        if let Source::Storage(ticket) = mem::replace(&mut self.source, Source::Taken) {
-            drop(ticket.wait());
-        }
+        Ok((buffer, hold.version))
     }
 }

@@ -1,18 +1,15 @@
 //! Reads the log: the chain of heads that a root names, and the gradients that live slots lack.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::BTreeMap,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering::Relaxed},
     },
 };
 
-use memascend_mem::{ChunkRing, OnFork, Pin, Region, Wait};
-use memascend_nvme::Ticket;
-
 use crate::{
-    Buffer, Dtype, Error, Head, Record, Result, Shared, Store, Verified,
+    Buffer, Dtype, Error, Head, Record, Result, Scratch, Store, Transfer, Verified,
     buffer::bytes_of,
     head::{head_bytes, head_bytes_max, head_checksum},
     index::Index,
@@ -21,7 +18,7 @@ use crate::{
     open::bytes_at,
     ring::Ring,
     root::Root,
-    verify::DEPTH,
+    verify::{DEPTH, in_flight},
 };
 
 /// Gradients that were committed and that live slots lack, as the store was found.
@@ -38,7 +35,7 @@ pub struct Replay {
 /// A chunk of a gradient that is being read from the log. Dropping it waits.
 pub struct RecordRead<'a, B: Buffer> {
     store: &'a Store,
-    ticket: Option<Ticket<B>>,
+    transfer: Transfer<B>,
     generation: u64,
     step: u64,
     record: &'a Record,
@@ -111,15 +108,8 @@ impl Store {
                 buffer.len()
             )));
         }
-        let ticket = self.volume.read(buffer, offset).map_err(|refused| refused.error)?;
-        Ok(RecordRead {
-            store: self,
-            ticket: Some(ticket),
-            generation: head.generation,
-            step: head.step,
-            record,
-            chunk,
-        })
+        let transfer = Transfer::begun(self.volume.read(buffer, offset))?;
+        Ok(RecordRead { store: self, transfer, generation: head.generation, step: head.step, record, chunk })
     }
 
     /// Reads and checks every gradient that live slots lack; the chain of heads was checked when it was found.
@@ -131,42 +121,33 @@ impl Store {
         let mut done = Verified::default();
         let Some(replay) = self.pending_replay() else { return Ok(done) };
         let chunk = (u64::from(self.description.chunk_elements) * Dtype::F32.bytes()) as usize;
-        let region = Region::new(DEPTH * chunk, Pin::Off, OnFork::Wipe, "store verification")?;
-        let ring = ChunkRing::new(&region, chunk, DEPTH)?;
-        let owner = ring.owner("verification")?;
+        let scratch = Scratch::new(chunk, DEPTH, "store verification")?;
         let records = replay.entries().flat_map(|entry| replay.of(entry));
-        let mut chunks = records.flat_map(|(head, record)| {
+        let chunks = records.flat_map(|(head, record)| {
             (0..self.layout.chunks_of(record.entry)).map(move |chunk| (head, record, chunk))
         });
-        let mut flying = VecDeque::with_capacity(DEPTH);
-        loop {
-            while flying.len() < DEPTH
-                && let Some((head, record, chunk)) = chunks.next()
-            {
+        in_flight(
+            DEPTH,
+            chunks,
+            |(head, record, chunk)| {
                 let (_, _, bytes) = self.part_of_gradient(record.entry, record.dtype, chunk);
-                let memory = Shared::new(ring.lease(owner, Wait::forever())?).part(0, bytes as usize);
-                let memory = memory.ok_or_else(|| Error::Invalid("a gradient is larger than a chunk".into()))?;
-                flying.push_back((self.read_record(head, record, chunk, memory)?, bytes));
-            }
-            let Some((read, bytes)) = flying.pop_front() else { break };
-            match read.wait() {
-                Ok(_) => {
-                    done.pieces += 1;
-                    done.bytes += bytes;
+                Ok((self.read_record(head, record, chunk, scratch.part(bytes)?)?, bytes))
+            },
+            |(read, bytes)| {
+                match read.wait() {
+                    Ok(_) => done.add(bytes),
+                    Err(error) => damaged(error)?,
                 }
-                Err(error) => damaged(error)?,
-            }
-            if !keep_going() {
-                return Err(Error::Interrupted("verification"));
-            }
-        }
+                if keep_going() { Ok(()) } else { Err(Error::Interrupted("verification")) }
+            },
+        )?;
         Ok(done)
     }
 
     /// Takes what a root, whose table was loaded, says of the log: every head that it needs, and which gradients are.
     pub(crate) fn load_log(&self, root: &Root) -> Result<()> {
         let said = root.log;
-        if said == crate::root::Log::default() {
+        if said == crate::root::LogFields::default() {
             return Ok(());
         }
         let ring = Ring { offset: said.offset, bytes: said.bytes };
@@ -288,32 +269,21 @@ fn named(head: &Head) -> String {
 
 impl<B: Buffer> RecordRead<'_, B> {
     /// Waits, checks, and gives the buffer.
-    pub fn wait(mut self) -> Result<B> {
-        let ticket = self.ticket.take().ok_or_else(|| Error::Usage("this read was waited for already".into()))?;
-        let finished = ticket.wait();
-        finished.result?;
-        let (store, record, chunk) = (self.store, self.record, self.chunk);
+    pub fn wait(self) -> Result<B> {
+        let Self { store, transfer, generation, step, record, chunk } = self;
+        let buffer = transfer.wait()?;
         let (offset, wanted) = record.chunks[chunk as usize];
         let (_, used, bytes) = store.part_of_gradient(record.entry, record.dtype, chunk);
-        let got =
-            store.gradient_sum((record.entry, chunk), self.generation, &bytes_of(&finished.buffer)[..used as usize]);
+        let got = store.gradient_sum((record.entry, chunk), generation, &bytes_of(&buffer)[..used as usize]);
         if got == wanted {
-            return Ok(finished.buffer);
+            return Ok(buffer);
         }
-        let (name, step) = (&store.description.entries[record.entry].name, self.step);
+        let name = &store.description.entries[record.entry].name;
         let what = format!("chunk {chunk} of the gradient of {name:?} in step {step} of the log");
         let why = format!(
             "its checksum is {got:016x} and the step's head says {wanted:016x}; `memascend store verify` says whether the \
              commit before is whole, which existing=\"previous\" opens"
         );
         Err(store.corrupt(what, (offset, bytes), why))
-    }
-}
-
-impl<B: Buffer> Drop for RecordRead<'_, B> {
-    fn drop(&mut self) {
-        if let Some(ticket) = self.ticket.take() {
-            drop(ticket.wait());
-        }
     }
 }

@@ -28,30 +28,27 @@ pub(crate) struct Root {
     pub(crate) uuid: Uuid,
     /// Counts commits from 1; its lowest bit says which slot root and table are in.
     pub(crate) generation: u64,
-    pub(crate) flags: u32,
+    /// Steps were committed in memory since, and what it names may be overwritten: durability "none".
+    pub(crate) is_unclosed: bool,
     /// Flags that are not known here.
     pub(crate) other_flags: u64,
-    /// The boot in which it was written, if what it names may not have been flushed.
-    pub(crate) boot: [u8; 16],
     pub(crate) table_bytes: u64,
     pub(crate) table_checksum: u64,
     pub(crate) description_bytes: u64,
     pub(crate) description_checksum: u64,
     pub(crate) places: Places,
-    pub(crate) log: Log,
+    pub(crate) log: LogFields,
     pub(crate) run: Run,
     pub(crate) features: Vec<String>,
     /// What the other page held when this was written.
     pub(crate) beside: Beside,
 }
 
-/// What the page of a root holds, as far as it is known.
+/// What the page of the other root holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Beside {
-    /// Zeros, or what a version that did not say left there.
-    #[default]
-    Unknown,
     /// The mark that there is no root.
+    #[default]
     Mark,
     /// The root of a generation.
     Root(u64),
@@ -68,7 +65,7 @@ pub(crate) enum Found {
 
 /// The log of gradients that live slots lack; all zero without the feature.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct Log {
+pub(crate) struct LogFields {
     pub(crate) offset: u64,
     pub(crate) bytes: u64,
     /// Its newest head.
@@ -76,34 +73,25 @@ pub(crate) struct Log {
     pub(crate) head_checksum: u64,
 }
 
-/// Which run of several ranks a commit belongs to, and whose store it is in; all zero where it belongs to none.
+/// Which run of several ranks a commit belongs to, and which rank's store it is in; all zero where it belongs to none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Run {
     /// The same in the stores of all ranks.
     pub id: [u8; 16],
     /// The number of the commit that all ranks share; generations differ.
     pub commit: u64,
-    /// What tells the commit from that of the same number in another continuation of the run; the same on all ranks. Zeros
-    /// where an earlier version made it, which said nothing of the ranks either.
+    /// What tells the commit from that of the same number in another continuation of the run; the same on all ranks.
     pub identity: [u8; 16],
-    /// Whose store it is.
+    /// The rank that has the store.
     pub rank: u32,
-    /// Of how many.
+    /// The number of ranks.
     pub ranks: u32,
 }
 
-impl Run {
-    /// Whether it has more than an earlier version said.
-    pub(crate) fn is_identified(&self) -> bool {
-        (self.identity, self.rank, self.ranks) != ([0; 16], 0, 0)
-    }
-}
-
-/// Steps were committed in memory since, and what it names may be overwritten: durability "none".
-pub(crate) const UNCLOSED: u32 = 1;
-/// Written without a flush: durability "close".
-pub(crate) const UNFLUSHED: u32 = 2;
-const FLAGS: u32 = UNCLOSED | UNFLUSHED;
+/// The flag of a root that [`Root::is_unclosed`].
+const UNCLOSED: u64 = 1;
+/// Bytes that are zeros, before the features.
+const RESERVED_BYTES: usize = 16;
 
 impl Root {
     pub(crate) fn encode(&self) -> Vec<u8> {
@@ -111,14 +99,14 @@ impl Root {
         sector.extend(MAGIC);
         sector.extend(self.uuid);
         let mut push = |numbers: &[u64]| numbers.iter().for_each(|number| sector.extend(number.to_le_bytes()));
-        push(&[self.generation, u64::from(self.flags) | self.other_flags]);
+        push(&[self.generation, (u64::from(self.is_unclosed) * UNCLOSED) | self.other_flags]);
         push(&[self.table_bytes, self.table_checksum, self.description_bytes, self.description_checksum]);
         let Places { description, table, values, state, spill } = self.places;
         push(&[description, table, values, state].concat());
         push(&[spill, self.log.offset, self.log.bytes, self.log.head_offset, self.log.head_checksum]);
         push(&[self.run.commit]);
         sector.extend(self.run.id);
-        sector.extend(self.boot);
+        sector.extend([0; RESERVED_BYTES]);
         push_texts(&mut sector, &self.features);
         sector.resize(IDENTITY_AT, 0);
         sector.extend(self.run.identity);
@@ -141,17 +129,16 @@ impl Root {
 impl Beside {
     fn number(self) -> u64 {
         match self {
-            Self::Unknown => 0,
             Self::Mark => u64::MAX,
             Self::Root(generation) => generation,
         }
     }
 
-    fn of(number: u64) -> Self {
+    fn of(number: u64) -> Result<Self, Malformed> {
         match number {
-            0 => Self::Unknown,
-            u64::MAX => Self::Mark,
-            generation => Self::Root(generation),
+            0 => Err("it does not say what the page of the other root holds".into()),
+            u64::MAX => Ok(Self::Mark),
+            generation => Ok(Self::Root(generation)),
         }
     }
 }
@@ -249,8 +236,8 @@ fn decode(sector: &[u8], uuid: &Uuid) -> Result<Root, Malformed> {
     let mut root = Root {
         uuid: *uuid,
         generation,
-        flags: flags as u32 & FLAGS,
-        other_flags: flags & !u64::from(FLAGS),
+        is_unclosed: flags & UNCLOSED != 0,
+        other_flags: flags & !UNCLOSED,
         table_bytes: fields.u64()?,
         table_checksum: fields.u64()?,
         description_bytes: fields.u64()?,
@@ -260,15 +247,15 @@ fn decode(sector: &[u8], uuid: &Uuid) -> Result<Root, Malformed> {
     let mut both = || Ok::<_, Malformed>([fields.u64()?, fields.u64()?]);
     let (description, table, values, state) = (both()?, both()?, both()?, both()?);
     root.places = Places { description, table, values, state, spill: fields.u64()? };
-    root.log =
-        Log { offset: fields.u64()?, bytes: fields.u64()?, head_offset: fields.u64()?, head_checksum: fields.u64()? };
+    root.log = LogFields {
+        offset: fields.u64()?,
+        bytes: fields.u64()?,
+        head_offset: fields.u64()?,
+        head_checksum: fields.u64()?,
+    };
     root.run = Run { commit: fields.u64()?, id: fields.array()?, ..Run::default() };
-    root.boot = fields.array()?;
+    fields.take(RESERVED_BYTES)?;
     root.features = fields.texts(FEATURE_BYTES_MAX)?;
-    let has = |feature: &str| root.features.iter().any(|one| one == feature);
-    if root.log != Log::default() && !has(LOG) || root.run != Run::default() && !has(RANKS) {
-        return Err(format!("it names a log or a run, and not the feature {LOG:?} or {RANKS:?}"));
-    }
     if root.generation == 0 || root.generation == u64::MAX {
         return Err(format!("generation {}", root.generation));
     }
@@ -276,14 +263,20 @@ fn decode(sector: &[u8], uuid: &Uuid) -> Result<Root, Malformed> {
         return Err("its features go over what follows them".into());
     };
     fields.take(before)?;
-    let (identity, rank, ranks) = (fields.array()?, fields.u32()?, fields.u32()?);
-    if has(IDENTITY) {
-        if rank >= ranks {
-            return Err(format!("rank {rank} of {ranks}"));
-        }
-        root.run = Run { identity, rank, ranks, ..root.run };
+    root.run = Run { identity: fields.array()?, rank: fields.u32()?, ranks: fields.u32()?, ..root.run };
+    let has = |feature: &str| root.features.iter().any(|one| one == feature);
+    if root.log != LogFields::default() && !has(LOG) {
+        return Err(format!("it names a log, and not the feature {LOG:?}"));
     }
-    root.beside = Beside::of(fields.u64()?);
+    if root.run != Run::default() {
+        if !(has(RANKS) && has(IDENTITY)) {
+            return Err(format!("it names a run, and not the features {RANKS:?} and {IDENTITY:?}"));
+        }
+        if root.run.rank >= root.run.ranks {
+            return Err(format!("rank {} of {}", root.run.rank, root.run.ranks));
+        }
+    }
+    root.beside = Beside::of(fields.u64()?)?;
     match root.beside {
         Beside::Root(other) if (other ^ root.generation) & 1 == 0 => {
             Err(format!("generation {} beside generation {other}", root.generation))
@@ -318,14 +311,17 @@ mod tests {
         with_log.features = vec![LOG.into()];
         assert_eq!(said(&with_log), Ok(()));
         let mut of_a_run = root();
-        of_a_run.run.commit = 1;
-        assert!(said(&of_a_run).is_err_and(|why| why.contains("a run")));
-        of_a_run.features = vec![RANKS.into()];
+        (of_a_run.run.commit, of_a_run.run.ranks) = (1, 1);
+        for features in [vec![], vec![RANKS.into()], vec![IDENTITY.into()]] {
+            of_a_run.features = features;
+            assert!(said(&of_a_run).is_err_and(|why| why.contains("a run")));
+        }
+        of_a_run.features = vec![RANKS.into(), IDENTITY.into()];
         assert_eq!(said(&of_a_run), Ok(()));
         let of_tomorrow = Root { features: vec!["tomorrow".into()], ..root() };
         let wanted = "the store uses \"tomorrow\", which this version of memascend does not know: install a newer one";
         assert_eq!(said(&of_tomorrow), Err(wanted.into()));
-        let flagged = Root { flags: UNFLUSHED, other_flags: 1 << 40, ..root() };
+        let flagged = Root { is_unclosed: true, other_flags: 1 << 40, ..root() };
         assert!(said(&flagged).is_err_and(|why| why.contains("uses flag 0x10000000000, which")));
     }
 
@@ -335,31 +331,28 @@ mod tests {
         let full = Root {
             uuid: UUID,
             generation: 9,
-            flags: UNFLUSHED,
+            is_unclosed: true,
             other_flags: 4,
-            boot: [3; 16],
             table_bytes: 1,
             table_checksum: 2,
             description_bytes: 3,
             description_checksum: 4,
             places: Places { description: both(5), table: both(7), values: both(9), state: both(11), spill: 13 },
-            log: Log { offset: 14, bytes: 15, head_offset: 16, head_checksum: 17 },
+            log: LogFields { offset: 14, bytes: 15, head_offset: 16, head_checksum: 17 },
             run: Run { id: [18; 16], commit: 19, identity: [20; 16], rank: 21, ranks: 22 },
             features: vec![LOG.into(), RANKS.into(), IDENTITY.into()],
             beside: Beside::Root(8),
         };
-        for beside in [Beside::Root(8), Beside::Mark, Beside::Unknown] {
+        for beside in [Beside::Root(8), Beside::Mark] {
             let full = Root { beside, ..full.clone() };
             assert_eq!(read(&full.encode(), &UUID), Ok(Found::Root(Box::new(full))));
         }
-        // Without the feature nothing is said there.
-        let earlier = Root { features: vec![LOG.into(), RANKS.into()], ..full.clone() };
-        let run = Run { identity: [0; 16], rank: 0, ranks: 0, ..full.run };
-        assert_eq!(read(&earlier.encode(), &UUID), Ok(Found::Root(Box::new(Root { run, ..earlier }))));
         let foreign = Root { run: Run { rank: 22, ..full.run }, ..full.clone() };
         assert!(read(&foreign.encode(), &UUID).is_err_and(|why| why.contains("rank 22 of 22")));
-        let impossible = Root { beside: Beside::Root(7), ..full };
-        assert!(read(&impossible.encode(), &UUID).is_err_and(|why| why.contains("beside generation 7")));
+        for (beside, said) in [(7, "beside generation 7"), (0, "does not say")] {
+            let impossible = Root { beside: Beside::Root(beside), ..full.clone() };
+            assert!(read(&impossible.encode(), &UUID).is_err_and(|why| why.contains(said)));
+        }
     }
 
     #[test]

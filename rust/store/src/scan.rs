@@ -2,9 +2,9 @@
 
 use std::collections::VecDeque;
 
-use memascend_mem::{ChunkRing, OnFork, Pin, Region, Wait};
+use memascend_mem::Wait;
 
-use crate::{Error, PieceRead, Result, Shared, Store, buffer::bytes_of, newest_state::LogRoom};
+use crate::{Error, PieceRead, Result, Scratch, Shared, Store, buffer::bytes_of};
 
 /// Chunks in flight.
 const DEPTH: usize = 4;
@@ -43,11 +43,9 @@ impl Store {
         let (state, values) = self.description.staging_bytes();
         let values_at = usize::try_from(state).unwrap_or(usize::MAX);
         let chunk = usize::try_from(state + values).unwrap_or(usize::MAX).max(1);
-        let region = Region::new(DEPTH * chunk, Pin::Off, OnFork::Wipe, "store scan")?;
-        let ring = ChunkRing::new(&region, chunk, DEPTH)?;
-        let owner = ring.owner("scan")?;
+        let scratch = Scratch::new(chunk, DEPTH, "store scan")?;
         let mut flying: VecDeque<(Turn<'_>, u64)> = VecDeque::with_capacity(DEPTH);
-        let room = self.pending_replay().map(|_| LogRoom::new(self)).transpose()?;
+        let room = self.pending_replay().map(|_| self.log_room()).transpose()?;
         let mut show = |flying: &mut VecDeque<(Turn<'_>, u64)>| -> Result<()> {
             let Some((turn, version)) = flying.pop_front() else { return Ok(()) };
             let parts = self.arrived(turn.entry, turn.reads, version)?;
@@ -59,7 +57,7 @@ impl Store {
                 if flying.len() == DEPTH {
                     show(&mut flying)?;
                 }
-                let memory = Shared::new(ring.lease(owner, Wait::forever())?);
+                let memory = Shared::new(scratch.lease(Wait::forever())?);
                 let mut parts = Vec::with_capacity(pieces.len());
                 for &piece in &pieces {
                     let at = if piece < self.layout.chunks_of(entry) { values_at } else { 0 };

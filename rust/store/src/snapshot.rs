@@ -12,8 +12,9 @@ impl Store {
     #[must_use]
     pub fn due(&self) -> Vec<usize> {
         let index = self.index.lock();
-        let due =
-            |&(&entry, &member): &(&usize, &Member)| !index.entries[entry].staged && index.log.is_due(entry, member);
+        let due = |&(&entry, &member): &(&usize, &Member)| {
+            !index.entries[entry].pending.is_staged() && index.log.is_due(entry, member)
+        };
         index.log.members.iter().filter(due).map(|(&entry, _)| entry).collect()
     }
 
@@ -22,7 +23,7 @@ impl Store {
     pub fn is_due(&self, entry: usize) -> bool {
         let index = self.index.lock();
         let member = index.log.members.get(&entry);
-        member.is_some_and(|&member| !index.entries[entry].staged && index.log.is_due(entry, member))
+        member.is_some_and(|&member| !index.entries[entry].pending.is_staged() && index.log.is_due(entry, member))
     }
 
     /// Begins to stage a held entry as it is in memory. Every piece of it has to follow ([`Store::stage_held`]).

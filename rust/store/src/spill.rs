@@ -6,16 +6,15 @@ use std::sync::{Mutex, MutexGuard};
 
 use memascend_math::Squares;
 use memascend_mem::locked;
-use memascend_nvme::Ticket;
 
 use crate::{
-    Buffer, Description, Dtype, Error, Layout, Result, Store,
+    Buffer, Description, Dtype, Error, Layout, Result, Store, Transfer,
     buffer::bytes_of,
     checksum::{Subject, checksum},
     layout::PAGE_BYTES,
 };
 
-/// What is known of a spilled gradient as a whole.
+/// A measure of a whole spilled gradient.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Spilled {
     /// An infinity or a NaN is in it.
@@ -24,7 +23,7 @@ pub struct Spilled {
     pub squares: Squares,
 }
 
-/// What is known of the room of one entry.
+/// The room of one entry.
 #[derive(Debug)]
 struct Room {
     /// Its first checksum.
@@ -34,15 +33,15 @@ struct Room {
 }
 
 #[derive(Debug)]
-struct Known {
+struct Rooms {
     rooms: Box<[Room]>,
     /// Of every chunk of every entry that may spill.
     sums: Box<[u64]>,
 }
 
-/// What is known of everything that is spilled.
+/// The rooms for spilled gradients, and the checksums of what is in them.
 #[derive(Debug)]
-pub(crate) struct Spill(Mutex<Known>);
+pub(crate) struct Spill(Mutex<Rooms>);
 
 impl Spill {
     pub(crate) fn new(description: &Description, layout: &Layout) -> Self {
@@ -56,7 +55,7 @@ impl Spill {
                 room
             })
             .collect();
-        Self(Mutex::new(Known { rooms, sums: vec![0; first as usize].into() }))
+        Self(Mutex::new(Rooms { rooms, sums: vec![0; first as usize].into() }))
     }
 
     /// Bytes of memory that one takes: a word or so for each entry and 8 for each chunk that may spill.
@@ -66,7 +65,7 @@ impl Spill {
         sums + (description.entries.len() * size_of::<Room>()) as u64
     }
 
-    fn lock(&self) -> MutexGuard<'_, Known> {
+    fn lock(&self) -> MutexGuard<'_, Rooms> {
         locked(&self.0)
     }
 }
@@ -74,14 +73,9 @@ impl Spill {
 /// A chunk of a spilled gradient that is being read. Dropping it waits.
 pub struct SpillRead<'a, B: Buffer> {
     store: &'a Store,
-    ticket: Option<Ticket<B>>,
+    transfer: Transfer<B>,
     entry: usize,
     chunk: u32,
-}
-
-/// A chunk of a spilled gradient that is being written. Dropping it waits.
-pub struct SpillWrite<B: Buffer> {
-    ticket: Option<Ticket<B>>,
 }
 
 impl Store {
@@ -131,23 +125,21 @@ impl Store {
     }
 
     /// Begins to write a chunk of a gradient. What fills the buffer's last page should be zeros.
-    pub fn write_spill<B: Buffer>(&self, entry: usize, chunk: u32, buffer: B) -> Result<SpillWrite<B>> {
+    pub fn write_spill<B: Buffer>(&self, entry: usize, chunk: u32, buffer: B) -> Result<Transfer<B>> {
         let offset = self.spill_place(entry, chunk, &buffer)?;
         let sum = self.spill_sum(entry, chunk, bytes_of(&buffer));
         {
-            let mut known = self.spill.lock();
-            let place = (known.rooms[entry].first + chunk) as usize;
-            known.sums[place] = sum;
+            let mut rooms = self.spill.lock();
+            let place = (rooms.rooms[entry].first + chunk) as usize;
+            rooms.sums[place] = sum;
         }
-        let ticket = self.volume.write(buffer, offset).map_err(|refused| refused.error)?;
-        Ok(SpillWrite { ticket: Some(ticket) })
+        Transfer::begun(self.volume.write(buffer, offset))
     }
 
     /// Begins to read a chunk of a gradient that was written since the store was opened.
     pub fn read_spill<B: Buffer>(&self, entry: usize, chunk: u32, buffer: B) -> Result<SpillRead<'_, B>> {
         let offset = self.spill_place(entry, chunk, &buffer)?;
-        let ticket = self.volume.read(buffer, offset).map_err(|refused| refused.error)?;
-        Ok(SpillRead { store: self, ticket: Some(ticket), entry, chunk })
+        Ok(SpillRead { store: self, transfer: Transfer::begun(self.volume.read(buffer, offset))?, entry, chunk })
     }
 
     fn spill_sum(&self, entry: usize, chunk: u32, bytes: &[u8]) -> u64 {
@@ -157,48 +149,20 @@ impl Store {
 
 impl<B: Buffer> SpillRead<'_, B> {
     /// Waits, checks, and gives the buffer.
-    pub fn wait(mut self) -> Result<B> {
-        let ticket = self.ticket.take().ok_or_else(|| Error::Usage("this read was waited for already".into()))?;
-        let finished = ticket.wait();
-        finished.result?;
-        let (store, entry, chunk) = (self.store, self.entry, self.chunk);
+    pub fn wait(self) -> Result<B> {
+        let Self { store, transfer, entry, chunk } = self;
+        let buffer = transfer.wait()?;
         let wanted = {
-            let known = store.spill.lock();
-            known.sums[(known.rooms[entry].first + chunk) as usize]
+            let rooms = store.spill.lock();
+            rooms.sums[(rooms.rooms[entry].first + chunk) as usize]
         };
-        let got = store.spill_sum(entry, chunk, bytes_of(&finished.buffer));
+        let got = store.spill_sum(entry, chunk, bytes_of(&buffer));
         if got == wanted {
-            return Ok(finished.buffer);
+            return Ok(buffer);
         }
-        let place = (store.spill_place(entry, chunk, &finished.buffer)?, finished.buffer.len() as u64);
+        let place = (store.spill_place(entry, chunk, &buffer)?, buffer.len() as u64);
         let name = &store.description.entries[entry].name;
         let why = format!("its checksum is {got:016x} and {wanted:016x} was written");
         Err(store.corrupt(format!("chunk {chunk} of the spilled gradient of {name:?}"), place, why))
-    }
-}
-
-impl<B: Buffer> Drop for SpillRead<'_, B> {
-    fn drop(&mut self) {
-        if let Some(ticket) = self.ticket.take() {
-            drop(ticket.wait());
-        }
-    }
-}
-
-impl<B: Buffer> SpillWrite<B> {
-    /// Waits for the end and gives the buffer back.
-    pub fn wait(mut self) -> Result<B> {
-        let ticket = self.ticket.take().ok_or_else(|| Error::Usage("this write was waited for already".into()))?;
-        let finished = ticket.wait();
-        finished.result?;
-        Ok(finished.buffer)
-    }
-}
-
-impl<B: Buffer> Drop for SpillWrite<B> {
-    fn drop(&mut self) {
-        if let Some(ticket) = self.ticket.take() {
-            drop(ticket.wait());
-        }
     }
 }

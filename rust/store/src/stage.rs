@@ -2,7 +2,11 @@
 
 use memascend_mem::Wait;
 
-use crate::{Buffer, Error, Result, StepWrite, Store, buffer::bytes_of, index::Index};
+use crate::{
+    Buffer, Error, Result, StepWrite, Store,
+    buffer::bytes_of,
+    index::{Index, Pending},
+};
 
 impl Store {
     /// Begins to stage an entry, as its update number `step`. Every piece of it has to follow before a commit.
@@ -17,11 +21,12 @@ impl Store {
         self.known(entry)?;
         let free = |index: &Index| {
             let slots = &index.entries[entry];
-            slots.staged || slots.reads[slots.other_slot()] == 0 || index.writable().is_err()
+            slots.pending.is_staged() || slots.reads[slots.other_slot()] == 0 || index.writable().is_err()
         };
         let mut index = self.when_read(wait, "the end of reads of the slot to be written", free)?;
         index.writable()?;
-        if index.entries[entry].staged {
+        let pending = index.entries[entry].pending;
+        if pending.is_staged() || (step.is_some() && pending != Pending::Nothing) {
             let name = &self.description.entries[entry].name;
             return Err(Error::Usage(format!("{name:?} is staged already; commit or discard that first")));
         }
@@ -32,10 +37,13 @@ impl Store {
         }
         let slots = &mut index.entries[entry];
         let slot = slots.other_slot();
-        slots.staged = true;
+        slots.pending = match (step, pending) {
+            (Some(_), _) => Pending::Staged,
+            (None, Pending::InMemory { update }) => Pending::Snapshot { update: Some(update) },
+            (None, _) => Pending::Snapshot { update: None },
+        };
         slots.missing = pieces.len() as u32;
         slots.versions[slot] = version;
-        slots.snapshot = step.is_none();
         slots.steps[slot] = step.unwrap_or(slots.newest().1);
         if step.is_some() {
             // What is staged replaces what is held, piece by piece.
@@ -65,7 +73,7 @@ impl Store {
             index.writable()?;
             let slots = &index.entries[entry];
             let slot = slots.other_slot();
-            if !slots.staged || slots.versions[slot] != version {
+            if !slots.pending.is_staged() || slots.versions[slot] != version {
                 return Err(Error::Usage(format!("the staging of {name:?} was not begun, or was discarded")));
             }
             if index.written.has(number) {
@@ -76,7 +84,7 @@ impl Store {
             index.writing += 1;
             index.entries[entry].writing += 1;
             // A snapshot is what is held.
-            (slot, index.held.clone().filter(|_| !index.entries[entry].snapshot))
+            (slot, index.held.clone().filter(|_| !index.entries[entry].pending.is_snapshot()))
         };
         // Under the version that its commit makes live: until then, and after a discard, nothing finds it.
         self.keep(held.as_deref(), (entry, piece), version, bytes_of(&buffer));

@@ -5,32 +5,29 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, OnceLock},
 };
 
-use memascend_mem::{ChunkRing, Guarded, OnFork, OwnerId, Pin, Region, Wait};
+use memascend_mem::{Guarded, Wait};
 use memascend_nvme::Volume;
 
 use crate::{
-    Arithmetic, Counters, Create, Description, Error, Layout, Result,
-    boot::Boot,
+    Arithmetic, Counters, Create, Description, Error, Layout, Result, Scratch,
     buffer::{Buffer, bytes_of},
     checksum::{Subject, Uuid, checksum},
     copies::Damage,
     counters::Counting,
-    holds::OpenReads,
     index::Index,
     layout::PAGE_BYTES,
+    parts::OpenReads,
     root::Run,
     spill::Spill,
     table::Sections,
 };
 
-/// What survives what. Staging is the same in all three.
+/// What survives what. Staging is the same in both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Durability {
     /// Every commit survives a loss of power.
     #[default]
     Step,
-    /// Every commit survives the death of the process; a loss of power may make the store unusable, which opening says.
-    Close,
     /// Nothing is kept before [`Store::close`]; a store that was not closed is refused.
     None,
 }
@@ -51,16 +48,13 @@ pub struct Store {
     pub(crate) spill: Spill,
     pub(crate) reads: OpenReads,
     pub(crate) durability: Durability,
-    pub(crate) boot: Boot,
-    pub(crate) chunks: ChunkRing,
-    pub(crate) owner: OwnerId,
+    /// Memory that the catalog passes through.
+    pub(crate) scratch: Scratch,
     pub(crate) counters: Counting,
     /// Copies of labels and description that are damaged, until a commit repairs them.
     pub(crate) to_repair: Mutex<Vec<Damage>>,
     /// Applies gradients of the log.
     pub(crate) arithmetic: OnceLock<Arc<dyn Arithmetic>>,
-    /// Of entries that are rows of parameters: where they begin.
-    pub(crate) first_elements: OnceLock<Box<[u64]>>,
 }
 
 /// Memory of the buffers that the catalog is written from, and of the texts.
@@ -75,7 +69,7 @@ pub(crate) fn names_bytes(description: &Description) -> u64 {
     description.entries.iter().map(|entry| entry.name.len() as u64 + 256).sum()
 }
 
-/// What is known of an entry.
+/// Where an entry stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EntryState {
     /// Which slot is live.
@@ -88,7 +82,7 @@ pub struct EntryState {
     pub staged: bool,
 }
 
-/// What is known of a store.
+/// Identity, last commit and sizes of a store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Info {
     /// Its identity.
@@ -125,9 +119,7 @@ impl Store {
     ) -> Result<Self> {
         let path: Arc<Path> =
             volume.devices().first().map_or(Path::new("").into(), |device| device.path.as_path().into());
-        let region = Region::new(2 * CATALOG_CHUNK_BYTES, Pin::Off, OnFork::Wipe, "store catalog")?;
-        let chunks = ChunkRing::new(&region, CATALOG_CHUNK_BYTES, 2)?;
-        let owner = chunks.owner("catalog")?;
+        let scratch = Scratch::new(CATALOG_CHUNK_BYTES, 2, "store catalog")?;
         let sections = Sections::new(&description, layout.pieces());
         let description_checksum = checksum(&uuid, Subject::Description, (0, 0), 0, &description.encode());
         let index = Guarded::new(Index::new(&description, &layout, &sections));
@@ -144,13 +136,10 @@ impl Store {
             spill,
             reads: OpenReads::default(),
             durability: how.durability,
-            boot: how.boot(),
-            chunks,
-            owner,
+            scratch,
             counters: Counting::default(),
             to_repair: Mutex::default(),
             arithmetic: OnceLock::new(),
-            first_elements: OnceLock::new(),
         })
     }
 
@@ -178,7 +167,7 @@ impl Store {
         found.ok_or_else(|| Error::Invalid(format!("the store has no entry {name:?}")))
     }
 
-    /// What is known of an entry.
+    /// Where an entry stands.
     pub fn entry_state(&self, entry: usize) -> Result<EntryState> {
         self.known(entry)?;
         let index = self.index.lock();
@@ -187,10 +176,10 @@ impl Store {
         // What is found with a log is newer than its slot before it is replayed, too.
         let ahead = index.log.live.ahead.get(&entry).filter(|_| slots.applied.is_none());
         let step = ahead.map_or(step, |ahead| ahead.step);
-        Ok(EntryState { slot: slots.live, version, step, staged: slots.staged })
+        Ok(EntryState { slot: slots.live, version, step, staged: slots.pending.is_staged() })
     }
 
-    /// What is known of the store.
+    /// Identity, last commit and sizes.
     #[must_use]
     pub fn info(&self) -> Info {
         let index = self.index.lock();

@@ -2,9 +2,7 @@
 
 use std::collections::VecDeque;
 
-use memascend_mem::{ChunkRing, OnFork, Pin, Region, Wait};
-
-use crate::{Error, Result, Shared, Store};
+use crate::{Error, PieceRead, Result, Scratch, Shared, Store};
 
 /// Pieces in flight, or chunks of the log.
 pub(crate) const DEPTH: usize = 4;
@@ -19,14 +17,14 @@ pub struct Verified {
 }
 
 impl Store {
-    /// Reads every live piece and checks it. `progress` hears of bytes done and of all, and ends it by `false`.
+    /// Reads every live piece and checks it. `progress` gets bytes done and of all, and ends it by `false`.
     pub fn verify(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<Verified> {
         let verified = self.verify_each(progress, &mut Err)?;
         self.pending_replay().iter().for_each(|replay| replay.note_checked());
         Ok(verified)
     }
 
-    /// The same; `damaged` hears of each piece that is not whole, or cannot be read, and says whether to go on.
+    /// The same; `damaged` gets each piece that is not whole, or cannot be read, and says whether to go on.
     pub(crate) fn verify_each(
         &self,
         progress: &mut dyn FnMut(u64, u64) -> bool,
@@ -51,7 +49,7 @@ impl Store {
         Ok(())
     }
 
-    /// Reads and checks the live slots of entries; `progress` hears of bytes done.
+    /// Reads and checks the live slots of entries; `progress` gets bytes done.
     fn verify_slots(
         &self,
         entries: impl Iterator<Item = usize>,
@@ -60,37 +58,48 @@ impl Store {
     ) -> Result<Verified> {
         let (state, values) = self.description.staging_bytes();
         let chunk = state.max(values).max(1) as usize;
-        let region = Region::new(DEPTH * chunk, Pin::Off, OnFork::Wipe, "store verification")?;
-        let ring = ChunkRing::new(&region, chunk, DEPTH)?;
-        let owner = ring.owner("verification")?;
+        let scratch = Scratch::new(chunk, DEPTH, "store verification")?;
         let pieces = entries.flat_map(|entry| (0..self.layout.pieces_of(entry)).map(move |piece| (entry, piece)));
-        let mut flying = VecDeque::with_capacity(DEPTH);
         let (mut done, mut read_bytes) = (Verified::default(), 0);
-        let mut finish = |flying: &mut VecDeque<(crate::PieceRead<'_, Shared>, u64)>| -> Result<()> {
-            let Some((read, bytes)) = flying.pop_front() else { return Ok(()) };
+        let begin = |(entry, piece)| {
+            let bytes = self.layout.piece(&self.description, entry, piece).bytes();
+            Ok((self.read_slot(entry, piece, scratch.part(bytes)?)?, bytes))
+        };
+        in_flight(DEPTH, pieces, begin, |(read, bytes): (PieceRead<'_, Shared>, u64)| {
             match read.wait() {
-                Ok(_) => {
-                    done.pieces += 1;
-                    done.bytes += bytes;
-                }
+                Ok(_) => done.add(bytes),
                 Err(error) => damaged(error)?,
             }
             read_bytes += bytes;
             if progress(read_bytes) { Ok(()) } else { Err(Error::Interrupted("verification")) }
-        };
-        for (entry, piece) in pieces {
-            if flying.len() == DEPTH {
-                finish(&mut flying)?;
-            }
-            let bytes = self.layout.piece(&self.description, entry, piece).bytes();
-            let memory = Shared::new(ring.lease(owner, Wait::forever())?).part(0, bytes as usize);
-            let memory = memory.ok_or_else(|| Error::Invalid("a piece is larger than a chunk".into()))?;
-            flying.push_back((self.read_slot(entry, piece, memory)?, bytes));
-        }
-        while !flying.is_empty() {
-            finish(&mut flying)?;
-        }
-        drop(flying);
+        })?;
         Ok(done)
     }
+}
+
+impl Verified {
+    /// One more piece.
+    pub(crate) fn add(&mut self, bytes: u64) {
+        self.pieces += 1;
+        self.bytes += bytes;
+    }
+}
+
+/// Begins one operation for each item, and ends them in their order: at most so many are in flight.
+pub(crate) fn in_flight<T, O>(
+    depth: usize,
+    items: impl Iterator<Item = T>,
+    mut begin: impl FnMut(T) -> Result<O>,
+    mut end: impl FnMut(O) -> Result<()>,
+) -> Result<()> {
+    let mut flying = VecDeque::with_capacity(depth);
+    for item in items {
+        if flying.len() == depth
+            && let Some(first) = flying.pop_front()
+        {
+            end(first)?;
+        }
+        flying.push_back(begin(item)?);
+    }
+    flying.into_iter().try_for_each(end)
 }

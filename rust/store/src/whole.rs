@@ -2,33 +2,12 @@
 
 use std::ops::Range;
 
-use memascend_mem::{ChunkRing, Lease, OnFork, OwnerId, Pin, Region, Wait};
+use memascend_mem::Wait;
 
-use crate::{Buffer as _, Content, Error, Part, Result, Shared, Store, buffer::bytes_of, layout::Piece};
+use crate::{Buffer as _, Content, Error, Part, Result, Scratch, Shared, Store, buffer::bytes_of, layout::Piece};
 
 /// Where bytes of a piece belong: which tensor (0 is the values), its bytes, and where in the piece they are.
-pub(crate) type Run = (usize, Range<usize>, usize);
-
-/// One piece's memory, taken again and again.
-struct Bench {
-    ring: ChunkRing,
-    owner: OwnerId,
-}
-
-impl Bench {
-    fn new(store: &Store) -> Result<Self> {
-        let (state, values) = store.description.staging_bytes();
-        let bytes = state.max(values).max(1) as usize;
-        let region = Region::new(bytes, Pin::Off, OnFork::Wipe, "store transfer")?;
-        let ring = ChunkRing::new(&region, bytes, 1)?;
-        let owner = ring.owner("transfer")?;
-        Ok(Self { ring, owner })
-    }
-
-    fn lease(&self) -> Result<Lease> {
-        Ok(self.ring.lease(self.owner, Wait::forever())?)
-    }
-}
+pub(crate) type TensorRun = (usize, Range<usize>, usize);
 
 impl Store {
     /// The bytes of an entry's tensors: its values, then its state tensors as they are described.
@@ -43,17 +22,20 @@ impl Store {
     /// Stages a whole entry, as its update number `step`, from its values and its state tensors.
     pub fn stage_entry(&self, entry: usize, step: u64, tensors: &[&[u8]], wait: Wait<'_>) -> Result<()> {
         self.fitting(entry, &tensors.iter().map(|tensor| tensor.len()).collect::<Vec<_>>())?;
-        let bench = Bench::new(self)?;
+        let (state, values) = self.description.staging_bytes();
+        let scratch = Scratch::new(state.max(values).max(1) as usize, 1, "store transfer")?;
         self.begin(entry, step, wait)?;
         for index in 0..self.layout.pieces_of(entry) {
             let piece = self.layout.piece(&self.description, entry, index);
-            let mut lease = bench.lease()?;
+            let mut lease = scratch.lease(Wait::forever())?;
             let bytes = lease.as_mut_slice();
             bytes.fill(0);
             for (tensor, from, at) in self.runs(entry, &piece) {
                 bytes[at..at + from.len()].copy_from_slice(&tensors[tensor][from]);
             }
-            self.stage(entry, index, part(lease, &piece)?)?.wait()?;
+            let part = Shared::new(lease).part(0, piece.bytes() as usize);
+            let part = part.ok_or_else(|| Error::Invalid("a piece is larger than its room".into()))?;
+            self.stage(entry, index, part)?.wait()?;
         }
         Ok(())
     }
@@ -61,28 +43,13 @@ impl Store {
     /// Reads a whole live entry into its values and its state tensors. All of it is of one version, which is returned.
     pub fn read_entry(&self, entry: usize, tensors: &mut [&mut [u8]]) -> Result<u64> {
         self.fitting(entry, &tensors.iter().map(|tensor| tensor.len()).collect::<Vec<_>>())?;
-        let bench = Bench::new(self)?;
         let version = self.entry_state(entry)?.version;
-        if self.lacking(entry).is_some() {
-            self.scan(&[entry], &mut |_, parts| {
-                for Part { tensor, start, memory } in parts {
-                    tensors[tensor][start..start + memory.len()].copy_from_slice(bytes_of(&memory));
-                }
-                true
-            })?;
-            return Ok(version);
-        }
-        for index in 0..self.layout.pieces_of(entry) {
-            let piece = self.layout.piece(&self.description, entry, index);
-            let (memory, read) = self.read(entry, index, part(bench.lease()?, &piece)?)?.wait()?;
-            if read != version {
-                let name = &self.description.entries[entry].name;
-                return Err(Error::Usage(format!("{name:?} was committed while it was read; read it again")));
+        self.scan(&[entry], &mut |_, parts| {
+            for Part { tensor, start, memory } in parts {
+                tensors[tensor][start..start + memory.len()].copy_from_slice(bytes_of(&memory));
             }
-            for (tensor, into, at) in self.runs(entry, &piece) {
-                tensors[tensor][into.clone()].copy_from_slice(&bytes_of(&memory)[at..at + into.len()]);
-            }
-        }
+            true
+        })?;
         Ok(version)
     }
 
@@ -95,7 +62,7 @@ impl Store {
         Err(Error::Invalid(format!("the tensors of {name:?} have {wanted:?} bytes, not {lengths:?}")))
     }
 
-    pub(crate) fn runs(&self, entry: usize, piece: &Piece) -> Vec<Run> {
+    pub(crate) fn runs(&self, entry: usize, piece: &Piece) -> Vec<TensorRun> {
         let described = &self.description.entries[entry];
         let chunk_elements = self.description.chunk_elements as usize;
         // The index of each state tensor that lies in chunks, or by itself.
@@ -125,9 +92,4 @@ impl Store {
             }
         }
     }
-}
-
-fn part(lease: Lease, piece: &Piece) -> Result<Shared> {
-    let part = Shared::new(lease).part(0, piece.bytes() as usize);
-    part.ok_or_else(|| Error::Invalid("a piece is larger than a chunk".into()))
 }

@@ -2,7 +2,7 @@
 //!
 //! Each is used where the first is damaged, named, and repaired; and never that of a store that was there before.
 
-mod toy;
+mod model;
 
 use std::{
     fs::{self, OpenOptions},
@@ -13,11 +13,7 @@ use std::{
 use memascend_mem::Wait;
 use memascend_nvme::sim::{Faults, SimDisk};
 use memascend_store::{Create, Durability, Error, Existing, Store};
-use toy::Folder;
-
-fn ok<T, E: std::fmt::Display>(result: Result<T, E>) -> T {
-    result.unwrap_or_else(|error| panic!("{error}"))
-}
+use model::{Folder, check, commit, ok};
 
 fn how(existing: Existing, stripe_bytes: u64) -> Create {
     let mut how = Create::default();
@@ -27,9 +23,9 @@ fn how(existing: Existing, stripe_bytes: u64) -> Create {
 }
 
 fn made(paths: &[PathBuf], how: &Create, steps: u64) -> [u8; 16] {
-    let (store, is_new) = ok(Store::create(paths, toy::description(), how));
+    let (store, is_new) = ok(Store::create(paths, model::description(), how));
     assert!(is_new);
-    (0..=steps).for_each(|step| ok(toy::step(&store, step)));
+    (0..=steps).for_each(|step| ok(commit(&store, step)));
     ok(store.close(Wait::forever()));
     store.info().uuid
 }
@@ -58,17 +54,17 @@ fn without_its_first_labels_a_store_is_found_by_the_second_and_repaired() {
                 put(path, 0, &junk);
             }
             // Nobody takes it for nothing, and nobody replaces it unasked.
-            let refused = Store::create(&paths, toy::description(), &how(Existing::Refuse, stripe)).map(drop);
+            let refused = Store::create(&paths, model::description(), &how(Existing::Refuse, stripe)).map(drop);
             assert!(
                 refused.as_ref().is_err_and(|why| why.to_string().contains("a store is there already")),
                 "{refused:?}"
             );
             let store = ok(opened(&paths));
-            assert_eq!((toy::check(&store, "by its second labels"), store.info().uuid), (2, uuid));
+            assert_eq!((check(&store, "by its second labels"), store.info().uuid), (2, uuid));
             let damaged = ok(store.damaged());
             assert_eq!(damaged.len(), count, "{damaged:?}");
             assert!(damaged.iter().all(|what| what.starts_with("the first label of ")), "{damaged:?}");
-            ok(toy::step(&store, 3));
+            ok(commit(&store, 3));
             assert_eq!(ok(store.damaged()), Vec::<String>::new());
             drop(store);
             // The second ones are not needed any more.
@@ -76,7 +72,7 @@ fn without_its_first_labels_a_store_is_found_by_the_second_and_repaired() {
                 put(path, length(path) - 4096, &[0; 4096]);
             }
             let store = ok(opened(&paths));
-            assert_eq!((toy::check(&store, "repaired"), ok(store.damaged()).len()), (3, count));
+            assert_eq!((check(&store, "repaired"), ok(store.damaged()).len()), (3, count));
         }
     }
 }
@@ -87,10 +83,10 @@ fn one_damaged_label_of_several_is_found_whatever_the_stripe_is() {
     let paths = folder.paths(2);
     made(&paths, &how(Existing::Refuse, 12_288), 1);
     put(&paths[1], 3, b"#");
-    assert_eq!(toy::check(&ok(opened(&paths)), "device 1"), 1);
+    assert_eq!(check(&ok(opened(&paths)), "device 1"), 1);
     put(&paths[0], 3, b"#");
     // Both: files end with their last stripe, so any stripe finds it.
-    assert_eq!(toy::check(&ok(opened(&paths)), "both"), 1);
+    assert_eq!(check(&ok(opened(&paths)), "both"), 1);
     let swapped = [paths[1].clone(), paths[0].clone()];
     assert!(opened(&swapped).is_err());
 }
@@ -106,13 +102,13 @@ fn a_file_that_grew_has_its_second_label_at_its_end_after_the_next_commit() {
         }
         let store = ok(opened(&paths));
         assert_eq!(ok(store.damaged()).len(), count);
-        ok(toy::step(&store, 2));
+        ok(commit(&store, 2));
         assert_eq!(ok(store.damaged()), Vec::<String>::new());
         drop(store);
         for path in &paths {
             put(path, 0, &[0; 4096]);
         }
-        assert_eq!(toy::check(&ok(opened(&paths)), "grown"), 2);
+        assert_eq!(check(&ok(opened(&paths)), "grown"), 2);
     }
 }
 
@@ -127,18 +123,18 @@ fn a_store_that_was_replaced_never_comes_back() {
             ok(ok(OpenOptions::new().write(true).open(path)).set_len((length(path) + (1 << 20)) / 4096 * 4096));
         }
         let grown = ok(opened(&paths));
-        ok(toy::step(&grown, 3));
+        ok(commit(&grown, 3));
         drop(grown);
         let new = made(&paths, &how(Existing::Replace, after), 1);
         assert_ne!(old, new);
         let store = ok(opened(&paths));
-        assert_eq!((store.info().uuid, toy::check(&store, "replaced")), (new, 1));
+        assert_eq!((store.info().uuid, check(&store, "replaced")), (new, 1));
         drop(store);
         for path in &paths {
             put(path, 0, &[0x11; 4096]);
         }
         let store = ok(opened(&paths));
-        assert_eq!((store.info().uuid, toy::check(&store, "replaced, by its second labels")), (new, 1));
+        assert_eq!((store.info().uuid, check(&store, "replaced, by its second labels")), (new, 1));
         drop(store);
         // Without the new second labels, too, there is nothing; least of all the old store.
         let end = paths.iter().map(length).min().unwrap_or(0) / after * after;
@@ -157,44 +153,36 @@ fn what_was_put_over_a_store_is_not_replaced() {
     // Labels and roots are gone, and the second label is there.
     put(&paths[0], 0, &[b"somebody's file ".repeat(16 * 256)].concat());
     for existing in [Existing::Refuse, Existing::Resume, Existing::Replace] {
-        let refused = Store::create(&paths, toy::description(), &how(existing, 8192)).map(drop);
+        let refused = Store::create(&paths, model::description(), &how(existing, 8192)).map(drop);
         assert!(refused.as_ref().is_err_and(|why| why.to_string().contains("no memascend store")), "{refused:?}");
     }
     assert!(opened(&paths).is_err());
 }
 
-/// A store on simulated devices that was closed after so many steps.
-fn trained(count: usize, durability: Durability, steps: u64) -> Vec<SimDisk> {
-    let disks = toy::disks(count);
-    let store = toy::volume(&disks, &Faults::default());
-    let mut how = toy::how();
-    how.durability = durability;
-    let store = ok(Store::create_on(store, toy::STRIPE, toy::description(), &how));
-    (0..=steps).for_each(|step| ok(toy::step(&store, step)));
-    ok(store.close(Wait::forever()));
-    disks
-}
-
 #[test]
 fn what_a_root_names_stays_whole_until_the_next_generation_begins() {
-    let (step, close, none) = (Durability::Step, Durability::Close, Durability::None);
-    let mut previous = toy::how();
-    previous.existing = Existing::Previous;
+    let (step, none) = (Durability::Step, Durability::None);
     // How many devices, what is kept, the last step, and what the roots of slots 1 and 0 say.
     for (count, durability, steps, says) in
-        [(1, step, 2, [2, 1]), (2, step, 2, [2, 1]), (3, step, 3, [2, 3]), (1, close, 2, [2, 2]), (1, none, 4, [4, 4])]
+        [(1, step, 2, [2, 1]), (2, step, 2, [2, 1]), (3, step, 3, [2, 3]), (1, none, 4, [4, 4])]
     {
-        let disks = trained(count, durability, steps);
-        let at = if count == 1 { 4096 } else { usize::try_from(toy::STRIPE).unwrap_or(0) };
+        let disks = model::disks(count);
+        let mut how = model::how();
+        how.durability = durability;
+        let store = model::created_as(&disks, &how);
+        (0..=steps).for_each(|step| ok(commit(&store, step)));
+        ok(store.close(Wait::forever()));
+        drop(store);
+        let at = if count == 1 { 4096 } else { model::size(model::STRIPE) };
         for (slot, step) in [0, 1].into_iter().zip(says) {
-            let left: Vec<SimDisk> = disks.iter().map(|disk| SimDisk::of(disk.bytes())).collect();
+            let mut left = model::copies(&disks);
             let mut bytes = left[0].bytes();
             bytes[at + slot * 4096..][..4096].fill(0);
-            let left: Vec<SimDisk> = std::iter::once(SimDisk::of(bytes)).chain(left.into_iter().skip(1)).collect();
+            left[0] = SimDisk::of(bytes);
             // A root of zeros was lost, so the other one is opened where that is asked for.
-            assert!(matches!(toy::open(&left, &toy::how()), Err(Error::Corrupt { .. })));
-            let store = ok(toy::open(&left, &previous));
-            assert_eq!(toy::check(&store, "one root"), step);
+            assert!(matches!(model::open(&left, &model::how()), Err(Error::Corrupt { .. })));
+            let store = ok(model::open(&left, &model::existing(Existing::Previous)));
+            assert_eq!(check(&store, "one root"), step);
             ok(store.verify(&mut |_, _| true));
         }
     }
@@ -202,22 +190,21 @@ fn what_a_root_names_stays_whole_until_the_next_generation_begins() {
 
 #[test]
 fn a_crash_while_copies_are_repaired_loses_nothing() {
-    let whole = trained(2, Durability::Step, 2);
+    let whole = model::disks(2);
+    ok(model::trained(&whole, 2).close(Wait::forever()));
     let mut ended = false;
     for point in 0.. {
-        let disks: Vec<SimDisk> = whole.iter().map(|disk| SimDisk::of(disk.bytes())).collect();
+        let disks = model::copies(&whole);
         for disk in &disks {
             disk.flip(40, 4);
         }
         let faults = Faults { dies_after: Some(point), ..Faults::default() };
-        if let Ok(store) = Store::open_on(toy::volume(&disks, &faults), toy::STRIPE, &toy::how()) {
-            ended = toy::step(&store, 3).is_ok();
+        if let Ok(store) = Store::open_on(model::volume(&disks, &faults), model::STRIPE, &model::how()) {
+            ended = commit(&store, 3).is_ok();
         }
         for loss in 0..4 {
-            let left: Vec<SimDisk> = disks.iter().map(|disk| disk.after_power_loss(loss)).collect();
-            let store = ok(toy::open(&left, &toy::how()));
-            let step = toy::check(&store, "repaired in part");
-            assert!(step == 2 || step == 3, "{point}: {step}");
+            let step = model::opened(&model::after_loss(&disks, loss), &model::how());
+            assert!([Ok(2), Ok(3)].contains(&step), "{point}: {step:?}");
         }
         if ended {
             break;

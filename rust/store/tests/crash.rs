@@ -1,188 +1,277 @@
-//! Tests a power loss at every point of short runs and at random points of long ones.
+//! Tests kills and losses of power at every point of short runs, and at random points of long ones.
 //!
-//! What is found is the last committed step, or the one whose commit was in flight, and never a mixture.
+//! What is found is the last committed step, or the one whose commit was in flight, and never a mixture; or a refusal that
+//! names the reason, where a run has promised no more.
 
-mod toy;
-
-use std::time::Duration;
+mod model;
 
 use memascend_mem::Wait;
 use memascend_nvme::{
     Action,
     sim::{Faults, Rng, SimDisk},
 };
-use memascend_store::{Create, Durability, Error, Store};
+use memascend_store::{Durability, Error, Existing, Store};
+use model::{COMMITS, LOGGED, STRIPE, check, commit, copies, many, ok, side_by_side};
 
-/// What a run had done when it ended.
+/// How a run ends that nothing cuts short.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    Closed,
+    Killed,
+}
+
+/// One of the runs on some devices.
+#[derive(Debug, Clone, Copy)]
+struct Run {
+    durability: Durability,
+    commits: u64,
+    /// Steps that a log is for.
+    log: u32,
+    /// Whether what a log has is written whole first.
+    settles: bool,
+    end: End,
+}
+
+/// A run whose steps are durable.
+const fn durable(commits: u64, log: u32, end: End) -> Run {
+    Run { durability: Durability::Step, commits, log, settles: false, end }
+}
+
+/// A run that keeps nothing before it is closed.
+const fn in_memory(commits: u64, end: End) -> Run {
+    Run { durability: Durability::None, commits, log: 0, settles: true, end }
+}
+
+/// A run that ends the log, and no more.
+const SETTLING: Run = Run { settles: true, ..durable(0, 0, End::Closed) };
+
+/// What the devices may hold.
 #[derive(Debug, Clone, Copy, Default)]
-struct Ended {
+struct Known {
+    /// Nothing takes this commit away, nor what came after it from a run that promised more.
+    durable: Option<u64>,
+    /// The last one that was made, and the last that had begun.
     committed: Option<u64>,
-    /// The step whose commit had begun.
     tried: Option<u64>,
+    /// Whether a run that keeps nothing before it is closed has begun to commit.
+    unclosed: bool,
 }
 
-/// Trains until `steps` or the first error.
-fn train(store: &Store, from: u64, steps: u64, skip: impl Fn(u64) -> bool, ended: &mut Ended) -> Result<(), Error> {
-    for step in from..=steps {
-        if step > 1 && skip(step) {
-            toy::abandoned(store, step)?;
-        }
-        ended.tried = Some(step);
-        toy::step(store, step)?;
-        ended.committed = Some(step);
+impl Known {
+    fn settled(commit: u64) -> Self {
+        Self { durable: Some(commit), committed: Some(commit), tried: Some(commit), unclosed: false }
     }
-    Ok(())
-}
 
-fn run(disks: &[SimDisk], faults: &Faults, how: &Create, steps: u64) -> Ended {
-    let mut ended = Ended::default();
-    let store = Store::create_on(toy::volume(disks, faults), toy::STRIPE, toy::description(), how);
-    if let Ok(store) = store {
-        drop(train(&store, 0, steps, |step| step % 3 == 2, &mut ended));
+    /// One run: opened or made, some commits, some of them discarded first, closed or not. How many requests it made.
+    fn live(&mut self, disks: &[SimDisk], faults: &Faults, run: &Run) -> u64 {
+        let mut how = model::how();
+        how.durability = run.durability;
+        let volume = model::volume(disks, faults);
+        let store = match self.committed {
+            None => Store::create_on(volume, STRIPE, model::description(), &how),
+            Some(_) => Store::open_on(volume, STRIPE, &how),
+        };
+        let Ok(store) = store else { return 0 };
+        drop(self.train(&store, run));
+        let stats = store.volume().stats();
+        stats.written.requests + stats.read.requests + stats.flushes * disks.len() as u64
     }
-    ended
-}
 
-/// Opens what is left and says that it is one of the steps that it may be.
-fn reopened(disks: &[SimDisk], how: &Create, ended: Ended, seed: &str) {
-    match toy::open(disks, how) {
-        Ok(store) => {
-            let step = toy::check(&store, seed);
-            assert!(Some(step) == ended.committed || Some(step) == ended.tried, "{seed}: step {step} after {ended:?}");
+    fn train(&mut self, store: &Store, run: &Run) -> Result<(), Error> {
+        if run.settles {
+            model::settle(store)?;
         }
-        Err(error) => {
-            assert!(ended.committed.is_none(), "{seed}: after {ended:?}: {error}");
-            let named = matches!(error, Error::Refused { .. } | Error::Unfilled { .. } | Error::Corrupt { .. });
-            assert!(named, "{seed}: {error}");
+        let from = self.committed.map_or(0, |commit| commit + 1);
+        if from > 0 && run.log > 0 {
+            store.keep_log(&LOGGED, run.log)?;
+        }
+        // What fails before its commit is discarded and done again; after a failed commit only opening helps.
+        for _ in 0..3 {
+            match self.steps(store, run, from + run.commits) {
+                Err(error) if matches!(error, Error::Broken(_)) => return Err(error),
+                Err(_) => store.discard(Wait::forever())?,
+                Ok(()) => break,
+            }
+        }
+        if run.end == End::Closed {
+            store.close(Wait::forever())?;
+            *self = self.committed.map_or_else(Self::default, Self::settled);
+        }
+        Ok(())
+    }
+
+    fn steps(&mut self, store: &Store, run: &Run, to: u64) -> Result<(), Error> {
+        for number in self.committed.map_or(0, |commit| commit + 1)..to.min(COMMITS) {
+            if number > 0 && number % 3 == 2 {
+                model::abandon(store, number)?;
+            }
+            self.tried = Some(number);
+            // The first commit of all makes a store, whatever its durability.
+            self.unclosed |= run.durability == Durability::None && number > 0;
+            commit(store, number)?;
+            self.committed = Some(number);
+            if run.durability == Durability::Step || number == 0 {
+                self.durable = Some(number);
+            }
+            if number == 0 && run.log > 0 {
+                store.keep_log(&LOGGED, run.log)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Opens what is left, and says that it is a commit that it may be.
+    fn opened(&mut self, disks: &[SimDisk], lost_power: bool, name: &str) -> bool {
+        let name = format!("{name}: {self:?}, lost power {lost_power}");
+        match model::open(disks, &model::how()) {
+            Ok(store) => {
+                let found = check(&store, &name);
+                let least = if lost_power || self.unclosed { self.durable } else { self.committed };
+                assert!(Some(found) >= least && Some(found) <= self.tried, "{name}: commit {found}");
+                *self = Self::settled(found);
+                true
+            }
+            Err(error) => {
+                assert!(self.durable.is_none() || self.unclosed, "{name}: {error}");
+                let named = matches!(error, Error::Refused { .. } | Error::Unfilled { .. } | Error::Corrupt { .. });
+                assert!(named, "{name}: {error}");
+                false
+            }
         }
     }
 }
 
-fn requests(count: usize, how: &Create, steps: u64) -> u64 {
-    let disks = toy::disks(count);
-    let store = Store::create_on(toy::volume(&disks, &Faults::default()), toy::STRIPE, toy::description(), how);
-    let store = store.unwrap_or_else(|error| panic!("{error}"));
-    train(&store, 0, steps, |step| step % 3 == 2, &mut Ended::default()).unwrap_or_else(|error| panic!("{error}"));
-    let stats = store.volume().stats();
-    assert_eq!(stats.retried + stats.continued, 0, "{stats:?}");
-    stats.written.requests + stats.read.requests + stats.flushes * count as u64
+/// Runs on the same devices; the last one is cut short.
+const STORIES: [&[Run]; 8] = [
+    &[durable(4, 0, End::Killed)],
+    &[durable(4, 0, End::Closed)],
+    &[durable(1, 0, End::Killed), durable(7, 2, End::Killed)],
+    &[durable(7, 16, End::Killed), SETTLING],
+    &[durable(4, 3, End::Killed), in_memory(3, End::Closed)],
+    &[in_memory(4, End::Closed)],
+    &[durable(3, 0, End::Closed), in_memory(4, End::Killed)],
+    &[in_memory(3, End::Closed), in_memory(0, End::Closed), durable(2, 0, End::Killed)],
+];
+
+fn devices(story: &[Run], number: usize) -> Vec<SimDisk> {
+    if story.iter().any(|run| run.log > 0) { model::large_disks(1) } else { model::disks(1 + number % 2) }
 }
 
 #[test]
-fn every_crash_point_of_a_short_run() {
-    for count in [1, 2] {
-        let how = toy::how();
-        let points = requests(count, &how, 3);
-        assert!(points > 80, "{points}");
-        toy::side_by_side(0..points + 1, |point| {
-            let disks = toy::disks(count);
-            let faults = Faults { dies_after: Some(point), ..Faults::default() };
-            let ended = run(&disks, &faults, &how, 3);
-            for loss in 0..toy::many(6, 2) {
-                let left: Vec<SimDisk> = disks.iter().map(|disk| disk.after_power_loss(loss)).collect();
-                reopened(&left, &how, ended, &format!("{count} devices, point {point}, loss {loss}"));
+fn a_run_is_cut_short_at_every_point() {
+    for (number, story) in STORIES.into_iter().enumerate() {
+        let (begun, last) = (devices(story, number), story[story.len() - 1]);
+        let mut known = Known::default();
+        for run in &story[..story.len() - 1] {
+            known.live(&begun, &Faults::default(), run);
+        }
+        let mut uncut = known;
+        let points = uncut.live(&copies(&begun), &Faults::default(), &last);
+        assert!(points > 20, "story {number}: {points}");
+        // After every change every other point, which ones is for the number of the story to say.
+        let stride = many(1, 2);
+        side_by_side(0..points / stride + 1, |turn| {
+            let point = turn * stride + number as u64 % stride;
+            let disks = copies(&begun);
+            let mut known = known;
+            known.live(&disks, &Faults { dies_after: Some(point), ..Faults::default() }, &last);
+            for loss in 0..many(6, 2) {
+                let left = model::after_loss(&disks, loss);
+                let mut powerless = known;
+                powerless.opened(&left, true, &format!("story {number}, point {point}, loss {loss}"));
             }
-            // The process died and the machine did not.
-            reopened(&disks, &how, ended, &format!("{count} devices, point {point}, killed"));
+            let name = format!("story {number}, point {point}, killed");
+            if known.opened(&disks, false, &name) {
+                // It is gone on from, whatever was in flight.
+                known.live(&disks, &Faults::default(), &Run { settles: true, ..durable(2, 1, End::Closed) });
+                assert!(known.opened(&disks, false, &name), "{name}: closed");
+            }
         });
     }
 }
 
 #[test]
-fn a_killed_process_loses_nothing_with_durability_close() {
-    let mut how = toy::how();
-    how.durability = Durability::Close;
-    let points = requests(1, &how, 3);
-    for point in 0..=points {
-        let disks = toy::disks(1);
-        let faults = Faults { dies_after: Some(point), ..Faults::default() };
-        let ended = run(&disks, &faults, &how, 3);
-        reopened(&disks, &how, ended, &format!("point {point}"));
+fn a_run_that_keeps_nothing_before_it_is_closed_is_whole_after_that_and_refused_before() {
+    for (end, whole) in [(End::Killed, false), (End::Closed, true)] {
+        let (disks, mut known) = (model::disks(1), Known::default());
+        known.live(&disks, &Faults::default(), &in_memory(5, end));
+        let found = model::opened(&model::after_loss(&disks, 1), &model::how());
+        let refused = found.as_ref().is_err_and(|why| why.contains("was not closed"));
+        assert!(if whole { found == Ok(4) } else { refused }, "{found:?}");
     }
 }
 
 #[test]
-fn without_durability_a_store_is_whole_after_close_and_refused_before() {
-    let mut how = toy::how();
-    how.durability = Durability::None;
-    let disks = toy::disks(1);
-    let ended = run(&disks, &Faults::default(), &how, 4);
-    assert_eq!(ended.committed, Some(4));
-    let refused = toy::open(&disks, &how).map(drop).map_err(|error| error.to_string());
-    assert!(refused.as_ref().is_err_and(|why| why.contains("was not closed")), "{refused:?}");
-
-    let disks = toy::disks(1);
-    let store = Store::create_on(toy::volume(&disks, &Faults::default()), toy::STRIPE, toy::description(), &how);
-    let store = store.unwrap_or_else(|error| panic!("{error}"));
-    train(&store, 0, 5, |step| step == 3, &mut Ended::default()).unwrap_or_else(|error| panic!("{error}"));
-    store.close(Wait::forever()).unwrap_or_else(|error| panic!("{error}"));
+fn a_log_that_was_settled_is_gone() {
+    let (disks, mut known) = (model::large_disks(1), Known::default());
+    known.live(&disks, &Faults::default(), &durable(7, 16, End::Killed));
+    let store = ok(model::open(&disks, &model::how()));
+    assert!(store.pending_replay().is_some());
+    ok(model::settle(&store));
+    assert_eq!((store.log_state().steps, store.pending_replay().is_none()), (0, true));
+    ok(store.close(Wait::forever()));
     drop(store);
-    let left = [disks[0].after_power_loss(1)];
-    let store = toy::open(&left, &how).unwrap_or_else(|error| panic!("{error}"));
-    assert_eq!(toy::check(&store, "closed"), 5);
+    let store = ok(model::open(&disks, &model::how()));
+    assert_eq!((store.pending_replay().is_none(), check(&store, "settled")), (true, 6));
 }
 
-/// Errors, retries, short transfers, reordering and a loss of power, again and again on the same devices.
+#[test]
+fn the_commit_before_is_whole_until_the_next_one_begins() {
+    let (newest, before) = (model::how(), model::existing(Existing::Previous));
+    for log in [1, 3] {
+        let disks = model::large_disks(1);
+        let store = model::trained(&disks, 0);
+        ok(store.keep_log(&LOGGED, log));
+        for number in 1..=24 {
+            ok(commit(&store, number));
+            let left = model::after_loss(&disks, 0);
+            assert_eq!(model::opened(&left, &before), Ok(number - 1), "log of {log}");
+            // It was gone back to for good, and goes on from there.
+            let other = ok(model::open(&left, &newest));
+            assert_eq!(check(&other, "gone back"), number - 1);
+            ok(other.keep_log(&LOGGED, log));
+            ok(commit(&other, number));
+            drop(other);
+            assert_eq!(model::opened(&left, &newest), Ok(number), "log of {log}");
+        }
+    }
+}
+
+/// Errors, retries, short transfers, reordering, kills and losses of power, again and again on the same devices.
 fn life(seed: u64) {
     let mut rng = Rng::new(seed);
     let count = 1 + rng.below(2);
-    let how = toy::how();
-    let name = format!("seed {seed}");
-    let mut disks = toy::disks(count);
-    let mut ended = Ended::default();
-    for epoch in 0..4 {
+    let fresh = |rng: &mut Rng| if rng.chance(500) { model::disks(count) } else { model::large_disks(count) };
+    let (mut disks, mut known) = (fresh(&mut rng), Known::default());
+    for epoch in 0..6 {
         let faults = Faults {
             seed: rng.bits(),
             short: 30,
             temporary: 30,
-            errors: vec![(Action::Write, libc::EIO, 8), (Action::Flush, libc::EIO, 20)],
-            delay: Duration::ZERO,
+            errors: vec![(Action::Write, libc::EIO, 5), (Action::Flush, libc::EIO, 15)],
             reorder: true,
-            dies_after: rng.chance(700).then(|| 40 + rng.below(300) as u64),
+            dies_after: rng.chance(650).then(|| 40 + rng.below(400) as u64),
+            ..Faults::default()
         };
-        let opened = if ended.committed.is_none() {
-            disks = toy::disks(count);
-            ended = Ended::default();
-            Store::create_on(toy::volume(&disks, &faults), toy::STRIPE, toy::description(), &how)
+        let end = if rng.chance(400) { End::Closed } else { End::Killed };
+        let run = if rng.chance(250) {
+            in_memory(rng.below(6) as u64, end)
         } else {
-            Store::open_on(toy::volume(&disks, &faults), toy::STRIPE, &how)
+            let settles = rng.chance(500);
+            Run { settles, ..durable(rng.below(12) as u64, [0, 0, 1, 2, 3, 16][rng.below(6)], end) }
         };
-        if let Ok(store) = opened {
-            let from = ended.committed.map_or(0, |step| step + 1);
-            let mut tries = 0;
-            while let Err(error) =
-                train(&store, ended.committed.map_or(0, |step| step + 1), from + 5, |step| step % 4 == 1, &mut ended)
-            {
-                tries += 1;
-                // What failed before its commit is discarded and done again; after a failed commit only reopening helps.
-                if tries > 3 || matches!(error, Error::Broken(_)) || store.discard(Wait::forever()).is_err() {
-                    break;
-                }
-            }
+        known.live(&disks, &faults, &run);
+        let lost_power = rng.chance(650);
+        if lost_power {
+            disks = model::after_loss(&disks, rng.bits());
         }
-        let loss = rng.bits();
-        if rng.chance(700) {
-            disks = disks.iter().map(|disk| disk.after_power_loss(loss)).collect();
-        }
-        let name = format!("{name}, epoch {epoch}");
-        reopened(&disks, &how, ended, &name);
-        if let Ok(store) = toy::open(&disks, &how) {
-            ended = Ended { committed: Some(store.info().step), tried: Some(store.info().step) };
-        } else {
-            ended = Ended::default();
+        if known.tried.is_none() || !known.opened(&disks, lost_power, &format!("seed {seed}, epoch {epoch}, {run:?}")) {
+            (disks, known) = (fresh(&mut rng), Known::default());
         }
     }
 }
 
 #[test]
 fn random_lives() {
-    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
-    if let Some(seed) = number("MEMASCEND_SEED") {
-        return life(seed);
-    }
-    let seeds = number("MEMASCEND_SEEDS").unwrap_or(toy::many(1000, 120));
-    toy::side_by_side(0..seeds, |seed| {
-        let lived = std::panic::catch_unwind(|| life(seed));
-        assert!(lived.is_ok(), "run it again with MEMASCEND_SEED={seed}");
-    });
+    model::lives(many(1000, 120), life);
 }

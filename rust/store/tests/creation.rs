@@ -1,30 +1,17 @@
 //! Tests what whoever dies while a store is made leaves: the store that was there, nothing, or what is known as ours.
 
-mod toy;
+mod model;
 
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
-use memascend_nvme::{
-    Options, Volume,
-    sim::{self, Faults, SimDisk},
-};
+use memascend_nvme::sim::{Faults, SimDisk};
 use memascend_store::{Create, Error, Existing, Store};
-use toy::Folder;
+use model::{Folder, check, commit, ok, striped};
 
 const NEVER_BEGAN: &str = "its run never began";
-
-fn ok<T, E: std::fmt::Display>(result: Result<T, E>) -> T {
-    result.unwrap_or_else(|error| panic!("{error}"))
-}
-
-fn volume(disks: &[SimDisk], stripe_bytes: u64, faults: &Faults) -> Volume {
-    let mut options = Options::default();
-    options.stripe_bytes = Some(stripe_bytes);
-    ok(sim::open(disks, faults, &options))
-}
 
 fn how(existing: Existing, stripe_bytes: u64) -> Create {
     let mut how = Create::default();
@@ -38,21 +25,21 @@ fn how(existing: Existing, stripe_bytes: u64) -> Create {
 fn died(before: &[Vec<u8>], stripe_bytes: u64, point: u64) -> Option<Vec<Vec<Vec<u8>>>> {
     let disks: Vec<SimDisk> = before.iter().map(|bytes| SimDisk::of(bytes.clone())).collect();
     let faults = Faults { dies_after: Some(point), ..Faults::default() };
-    let there = volume(&disks, stripe_bytes, &faults);
-    if Store::create_on(there, stripe_bytes, toy::description(), &Create::default()).is_ok() {
+    let there = striped(&disks, stripe_bytes, &faults);
+    if Store::create_on(there, stripe_bytes, model::description(), &Create::default()).is_ok() {
         return None;
     }
     // In the first operations the roots of the store that was there go, one after the other.
     let few = if point < 8 { 8 } else { u64::from(point.is_multiple_of(4)) };
     let lost =
-        (0..toy::many(8, few)).map(|seed| disks.iter().map(|disk| disk.after_power_loss(seed).bytes()).collect());
+        (0..model::many(8, few)).map(|seed| disks.iter().map(|disk| disk.after_power_loss(seed).bytes()).collect());
     Some(std::iter::once(disks.iter().map(SimDisk::bytes).collect()).chain(lost).collect())
 }
 
 /// What a call makes of what is there; what it refuses stays as it is.
 fn met(paths: &[PathBuf], left: &[Vec<u8>], how: &Create) -> Result<(Store, bool), Error> {
     paths.iter().zip(left).for_each(|(path, bytes)| ok(fs::write(path, bytes)));
-    let met = Store::create(paths, toy::description(), how);
+    let met = Store::create(paths, model::description(), how);
     if met.is_err() {
         assert!(paths.iter().zip(left).all(|(path, bytes)| ok(fs::read(path)) == *bytes), "a refusal changes nothing");
     }
@@ -67,11 +54,11 @@ fn a_store_that_was_being_made_is_replaced_and_never_resumed() {
         [(1, None, 8192), (2, None, 4096), (1, Some(8192), 8192), (2, Some(8192), 4096), (3, Some(4096), 4096)]
     {
         let paths = folder.paths(count);
-        let disks = toy::disks(count);
+        let disks = model::disks(count);
         if let Some(stripe_bytes) = old {
-            let there = volume(&disks, stripe_bytes, &Faults::default());
-            let store = ok(Store::create_on(there, stripe_bytes, toy::description(), &toy::how()));
-            (0..=2).for_each(|step| ok(toy::step(&store, step)));
+            let there = striped(&disks, stripe_bytes, &Faults::default());
+            let store = ok(Store::create_on(there, stripe_bytes, model::description(), &model::how()));
+            (0..=2).for_each(|step| ok(commit(&store, step)));
         }
         let before: Vec<Vec<u8>> = disks.iter().map(SimDisk::bytes).collect();
         let mut never_began = 0;
@@ -80,7 +67,7 @@ fn a_store_that_was_being_made_is_replaced_and_never_resumed() {
                 let seed = format!("{count} devices, {old:?} to {new}, point {point}");
                 match met(&paths, &left, &how(Existing::Resume, new)) {
                     Ok((store, is_new)) => {
-                        assert_eq!((is_new, store.info().uuid, toy::check(&store, &seed)), (false, toy::UUID, 2));
+                        assert_eq!((is_new, store.info().uuid, check(&store, &seed)), (false, model::UUID, 2));
                     }
                     Err(why) => {
                         assert!(why.to_string().contains(NEVER_BEGAN), "{seed}: {why}");
@@ -97,12 +84,12 @@ fn a_store_that_was_being_made_is_replaced_and_never_resumed() {
                 let (store, is_new) =
                     met(&paths, &left, &how(Existing::Replace, new)).unwrap_or_else(|why| panic!("{seed}: {why}"));
                 assert!(is_new);
-                if point % toy::many(1, 8) > 0 {
+                if point % model::many(1, 8) > 0 {
                     continue;
                 }
-                ok(toy::step(&store, 0));
+                ok(commit(&store, 0));
                 drop(store);
-                assert_eq!(toy::check(&ok(Store::open(&paths, &Create::default())), &seed), 0);
+                assert_eq!(check(&ok(Store::open(&paths, &Create::default())), &seed), 0);
             }
         }
         assert!(never_began > 5, "{count} devices: {never_began}");
@@ -127,7 +114,7 @@ fn an_empty_file_is_no_store_and_begins_none_unless_that_is_asked_for() {
         // One of two is missing: the one that is made for it is no reason to begin in the other.
         if let [_, second] = &paths[..] {
             ok(fs::remove_file(second));
-            let refused = Store::create(&paths, toy::description(), &how(Existing::Resume, 8192)).map(drop);
+            let refused = Store::create(&paths, model::description(), &how(Existing::Resume, 8192)).map(drop);
             assert!(refused.is_err_and(|why| why.to_string().contains(NEVER_BEGAN)));
             assert!(!second.exists());
         }
@@ -137,7 +124,7 @@ fn an_empty_file_is_no_store_and_begins_none_unless_that_is_asked_for() {
         for path in &paths {
             ok(fs::remove_file(path));
         }
-        assert!(ok(Store::create(&paths, toy::description(), &how(Existing::Resume, 8192))).1, "nothing was there");
+        assert!(ok(Store::create(&paths, model::description(), &how(Existing::Resume, 8192))).1, "nothing was there");
         // One file has no name before its first commit.
         assert!(paths.iter().all(|path| path.exists() == (count > 1)));
         for path in &paths {
@@ -151,16 +138,16 @@ fn a_device_that_is_missing_from_a_whole_store_does_not_make_it_one_that_never_b
     let folder = Folder::new("missing");
     let paths = folder.paths(2);
     for stripe_bytes in [4096, 8192] {
-        let disks = toy::disks(2);
+        let disks = model::disks(2);
         let store = ok(Store::create_on(
-            volume(&disks, stripe_bytes, &Faults::default()),
+            striped(&disks, stripe_bytes, &Faults::default()),
             stripe_bytes,
-            toy::description(),
-            &toy::how(),
+            model::description(),
+            &model::how(),
         ));
         // Of the first commit alone, one root has its mark still.
         for step in 0..2 {
-            ok(toy::step(&store, step));
+            ok(commit(&store, step));
             let whole: Vec<Vec<u8>> = disks.iter().map(SimDisk::bytes).collect();
             for lost in 0..2 {
                 let mut left = whole.clone();
@@ -192,29 +179,29 @@ fn a_store_takes_its_name_with_its_first_root() {
     let folder = Folder::new("named");
     let path = &folder.paths(1)[0];
     for existing in [Existing::Refuse, Existing::Resume, Existing::Replace] {
-        let (store, is_new) = ok(Store::create(&[path], toy::description(), &how(existing, 8192)));
+        let (store, is_new) = ok(Store::create(&[path], model::description(), &how(existing, 8192)));
         assert!(is_new && store.volume().lost().is_none());
         assert_eq!(names(path), (false, true, 1));
         assert!(ok(Store::commits(&[path], &Create::default())).is_none(), "there is no store yet");
         // Another opening of it is refused by the name that was given.
         for others in [Existing::Refuse, Existing::Resume, Existing::Replace] {
-            let refused = Store::create(&[path], toy::description(), &how(others, 8192)).map(drop);
+            let refused = Store::create(&[path], model::description(), &how(others, 8192)).map(drop);
             let said = refused.err().map(|why| why.to_string()).unwrap_or_default();
             assert!(said.starts_with(&format!("{}: this process", path.display())), "{said}");
         }
-        ok(toy::step(&store, 0));
+        ok(commit(&store, 0));
         assert!(store.volume().lost().is_none());
         assert_eq!(names(path), (true, false, 1));
-        ok(toy::step(&store, 1));
+        ok(commit(&store, 1));
         drop(store);
-        assert_eq!(toy::check(&ok(Store::open(&[path], &Create::default())), ""), 1);
+        assert_eq!(check(&ok(Store::open(&[path], &Create::default())), ""), 1);
         ok(fs::remove_file(path));
         // Whoever ends without a first commit leaves nothing.
-        drop(ok(Store::create(&[path], toy::description(), &how(existing, 8192))));
+        drop(ok(Store::create(&[path], model::description(), &how(existing, 8192))));
         assert_eq!(names(path), (false, false, 0));
         // Nor does whoever does not want it any more.
-        let (store, _) = ok(Store::create(&[path], toy::description(), &how(existing, 8192)));
-        ok(toy::step(&store, 0));
+        let (store, _) = ok(Store::create(&[path], model::description(), &how(existing, 8192)));
+        ok(commit(&store, 0));
         store.volume().forsake();
         drop(store);
         assert_eq!(names(path), (false, false, 0));
@@ -225,19 +212,19 @@ fn a_store_takes_its_name_with_its_first_root() {
 fn what_a_killed_process_left_before_its_first_commit_is_begun_anew() {
     let folder = Folder::new("left");
     let path = &folder.paths(1)[0];
-    let blank: Vec<Vec<u8>> = toy::disks(1).iter().map(SimDisk::bytes).collect();
+    let blank: Vec<Vec<u8>> = model::disks(1).iter().map(SimDisk::bytes).collect();
     let mut tried = 0;
     for point in 0.. {
         let (left, done) = left_at(&blank[0], point);
         for bytes in left {
             ok(fs::write(pending(path), &bytes));
-            let (store, is_new) = Store::create(&[path], toy::description(), &how(Existing::Resume, 8192))
+            let (store, is_new) = Store::create(&[path], model::description(), &how(Existing::Resume, 8192))
                 .unwrap_or_else(|why| panic!("point {point}: {why}"));
             assert!(is_new);
             assert_eq!(names(path), (false, true, 1));
-            if point % toy::many(1, 8) == 0 {
-                ok(toy::step(&store, 0));
-                assert_eq!((names(path), toy::check(&store, "")), ((true, false, 1), 0));
+            if point % model::many(1, 8) == 0 {
+                ok(commit(&store, 0));
+                assert_eq!((names(path), check(&store, "")), ((true, false, 1), 0));
                 store.volume().forsake();
             }
             drop(store);
@@ -256,9 +243,9 @@ fn what_a_killed_process_left_before_its_first_commit_is_begun_anew() {
 fn left_at(blank: &[u8], point: u64) -> (Vec<Vec<u8>>, bool) {
     let disk = SimDisk::of(blank.to_vec());
     let faults = Faults { dies_after: Some(point), ..Faults::default() };
-    let there = volume(std::slice::from_ref(&disk), 8192, &faults);
-    let store = Store::create_on(there, 8192, toy::description(), &Create::default());
-    let done = store.is_ok_and(|store| toy::step(&store, 0).is_ok());
+    let there = striped(std::slice::from_ref(&disk), 8192, &faults);
+    let store = Store::create_on(there, 8192, model::description(), &Create::default());
+    let done = store.is_ok_and(|store| commit(&store, 0).is_ok());
     let lost = (0..2).map(|seed| disk.after_power_loss(seed).bytes());
     (std::iter::once(disk.bytes()).chain(lost).collect(), done)
 }
@@ -268,15 +255,15 @@ fn a_store_that_was_trained_is_no_leftover_whatever_its_name() {
     let folder = Folder::new("trained");
     let path = &folder.paths(1)[0];
     let theirs = pending(path);
-    let store = ok(Store::create(&[&theirs], toy::description(), &how(Existing::Refuse, 8192))).0;
-    ok(toy::step(&store, 0));
-    ok(toy::step(&store, 1));
-    let refused = Store::create(&[path], toy::description(), &how(Existing::Resume, 8192)).map(drop);
+    let store = ok(Store::create(&[&theirs], model::description(), &how(Existing::Refuse, 8192))).0;
+    ok(commit(&store, 0));
+    ok(commit(&store, 1));
+    let refused = Store::create(&[path], model::description(), &how(Existing::Resume, 8192)).map(drop);
     assert!(refused.is_err_and(|why| why.to_string().contains("has it open already")));
     drop(store);
     let bytes = ok(fs::read(&theirs));
     for existing in [Existing::Refuse, Existing::Resume, Existing::Replace] {
-        let refused = Store::create(&[path], toy::description(), &how(existing, 8192)).map(drop);
+        let refused = Store::create(&[path], model::description(), &how(existing, 8192)).map(drop);
         let named = |why: &Error| why.to_string().contains(&format!("{}: a new store has this name", theirs.display()));
         assert!(refused.as_ref().is_err_and(named), "{refused:?}");
     }
@@ -284,13 +271,13 @@ fn a_store_that_was_trained_is_no_leftover_whatever_its_name() {
     let mut previous = Create::default();
     previous.existing = Existing::Previous;
     let store = ok(Store::open(&[&theirs], &how(Existing::Resume, 8192)));
-    ok(toy::step(&store, 2));
-    ok(toy::step(&store, 3));
+    ok(commit(&store, 2));
+    ok(commit(&store, 3));
     drop(store);
     drop(ok(Store::open(&[&theirs], &previous)));
     for bytes in [ok(fs::read(&theirs)), b"somebody's".to_vec(), [vec![0; 5000], vec![1], vec![0; 5000]].concat()] {
         ok(fs::write(&theirs, &bytes));
-        assert!(Store::create(&[path], toy::description(), &how(Existing::Resume, 8192)).is_err());
+        assert!(Store::create(&[path], model::description(), &how(Existing::Resume, 8192)).is_err());
         assert_eq!((ok(fs::read(&theirs)) == bytes, names(path)), (true, (false, true, 1)));
     }
     assert!(!bytes.is_empty());
@@ -300,22 +287,22 @@ fn a_store_that_was_trained_is_no_leftover_whatever_its_name() {
 fn a_name_that_another_file_takes_meanwhile_is_an_error_that_names_it() {
     let folder = Folder::new("taken");
     let path = &folder.paths(1)[0];
-    let store = ok(Store::create(&[path], toy::description(), &how(Existing::Resume, 8192))).0;
+    let store = ok(Store::create(&[path], model::description(), &how(Existing::Resume, 8192))).0;
     ok(fs::write(path, b"theirs"));
-    let refused = toy::step(&store, 0);
+    let refused = commit(&store, 0);
     let named = |why: &Error| why.to_string().starts_with(&format!("{}: another file took this name", path.display()));
     assert!(refused.as_ref().is_err_and(named), "{refused:?}");
     assert_eq!((ok(fs::read(path)), store.info().generation), (b"theirs".to_vec(), 0));
     // It is not there any more: the same commit once more.
     ok(fs::remove_file(path));
     ok(store.discard(memascend_mem::Wait::forever()));
-    ok(toy::step(&store, 0));
+    ok(commit(&store, 0));
     assert_eq!(names(path), (true, false, 1));
     drop(store);
     ok(fs::remove_file(path));
-    let store = ok(Store::create(&[path], toy::description(), &how(Existing::Resume, 8192))).0;
+    let store = ok(Store::create(&[path], model::description(), &how(Existing::Resume, 8192))).0;
     ok(fs::write(path, b"theirs"));
-    assert!(toy::step(&store, 0).is_err());
+    assert!(commit(&store, 0).is_err());
     drop(store);
     assert_eq!((ok(fs::read(path)), names(path)), (b"theirs".to_vec(), (true, false, 1)));
 }
@@ -324,9 +311,9 @@ fn a_name_that_another_file_takes_meanwhile_is_an_error_that_names_it() {
 fn a_store_of_several_files_has_their_names_at_once() {
     let folder = Folder::new("several");
     let paths = folder.paths(2);
-    let (store, _) = ok(Store::create(&paths, toy::description(), &how(Existing::Resume, 8192)));
+    let (store, _) = ok(Store::create(&paths, model::description(), &how(Existing::Resume, 8192)));
     assert!(paths.iter().all(|path| path.exists() && !pending(path).exists()));
     drop(store);
-    let refused = Store::create(&paths, toy::description(), &how(Existing::Resume, 8192)).map(drop);
+    let refused = Store::create(&paths, model::description(), &how(Existing::Resume, 8192)).map(drop);
     assert!(refused.is_err_and(|why| why.to_string().contains(NEVER_BEGAN)));
 }

@@ -2,39 +2,32 @@
 //!
 //! Each gives an error with a name, or the right numbers; never a crash, never wrong ones.
 
-mod toy;
+mod model;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use memascend_mem::Wait;
-use memascend_nvme::sim::{Faults, Rng, SimDisk};
+use memascend_nvme::sim::{Rng, SimDisk};
 use memascend_store::{
     EntryState, Error, Info, Store, parse_description, parse_head_fields, parse_label, parse_root, parse_root_fields,
 };
+use model::{check, commit, many, ok, side_by_side, size};
 use proptest::prelude::*;
 
 /// A store at step 2, on one device, and where its live pieces lie.
 fn trained() -> (Vec<u8>, Vec<(usize, u64, u64)>, u64) {
-    let disks = toy::disks(1);
-    let store = Store::create_on(toy::volume(&disks, &Faults::default()), toy::STRIPE, toy::description(), &toy::how());
-    let store = store.unwrap_or_else(|error| panic!("{error}"));
-    (0..=2).for_each(|step| toy::step(&store, step).unwrap_or_else(|error| panic!("{error}")));
+    let disks = model::disks(1);
+    let store = model::trained(&disks, 2);
     let (mut pieces, mut first) = (Vec::new(), u64::MAX);
     for entry in 0..store.description().entries.len() {
-        let slot = store.entry_state(entry).map_or(0, |state| state.slot);
+        let slot = usize::from(ok(store.entry_state(entry)).slot);
         for piece in 0..store.layout().pieces_of(entry) {
-            for of in 0..2 {
-                let layout = store.layout().piece(store.description(), entry, piece);
-                let offset = store.layout().offset_in(&layout, of);
-                first = first.min(offset);
-                if of == usize::from(slot) {
-                    pieces.push((entry, offset, layout.bytes()));
-                }
-            }
+            let layout = store.layout().piece(store.description(), entry, piece);
+            let offsets = [0, 1].map(|of| store.layout().offset_in(&layout, of));
+            first = first.min(offsets[0]).min(offsets[1]);
+            pieces.push((entry, offsets[slot], layout.bytes()));
         }
     }
-    let bytes = disks[0].bytes();
-    (bytes, pieces, first)
+    (disks[0].bytes(), pieces, first)
 }
 
 /// What opening and reading everything says: the step, or the error's text.
@@ -43,16 +36,15 @@ fn outcome(bytes: Vec<u8>) -> Result<u64, String> {
 }
 
 fn found_on(disk: &SimDisk) -> Result<u64, String> {
-    let store = toy::open(std::slice::from_ref(disk), &toy::how()).map_err(|error| named(&error))?;
+    let store = model::open(std::slice::from_ref(disk), &model::how()).map_err(|error| named(&error))?;
     store.verify(&mut |_, _| true).map_err(|error| named(&error))?;
-    Ok(toy::check(&store, "damaged"))
+    Ok(check(&store, "damaged"))
 }
 
 /// All that a store says of itself.
 fn known(store: &Store) -> (Info, Vec<EntryState>) {
     let entries = 0..store.description().entries.len();
-    let states = entries.map(|entry| store.entry_state(entry).unwrap_or_else(|error| panic!("{error}")));
-    (store.info(), states.collect())
+    (store.info(), entries.map(|entry| ok(store.entry_state(entry))).collect())
 }
 
 fn named(error: &Error) -> String {
@@ -63,9 +55,9 @@ fn named(error: &Error) -> String {
 #[test]
 fn every_byte_of_the_catalog() {
     let (bytes, _, end) = trained();
-    let store = toy::open(&[SimDisk::of(bytes.clone())], &toy::how()).unwrap_or_else(|error| panic!("{error}"));
+    let store = ok(model::open(&[SimDisk::of(bytes.clone())], &model::how()));
     let whole = known(&store);
-    let total = usize::try_from(store.info().total_bytes).unwrap_or(0);
+    let total = size(store.info().total_bytes);
     // Pages that have a copy, by what a flipped bit in them is called: all that lie elsewhere have none.
     let copies = [
         (0, "the first label of"),
@@ -73,24 +65,24 @@ fn every_byte_of_the_catalog() {
         (total - 8192, "the second copy of the description"),
         (bytes.len() - 4096, "the second label of"),
     ];
-    let head = usize::try_from(end).unwrap_or(0) / 512;
+    let head = size(end) / 512;
     let sectors: Vec<usize> = (0..head)
         .chain(copies[2..].iter().flat_map(|(at, _)| at / 512..at / 512 + 8))
         .map(|sector| sector * 512)
         .collect();
-    let stride = toy::many(1, 7);
+    let stride = many(1, 7);
     let errors = AtomicUsize::new(0);
-    toy::side_by_side(0..sectors.len() as u64, |number| {
+    side_by_side(0..sectors.len() as u64, |number| {
         let disk = SimDisk::of(bytes.clone());
-        let number = usize::try_from(number).unwrap_or(0);
+        let number = size(number);
         let from = sectors[number];
         let copy = copies.iter().find(|(at, _)| (*at..at + 4096).contains(&from)).map(|(_, name)| name);
         // Of sectors that hold nothing, some bytes; which of the others differs from sector to sector.
         let blank = bytes[from..from + 512].iter().all(|&byte| byte == 0);
-        let (first, step) = if blank { (from, toy::many(16, 64)) } else { (from + number % stride, stride) };
+        let (first, step) = if blank { (from, many(16, 64)) } else { (from + number % stride, stride) };
         for at in (first..from + 512).step_by(step) {
             disk.flip(at, 1 << (at % 8));
-            let opened = toy::open(std::slice::from_ref(&disk), &toy::how()).map_err(|error| named(&error));
+            let opened = model::open(std::slice::from_ref(&disk), &model::how()).map_err(|error| named(&error));
             disk.flip(at, 1 << (at % 8));
             match opened {
                 Ok(store) => {
@@ -101,7 +93,7 @@ fn every_byte_of_the_catalog() {
                     assert!(copy.is_none_or(named), "byte {at}: {:?}", store.noted_damage());
                     // The checksums that it knows are right if the pieces pass.
                     if at % 257 == 0 {
-                        assert_eq!(toy::check(&store, "flipped"), 2, "byte {at}");
+                        assert_eq!(check(&store, "flipped"), 2, "byte {at}");
                     }
                 }
                 Err(why) => {
@@ -120,11 +112,11 @@ fn every_byte_of_the_catalog() {
 fn every_byte_of_some_chunks() {
     let (bytes, pieces, _) = trained();
     let chosen: Vec<_> = pieces.iter().step_by(5).collect();
-    toy::side_by_side(0..chosen.len() as u64, |number| {
-        let &(entry, offset, nbytes) = chosen[usize::try_from(number).unwrap_or(0)];
+    side_by_side(0..chosen.len() as u64, |number| {
+        let &(entry, offset, nbytes) = chosen[size(number)];
         let disk = SimDisk::of(bytes.clone());
-        for at in (offset..offset + nbytes).step_by(toy::many(7, 61)) {
-            let byte = usize::try_from(at).unwrap_or(0);
+        for at in (offset..offset + nbytes).step_by(many(7, 61)) {
+            let byte = size(at);
             disk.flip(byte, 0x10);
             let why = found_on(&disk).map_err(|why| why.contains("damaged") && why.contains("checksum"));
             disk.flip(byte, 0x10);
@@ -136,10 +128,7 @@ fn every_byte_of_some_chunks() {
 #[test]
 fn a_write_that_was_lost_or_went_elsewhere_is_found() {
     let (bytes, pieces, _) = trained();
-    let range = |offset: u64, nbytes: u64| {
-        let start = usize::try_from(offset).unwrap_or(0);
-        start..start + usize::try_from(nbytes).unwrap_or(0)
-    };
+    let range = |offset: u64, nbytes: u64| size(offset)..size(offset + nbytes);
     for pair in pieces.windows(2).filter(|pair| pair[0].2 == pair[1].2) {
         let mut swapped = bytes.clone();
         let (one, two) = (range(pair[0].1, pair[0].2), range(pair[1].1, pair[1].2));
@@ -156,12 +145,11 @@ fn a_write_that_was_lost_or_went_elsewhere_is_found() {
 #[test]
 fn a_lost_table_page_is_found() {
     // The page of an older generation is whole in itself: only the root knows that it is not the one.
-    let disks = toy::disks(1);
-    let store = Store::create_on(toy::volume(&disks, &Faults::default()), toy::STRIPE, toy::description(), &toy::how());
-    let store = store.unwrap_or_else(|error| panic!("{error}"));
+    let disks = model::disks(1);
+    let store = model::created(&disks);
     let mut images = Vec::new();
     for step in 0..=3 {
-        toy::step(&store, step).unwrap_or_else(|error| panic!("{error}"));
+        ok(commit(&store, step));
         images.push(disks[0].bytes());
     }
     let end = images[0].len();
@@ -192,36 +180,41 @@ fn a_truncated_and_a_foreign_store_are_named() {
 }
 
 #[test]
-fn a_step_that_is_whole_in_part_cannot_be_committed() {
-    let disks = toy::disks(1);
-    let store = Store::create_on(toy::volume(&disks, &Faults::default()), toy::STRIPE, toy::description(), &toy::how());
-    let store = store.unwrap_or_else(|error| panic!("{error}"));
-    toy::step(&store, 0).unwrap_or_else(|error| panic!("{error}"));
-    store.begin(0, 1, Wait::forever()).unwrap_or_else(|error| panic!("{error}"));
-    let refused = store.commit(memascend_store::Commit { step: 1, ..Default::default() }, Wait::forever());
-    assert!(refused.is_err_and(|error| error.to_string().contains("pieces are missing")));
-    assert!(store.begin(0, 1, Wait::forever()).is_err_and(|error| error.to_string().contains("staged already")));
-    store.discard_entry(0, Wait::forever()).unwrap_or_else(|error| panic!("{error}"));
-    toy::step(&store, 1).unwrap_or_else(|error| panic!("{error}"));
-    assert_eq!(toy::check(&store, "after a refusal"), 1);
-}
-
-#[test]
-fn a_slot_is_not_staged_into_while_a_read_of_it_is_open() {
-    let disks = toy::disks(1);
-    let store = Store::create_on(toy::volume(&disks, &Faults::default()), toy::STRIPE, toy::description(), &toy::how());
-    let store = store.unwrap_or_else(|error| panic!("{error}"));
-    (0..=1).for_each(|step| toy::step(&store, step).unwrap_or_else(|error| panic!("{error}")));
-    let nbytes = usize::try_from(store.layout().piece(store.description(), 0, 0).bytes()).unwrap_or(0);
-    let open = store.read(0, 0, vec![0; nbytes]).unwrap_or_else(|error| panic!("{error}"));
-    // Staging goes to the other slot, and the read goes on being of version 2 after the commit.
-    toy::step(&store, 2).unwrap_or_else(|error| panic!("{error}"));
-    let refused = store.begin(0, 3, Wait::never());
-    assert!(matches!(refused, Err(Error::TimedOut(_))), "{refused:?}");
-    let (bytes, version) = open.wait().unwrap_or_else(|error| panic!("{error}"));
-    assert_eq!((bytes, version), (toy::content(0, 0, 1, nbytes), 2));
-    toy::step(&store, 3).unwrap_or_else(|error| panic!("{error}"));
-    assert_eq!(toy::check(&store, "after the read"), 3);
+fn a_flipped_bit_in_what_the_root_names_of_the_log_is_named_and_any_other_is_not_seen() {
+    let found = model::large_disks(1);
+    let store = model::trained(&found, 0);
+    ok(store.keep_log(&model::LOGGED, 16));
+    (1..=6).for_each(|step| ok(commit(&store, step)));
+    drop(store);
+    let log = ok(model::open(&found, &model::how())).log_state();
+    assert!(log.steps >= 4 && log.entries == 5, "{log:?}");
+    let (begin, end) = (log.offset, log.offset + log.bytes);
+    let (mut gradients, mut heads, mut unseen) = (0, 0_u64, 0);
+    for page in (begin..end.min(begin + (240 << 10))).step_by(4096) {
+        let disks = [found[0].after_power_loss(0)];
+        disks[0].flip(size(page) + 3, 4);
+        let opened = model::open(&disks, &model::how());
+        match opened.and_then(|store| model::replayed(&store).map(|state| (store, state))) {
+            Ok((store, state)) => {
+                assert!(state == *model::after(6), "offset {page}");
+                ok(store.verify(&mut |_, _| true));
+                unseen += 1;
+            }
+            Err(Error::Corrupt { what, offset, nbytes, .. }) => {
+                assert!((offset..offset + nbytes).contains(&page), "{what}, not at offset {page}");
+                if what.contains("of the gradient of") {
+                    gradients += 1;
+                    let store = ok(model::open(&disks, &model::how()));
+                    assert!(store.verify(&mut |_, _| true).is_err_and(|error| error.to_string().contains(&what)));
+                } else {
+                    assert!(what.contains("head of"), "{what}");
+                    heads += 1;
+                }
+            }
+            Err(error) => panic!("offset {page}: {error}"),
+        }
+    }
+    assert!(gradients > 8 && heads == log.steps && unseen > 5, "{gradients}, {heads}, {unseen}");
 }
 
 fn encoded() -> Vec<u8> {
@@ -232,7 +225,7 @@ fn encoded() -> Vec<u8> {
 #[test]
 fn a_page_that_is_cut_short_is_refused() {
     let bytes = trained().0;
-    let (page, uuid) = (&bytes[4096..8192], &toy::UUID);
+    let (page, uuid) = (&bytes[4096..8192], &model::UUID);
     assert!(matches!(parse_root(page, uuid), Ok(Some(_))));
     for length in 1..512 {
         assert!(parse_root(&page[..length], uuid).is_err(), "{length} bytes");
@@ -240,12 +233,12 @@ fn a_page_that_is_cut_short_is_refused() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: toy::many(3000, 400), ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: many(3000, 400), ..ProptestConfig::default() })]
 
     #[test]
     fn parsers_take_anything(bytes in proptest::collection::vec(any::<u8>(), 0..9000)) {
         prop_assert!(!parse_label(&bytes).is_empty());
-        drop(parse_root(&bytes, &toy::UUID));
+        drop(parse_root(&bytes, &model::UUID));
         let fields = parse_root_fields(&bytes);
         prop_assert!(!fields.is_err_and(|why| why.contains("when it is written again")));
         drop(parse_description(&bytes));
@@ -259,7 +252,7 @@ fn a_changed_description_is_refused_or_within_its_bounds() {
     let end = (0..original.len()).rev().find(|&end| parse_description(&original[..end]).is_ok());
     let original = &original[..end.unwrap_or_else(|| panic!("the description is not there"))];
     let mut rng = Rng::new(7);
-    for _ in 0..toy::many(20_000, 3000) {
+    for _ in 0..many(20_000, 3000) {
         let mut bytes = original.to_vec();
         for _ in 0..=rng.below(4) {
             let at = rng.below(bytes.len());

@@ -2,31 +2,28 @@
 //!
 //! Each byte comes back, and none lies over another.
 
-mod toy;
+mod model;
 
 use memascend_mem::Wait;
-use memascend_nvme::sim::{self, Faults, Rng, SimDisk};
+use memascend_nvme::sim::{Faults, Rng, SimDisk};
 use memascend_store::{Commit, Description, Dtype, Entry, Store};
-
-fn ok<T, E: std::fmt::Display>(result: Result<T, E>) -> T {
-    result.unwrap_or_else(|error| panic!("{error}"))
-}
+use model::{ok, size};
 
 fn described(chunk_elements: u32, entries: Vec<Entry>) -> Description {
     let entries = entries.into_iter().map(|entry| Entry { unit: 0, ..entry }).collect();
-    Description { chunk_elements, units: vec!["all".into()], entries, ..toy::description() }
+    Description { chunk_elements, units: vec!["all".into()], entries, ..model::description() }
 }
 
 /// What 8-bit moments look like, with a plane of bits and a tensor that lies by itself.
 fn blocks(name: &str, numel: u64) -> Entry {
-    let mut entry = toy::entry(name, 0, Dtype::Bf16, &[numel], &[]);
+    let mut entry = model::entry(name, 0, Dtype::Bf16, &[numel], &[]);
     entry.state = vec![
-        toy::tensor("exp_avg", Dtype::U8, &[numel], 1),
-        toy::tensor("exp_avg.absmax", Dtype::F32, &[numel.div_ceil(256)], 256),
-        toy::tensor("signs", Dtype::U8, &[numel.div_ceil(8)], 8),
-        toy::tensor("steps", Dtype::F32, &[7], 0),
-        toy::tensor("wide", Dtype::C128, &[numel], 1),
-        toy::tensor("nibbles", Dtype::U8, &[1, numel.div_ceil(2)], 2),
+        model::tensor("exp_avg", Dtype::U8, &[numel], 1),
+        model::tensor("exp_avg.absmax", Dtype::F32, &[numel.div_ceil(256)], 256),
+        model::tensor("signs", Dtype::U8, &[numel.div_ceil(8)], 8),
+        model::tensor("steps", Dtype::F32, &[7], 0),
+        model::tensor("wide", Dtype::C128, &[numel], 1),
+        model::tensor("nibbles", Dtype::U8, &[1, numel.div_ceil(2)], 2),
     ];
     entry
 }
@@ -71,15 +68,11 @@ fn require(store: &Store, step: u64) {
 
 fn round_trip(description: &Description) {
     for count in 1..=2 {
-        let sizes = ok(description.sizes(count, Some(toy::STRIPE)));
-        let bytes = usize::try_from(sizes.total_bytes).unwrap_or(0) / count;
+        let sizes = ok(description.sizes(count, Some(model::STRIPE)));
+        let bytes = size(sizes.total_bytes) / count;
         let disks: Vec<SimDisk> = (0..count).map(|_| SimDisk::new(bytes)).collect();
-        let volume = || {
-            let mut options = memascend_nvme::Options::default();
-            options.stripe_bytes = Some(toy::STRIPE);
-            ok(sim::open(&disks, &Faults::default(), &options))
-        };
-        let store = ok(Store::create_on(volume(), toy::STRIPE, description.clone(), &toy::how()));
+        let volume = model::volume(&disks, &Faults::default());
+        let store = ok(Store::create_on(volume, model::STRIPE, description.clone(), &model::how()));
         assert_eq!(store.volume().size_bytes(), store.info().total_bytes, "no byte too many");
         // No two pieces of a slot share a byte, and what a staging chunk holds holds each of them.
         let mut extents = Vec::new();
@@ -97,7 +90,7 @@ fn round_trip(description: &Description) {
         staged(&store, 1);
         require(&store, 1);
         drop(store);
-        let store = ok(Store::open_on(volume(), toy::STRIPE, &toy::how()));
+        let store = ok(model::open(&disks, &model::how()));
         assert_eq!(store.description(), description);
         require(&store, 1);
         staged(&store, 2);
@@ -108,8 +101,8 @@ fn round_trip(description: &Description) {
 #[test]
 fn one_byte_values_beside_wide_state_come_back() {
     let names = ["a", "b", "c", "d", "e"];
-    let wide = toy::entry("wide", 0, Dtype::F32, &[60_000], &names);
-    let of = |(name, dtype): (&str, Dtype)| toy::entry(name, 0, dtype, &[120_000], &[]);
+    let wide = model::entry("wide", 0, Dtype::F32, &[60_000], &names);
+    let of = |(name, dtype): (&str, Dtype)| model::entry(name, 0, dtype, &[120_000], &[]);
     let narrow = [("bool", Dtype::Bool), ("int8", Dtype::I8), ("fp8", Dtype::F8E5m2fnuz), ("complex", Dtype::C64)];
     let entries: Vec<Entry> = std::iter::once(wide).chain(narrow.map(of)).collect();
     // What 20 bytes of state made the chunk: not laid out any more, and refused with what works.

@@ -1,71 +1,49 @@
 //! Tests the log of gradients: entries whose slots are old, and what opening makes of them.
 
 use memascend_mem::Wait;
-use memascend_nvme::sim::{Faults, SimDisk};
-use memascend_store::{Commit, Create, Dtype, Error, Rule, StepHead, Store, Update};
+use memascend_nvme::sim::SimDisk;
+use memascend_store::{Commit, Dtype, Error, LoggedUpdate, Rule, StepHead, Store};
 
-mod logged;
-mod toy;
+mod model;
 
-fn ok<T>(result: Result<T, Error>) -> T {
-    result.unwrap_or_else(|error| panic!("{error}"))
-}
-
-/// Disks with room for a log of many steps.
-fn disks(count: usize) -> Vec<SimDisk> {
-    (0..count).map(|_| SimDisk::new((4 << 20) / count)).collect()
-}
-
-fn created(disks: &[SimDisk], how: &Create) -> Store {
-    ok(Store::create_on(toy::volume(disks, &Faults::default()), toy::STRIPE, toy::description(), how))
-}
+use model::{LOGGED, after, check, commit, large_disks, ok};
 
 #[test]
 fn what_was_logged_is_there_after_a_crash_at_any_commit() {
-    const COMMITS: u64 = 27;
     for steps in [1, 2, 16] {
         for count in [1, 2] {
-            let disks = disks(count);
-            let store = created(&disks, &toy::how());
-            let states = logged::states(&store, COMMITS);
-            ok(logged::commit(&store, &states, 0));
-            assert_eq!(ok(store.keep_log(&logged::HELD, steps)), steps);
-            for commit in 1..=COMMITS {
-                ok(logged::commit(&store, &states, commit));
+            let disks = large_disks(count);
+            let store = model::trained(&disks, 0);
+            assert_eq!(ok(store.keep_log(&LOGGED, steps)), steps);
+            for number in 1..=27 {
+                ok(commit(&store, number));
                 assert!(store.log_state().steps <= u64::from(steps), "{:?}", store.log_state());
                 // Whoever kills the process now leaves this.
-                let left: Vec<SimDisk> = disks.iter().map(|disk| disk.after_power_loss(commit)).collect();
-                let found = ok(toy::open(&left, &toy::how()));
-                assert_eq!(logged::committed(&found), commit);
-                let name = format!("{steps} steps, {count} devices, commit {commit}");
-                assert!(ok(logged::replayed(&found)) == *logged::after(&states, commit), "{name}");
+                let found = ok(model::open(&model::after_loss(&disks, number), &model::how()));
+                let name = format!("{steps} steps, {count} devices, commit {number}");
+                assert_eq!(check(&found, &name), number, "{name}");
                 ok(found.verify(&mut |_, _| true));
             }
             assert!(store.log_state().entries > 0);
-            drop(store);
         }
     }
 }
 
 #[test]
 fn less_room_is_fewer_steps_and_none_is_none() {
-    let states = logged::states(&created(&disks(1), &toy::how()), 30);
     let mut seen = Vec::new();
     for extra in [0_usize, 60, 120, 1000] {
         let disks = [SimDisk::new((560 + extra) << 10)];
-        let store = created(&disks, &toy::how());
-        ok(logged::commit(&store, &states, 0));
-        let steps = ok(store.keep_log(&logged::HELD, 16));
+        let store = model::trained(&disks, 0);
+        let steps = ok(store.keep_log(&LOGGED, 16));
         seen.push(steps);
-        for commit in 1..=30 {
-            // Whoever has no room is written whole.
-            ok(logged::commit(&store, &states, commit));
-        }
+        // An entry without room is written whole.
+        (1..=30).for_each(|number| ok(commit(&store, number)));
         assert_eq!(store.log_state().steps > 0, steps > 0, "{steps} steps");
         drop(store);
-        let found = ok(toy::open(&disks, &toy::how()));
-        assert!(ok(logged::replayed(&found)) == states[30], "{steps} steps");
-        assert!(found.damaged().is_ok_and(|damaged| damaged.is_empty()), "the second labels stay");
+        let found = ok(model::open(&disks, &model::how()));
+        assert_eq!(check(&found, "with less room"), 30);
+        assert!(ok(found.damaged()).is_empty(), "the second labels stay");
     }
     assert!(seen.is_sorted() && seen[0] == 0 && seen.iter().any(|&steps| (1..16).contains(&steps)), "{seen:?}");
     assert_eq!(seen.last(), Some(&16));
@@ -73,16 +51,15 @@ fn less_room_is_fewer_steps_and_none_is_none() {
 
 #[test]
 fn a_ring_whose_entries_are_not_written_whole_fills_up_and_keeps_what_is_needed() {
-    let disks = disks(1);
-    let store = created(&disks, &toy::how());
-    let mut state = logged::states(&store, 0).remove(0);
-    ok(logged::commit(&store, &[state.clone()], 0));
-    assert_eq!(ok(store.keep_log(&logged::HELD[..1], 2)), 2);
-    let (entry, dtype) = logged::HELD[0];
+    let disks = large_disks(1);
+    let store = model::trained(&disks, 0);
+    let mut state = after(0).clone();
+    assert_eq!(ok(store.keep_log(&LOGGED[..1], 2)), 2);
+    let (entry, dtype) = LOGGED[0];
     let mut refused = 0;
     for step in 1..8 {
-        let gradient = logged::gradient(&store, entry, dtype, step);
-        let Some(writes) = ok(logged::append(&store, entry, dtype, &gradient)) else {
+        let gradient = model::gradient(&store, entry, dtype, step);
+        let Some(writes) = ok(model::append(&store, entry, dtype, &gradient)) else {
             refused += 1;
             continue;
         };
@@ -90,35 +67,33 @@ fn a_ring_whose_entries_are_not_written_whole_fills_up_and_keeps_what_is_needed(
             ok(write.wait());
         }
         let held = state.entry(entry).or_insert_with(|| unreachable!());
-        logged::update(held, &gradient, 1);
+        model::update(held, &gradient, 1);
         let rule = Rule { name: "toy".into(), arithmetic: 1, numbers: vec![("factor".into(), 1)], factors: vec![] };
-        let log = Some(StepHead { rules: vec![rule], updates: vec![Update { entry, rule: 0, step: held.step }] });
+        let log = Some(StepHead { rules: vec![rule], updates: vec![LoggedUpdate { entry, rule: 0, step: held.step }] });
         ok(store.commit(Commit { step, log, ..Commit::default() }, Wait::forever()));
         assert!(!store.due().is_empty() || step < 2);
     }
     assert!(refused > 2);
     drop(store);
-    assert!(ok(logged::replayed(&ok(toy::open(&disks, &toy::how())))) == state);
+    assert!(ok(model::replayed(&ok(model::open(&disks, &model::how())))) == state);
 }
 
 #[test]
 fn what_is_wrong_is_refused_and_changes_nothing() {
-    let disks = disks(1);
-    let store = created(&disks, &toy::how());
-    let states = logged::states(&store, 3);
-    ok(logged::commit(&store, &states, 0));
-    let (entry, dtype) = logged::HELD[0];
+    let disks = large_disks(1);
+    let store = model::trained(&disks, 0);
+    let (entry, dtype) = LOGGED[0];
     assert!(!ok(store.begin_append(entry, dtype)), "there is no log yet");
     assert!(store.keep_log(&[(entry, Dtype::I32)], 2).is_err_and(|error| error.to_string().contains("int32")));
-    ok(store.keep_log(&logged::HELD, 2));
-    ok(logged::commit(&store, &states, 1));
+    ok(store.keep_log(&LOGGED, 2));
+    ok(commit(&store, 1));
     let said = |error: Result<u64, Error>| error.err().map(|error| error.to_string()).unwrap_or_default();
-    let commit =
+    let refused =
         |log: StepHead| said(store.commit(Commit { step: 2, log: Some(log), ..Commit::default() }, Wait::forever()));
     let rule = Rule { name: "toy".into(), ..Rule::default() };
-    let update = |entry| Update { entry, rule: 0, step: 2 };
+    let update = |entry| LoggedUpdate { entry, rule: 0, step: 2 };
     let head = StepHead { rules: vec![rule.clone()], updates: vec![update(entry)] };
-    assert!(commit(head.clone()).contains("0 gradients were appended, and the step names 1"));
+    assert!(refused(head.clone()).contains("0 gradients were appended, and the step names 1"));
     assert!(!ok(store.begin_append(entry, Dtype::F32)), "a log for other gradients");
     assert!(ok(store.begin_append(entry, dtype)));
     assert!(
@@ -126,69 +101,60 @@ fn what_is_wrong_is_refused_and_changes_nothing() {
     );
     ok(ok(store.append(entry, 0, vec![0; 4096])).wait());
     assert!(store.append(entry, 0, vec![0; 4096]).is_err_and(|error| error.to_string().contains("appended already")));
-    assert!(commit(head.clone()).contains("appended in part, 2 chunks lack"));
+    assert!(refused(head.clone()).contains("appended in part, 2 chunks lack"));
     for chunk in 1..3 {
         ok(ok(store.append(entry, chunk, vec![0; 4096])).wait());
     }
-    assert!(commit(StepHead::default()).contains("1 gradients were appended, and the step names 0"));
+    assert!(refused(StepHead::default()).contains("1 gradients were appended, and the step names 0"));
     let other = StepHead { updates: vec![update(1)], ..head.clone() };
-    assert!(commit(other).contains("entry 1 is named, and its gradient was not appended"));
-    let other = StepHead { updates: vec![Update { rule: 1, ..update(entry) }], ..head.clone() };
-    assert!(commit(other).contains("by rule 1 of 1"));
+    assert!(refused(other).contains("entry 1 is named, and its gradient was not appended"));
+    let other = StepHead { updates: vec![LoggedUpdate { rule: 1, ..update(entry) }], ..head.clone() };
+    assert!(refused(other).contains("by rule 1 of 1"));
     let long = Rule { numbers: vec![("x".repeat(60), 0); 10], ..rule };
-    assert!(commit(StepHead { rules: vec![long], ..head }).contains("at most 512"));
+    assert!(refused(StepHead { rules: vec![long], ..head }).contains("at most 512"));
     // What its slot holds is not what the entry is.
     let read = store.read(entry, 0, vec![0; 4096]).map(drop);
     assert!(read.is_err_and(|error| error.to_string().contains("replay that first")));
     ok(store.discard(Wait::forever()));
     assert_eq!((store.log_state().steps, store.info().step), (1, 1));
-    ok(logged::commit(&store, &states, 2));
+    ok(commit(&store, 2));
     drop(store);
-    let found = ok(toy::open(&disks, &toy::how()));
-    assert!(ok(logged::replayed(&found)) == states[2]);
+    let found = ok(model::open(&disks, &model::how()));
+    assert_eq!(check(&found, "found"), 2);
     // Closing without a replay leaves it as it was.
     ok(found.close(Wait::forever()));
     drop(found);
-    assert!(ok(logged::replayed(&ok(toy::open(&disks, &toy::how())))) == states[2]);
+    assert_eq!(model::opened(&disks, &model::how()), Ok(2));
 }
 
 #[test]
 fn files_grow_and_their_second_labels_move() {
-    let folder = std::env::temp_dir().join(format!("memascend-log-{}", std::process::id()));
-    std::fs::create_dir(&folder).unwrap_or_else(|error| panic!("{error}"));
-    let paths = [folder.join("one"), folder.join("two")];
-    let (store, _) = ok(Store::create(&paths, toy::description(), &toy::how()));
-    let states = logged::states(&store, 20);
-    ok(logged::commit(&store, &states, 0));
-    let length = || std::fs::metadata(&paths[0]).map_or(0, |metadata| metadata.len());
+    let folder = model::Folder::new("log");
+    let paths = folder.paths(2);
+    let (store, _) = ok(Store::create(&paths, model::description(), &model::how()));
+    ok(commit(&store, 0));
+    let length = || ok(std::fs::metadata(&paths[0])).len();
+    let cut_to = |length: u64| {
+        for path in &paths {
+            ok(std::fs::File::options().write(true).open(path).and_then(|file| file.set_len(length)));
+        }
+    };
     let before = length();
-    assert_eq!(ok(store.keep_log(&logged::HELD, 16)), 16);
+    assert_eq!(ok(store.keep_log(&LOGGED, 16)), 16);
     assert!(length() > before);
     assert!(ok(store.damaged()).is_empty(), "{:?}", store.damaged());
-    for commit in 1..=20 {
-        ok(logged::commit(&store, &states, commit));
-    }
+    (1..=20).for_each(|number| ok(commit(&store, number)));
     drop(store);
     // Cut to what a store without a log needs, it is refused by name.
-    let cut = length() - 8192;
-    for path in &paths {
-        let file = std::fs::File::options().write(true).open(path);
-        file.and_then(|file| file.set_len(cut)).unwrap_or_else(|error| panic!("{error}"));
-    }
-    let refused = Store::open(&paths, &toy::how()).map(drop).map_err(|error| error.to_string());
+    let whole = length();
+    cut_to(whole - 8192);
+    let refused = Store::open(&paths, &model::how()).map(drop).map_err(|error| error.to_string());
     assert!(refused.as_ref().is_err_and(|why| why.contains("it says that the log lies in")), "{refused:?}");
-    for path in &paths {
-        let file = std::fs::File::options().write(true).open(path);
-        file.and_then(|file| file.set_len(cut + 8192)).unwrap_or_else(|error| panic!("{error}"));
-    }
-    let found = ok(Store::open(&paths, &toy::how()));
-    let state = ok(logged::replayed(&found));
-    assert!(state == states[20]);
-    ok(logged::settled(&found, &state));
+    cut_to(whole);
+    let found = ok(Store::open(&paths, &model::how()));
+    assert_eq!(check(&found, "found"), 20);
+    ok(model::settle(&found));
     ok(found.close(Wait::forever()));
     drop(found);
-    let found = ok(Store::open(&paths, &toy::how()));
-    assert!(found.pending_replay().is_none());
-    drop(found);
-    std::fs::remove_dir_all(&folder).unwrap_or_else(|error| panic!("{error}"));
+    assert!(ok(Store::open(&paths, &model::how())).pending_replay().is_none());
 }

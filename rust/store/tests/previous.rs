@@ -2,7 +2,9 @@
 //!
 //! It is opened if every byte of it is whole; never by itself, and never half.
 
-mod toy;
+mod model;
+
+use std::slice;
 
 use memascend_mem::Wait;
 use memascend_nvme::{
@@ -10,38 +12,26 @@ use memascend_nvme::{
     sim::{Faults, SimDisk},
 };
 use memascend_store::{Create, Durability, Error, Existing, Store};
+use model::{check, commit, ok, opened, size};
 
 /// Where the page of a root is, on one device.
 const ROOTS: [usize; 2] = [4096, 8192];
 const PAGE: usize = 4096;
 
-fn how(existing: Existing) -> Create {
-    let mut how = toy::how();
-    how.existing = existing;
-    how
-}
-
 fn newest() -> Create {
-    how(Existing::Resume)
+    model::existing(Existing::Resume)
 }
 
 fn previous() -> Create {
-    how(Existing::Previous)
-}
-
-fn opened(disks: &[SimDisk], how: &Create) -> Result<u64, String> {
-    let store = toy::open(disks, how).map_err(|error| error.to_string())?;
-    Ok(toy::check(&store, "opened"))
+    model::existing(Existing::Previous)
 }
 
 /// A store at step `last`, which is generation `last + 1`; `staged`: the step after it was begun.
 fn trained(last: u64, staged: bool) -> SimDisk {
-    let disks = toy::disks(1);
-    let store = Store::create_on(toy::volume(&disks, &Faults::default()), toy::STRIPE, toy::description(), &toy::how());
-    let store = store.unwrap_or_else(|error| panic!("{error}"));
-    (0..=last).for_each(|step| toy::step(&store, step).unwrap_or_else(|error| panic!("{error}")));
+    let disks = model::disks(1);
+    let store = model::trained(&disks, last);
     if staged {
-        toy::stage(&store, 0, last + 1, 0).unwrap_or_else(|error| panic!("{error}"));
+        ok(model::stage(&store, 0, &model::record(&store, 0, 9, last + 1)));
     }
     drop(store);
     SimDisk::of(disks[0].bytes())
@@ -49,7 +39,7 @@ fn trained(last: u64, staged: bool) -> SimDisk {
 
 /// The page of the newest root, and of the one before.
 fn pages(last: u64) -> (usize, usize) {
-    let slot = usize::try_from((last + 1) & 1).unwrap_or(0);
+    let slot = size((last + 1) & 1);
     (ROOTS[slot], ROOTS[1 - slot])
 }
 
@@ -61,15 +51,14 @@ fn damage_root(disk: &SimDisk, page: usize) {
 
 /// Where the pages of the table lie that differ between two commits, of which the first begins after the description.
 fn tables(disk: &SimDisk) -> [std::ops::Range<usize>; 2] {
-    let store = toy::open(std::slice::from_ref(disk), &newest()).unwrap_or_else(|error| panic!("{error}"));
-    let values = usize::try_from(store.layout().offset_in(&store.layout().piece(store.description(), 0, 0), 0));
-    let values = values.unwrap_or(0);
+    let store = ok(model::open(slice::from_ref(disk), &newest()));
+    let values = size(store.layout().offset_in(&store.layout().piece(store.description(), 0, 0), 0));
     let half = (values - 3 * PAGE - PAGE) / 2;
     [values - 2 * half..values - half, values - half..values]
 }
 
 fn error_of(disk: &SimDisk, how: &Create) -> Error {
-    match toy::open(std::slice::from_ref(disk), how) {
+    match model::open(slice::from_ref(disk), how) {
         Ok(store) => panic!("opened at step {}", store.info().step),
         Err(error) => error,
     }
@@ -87,15 +76,15 @@ fn a_damaged_root_is_refused_and_the_other_commit_opened_when_asked_for() {
         assert!(text.contains(&format!("step {whole}, is whole: existing=\"previous\"")), "{text}");
         assert!(disk.bytes() == before, "a refused call changed something");
 
-        assert_eq!(opened(std::slice::from_ref(&disk), &previous()), Ok(whole));
+        assert_eq!(opened(slice::from_ref(&disk), &previous()), Ok(whole));
         // From here on it is the newest, also for whoever does not ask, and training goes on from it.
         let disks = [disk.after_power_loss(1)];
         assert_eq!(opened(&disks, &newest()), Ok(whole));
         let only = opened(&disks, &previous());
         assert!(only.as_ref().is_err_and(|why| why.contains("one commit and none before it")), "{only:?}");
-        let store = toy::open(&disks, &newest()).unwrap_or_else(|error| panic!("{error}"));
+        let store = ok(model::open(&disks, &newest()));
         for step in whole + 1..whole + 4 {
-            toy::step(&store, step).unwrap_or_else(|error| panic!("{error}"));
+            ok(commit(&store, step));
             assert_eq!(opened(&[disks[0].after_power_loss(step)], &newest()), Ok(step));
         }
     }
@@ -116,8 +105,8 @@ fn is_lost(disk: &SimDisk, step: u64) {
     assert!(matches!(refused, Error::Corrupt { .. }) && text.contains("it is blank"), "{text}");
     assert!(text.contains(&format!("step {step}, is whole: existing=\"previous\"")), "{text}");
     assert!(disk.bytes() == before, "a refused call changed something");
-    assert_eq!(opened(std::slice::from_ref(disk), &previous()), Ok(step));
-    assert_eq!(opened(std::slice::from_ref(disk), &newest()), Ok(step));
+    assert_eq!(opened(slice::from_ref(disk), &previous()), Ok(step));
+    assert_eq!(opened(slice::from_ref(disk), &newest()), Ok(step));
 }
 
 #[test]
@@ -146,22 +135,22 @@ fn a_root_of_zeros_is_found_wherever_it_was() {
 fn a_root_of_zeros_is_found_after_going_back() {
     let disks = [trained(3, false)];
     assert_eq!(opened(&disks, &previous()), Ok(2));
-    let store = toy::open(&disks, &newest()).unwrap_or_else(|error| panic!("{error}"));
-    toy::step(&store, 3).unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(opened(&model::after_loss(&disks, 1), &newest()), Ok(2));
+    let store = ok(model::open(&disks, &newest()));
+    ok(commit(&store, 3));
     drop(store);
     is_lost(&without_root(&SimDisk::of(disks[0].bytes()), pages(3).0), 2);
 }
 
 #[test]
 fn a_root_of_zeros_is_found_where_commits_in_memory_left_roots_out() {
-    let mut how = toy::how();
+    let mut how = model::how();
     how.durability = Durability::None;
     for last in 1..6 {
-        let disks = toy::disks(1);
-        let store = Store::create_on(toy::volume(&disks, &Faults::default()), toy::STRIPE, toy::description(), &how);
-        let store = store.unwrap_or_else(|error| panic!("{error}"));
-        (0..=last).for_each(|step| toy::step(&store, step).unwrap_or_else(|error| panic!("{error}")));
-        store.close(Wait::forever()).unwrap_or_else(|error| panic!("{error}"));
+        let disks = model::disks(1);
+        let store = model::created_as(&disks, &how);
+        (0..=last).for_each(|step| ok(commit(&store, step)));
+        ok(store.close(Wait::forever()));
         drop(store);
         assert_eq!(opened(&disks, &newest()), Ok(last));
         for page in ROOTS {
@@ -169,13 +158,6 @@ fn a_root_of_zeros_is_found_where_commits_in_memory_left_roots_out() {
             assert!(matches!(error, Error::Corrupt { .. }) && error.to_string().contains("it is blank"), "{error}");
         }
     }
-}
-
-#[test]
-fn with_both_whole_it_is_one_commit_back() {
-    let disk = trained(3, false);
-    assert_eq!(opened(std::slice::from_ref(&disk), &previous()), Ok(2));
-    assert_eq!(opened(&[disk.after_power_loss(1)], &newest()), Ok(2));
 }
 
 #[test]
@@ -192,7 +174,7 @@ fn the_step_after_the_newest_commit_ends_it() {
         assert!(text.contains("the commit before, step 2") && text.contains("nothing was changed"), "{text}");
         assert!(disk.bytes() == before, "a refused call changed something");
         if !damaged {
-            assert_eq!(opened(std::slice::from_ref(&disk), &newest()), Ok(3));
+            assert_eq!(opened(slice::from_ref(&disk), &newest()), Ok(3));
         }
     }
 }
@@ -208,8 +190,8 @@ fn a_damaged_table_counts_as_its_root() {
         disk.flip(page + 5, 4);
         let text = error_of(&disk, &newest()).to_string();
         assert!(text.contains("table") && text.contains("existing=\"previous\""), "{page}: {text}");
-        assert_eq!(opened(std::slice::from_ref(&disk), &previous()), Ok(2), "{page}");
-        assert_eq!(opened(std::slice::from_ref(&disk), &newest()), Ok(2), "{page}");
+        assert_eq!(opened(slice::from_ref(&disk), &previous()), Ok(2), "{page}");
+        assert_eq!(opened(slice::from_ref(&disk), &newest()), Ok(2), "{page}");
         found += 1;
     }
     assert!(found > 4, "{found}");
@@ -250,13 +232,13 @@ fn it_is_stopped_or_loses_power_at_every_point() {
         }
         let as_before = opened(&[SimDisk::of(image.bytes())], &newest());
         let run = |disk: &SimDisk, faults: &Faults| {
-            let store = Store::open_on(toy::volume(std::slice::from_ref(disk), faults), toy::STRIPE, &previous());
+            let store = Store::open_on(model::volume(slice::from_ref(disk), faults), model::STRIPE, &previous());
             store.map(|store| {
                 let stats = store.volume().stats();
                 stats.written.requests + stats.read.requests + stats.flushes
             })
         };
-        let points = run(&SimDisk::of(image.bytes()), &Faults::default()).unwrap_or_else(|error| panic!("{error}"));
+        let points = ok(run(&SimDisk::of(image.bytes()), &Faults::default()));
         assert!(points > 20, "{points}");
         let (mut untouched, mut gone_back) = (0, 0);
         // A request that has just been answered may not have been counted.
@@ -264,15 +246,15 @@ fn it_is_stopped_or_loses_power_at_every_point() {
             let disk = SimDisk::of(image.bytes());
             let done = run(&disk, &Faults { dies_after: Some(point), ..Faults::default() });
             assert!(done.is_ok() == (point >= points) || point.abs_diff(points) <= 2, "{point} of {points}");
-            let mut left: Vec<SimDisk> = (0..toy::many(20, 4)).map(|loss| disk.after_power_loss(loss)).collect();
+            let mut left: Vec<SimDisk> = (0..model::many(20, 4)).map(|loss| disk.after_power_loss(loss)).collect();
             left.push(SimDisk::of(disk.bytes()));
             for left in left {
                 let name = format!("damaged {damaged}, point {point}");
-                match opened(std::slice::from_ref(&left), &newest()) {
+                match opened(slice::from_ref(&left), &newest()) {
                     Ok(2) => gone_back += 1,
                     found => {
                         assert!(done.is_err() && found == as_before, "{name}: {found:?}");
-                        assert_eq!(opened(std::slice::from_ref(&left), &previous()), Ok(2), "{name}");
+                        assert_eq!(opened(slice::from_ref(&left), &previous()), Ok(2), "{name}");
                         untouched += 1;
                     }
                 }
@@ -292,8 +274,8 @@ fn a_device_that_fails_on_the_way_changes_nothing() {
         let errors =
             vec![(Action::Read, libc::EIO, 30), (Action::Write, libc::EIO, 500), (Action::Flush, libc::EIO, 300)];
         let faults = Faults { seed, errors, ..Faults::default() };
-        let volume = toy::volume(std::slice::from_ref(&disk), &faults);
-        match Store::open_on(volume, toy::STRIPE, &previous()) {
+        let volume = model::volume(slice::from_ref(&disk), &faults);
+        match Store::open_on(volume, model::STRIPE, &previous()) {
             Ok(store) => drop(store),
             Err(error) => {
                 failed += 1;
@@ -301,11 +283,11 @@ fn a_device_that_fails_on_the_way_changes_nothing() {
                 assert!(wrong, "seed {seed}: {error}");
             }
         }
-        let again = opened(std::slice::from_ref(&disk), &previous());
+        let again = opened(slice::from_ref(&disk), &previous());
         // The blanking was done in spite of its error, or before it.
         let gone_back = again.as_ref().is_err_and(|why| why.contains("one commit and none before it"));
         assert!(gone_back || again == Ok(2), "seed {seed}: {again:?}");
-        assert_eq!(opened(std::slice::from_ref(&disk), &newest()), Ok(2), "seed {seed}");
+        assert_eq!(opened(slice::from_ref(&disk), &newest()), Ok(2), "seed {seed}");
     }
     assert!(failed > 20, "{failed}");
 }
@@ -314,15 +296,15 @@ fn a_device_that_fails_on_the_way_changes_nothing() {
 fn a_root_that_cannot_be_read_counts_as_damaged() {
     // Of the first requests one reads a root: label, root 0, root 1.
     let mut opened_previous = 0;
-    for seed in 0..toy::many(200, 60) {
+    for seed in 0..model::many(200, 60) {
         let disk = trained(3, false);
         let faults = Faults { seed, errors: vec![(Action::Read, libc::EIO, 40)], ..Faults::default() };
-        let volume = toy::volume(std::slice::from_ref(&disk), &faults);
-        if let Ok(store) = Store::open_on(volume, toy::STRIPE, &previous()) {
+        let volume = model::volume(slice::from_ref(&disk), &faults);
+        if let Ok(store) = Store::open_on(volume, model::STRIPE, &previous()) {
             let step = store.info().step;
             opened_previous += u32::from(step == 3);
             drop(store);
-            assert_eq!(opened(std::slice::from_ref(&disk), &newest()), Ok(step), "seed {seed}");
+            assert_eq!(opened(slice::from_ref(&disk), &newest()), Ok(step), "seed {seed}");
         }
     }
     assert!(opened_previous > 0, "no seed failed the read of the older root alone");
@@ -330,17 +312,16 @@ fn a_root_that_cannot_be_read_counts_as_damaged() {
 
 #[test]
 fn what_was_not_closed_is_no_commit_to_go_back_to() {
-    let mut how = toy::how();
+    let mut how = model::how();
     how.durability = Durability::None;
-    let disks = toy::disks(1);
-    let store = Store::create_on(toy::volume(&disks, &Faults::default()), toy::STRIPE, toy::description(), &how);
-    let store = store.unwrap_or_else(|error| panic!("{error}"));
-    (0..=2).for_each(|step| toy::step(&store, step).unwrap_or_else(|error| panic!("{error}")));
+    let disks = model::disks(1);
+    let store = model::created_as(&disks, &how);
+    (0..=2).for_each(|step| ok(commit(&store, step)));
     // Steps 1 and 2 are in memory alone, and step 2 went over what step 0 is.
     assert!(matches!(error_of(&disks[0], &newest()), Error::Refused { .. }));
     assert!(matches!(error_of(&disks[0], &previous()), Error::Corrupt { .. }));
-    toy::step(&store, 3).unwrap_or_else(|error| panic!("{error}"));
-    store.close(Wait::forever()).unwrap_or_else(|error| panic!("{error}"));
+    ok(commit(&store, 3));
+    ok(store.close(Wait::forever()));
     drop(store);
     assert_eq!(opened(&disks, &newest()), Ok(3));
     let refused = error_of(&disks[0], &previous());
@@ -352,16 +333,16 @@ fn what_was_not_closed_is_no_commit_to_go_back_to() {
 fn both_commits_are_examined_and_nothing_is_written() {
     let examined = |disk: &SimDisk| {
         let before = disk.bytes();
-        let volume = toy::volume(std::slice::from_ref(disk), &Faults::default());
+        let volume = model::volume(slice::from_ref(disk), &Faults::default());
         let (mut last, mut all) = (0, 0);
-        let found = Store::examine_on(volume, toy::STRIPE, &newest(), &mut |done, of| {
+        let found = Store::examine_on(volume, model::STRIPE, &newest(), &mut |done, of| {
             assert!(done >= last && done <= of, "{done} of {of} after {last}");
             (last, all) = (done, of);
             true
         });
         assert!(disk.bytes() == before, "looking changed something");
         assert_eq!(last, all);
-        found.unwrap_or_else(|error| panic!("{error}"))
+        ok(found)
     };
     let said = |disk: &SimDisk| -> Vec<_> {
         examined(disk)
@@ -391,15 +372,15 @@ fn the_newest_commit_stays_until_it_is_given_up() {
     how.goes_back_later = true;
     let disks = [disk.clone()];
     for gives_up in [false, true] {
-        let store = toy::open(&disks, &how).unwrap_or_else(|error| panic!("{error}"));
-        assert_eq!(toy::check(&store, "not given up"), 2);
+        let store = ok(model::open(&disks, &how));
+        assert_eq!(check(&store, "not given up"), 2);
         let refused = store.begin(0, 3, Wait::forever());
         assert!(matches!(refused, Err(Error::Usage(_))), "{refused:?}");
         if gives_up {
-            store.go_back().unwrap_or_else(|error| panic!("{error}"));
-            toy::step(&store, 3).unwrap_or_else(|error| panic!("{error}"));
+            ok(store.go_back());
+            ok(commit(&store, 3));
         }
-        store.close(Wait::forever()).unwrap_or_else(|error| panic!("{error}"));
+        ok(store.close(Wait::forever()));
         drop(store);
         assert!(gives_up || disk.bytes() == before, "the newest commit was touched");
         assert_eq!(opened(&disks, &newest()), Ok(3));

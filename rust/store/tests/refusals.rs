@@ -1,7 +1,6 @@
 //! Tests that an opening that is refused leaves a file as it was: its bytes, its length and its mode.
 
-mod logged;
-mod toy;
+mod model;
 
 use std::{
     fs,
@@ -11,28 +10,23 @@ use std::{
 
 use memascend_mem::Wait;
 use memascend_nvme::sim::Rng;
-use memascend_store::{Create, Durability, Existing, Store};
-use toy::Folder;
+use memascend_store::{Create, Existing, Store};
+use model::{Folder, ok};
 
 const COMMITS: u64 = 6;
 
-fn ok<T, E: std::fmt::Display>(result: Result<T, E>) -> T {
-    result.unwrap_or_else(|error| panic!("{error}"))
-}
-
-fn how(existing: Existing, durability: Durability) -> Create {
+fn how(existing: Existing) -> Create {
     let mut how = Create::default();
-    (how.existing, how.durability) = (existing, durability);
+    how.existing = existing;
     how
 }
 
 /// The file of a run with a log that ended without a word.
-fn killed(path: &Path, durability: Durability) -> Vec<u8> {
-    let (store, _) = ok(Store::create(&[path], toy::description(), &how(Existing::Replace, durability)));
-    let states = logged::states(&store, COMMITS);
-    ok(logged::commit(&store, &states, 0));
-    assert_eq!(ok(store.keep_log(&logged::HELD, 3)), 3);
-    (1..=COMMITS).for_each(|commit| ok(logged::commit(&store, &states, commit)));
+fn killed(path: &Path) -> Vec<u8> {
+    let (store, _) = ok(Store::create(&[path], model::description(), &how(Existing::Replace)));
+    ok(model::commit(&store, 0));
+    assert_eq!(ok(store.keep_log(&model::LOGGED, 3)), 3);
+    (1..=COMMITS).for_each(|commit| ok(model::commit(&store, commit)));
     store.end();
     drop(store);
     ok(fs::read(path))
@@ -48,7 +42,7 @@ fn damaged(whole: &[u8]) -> Vec<(String, Vec<u8>)> {
     }
     let mut rng = Rng::new(7);
     let last = whole.len() - whole.iter().rev().position(|&byte| byte != 0).unwrap_or(0);
-    for number in 0..toy::many(400, 20) {
+    for number in 0..model::many(400, 20) {
         let mut bytes = whole.to_vec();
         for _ in 0..=number % 3 {
             // Often in the catalog, which comes first.
@@ -74,8 +68,7 @@ fn damaged(whole: &[u8]) -> Vec<(String, Vec<u8>)> {
 /// Opens a store and ends its log, as a run does that goes on, and closes it.
 fn gone_on(path: &PathBuf, how: &Create) -> Result<(), String> {
     let store = Store::open(std::slice::from_ref(path), how).map_err(|error| error.to_string())?;
-    let replayed = store.check_log(&mut || true).and_then(|()| logged::replayed(&store));
-    let settled = replayed.and_then(|state| logged::settled(&store, &state));
+    let settled = store.check_log(&mut || true).and_then(|()| model::settle(&store));
     let closed = store.close(Wait::forever());
     settled.and(closed).map_err(|error| error.to_string())
 }
@@ -84,28 +77,26 @@ fn gone_on(path: &PathBuf, how: &Create) -> Result<(), String> {
 fn what_is_refused_is_as_it_was() {
     let folder = Folder::new("refusals");
     let path = folder.paths(1).remove(0);
-    for durability in [Durability::Step, Durability::Close] {
-        let mut refused = 0;
-        for (way, bytes) in damaged(&killed(&path, durability)) {
-            for existing in [Existing::Resume, Existing::Previous] {
-                ok(fs::write(&path, &bytes));
-                ok(fs::set_permissions(&path, fs::Permissions::from_mode(0o640)));
-                if let Err(why) = gone_on(&path, &how(existing, durability)) {
-                    refused += 1;
-                    assert!(ok(fs::read(&path)) == bytes, "{way}, {existing:?}: {why}");
-                    assert_eq!(ok(fs::metadata(&path)).permissions().mode() & 0o777, 0o640, "{way}: {why}");
-                }
+    let mut refused = 0;
+    for (way, bytes) in damaged(&killed(&path)) {
+        for existing in [Existing::Resume, Existing::Previous] {
+            ok(fs::write(&path, &bytes));
+            ok(fs::set_permissions(&path, fs::Permissions::from_mode(0o640)));
+            if let Err(why) = gone_on(&path, &how(existing)) {
+                refused += 1;
+                assert!(ok(fs::read(&path)) == bytes, "{way}, {existing:?}: {why}");
+                assert_eq!(ok(fs::metadata(&path)).permissions().mode() & 0o777, 0o640, "{way}: {why}");
             }
         }
-        assert!(refused > 30, "{refused}");
     }
+    assert!(refused > 30, "{refused}");
 }
 
 #[test]
 fn looking_changes_nothing() {
     let folder = Folder::new("looking");
     let path = folder.paths(1).remove(0);
-    let whole = killed(&path, Durability::Close);
+    let whole = killed(&path);
     // With a tail, as a copy may have.
     let bytes = [&whole[..], b"tail"].concat();
     ok(fs::write(&path, &bytes));
@@ -126,12 +117,12 @@ fn open_descriptors(path: &Path) -> usize {
 fn whatever_opens_a_file_lets_go_of_it() {
     let folder = Folder::new("descriptors");
     let path = ok(fs::canonicalize(folder.paths(1)[0].parent().unwrap_or(Path::new(".")))).join("device-0");
-    let bytes = killed(&path, Durability::Step);
+    let bytes = killed(&path);
     assert_eq!(open_descriptors(&path), 0, "made");
     let paths = [&path];
     for existing in [Existing::Resume, Existing::Previous, Existing::Refuse, Existing::Replace] {
-        let how = how(existing, Durability::Step);
-        drop(Store::create(&paths, toy::description(), &how));
+        let how = how(existing);
+        drop(Store::create(&paths, model::description(), &how));
         assert_eq!(open_descriptors(&path), 0, "{existing:?}");
         ok(fs::write(&path, &bytes));
         drop(Store::open(&paths, &how));
@@ -141,7 +132,7 @@ fn whatever_opens_a_file_lets_go_of_it() {
         assert_eq!(open_descriptors(&path), 0, "{existing:?}");
         // And where it is refused.
         ok(fs::write(&path, &bytes[..bytes.len() / 2]));
-        drop(Store::create(&paths, toy::description(), &how));
+        drop(Store::create(&paths, model::description(), &how));
         assert_eq!(open_descriptors(&path), 0, "{existing:?}, refused");
         ok(fs::write(&path, &bytes));
     }

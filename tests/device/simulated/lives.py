@@ -35,11 +35,7 @@ def fails(where, gradients="fused", without=None, delays=None, **options):
             training.check.fails = f"{block.name}.weights.0", stops
         elif "checkpoint" in where:
             inward = training.streams["in"]
-            stops = functools.partial(_late, inward)
-            if where == "beside a checkpoint":
-                training.check.fails = f"{block.name}.weights.0", stops
-            else:
-                stack.enter_context(_third_piece(stops))
+            stack.enter_context(_third_piece(functools.partial(_late, inward)))
         else:
             inner = block.forward
             block.forward = lambda *_: stops()

@@ -118,10 +118,6 @@ WAITS = {
     ),
     "storage after a checkpoint's copy": (["chunks:Chunks._write"], _skipped(Chunks, "_copied", "Chunks._write")),
     "a chunk's next use after its copy": (["chunks:Chunks._empty"], _skipped(Chunks, "_copied", "Chunks._empty")),
-    "memory of a checkpoint that nobody wants after its copy": (
-        ["activations:Activations._reap"],
-        _skipped(Copy, "wait", "Activations._reap"),
-    ),
     "memory of a checkpoint that failed after its copy": (
         ["activations:Activations._bring"],
         _skipped(Copy, "wait", "Activations._bring"),

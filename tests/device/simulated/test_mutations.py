@@ -44,11 +44,6 @@ MISSED = [
     ("compute after a checkpoint's copy", *slow("in", **RECOMPUTED)),
     ("storage after a checkpoint's copy", *slow("out", **STORED)),
     ("a chunk's next use after its copy", *slow("in", **STORED)),
-    (
-        "memory of a checkpoint that nobody wants after its copy",
-        "lives.fails",
-        {"where": "beside a checkpoint", **DROPPED},
-    ),
     ("memory of a checkpoint that failed after its copy", "lives.fails", {"where": "a checkpoint", **DROPPED}),
     (
         "a sum after its parts of other streams",
@@ -75,7 +70,6 @@ NOT_TAKEN = {
     "transfer:_Window.fill": "holds memory that is read while it is copied, to where nobody looks",
     "chunks:ActivationChunk.idle": "prefers what need not be waited for",
     "chunks:Chunks.write_ahead": "prefers what need not be waited for",
-    "chunks:Chunks.at_hand": "prefers what need not be waited for",
     "chunks:Chunks.wait_for": "bounds the memory of what is on its way",
     "activations:Activations._save": "bounds the memory of what is on its way",
     "chunks:Chunks._transferred": "storage's",

@@ -115,14 +115,13 @@ def test_an_error_in_close_is_said(on_it, faulty):
 
 
 @pytest.mark.parametrize("phase", [fails_to_write, fails_to_write_a_part, fails_to_flush])
-@pytest.mark.parametrize("durability", ["close", "none"])
-def test_an_error_in_the_first_commit_of_a_run_leaves_the_one_before(on_it, faulty, phase, durability):
+def test_an_error_in_the_first_commit_of_a_run_leaves_the_one_before(on_it, faulty, phase):
     """That commit is made durable, with a flush, since the next one writes over what an unmarked root names."""
     training = on_it()
     training.step(0)
     before = training.weights()
     training.optimizer.close()
-    training = on_it(durability=durability)
+    training = on_it(durability="none")
     with pytest.raises(StorageError) as error:
         phase(training, faulty)
     assert error.value.errno == errno.EIO
@@ -132,26 +131,6 @@ def test_an_error_in_the_first_commit_of_a_run_leaves_the_one_before(on_it, faul
     training.optimizer.close()
     training.optimizer.close()
     resumed_exactly(on_it, before, 1)
-
-
-@pytest.mark.parametrize("faults", [{"write": EIO}, {"write": {**EIO, "torn": True}}, {"fsync": EIO}])
-def test_an_error_in_close_leaves_the_last_commit(on_it, faulty, faults):
-    training = on_it(durability="close")
-    training.step(0)
-    training.step(1)
-    before = training.weights()
-    faulty.set(**faults)
-    with pytest.raises(StorageError) as error:
-        training.optimizer.close()
-    assert error.value.errno == errno.EIO
-    training.optimizer.close()
-    # What is not flushed yet is flushed when it is opened, or is not opened.
-    faulty.set(fsync=EIO)
-    with pytest.raises(StorageError) as error:
-        on_it()
-    assert error.value.errno == errno.EIO
-    faulty.set()
-    resumed_exactly(on_it, before, 2)
 
 
 @pytest.mark.parametrize("faults", [{"read": EIO}, {"write": EIO}, {"fsync": EIO}])
@@ -201,7 +180,7 @@ def test_the_way_to_the_commit_before_can_be_interrupted(on_it, faulty):
 
 
 def test_an_error_while_a_checkpoint_is_saved_costs_nothing_else(on_it, faulty, tmp_path):
-    training = on_it(durability="close")
+    training = on_it()
     training.step(0)
     before = training.weights()
     faulty.set(read=EIO)

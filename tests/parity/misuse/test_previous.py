@@ -128,13 +128,6 @@ def test_values_that_no_version_wrote_are_damage(offloaded, tmp_path, user, hype
     assert picture(again(offloaded, "previous", lr=0.02)) == pictures[1]
 
 
-def test_closing_a_run_that_is_flushed_then_commits_once_more(offloaded):
-    pictures = trained(offloaded, 3, durability="close")
-    training = again(offloaded, "previous", lr=0.03)
-    # The last commit but one is that of the same step: close() made it durable.
-    assert picture(training) == pictures[2]
-
-
 def test_what_was_begun_to_be_written_over_is_refused_and_nothing_changed(offloaded, tmp_path):
     path = tmp_path / "run.store"
     model = Noted()

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from memascend.cli.bench import process
+from memascend.cli import process
 from memascend.cli.demo import Settings
 from memascend.errors import MemascendError
 from memascend.session.offload import offload

@@ -29,7 +29,7 @@ _TOKENS, _LENGTH = 8192, 2048
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options. The options of `offload()` have the same meaning here."""
-    describes = f"config.json of a Hugging Face model, its folder, safetensors, or one of {', '.join(SHAPES)}"
+    describes = f"config.json of a Hugging Face model, its folder, or one of {', '.join(SHAPES)}"
     parser.add_argument("model", metavar="CONFIG|FOLDER|NAME", type=Path, help=describes)
     _add_machine(parser.add_argument_group("the machine").add_argument)
     _add_run(parser.add_argument_group("the run").add_argument)
@@ -55,7 +55,6 @@ def _add_run(add: Callable[..., Any]) -> None:
     gradients = {"choices": ("auto", "fused", "ssd", "ram"), "default": "auto"}
     activations = "where checkpointed activations wait, as offload() takes it (%(default)s)"
     micro_batches = "micro-batches of a step (%(default)s)"
-    lora = "train LoRA adapters of this rank instead of the model"
     add("--host-memory", metavar="B", help=f'the budget, as "32GiB" {smallest}')
     add("--tokens", metavar="N", type=_count, default=_TOKENS, help="tokens of a micro-batch (%(default)s)")
     add("--length", metavar="N", type=_count, help=f"tokens of a sequence (--tokens, at most {_LENGTH})")
@@ -69,7 +68,6 @@ def _add_run(add: Callable[..., Any]) -> None:
     add("--accumulation-steps", metavar="N", type=_count, default=1, help=micro_batches)
     add("--state", choices=("fp32", "bf16", "8bit"), help="of the optimizer's moments (default: exact)")
     add("--optimizer", metavar="NAME", default="AdamW", help="a class of torch.optim (%(default)s)")
-    add("--lora", metavar="RANK", type=_count, help=lora)
     add("--dtype", choices=_TYPES, help="of the parameters (default: as config.json says, or bfloat16)")
 
 
@@ -103,15 +101,12 @@ def run(options: argparse.Namespace, measure: Measure | None = None) -> int:
     if options.fit:
         return _fit(options, question)
     found = answer(question)
-    compared = text.formats_compared(question, found.plan.budget)
     takeover = takes_over(question, traces)
     if options.json:
-        described = _values(options, source, question, found, speeds, takeover)
-        print(json.dumps({**described, "formats": [asdict(cost) for cost in compared]}, indent=2))
+        print(json.dumps(_values(options, source, question, found, speeds, takeover), indent=2))
     else:
         head = f"{options.model}: {{parameters}}, described by {source.by}; {options.optimizer}"
-        shown = text.shown(head, question, found, takeover, speeds)
-        print(shown + text.formats_shown(compared, found.plan.budget))
+        print(text.shown(head, question, found, takeover, speeds))
     return int(bool(found.problems))
 
 
@@ -123,7 +118,7 @@ def _asked(
 
     from memascend.cli.plan.answer import Question
     from memascend.cli.plan.machine import drive_at, parse_drive, parse_gpu, product_flops
-    from memascend.cli.plan.model import Traces, describe, optimizer_class, trace, with_adapters
+    from memascend.cli.plan.model import Traces, describe, optimizer_class, trace
     from memascend.plan.options import Options
     from memascend.session.decide import room_beside
 
@@ -146,9 +141,7 @@ def _asked(
     if gpu is not None and asked.where.type == "cpu":
         raise ConfigError("--gpu names a GPU, and --device says that the CPU computes: give one of them")
     dtype = None if options.dtype is None else getattr(torch, _TYPES[options.dtype])
-    source = describe(options.model, dtype, adapted=options.lora is not None)
-    if options.lora is not None:
-        source = replace(source, model=with_adapters(source.model, options.lora))
+    source = describe(options.model, dtype)
     paths = [Path(path) for path in asked.paths or ()]
     speeds: dict[str, float] = {}
     if drive is None:
@@ -210,7 +203,6 @@ def _values(
     takeover: Takeover | None,
 ) -> dict[str, Any]:
     from memascend.cli.plan.answer import answer, described, disk_seconds, forecast_of, moved
-    from memascend.plan.cost import seconds
 
     plan, trace = found.plan, question.trace
     turns = answer(question.one_after_the_other()) if question.by_layer else None
@@ -239,7 +231,6 @@ def _values(
         "processor_flops": question.processor,
         "step": {
             **step,
-            "seconds_if_nothing_is_clipped": None if found.unclipped is None else seconds(found.unclipped),
             "tokens_per_second": None if found.seconds is None or tokens is None else tokens / found.seconds,
         },
         "compute_takes_over": None

@@ -73,12 +73,6 @@ class Question:
         """Whether each unit computes all micro-batches before the next unit, as `accumulate()` does if asked to."""
         return self.micro_batches > 1 and self.ranks == 1 and self.options.accumulation_steps == 1
 
-    @property
-    def may_clip_nothing(self) -> bool:
-        """Whether updates may begin before the norm of all gradients is known (`memascend.grads.loop`)."""
-        options, alone = self.options, self.ranks == 1 and (self.by_layer or self.micro_batches == 1)
-        return alone and options.gradients == "auto" and options.max_grad_norm is not None
-
     def one_after_the_other(self) -> Question:
         """The same run in a loop of backwards, each of which reads everything."""
         return replace(self, options=replace(self.options, accumulation_steps=self.micro_batches))
@@ -140,8 +134,6 @@ class Answer:
     host_bytes: int  # of the process: memascend, Python and its libraries, and torch if the host computes
     device_bytes: int  # of the GPU; 0 without one
     phases: tuple[Phase, ...] | None  # of a step; None: a speed is not known
-    # Of a step that clips nothing, whose updates begin in the backward; None: no such step, or a speed is not known.
-    unclipped: tuple[Phase, ...] | None
     disk_bytes: int  # that the drive must have: the store, and files of activations
     written: int  # bytes that a step writes
     endurance: int  # bytes written in a drive's life
@@ -183,7 +175,6 @@ def answer(question: Question, found: Planned | None = None) -> Answer:
     torchs = gathered + question.torchs
     ours = plan.host_peak + plan.object_bytes + IMPORTS + question.gaps(plan)
     steps = _phases(question, plan, found.network)
-    unclipped = _phases(question, plan, found.network, early=True) if question.may_clip_nothing else None
     # Drives have whole terabytes.
     scratch = question.scratch(plan)
     endurance = question.endurance or -(-(plan.storage_bytes + scratch) // _TB) * ENDURANCE_PER_TB * _TB
@@ -194,7 +185,6 @@ def answer(question: Question, found: Planned | None = None) -> Answer:
         host_bytes=ours + (torchs if question.gpu is None else 0),
         device_bytes=0 if question.gpu is None else plan.device_peak + torchs,
         phases=None if steps is None else tuple(steps),
-        unclipped=None if unclipped is None else tuple(unclipped),
         disk_bytes=plan.disk_bytes + scratch,
         written=written,
         endurance=endurance,
@@ -219,7 +209,7 @@ def _shared_bytes(model: torch.nn.Module) -> int:
     return sum(parameter.nbytes for parameter, count in times.items() if count > 1)
 
 
-def _phases(question: Question, plan: Plan, network: Network | None, *, early: bool = False) -> list[Phase] | None:
+def _phases(question: Question, plan: Plan, network: Network | None) -> list[Phase] | None:
     trace, drive = question.trace, question.drive
     if drive is None or isinstance(trace, str):
         return None
@@ -240,7 +230,7 @@ def _phases(question: Question, plan: Plan, network: Network | None, *, early: b
         backward = network.backward + network.gradients
         work = replace(work, exchanged=(network.forward / question.network, backward / question.network))
     host = replace(host, update=update_seconds(plan, host.update))
-    return phases(plan, work, drive, host, kept=kept, early=early)
+    return phases(plan, work, drive, host, kept=kept)
 
 
 def _problems(question: Question, plan: Plan, torchs: int) -> list[str]:

@@ -37,10 +37,6 @@ _CONFIG_BYTES_MAX = 16 << 20
 _LAYERS_MAX = 10_000
 # Names of the depth in configs: num_hidden_layers, n_layer, decoder_layers, num_blocks, depth.
 _DEPTH = re.compile(r"(^|_)(n?layers?|blocks?|depths?)$")
-# Names of modules that compute last, whatever their place in the alphabet.
-_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|head|classifier|score|qa_outputs)\.")
-# Names of statistics, which are buffers.
-_BUFFERS = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked|inv_freq)$")
 
 
 @dataclass(frozen=True)
@@ -51,39 +47,34 @@ class DescribedModel:
     by: str  # the source of the description, in words
 
 
-def describe(path: Path, dtype: torch.dtype | None, *, adapted: bool = False) -> DescribedModel:
-    """The model of a config, of a file or folder of safetensors, or of a name in `SHAPES`.
+def describe(path: Path, dtype: torch.dtype | None) -> DescribedModel:
+    """The model of a config, or of a name in `SHAPES`.
 
     Args:
-        path: a JSON file, a safetensors file or its index, or a folder of either; in a folder, the config decides.
-        dtype: of the parameters; None: the dtype of the config or the files, else bfloat16.
-        adapted: it will get adapters, which only models of transformers take.
+        path: a model's config.json, or its folder, whose files then say which parameters are tied.
+        dtype: of the parameters; None: the dtype of the config, else bfloat16.
 
     Raises:
         ConfigError: nothing describes a model, or transformers is missing or does not know the model.
     """
     shape = named_shape(path)
-    if shape is not None and not adapted:
+    if shape is not None:
         with torch.device("meta"):
             return DescribedModel(Decoder(shape).to(dtype or torch.bfloat16), f"the shape of {path}")
-    folder = path if path.is_dir() else path.parent
-    is_config = path.is_file() and path.suffix == ".json" and not path.name.endswith(".index.json")
-    config = path if is_config or shape is not None else folder / _CONFIG
-    values = shape or (read_config(config) if config.is_file() else {})
-    if not is_config and not values.get("model_type"):
-        return DescribedModel(described_by_names(path, dtype), "the names and shapes in its safetensors")
+    config = path / _CONFIG if path.is_dir() else path
+    if not config.is_file() or config.suffix != ".json":
+        raise ConfigError(f"{config} is no config of a model: give its config.json, or the folder that has it")
+    values = read_config(config)
     try:
         import transformers
     except ImportError as error:
         raise ConfigError(
             f"{config} describes a model of transformers, which is not installed: pip install transformers"
-            + ("" if is_config else f"; without {_CONFIG} beside them, names and shapes of safetensors do")
         ) from error
     tied = values.get("tie_word_embeddings") is not False
     model = _configured(transformers, config, values, dtype)
-    if shape is None:
-        untie(model, _untied(model, None if is_config else path, tied=tied))
-    return DescribedModel(model, str(config) if shape is None else f"the shape of {config}")
+    untie(model, _untied(model, path if path.is_dir() else None, tied=tied))
+    return DescribedModel(model, str(config))
 
 
 def untie(model: nn.Module, names: Iterable[str]) -> None:
@@ -243,57 +234,6 @@ def _configured(transformers: Any, config: Path, values: dict[str, Any], dtype: 
     raise ConfigError(
         f"transformers {transformers.__version__} has no model for {kind!r}: install a newer one, or correct model_type"
     )
-
-
-# --- by names alone ----------------------------------------------------------------------------
-
-
-class _Container(nn.Module):
-    """A module without code."""
-
-
-def described_by_names(path: Path, dtype: torch.dtype | None) -> nn.Module:
-    """A tree of modules with the tensors of safetensors; numbers in names are positions in a list.
-
-    Args:
-        path: a file, an index, or a folder; only headers are read.
-        dtype: of the parameters; None: the dtype in the files.
-
-    Raises:
-        ConfigError: there are no safetensors.
-        CorruptionError: a file is damaged or truncated.
-    """
-    from memascend.checkpoint.weights import WeightFiles
-
-    files = WeightFiles(path)
-    root = _Container()
-    for name in sorted(files.keys, key=_place):
-        kind, shape = files.described(name)
-        if kind is None:
-            raise ConfigError(
-                f"{name} in {path} is of a type that torch does not have: give another file, or config.json"
-            )
-        *parents, last = name.split(".")
-        module: nn.Module = root
-        for at, part in enumerate(parents):
-            below = dict(module.named_children())
-            if part not in below:
-                following = [*parents, last][at + 1]
-                below[part] = nn.ModuleList() if following.isdigit() and at + 1 < len(parents) else _Container()
-                module.add_module(part, below[part])
-            module = below[part]
-        if not kind.is_floating_point or _BUFFERS.search(name):
-            module.register_buffer(last, torch.empty(shape, dtype=kind, device="meta"))
-        else:
-            wanted = kind if dtype is None else dtype
-            module.register_parameter(last, nn.Parameter(torch.empty(shape, dtype=wanted, device="meta")))
-    return root
-
-
-def _place(name: str) -> tuple[bool, Iterable[tuple[bool, int, str]]]:
-    """A sort key: numbers by value, names by the alphabet (which puts embeddings first), the LM head last."""
-    parts = tuple((not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split("."))
-    return _HEAD.search(name) is not None, parts
 
 
 # As `rust/mem/src/heap.rs` has them: what is mapped, and from what touched bytes on the heap keeps what is freed.

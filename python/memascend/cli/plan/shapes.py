@@ -67,7 +67,6 @@ def named_shape(path: Path) -> dict[str, Any] | None:
         return None
     if str(path) not in SHAPES:
         raise ConfigError(
-            f"{path} does not exist: give a config.json, a safetensors file, a folder with one of them, "
-            f"or one of {', '.join(SHAPES)}"
+            f"{path} does not exist: give a config.json, the folder that has it, or one of {', '.join(SHAPES)}"
         )
     return dict(SHAPES[str(path)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memascend.cli.plan.answer import (
@@ -13,40 +12,14 @@ from memascend.cli.plan.answer import (
     disk_seconds,
     forecast_of,
     moved,
-    step_seconds,
 )
 from memascend.cli.plan.machine import REACHED
-from memascend.plan import cost
-from memascend.plan.table import cost_of_format, format_table
-from memascend.session.decide import planned_formats
 from memascend.text import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from memascend.cli.plan.answer import Answer, Candidate, Question, Takeover
-    from memascend.plan.table import FormatCost
-
-
-def formats_compared(question: Question, budget: int) -> list[FormatCost]:
-    """The cost of a step in each format that the optimizer supports, with one budget."""
-    elements = {name: parameter.numel() for name, parameter in question.model.named_parameters()}
-    found = planned_formats(question.model, question.optimizer, question.options, budget, question.ranks)
-    return [
-        cost_of_format(state, one.plan, elements, disk_seconds(asked, one.plan), step_seconds(asked, one.plan))
-        for state, one in found.items()
-        for asked in [replace(question, options=replace(question.options, state=state))]
-    ]
-
-
-def formats_shown(costs: list[FormatCost], budget: int) -> str:
-    """A table of the formats, or nothing if there is only one."""
-    if len(costs) < 2:
-        return ""
-    return (
-        "\n\nState formats that move fewer bytes, and change the numerics (docs/state-formats.md):\n\n"
-        + format_table(costs, budget)
-    )
 
 
 Row = tuple[str, str, str]
@@ -195,9 +168,6 @@ def _time(question: Question, found: Answer, speeds: Mapping[str, float]) -> lis
         after = f"; {seconds_shown(phase.tail)} of it not overlapped, for the last gradient"
         rows.append((f"  {phase.name}", seconds_shown(phase.seconds), parts + (after if phase.tail else "")))
     rows.append(("a step", seconds_shown(found.seconds), f"mostly {found.bound}{_assumed(question)}"))
-    if found.unclipped is not None:
-        note = "its updates run beside the backward; every other step waits for the norm of all gradients"
-        rows.append(("  a step that clips nothing", seconds_shown(cost.seconds(found.unclipped)), note))
     trace = question.trace
     if not isinstance(trace, str):
         tokens = trace.tokens * question.micro_batches * question.ranks

@@ -23,7 +23,7 @@ from memascend.cli.train.model import (
 )
 from memascend.cli.train.output import LOG, LOGS, Output, Record
 from memascend.cli.train.rows import find_files, find_model, read_rows
-from memascend.cli.train.settings import OF_THE_END, with_defaults
+from memascend.cli.train.settings import OF_THE_END
 from memascend.distributed.opening import AS_THEY_WERE
 from memascend.distributed.setup import candidates
 from memascend.errors import ConfigError, MemascendError, StorageError
@@ -284,11 +284,10 @@ class Job(Closing):
                 self.require_room()
             self._undo = opened.pop_all()
         # Under a constant schedule a run may get more steps than at its start; its warmup stays.
-        warm = warmup_steps(settings.warmup, steps if record is None else record.steps)
         self._rate = Rate(
             peak=settings.lr,
             steps=steps,
-            warmup_steps=warm if record is None or record.warmup_steps is None else record.warmup_steps,
+            warmup_steps=warmup_steps(settings.warmup, steps) if record is None else record.warmup_steps,
             schedule=settings.schedule,
             lowest=settings.min_lr,
         )
@@ -308,7 +307,7 @@ class Job(Closing):
         Under a constant schedule a run may have more or fewer steps than at its start.
         """
         schedule, steps, done = self._settings.schedule, self._batches.steps, self._next_step
-        changed = changes(with_defaults(record.options), self._settings.of_the_result())
+        changed = changes(record.options, self._settings.of_the_result())
         of_the_end = bool(changed) and all(change.split()[0] in OF_THE_END for change in changed)
         others = [
             f"--{name}: {why}"
@@ -452,7 +451,7 @@ class Job(Closing):
             lines.append(f"resumes after step {self._next_step:,}, from {' '.join(settings.storage)}")
         record = self._output.record
         if record is not None:
-            changed = changes(with_defaults(record.options), settings.of_the_result())
+            changed = changes(record.options, settings.of_the_result())
             lines += [f"changed since the last start: {'; '.join(changed)}"] if changed else []
             others = changes(record.versions, _versions())
             if others:

@@ -184,10 +184,10 @@ class Record:
     steps: int  # of the whole run
     options: dict[str, Any]  # the options that decide the result, by flag
     digests: dict[str, str]  # of data and model
+    warmup_steps: int  # at the first start
     versions: dict[str, str] = field(default_factory=dict)  # of memascend, torch and transformers
     store: str | None = None  # the store of the training state; None: none is complete yet
     saved: int | None = None  # the step of the saved model; None: no model is saved yet
-    warmup_steps: int | None = None  # at the first start; None: of an earlier version, computed from `steps`
     evaluated: int | None = None  # the last step whose loss on --eval was reported
     eval_loss: float | None = None  # that loss
     kept: tuple[int, ...] = ()  # the steps of the models in checkpoint-STEP
@@ -372,9 +372,8 @@ class Output:
 
 
 def _record(values: dict[str, Any]) -> Record:
-    """The record of these JSON values. Earlier versions wrote the options of the machine, too."""
-    known = {name: value for name, value in values.items() if name != "machine"}
-    return Record(**{**known, "kept": tuple(known.get("kept", ()))})
+    """The record of these JSON values."""
+    return Record(**{**values, "kept": tuple(values["kept"])})
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:

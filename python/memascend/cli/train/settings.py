@@ -202,11 +202,6 @@ class Settings:
 _DEFAULTS: dict[str, Any] = {one.name: one.default for one in fields(Settings) if one.default is not MISSING}
 
 
-def with_defaults(options: dict[str, Any]) -> dict[str, Any]:
-    """Recorded options, completed by the defaults of options that earlier versions did not have."""
-    return {**{_flag(name): value for name, value in _DEFAULTS.items()}, **options}
-
-
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 

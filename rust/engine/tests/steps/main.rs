@@ -1,7 +1,8 @@
-//! Tests steps through the engine on simulated devices: held entries, the log and its replay, spilled gradients, whole entries.
+//! Tests steps through the engine on simulated devices: kernels' bits, held entries, the log and its replay, spilled
+//! gradients, whole entries.
 
-mod held;
-mod joined;
+mod exact;
+mod lives;
 mod replay;
 mod setup;
 mod spilled;

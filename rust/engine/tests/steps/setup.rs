@@ -1,11 +1,26 @@
-//! Describes stores of a few parameters, opens them on simulated devices, and reads what they hold.
+//! Describes stores with every kind of parameter, runs engines on them on simulated devices, and reads what they hold.
 
-use memascend_engine::{First, Hyperparameters, WideState};
+use std::{
+    num::NonZeroUsize,
+    slice,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
+};
+
+use memascend_engine::{
+    Application, By, Cause, Chunk, Engine, First, Function, Given, Gradient, Hyperparameters, Momentum, Options, Rule,
+    WideState,
+};
+use memascend_mem::{Pin, Wait};
 use memascend_nvme::{
     Options as VolumeOptions, Volume,
-    sim::{self, Faults, SimDisk},
+    sim::{self, Faults, Rng, SimDisk},
 };
-use memascend_store::{Description, Dtype, Entry, Format, Kind, StateTensor, Store};
+use memascend_store::{
+    Buffer, COMPACT, Commit, Create, Description, Dtype, Durability, Entry, Format, Kind, Spilled, StateTensor, Store,
+};
 
 pub(crate) const MOMENTS: [(&str, Dtype); 2] = [("exp_avg", Dtype::F32), ("exp_avg_sq", Dtype::F32)];
 pub(crate) const MASTER_AND_MOMENTS: [(&str, Dtype); 3] = [("master", Dtype::F32), MOMENTS[0], MOMENTS[1]];
@@ -13,6 +28,12 @@ pub(crate) const MASTER_AND_MOMENTS: [(&str, Dtype); 3] = [("master", Dtype::F32
 pub(crate) fn ok<T, E: std::fmt::Display>(result: Result<T, E>) -> T {
     result.unwrap_or_else(|error| panic!("{error}"))
 }
+
+pub(crate) fn size(bytes: u64) -> usize {
+    usize::try_from(bytes).unwrap_or(usize::MAX)
+}
+
+// --- stores ------------------------------------------------------------------------------
 
 /// A parameter of one dimension, whose gradients spill in its own dtype.
 pub(crate) fn parameter(name: &str, dtype: Dtype, numel: u64, format: Format, state: &[(&str, Dtype)]) -> Entry {
@@ -69,7 +90,7 @@ pub(crate) fn adam(lr: f64, step: u64) -> Hyperparameters {
         step,
         grad_scale: 0.25,
         maximize: false,
-        seed: 0,
+        seed: 11,
     }
 }
 
@@ -83,4 +104,283 @@ pub(crate) fn contents(store: &Store) -> Contents {
         (ok(store.entry_state(entry)).step, tensors)
     };
     (0..store.description().entries.len()).map(of).collect()
+}
+
+/// A function that does something first, and then changes every float32 that it gets.
+pub(crate) struct Changing<F> {
+    pub(crate) before: F,
+    pub(crate) to: fn(f32) -> f32,
+}
+
+impl<F: Fn() -> Result<(), Cause> + Send + Sync> Function for Changing<F> {
+    fn call(&self, chunk: Chunk) -> Result<(), Cause> {
+        (self.before)()?;
+        for part in chunk.state.iter().chain([&chunk.values]) {
+            // SAFETY: the chunk's memory is the call's.
+            let bytes = unsafe { slice::from_raw_parts_mut(part.as_ptr().as_ptr(), part.len()) };
+            for number in bytes.chunks_exact_mut(4) {
+                let changed = (self.to)(f32::from_le_bytes([number[0], number[1], number[2], number[3]]));
+                number.copy_from_slice(&changed.to_le_bytes());
+            }
+        }
+        Ok(())
+    }
+}
+
+// --- runs of every kind of parameter --------------------------------------------------------
+
+const COUNT: usize = 11;
+pub(crate) const ALL: [usize; COUNT] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10];
+/// Those of SGD, of these those that have a momentum, and the one whose momentum is Nesterov's.
+const SGD: [usize; 5] = [4, 7, 8, 9, 10];
+const MOMENTUM: [usize; 3] = [4, 7, 10];
+const NESTEROV: usize = 10;
+/// Those of which all tensors are float32.
+const FLOATS: [usize; 3] = [0, 7, 8];
+
+/// Each kind of master and of moments that has a kernel; several chunks, one and none; gradients of another dtype.
+pub(crate) fn kinds() -> Description {
+    let momentum = [("momentum_buffer", Dtype::F32)];
+    let in_format = |name, numel, format, momentum| {
+        let entry = parameter(name, Dtype::Bf16, numel, format, &[]);
+        Entry { state: ok(entry.state_in(format, momentum)), ..entry }
+    };
+    let entries = vec![
+        parameter("float32", Dtype::F32, 5000, Format::Plain, &MOMENTS),
+        parameter("compact", Dtype::Bf16, 6151, Format::Compact, &COMPACT),
+        parameter("float16", Dtype::F16, 2049, Format::Plain, &MASTER_AND_MOMENTS),
+        in_format("8 bits", 4500, Format::CompactEightBit, false),
+        in_format("momentum of 8 bits", 2100, Format::CompactEightBit, true),
+        in_format("by chance", 13, Format::StochasticBf16, false),
+        parameter("nothing", Dtype::Bf16, 0, Format::Compact, &COMPACT),
+        parameter("SGD", Dtype::F32, 4100, Format::Plain, &momentum),
+        parameter("no state", Dtype::F32, 2100, Format::Plain, &[]),
+        parameter("a master", Dtype::F16, 13, Format::Plain, &MASTER_AND_MOMENTS[..1]),
+        Entry {
+            spill: Some(Dtype::F32),
+            ..parameter("Nesterov's", Dtype::Bf16, 2049, Format::Plain, &[MASTER_AND_MOMENTS[0], momentum[0]])
+        },
+    ];
+    description(entries, 3)
+}
+
+/// Numbers around one, of a dtype.
+fn numbers(seed: u64, dtype: Dtype, count: u64) -> Vec<u8> {
+    let mut rng = Rng::new(seed);
+    let mut one = || {
+        let drawn = u16::try_from(rng.below(65_536)).unwrap_or(0);
+        match dtype {
+            Dtype::F32 => (f32::from(drawn) / 32_768.0 - 1.0).to_le_bytes().to_vec(),
+            Dtype::F16 => (drawn & 0x83ff | 0x3c00).to_le_bytes().to_vec(),
+            _ => (drawn & 0x807f | 0x3f00).to_le_bytes().to_vec(),
+        }
+    };
+    (0..count).flat_map(|_| one()).collect()
+}
+
+fn values(entry: usize, seed: u64) -> Vec<u8> {
+    let described = &kinds().entries[entry];
+    numbers(seed << 8 | entry as u64, described.dtype, described.elements())
+}
+
+pub(crate) fn gradient(entry: usize, seed: u64) -> Gradient {
+    let described = &kinds().entries[entry];
+    let dtype = described.spill.unwrap_or(described.dtype);
+    ok(Gradient::new(Box::new(numbers(seed << 8 | entry as u64, dtype, described.elements())), dtype))
+}
+
+/// What an entry is updated by: Adam, or SGD with momentum or without.
+pub(crate) fn rule(entry: usize, step: u64) -> Rule {
+    let lr = 1e-2 / f64::from(u32::try_from(step).unwrap_or(1));
+    if !SGD.contains(&entry) {
+        return adam(lr, step).into();
+    }
+    // What is kept of a momentum stays as it is where a step has none.
+    let has_momentum = MOMENTUM.contains(&entry) && (entry == 4 || step != 4);
+    Momentum {
+        lr,
+        momentum: if has_momentum { 0.9 } else { 0.0 },
+        dampening: if entry == NESTEROV { 0.0 } else { 0.1 },
+        weight_decay: if entry == 9 { 0.0 } else { 0.1 },
+        nesterov: entry == NESTEROV && has_momentum,
+        step,
+        grad_scale: 0.25,
+        maximize: entry == 8,
+        seed: 11,
+    }
+    .into()
+}
+
+/// What a run is begun with.
+#[derive(Debug, Clone)]
+pub(crate) struct Way {
+    pub(crate) durability: Durability,
+    pub(crate) held: Vec<usize>,
+    pub(crate) log_steps: u32,
+}
+
+impl Way {
+    /// Every step is durable, and nothing is held.
+    pub(crate) fn streamed() -> Self {
+        Self { durability: Durability::Step, held: vec![], log_steps: 0 }
+    }
+
+    /// All is held.
+    pub(crate) fn held(durability: Durability, log_steps: u32) -> Self {
+        Self { durability, held: ALL.to_vec(), log_steps }
+    }
+}
+
+/// A run on a disk of its own.
+pub(crate) struct Life {
+    pub(crate) disk: SimDisk,
+    pub(crate) engine: Engine,
+}
+
+fn how(durability: Durability) -> Create {
+    let mut how = Create::default();
+    (how.durability, how.uuid) = (durability, Some([7; 16]));
+    how
+}
+
+pub(crate) fn opened(disk: &SimDisk, faults: &Faults, durability: Durability) -> memascend_store::Result<Store> {
+    Store::open_on(volume(slice::from_ref(disk), faults), 8192, &how(durability))
+}
+
+/// An engine on a store, as a run begins: what its log has is replayed, and what is held is read.
+pub(crate) fn begun(store: Store, way: &Way) -> memascend_engine::Result<Engine> {
+    let mut options = Options::default();
+    options.threads = NonZeroUsize::new(3).unwrap_or(NonZeroUsize::MIN);
+    (options.whole_bytes, options.whole_next_bytes) = (1 << 17, 1 << 17);
+    let store = Arc::new(store);
+    store.hold(&way.held, Pin::Off, &mut || true)?;
+    let engine = Engine::new(Arc::clone(&store), &options)?;
+    engine.replay(&mut |_, _| true)?;
+    store.refresh(&way.held, &mut |_, _| true)?;
+    if way.durability != Durability::None && way.log_steps > 0 {
+        let spill = |&entry: &usize| Some((entry, store.description().entries[entry].spill?));
+        let entries: Vec<_> = way.held.iter().filter_map(spill).collect();
+        assert_eq!(store.keep_log(&entries, way.log_steps)?, way.log_steps);
+    }
+    Ok(engine)
+}
+
+impl Life {
+    pub(crate) fn new(way: &Way) -> Self {
+        let disk = SimDisk::new(4 << 20);
+        let volume = volume(slice::from_ref(&disk), &Faults::default());
+        let store = ok(Store::create_on(volume, 8192, kinds(), &how(way.durability)));
+        let engine = ok(begun(store, &Way { log_steps: 0, ..way.clone() }));
+        for entry in ALL {
+            ok(engine.fill(entry, first(values(entry, 0), kinds().entries[entry].state.len(), 0), Wait::forever()));
+        }
+        ok(engine.commit(Commit::default(), Wait::forever()));
+        drop(engine);
+        Self::opened(disk, way)
+    }
+
+    pub(crate) fn opened(disk: SimDisk, way: &Way) -> Self {
+        let store = ok(opened(&disk, &Faults::default(), way.durability));
+        Self { engine: ok(begun(store, way)), disk }
+    }
+
+    /// Ends it as a kill does.
+    pub(crate) fn killed(self) -> SimDisk {
+        self.engine.close();
+        self.disk
+    }
+
+    pub(crate) fn store(&self) -> &Arc<Store> {
+        self.engine.store()
+    }
+
+    pub(crate) fn contents(&self) -> Contents {
+        contents(self.store())
+    }
+
+    /// What is spilled of each entry.
+    pub(crate) fn spilled(&self) -> Vec<Option<Spilled>> {
+        ALL.map(|entry| self.engine.spilled(entry, Wait::forever()).ok()).into()
+    }
+
+    pub(crate) fn commit(&self, step: u64) -> memascend_engine::Result<u64> {
+        self.engine.commit(Commit { step, ..Commit::default() }, Wait::forever())
+    }
+
+    /// Begins an update of every entry, by a gradient that is given or spilled before.
+    pub(crate) fn update_all(&self, step: u64) -> memascend_engine::Result<()> {
+        for entry in ALL {
+            let by = if (step + entry as u64).is_multiple_of(4) {
+                self.engine.spill(entry, gradient(entry, step), false, Wait::forever())?;
+                By::Spilled(vec![0.3, 1.7])
+            } else {
+                By::Given(gradient(entry, step))
+            };
+            let count = self.store().entry_state(entry)?.step + 1;
+            self.engine.update(entry, by, None, rule(entry, count), Wait::forever())?;
+        }
+        Ok(())
+    }
+}
+
+/// Halves all of an entry, in chunks or whole, before the commit or after it; how often it was called.
+pub(crate) fn halving(step: u64, (whole, after_commit): (bool, bool)) -> (Application, Arc<AtomicUsize>) {
+    let calls = Arc::<AtomicUsize>::default();
+    let counted = Arc::clone(&calls);
+    let before = move || {
+        counted.fetch_add(1, Relaxed);
+        Ok(())
+    };
+    let function = Box::new(Changing { before, to: |number| 0.5 * number });
+    let given = if whole { Given::Whole } else { Given::InChunks };
+    (Application { function, nbytes: 0, step, spilled: false, given, after_commit }, calls)
+}
+
+/// What one step does, the same in each life: updates, sums that are spilled, functions, loads, discards.
+pub(crate) fn random_step(engine: &Engine, number: u64) -> memascend_engine::Result<()> {
+    let (store, mut rng, mut touched) = (engine.store(), Rng::new(number << 16), Vec::new());
+    for entry in ALL {
+        engine.drop_spilled(entry, Wait::forever())?;
+        let count = store.entry_state(entry)?.step + 1;
+        let given = |seed: u64| By::Given(gradient(entry, number * 2 + seed));
+        match rng.below(9) {
+            // An idle one.
+            0 => continue,
+            1..=3 => engine.update(entry, given(0), None, rule(entry, count), Wait::forever())?,
+            4 => {
+                // It is dropped, and comes anew, or not.
+                engine.update(entry, given(1), None, rule(entry, count), Wait::forever())?;
+                engine.discard_entry(entry, Wait::forever())?;
+                if rng.below(2) == 0 {
+                    engine.update(entry, given(0), None, rule(entry, count), Wait::forever())?;
+                }
+            }
+            5 => {
+                engine.spill(entry, gradient(entry, number), false, Wait::forever())?;
+                engine.spill(entry, gradient(entry, number + 1), true, Wait::forever())?;
+                engine.update(entry, By::Spilled(vec![0.3, 0.7]), None, rule(entry, count), Wait::forever())?;
+            }
+            6 | 7 if FLOATS.contains(&entry) => {
+                let how = (rng.below(2) == 0, rng.below(2) == 0);
+                engine.apply(entry, halving(count, how).0, None, Wait::forever())?;
+            }
+            _ => {
+                // As a load does.
+                let tensors = store.description().entries[entry].state.len();
+                engine.fill(entry, first(values(entry, number), tensors, count), Wait::forever())?;
+            }
+        }
+        touched.push(entry);
+    }
+    let ends = rng.below(7);
+    if ends < 2 {
+        engine.finish(Wait::forever())?;
+    }
+    if ends == 0 {
+        return engine.discard(Wait::forever());
+    }
+    if let (1, Some(&entry)) = (ends, touched.first()) {
+        engine.discard_entry(entry, Wait::forever())?;
+    }
+    engine.commit(Commit { step: number, ..Commit::default() }, Wait::forever()).map(drop)
 }

@@ -10,12 +10,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use memascend_engine::{Application, Cause, Chunk, Engine, Function, Late, Options};
+use memascend_engine::{Application, Cause, Engine, Given, Options};
 use memascend_mem::Wait;
 use memascend_nvme::sim::{Faults, Rng, SimDisk};
-use memascend_store::{Buffer, Commit, Create, Description, Dtype, Format, Store};
+use memascend_store::{Commit, Create, Description, Dtype, Format, Store};
 
-use crate::setup::{self, Contents, MOMENTS, contents, first, ok, parameter, volume};
+use crate::setup::{self, Changing, Contents, MOMENTS, contents, first, ok, parameter, volume};
 
 /// The last one takes twice the memory of the others.
 const NUMELS: [u64; 6] = [5000, 5000, 4097, 5000, 5000, 10_000];
@@ -50,31 +50,14 @@ fn engine(chunks: usize, slots: (usize, usize)) -> Engine {
     engine_on(&SimDisk::new(2 << 20), chunks, slots)
 }
 
-/// A function that does something first, and then adds one to everything.
-struct Adding<F>(F);
-
-impl<F: Fn() -> Result<(), Cause> + Send + Sync> Function for Adding<F> {
-    fn call(&self, chunk: Chunk) -> Result<(), Cause> {
-        (self.0)()?;
-        for part in chunk.state.iter().chain([&chunk.values]) {
-            // SAFETY: the chunk's memory is the call's.
-            let bytes = unsafe { slice::from_raw_parts_mut(part.as_ptr().as_ptr(), part.len()) };
-            for number in bytes.chunks_exact_mut(4) {
-                let more = 1.0 + f32::from_le_bytes([number[0], number[1], number[2], number[3]]);
-                number.copy_from_slice(&more.to_le_bytes());
-            }
-        }
-        Ok(())
-    }
-}
-
 fn apply(
     engine: &Engine,
     (entry, step, whole): (usize, u64, bool),
     before: impl Fn() -> Result<(), Cause> + Send + Sync + 'static,
 ) {
-    let (function, late) = (Box::new(Adding(before)), Late::Never);
-    let application = Application { function, nbytes: 0, step, spilled: false, whole, wide: false, late };
+    let function = Box::new(Changing { before, to: |number| 1.0 + number });
+    let given = if whole { Given::Whole } else { Given::InChunks };
+    let application = Application { function, nbytes: 0, step, spilled: false, given, after_commit: false };
     ok(engine.apply(entry, application, None, Wait::at_most(PATIENCE)));
 }
 

@@ -1,4 +1,4 @@
-"""Generates the parameters and gradients of `bench update`: equal numbers in every process and torch version.
+"""Generates the parameters and gradients of `bench_update`: equal numbers in every process and torch version.
 
 DeepSpeed's environment imports this file, too, so it imports nothing of ours.
 """

@@ -5,15 +5,13 @@ use std::{cell::RefCell, num::NonZeroUsize, ops::Range, sync::Arc};
 use memascend_math::{Exec, FloatsMut};
 use memascend_mem::Wait;
 use memascend_store::{
-    Buffer, Content, Description, Dtype, PAGE_BYTES, PieceRead, Shared, SpillRead, SpillWrite, StepWrite, Store,
+    Buffer, Content, Description, Dtype, PAGE_BYTES, PieceRead, Scratch, Shared, SpillRead, StepWrite, Store, Transfer,
 };
 
 pub(crate) use crate::gradient::floats;
 use crate::{
     Counters, Error, Result,
-    apply::Slots,
-    job::{Mark, Turn},
-    log_record::paged,
+    turn::{Mark, Turn},
 };
 
 /// Where the parts of a staging chunk are: a chunk's state (or a part of a tensor of another shape), its values, its
@@ -62,7 +60,7 @@ pub(crate) enum Read<'a> {
 /// A piece that is being written from a part of a staging chunk.
 pub(crate) enum Write<'a> {
     Step(StepWrite<'a, Shared>),
-    Gradient(SpillWrite<Shared>),
+    Gradient(Transfer<Shared>),
 }
 
 impl Write<'_> {
@@ -75,15 +73,15 @@ impl Write<'_> {
     }
 }
 
-pub(crate) struct Bench<'a> {
+pub(crate) struct Workbench<'a> {
     pub(crate) store: &'a Store,
     pub(crate) parts: Parts,
     pub(crate) exec: Exec,
     pub(crate) counters: Counters,
     /// For state of other shapes than its entry's, where there is any.
-    pub(crate) others: Option<Slots>,
+    pub(crate) others: Option<Scratch>,
     /// For entries in one piece, the smaller slots first.
-    pub(crate) whole: Vec<Slots>,
+    pub(crate) whole: Vec<Scratch>,
     /// The job that is being begun.
     pub(crate) beginning: RefCell<Option<Arc<Mark>>>,
     pieces: Pieces,
@@ -99,8 +97,8 @@ enum Pieces {
     Given(Shared, Option<Shared>),
 }
 
-impl<'a> Bench<'a> {
-    pub(crate) fn new(store: &'a Store, others: Option<Slots>, whole: Vec<Slots>) -> Result<Self> {
+impl<'a> Workbench<'a> {
+    pub(crate) fn new(store: &'a Store, others: Option<Scratch>, whole: Vec<Scratch>) -> Result<Self> {
         let parts = Parts::new(store.description());
         let exec = Exec::new(NonZeroUsize::MIN)?;
         let (counters, beginning) = (Counters::default(), RefCell::default());
@@ -312,6 +310,22 @@ impl<'a> Bench<'a> {
         let description = self.store.description();
         description.in_chunk(entry, description.elements_of_chunk(entry, chunk))
     }
+}
+
+/// Part of memory that is staged.
+pub(crate) fn inside(memory: &Shared, start: usize, nbytes: usize) -> Result<Shared> {
+    let part = memory.part(start, nbytes);
+    part.ok_or_else(|| Error::Invalid(format!("{nbytes} bytes from {start} on of {} staged ones", memory.len())))
+}
+
+pub(crate) fn bytes_of(dtype: Dtype) -> usize {
+    usize::try_from(dtype.bytes()).unwrap_or(usize::MAX)
+}
+
+/// Bytes of so many elements, and the whole pages that they lie in.
+pub(crate) fn paged(elements: usize, dtype: Dtype) -> (usize, usize) {
+    let used = elements * bytes_of(dtype);
+    (used, used.next_multiple_of(usize::try_from(PAGE_BYTES).unwrap_or(1)))
 }
 
 /// All bytes of a part of a staging chunk.

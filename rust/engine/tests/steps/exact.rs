@@ -1,0 +1,374 @@
+//! Tests that updates through the engine give the kernel's bits, and that faults end a step and no more.
+
+use std::sync::Arc;
+
+use memascend_engine::{By, Engine, Gradient, Options};
+use memascend_math::{Bf16, Element, Exec, F16, Floats, FloatsMut, State, adam as update, split_master};
+use memascend_mem::Wait;
+use memascend_nvme::{
+    Action, Options as VolumeOptions, Volume,
+    sim::{self, Faults, Rng, SimDisk},
+};
+use memascend_store::{Buffer, COMPACT, Commit, Create, Description, Dtype, Entry, Format, Store};
+
+use crate::setup::{MASTER_AND_MOMENTS, MOMENTS, adam, description, ok, parameter, size};
+
+/// The device's error.
+const EIO: i32 = 5;
+/// One element, primes, a chunk, one more than a chunk, nothing at all.
+const SIZES: [u64; 6] = [1, 13, 2048, 2049, 6151, 0];
+const DTYPES: [Dtype; 3] = [Dtype::Bf16, Dtype::F16, Dtype::F32];
+
+fn kernels() -> Description {
+    let entry = |(dtype, numel): (Dtype, u64)| {
+        let state: &[(&str, Dtype)] = if dtype == Dtype::F32 { &MOMENTS } else { &MASTER_AND_MOMENTS };
+        Entry { spill: None, ..parameter(&format!("{}.{numel}", dtype.name()), dtype, numel, Format::Plain, state) }
+    };
+    let compact = |numel: u64| {
+        let name = format!("compact.{numel}");
+        Entry { spill: None, ..parameter(&name, Dtype::Bf16, numel, Format::Compact, &COMPACT) }
+    };
+    let plain = DTYPES.into_iter().flat_map(|dtype| SIZES.map(|numel| entry((dtype, numel))));
+    let entries: Vec<Entry> = plain.chain(SIZES.map(compact)).collect();
+    let each = entries.len();
+    description(entries, each)
+}
+
+/// A parameter in memory: master, moments, values.
+#[derive(Debug, Clone, PartialEq)]
+struct InMemory {
+    master: Vec<f32>,
+    exp_avg: Vec<f32>,
+    exp_avg_sq: Vec<f32>,
+    half: Vec<u16>,
+}
+
+fn number(rng: &mut Rng) -> f32 {
+    f32::from(u16::try_from(rng.below(65_536)).unwrap_or(0)) / 32_768.0 - 1.0
+}
+
+fn begun(entry: &Entry, rng: &mut Rng) -> InMemory {
+    let numel = size(entry.elements());
+    let master: Vec<f32> = (0..numel).map(|_| number(rng)).collect();
+    // The values of the others are not looked at before their first update.
+    let half = master.iter().map(|&value| if entry.is_compact() { Bf16::from_f32(value).0 } else { 0 }).collect();
+    InMemory { master, exp_avg: vec![0.0; numel], exp_avg_sq: vec![0.0; numel], half }
+}
+
+fn bytes(floats: &[f32]) -> Vec<u8> {
+    floats.iter().flat_map(|value| value.to_le_bytes()).collect()
+}
+
+/// What a piece of an entry must hold.
+fn piece(store: &Store, entry: usize, index: u32, held: &InMemory) -> Vec<u8> {
+    let (description, chunks) = (store.description(), store.layout().chunks_of(entry));
+    let chunk = index % chunks;
+    let elements = description.elements_of_chunk(entry, chunk);
+    let here = chunk as usize * 2048..chunk as usize * 2048 + elements;
+    let full = size(store.layout().piece(description, entry, index).bytes());
+    let mut piece = vec![0; full];
+    let dtype = description.entries[entry].dtype;
+    if index < chunks {
+        let values = match dtype {
+            Dtype::F32 => bytes(&held.master[here]),
+            _ => held.half[here].iter().flat_map(|value| value.to_le_bytes()).collect(),
+        };
+        piece[..values.len()].copy_from_slice(&values);
+    } else if description.entries[entry].is_compact() {
+        let (master, exp_avg, mut signed) =
+            (&held.master[here.clone()], &held.exp_avg[here.clone()], held.exp_avg_sq[here].to_vec());
+        let (mut values, mut rest) = (vec![Bf16(0); elements], vec![0_u16; elements]);
+        let exec = ok(Exec::new(std::num::NonZeroUsize::MIN));
+        ok(split_master(master, &mut values, &mut rest, &mut signed, exec));
+        let tensors = [rest.iter().flat_map(|half| half.to_le_bytes()).collect(), bytes(exp_avg), bytes(&signed)];
+        for ((_, start, nbytes), tensor) in description.in_chunk(entry, elements).zip(tensors) {
+            piece[start..start + nbytes].copy_from_slice(&tensor);
+        }
+    } else {
+        let all = [&held.master, &held.exp_avg, &held.exp_avg_sq];
+        let tensors = &all[usize::from(dtype == Dtype::F32)..];
+        for ((_, start, nbytes), tensor) in description.in_chunk(entry, elements).zip(tensors) {
+            piece[start..start + nbytes].copy_from_slice(&bytes(&tensor[here.clone()]));
+        }
+    }
+    piece
+}
+
+fn fill(store: &Store, all: &[InMemory]) {
+    for (entry, held) in all.iter().enumerate() {
+        ok(store.begin(entry, 0, Wait::forever()));
+        for index in 0..store.layout().pieces_of(entry) {
+            let write = store.stage(entry, index, piece(store, entry, index, held));
+            ok(write.and_then(memascend_store::StepWrite::wait));
+        }
+    }
+    ok(store.commit(Commit::default(), Wait::forever()));
+}
+
+/// Where two states differ: entries whose pieces are not what they must be.
+fn differing(store: &Store, all: &[InMemory]) -> Vec<String> {
+    let mut differing = Vec::new();
+    for (entry, held) in all.iter().enumerate() {
+        for index in 0..store.layout().pieces_of(entry) {
+            let wanted = piece(store, entry, index, held);
+            let read = store.read(entry, index, vec![0; wanted.len()]).and_then(memascend_store::PieceRead::wait);
+            let (got, _) = ok(read);
+            // What lies between the tensors of a state piece and after them is nobody's.
+            if got != wanted {
+                differing.push(format!("{} piece {index}", store.description().entries[entry].name));
+            }
+        }
+    }
+    differing
+}
+
+/// The gradient of an entry, as bytes of its own dtype.
+fn gradient(entry: usize, dtype: Dtype, numel: usize, step: u64) -> Vec<u8> {
+    let mut rng = Rng::new(step * 1000 + entry as u64);
+    let values: Vec<f32> = (0..numel).map(|_| number(&mut rng)).collect();
+    let half = |round: fn(f32) -> u16| values.iter().flat_map(|&value| round(value).to_le_bytes()).collect();
+    match dtype {
+        Dtype::F32 => bytes(&values),
+        Dtype::Bf16 => half(|value| Bf16::from_f32(value).0),
+        _ => half(|value| F16::from_f32(value).0),
+    }
+}
+
+fn halves(bytes: &[u8]) -> Vec<u16> {
+    bytes.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]])).collect()
+}
+
+fn reference(held: &mut InMemory, dtype: Dtype, grad: &[u8], step: u64) {
+    let scalars = ok(adam(1e-2, step).scalars());
+    let exec = ok(Exec::new(std::num::NonZeroUsize::MIN));
+    let InMemory { master, exp_avg, exp_avg_sq, half } = held;
+    let state = State { master, exp_avg, exp_avg_sq };
+    let result = match dtype {
+        Dtype::F32 => {
+            let grad: Vec<f32> = grad.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+            update(state, Floats::F32(&grad), None, &scalars, exec)
+        }
+        Dtype::Bf16 => {
+            let grad: Vec<Bf16> = halves(grad).into_iter().map(Bf16).collect();
+            let mut out = vec![Bf16(0); half.len()];
+            let result = update(state, Floats::Bf16(&grad), Some(FloatsMut::Bf16(&mut out)), &scalars, exec);
+            *half = out.into_iter().map(|value| value.0).collect();
+            result
+        }
+        _ => {
+            let grad: Vec<F16> = halves(grad).into_iter().map(F16).collect();
+            let mut out = vec![F16(0); half.len()];
+            let result = update(state, Floats::F16(&grad), Some(FloatsMut::F16(&mut out)), &scalars, exec);
+            *half = out.into_iter().map(|value| value.0).collect();
+            result
+        }
+    };
+    ok(result);
+}
+
+/// Which entries a step touches, and as which update: experts idle, some are frozen.
+fn touched(entry: usize, step: u64) -> Option<u64> {
+    match entry % 4 {
+        0 | 3 => Some(step),
+        1 => step.is_multiple_of(3).then_some(step / 3),
+        _ => (entry != 2).then_some(step),
+    }
+}
+
+struct Training {
+    engine: Engine,
+    held: Vec<InMemory>,
+}
+
+fn striped(disks: &[SimDisk], faults: &Faults) -> Volume {
+    let mut options = VolumeOptions::default();
+    options.stripe_bytes = Some(8192);
+    ok(sim::open(disks, faults, &options))
+}
+
+fn opened(disks: &[SimDisk]) -> Store {
+    ok(Store::open_on(striped(disks, &Faults::default()), 8192, &Create::default()))
+}
+
+fn engine(store: Arc<Store>, chunks: usize) -> Engine {
+    let mut options = Options::default();
+    options.chunks = chunks;
+    options.queue_bytes_max = 20_000;
+    ok(Engine::new(store, &options))
+}
+
+fn training(disks: &[SimDisk], chunks: usize) -> Training {
+    let volume = striped(disks, &Faults::default());
+    let store = Arc::new(ok(Store::create_on(volume, 8192, kernels(), &Create::default())));
+    let mut rng = Rng::new(3);
+    let held: Vec<InMemory> = store.description().entries.iter().map(|entry| begun(entry, &mut rng)).collect();
+    fill(&store, &held);
+    Training { engine: engine(store, chunks), held }
+}
+
+impl Training {
+    /// Queues the updates of a step.
+    fn backward(&self, step: u64) -> memascend_engine::Result<()> {
+        let store = Arc::clone(self.engine.store());
+        for (entry, described) in store.description().entries.iter().enumerate() {
+            let Some(update) = touched(entry, step) else { continue };
+            let numel = size(described.elements());
+            let bytes = gradient(entry, described.dtype, numel, step);
+            let gradient = Gradient::new(Box::new(bytes), described.dtype)?;
+            // Every other time from where they are resident.
+            let live = (described.is_compact() && step.is_multiple_of(2)).then(|| {
+                let halves: Vec<u8> = self.held[entry].half.iter().flat_map(|half| half.to_le_bytes()).collect();
+                Box::new(halves) as Box<dyn Buffer>
+            });
+            self.engine.update(entry, By::Given(gradient), live, adam(1e-2, update), Wait::forever())?;
+        }
+        self.engine.finish(Wait::forever())
+    }
+
+    fn commit(&mut self, step: u64) -> memascend_engine::Result<()> {
+        self.engine.commit(Commit { step, ..Commit::default() }, Wait::forever())?;
+        self.advance(step);
+        Ok(())
+    }
+
+    /// What the step makes of the parameters in memory.
+    fn advance(&mut self, step: u64) {
+        for (entry, described) in kernels().entries.iter().enumerate() {
+            let Some(update) = touched(entry, step) else { continue };
+            let bytes = gradient(entry, described.dtype, size(described.elements()), step);
+            reference(&mut self.held[entry], described.dtype, &bytes, update);
+        }
+    }
+}
+
+fn disks() -> Vec<SimDisk> {
+    vec![SimDisk::new(1 << 20), SimDisk::new(1 << 20)]
+}
+
+#[test]
+fn a_hundred_steps_are_those_in_memory() {
+    for chunks in [2, 4, 7] {
+        let mut training = training(&disks(), chunks);
+        for step in 1..=100 {
+            if step % 10 == 7 {
+                // A step that is skipped costs nothing.
+                ok(training.backward(step + 1000));
+                ok(training.engine.discard(Wait::forever()));
+            }
+            ok(training.backward(step));
+            ok(training.commit(step));
+        }
+        assert_eq!(differing(training.engine.store(), &training.held), Vec::<String>::new(), "{chunks} chunks");
+        let counters = training.engine.counters();
+        assert!(counters.updates > 1000 && counters.state_read == counters.state_written, "{counters:?}");
+    }
+}
+
+#[test]
+fn a_failed_step_is_told_once_and_the_next_one_is_exact() {
+    for seed in 0..60 {
+        let disks = disks();
+        let Training { engine: first, held } = training(&disks, 4);
+        drop(first);
+        let errors = vec![(Action::Write, EIO, 6), (Action::Read, EIO, 6)];
+        let volume = striped(&disks, &Faults { seed, errors, reorder: true, ..Faults::default() });
+        // Opening reads too, and may be what fails.
+        let Ok(store) = Store::open_on(volume, 8192, &Create::default()).map(Arc::new) else { continue };
+        let mut training = Training { engine: engine(store, 4), held };
+        let (mut step, mut failures) = (1, 0);
+        while step <= 6 && failures < 40 {
+            let result = training.backward(step).and_then(|()| training.commit(step));
+            match result {
+                Ok(()) => step += 1,
+                Err(error) => {
+                    failures += 1;
+                    assert!(error.to_string().contains("errno 5"), "seed {seed}: {error}");
+                    let again = training.engine.finish(Wait::forever());
+                    if let Err(again) = again {
+                        assert!(again.to_string().contains("only be discarded"), "seed {seed}: {again}");
+                    }
+                    if training.engine.discard(Wait::forever()).is_err() {
+                        break;
+                    }
+                }
+            }
+        }
+        // Everything that was committed, and nothing else.
+        let Training { engine, held } = training;
+        engine.close();
+        drop(engine);
+        let store = opened(&disks);
+        let last = store.info().step;
+        assert!(last + 1 == step || last == step, "seed {seed}");
+        if last + 1 == step {
+            assert_eq!(differing(&store, &held), Vec::<String>::new(), "seed {seed}");
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_updated_is_refused_by_name() {
+    let training = training(&disks(), 2);
+    let update = |entry: usize, bytes: usize, dtype| {
+        let gradient = Gradient::new(Box::new(vec![0_u8; bytes]), dtype)?;
+        training.engine.update(entry, By::Given(gradient), None, adam(1e-2, 1), Wait::forever())
+    };
+    let text = |result: memascend_engine::Result<()>| result.err().map(|error| error.to_string()).unwrap_or_default();
+    assert!(text(update(99, 2, Dtype::Bf16)).contains("entry 99"));
+    assert!(text(update(1, 2, Dtype::Bf16)).contains("has 1 elements, not 13"));
+    assert!(text(update(1, 26, Dtype::I16)).contains("int16"));
+    training.engine.close();
+    assert!(text(update(1, 26, Dtype::Bf16)).contains("closed"));
+    training.engine.close();
+}
+
+#[test]
+fn power_lost_at_any_point_of_a_step() {
+    // Counted once without a crash, then every point.
+    let base = disks();
+    let Training { engine: first, held } = training(&base, 4);
+    drop(first);
+    let image: Vec<Vec<u8>> = base.iter().map(SimDisk::bytes).collect();
+    let copies = || image.iter().cloned().map(SimDisk::of).collect::<Vec<SimDisk>>();
+    let mut points = 0;
+    loop {
+        let disks = copies();
+        let faults = Faults { dies_after: Some(points), ..Faults::default() };
+        let store = Store::open_on(striped(&disks, &faults), 8192, &Create::default());
+        let mut done = 0;
+        let mut tried = 0;
+        let mut states = vec![held.clone()];
+        if let Ok(store) = store {
+            let mut training = Training { engine: engine(Arc::new(store), 4), held: held.clone() };
+            for step in 1..=2 {
+                if training.backward(step).is_err() {
+                    break;
+                }
+                tried = step;
+                // The reference runs also where the commit fails: it may have been made all the same.
+                let committed = training.commit(step).is_ok();
+                if !committed {
+                    training.advance(step);
+                }
+                states.push(training.held.clone());
+                if !committed {
+                    break;
+                }
+                done = step;
+            }
+        }
+        for loss in 0..3 {
+            let left: Vec<SimDisk> = disks.iter().map(|disk| disk.after_power_loss(loss)).collect();
+            let store = opened(&left);
+            let step = store.info().step;
+            assert!(step == done || step == tried, "point {points}, loss {loss}: {step}, {done} done, {tried} tried");
+            let state = &states[size(step)];
+            assert_eq!(differing(&store, state), Vec::<String>::new(), "point {points}, loss {loss}");
+        }
+        if done == 2 {
+            break;
+        }
+        points += 1;
+    }
+    assert!(points > 60, "{points}");
+}

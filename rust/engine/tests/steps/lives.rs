@@ -1,0 +1,261 @@
+//! Tests runs that hold entries, and keep a log or nothing: the bits of streamed ones, through crashes and replays.
+
+use std::{sync::Arc, sync::atomic::Ordering::Relaxed};
+
+use memascend_engine::By;
+use memascend_mem::Wait;
+use memascend_nvme::sim::{Faults, Rng, SimDisk};
+use memascend_store::{Durability, Store};
+
+use crate::setup::{ALL, Life, Way, begun, contents, gradient, halving, ok, opened, random_step, rule, size};
+
+/// Ends a run: closed, interrupted in that, or as a kill or a loss of power leaves it.
+fn ended(life: Life, way: &Way, by: usize, seed: u64) -> SimDisk {
+    for entry in 0..3 {
+        // What nobody committed is no part of it.
+        let count = ok(life.store().entry_state(entry)).step + 1;
+        ok(life.engine.update(entry, By::Given(gradient(entry, seed)), None, rule(entry, count), Wait::forever()));
+    }
+    life.engine.close();
+    let store = Arc::clone(life.store());
+    let disk = life.killed();
+    match by {
+        _ if way.durability == Durability::None => ok(store.close(Wait::forever())),
+        0 => {
+            ok(store.write_applied(&mut |_, _| true));
+            ok(store.close(Wait::forever()));
+            assert_eq!(store.log_state().steps, 0, "a store that was closed has no log");
+        }
+        1 => {
+            // What is there is whole, with the log.
+            let mut calls = 0;
+            let ended = store.write_applied(&mut |_, _| {
+                calls += 1;
+                calls < 2
+            });
+            assert!(ended.is_err() || calls < 2);
+            ok(store.close(Wait::forever()));
+        }
+        2 => return disk.after_power_loss(seed),
+        _ => {}
+    }
+    disk
+}
+
+#[test]
+fn random_lives_have_the_bits_of_a_streamed_one_however_they_end() {
+    const STEPS: u64 = 26;
+    let streamed = Life::new(&Way::streamed());
+    let mut left = vec![(streamed.contents(), streamed.spilled())];
+    for number in 1..=STEPS {
+        ok(random_step(&streamed.engine, number));
+        left.push((streamed.contents(), streamed.spilled()));
+    }
+    let (mut logged, mut ends) = (0, [0; 4]);
+    for seed in 0..10 {
+        let mut rng = Rng::new(seed);
+        let mut way = || Way {
+            durability: if rng.below(3) > 0 { Durability::Step } else { Durability::None },
+            held: ALL.into_iter().filter(|_| rng.below(4) > 0).collect(),
+            log_steps: u32::try_from(rng.below(5)).unwrap_or(0),
+        };
+        let mut now = way();
+        let mut life = Life::new(&now);
+        let mut chance = Rng::new(1000 + seed);
+        for number in 1..=STEPS {
+            ok(random_step(&life.engine, number));
+            let place = format!("seed {seed}, step {number}, {now:?}");
+            let wanted = &left[size(number)];
+            assert!(life.contents() == wanted.0, "{place}");
+            assert_eq!(life.spilled(), wanted.1, "{place}");
+            let state = life.store().log_state();
+            assert!(state.steps <= u64::from(now.log_steps), "{place}: {state:?}");
+            logged += state.steps;
+            if chance.below(4) == 0 {
+                let by = chance.below(4);
+                ends[by] += 1;
+                let disk = ended(life, &now, by, seed << 8 | number);
+                now = way();
+                // Somebody only looks.
+                let looked = ok(opened(&disk, &Faults::default(), Durability::Step));
+                memascend_engine::apply_logs(&looked);
+                ok(looked.verify(&mut |_, _| true));
+                assert!(contents(&looked) == wanted.0, "{place}, looked at after {by}");
+                drop(looked);
+                life = Life::opened(disk, &now);
+                assert!(life.contents() == wanted.0, "{place}, ended by {by}");
+            }
+        }
+    }
+    assert!(logged > 100 && ends.iter().all(|&count| count > 3), "{logged} {ends:?}");
+}
+
+#[test]
+fn power_that_fails_at_any_request_leaves_a_whole_step() {
+    const STEPS: u64 = 8;
+    let way = Way::held(Durability::Step, 3);
+    let first = Life::new(&way);
+    let mut left = vec![first.contents()];
+    let begin = ended(first, &way, 2, 1);
+    let calm = Life::opened(begin.after_power_loss(0), &way);
+    for number in 1..=STEPS {
+        ok(random_step(&calm.engine, number));
+        left.push(calm.contents());
+    }
+    let mut died = 0;
+    for point in (0..).step_by(23) {
+        let disk = begin.after_power_loss(0);
+        let faults = Faults { dies_after: Some(point), ..Faults::default() };
+        let lived = (|| {
+            let engine = begun(opened(&disk, &faults, way.durability).ok()?, &way).ok()?;
+            let failed = (1..=STEPS).find(|&number| random_step(&engine, number).is_err());
+            failed.map_or(Some(STEPS), |failed| Some(failed - 1))
+        })();
+        let found = Life::opened(disk.after_power_loss(point), &way);
+        let contents = found.contents();
+        let said = lived.unwrap_or(0);
+        // What was said to be committed is there, or the commit whose answer never came.
+        let mut at = (0..=STEPS).filter(|&number| left[size(number)] == contents);
+        assert!(at.any(|number| number == said || number == said + 1), "point {point}: {said}");
+        ok(found.store().verify(&mut |_, _| true));
+        if lived == Some(STEPS) {
+            break;
+        }
+        died += 1;
+    }
+    assert!(died > 10, "{died}");
+}
+
+/// Writes to the first values of a unit where they are held.
+fn scribble(store: &Store, unit: usize) {
+    let memory = store.held_unit(unit).unwrap_or_else(|| panic!("all of it is held"));
+    // SAFETY: nothing computes with it now.
+    unsafe { memory.as_ptr().as_ptr().write(0xAB) };
+}
+
+#[test]
+fn values_that_somebody_wrote_to_are_put_together_anew_from_slot_and_log() {
+    let way = Way::held(Durability::Step, 4);
+    let life = Life::new(&way);
+    for number in 1..=6 {
+        ok(random_step(&life.engine, number));
+    }
+    let (store, before) = (life.store(), life.contents());
+    assert!(store.log_state().entries > 3);
+    (0..2).for_each(|unit| scribble(store, unit));
+    for entry in ALL {
+        store.spoil(entry);
+    }
+    ok(store.refresh(&ALL, &mut |_, _| true));
+    assert!(life.contents() == before);
+    ok(random_step(&life.engine, 7));
+    let other = Life::opened(ended(life, &way, 2, 5), &way);
+    assert_eq!(other.store().log_state().steps, 0);
+}
+
+#[test]
+fn values_that_somebody_wrote_to_are_refused_before_the_commit_and_read_again_where_they_are() {
+    for durability in [Durability::Step, Durability::None] {
+        let life = Life::new(&Way::held(durability, 0));
+        let (store, before) = (life.store(), life.contents());
+        ok(life.update_all(1));
+        scribble(store, 0);
+        let refused = life.commit(1);
+        assert!(refused.is_err_and(|error| error.to_string().contains("written to in place")), "{durability:?}");
+        ok(life.engine.discard(Wait::forever()));
+        // Nothing was applied in memory alone yet, so that storage has it.
+        assert!(life.contents() == before);
+        ok(life.update_all(1));
+        ok(life.commit(1));
+        let newest = life.contents();
+        scribble(store, 0);
+        ok(life.update_all(2));
+        assert!(life.commit(2).is_err());
+        ok(life.engine.discard(Wait::forever()));
+        if durability == Durability::Step {
+            assert!(life.contents() == newest);
+        } else {
+            let mut tensors: Vec<Vec<u8>> = newest[0].1.clone();
+            let mut tensors: Vec<&mut [u8]> = tensors.iter_mut().map(Vec::as_mut_slice).collect();
+            let lost = store.read_entry(0, &mut tensors);
+            assert!(lost.is_err_and(|error| error.to_string().contains("no other copy")));
+        }
+    }
+}
+
+#[test]
+fn a_step_of_what_is_all_held_reads_nothing_and_writes_only_what_is_durable() {
+    for (durability, log_steps) in [(Durability::Step, 4), (Durability::None, 0)] {
+        let life = Life::new(&Way::held(durability, log_steps));
+        let store = life.store();
+        let gradients: u64 = ALL.iter().map(|&entry| gradient(entry, 1).nbytes() as u64).sum();
+        let mut written = Vec::new();
+        for number in 1..=16 {
+            let before = store.volume().stats();
+            for entry in ALL {
+                let rule = rule(entry, number);
+                ok(life.engine.update(entry, By::Given(gradient(entry, number)), None, rule, Wait::forever()));
+            }
+            assert_eq!(life.engine.counters().waiting, gradients, "gradients wait");
+            ok(life.commit(number));
+            assert_eq!(life.engine.counters().waiting, 0);
+            let after = store.volume().stats();
+            assert_eq!(after.read.bytes, before.read.bytes, "nothing is read");
+            written.push(after.written.bytes - before.written.bytes);
+        }
+        let later: u64 = written[4..].iter().sum();
+        if durability == Durability::None {
+            assert_eq!(later, 0);
+            continue;
+        }
+        let whole: u64 =
+            ALL.iter().map(|&entry| store.layout().held_bytes(store.description(), entry)).map(|(v, s)| v + s).sum();
+        let spill = |entry: usize| store.description().entries[entry].spill.map(|dtype| (entry, dtype));
+        let pages = ALL.iter().filter_map(|&entry| spill(entry)).map(|(of, dtype)| ok(store.gradient_bytes(of, dtype)));
+        // The gradient and a part of the rest; beside them a head, pages of the table and a root.
+        let expected = 12 * pages.sum::<u64>() + 3 * whole;
+        assert!(later >= expected && later < expected + 12 * 9 * 4096, "{later} {expected} {written:?}");
+    }
+}
+
+#[test]
+fn a_function_that_comes_after_the_commit_moves_nothing_and_others_are_staged() {
+    let life = Life::new(&Way::held(Durability::None, 0));
+    ok(life.update_all(1));
+    ok(life.commit(1));
+    for (whole, after_commit) in [(false, true), (true, true), (false, false), (true, false)] {
+        let (before, written) = (life.contents(), life.store().volume().stats().written.bytes);
+        let count = before[0].0 + 1;
+        let (application, calls) = halving(count, (whole, after_commit));
+        ok(life.engine.apply(0, application, None, Wait::forever()));
+        // Others do not agree: it is as if there had been none.
+        let commit = memascend_store::Commit { step: count, ..Default::default() };
+        assert!(life.engine.commit_agreed(commit, Wait::forever(), &mut || false).is_err());
+        assert!(life.contents() == before);
+        if after_commit {
+            assert_eq!(calls.load(Relaxed), 0);
+        } else {
+            ok(life.engine.discard(Wait::forever()));
+            ok(life.engine.apply(0, halving(count, (whole, false)).0, None, Wait::forever()));
+        }
+        ok(life.commit(count));
+        assert_eq!(life.store().volume().stats().written.bytes > written, !after_commit, "whole {whole}");
+        let halved = |bytes: &[u8]| 0.5 * f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+        let wanted: Vec<u8> = before[0].1[0].chunks_exact(4).flat_map(|number| halved(number).to_le_bytes()).collect();
+        assert!(life.contents()[0].1[0] == wanted);
+    }
+}
+
+#[test]
+fn an_update_waits_for_reads_of_what_it_changes() {
+    let life = Life::new(&Way::held(Durability::None, 0));
+    ok(life.update_all(1));
+    ok(life.commit(1));
+    let parts = ok(life.store().parts(0, 1 << 20));
+    ok(life.update_all(2));
+    let patience = Wait::at_most(std::time::Duration::from_millis(50));
+    assert!(life.engine.commit(memascend_store::Commit::default(), patience).is_err(), "a unit is being read");
+    drop(parts);
+    ok(life.commit(2));
+    assert_eq!(ok(life.store().entry_state(0)).step, 2);
+}

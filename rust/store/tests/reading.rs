@@ -1,0 +1,409 @@
+//! Tests reads of live values: whole units, in parts, checked on other threads, from memory; always of one commit.
+
+mod model;
+
+use std::sync::Arc;
+
+use memascend_mem::{Pin, Wait};
+use memascend_nvme::sim::{Faults, Rng, SimDisk};
+use memascend_store::{Checkers, Commit, Error, Parts, Store};
+use model::{Seen, check, commit, ok, size};
+
+// --- units ------------------------------------------------------------------------------
+
+fn trained(disks: &[SimDisk], steps: u64) -> Arc<Store> {
+    let store =
+        Store::create_on(model::volume(disks, &Faults::default()), model::STRIPE, model::description(), &model::how());
+    let store = store.unwrap_or_else(|error| panic!("{error}"));
+    (0..=steps).for_each(|step| ok(commit(&store, step)));
+    Arc::new(store)
+}
+
+fn room(store: &Store, unit: usize) -> Vec<u8> {
+    vec![0xee; size(store.layout().unit_bytes(unit))]
+}
+
+/// What a unit holds after a commit.
+fn expected(store: &Store, unit: usize, commit: u64) -> Vec<u8> {
+    let mut bytes = vec![0; room(store, unit).len()];
+    for entry in store.entries_of(unit) {
+        let mut at = size(store.layout().in_unit(entry, unit));
+        for piece in &model::after(commit)[&entry].pieces[..store.layout().chunks_of(entry) as usize] {
+            bytes[at..at + piece.len()].copy_from_slice(piece);
+            at += piece.len();
+        }
+    }
+    bytes
+}
+
+#[test]
+fn a_unit_is_what_was_committed_last_and_its_version_says_so() {
+    for count in 1..=3 {
+        let store = trained(&model::disks(count), 4);
+        for unit in 0..3 {
+            let memory = Seen::new(store.layout().unit_bytes(unit));
+            let fetch = ok(store.fetch(unit, memory.clone()));
+            // Generation 1 is step 0; unit 1 has entries of several versions.
+            let version = ok(fetch.wait(Wait::forever()));
+            assert_eq!((version, fetch.is_done()), (5, true), "unit {unit}");
+            assert_eq!(fetch.wait(Wait::forever()).unwrap_or(0), 5);
+            assert!(memory.bytes() == expected(&store, unit, 4), "unit {unit} on {count} devices");
+        }
+        let counters = store.counters();
+        let bytes: u64 = (0..3).map(|unit| store.layout().unit_bytes(unit)).sum();
+        assert_eq!((counters.fetches, counters.fetched_bytes), (3, bytes));
+        assert!(counters.waited.as_nanos() > 0);
+    }
+}
+
+/// Waits until the devices are done, and nobody waits for the fetch.
+fn ended(is_done: impl Fn() -> bool) {
+    while !is_done() {
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_fetch_that_ended_holds_nothing_and_says_what_was_there_whenever_it_is_asked() {
+    let store = trained(&model::disks(1), 1);
+    let memory = Seen::new(store.layout().unit_bytes(0));
+    let fetch = ok(store.fetch(0, memory.clone()));
+    ended(|| fetch.is_done());
+    // The slots that it read are written by the step after the next commit, and it still lives.
+    for step in 2..=5 {
+        ok(commit(&store, step));
+    }
+    assert_eq!(fetch.wait(Wait::forever()).unwrap_or(0), 2, "checked by what was known when it began");
+    assert!(memory.bytes() == expected(&store, 0, 1));
+    assert_eq!(check(&store, "after the fetch"), 5);
+}
+
+#[test]
+fn parts_hold_their_slots_until_each_was_read_once() {
+    let store = trained(&model::disks(1), 1);
+    let parts = ok(store.parts(0, 8192));
+    let (parts, places) = (Arc::new(parts), room(&store, 0).len());
+    let sizes: Vec<(u64, u64)> = parts.places().collect();
+    assert!(sizes.len() > 1, "{sizes:?}");
+    ok(commit(&store, 2));
+    let begun = |index: usize| {
+        let memory = Seen::new(sizes[index].1);
+        parts.begin(index, memory.clone()).map(|fetch| (fetch, memory))
+    };
+    let mut fetches = Vec::new();
+    for index in 0..sizes.len() {
+        // What was not read yet is needed still.
+        let refused = store.begin(0, 3, Wait::never());
+        assert!(matches!(refused, Err(Error::TimedOut(_))), "{refused:?}");
+        fetches.push(ok(begun(index)));
+    }
+    ended(|| fetches.iter().all(|(fetch, _)| fetch.is_done()));
+    // As long as nothing is written there, they may be read again.
+    let (again, _) = ok(begun(0));
+    ok(again.wait(Wait::forever()));
+    drop(again);
+    ok(commit(&store, 3));
+    let mut whole = vec![0; places];
+    for ((fetch, memory), (start, bytes)) in fetches.iter().zip(&sizes) {
+        ok(fetch.wait(Wait::forever()));
+        let start = size(*start);
+        whole[start..start + size(*bytes)].copy_from_slice(&memory.bytes());
+    }
+    assert!(whole == expected(&store, 0, 1), "of the commit that they were begun at");
+    let refused = begun(0).map(drop);
+    assert!(matches!(&refused, Err(Error::Usage(why)) if why.contains("overwritten")), "{refused:?}");
+}
+
+#[test]
+fn a_changed_byte_is_named_with_its_entry_and_a_failed_device_is_an_error() {
+    let disks = model::disks(1);
+    let store = trained(&disks, 1);
+    let piece = store.layout().piece(store.description(), 4, 1);
+    let slot = store.entry_state(4).map_or(0, |state| state.slot);
+    disks[0].flip(size(store.layout().offset_in(&piece, slot.into())) + 17, 4);
+    let fetch = ok(store.fetch(1, room(&store, 1)));
+    for _ in 0..2 {
+        let found = fetch.wait(Wait::forever());
+        assert!(matches!(&found, Err(Error::Corrupt { what, .. }) if what == "chunk 1 of \"odd\""), "{found:?}");
+    }
+    // Other units are whole, and a step goes on.
+    let other = ok(store.fetch(0, room(&store, 0)));
+    assert_eq!(other.wait(Wait::forever()).unwrap_or(0), 2);
+    ok(commit(&store, 2));
+    drop((store, fetch, other));
+
+    drop(trained(&disks, 1));
+    // The power goes at each request in turn: opening fails, then the fetch does, then nothing.
+    let outcome = |requests: u64| {
+        let faults = Faults { dies_after: Some(requests), ..Faults::default() };
+        let store = Arc::new(Store::open_on(model::volume(&disks, &faults), model::STRIPE, &model::how()).ok()?);
+        let fetch = ok(store.fetch(1, room(&store, 1)));
+        Some(fetch.wait(Wait::forever()))
+    };
+    let outcomes: Vec<_> = (0..100).filter_map(outcome).collect();
+    assert!(matches!(outcomes.first(), Some(Err(Error::Storage(_)))), "{outcomes:?}");
+    assert!(matches!(outcomes.last(), Some(Ok(2))), "{outcomes:?}");
+}
+
+#[test]
+fn what_does_not_fit_is_refused_and_an_interrupted_wait_can_be_made_again() {
+    let slow = Faults { delay: std::time::Duration::from_millis(200), seed: 3, ..Faults::default() };
+    let disks = model::disks(1);
+    drop(trained(&disks, 1));
+    let store = Store::open_on(model::volume(&disks, &slow), model::STRIPE, &model::how());
+    let store = Arc::new(store.unwrap_or_else(|error| panic!("{error}")));
+    assert!(matches!(store.fetch(3, vec![]), Err(Error::Invalid(_))));
+    assert!(matches!(store.fetch(0, vec![0; 4096]), Err(Error::Invalid(_))));
+    let fetch = ok(store.fetch(1, room(&store, 1)));
+    assert!(fetch.wait(Wait::never()).is_err());
+    assert_eq!(fetch.wait(Wait::forever()).unwrap_or(0), 2);
+}
+
+#[test]
+fn sizes_come_from_the_description_alone() {
+    for count in 1..=3 {
+        let disks = model::disks(count);
+        let store = trained(&disks, 1);
+        let sizes = ok(model::description().sizes(count, Some(model::STRIPE)));
+        let info = store.info();
+        assert_eq!(
+            (sizes.total_bytes, sizes.slot_bytes, sizes.index_bytes, sizes.buffer_bytes),
+            (info.total_bytes, info.slot_bytes, info.index_bytes, info.buffer_bytes)
+        );
+        let units: Vec<u64> = (0..3).map(|unit| store.layout().unit_bytes(unit)).collect();
+        assert_eq!(sizes.unit_bytes, units);
+        store.commit(Commit { step: 2, user: Some("x".repeat(60)), ..Commit::default() }, Wait::forever()).ok();
+        assert_eq!(store.info().index_bytes, sizes.index_bytes);
+    }
+    assert!(model::description().sizes(0, None).is_err());
+    assert!(model::description().sizes(33, None).is_err());
+}
+
+// --- parts that other threads check -------------------------------------------------------
+
+/// The smallest parts there are: the largest piece of the unit.
+fn smallest_parts(store: &Arc<Store>, unit: usize) -> Arc<Parts> {
+    let bytes = (12..40).map(|power| 1 << power);
+    let parts = bytes.map(|bytes| store.parts(unit, bytes)).find_map(Result::ok);
+    Arc::new(parts.unwrap_or_else(|| panic!("no parts")))
+}
+
+fn rooms(parts: &Arc<Parts>) -> Vec<Seen> {
+    parts.places().map(|(_, bytes)| Seen::new(bytes)).collect()
+}
+
+fn read_all(parts: &Arc<Parts>, checkers: &Checkers<Seen>, rooms: &[Seen]) -> Vec<Result<(), Error>> {
+    let begun: Vec<_> = rooms
+        .iter()
+        .enumerate()
+        .map(|(index, room)| parts.begin(index, room.clone()).map(|part| checkers.check(part)))
+        .collect();
+    // The last ones first: each is told of by itself.
+    let ended = begun.iter().rev().map(|part| match part {
+        Ok(part) => {
+            let first = part.wait(Wait::forever());
+            assert!(part.is_done());
+            assert_eq!(first.is_ok(), part.wait(Wait::forever()).is_ok(), "another answer the second time");
+            first
+        }
+        Err(error) => Err(error.clone()),
+    });
+    let mut ended: Vec<_> = ended.collect();
+    ended.reverse();
+    ended
+}
+
+#[test]
+fn parts_are_the_same_whoever_checks_them() {
+    let store = trained(&model::disks(2), 3);
+    for unit in 0..3 {
+        let parts = smallest_parts(&store, unit);
+        let expected = rooms(&parts);
+        for (index, room) in expected.iter().enumerate() {
+            let part = ok(parts.begin(index, room.clone()));
+            ok(part.wait(Wait::forever()));
+        }
+        for threads in 0..=3 {
+            let checkers = Checkers::new(threads);
+            assert_eq!(checkers.threads(), threads);
+            let found = rooms(&parts);
+            assert!(read_all(&parts, &checkers, &found).iter().all(Result::is_ok));
+            for (found, expected) in found.iter().zip(&expected) {
+                assert_eq!(found.bytes(), expected.bytes(), "unit {unit} with {threads} threads");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_changed_byte_is_told_by_its_part_alone() {
+    let disks = model::disks(1);
+    let store = trained(&disks, 3);
+    let parts = smallest_parts(&store, 1);
+    let whole = rooms(&parts);
+    assert!(read_all(&parts, &Checkers::new(1), &whole).iter().all(Result::is_ok));
+    assert!(whole.len() > 1, "one part alone shows nothing");
+    let damaged = whole.len() / 2;
+    let length = whole[damaged].bytes().len().min(64);
+    let image = disks[0].bytes();
+    let at = image.windows(length).position(|bytes| *bytes == whole[damaged].bytes()[..length]);
+    disks[0].flip(at.unwrap_or_else(|| panic!("the part is not on the disk")), 0x10);
+    for threads in 0..=2 {
+        let outcomes = read_all(&parts, &Checkers::new(threads), &rooms(&parts));
+        for (index, outcome) in outcomes.iter().enumerate() {
+            assert_eq!(index == damaged, matches!(outcome, Err(Error::Corrupt { .. })), "part {index}: {outcome:?}");
+        }
+    }
+}
+
+#[test]
+fn what_is_dropped_is_let_go_and_what_was_handed_over_is_checked() {
+    let store = trained(&model::disks(1), 3);
+    let parts = smallest_parts(&store, 1);
+    let checkers = Checkers::new(2);
+    for room in rooms(&parts).into_iter().take(1) {
+        let part = ok(parts.begin(0, room.clone()));
+        let checking = checkers.check(part);
+        drop(checking);
+        // The checkers have let go of the memory; the disk's own thread does in a moment.
+        let began = std::time::Instant::now();
+        while room.clones() > 1 {
+            assert!(began.elapsed().as_secs() < 60, "somebody still has the memory");
+            std::thread::yield_now();
+        }
+    }
+    // Those that were handed over are checked before the threads end.
+    let rooms = rooms(&parts);
+    let begun: Vec<_> = (0..rooms.len())
+        .map(|index| ok(parts.begin(index, rooms[index].clone())))
+        .map(|part| checkers.check(part))
+        .collect();
+    drop(checkers);
+    for part in begun {
+        assert!(part.is_done());
+        ok(part.wait(Wait::never()));
+    }
+}
+
+// --- entries that are held in memory ------------------------------------------------------
+
+fn hold(store: &Store, entries: &[usize]) {
+    ok(store.hold(entries, Pin::Off, &mut || true));
+    ok(store.refresh(entries, &mut |_, _| true));
+}
+
+fn read_bytes(store: &Store) -> u64 {
+    store.volume().stats().read.bytes
+}
+
+/// The values of a unit as a fetch gives them.
+fn fetched(store: &Arc<Store>, unit: usize) -> Vec<u8> {
+    let memory = Seen::new(store.layout().unit_bytes(unit));
+    let fetch = ok(store.fetch(unit, memory.clone()));
+    ok(fetch.wait(Wait::forever()).map(drop));
+    memory.bytes()
+}
+
+#[test]
+fn what_is_held_is_read_once() {
+    let disks = model::disks(2);
+    let store = model::trained(&disks, 0);
+    let all: Vec<usize> = (0..store.description().entries.len()).collect();
+    let before = read_bytes(&store);
+    hold(&store, &all);
+    let once = read_bytes(&store) - before;
+    assert!(once > 0, "it was read when it was held");
+    assert_eq!(check(&store, "from memory"), 0);
+    for step in 1..4 {
+        ok(commit(&store, step));
+        assert_eq!(check(&store, "from memory"), step);
+    }
+    assert_eq!(read_bytes(&store) - before, once, "all of it was held");
+    let store = Arc::new(store);
+    for unit in 0..3 {
+        let from_memory = fetched(&store, unit);
+        hold(&store, &[]);
+        assert_eq!(from_memory, fetched(&store, unit), "unit {unit}");
+        hold(&store, &all);
+    }
+    assert!(store.counters().held_bytes > 0);
+    // Every write went to storage, too, and a verification looks there.
+    let before = read_bytes(&store);
+    let verified = ok(store.verify(&mut |_, _| true));
+    assert_eq!(read_bytes(&store) - before, verified.bytes);
+    ok(store.close(Wait::forever()));
+    drop(store);
+    assert_eq!(check(&ok(model::open(&disks, &model::how())), "reopened"), 3);
+}
+
+#[test]
+fn a_step_that_was_discarded_leaves_nothing_of_it() {
+    let store = model::trained(&model::disks(1), 0);
+    hold(&store, &[0, 3, 4]);
+    ok(commit(&store, 1));
+    ok(commit(&store, 2));
+    // The same version twice, with other bytes: the first is forgotten.
+    ok(model::abandon(&store, 3));
+    assert_eq!(check(&store, "discarded"), 2);
+    ok(model::abandon(&store, 3));
+    ok(commit(&store, 3));
+    assert_eq!(check(&store, "staged anew"), 3);
+    // Staged and not committed: readers see the last commit.
+    ok(model::stage(&store, 0, &model::record(&store, 0, 0xbeef, 4)));
+    assert_eq!(check(&store, "staged"), 3);
+}
+
+#[test]
+fn what_was_fresh_is_stale_after_a_discard() {
+    let store = model::trained(&model::disks(1), 0);
+    hold(&store, &[0]);
+    for of_one in [false, true] {
+        ok(model::stage(&store, 0, &model::record(&store, 0, 0xbeef, 1)));
+        // Whoever looks now finds in memory what is staged, and remembers when.
+        let epoch = store.held_epoch();
+        ok(if of_one { store.discard_entry(0, Wait::forever()) } else { store.discard(Wait::forever()) });
+        assert_ne!(store.held_epoch(), epoch, "what memory has is no version's");
+        ok(store.refresh(&[0], &mut |_, _| true));
+        assert_eq!(check(&store, "read again"), 0);
+    }
+}
+
+#[test]
+fn random_lives_agree_with_a_store_that_holds_nothing() {
+    model::side_by_side(0..40, |seed| {
+        let mut rng = Rng::new(seed);
+        let disks = model::disks(1 + rng.below(3));
+        let mut store = model::trained(&disks, 0);
+        let (mut step, name) = (0, format!("seed {seed}"));
+        for _ in 0..20 {
+            match rng.below(6) {
+                0 => {
+                    let entries: Vec<usize> = (0..8).filter(|_| rng.below(2) == 0).collect();
+                    hold(&store, &entries);
+                }
+                1 => ok(model::abandon(&store, step + 1)),
+                2 => {
+                    ok(store.close(Wait::forever()));
+                    drop(store);
+                    store = ok(model::open(&disks, &model::how()));
+                    hold(&store, &[rng.below(8)]);
+                }
+                3 => {}
+                _ => {
+                    step += 1;
+                    ok(commit(&store, step));
+                }
+            }
+            assert_eq!(check(&store, &name), step, "{name}");
+        }
+    });
+}
+
+#[test]
+fn what_cannot_be_held_is_refused_and_nothing_is_held() {
+    let store = model::trained(&model::disks(1), 0);
+    assert!(matches!(store.hold(&[99], Pin::Off, &mut || true), Err(Error::Invalid(_))));
+    assert_eq!(check(&store, "nothing held"), 0);
+    ok(store.close(Wait::forever()));
+    assert!(matches!(store.hold(&[0], Pin::Off, &mut || true), Err(Error::Usage(_))));
+}
