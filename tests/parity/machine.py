@@ -102,6 +102,7 @@ class Machine(RuleBasedStateMachine):
         self.habit = "declared" if self._declared > 1 or options.get("max_grad_norm") is not None else ""
         self.mode = "ssd" if life.gradients == "auto" else life.gradients
         self.steps_of_life = FUSE.commits = 0
+        FUSE.learned.mode = None
         self.seen[f"held {bool(self.optimizer.plan.held)}"] += 1
         assert self.optimizer.user_state == self.plain.user_state
         self._require_options()
@@ -388,7 +389,7 @@ class Machine(RuleBasedStateMachine):
         self.seen[f"steps {self.mode}"] += 1
         self.steps_of_life += 1
         if self.steps_of_life == 1 and self.life.gradients == "auto":
-            self.mode = self.optimizer._session.run.gradients.mode
+            self.mode = FUSE.learned.mode
             expected = {"": ("fused",), "either": ("fused", "ssd")}.get(self.habit, ("ssd",))
             assert self.mode in expected, f"auto learned {self.mode}, and the loop {self.habit or 'changed nothing'}"
 
@@ -522,11 +523,11 @@ class Machine(RuleBasedStateMachine):
             self._open(life, self._file(), checkpoint=self.folder / "saved")
         self.seen[f"ended by {how}"] += 1
 
-    @rule(calls=st.integers(1, 40), data=st.data())
-    def kill_later(self, calls, data):
-        """At one of the engine's next calls."""
+    @rule(calls=st.integers(1, 40), at_commits=st.booleans(), data=st.data())
+    def kill_later(self, calls, at_commits, data):
+        """At one of the engine's next calls; or before or after one of the next commits."""
         self.next_life = data.draw(lives(self.waits), "life")
-        FUSE.left = calls
+        FUSE.left, FUSE.at_commits = (1 + calls % 4 if at_commits else calls), at_commits
 
     @rule()
     def save(self):

@@ -102,7 +102,7 @@ def live(setup, life, file, calls):
         status = 1
         try:
             model, optimizer = opened(setup, life, file)
-            FUSE.left, FUSE.kill = calls, lambda _: os.kill(os.getpid(), signal.SIGKILL)
+            FUSE.left, FUSE.at_commits, FUSE.kill = calls, False, lambda _: os.kill(os.getpid(), signal.SIGKILL)
             train(setup, model, optimizer)
             status = 0
         except BaseException:
