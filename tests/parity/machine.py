@@ -119,8 +119,13 @@ class Machine(RuleBasedStateMachine):
         self.died = when
         # The first commit of a process notes that it has not closed the store.
         self.is_unclosed = self.life.durability == "none" and FUSE.commits > 0
-        # What a commit that is under way has just made durable the twin commits when the rule gets there.
+        # The twin's commit comes after ours.
         self.remains = None if when == "after" else self.plain.committed
+
+    def _note_commit(self):
+        """The twin has committed; a process that was killed after its commit of the same left that."""
+        if self.corpse is not None and self.remains is None:
+            self.remains = self.plain.committed
 
     def _die(self, life):
         """Go on with what the killed process left; the one that was not closed in time is refused by name."""
@@ -133,7 +138,7 @@ class Machine(RuleBasedStateMachine):
             self.seen["refused as unclosed"] += 1
             return
         self.seen[f"killed {self.died}"] += 1
-        self.plain.committed = self.remains or self.plain.committed
+        self.plain.committed = self.remains
         self._close()
         self._open(life, corpse, existing="resume")
 
@@ -377,6 +382,7 @@ class Machine(RuleBasedStateMachine):
 
     def _stepped(self):
         committed = self.plain.step()
+        self._note_commit()
         assert self.optimizer.overflowed == self.plain.overflowed
         assert self.optimizer.steps == self.plain.steps
         self._require_options()
@@ -488,6 +494,7 @@ class Machine(RuleBasedStateMachine):
             self._write(door, values)
         if not self.staged:
             self.plain.write({p: values[name] for name, p in named})
+            self._note_commit()
 
     def _write(self, door, values):
         if door == "materialized":
