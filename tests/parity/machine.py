@@ -333,7 +333,8 @@ class Machine(RuleBasedStateMachine):
         else:
             self._noticed()
             self.changed = True
-            self.fresh = self.staged = self._present
+            self.fresh = self._present
+            self.staged = self.staged or self.fresh
 
     # --- steps -----------------------------------------------------------------------------------
 
