@@ -202,7 +202,8 @@ class Machine(RuleBasedStateMachine):
         self._forget_gradients()
 
     def _noticed(self):
-        self.habit = "keeps"
+        """A change that "auto" sees, unless it is of what the loop put into p.grad itself."""
+        self.habit = "keeps" if self._handles else self.habit or "either"
 
     # --- gradients -----------------------------------------------------------------------------
 
@@ -331,7 +332,7 @@ class Machine(RuleBasedStateMachine):
         if to_none:
             self._forget_gradients(noticed=not of_model)
         else:
-            self._noticed()
+            self.habit = "keeps"
             self.changed = True
             self.fresh = self._present
             self.staged = self.staged or self.fresh
