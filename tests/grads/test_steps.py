@@ -45,47 +45,8 @@ def require_same(plain, model):
             assert torch.equal(wanted, got)
 
 
-@pytest.mark.parametrize("gradients", ["ssd", "ram", "auto"])
-@pytest.mark.parametrize("edit", ["clamp", "mask", "scale", "assign", "nothing"])
-def test_clipping_in_step_holds_for_gradients_that_were_edited(tmp_path, gradients, edit):
-    """A gradient that was changed by more than a factor takes a way of its own through step()."""
-
-    def edited(model):
-        first = next(model.parameters())
-        if edit == "clamp":
-            first.grad.clamp_(-1e-2, 1e-2)
-        elif edit == "mask":
-            first.grad[torch.arange(0, WIDTH, 2)] = 0
-        elif edit == "scale":
-            first.grad.mul_(3)
-        elif edit == "assign":
-            first.grad = first.grad * 2
-
-    plain = chain()
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
-    model, optimizer = offloaded(tmp_path, gradients, max_grad_norm=0.01)
-    with optimizer:
-        for seed in range(3):
-            for of in (plain, model):
-                backward(of, seed)
-                edited(of)
-            squares = [memascend.kernels.check_and_unscale(p.grad.clone())[1].item() for p in plain.parameters()]
-            norm = math.sqrt(sum(squares))
-            factor = torch.tensor(min(1.0, 0.01 / (norm + 1e-6)), dtype=torch.float32)
-            assert factor < 0.5, "this test could not fail"
-            for parameter in plain.parameters():
-                parameter.grad.mul_(factor)
-            theirs.step()
-            theirs.zero_grad()
-            optimizer.step()
-            assert optimizer.grad_norm == pytest.approx(norm, rel=1e-9)
-            optimizer.zero_grad()
-        require_same(plain, model)
-
-
 KINDS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, weight_decay=0.1, fused=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
 }
@@ -119,29 +80,17 @@ def test_clipping_does_to_gradients_that_are_not_finite_what_torchs_does(tmp_pat
             assert torch.allclose(again.state_dict()[name], expected, rtol=0, atol=1e-7, equal_nan=True), name
 
 
-def test_a_step_that_failed_is_made_again_and_takes_no_further_gradient(tmp_path, monkeypatch):
+def test_a_step_that_failed_takes_no_further_gradient(tmp_path, monkeypatch):
     plain = chain()
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
     model, optimizer = offloaded(tmp_path)
     with optimizer:
-        for of in (plain, model):
-            backward(of, 1)
+        backward(model, 2)
 
         def fail(*_, **__):
             raise RuntimeError("not this time")
 
         with monkeypatch.context() as patched:
             # Every update is staged by then.
-            patched.setattr(memascend.engine.Engine, "commit", fail)
-            with pytest.raises(RuntimeError, match="not this time"):
-                optimizer.step()
-        optimizer.step()
-        theirs.step()
-        require_same(plain, model)
-        for of in (plain, model):
-            of.zero_grad()
-            backward(of, 2)
-        with monkeypatch.context() as patched:
             patched.setattr(memascend.engine.Engine, "commit", fail)
             with pytest.raises(RuntimeError, match="not this time"):
                 optimizer.step()
@@ -199,40 +148,7 @@ def fail_in_backward(model, seed):
         model[2](middle).square().mean().backward()
 
 
-def let_go(model, optimizer, way):
-    if way == "optimizer":
-        optimizer.zero_grad()
-    elif way == "model":
-        model.zero_grad()
-    else:
-        for parameter in model.parameters():
-            parameter.grad = None
-
-
-@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
-@pytest.mark.parametrize("way", ["optimizer", "model", "None"])
-@pytest.mark.parametrize("then", ["backward", "step"])
-def test_every_way_to_drop_gradients_leads_back_after_a_failed_backward(tmp_path, gradients, way, then):
-    plain = chain()
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
-    model, optimizer = offloaded(tmp_path, gradients)
-    with optimizer:
-        for seed in range(3):
-            fail_in_backward(model, seed + 10)
-            let_go(model, optimizer, way)
-            if then == "step":
-                optimizer.step()
-                assert optimizer.steps == seed
-            for of in (plain, model):
-                backward(of, seed)
-            theirs.step()
-            theirs.zero_grad()
-            optimizer.step()
-            let_go(model, optimizer, way)
-        require_same(plain, model)
-
-
-@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
+@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram", "auto"])
 def test_a_part_of_a_backward_is_never_used(tmp_path, gradients):
     model, optimizer = offloaded(tmp_path, gradients)
     with optimizer:

@@ -28,7 +28,7 @@ KEPT = ("ssd", "ram")
 LARGE = "1GiB"
 # How much of the state may be held in memory.
 PARTS = ("none", "some", "all")
-# Times that a run may find out in its first step that it needs more (API.md): segments, then views.
+# Times that a run may find out in its first step that it needs more: segments, then views.
 BUDGETS_MAX = 4
 
 

@@ -1,0 +1,583 @@
+"""A state machine of training: rules do the same to a model in memory and to an offloaded one; all bits stay equal.
+
+A call that cannot be exact raises the error that the rule predicts, and zero_grad() leads back on both sides. A kill
+is a copy of the store's file, as the killed process leaves it: taken between two rules, or at a call of the engine
+within one. The run that was copied is then dropped, and the copy is resumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections import Counter
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import note
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from parity.harness import same
+from parity.loops import failing
+from parity.machine_calls import CHANGES, FUSE, READS, WRITES
+from parity.machine_twins import Plain, lives, one_or_list, setups
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+import memascend
+from memascend import StorageError, UsageError
+
+SEEDS = st.integers(0, 5)
+# What a loss is multiplied by: norms far below and far above each limit, and overflows of float16.
+FACTORS = st.sampled_from((1.0, 1.0, 1e-3, 30.0))
+LIMITS = st.sampled_from((1e-3, 1.0, 1e6, float("inf")))
+NAMES = st.sampled_from(sorted(CHANGES))
+DOORS = ("materialized", "edit", "load_state_dict")
+
+
+class Machine(RuleBasedStateMachine):
+    """Twins, and what the loop has done since the last step, from which follows what must be refused.
+
+    Attributes:
+        waits: the gradients of all lives; None: any but "fused".
+        seen: what happened in all examples, by name.
+    """
+
+    waits = None
+    seen: ClassVar[Counter] = Counter()
+
+    def __init__(self):
+        super().__init__()
+        self.folder = Path(mkdtemp(prefix="machine-"))
+        self.stores = self.processes = 0
+        self.corpse = None
+        self.optimizer = None
+        self.staged = False
+        # Views of weights that user code keeps, by the names of their parameters.
+        self.kept = {}
+        self.checks = 0
+        FUSE.left = 0
+        FUSE.kill = self._be_killed
+
+    @initialize(data=st.data())
+    def begin(self, data):
+        setup = data.draw(setups(self.waits), "setup")
+        self.plain = Plain(setup)
+        self._open(data.draw(lives(self.waits), "life"), self._file())
+
+    def teardown(self):
+        FUSE.kill = None
+        if self.optimizer is not None:
+            self._close()
+        shutil.rmtree(self.folder)
+
+    def _close(self):
+        FUSE.left = 0
+        report = self.optimizer.report()
+        self.seen["early"] += report.early
+        self.seen["anew"] += report.anew
+        self.optimizer.close()
+
+    # --- processes -----------------------------------------------------------------------
+
+    def _file(self):
+        self.stores += 1
+        return self.folder / f"{self.stores}.store"
+
+    def _open(self, life, file, **options):
+        """A new process: with values of its own, which the store's replace."""
+        self.file, self.life = file, life
+        self.processes += 1
+        self.kept.clear()
+        model, members = self.plain.setup.made(self.processes)
+        schedulers = self.plain.setup.schedulers(members)
+        options = {**life.options(self.plain.setup, file), **options}
+        self.model, self.optimizer = memascend.offload(model, one_or_list(members), **options)
+        if schedulers:
+            self.optimizer.schedule(*schedulers)
+        self.plain.restore()
+        self._forget_gradients()
+        # What the loop was seen to do, where "auto" looks: nothing, something, or what either may follow from.
+        self.habit = "declared" if self._declared > 1 or options.get("max_grad_norm") is not None else ""
+        self.mode = "ssd" if life.gradients == "auto" else life.gradients
+        self.steps_of_life = FUSE.commits = 0
+        FUSE.learned.mode = None
+        self.seen[f"held {bool(self.optimizer.plan.held)}"] += 1
+        assert self.optimizer.user_state == self.plain.user_state
+        self._require_options()
+
+    def _require_options(self):
+        assert self.optimizer.loss_scale == self.plain.scale
+        for ours, theirs in zip(self.optimizer.param_groups, self.plain.groups, strict=True):
+            names = theirs.keys() - {"params"}
+            assert {name: ours[name] for name in names} == {name: theirs[name] for name in names}
+
+    def _be_killed(self, when):
+        self.corpse = self._file()
+        shutil.copyfile(self.file, self.corpse)
+        self.died = when
+        # The first commit of a process notes that it has not closed the store.
+        self.is_unclosed = self.life.durability == "none" and FUSE.commits > 0
+        # The twin's commit comes after ours.
+        self.remains = None if when == "after" else self.plain.committed
+
+    def _note_commit(self):
+        """The twin has committed; a process that was killed after its commit of the same left that."""
+        if self.corpse is not None and self.remains is None:
+            self.remains = self.plain.committed
+
+    def _die(self, life):
+        """Go on with what the killed process left; the one that was not closed in time is refused by name."""
+        corpse, self.corpse = self.corpse, None
+        if self.is_unclosed:
+            model, members = self.plain.setup.made(0)
+            options = {"storage": corpse, "existing": "resume", **self.plain.setup.options}
+            with pytest.raises(StorageError, match="closed"):
+                memascend.offload(model, one_or_list(members), **options)
+            self.seen["refused as unclosed"] += 1
+            return
+        self.seen[f"killed {self.died}"] += 1
+        self.plain.committed = self.remains
+        self._close()
+        self._open(life, corpse, existing="resume")
+
+    # --- what must be refused ----------------------------------------------------------------
+
+    @property
+    def _declared(self):
+        return self.plain.setup.options["accumulation_steps"]
+
+    @property
+    def _present(self):
+        return any(p.grad is not None for p in self.plain.model.parameters())
+
+    @property
+    def _taken(self):
+        """Gradients are gone into updates as they arrived."""
+        return self.mode == "fused" and self._handles and (self.spent or self.backwards >= self._declared)
+
+    @property
+    def _is_partial(self):
+        """More of these gradients comes before their updates, which a change would let wait for step()."""
+        return self.mode == "fused" and self._declared > 1 and not self._taken
+
+    @property
+    def _handles(self):
+        """Parameters whose gradients the library has."""
+        return [p for p in self.model.parameters() if p.grad is not None and type(p.grad) is not torch.Tensor]
+
+    def _forget_gradients(self, *, noticed=True):
+        """`noticed`: the library knows at once, and not when it looks at p.grad the next time."""
+        self.backwards = 0
+        # There is something for step() to use; and some of it is with the library, and no mere tensor in p.grad.
+        self.fresh = False
+        self.staged = self.staged and not noticed
+        self.unnoticed = not noticed
+        self.spent = self.changed = False
+        self.rates = self._rates()
+
+    def _rates(self):
+        return [group["lr"] for group in self.plain.groups]
+
+    @property
+    def _late_rates(self):
+        """Groups whose updates ran with another learning rate than they have now."""
+        changed = [one != other for one, other in zip(self.rates, self._rates(), strict=True)]
+        handles = {id(p) for p in self._handles}
+        groups = zip(changed, self.optimizer.param_groups, strict=True)
+        return any(late and handles & {id(p) for p in group["params"]} for late, group in groups)
+
+    @contextlib.contextmanager
+    def _refused(self, words):
+        """What is inside is refused, and zero_grad() makes good whatever it did."""
+        with pytest.raises(UsageError, match=words):
+            yield
+        self.seen[f"refused: {words}"] += 1
+        self._discard()
+
+    def _discard(self):
+        self.optimizer.zero_grad()
+        self.plain.zero_grad()
+        self._forget_gradients()
+
+    def _noticed(self):
+        """A change that "auto" sees, unless it is of what the loop put into p.grad itself."""
+        self.habit = "keeps" if self._handles else self.habit or "either"
+
+    # --- gradients -----------------------------------------------------------------------------
+
+    def _loss(self, seed):
+        ours, theirs = (self.plain.setup.loss(model, seed) for model in (self.model, self.plain.model))
+        assert same(theirs, ours), f"the loss is {theirs.item()} in memory and {ours.item()} offloaded"
+        return ours, theirs
+
+    def _backward(self, seed, factor):
+        ours, theirs = self._loss(seed)
+        if self._taken:
+            with self._refused("accumulation_steps|already used"):
+                self.optimizer.backward(ours * factor)
+            return
+        if self._handles:
+            self._noticed()
+        self.plain.backward(theirs * factor)
+        self.optimizer.backward(ours * factor)
+        self._arrived(1)
+
+    def _arrived(self, backwards):
+        self.backwards += backwards
+        self.fresh = self.staged = True
+        self.rates = self._rates()
+
+    @rule(seed=SEEDS, factor=FACTORS)
+    def backward(self, seed, factor):
+        self._backward(seed, factor)
+
+    @precondition(lambda self: not self._present)
+    @rule(first=SEEDS, count=st.integers(1, 3), by_layer=st.booleans())
+    def accumulate(self, first, count, by_layer):
+        if self.unnoticed:
+            # Else the call counts one backward more.
+            self._discard()
+        count = self._declared if self._declared > 1 else count
+        seeds = [first + index for index in range(count)]
+        ours = self.optimizer.accumulate(lambda seed: self.plain.setup.loss(self.model, seed), seeds, by_layer=by_layer)
+        for seed, found in zip(seeds, ours, strict=True):
+            loss = self.plain.setup.loss(self.plain.model, seed)
+            assert same(loss.detach(), found)
+            self.plain.backward(loss)
+        if count > 1 and not self.habit:
+            self.habit = "either"
+        # A call says how many backwards make a step.
+        self._arrived(max(self._declared, count))
+
+    @precondition(lambda self: self._present)
+    @rule(limit=LIMITS)
+    def clip(self, limit):
+        self._clip(limit)
+
+    def _clip(self, limit):
+        if self._is_partial:
+            return
+        norm = get_total_norm([p.grad for p in self.plain.model.parameters() if p.grad is not None])
+        if not norm.isfinite():
+            return
+        if self._taken and limit / (norm + 1e-6) < 1:
+            with self._refused("max_grad_norm"):
+                clip_grad_norm_(self.model.parameters(), limit)
+            return
+        ours = clip_grad_norm_(self.model.parameters(), limit)
+        theirs = clip_grad_norm_(self.plain.model.parameters(), limit)
+        if self.mode == "fused":
+            torch.testing.assert_close(ours, theirs)
+        else:
+            assert same(theirs, ours)
+        self._noticed()
+        self.changed = True
+
+    @precondition(lambda self: self.fresh)
+    @rule(how=NAMES, every=st.integers(1, 3))
+    def change_gradients(self, how, every):
+        self._change_gradients(CHANGES[how], every)
+
+    def _change_gradients(self, change, every):
+        if self._is_partial:
+            return
+        pairs = list(zip(self.model.parameters(), self.plain.model.parameters(), strict=True))[::every]
+        pairs = [pair for pair in pairs if pair[1].grad is not None and pair[1].dim()]
+        if self._taken:
+            with self._refused("gradients="):
+                change(self._handles[-1])
+            return
+        handles = {id(p) for p in self._handles}
+        for ours, theirs in pairs:
+            change(ours)
+            change(theirs)
+            assert same(theirs.grad, ours.grad.clone())
+        if any(id(ours) in handles for ours, _ in pairs):
+            self._noticed()
+        self.changed = True
+
+    @precondition(lambda self: self._present)
+    @rule(every=st.integers(1, 3))
+    def drop_gradients(self, every):
+        self._put(every, lambda _: None)
+        if not self._present:
+            self._forget_gradients(noticed=False)
+
+    @precondition(lambda self: self._declared == 1 and (self.fresh or not self._present))
+    @rule(every=st.integers(1, 3), value=st.sampled_from((0.0, 1e-2, -0.5)))
+    def assign_gradients(self, every, value):
+        # The updates of the others stay.
+        every = max(every, 2) if self._taken else every
+        self._put(every, lambda p: torch.full(p.shape, value, dtype=p.dtype))
+        self.habit = self.habit or "either"
+        self.fresh = True
+
+    def _put(self, every, gradient):
+        for model in (self.model, self.plain.model):
+            for p in list(model.parameters())[::every]:
+                p.grad = gradient(p)
+
+    @rule(to_none=st.booleans(), of_model=st.booleans())
+    def zero_grad(self, to_none, of_model):
+        if not to_none and self._taken:
+            # A sum of several was on storage before its update began, and may be there still.
+            with self._refused("zeros") if self.backwards == 1 else contextlib.suppress(UsageError):
+                self.optimizer.zero_grad(set_to_none=False)
+            self._discard()
+            return
+        (self.model if of_model and to_none else self.optimizer).zero_grad(set_to_none=to_none)
+        self.plain.zero_grad(to_none)
+        if to_none:
+            self._forget_gradients(noticed=not of_model)
+        else:
+            self.habit = "keeps"
+            self.changed = True
+            self.fresh = self._present
+            self.staged = self.staged or self.fresh
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    @rule(zeroes=st.sampled_from((True, True, True, False)), fails=st.sampled_from((False, False, False, True)))
+    def step(self, zeroes, fails):
+        self._step(zeroes, fails)
+
+    def _step(self, zeroes, fails=False):
+        if not self._present:
+            self.optimizer.step()
+            assert self.optimizer.steps == self.plain.steps
+            return
+        if not self.fresh:
+            with self._refused("called again"):
+                self.optimizer.step()
+            return
+        self._refuse_kept()
+        if self._taken and self._late_rates:
+            with self._refused("options of .* changed"):
+                self.optimizer.step()
+            return
+        if fails and not self.plain.overflows:
+            FUSE.fails = True
+            with pytest.raises(StorageError, match="no room"):
+                self.optimizer.step()
+            self.seen["a commit failed"] += 1
+            if not zeroes or self.changed:
+                # What was made of a gradient and its changes has gone into the update.
+                self._discard()
+                return
+        self.optimizer.step()
+        self._stepped()
+        self.fresh = self.staged = False
+        self.spent = True
+        if zeroes or self._declared > 1:
+            self._discard()
+
+    def _refuse_kept(self):
+        """A view would keep the old values of a weight that the step changes."""
+        changes = [name for name in self.kept if self.plain.model.get_parameter(name).grad is not None]
+        if changes:
+            with pytest.raises(UsageError, match=f"{min(changes)}.* holds a view"):
+                self.optimizer.step()
+            self.seen["a view was kept"] += 1
+        self.kept.clear()
+
+    def _stepped(self):
+        committed = self.plain.step()
+        self._note_commit()
+        assert self.optimizer.overflowed == self.plain.overflowed
+        assert self.optimizer.steps == self.plain.steps
+        self._require_options()
+        if not committed:
+            self.seen["overflows"] += 1
+            return
+        # In 16 bits, factors round the gradients in memory, and no norm that is taken on storage.
+        near = {"rel": 0.05 if self.changed else 1e-12}
+        assert self.optimizer.grad_norm == pytest.approx(self.plain.grad_norm, nan_ok=True, **near)
+        self.seen[f"steps {self.mode}"] += 1
+        self.steps_of_life += 1
+        if self.steps_of_life == 1 and self.life.gradients == "auto":
+            self.mode = FUSE.learned.mode
+            expected = {"": ("fused",), "either": ("fused", "ssd")}.get(self.habit, ("ssd",))
+            assert self.mode in expected, f"auto learned {self.mode}, and the loop {self.habit or 'changed nothing'}"
+
+    @rule(first=SEEDS, factors=st.lists(FACTORS, min_size=1, max_size=3), count=st.sampled_from((1, 1, 1, 2)))
+    def train(self, first, factors, count):
+        """Steps as most loops make them."""
+        for factor in factors:
+            self._train(first, factor, count)
+
+    @rule(first=SEEDS, factor=FACTORS, count=st.sampled_from((1, 1, 2)), how=LIMITS | NAMES)
+    def train_by_changed_gradients(self, first, factor, count, how):
+        self._train(first, factor, count, how)
+
+    def _train(self, first, factor, count, how=None):
+        if self._taken:
+            self._discard()
+        for index in range(count):
+            if not self._taken:
+                self._backward(first + index, factor)
+        if isinstance(how, float):
+            self._clip(how)
+        elif how is not None:
+            self._change_gradients(CHANGES[how], 1)
+        self._step(zeroes=True)
+
+    @precondition(lambda self: self.plain.setup.scheduler is None)
+    @rule(rate=st.sampled_from((1e-3, 2e-2)), group=st.integers(0, 2))
+    def set_rate(self, rate, group):
+        group %= len(self.plain.groups)
+        for groups in (self.plain.groups, self.optimizer.param_groups):
+            groups[group]["lr"] = rate
+
+    @rule(value=st.integers(0, 9))
+    def set_user_state(self, value):
+        self.plain.user_state = self.optimizer.user_state = {"next": value}
+
+    @precondition(lambda self: self.plain.setup.model != "norms" and not self._taken)
+    @rule(where=st.sampled_from(("before", "after", "backward")), seed=SEEDS)
+    def fail(self, where, seed):
+        """An exception of the user's; what arrived by then is dropped."""
+        for model, backward in ((self.model, self.optimizer.backward), (self.plain.model, self.plain.backward)):
+            with failing(model.blocks[1], where):
+                backward(self.plain.setup.loss(model, seed))
+        self.habit = self.habit or "either"
+        self._discard()
+
+    # --- values ----------------------------------------------------------------------------------
+
+    @rule(seed=SEEDS, inference=st.booleans())
+    def evaluate(self, seed, inference):
+        with torch.inference_mode() if inference else torch.no_grad():
+            self._loss(seed)
+
+    @rule(how=st.sampled_from(sorted(READS)))
+    def read_weights(self, how):
+        for ours, theirs in zip(READS[how](self.model), READS[how](self.plain.model), strict=True):
+            assert same(theirs.detach(), ours.detach())
+
+    @rule(number=st.integers(0, 30))
+    def keep_a_view(self, number):
+        named = list(self.model.named_parameters())
+        name, p = named[number % len(named)]
+        self.kept[name] = p.detach()
+
+    @rule(
+        number=st.integers(0, 30),
+        how=st.sampled_from(sorted(WRITES)),
+        then=st.sampled_from(("forward", "read", "save")),
+        seed=SEEDS,
+    )
+    def write_past_the_doors(self, number, how, then, seed):
+        """Refused at the call, or as soon as anything looks; the model has what it had."""
+        parameters = dict(self.model.named_parameters())
+        name = list(parameters)[number % len(parameters)]
+        if then == "save" and self.staged:
+            then = "read"
+        if name in self.kept:
+            # A copy that is held is compared before the model computes with the weight, or changes it.
+            then = "forward"
+        with pytest.raises(UsageError, match=r"optimizer\.edit\("):  # noqa: PT012 - whichever of them says so
+            WRITES[how](parameters[name])
+            if then == "forward":
+                self.plain.setup.loss(self.model, seed)
+            elif then == "read":
+                next(iter(parameters.values())).detach()
+            else:
+                self.optimizer.save(self.folder / "refused")
+
+    @rule(door=st.sampled_from(DOORS), every=st.integers(1, 4), factor=st.sampled_from((0.5, 1.0)))
+    def edit(self, door, every, factor):
+        """A write through one of the doors; the factor 1 changes no bit, and so no master."""
+        named = list(self.plain.model.named_parameters())[::every]
+        values = {name: p.detach() * factor for name, p in named}
+        self.kept.clear()
+        with pytest.raises(UsageError, match="a step is staged") if self.staged else contextlib.nullcontext():
+            self._write(door, values)
+        if not self.staged:
+            self.plain.write({p: values[name] for name, p in named})
+            self._note_commit()
+
+    def _write(self, door, values):
+        if door == "materialized":
+            with memascend.materialized(self.model, modify=True), torch.no_grad():
+                for name, value in values.items():
+                    self.model.get_parameter(name).copy_(value)
+        elif door == "edit":
+            with self.optimizer.edit([self.model.get_parameter(name) for name in values]) as given:
+                for own, value in zip(given, values.values(), strict=True):
+                    own.copy_(value)
+        else:
+            self.model.load_state_dict(values, strict=False)
+
+    # --- the run ends, and goes on ---------------------------------------------------------------
+
+    @rule(data=st.data(), how=st.sampled_from(("close", "kill", "checkpoint")))
+    def end(self, data, how):
+        """The process ends, and another one goes on."""
+        if how == "checkpoint" and not self._save():
+            return
+        life = data.draw(lives(self.waits), "life")
+        if how == "kill":
+            self._be_killed("between")
+            self._die(life)
+        elif how == "close":
+            if self.steps_of_life:
+                self.plain.commit_options()
+            self._close()
+            self._open(life, self.file, existing="resume")
+        else:
+            self.plain.committed = self.plain.checkpoint()
+            self._close()
+            self._open(life, self._file(), checkpoint=self.folder / "saved")
+        self.seen[f"ended by {how}"] += 1
+
+    @rule(calls=st.integers(1, 40), at_commits=st.booleans(), data=st.data())
+    def kill_later(self, calls, at_commits, data):
+        """At one of the engine's next calls; or before or after one of the next commits."""
+        self.next_life = data.draw(lives(self.waits), "life")
+        FUSE.left, FUSE.at_commits = (1 + calls % 4 if at_commits else calls), at_commits
+
+    @rule()
+    def save(self):
+        self._save()
+
+    def _save(self):
+        """Whether there is a checkpoint."""
+        with pytest.raises(UsageError, match="a step is staged") if self.staged else contextlib.nullcontext():
+            self.optimizer.save(self.folder / "saved")
+        return not self.staged
+
+    # --- always ----------------------------------------------------------------------------------
+
+    @invariant()
+    def values_are_equal(self):
+        if self.optimizer is None:
+            return
+        if self.corpse is not None:
+            note(f"killed {self.died} a call of the engine")
+            self._die(self.next_life)
+        self.checks += 1
+        if self.checks % 2:
+            with memascend.materialized(self.model):
+                self._require_values()
+        else:
+            self._require_values()
+        for (name, theirs), ours in zip(self.plain.model.named_buffers(), self.model.buffers(), strict=True):
+            assert same(theirs, ours), f"buffer {name}"
+        parameters = list(zip(self.model.named_parameters(), self.plain.model.parameters(), strict=True))
+        (name, ours), theirs = parameters[self.checks % len(parameters)]
+        self.require_state(name, self.optimizer.state_of(ours), self.plain.state_of(theirs))
+
+    def _require_values(self):
+        for (name, theirs), ours in zip(self.plain.model.named_parameters(), self.model.parameters(), strict=True):
+            assert same(theirs.detach(), ours.detach().clone()), f"parameter {name}"
+
+    @staticmethod
+    def require_state(name, ours, theirs):
+        assert ours.keys() - {"master"} == theirs.keys() - {"master"}, name
+        for key, value in theirs.items():
+            wanted, found = torch.as_tensor(value), ours[key]
+            if key == "step":
+                wanted, found = wanted.float(), found.float()
+            assert same(wanted, found), f"{key} of {name}"

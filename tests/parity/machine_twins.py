@@ -1,0 +1,315 @@
+"""What the state machine trains: drawn models, optimizers and options; and the twin in memory, which is right."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from parity.harness import same
+from parity.reference import Reference
+from parity.zoo_plain import VOCABULARY, WIDTH, Rooted, Stack, next_token, squares
+from torch import nn
+from torch.optim import lr_scheduler
+
+from memascend.plan.options import Options
+from memascend.session.decide import planned
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+GRADIENTS = ("fused", "ssd", "ram", "auto")
+
+
+def norms():
+    """Buffers that each forward changes, and two matrices that have enough elements for a state of 8 bits."""
+    layers = (nn.Linear(WIDTH, 4 * WIDTH), nn.BatchNorm1d(4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH))
+    return nn.Sequential(*layers, nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
+
+
+def vectors(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(6, WIDTH, generator=generator), torch.randn(6, WIDTH, generator=generator)
+
+
+def tokens(seed):
+    return torch.randint(0, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(seed))
+
+
+MODELS = {
+    "stack": (lambda: Stack(depth=2), tokens, next_token),
+    "tied": (lambda: Stack(depth=2, tied=True), tokens, next_token),
+    "rooted": (Rooted, vectors, squares),
+    "norms": (norms, vectors, squares),
+}
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(
+        [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 3e-3, "betas": (0.8, 0.95)}], lr=1e-2
+    )
+
+
+def matrices_and_rest(model):
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    return matrices, [p for p in model.parameters() if p.dim() != 2]
+
+
+def muon_and_adamw(model):
+    matrices, rest = matrices_and_rest(model)
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=1e-2)]
+
+
+def three(model):
+    matrices, rest = matrices_and_rest(model)
+    return [torch.optim.SGD(rest, lr=0.05, momentum=0.9), torch.optim.Muon(matrices[1:], nesterov=False),
+            torch.optim.Adam(matrices[:1], lr=1e-2)]  # fmt: skip
+
+
+def alone(kind, **options):
+    return lambda model: [kind(model.parameters(), **options)]
+
+
+O = torch.optim  # noqa: E741
+OPTIMIZERS = {
+    "adamw": lambda model: [adamw(list(model.parameters()))],
+    "adam": alone(O.Adam, lr=1e-2, weight_decay=0.1),
+    "sgd": alone(O.SGD, lr=0.1, momentum=0.9),
+    "rmsprop": alone(O.RMSprop, lr=1e-3),
+    "adafactor": alone(O.Adafactor, lr=1e-2),
+    "muon and adamw": muon_and_adamw,
+    "three": three,
+}
+# Those whose moments have other formats.
+FORMATTED = ("adamw", "adam", "sgd")
+
+SCHEDULERS = {
+    "step": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (step + 1)),
+    "warmup": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.CosineAnnealingWarmRestarts(o, 2, 2)], [2]
+    ),
+}
+
+
+def one_or_list(members):
+    """As offload() takes them."""
+    return members if len(members) > 1 else members[0]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all processes of a run share."""
+
+    model: str
+    dtype: torch.dtype
+    optimizer: str
+    options: dict[str, Any]
+    """Those of offload() that change the update, or say how many backwards make it."""
+    scheduler: str | None
+
+    def made(self, seed):
+        """A model and its optimizers."""
+        torch.manual_seed(seed)
+        model = MODELS[self.model][0]().to(self.dtype)
+        return model, OPTIMIZERS[self.optimizer](model)
+
+    def loss(self, model, seed):
+        _, batch, loss = MODELS[self.model]
+        return loss(model, batch(seed))
+
+    def schedulers(self, members):
+        return [SCHEDULERS[self.scheduler](member) for member in members] if self.scheduler else []
+
+
+@dataclass(frozen=True)
+class Life:
+    """What one process of a run chooses for itself."""
+
+    gradients: str
+    budget: float | None
+    """From the smallest (0) to the one that holds all state in memory (1); None: the library chooses."""
+    durability: str
+    log_steps: int | None
+
+    def options(self, setup, storage):
+        """The arguments of offload()."""
+        options = {"gradients": self.gradients, "durability": self.durability, "storage": storage, **setup.options}
+        if self.durability == "step":
+            options["log_steps"] = self.log_steps
+        if self.budget is not None:
+            with torch.random.fork_rng():
+                model, members = setup.made(0)
+                plan = planned(model, one_or_list(members), Options(host_memory="1GiB", **options)).plan
+            options["host_memory"] = round(plan.smallest + self.budget * max(0, plan.all_held - plan.smallest))
+        return options
+
+
+def formats(draw, optimizer, dtype):
+    """The state's formats, where the optimizer has others than torch's."""
+    if optimizer not in FORMATTED or draw(st.booleans()):
+        return {}
+    state = draw(st.sampled_from(("bf16", "8bit")))
+    if dtype != FP32 and draw(st.booleans()):
+        return {"state": state, "seed": 5, "rounding": "stochastic", "master_dtype": None}
+    return {"state": state, "seed": 5}
+
+
+@st.composite
+def setups(draw, gradients):
+    """A setup whose every life has these gradients, or any (None)."""
+    model = draw(st.sampled_from(sorted(MODELS)))
+    dtype = draw(st.sampled_from((FP32, BF16, BF16, FP16)))
+    optimizer = draw(st.sampled_from(sorted(OPTIMIZERS)))
+    options = formats(draw, optimizer, dtype)
+    if gradients != "fused":
+        options["max_grad_norm"] = draw(st.sampled_from((None, None, 0.05, 0.5, 1e3)))
+    options["accumulation_steps"] = draw(st.sampled_from((1, 1, 1, 2)))
+    if dtype == FP16:
+        options["loss_scale"] = draw(st.sampled_from(("dynamic", 256.0)))
+    scheduler = draw(st.sampled_from((None, *SCHEDULERS)))
+    return Setup(model, dtype, optimizer, options, scheduler)
+
+
+@st.composite
+def lives(draw, gradients, durabilities=("step", "step", "none")):
+    """How a process runs; with these gradients, or any (None) but "fused"."""
+    return Life(
+        gradients or draw(st.sampled_from(GRADIENTS[1:])),
+        draw(st.sampled_from((None, 0.0, 0.3, 0.7, 1.0, 1.5))),
+        draw(st.sampled_from(durabilities)),
+        draw(st.sampled_from((None, 1, 2, 5))),
+    )
+
+
+class Plain:
+    """The same training in memory, with torch's optimizers; what it commits it has again after a kill.
+
+    Attributes:
+        committed: what a store would have.
+    """
+
+    def __init__(self, setup):
+        self.setup = setup
+        self.model, self.members = setup.made(1)
+        self.schedulers = setup.schedulers(self.members)
+        names = {p: name for name, p in self.model.named_parameters()}
+        embeddings = [one.weight for one in self.model.modules() if isinstance(one, nn.Embedding)]
+        self.references = [Reference(one, names=names, embeddings=embeddings, **setup.options) for one in self.members]
+        self.steps = 0
+        self.user_state = None
+        self.overflowed = False
+        self.grad_norm = None
+        self.committed = self.snapshot()
+
+    @property
+    def groups(self):
+        return [group for member in self.members for group in member.param_groups]
+
+    @property
+    def scale(self):
+        return self.references[0].loss_scale or 1.0
+
+    def backward(self, loss):
+        self.references[0].backward(loss)
+
+    def zero_grad(self, set_to_none=True):
+        self.model.zero_grad(set_to_none)
+
+    @property
+    def overflows(self):
+        """Whether the next step is skipped for a gradient that is not finite."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return self.references[0].loss_scale is not None and not all(bool(g.isfinite().all()) for g in gradients)
+
+    @torch.no_grad()
+    def step(self):
+        """One update by all optimizers, with one norm and one scale; False where there was none to commit."""
+        gradients = {p: p.grad for p in self.model.parameters() if p.grad is not None}
+        first = self.references[0]
+        if not gradients:
+            return False
+        self.overflowed = self.overflows
+        if not self.overflowed:
+            self.grad_norm = first._squares(gradients) ** 0.5 / self.scale
+            factor = first._factor(gradients)
+            for one in self.references:
+                one._update(gradients, factor)
+        for one in self.references:
+            one.original._opt_called = True
+            one.overflowed = self.overflowed
+            one._rescale()
+        if self.overflowed:
+            return False
+        for scheduler in self.schedulers:
+            scheduler.step()
+        self.steps += 1
+        self.committed = self.snapshot()
+        return True
+
+    @torch.no_grad()
+    def write(self, values):
+        """Other values of parameters: where a bit differs, the master is the value; committed with the buffers."""
+        changed = {p: value for p, value in values.items() if not same(p.detach(), value)}
+        for p, value in changed.items():
+            p.copy_(value)
+            for one in self.references:
+                if p in one.masters and one.masters[p] is not p:
+                    one.masters[p].copy_(one._master(p))
+        if changed:
+            now = self.snapshot()
+            self.committed = {**self.committed, **{name: now[name] for name in ("values", "masters", "buffers")}}
+
+    def state_of(self, p):
+        return next(one.state_of(p) for one in self.references if p in one.masters)
+
+    # --- what a store has --------------------------------------------------------------
+
+    def _of_references(self, get):
+        return [[get(one, p) for p in one.masters] for one in self.references]
+
+    def snapshot(self):
+        """A copy of all that training changes."""
+        return copy.deepcopy({
+            "values": {name: p.detach() for name, p in self.model.named_parameters()},
+            "buffers": dict(self.model.named_buffers()),
+            "masters": self._of_references(lambda one, p: one.masters[p].detach()),
+            "state": self._of_references(lambda one, p: dict(one.inner.state.get(one.masters[p], {}))),
+            "options": [{name: value for name, value in group.items() if name != "params"} for group in self.groups],
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "scale": [(one.loss_scale, one.steps_since_overflow) for one in self.references],
+            "user_state": self.user_state,
+            "steps": self.steps,
+        })  # fmt: skip
+
+    @torch.no_grad()
+    def restore(self):
+        """What was committed last, as a new process has it."""
+        kept = copy.deepcopy(self.committed)
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            tensor.copy_(kept["values"][name] if name in kept["values"] else kept["buffers"][name])
+        for one, masters, states in zip(self.references, kept["masters"], kept["state"], strict=True):
+            for p, master, state in zip(one.masters, masters, states, strict=True):
+                one.masters[p].copy_(master)
+                one.inner.state.pop(one.masters[p], None)
+                if state:
+                    one.inner.state[one.masters[p]] = state
+        for group, options in zip(self.groups, kept["options"], strict=True):
+            group.update(options)
+        for scheduler, state in zip(self.schedulers, kept["schedulers"], strict=True):
+            scheduler.load_state_dict(state)
+        for one, (scale, since) in zip(self.references, kept["scale"], strict=True):
+            one.loss_scale, one.steps_since_overflow = scale, since
+        self.user_state, self.steps = kept["user_state"], kept["steps"]
+        self.zero_grad()
+
+    def commit_options(self):
+        """What close() adds to the last commit: options of groups that were set since."""
+        now = self.snapshot()
+        if now["options"] != self.committed["options"]:
+            self.committed = {**self.committed, "options": now["options"], "scale": now["scale"]}
+
+    def checkpoint(self):
+        """What save() writes: the last commit, with the present options."""
+        now = self.snapshot()
+        return {**self.committed, **{name: now[name] for name in ("options", "schedulers", "scale", "user_state")}}

@@ -1,0 +1,152 @@
+"""Runs the state machine of training: few examples that are always the same, and with `slow` hundreds of others.
+
+Beside it, runs whose processes are killed by -9, between any two calls of the engine.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import run_state_machine_as_test
+from parity.harness import same
+from parity.machine import Machine
+from parity.machine_calls import FUSE
+from parity.machine_twins import Plain, lives, one_or_list, setups
+from parity.reference import threads_of_torch
+
+import memascend
+
+pytestmark = [
+    # The stored options win over those that a process begins with; some parameters keep a format of their own.
+    pytest.mark.filterwarnings("ignore:the stored options stand:UserWarning", "ignore:rounding:UserWarning"),
+    # Shrinking what failed takes its time.
+    pytest.mark.timeout(1800),
+]
+SETTINGS = {
+    "deadline": None,
+    "database": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+    "print_blob": True,
+}
+
+
+def run(waits, examples, *, derandomize):
+    """What happened in all examples, by name."""
+    machine = type("Training", (Machine,), {"waits": waits, "seen": Counter()})
+    given = settings(max_examples=examples, stateful_step_count=15, derandomize=derandomize, **SETTINGS)
+    with FUSE.installed(), threads_of_torch(1):
+        run_state_machine_as_test(machine, settings=given)
+    return machine.seen
+
+
+ALWAYS = {
+    "held True", "held False", "killed before", "killed after", "killed between", "refused as unclosed",
+    "ended by close", "ended by checkpoint", "a commit failed", "a view was kept", "overflows",
+}  # fmt: skip
+REFUSED = ("refused: accumulation_steps|already used", "refused: max_grad_norm", "refused: gradients=")
+SOMETIMES = {
+    None: {"steps ssd", "steps ram"},
+    "fused": {"steps fused", *REFUSED},
+    "auto": {"steps fused", "steps ssd", "early", "anew", *REFUSED},
+}
+
+
+@pytest.mark.parametrize("waits", SOMETIMES)
+def test_a_run_is_the_one_in_memory(waits):
+    assert sum(count for what, count in run(waits, 25, derandomize=True).items() if what.startswith("steps")) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waits", SOMETIMES)
+def test_hundreds_of_runs_are_those_in_memory(waits):
+    seen = run(waits, 300, derandomize=False)
+    assert {what for what in ALWAYS | SOMETIMES[waits] if not seen[what]} == set()
+
+
+# --- true kills -----------------------------------------------------------------------------
+
+STEPS = 6
+
+
+def train(setup, model, optimizer):
+    """From the batch that was committed on to the last."""
+    for index in range((optimizer.user_state or {"next": 0})["next"], STEPS):
+        optimizer.backward(setup.loss(model, index))
+        optimizer.user_state = {"next": index + 1}
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def opened(setup, life, file):
+    model, members = setup.made(1)
+    schedulers = setup.schedulers(members)
+    options = {**life.options(setup, file), "existing": "resume"}
+    model, optimizer = memascend.offload(model, one_or_list(members), **options)
+    if schedulers:
+        optimizer.schedule(*schedulers)
+    return model, optimizer
+
+
+def live(setup, life, file, calls):
+    """A process that trains until it is killed at a call of the engine; whether it was."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            model, optimizer = opened(setup, life, file)
+            FUSE.left, FUSE.at_commits, FUSE.kill = calls, False, lambda _: os.kill(os.getpid(), signal.SIGKILL)
+            train(setup, model, optimizer)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert status in (0, -signal.SIGKILL)
+    return status != 0
+
+
+@st.composite
+def killed_runs(draw):
+    waits = draw(st.sampled_from((None, "fused")))
+    durable = lives(waits, durabilities=("step",))
+    deaths = draw(st.lists(st.tuples(durable, st.integers(1, 60)), min_size=1, max_size=3))
+    return draw(setups(waits)), deaths, draw(durable)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.parametrize("examples", [5, pytest.param(150, marks=pytest.mark.slow)])
+def test_a_killed_run_has_torchs_weights_state_and_statistics(examples):
+    kills = 0
+
+    @settings(max_examples=examples, derandomize=examples < 100, **SETTINGS)
+    @given(killed_runs())
+    def is_exact(drawn):
+        nonlocal kills
+        setup, deaths, last = drawn
+        plain = Plain(setup)
+        train(setup, plain.model, plain)
+        with TemporaryDirectory(prefix="killed-") as folder:
+            file = Path(folder, "run.store")
+            kills += sum(live(setup, life, file, calls) for life, calls in deaths)
+            model, optimizer = opened(setup, last, file)
+            with optimizer:
+                train(setup, model, optimizer)
+                for (name, theirs), ours in zip(plain.model.named_parameters(), model.parameters(), strict=True):
+                    assert same(theirs.detach(), ours.detach().clone()), name
+                    Machine.require_state(name, optimizer.state_of(ours), plain.state_of(theirs))
+                for (name, theirs), ours in zip(plain.model.named_buffers(), model.buffers(), strict=True):
+                    assert same(theirs, ours), name
+
+    # A fork has one thread, whatever pool of them its parent has.
+    with FUSE.installed(), threads_of_torch(1):
+        is_exact()
+    assert kills >= examples // 2
