@@ -201,6 +201,12 @@ class Machine(RuleBasedStateMachine):
         self.plain.zero_grad()
         self._forget_gradients()
 
+    def _mixes(self):
+        """Whether a save or a door would mix with the step; both forget one whose gradients were all taken away."""
+        if self.staged and not self._present:
+            self._forget_gradients()
+        return self.staged
+
     def _noticed(self):
         """A change that "auto" sees, unless it is of what the loop put into p.grad itself."""
         self.habit = "keeps" if self._handles else self.habit or "either"
@@ -472,7 +478,7 @@ class Machine(RuleBasedStateMachine):
         """Refused at the call, or as soon as anything looks; the model has what it had."""
         parameters = dict(self.model.named_parameters())
         name = list(parameters)[number % len(parameters)]
-        if then == "save" and self.staged:
+        if then == "save" and self._mixes():
             then = "read"
         if name in self.kept:
             # A copy that is held is compared before the model computes with the weight, or changes it.
@@ -492,9 +498,10 @@ class Machine(RuleBasedStateMachine):
         named = list(self.plain.model.named_parameters())[::every]
         values = {name: p.detach() * factor for name, p in named}
         self.kept.clear()
-        with pytest.raises(UsageError, match="a step is staged") if self.staged else contextlib.nullcontext():
+        mixes = self._mixes()
+        with pytest.raises(UsageError, match="a step is staged") if mixes else contextlib.nullcontext():
             self._write(door, values)
-        if not self.staged:
+        if not mixes:
             self.plain.write({p: values[name] for name, p in named})
             self._note_commit()
 
@@ -544,9 +551,10 @@ class Machine(RuleBasedStateMachine):
 
     def _save(self):
         """Whether there is a checkpoint."""
-        with pytest.raises(UsageError, match="a step is staged") if self.staged else contextlib.nullcontext():
+        mixes = self._mixes()
+        with pytest.raises(UsageError, match="a step is staged") if mixes else contextlib.nullcontext():
             self.optimizer.save(self.folder / "saved")
-        return not self.staged
+        return not mixes
 
     # --- always ----------------------------------------------------------------------------------
 

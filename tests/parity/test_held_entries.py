@@ -47,8 +47,7 @@ def test_what_is_held_is_never_read(part, durability, tmp_path):
         return
     # Not even once: they are held as they are written first.
     assert reads == {"values": 0, "values, update": 0, "state": 0}
-    # Code of torch's is staged until it has run to its end.
-    if durability == "none" and case.optimizer is not adafactor:
+    if durability == "none":
         assert report.written["values"] == report.written["state"] == 0
 
 

@@ -366,6 +366,11 @@ class Gradients:
             if id(gradient.place.parameter) in parameters:
                 gradient.expect_pieces()
 
+    def are_taken_away(self) -> bool:
+        """Whether each `p.grad` of what is staged is None, as `model.zero_grad()` leaves it."""
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            return self.is_staged() and all(gradient.place.parameter.grad is None for gradient in self.by_name.values())
+
     def is_staged(self) -> bool:
         """Whether something arrived or is staged that no step has used."""
         return self.fresh or self.has_updates

@@ -275,10 +275,19 @@ class Run:
         """Raise where a step is staged, a unit is in use or a copy was written to; wait for pending writes."""
         self.require_open()
         self.residency.copies.require_unwritten()
+        if self.gradients.are_taken_away():
+            self.discard()
         if self.gradients.is_staged():
             raise UsageError("a step is staged, which this would mix with: call step() or zero_grad() first")
         self.residency.require_idle("this")
         self.resources.engine.finish()
+
+    def discard(self) -> None:
+        """Drop the gradients, and what they staged."""
+        drops_updates = self.gradients.has_updates
+        self.gradients.clear()
+        if drops_updates:
+            self.residency.units.read_again()
 
     @contextlib.contextmanager
     def committing(self, stands: Callable[[], None], failed: Callable[[], None]) -> Iterator[None]:

@@ -255,10 +255,7 @@ class Session:
         self.run.frames.unwind()
         self.run.residency.units.written.clear()
         if set_to_none:
-            drops_updates = self.run.gradients.has_updates
-            self.run.gradients.clear()
-            if drops_updates:
-                self.run.residency.units.read_again()
+            self.run.discard()
             self.measurements.meter.cleared()
         else:
             self.run.gradients.zero()
