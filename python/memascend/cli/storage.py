@@ -230,11 +230,7 @@ def _measured(volume: Volume, patterns: Sequence[Pattern]) -> dict[str, Speed]:
 
 
 def speeds_at(path: Path) -> dict[str, Speed]:
-    """The speed of reads, of writes, and of both in turn ("mixed"); of a raw device, of reads alone.
-
-    Raises:
-        StorageError: no store can be made there.
-    """
+    """The speed of reads, of writes, and of both in turn ("mixed"); of a raw device, of reads alone."""
     if path.is_block_device():
         with nvme.open(path) as volume:
             return _measured(volume, ("read",))
@@ -246,11 +242,7 @@ def speeds_at(path: Path) -> dict[str, Speed]:
 
 
 def disk_folder() -> Path:
-    """The first writable folder on a disk among those for temporary files and the current one.
-
-    Raises:
-        StorageError: there is none.
-    """
+    """The first writable folder on a disk among those for temporary files and the current one."""
     for place in (Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()):  # noqa: S108
         if os.access(place, os.W_OK | os.X_OK) and file_system(place) not in _MEMORY:
             return place

@@ -434,7 +434,7 @@ class Accumulation:
         whole = backwards.declared == 1 or backwards.is_last(len(batches))
         stream = CallerStream(self.device)
         sums = PartialSums(self.gradients, self._course, baton, self.limit, self._make_room, stream=stream, whole=whole)
-        self.meter.count(sums)
+        self.meter.sums = sums
         try:
             with self.gradients.summed_by(sums):
                 self.gradients.begin_backward()
@@ -445,7 +445,7 @@ class Accumulation:
             self._abandon(sums)
             raise
         finally:
-            self.meter.count(None)
+            self.meter.sums = None
             free_scratch()
             # What the threads of micro-batches freed lies in heaps of their own.
             trim_heap()

@@ -42,11 +42,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 
 
 def parse_bytes(size: float | str, name: str = "a size") -> int:
-    """A number of bytes: 8 << 30, 8e9, or text such as "8GiB", "1.5 GiB", "500MB" or "8e9" (MB are 10^6, MiB 2^20).
-
-    Raises:
-        ConfigError: it is neither, has a fraction, or is less than 1 byte; the message calls it `name`.
-    """
+    """A number of bytes: 8 << 30, 8e9, or text such as "8GiB", "1.5 GiB", "500MB" or "8e9" (MB are 10^6, MiB 2^20)."""
     if isinstance(size, int) and not isinstance(size, bool):
         nbytes = size
     elif isinstance(size, float) and size.is_integer():
@@ -65,11 +61,7 @@ def parse_bytes(size: float | str, name: str = "a size") -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `offload()`, as given; `paths`, `host_bytes` and `unit_names` are their parsed forms.
-
-    Raises:
-        ConfigError: an option is wrong, or contradicts another one; the message names values that work.
-    """
+    """The options of `offload()`, as given; `paths`, `host_bytes` and `unit_names` are their parsed forms."""
 
     storage: _Path | Sequence[_Path] | None = None
     existing: Literal["refuse", "resume", "replace", "previous"] = "refuse"

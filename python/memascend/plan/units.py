@@ -197,16 +197,9 @@ def find_units(
     """Group the parameters of `model` into units, in the order of the forward as the module tree gives it.
 
     Each repeated block is a unit, and so is each embedding, LM head and other large module. Small leftovers (a final
-    norm, a class token) are one pinned unit, "rest". Blocks larger than a bound are divided by module.
-
-    Args:
-        model: its parameters may be on "meta".
-        units: names of modules that are one unit each, whatever their size; other modules are divided as without it.
-        bytes_max: the bound; None: 1 GiB, or where that is larger, the parameters that a single module owns directly.
-            These are never divided, as one call binds them all.
-
-    Raises:
-        ConfigError: the model has no parameters, or uninitialized ones; `units` has a name that cannot be a unit.
+    norm, a class token) are one pinned unit, "rest". Blocks larger than `bytes_max` (1 GiB) are divided by module, but
+    for parameters that a single module owns: one call binds them all. Modules named by `units` are one unit each,
+    whatever their size.
     """
     tree = ModuleTree(model)
     bound = max(_BOUND_BYTES, tree.largest_owner) if bytes_max is None else bytes_max

@@ -123,10 +123,9 @@ def find_groups(
     optimizer: torch.optim.Optimizer,
     device: torch.device | None = None,
 ) -> dict[str, int]:
-    """The group of each trained parameter; raises `ConfigError` where the parameters cannot be offloaded.
+    """The group of each trained parameter; rejects parameters that cannot be offloaded.
 
-    Parameters are on the CPU, on meta, or on the `device` that is going to compute. `named` are the model's parameters,
-    or the rows that a rank has of them.
+    `named` are the model's parameters, or the rows that a rank has of them; `device` is the one that computes.
     """
     if not named:
         raise ConfigError("the model has no parameters, so there is nothing to offload: pass a model that has some")
@@ -261,8 +260,8 @@ class Subject:
     ) -> None:
         """`optimizer` is the original, or several that are joined. `device` computes; None: the host.
 
-        `sharding` has the parameters, where ranks share them. `earlier` has the stores of another number of ranks, from
-        which the run resumes. A subject that is `only_planned` needs neither a device nor a path of its store.
+        `sharding` has the parameters of several ranks; `earlier` the stores of another number of ranks, to resume from.
+        A subject that is `only_planned` needs neither a device nor a path of its store.
         """
         self.model = model
         self.original = optimizer
@@ -325,8 +324,8 @@ class Subject:
     def streamed(self) -> dict[str, str]:
         """The trained parameters that no budget keeps in RAM, each with the class of its optimizer.
 
-        Where no step is durable, updates in the RAM tier change the only copy. The code of a class that is not torch's
-        own may fail in the middle of that.
+        Where no step is durable, updates in the RAM tier change the only copy, and code that is not torch's own may
+        fail in the middle of that.
         """
         if self.durability != "none":
             return {}
@@ -364,17 +363,9 @@ def planned(
     options: Options,
     ranks: int = 1,
 ) -> Planned:
-    """Decide as `offload()` with these options would, from shapes alone: the model may be on "meta"; nothing changes.
+    """Decide as `offload()` would, from shapes alone: the model may be on "meta", and nothing changes.
 
-    Args:
-        model: the model to train.
-        optimizer: owns its parameters; or several optimizers that do.
-        options: of `offload()`; with several ranks, of each.
-        ranks: the number of ranks that share the model: the plan is that of one rank.
-
-    Raises:
-        ConfigError: `offload()` would raise it; the message says why.
-        BudgetError: the budget is too small; `smallest` is the budget that works.
+    With several `ranks` that share the model, options and plan are those of one.
     """
     with torch.no_grad():
         original = unwrapped(optimizer)
@@ -398,12 +389,7 @@ def planned(
 
 
 def decide(subject: Subject) -> Decision:
-    """Find the units, describe the records of the store, and plan.
-
-    Raises:
-        ConfigError: an option does not fit.
-        BudgetError: the budget is too small.
-    """
+    """Find the units, describe the records of the store, and plan."""
     options = subject.options
     sharding = subject.sharding
     units = find_units(subject.model, units=options.unit_names) if sharding is None else sharding.units()
@@ -436,14 +422,11 @@ def _requirements(
     subject: Subject, units: tuple[Unit, ...], entries: list[Entry], sizes: engines.Sizes
 ) -> Requirements:
     options, moves = subject.options, subject.moves_activations
-    gradients = {name: subject.named[name].nbytes for name in subject.trained}
     stays = moves and options.activations == "host"
     return Requirements(
         units=units,
         sizes=sizes,
         gradients="ssd" if options.gradients == "auto" and options.keeps else options.gradients,
-        largest_gradient=max(gradients.values()),
-        all_gradients=sum(gradients.values()),
         whole_bytes=subject.arithmetic.whole_bytes + sizes.other_bytes,
         whole_next_bytes=subject.arithmetic.whole_next_bytes,
         staging={"unit staging": CHUNKS, "gradient windows": WINDOWS} if subject.staged else None,
@@ -451,8 +434,7 @@ def _requirements(
         activation_group=activations.MORE if stays else 0,
         activation_groups=activations.MORE_USUAL if stays else 0,
         update_values=subject.arithmetic.update_values,
-        trained=subject.trained,
-        gradient_bytes=gradients,
+        gradient_bytes={name: subject.named[name].nbytes for name in subject.trained},
         streamed=subject.streamed.keys(),
         applies=subject.durability == "none",
         log=_log(subject, entries, sizes),

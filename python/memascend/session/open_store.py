@@ -47,16 +47,10 @@ def note(run: OffloadedOptimizer) -> None:
 def open_again(
     create: Callable[[], Store], paths: Sequence[str], *, closes: bool, judge: Callable[[Store], None]
 ) -> Store:
-    """Open the store at `paths`, also where a run of this process has it open.
+    """Open the store at `paths` by `create`, also where a run of this process has it open.
 
-    Args:
-        create: opens or makes the store.
-        paths: of the store.
-        closes: close that run, with a warning; else raise an error, unless nothing refers to the run any more.
-        judge: raises where that run must not be closed, or its store does not fit; the run then continues.
-
-    Raises:
-        StorageError: as `create`, or a run of this process has the store open.
+    That run is closed with a warning (`closes`), unless `judge` raises: then it continues. Without `closes`, an error
+    is raised, unless nothing refers to the run any more.
     """
     try:
         return create()

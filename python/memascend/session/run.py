@@ -146,12 +146,7 @@ _USER_BYTES_MAX = 64 << 10
 
 
 class Record:
-    """The data that is committed with a step, and the position of the run: its store, and the committed steps.
-
-    Attributes:
-        step: the number of committed steps.
-        made: those of them that this run committed.
-    """
+    """The data that is committed with a step, and the position of the run: its store, and the committed steps."""
 
     def __init__(
         self,
@@ -163,8 +158,8 @@ class Record:
     ) -> None:
         self._store = store
         self.schedule = schedule
-        self.step = store.step
-        self.made = 0
+        self.step = store.step  # the number of committed steps
+        self.made = 0  # those of them that this run committed
         # The position of the checkpoint from which the run began, until its first step.
         self._origin: dict[str, Any] | None = (store.hyperparameters or {}).get("origin")
         self.buffers = buffers
@@ -221,12 +216,7 @@ class Record:
         return {"store": self._store.info()["uuid"], "step": self.step}
 
     def require(self, state_dict: Mapping[str, Any]) -> None:
-        """Reject an optimizer's state dict of another position, or with other groups.
-
-        Raises:
-            UsageError: it names both positions, and what begins from the other one.
-            ValueError: it has other groups.
-        """
+        """Reject an optimizer's state dict of another position (`UsageError`), or with other groups (`ValueError`)."""
         here, given = self.identity(), state_dict.get("memascend")
         if given is None:
             raise UsageError(
@@ -284,8 +274,8 @@ class Run:
     def committing(self, stands: Callable[[], None], failed: Callable[[], None]) -> Iterator[None]:
         """Inside is one commit: afterwards `stands` is called, or `failed` where it failed.
 
-        Ctrl-C is raised once the commit has returned. So an exception does not mean a failure; the store's generation
-        shows it.
+        Ctrl-C is raised once the commit has returned, so the store's generation shows whether it failed, and not the
+        exception.
         """
         store = self.resources.store
         generation = store.info()["generation"]

@@ -88,9 +88,7 @@ def _speed(text: str) -> float:
 def run(options: argparse.Namespace, measure: Measure | None = None) -> int:
     """Print the plan; exit code 1 if it does not fit the GPU or the storage.
 
-    Args:
-        options: of the command line.
-        measure: adds measured times of a processor to a question, for a number of sequences and their length.
+    `measure` adds measured times of a processor to a question, for a number of sequences and their length.
     """
     # An error about it needs no torch, whose import takes seconds.
     named_shape(options.model)
@@ -236,7 +234,7 @@ def _values(
         "compute_takes_over": None
         if takeover is None
         else {**asdict(takeover), "tokens_per_second": takeover.tokens_per_second},
-        "forecast": None if (forecast := forecast_of(question, plan, found.network)) is None else asdict(forecast),
+        "forecast": None if (forecast := forecast_of(question, found)) is None else asdict(forecast),
         "one_after_the_other": None if turns is None else {**described(turns), "host_bytes": turns.host_bytes},
         "ranks": None if found.network is None else {"count": options.ranks, **moved(question, found)},
         "disk": {

@@ -10,19 +10,17 @@ from memascend.cli.plan.model import Traces
 from memascend.errors import ConfigError
 from memascend.plan.cost import (
     Drive,
-    Forecast,
     Host,
     Phase,
     Work,
     assumed_host,
     drive_days,
-    forecast,
     phases,
     seconds,
-    storage_seconds,
     through_link,
     update_seconds,
 )
+from memascend.plan.table import Plan, Traffic
 from memascend.session.decide import planned
 from memascend.text import bytes_shown
 
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from memascend.cli.plan.model import Trace
     from memascend.plan.cost import Network
     from memascend.plan.options import Options
-    from memascend.plan.table import Plan
     from memascend.session.decide import Planned
 
 
@@ -156,16 +153,7 @@ class Answer:
 
 
 def answer(question: Question, found: Planned | None = None) -> Answer:
-    """Plan as `offload()` does, and estimate the run on the machine.
-
-    Args:
-        question: the model, the machine and the options.
-        found: the plan of `offload()`, if it is known already.
-
-    Raises:
-        ConfigError: `offload()` would raise it.
-        BudgetError: the budget is too small; `smallest` is one that works.
-    """
+    """Plan as `offload()` does, unless its plan is `found` already, and estimate the run on the machine."""
     found = found or planned(question.model, question.optimizer, question.options, question.ranks)
     plan = found.plan
     # Each of several ranks also has the parameters that torch has gathered.
@@ -211,7 +199,6 @@ def _phases(question: Question, plan: Plan, network: Network | None) -> list[Pha
     trace, drive = question.trace, question.drive
     if drive is None or isinstance(trace, str):
         return None
-    kept = plan.gradients in ("ssd", "ram")
     if question.gpu is not None:
         flops = question.gpu.flops
         forward, backward = trace.forward / flops, trace.backward / flops
@@ -228,7 +215,7 @@ def _phases(question: Question, plan: Plan, network: Network | None) -> list[Pha
         backward = network.backward + network.gradients
         work = replace(work, exchanged=(network.forward / question.network, backward / question.network))
     host = replace(host, update=update_seconds(plan, host.update))
-    return phases(plan, work, drive, host, kept=kept)
+    return phases(plan, work, drive, host)
 
 
 def _problems(question: Question, plan: Plan, torchs: int) -> list[str]:
@@ -253,28 +240,41 @@ def _elsewhere(question: Question) -> str:
     return f"; --activations ssd or host moves {kept} that the other {question.micro_batches - 1} micro-batches keep"
 
 
-def step_seconds(question: Question, plan: Plan, network: Network | None = None) -> float | None:
-    """Seconds of a step of a plan; None: a speed is not known."""
-    steps = _phases(question, plan, network)
-    return None if steps is None else seconds(steps)
-
-
 def disk_seconds(question: Question, plan: Plan) -> float | None:
     """Seconds of the drive in a step; None: its speed is not known."""
     if question.drive is None:
         return None
     idle = Host(update=0.0, check=0.0, threads=1, shared=False)
-    return storage_seconds(plan, question.drive, idle, question.work(plan, 0.0, 0.0))
+    return seconds(phases(plan, question.work(plan, 0.0, 0.0), question.drive, idle))
 
 
-def forecast_of(question: Question, plan: Plan, network: Network | None = None) -> Forecast | None:
-    """Seconds of a step, or else of its drive, with this budget and larger ones; None: neither is known."""
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The seconds of a step, or else of its drive."""
 
-    def estimated(plan: Plan) -> float | None:
-        whole = step_seconds(question, plan, network)
-        return disk_seconds(question, plan) if whole is None else whole
+    now: float  # with the plan as it is
+    without: float  # without a RAM tier
+    larger: dict[int, float]  # by larger budgets, those of the plan
 
-    return forecast(plan, estimated)
+
+def forecast_of(question: Question, found: Answer) -> Forecast | None:
+    """Seconds with this budget and larger ones; None: not even the drive's are known."""
+    plan = found.plan
+
+    def estimated(traffic: Traffic) -> float:
+        other = plan.moving(traffic)
+        steps = _phases(question, other, found.network)
+        took = disk_seconds(question, other) if steps is None else seconds(steps)
+        assert took is not None
+        return took
+
+    if question.drive is None:
+        return None
+    return Forecast(
+        now=estimated(Traffic(plan.read_bytes, plan.written_bytes, plan.held_part)),
+        without=estimated(plan.without),
+        larger={budget: estimated(traffic) for budget, traffic in plan.larger.items()},
+    )
 
 
 def moved(question: Question, found: Answer) -> dict[str, int]:
@@ -337,10 +337,8 @@ class Candidate:
 def find(question: Question, length: int | None, *, recomputes: bool) -> list[Candidate]:
     """The largest batch of some lengths that fits, in powers of two, for each format of the state.
 
-    Args:
-        question: its trace is ignored; if it names a format, only that one is tried.
-        length: tokens of a sequence; None: a long, a usual and a short one.
-        recomputes: whether to use activation checkpointing.
+    The question's trace is ignored; if it names a format, only that one is tried. `length` is that of all sequences;
+    None: a long, a usual and a short one.
     """
     most = getattr(getattr(question.model, "config", None), "max_position_embeddings", None)
     most = most if isinstance(most, int) else max(_LENGTHS)

@@ -131,11 +131,7 @@ DRIVES = {
 
 
 def parse_gpu(text: str) -> Gpu:
-    """The GPU of a name, or of TFLOPS,GB,PCIE_GB_S: peak of dense 16-bit products, memory, link in one direction.
-
-    Raises:
-        ConfigError: the text is neither.
-    """
+    """The GPU of a name, or of TFLOPS,GB,PCIE_GB_S: peak of dense 16-bit products, memory, link in one direction."""
     short = _short(text)
     known = CARDS.get(_USUAL.get(short, short))
     if known is not None:
@@ -150,11 +146,7 @@ def parse_gpu(text: str) -> Gpu:
 
 
 def parse_drive(text: str) -> Drive:
-    """The drive of a name, or of READ,WRITE: sustained GB/s of all devices together.
-
-    Raises:
-        ConfigError: the text is neither.
-    """
+    """The drive of a name, or of READ,WRITE: sustained GB/s of all devices together."""
     known = DRIVES.get(text.lower().replace(" ", ""))
     if known is not None:
         return known
@@ -175,11 +167,7 @@ def _positive(text: str, count: int) -> list[float]:
 
 
 def drive_at(paths: Sequence[Path]) -> tuple[Drive | None, dict[str, float]]:
-    """Measure storage: the speed of all devices together, and the same figures in GB/s.
-
-    Raises:
-        StorageError: a path cannot hold a store.
-    """
+    """Measure storage: the speed of all devices together, and the same figures in GB/s."""
     # Each is measured alone, and all are used at once: paths on one file system share its speed, and the slowest
     # path limits all.
     systems = [_system(path) for path in paths]

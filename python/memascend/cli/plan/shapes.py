@@ -58,11 +58,7 @@ SHAPES = {
 
 
 def named_shape(path: Path) -> dict[str, Any] | None:
-    """The shape of this name; None where a file or folder has it, which then describes the model.
-
-    Raises:
-        ConfigError: there is neither.
-    """
+    """The shape of this name; None where a file or folder has it, which then describes the model."""
     if path.exists():
         return None
     if str(path) not in SHAPES:

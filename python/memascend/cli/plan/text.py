@@ -29,15 +29,7 @@ _FASTER = 0.99
 
 
 def shown(head: str, question: Question, found: Answer, takeover: Takeover | None, speeds: Mapping[str, float]) -> str:
-    """An answer as text.
-
-    Args:
-        head: the model, with a placeholder for the number of its parameters.
-        question: the question.
-        found: its answer.
-        takeover: the tokens from which on compute takes longest.
-        speeds: of storage as measured, GB/s by pattern.
-    """
+    """An answer as text; `head` has a placeholder for the number of parameters, `speeds` are measured GB/s."""
     every = list(question.model.parameters())
     count, trained = (sum(one.numel() for one in some) for some in (every, [p for p in every if p.requires_grad]))
     of_them = "" if trained == count else f" ({trained:,} trained)"
@@ -189,7 +181,7 @@ def _in_turn(question: Question, now: float) -> list[Row]:
 
 def _held(question: Question, found: Answer) -> list[Row]:
     """The seconds without parameters kept in RAM, and with larger budgets."""
-    plan, seconds = found.plan, forecast_of(question, found.plan, found.network)
+    plan, seconds = found.plan, forecast_of(question, found)
     if seconds is None:
         return []
     what = "a step" if found.phases is not None else "the disk's part"
