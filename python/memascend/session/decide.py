@@ -105,15 +105,6 @@ def folders_of(options: Options) -> list[Path]:
     return list(dict.fromkeys(file_of(path).parent for path in files))
 
 
-def scratch_of(options: Options) -> Path | None:
-    """The folder for copies of the weights: beside the first shard of the store, where that is a file with a name."""
-    if options.scratch is not None:
-        return Path(expanded(options.scratch))
-    if not options.paths or Path(options.paths[0]).is_block_device():
-        return None
-    return file_of(options.paths[0]).parent
-
-
 _TRAINED = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 
 
@@ -308,12 +299,6 @@ class Subject:
         modules = [one for one in self.model.modules() if isinstance(one, torch.nn.Embedding | torch.nn.EmbeddingBag)]
         weights = [module.weight for module in modules if module.sparse or not sparse]
         return frozenset(id(one if self.sharding is None else self.sharding.local_of(one)) for one in weights)
-
-    @property
-    def gets_masters(self) -> bool:
-        """Whether any parameter is updated through a master weight that the model does not have."""
-        sizes = (self.named[name].dtype.itemsize for name in self.trained)
-        return self.options.master_dtype is not None and any(size == 2 for size in sizes)
 
     @property
     def durability(self) -> Literal["step", "none"]:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ from memascend.plan.cost import moves
 from memascend.plan.options import Options
 from memascend.session import open_store as open_runs
 from memascend.session.build import Assembly
-from memascend.session.decide import Subject, decide, folders_of, scratch_of
+from memascend.session.decide import Subject, decide, folders_of
 from memascend.session.open_store import FirstValues, begin_log, end_log, open_store
 from memascend.session.process_hooks import ProcessHooks
 from memascend.session.run import Resources
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from memascend.device.unit_memory import UnitMemory
     from memascend.distributed.opening import Existing
     from memascend.distributed.sharding import Sharding
+    from memascend.plan.table import Plan
     from memascend.session.decide import Decision
     from memascend.session.optimizer import OffloadedOptimizer
     from memascend.storage import Engine, Store
@@ -163,7 +164,7 @@ def offload(  # noqa: PLR0913 - options are keywords
     wrap_again(optimizer, offloaded)
     if device is None and opened is not None:
         _log.info("device: %s, since there is one; device='cpu' computes without it", opened.torch_device)
-    if subject.gets_masters:
+    if master_dtype is not None and any(subject.named[name].dtype.itemsize == 2 for name in subject.trained):
         _log.info(
             "16-bit parameters get fp32 master weights, which plain torch does not have; master_dtype=None adds none"
         )
@@ -271,20 +272,17 @@ def _begun(
     take_options(groups, stored.get("groups"), undo, subject.arithmetic.examples, scheduled)
     subject.arithmetic.restore(stored.get("attributes") or {}, undo)
     first.let_go()
-    resources = _resources(subject, decision, store, engine, folder, undo)
-    return Assembly(subject, decision, resources, scratch_of(options) or folder)
+    # Beside the store, or beside a temporary one.
+    folders = folders_of(options) or ([] if folder is None else [folder])
+    resources = _resources(subject, plan, (store, engine), folders, undo)
+    return Assembly(subject, decision, resources, folders[0] if folders else None)
 
 
 def _resources(
-    subject: Subject,
-    decision: Decision,
-    store: Store,
-    engine: Engine,
-    folder: Path | None,
-    undo: contextlib.ExitStack,
+    subject: Subject, plan: Plan, opened: tuple[Store, Engine], folders: Sequence[Path], undo: contextlib.ExitStack
 ) -> Resources:
     """Allocate the memory of units, and open the files of checkpointed activations."""
-    options, plan = subject.options, decision.plan
+    store, engine = opened
     memory: UnitMemory
     if subject.device is None:
         memory = HostUnits(store, plan.classes)
@@ -294,7 +292,6 @@ def _resources(
     undo.callback(memory.stop)
     keeper = None
     if subject.moves_activations:
-        folders = folders_of(options) or [cast("Path", folder)]
         keeper = activation_files.open_activations(folders, device=subject.device, groups=plan.activation_groups)
         undo.callback(keeper.close, "offload() failed")
     hooks = ProcessHooks()
@@ -307,4 +304,11 @@ def _resources(
         if leave is not None:
             leave()
 
-    return Resources(store, engine, memory, keeper, release=release, temporary=not options.paths)
+    return Resources(
+        store=store,
+        engine=engine,
+        units=memory,
+        activations=keeper,
+        release=release,
+        temporary=not subject.options.paths,
+    )

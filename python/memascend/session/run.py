@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from memascend.errors import ConfigError, UsageError
@@ -33,31 +33,20 @@ _log = logging.getLogger("memascend")
 CLOSED = "this model was offloaded, and its optimizer has been closed; open its storage again to resume"
 
 
+@dataclass(kw_only=True, eq=False)
 class Resources:
     """The resources to release: without references to model and optimizer, so that both can be collected."""
 
-    def __init__(
-        self,
-        store: Store,
-        engine: Engine,
-        units: UnitMemory,
-        activations: Activations | None = None,
-        *,
-        release: Callable[[], None],
-        temporary: bool = False,
-    ) -> None:
-        """`release` ends the run's share in process-wide hooks; a `temporary` store ends with the process."""
-        self.store = store
-        self.engine = engine
-        self.units = units
-        self.activations = activations
-        self._release = release
-        self.temporary = temporary
-        # There are committed steps whose values were not read out.
-        self._unread = False
-        self.closed = False
-        self._told_of_loss = False
-        self.process = OwnProcess()
+    store: Store
+    engine: Engine
+    units: UnitMemory
+    activations: Activations | None
+    release: Callable[[], None]  # ends the run's share in process-wide hooks
+    temporary: bool  # the store ends with the process
+    unread: bool = False  # there are committed steps whose values were not read out
+    closed: bool = False
+    process: OwnProcess = field(default_factory=OwnProcess)
+    _told_of_loss: bool = False
 
     def _close_store(self) -> None:
         try:
@@ -104,14 +93,6 @@ class Resources:
             self._told_of_loss = True
             warnings.warn(str(lost), stacklevel=5)
 
-    def step_made(self) -> None:
-        """A step was committed; only storage has its values."""
-        self._unread = True
-
-    def read_out(self) -> None:
-        """The values of the last step were read out."""
-        self._unread = False
-
     def close(self) -> None:
         """Drain, drop uncommitted values, free all memory. Twice is fine."""
         if self.closed:
@@ -122,14 +103,14 @@ class Resources:
             return
         with contextlib.ExitStack() as last_first:
             # Each callback runs also where another one fails.
-            last_first.callback(self._release)
+            last_first.callback(self.release)
             if self.activations is not None:
                 last_first.callback(self.activations.close, CLOSED)
             last_first.callback(self.units.close)
             last_first.callback(self._close_store)
             last_first.callback(self.units.stop)
             last_first.callback(self.engine.close)
-        if self.temporary and self._unread:
+        if self.temporary and self.unread:
             warnings.warn(
                 "the trained weights were in a temporary store and are gone, for nobody read them out: give storage=, "
                 "or save model.state_dict() before close()",
@@ -149,12 +130,7 @@ class Record:
     """The data that is committed with a step, and the position of the run: its store, and the committed steps."""
 
     def __init__(
-        self,
-        store: Store,
-        buffers: Buffers,
-        arithmetic: Arithmetic,
-        scale: LossScale,
-        schedule: Schedule,
+        self, store: Store, buffers: Buffers, arithmetic: Arithmetic, scale: LossScale, schedule: Schedule
     ) -> None:
         self._store = store
         self.schedule = schedule

@@ -234,7 +234,7 @@ class Session:
         self.run.record.advance()
         if not self._norm_comes_first:
             self.outcome = Outcome(self.run.gradients.norm(present))
-        self.run.resources.step_made()
+        self.run.resources.unread = True
         self.run.record.buffers.committed()
         self.run.changed(self.run.gradients.committed(present))
 
