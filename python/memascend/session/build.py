@@ -135,7 +135,7 @@ class Assembly:
             Copies(self.scratch),
             keeper=resources.activations,
         )
-        for unit in self.decision.units:
+        for unit in self.decision.plan.units:
             places = [
                 Place(
                     self.subject.named[name], name, resources.store.entry(name)["unit_offset"], residency, self._device
@@ -192,7 +192,7 @@ class Assembly:
             return [(self.subject.model, ())]
         homes = {home.name: home for home in residency.units.homes}
         home_of = {id(place.parameter): home for home in homes.values() for place in home.places}
-        whole = {unit.module: homes[unit.name] for unit in self.decision.units if unit.module is not None}
+        whole = {unit.module: homes[unit.name] for unit in self.decision.plan.units if unit.module is not None}
         gates = []
         # One tuple for all modules of a unit.
         alike: dict[tuple[Home, ...], tuple[Home, ...]] = {}

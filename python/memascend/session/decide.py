@@ -133,7 +133,13 @@ def find_groups(
             )
         if torch.nn.parameter.is_lazy(parameter):
             raise ConfigError(f"{name} is not initialised yet: run the model once before offload()")
-    _refuse_shared(model, named)
+    pair = overlapping([*named.items(), *model.named_buffers()])
+    if pair is not None:
+        # torch changes them together, and storage would not.
+        raise ConfigError(
+            f"{pair[0]} and {pair[1]} share memory, so that each changes with the other, which storage cannot: "
+            "tie them as one Parameter (head.weight = embedding.weight), or clone one"
+        )
     # Whole numbers have no gradient: torch's optimizers skip them.
     trained = {
         name: groups[id(parameter)]
@@ -150,15 +156,6 @@ def find_groups(
     return trained
 
 
-def _refuse_offloaded(model: torch.nn.Module, members: Sequence[torch.optim.Optimizer]) -> None:
-    # They load torch's compiler, which takes seconds that a plan without a run does not need.
-    from memascend.params.module_hooks import gated
-    from memascend.session.optimizer import OffloadedOptimizer
-
-    if any(isinstance(one, OffloadedOptimizer) for one in members) or gated(model) or is_materialized(model):
-        raise ConfigError("this model or optimizer is offloaded already; close() it first")
-
-
 def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, only_planned: bool) -> None:
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -172,7 +169,12 @@ def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, o
             "class: use register_step_pre_hook() or register_step_post_hook(), or make it a subclass"
         )
     if not only_planned:
-        _refuse_offloaded(model, members)
+        # These load torch's compiler, which takes seconds that a plan without a run does not need.
+        from memascend.params.module_hooks import gated
+        from memascend.session.optimizer import OffloadedOptimizer
+
+        if any(isinstance(one, OffloadedOptimizer) for one in members) or gated(model) or is_materialized(model):
+            raise ConfigError("this model or optimizer is offloaded already; close() it first")
     wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     if isinstance(model, wrappers) or type(model).__name__ == "FullyShardedDataParallel":
         raise ConfigError(
@@ -222,16 +224,6 @@ def _refuse_owners(named: Mapping[str, torch.nn.Parameter], groups: Mapping[int,
         raise ConfigError(
             "the optimizer owns no parameters of this model, so nothing would be updated: make it from "
             "model.parameters()"
-        )
-
-
-def _refuse_shared(model: torch.nn.Module, named: Mapping[str, torch.nn.Parameter]) -> None:
-    """Reject tensors that overlap in memory: torch changes them together, and storage would not."""
-    pair = overlapping([*named.items(), *model.named_buffers()])
-    if pair is not None:
-        raise ConfigError(
-            f"{pair[0]} and {pair[1]} share memory, so that each changes with the other, which storage cannot: "
-            "tie them as one Parameter (head.weight = embedding.weight), or clone one"
         )
 
 
@@ -327,7 +319,6 @@ class Subject:
 class Decision:
     """The layout of a run."""
 
-    units: tuple[Unit, ...]  # the parameters that travel together
     entries: list[Entry]  # the parameter records of the store
     sizes: engines.Sizes  # their sizes there
     plan: Plan  # of memory
@@ -337,7 +328,7 @@ class Decision:
 class Planned:
     """The outcome of `offload()`, without the call."""
 
-    plan: Plan  # the plan
+    plan: Plan
     state_bytes: int  # the state that the same optimizer keeps in memory without offloading
     network: Network | None = None  # the traffic of a rank; None for one process
 
@@ -400,7 +391,7 @@ def decide(subject: Subject) -> Decision:
             f"there is no disk space beside the store for a gradient log of {options.log_steps} steps: {fits}; free "
             "disk space, or leave log_steps out"
         )
-    return Decision(units=units, entries=entries, sizes=sizes, plan=plan)
+    return Decision(entries=entries, sizes=sizes, plan=plan)
 
 
 def _requirements(

@@ -289,7 +289,7 @@ class FirstValues:
 
     def _write_parameters(self, engine: Engine, decision: Decision, source: ValueSource, progress: Progress) -> None:
         waiting = 0
-        with contextlib.closing(source.parameters(decision.units)) as firsts:
+        with contextlib.closing(source.parameters(decision.plan.units)) as firsts:
             for name, values, state, step in firsts:
                 engine.fill(name, values, state, step=step)
                 waiting += values.nbytes + sum(tensor.nbytes for tensor in state.values())

@@ -47,7 +47,7 @@ def _add_machine(add: Callable[..., Any]) -> None:
     add("--storage", metavar="P", action="append", help=storage)
     add("--endurance", metavar="TBW", type=_count, help=endurance)
     add("--ranks", metavar="N", type=_count, default=1, help=ranks)
-    add("--network", metavar="GB_S", type=_speed, help="GB/s that a rank receives while it sends as much")
+    add("--network", metavar="GB_S", type=positive, help="GB/s that a rank receives while it sends as much")
 
 
 def _add_run(add: Callable[..., Any]) -> None:
@@ -78,7 +78,8 @@ def _count(text: str) -> int:
     return value
 
 
-def _speed(text: str) -> float:
+def positive(text: str) -> float:
+    """A finite number above 0."""
     value = float(text)
     if not 0 < value < math.inf:
         raise ValueError(text)
@@ -189,7 +190,7 @@ def _fit(options: argparse.Namespace, question: Question) -> int:
         print(json.dumps([described_fit(one) for one in found], indent=2))
     else:
         print(text.fitting(found))
-    return int(not any(one.fits for one in found))
+    return int(all(one.answer.problems for one in found))
 
 
 def _values(

@@ -324,11 +324,6 @@ class Candidate:
     answer: Answer
 
     @property
-    def fits(self) -> bool:
-        """Whether it fits the GPU and the storage."""
-        return not self.answer.problems
-
-    @property
     def tokens_per_second(self) -> float | None:
         """None: a speed is not known."""
         return None if self.answer.seconds is None else self.batch * self.length / self.answer.seconds
@@ -366,9 +361,9 @@ def _largest(question: Question, plan: Planned, traces: Traces) -> Candidate:
         return Candidate(state=question.options.state, batch=batch, length=traces.length, answer=found)
 
     best = candidate(1)
-    while best.fits and best.batch < _BATCH_MAX and not isinstance(traces.of(1), str):
+    while not best.answer.problems and best.batch < _BATCH_MAX and not isinstance(traces.of(1), str):
         larger = candidate(2 * best.batch)
-        if not larger.fits:
+        if larger.answer.problems:
             break
         best = larger
     return best
@@ -424,7 +419,7 @@ def described_fit(one: Candidate) -> dict[str, Any]:
         "state": one.state,
         "batch": one.batch,
         "length": one.length,
-        "fits": one.fits,
+        "fits": not one.answer.problems,
         "problems": list(one.answer.problems),
         "device_bytes": one.answer.device_bytes,
         "host_bytes": one.answer.host_bytes,

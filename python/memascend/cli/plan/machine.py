@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from memascend.cli.plan import positive
 from memascend.cli.storage import speeds_at
 from memascend.errors import ConfigError
 from memascend.plan.cost import Drive
@@ -137,7 +138,7 @@ def parse_gpu(text: str) -> Gpu:
     if known is not None:
         return known
     try:
-        tflops, memory, link = _positive(text, 3)
+        tflops, memory, link = map(positive, text.split(","))
     except ValueError as error:
         raise ConfigError(
             f"--gpu must be one of {', '.join([*CARDS, *_USUAL])}, or TFLOPS,GB,PCIE_GB_S as 165,24,25, not {text!r}"
@@ -151,19 +152,12 @@ def parse_drive(text: str) -> Drive:
     if known is not None:
         return known
     try:
-        read, write = _positive(text, 2)
+        read, write = map(positive, text.split(","))
     except ValueError as error:
         raise ConfigError(
             f"--drive must be {', '.join(DRIVES)}, or READ,WRITE in GB/s, as 5,4, not {text!r}"
         ) from error
     return Drive(read=read * _GB, write=write * _GB)
-
-
-def _positive(text: str, count: int) -> list[float]:
-    values = [float(part) for part in text.split(",")]
-    if len(values) != count or not all(0 < value < float("inf") for value in values):
-        raise ValueError(text)
-    return values
 
 
 def drive_at(paths: Sequence[Path]) -> tuple[Drive | None, dict[str, float]]:
