@@ -93,7 +93,6 @@ class Callback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        """The Trainer passes model and optimizer later."""
         self._session: Session | None = None
         # Until training begins, loaded weights are those of a checkpoint that the Trainer resumes.
         self._guard: Any = None
@@ -293,12 +292,6 @@ def _is_known(code: Any) -> bool:
     return True
 
 
-def _against_layers(trainer: Any) -> str | None:
-    """Why a Trainer's micro-batches are not computed by layer; None where all that computes them was tested."""
-    reasons = itertools.chain(_in_methods(trainer), _in_settings(trainer), _in_modules(trainer.model))
-    return next(reasons, None)
-
-
 def _in_methods(trainer: Any) -> Iterator[str]:
     kinds = type(trainer).__mro__[:-1]
     for name in ("training_step", "compute_loss"):
@@ -383,9 +376,11 @@ class _Steps:
     def _goes_by_layer(self, inputs: Any) -> bool:
         if len(self._samples) < 2 or inputs is not self._samples[0]:
             return False
-        why = _against_layers(self._trainer)
+        trainer = self._trainer
+        reasons = itertools.chain(_in_methods(trainer), _in_settings(trainer), _in_modules(trainer.model))
+        why = next(reasons, None)
         if why is not None:
-            session_of(_optimizer_of(self._trainer.optimizer)).accumulation.explain(why)
+            session_of(_optimizer_of(trainer.optimizer)).accumulation.explain(why)
         return why is None
 
     def _computed(self, step: Callable[[Any], Any]) -> list[Any]:

@@ -174,12 +174,10 @@ def phases(plan: Plan, work: Work, drive: Drive, host: Host) -> list[Phase]:
 
 
 def _trained(unit: Unit) -> float:
-    """The elements of a unit that a step changes."""
     return unit.elements * (1 - unit.frozen_bytes / max(1, unit.nbytes))
 
 
 def _beside(phase: Phase, network: float | None) -> Phase:
-    """A phase with its seconds of the network."""
     return phase if network is None else replace(phase, parts={**phase.parts, "network": network})
 
 

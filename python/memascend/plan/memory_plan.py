@@ -442,7 +442,6 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
     return Plan(
         **vars(chosen),
         units=tuple(run.units),
-        order=tuple(unit.name for unit in planner.order),
         gradients=run.gradients,
         resident=now.resident,
         held=held.names,
@@ -509,7 +508,6 @@ def _owners_shown(split: Mapping[str, int]) -> str:
 
 
 def _traffic(run: Requirements, chosen: MemorySplit, reads: Reads, held: Held) -> Traffic:
-    """The reads and writes of a step."""
     trained = sum(run.bytes_of(unit) - unit.frozen_bytes for unit in run.units)
     # Below the comfortable window, a unit may be evicted before its update is done.
     evicted = chosen.window < 2 or run.gradients in ("ssd", "ram")

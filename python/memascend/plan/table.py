@@ -28,19 +28,14 @@ class Traffic:
         return sum(self.read.values()) + sum(self.written.values())
 
 
-def with_log(
-    written: Mapping[str, int], logged: tuple[int, int, int], steps: int, *, back: bool = False
-) -> dict[str, int]:
-    """The writes of a step with so many bytes of values, state and gradients in a log; `back` takes the log out."""
+def with_log(written: Mapping[str, int], logged: tuple[int, int, int], steps: int, before: int = 0) -> dict[str, int]:
+    """The writes of a step, with a log of values, state and gradients of so many steps instead of `before`."""
     found = dict(written)
-    if not steps:
-        return found
     values, state, gradients = logged
-    sign = -1 if back else 1
     for kind, nbytes in (("values", values), ("state", state)):
-        # Each step writes one part of them whole.
-        found[kind] = found.get(kind, 0) - sign * (nbytes - nbytes // steps)
-    found["log"] = found.get("log", 0) + sign * gradients
+        # Each step writes one part of them whole; without a log, all.
+        found[kind] = found.get(kind, 0) + nbytes // (steps or 1) - nbytes // (before or 1)
+    found["log"] = found.get("log", 0) + gradients * (bool(steps) - bool(before))
     return found
 
 
@@ -102,7 +97,6 @@ class Plan(MemorySplit):
     """The decisions before a run. `str()` is a table; `to_dict()` has all figures."""
 
     units: tuple[Unit, ...]  # in the order of the forward
-    order: tuple[str, ...]  # their names as a forward uses them, tied ones more than once, pinned ones not at all
     gradients: str  # the option
     # Units that a step reads at most once: they stay from the forward to the backward, frozen ones from step to step.
     resident: frozenset[str]
@@ -183,8 +177,7 @@ class Plan(MemorySplit):
         """The plan with a log of another number of steps."""
         if steps == self.log_steps:
             return self
-        whole = with_log(self.written_bytes, self.logged_bytes, self.log_steps, back=True)
-        written = with_log(whole, self.logged_bytes, steps)
+        written = with_log(self.written_bytes, self.logged_bytes, steps, self.log_steps)
         return replace(self, written_bytes=written, log_steps=steps, log_bytes=nbytes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -207,7 +200,6 @@ class Plan(MemorySplit):
 
 
 def _table(plan: Plan) -> str:
-    """The decisions of a plan, and their costs."""
     elements = sum(unit.elements for unit in plan.units)
     lines = [f"Units, which are read and evicted together: {len(plan.units)}, with {elements:,} parameters"]
     lines += _rows(_unit_rows(plan))

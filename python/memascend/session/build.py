@@ -18,6 +18,7 @@ from memascend.params.offloaded_param import Place
 from memascend.params.residency import Residency
 from memascend.params.unit import Limits
 from memascend.params.weight_access import Copies
+from memascend.plan.units import forward_order
 from memascend.session import original_state
 from memascend.session.attachment import Attachment, AutocastWatch, Newcomers
 from memascend.session.materialize import Saving
@@ -106,20 +107,14 @@ class Assembly:
     def _grows(self) -> bool:
         """Whether memory beyond the plan may be taken: no budget was given."""
         options = self.subject.options
-        return (options.device_memory if self._on_device else options.host_memory) is None
-
-    @property
-    def _on_device(self) -> bool:
-        return self.resources.units.device is not None
+        return (options.host_memory if self.resources.units.device is None else options.device_memory) is None
 
     @property
     def _device(self) -> torch.device:
-        """The device that computes."""
         device = self.resources.units.device
         return torch.device("cpu") if device is None else device.torch_device
 
     def _residency(self) -> Residency:
-        """The units, and the expected order of their use."""
         plan, resources = self.decision.plan, self.resources
         limits = Limits(
             lookahead=max(0, plan.window - 1),
@@ -128,13 +123,8 @@ class Assembly:
             larger=plan.larger_budget,
             add=resources.units.arena.add if self._grows else None,
         )
-        residency = Residency(
-            resources.units,
-            limits,
-            resources.engine,
-            Copies(self.scratch),
-            keeper=resources.activations,
-        )
+        copies = Copies(self.scratch)
+        residency = Residency(resources.units, limits, resources.engine, copies, keeper=resources.activations)
         for unit in self.decision.plan.units:
             places = [
                 Place(
@@ -146,7 +136,7 @@ class Assembly:
             held = unit.name in plan.held_units
             residency.units.add(unit.name, places, nbytes, pinned=unit.pinned, held=held)
         index = {home.name: home.index for home in residency.units.homes}
-        forward = [index[name] for name in plan.order]
+        forward = [index[unit.name] for unit in forward_order(plan.units)]
         residency.units.order.expect(forward + forward[::-1])
         return residency
 

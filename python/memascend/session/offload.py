@@ -20,10 +20,9 @@ from memascend.optim.members import unwrapped, wrap_again
 from memascend.optim.shared import take_options
 from memascend.plan.cost import moves
 from memascend.plan.options import Options
-from memascend.session import open_store as open_runs
 from memascend.session.build import Assembly
 from memascend.session.decide import Subject, decide, folders_of
-from memascend.session.open_store import FirstValues, begin_log, end_log, open_store
+from memascend.session.open_store import RUNS, FirstValues, begin_log, end_log, open_store
 from memascend.session.process_hooks import ProcessHooks
 from memascend.session.run import Resources
 from memascend.session.schedule import options_set
@@ -197,7 +196,7 @@ def _offloaded(subject: Subject) -> OffloadedOptimizer:
         subject.earlier.remove()
     # The model's own memory was freed.
     settle_heap()
-    open_runs.note(offloaded)
+    RUNS.add(offloaded)
     return offloaded
 
 

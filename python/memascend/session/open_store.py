@@ -36,12 +36,8 @@ if TYPE_CHECKING:
     from memascend.storage import Engine, Store
 
 
-_RUNS: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
-
-
-def note(run: OffloadedOptimizer) -> None:
-    """Remember a run by a weak reference."""
-    _RUNS.add(run)
+# The runs of this process.
+RUNS: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
 
 
 def open_again(
@@ -78,7 +74,7 @@ def open_again(
 
 
 def _holders(paths: Sequence[str]) -> Iterator[tuple[OffloadedOptimizer, str]]:
-    for run in list(_RUNS):
+    for run in list(RUNS):
         resources = session_of(run).run.resources
         if resources.closed:
             continue
@@ -273,7 +269,16 @@ class FirstValues:
         subject, source = self._subject, self._source
         assert source is not None
         with Progress("writing the model to storage", decision.sizes.slot_bytes) as progress:
-            self._write_parameters(engine, decision, source, progress)
+            waiting = 0
+            with contextlib.closing(source.parameters(decision.plan.units)) as firsts:
+                for name, values, state, step in firsts:
+                    engine.fill(name, values, state, step=step)
+                    waiting += values.nbytes + sum(tensor.nbytes for tensor in state.values())
+                    if waiting >= decision.plan.queue_bytes:
+                        # These values are written before the next ones are made.
+                        engine.finish()
+                        waiting = 0
+                    progress.add(values.nbytes + sum(tensor.nbytes for tensor in self._described(name).values()))
             for name in subject.buffers.names:
                 target = subject.buffers.target(name)
                 if not isinstance(source, ModelValues):
@@ -286,18 +291,6 @@ class FirstValues:
             }
             engine.commit(source.step, user_state=source.user_state, hyperparameters=hyperparameters)
         return hyperparameters
-
-    def _write_parameters(self, engine: Engine, decision: Decision, source: ValueSource, progress: Progress) -> None:
-        waiting = 0
-        with contextlib.closing(source.parameters(decision.plan.units)) as firsts:
-            for name, values, state, step in firsts:
-                engine.fill(name, values, state, step=step)
-                waiting += values.nbytes + sum(tensor.nbytes for tensor in state.values())
-                if waiting >= decision.plan.queue_bytes:
-                    # These values are written before the next ones are made.
-                    engine.finish()
-                    waiting = 0
-                progress.add(values.nbytes + sum(tensor.nbytes for tensor in self._described(name).values()))
 
     def read(self, store: Store, held: Sequence[str]) -> dict[str, Any]:
         """Restore the buffers from a store, and read the RAM tier; returns the store's hyperparameters."""

@@ -468,7 +468,6 @@ class Measurements:
 
 
 def _since(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
-    """The differences of counters."""
     return {
         name: _since(value, then.get(name, {})) if isinstance(value, dict) else value - then.get(name, 0)
         for name, value in now.items()

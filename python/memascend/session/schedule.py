@@ -140,7 +140,6 @@ class Schedule:
         return stored
 
     def _kept_groups(self) -> list[dict[str, Any]]:
-        """The options of the groups in the last commit."""
         groups: list[dict[str, Any]] = (self._store.hyperparameters or {})["groups"]
         return groups
 

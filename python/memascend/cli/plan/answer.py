@@ -165,9 +165,11 @@ def answer(question: Question, found: Planned | None = None) -> Answer:
     scratch = question.scratch(plan)
     endurance = question.endurance or -(-(plan.storage_bytes + scratch) // _TB) * ENDURANCE_PER_TB * _TB
     written = sum(plan.written_bytes.values()) + question.stored(plan)
+    # Values and gradients; of several ranks, one rank's part.
+    in_memory = sum(one.nbytes * (1 + one.requires_grad) for one in question.model.parameters())
     return Answer(
         plan=plan,
-        in_memory=_in_memory(question) + found.state_bytes,
+        in_memory=-(-in_memory // question.ranks) + found.state_bytes,
         host_bytes=ours + (torchs if question.gpu is None else 0),
         device_bytes=0 if question.gpu is None else plan.device_peak + torchs,
         phases=None if steps is None else tuple(steps),
@@ -178,13 +180,6 @@ def answer(question: Question, found: Planned | None = None) -> Answer:
         problems=tuple(_problems(question, plan, torchs)),
         network=found.network,
     )
-
-
-def _in_memory(question: Question) -> int:
-    """Bytes of values and gradients in training in memory; of several ranks, one rank's part."""
-    parameters = list(question.model.parameters())
-    nbytes = sum(one.nbytes for one in parameters) + sum(one.nbytes for one in parameters if one.requires_grad)
-    return -(-nbytes // question.ranks)
 
 
 def _shared_bytes(model: torch.nn.Module) -> int:

@@ -10,7 +10,7 @@ import logging
 import re
 import warnings
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -397,15 +397,10 @@ def grown(one: Trace, two: Trace, times: int) -> Trace:
     def line(first: int, second: int) -> int:
         return first + times * (second - first)
 
-    return Trace(
-        tokens=line(one.tokens, two.tokens),
-        forward=line(one.forward, two.forward),
-        backward=line(one.backward, two.backward),
-        peak=line(one.peak, two.peak),
-        held={kind: line(nbytes, two.held[kind]) for kind, nbytes in one.held.items()},
-        kept=line(one.kept, two.kept),
-        recomputes=one.recomputes,
-    )
+    names = ("tokens", "forward", "backward", "peak", "kept")
+    figures: dict[str, Any] = {name: line(getattr(one, name), getattr(two, name)) for name in names}
+    held = {kind: line(nbytes, two.held[kind]) for kind, nbytes in one.held.items()}
+    return replace(one, held=held, **figures)
 
 
 def settle(model: nn.Module) -> None:

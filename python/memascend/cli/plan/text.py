@@ -47,7 +47,6 @@ def shown(head: str, question: Question, found: Answer, takeover: Takeover | Non
 
 
 def _lines(question: Question) -> str:
-    """The lines for a loop of one's own."""
     options = question.options
     paths = list(options.paths or ["/mnt/nvme/run"])
     given = [f"storage={json.dumps(paths if len(paths) > 1 else paths[0])}"]
@@ -183,7 +182,6 @@ def _held(question: Question, found: Answer) -> list[Row]:
 
 
 def _disk(question: Question, found: Answer, speeds: Mapping[str, float]) -> Row:
-    """The seconds of the disk, and their source."""
     what = "the disk's part of a step"
     took = disk_seconds(question, found.plan)
     if took is None:
@@ -217,7 +215,6 @@ def _assumed(question: Question) -> str:
 
 
 def _life(question: Question, found: Answer) -> Row:
-    """The life of the drive."""
     tb = found.endurance / 10**12
     wear = f"of training without a pause, until {tb:,.0f} TB are written"
     if question.endurance is None:
