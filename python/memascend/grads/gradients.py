@@ -155,7 +155,7 @@ class Gradients:
                 self._arrive(gradient, values, lasting=assigned or not alone)
             elif values is not None:
                 self.backwards.enter()
-        self.meter.arrived(gradient.name, gradient.place.nothing.nbytes, began)
+        self.meter.handing_seconds += time.perf_counter() - began
         # Updates may have released units since the last one was used.
         self.residency.units.look_ahead()
 

@@ -75,7 +75,7 @@ class Assembly:
     def _session(self) -> Session:
         # The run keeps these objects alive, and not the subject with its data of each parameter.
         subject, plan, resources = self.subject, self.decision.plan, self.resources
-        meter = Meter(resources.engine, keeps_all=subject.options.gradients == "ram")
+        meter = Meter()
         residency = self._residency()
         scale = self._scale()
         gradients = self._gradients(residency, meter, scale)

@@ -27,52 +27,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger("memascend")
 
 
+@dataclass
 class Meter:
-    """Counts the gradients of a step that are in memory, and the time that handing them on took."""
+    """What gradients take on their way to their updates."""
 
-    def __init__(self, engine: Engine, *, keeps_all: bool = False) -> None:
-        """`engine` has the gradients that wait for an update; `keeps_all`: they stay in memory until `step()`."""
-        self._engine = engine
-        self._keeps_all = keeps_all
-        # Of micro-batches, while there are some.
-        self.sums: PartialSums | None = None
-        # Time that backward spent to hand on gradients, waiting for memory included.
-        self.handing_seconds = 0.0
-        self._arrived: set[str] = set()
-        self._arrived_bytes = 0
-        self._stale = False
-        # The most that was ever kept in memory until step(); 0 where none is.
-        self.gradients_peak = 0
-
-    def arrived(self, name: str, nbytes: int, began: float) -> None:
-        """A gradient was handed on, which began at `began`."""
-        self.handing_seconds += time.perf_counter() - began
-        if not self._keeps_all:
-            return
-        if self._stale:
-            # The gradients of the previous step were released, by whatever means.
-            self.cleared()
-        if name not in self._arrived:
-            self._arrived.add(name)
-            self._arrived_bytes += nbytes
-            self.gradients_peak = max(self.gradients_peak, self._arrived_bytes)
-
-    def cleared(self) -> None:
-        """There are no gradients any more."""
-        self._arrived.clear()
-        self._arrived_bytes = 0
-        self._stale = False
-
-    def step_ended(self) -> None:
-        """A step was committed."""
-        self._stale = True
-
-    @property
-    def gradients(self) -> int:
-        """Bytes of gradients in memory now."""
-        queued = self._engine.queued_bytes + (0 if self.sums is None else self.sums.nbytes)
-        # Gradients that are kept until step() wait for the engine in that same memory.
-        return max(queued, self._arrived_bytes)
+    sums: PartialSums | None = None  # of micro-batches, while there are some
+    handing_seconds: float = 0.0  # that backward spent to hand on gradients, waiting for memory included
 
 
 _MIB = 1 << 20
@@ -302,6 +262,8 @@ class Measurements:
         # Earlier counts do not belong to the training.
         self._before = self._counted()
         self._step_seconds = 0.0
+        # The most that was kept in p.grad until step().
+        self._kept_peak = 0
         self._last: Report | None = None
         # As exchanged in the last step.
         self._all_ranks: AllRanks | None = None
@@ -324,7 +286,7 @@ class Measurements:
     def step_ended(self, began: float) -> None:
         """A step was committed, whose `step()` began then."""
         self._step_seconds += time.perf_counter() - began
-        self.meter.step_ended()
+        self._kept_peak = max(self._kept_peak, self._kept())
         if not self.planned.log_steps or self._told_of_log:
             return
         unlogged = self._resources.engine.counters()["unlogged"]
@@ -435,9 +397,18 @@ class Measurements:
 
     def _gradients(self) -> Owner:
         """The memory of gradients that wait for their update, where the model computes."""
-        now = self.meter.gradients
-        queued = int(self._resources.engine.counters()["queued_peak"])
-        return Owner(now, max(now, queued, self.meter.gradients_peak))
+        engine, sums = self._resources.engine, self.meter.sums
+        # Gradients that are kept until step() wait for the engine in that same memory.
+        now = max(engine.queued_bytes + (0 if sums is None else sums.nbytes), self._kept())
+        return Owner(now, max(now, int(engine.counters()["queued_peak"]), self._kept_peak))
+
+    def _kept(self) -> int:
+        """Bytes of the gradients that are in memory until step()."""
+        if self._run.gradients.loop.mode != "ram":
+            return 0
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            places = [kept.place for kept in self._run.gradients.by_name.values()]
+            return sum(place.nothing.nbytes for place in places if place.parameter.grad is not None)
 
     def _on_device(self) -> dict[str, Any]:
         """The fields of a report about the device's memory, where the host does not compute."""

@@ -259,7 +259,6 @@ class Session:
             self.run.gradients.clear()
             if drops_updates:
                 self.run.residency.units.read_again()
-            self.measurements.meter.cleared()
         else:
             self.run.gradients.zero()
 
