@@ -13,7 +13,7 @@ import torch
 
 from memascend import memory
 from memascend.errors import ConfigError
-from memascend.text import expanded, refusal_of
+from memascend.text import paths_listed, refusal_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -181,11 +181,7 @@ class Options:
     @property
     def paths(self) -> tuple[str, ...] | None:
         """The paths of the store; None for a temporary file."""
-        if self.storage is None:
-            return None
-        if isinstance(self.storage, (str, os.PathLike)):
-            return (expanded(self.storage),)
-        return tuple(expanded(path) for path in self.storage)
+        return None if self.storage is None else tuple(paths_listed(self.storage))
 
     @property
     def where(self) -> torch.device:

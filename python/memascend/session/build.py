@@ -23,7 +23,7 @@ from memascend.session import original_state
 from memascend.session.attachment import Attachment, AutocastWatch, Newcomers
 from memascend.session.materialize import Saving
 from memascend.session.optimizer import OffloadedOptimizer
-from memascend.session.report import Measurements, Meter
+from memascend.session.report import Measurements
 from memascend.session.run import Record, Run
 from memascend.session.schedule import Schedule
 from memascend.session.session import Session
@@ -75,10 +75,9 @@ class Assembly:
     def _session(self) -> Session:
         # The run keeps these objects alive, and not the subject with its data of each parameter.
         subject, plan, resources = self.subject, self.decision.plan, self.resources
-        meter = Meter()
         residency = self._residency()
         scale = self._scale()
-        gradients = self._gradients(residency, meter, scale)
+        gradients = self._gradients(residency, scale)
         newcomers = Newcomers(subject.model, look=subject.sharding is None)
         resumed = not resources.store.created or subject.earlier is not None
         schedule = Schedule(subject.original.param_groups, resources.store, resumed=resumed)
@@ -95,8 +94,8 @@ class Assembly:
             edits=edits,
             saving=Saving(subject.model, run, newcomers, subject.sharding),
             attachment=attachment,
-            measurements=Measurements(run, plan, meter, gradients.speculation),
-            accumulation=self._accumulation(gradients, residency, meter),
+            measurements=Measurements(run, plan),
+            accumulation=self._accumulation(gradients, residency),
             max_grad_norm=subject.options.max_grad_norm,
             sharding=subject.sharding,
         )
@@ -140,21 +139,20 @@ class Assembly:
         residency.units.order.expect(forward + forward[::-1])
         return residency
 
-    def _accumulation(self, gradients: Gradients, residency: Residency, meter: Meter) -> Accumulation:
+    def _accumulation(self, gradients: Gradients, residency: Residency) -> Accumulation:
         plan = self.decision.plan
         return Accumulation(
             model=self.subject.model,
             gradients=gradients,
             residency=residency,
             engine=self.resources.engine,
-            meter=meter,
             device=self._device,
             limit=plan.queue_bytes,
             strict=not self._grows,
             never=None if self.subject.sharding is None else "several ranks share the model",
         )
 
-    def _gradients(self, residency: Residency, meter: Meter, scale: LossScale) -> Gradients:
+    def _gradients(self, residency: Residency, scale: LossScale) -> Gradients:
         subject, plan, resources = self.subject, self.decision.plan, self.resources
         options = subject.options
         figures = None if subject.sharding is None else subject.sharding.exchange
@@ -171,7 +169,6 @@ class Assembly:
             loop=loop,
             speculation=Speculation(loop, held),
             norms=Norms(figures),
-            meter=meter,
             residency=residency,
         )
 

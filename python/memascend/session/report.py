@@ -11,28 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend.grads.microbatches import PartialSums
 from memascend.text import IN_MEMORY, bytes_shown, open_pyplot, seconds_shown, table
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Collection, Mapping, Sequence
 
-    from memascend.grads.loop import Speculation
-    from memascend.grads.microbatches import PartialSums
     from memascend.plan.table import Plan
     from memascend.session.run import Run
-    from memascend.storage import Engine
 
 
 _log = logging.getLogger("memascend")
-
-
-@dataclass
-class Meter:
-    """What gradients take on their way to their updates."""
-
-    sums: PartialSums | None = None  # of micro-batches, while there are some
-    handing_seconds: float = 0.0  # that backward spent to hand on gradients, waiting for memory included
 
 
 _MIB = 1 << 20
@@ -252,13 +242,11 @@ def _owners_table(title: str, owners: Mapping[str, Owner], total: Owner | None =
 class Measurements:
     """Collects the figures of a report."""
 
-    def __init__(self, run: Run, plan: Plan, meter: Meter, speculation: Speculation) -> None:
+    def __init__(self, run: Run, plan: Plan) -> None:
         self._run = run
         self._resources = run.resources
-        self._speculation = speculation
         # With the log that the store has space for, once that began.
         self.planned = plan
-        self.meter = meter
         # Earlier counts do not belong to the training.
         self._before = self._counted()
         self._step_seconds = 0.0
@@ -331,13 +319,13 @@ class Measurements:
             seconds={
                 "wall": counted["seconds"],
                 "waiting for units": store["wait_seconds"] + self._resources.units.wait_seconds,
-                "handing on gradients": self.meter.handing_seconds,
+                "handing on gradients": self._run.gradients.handing_seconds,
                 "step()": self._step_seconds,
                 **{f"update, {stage}": taken for stage, taken in engine["seconds"].items()},
             },
             steps=self._run.record.made,
-            early=self._speculation.early,
-            anew=self._speculation.anew,
+            early=self._run.gradients.speculation.early,
+            anew=self._run.gradients.speculation.anew,
             units=dict(self._run.residency.units.counters),
             in_memory=self._in_memory(trained),
             ranks=self._all_ranks,
@@ -397,9 +385,10 @@ class Measurements:
 
     def _gradients(self) -> Owner:
         """The memory of gradients that wait for their update, where the model computes."""
-        engine, sums = self._resources.engine, self.meter.sums
+        engine, parts = self._resources.engine, self._run.gradients.parts
+        sums = parts.nbytes if isinstance(parts, PartialSums) else 0
         # Gradients that are kept until step() wait for the engine in that same memory.
-        now = max(engine.queued_bytes + (0 if sums is None else sums.nbytes), self._kept())
+        now = max(engine.queued_bytes + sums, self._kept())
         return Owner(now, max(now, int(engine.counters()["queued_peak"]), self._kept_peak))
 
     def _kept(self) -> int:
