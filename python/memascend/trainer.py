@@ -156,7 +156,7 @@ class Callback(TrainerCallback):
         if identity_of(folder) != self._session.run.record.identity():
             self._session.save(folder, among_others=True)
 
-    def on_log(self, _: TrainingArguments, state: TrainerState, *__: Any, **others: Any) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **others: Any) -> None:  # noqa: ARG002
         """Add the figures."""
         logs: dict[str, Any] = others["logs"]
         if self._session is None or "loss" not in logs:

@@ -61,7 +61,7 @@ class Assembly:
                     # The parameter is on meta, or on a device whose tensors are of another kind.
                     embody(place.parameter, place.nothing)
                 place.unbind()
-                if place.name in subject.groups:
+                if place.name in subject.trained:
                     rule = subject.arithmetic.of(place.parameter)
                     session.run.gradients.watch(place, rule, resources.store.entry(place.name)["step"])
         if subject.sharding is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -108,23 +108,21 @@ def folders_of(options: Options) -> list[Path]:
 _TRAINED = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 
 
-def find_groups(
+def find_trained(
     model: torch.nn.Module,
     named: Mapping[str, torch.nn.Parameter],
     optimizer: torch.optim.Optimizer,
     device: torch.device | None = None,
-) -> dict[str, int]:
-    """The group of each trained parameter; rejects parameters that cannot be offloaded.
+) -> set[str]:
+    """The names of the trained parameters; rejects parameters that cannot be offloaded.
 
     `named` are the model's parameters, or the rows that a rank has of them; `device` is the one that computes.
     """
     if not named:
         raise ConfigError("the model has no parameters, so there is nothing to offload: pass a model that has some")
     require_one_owner(optimizer, named)
-    groups = {
-        id(parameter): number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
-    }
-    _refuse_owners(named, groups)
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    _refuse_owners(named, owned)
     for name, parameter in named.items():
         if parameter.device.type not in ("cpu", "meta") and parameter.device != device:
             raise ConfigError(
@@ -142,13 +140,12 @@ def find_groups(
         )
     # Whole numbers have no gradient: torch's optimizers skip them.
     trained = {
-        name: groups[id(parameter)]
+        name
         for name, parameter in named.items()
-        if id(parameter) in groups and (parameter.is_floating_point() or parameter.is_complex())
+        if id(parameter) in owned and (parameter.is_floating_point() or parameter.is_complex())
     }
-    for name in trained:
-        parameter = named[name]
-        if parameter.dtype not in _TRAINED:
+    for name, parameter in named.items():
+        if name in trained and parameter.dtype not in _TRAINED:
             raise ConfigError(
                 f"{name} is {parameter.dtype}, and parameters of float32, float64, bfloat16 and float16 are trained: "
                 "give the optimizer the others alone, and freeze this one with requires_grad_(False)"
@@ -207,20 +204,19 @@ def _has_own_step(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _refuse_owners(named: Mapping[str, torch.nn.Parameter], groups: Mapping[int, int]) -> None:
-    known = {id(parameter) for parameter in named.values()}
-    if not groups.keys() <= known:
-        count = len(groups.keys() - known)
+def _refuse_owners(named: Mapping[str, torch.nn.Parameter], owned: set[int]) -> None:
+    strangers = owned - {id(parameter) for parameter in named.values()}
+    if strangers:
         raise ConfigError(
-            f"the optimizer owns {count} parameters that are not this model's; make it from model.parameters()"
+            f"the optimizer owns {len(strangers)} parameters that are not this model's; make it from model.parameters()"
         )
-    orphans = [name for name, parameter in named.items() if parameter.requires_grad and id(parameter) not in groups]
+    orphans = [name for name, parameter in named.items() if parameter.requires_grad and id(parameter) not in owned]
     if orphans:
         raise ConfigError(
             f"the optimizer does not own {len(orphans)} trainable parameters ({', '.join(orphans[:3])}...): freeze "
             "them with requires_grad_(False), or give them to it, or to another one: offload(model, [one, other])"
         )
-    if not groups:
+    if not owned:
         raise ConfigError(
             "the optimizer owns no parameters of this model, so nothing would be updated: make it from "
             "model.parameters()"
@@ -257,9 +253,7 @@ class Subject:
         self.sharding = sharding
         _refuse_kinds(model, optimizer, only_planned=only_planned)
         self.named = dict(model.named_parameters() if sharding is None else sharding.named)
-        # By name, the number of the group that has the parameter.
-        self.groups = find_groups(model, self.named, optimizer, None if device is None else device.torch_device)
-        self.trained = set(self.groups)
+        self.trained = find_trained(model, self.named, optimizer, None if device is None else device.torch_device)
         require_plain(self.named)
         if options.weights is not None and not any(parameter.is_meta for parameter in self.named.values()):
             raise ConfigError("weights= is for parameters on meta, and the model has none there: leave it out")
@@ -322,15 +316,17 @@ class Decision:
     entries: list[Entry]  # the parameter records of the store
     sizes: engines.Sizes  # their sizes there
     plan: Plan  # of memory
+    network: Network | None = None  # the planned traffic of one of several ranks
 
-
-@dataclass(frozen=True)
-class Planned:
-    """The outcome of `offload()`, without the call."""
-
-    plan: Plan
-    state_bytes: int  # the state that the same optimizer keeps in memory without offloading
-    network: Network | None = None  # the traffic of a rank; None for one process
+    @property
+    def state_bytes(self) -> int:
+        """The state that the same optimizer keeps in memory without offloading."""
+        return sum(
+            # "rest" is one half of a compact master, which counts whole.
+            tensor.numel() * (4 if name == "rest" else tensor.element_size())
+            for entry in self.entries
+            for name, tensor in entry.state.items()
+        )
 
 
 def planned(
@@ -338,7 +334,7 @@ def planned(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     options: Options,
     ranks: int = 1,
-) -> Planned:
+) -> Decision:
     """Decide as `offload()` would, from shapes alone: the model may be on "meta", and nothing changes.
 
     With several `ranks` that share the model, options and plan are those of one.
@@ -355,13 +351,7 @@ def planned(
         rows = cast("Sharding | None", sharding)
         subject = Subject(model, original, options, None, sharding=rows, only_planned=True)
         decision = decide(subject)
-    # "rest" is one half of a compact master, which counts whole.
-    state = (
-        tensor.numel() * (4 if name == "rest" else tensor.element_size())
-        for entry in decision.entries
-        for name, tensor in entry.state.items()
-    )
-    return Planned(decision.plan, sum(state), None if sharding is None else sharding.network)
+    return decision if sharding is None else replace(decision, network=sharding.network)
 
 
 def decide(subject: Subject) -> Decision:

@@ -414,7 +414,7 @@ def _require_fits(
         if plain(group[name]) != theirs[name]
     ]
     for entries, one in zip(now.entries, stored["schedulers"], strict=True):
-        found += _differences(one["state"], entries, lambda name, one=one, now=entries: _may_differ(name, one, now))
+        found += _differences(one["state"], entries, functools.partial(_may_differ, one, entries))
     if found:
         raise ConfigError(
             f"{_listed(schedulers)} has other arguments than in the run: {', '.join(sorted(found)[:3])}"
@@ -427,7 +427,7 @@ def _is_of_part(path: str) -> bool:
     return path.endswith(".base_lrs")
 
 
-def _may_differ(name: str, stored: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+def _may_differ(stored: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:
     """Whether an entry is no argument of a stored scheduler; private ones come and go with torch's version."""
     last = name.rpartition(".")[2]
     gone = last.startswith("_") and not (name in stored["state"] and name in now)

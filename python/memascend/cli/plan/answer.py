@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from memascend.cli.plan.model import Trace
     from memascend.plan.cost import Network
     from memascend.plan.options import Options
-    from memascend.session.decide import Planned
+    from memascend.session.decide import Decision
 
 
 _TB = 10**12
@@ -152,7 +152,7 @@ class Answer:
         return max(longest, key=lambda part: longest[part])
 
 
-def answer(question: Question, found: Planned | None = None) -> Answer:
+def answer(question: Question, found: Decision | None = None) -> Answer:
     """Plan as `offload()` does, unless its plan is `found` already, and estimate the run on the machine."""
     found = found or planned(question.model, question.optimizer, question.options, question.ranks)
     plan = found.plan
@@ -348,7 +348,7 @@ def find(question: Question, length: int | None, *, recomputes: bool) -> list[Ca
     return found
 
 
-def _largest(question: Question, plan: Planned, traces: Traces) -> Candidate:
+def _largest(question: Question, plan: Decision, traces: Traces) -> Candidate:
     """The largest batch of one length that fits; if none does, one sequence."""
 
     def candidate(batch: int) -> Candidate:
