@@ -47,8 +47,8 @@ def file_of(path: str) -> Path:
     return place / "memascend.store" if path.endswith("/") or place.is_dir() else place
 
 
-def temporary(create: Callable[[str], Store]) -> tuple[Store, Path]:
-    """A store on disk whose file ends with the process, and the folder in which it was made."""
+def temporary(create: Callable[[str], Store]) -> Store:
+    """A store on disk whose file ends with the process."""
     refused: Exception | None = None
     for place in dict.fromkeys((tempfile.gettempdir(), "/var/tmp", os.getcwd())):  # noqa: PTH109, S108
         try:
@@ -59,7 +59,7 @@ def temporary(create: Callable[[str], Store]) -> tuple[Store, Path]:
         try:
             store = create(folder)
             store.become_temporary()
-            return store, Path(place)
+            return store
         except StorageError as error:
             refused = refused or error
         finally:

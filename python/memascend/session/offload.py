@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -29,10 +30,8 @@ from memascend.session.schedule import options_set
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from memascend.device.unit_memory import UnitMemory
-    from memascend.distributed.opening import Existing
     from memascend.distributed.sharding import Sharding
     from memascend.plan.table import Plan
     from memascend.session.decide import Decision
@@ -211,27 +210,19 @@ def _prepared(subject: Subject, undo: contextlib.ExitStack) -> Assembly:
     sharding = subject.sharding
     decision, first = _together(sharding, lambda: _decided(subject, undo))
 
-    folder: Path | None = None
-
-    def opened(existing: Existing) -> Store:
-        nonlocal folder
-        assert existing == subject.options.existing
-        store, folder = open_store(subject, decision.entries)
-        return store
-
     opening = None if sharding is None else sharding.opening
-    store = (
-        opened(subject.options.existing)
-        if opening is None
-        else opening.open(opened, None if subject.earlier is None else subject.earlier.identity)[0]
-    )
+    if opening is None:
+        store = open_store(subject, decision.entries)
+    else:
+        earlier = None if subject.earlier is None else subject.earlier.identity
+        store, _ = opening.open(lambda _: open_store(subject, decision.entries), earlier)
     undo.callback(store.close)
     if store.created:
         # A failing call leaves no store behind.
         undo.callback(store.forsake)
     # Ending a log overwrites the previous commit, to which all ranks roll back where the log of one is damaged.
     _together(sharding, store.check_log)
-    return _together(sharding, lambda: _begun(subject, decision, first, (store, folder), undo))
+    return _together(sharding, lambda: _begun(subject, decision, first, store, undo))
 
 
 def _decided(subject: Subject, undo: contextlib.ExitStack) -> tuple[Decision, FirstValues]:
@@ -243,14 +234,10 @@ def _decided(subject: Subject, undo: contextlib.ExitStack) -> tuple[Decision, Fi
 
 
 def _begun(
-    subject: Subject,
-    decision: Decision,
-    first: FirstValues,
-    opened: tuple[Store, Path | None],
-    undo: contextlib.ExitStack,
+    subject: Subject, decision: Decision, first: FirstValues, store: Store, undo: contextlib.ExitStack
 ) -> Assembly:
     """Fill a new store, or read the state of the run from an existing one."""
-    (store, folder), options, plan = opened, subject.options, decision.plan
+    options, plan = subject.options, decision.plan
     store.hold(plan.held, registered=subject.device is not None)
     engine = engines.Engine(
         store,
@@ -271,8 +258,10 @@ def _begun(
     take_options(groups, stored.get("groups"), undo, subject.arithmetic.examples, scheduled)
     subject.arithmetic.restore(stored.get("attributes") or {}, undo)
     first.let_go()
-    # Beside the store, or beside a temporary one.
-    folders = folders_of(options) or ([] if folder is None else [folder])
+    folders = folders_of(options)
+    if not folders and not options.paths:
+        # Beside the temporary store's own folder, which is gone.
+        folders = [Path(store.info()["devices"][0]).parents[1]]
     resources = _resources(subject, plan, (store, engine), folders, undo)
     return Assembly(subject, decision, resources, folders[0] if folders else None)
 

@@ -96,8 +96,8 @@ def _is_at(file: str, path: str) -> bool:
 _log = logging.getLogger("memascend")
 
 
-def open_store(subject: Subject, entries: list[engines.Entry]) -> tuple[Store, Path | None]:
-    """Open or make the store; of a temporary one, also returns the folder in which it is."""
+def open_store(subject: Subject, entries: list[engines.Entry]) -> Store:
+    """Open or make the store."""
     options = subject.options
     kind = title_of(subject.original)
     paths = list(options.paths or ())
@@ -142,7 +142,7 @@ def open_store(subject: Subject, entries: list[engines.Entry]) -> tuple[Store, P
         raise
     if subject.sharding is None or subject.sharding.world_size == 1:
         _require_whole(store)
-    return store, None
+    return store
 
 
 def _require_whole(store: Store) -> None:
