@@ -52,19 +52,14 @@ def temporary(create: Callable[[str], Store]) -> Store:
     refused: Exception | None = None
     for place in dict.fromkeys((tempfile.gettempdir(), "/var/tmp", os.getcwd())):  # noqa: PTH109, S108
         try:
-            folder = tempfile.mkdtemp(prefix="memascend-", dir=place)
+            # No other process knows the folder.
+            with tempfile.TemporaryDirectory(prefix="memascend-", dir=place) as folder:
+                store = create(folder)
+                store.become_temporary()
         except OSError as error:
             refused = refused or error
-            continue
-        try:
-            store = create(folder)
-            store.become_temporary()
+        else:
             return store
-        except StorageError as error:
-            refused = refused or error
-        finally:
-            # No other process knows the folder.
-            shutil.rmtree(folder)
     raise StorageError(f"there is no place for a temporary store: {refused}. Give storage= a folder on a disk")
 
 
