@@ -149,10 +149,9 @@ def test_a_phase_is_named_by_its_longest_part():
 def test_checkpointed_activations_pass_through_link_and_drive():
     link = Host(update=0.0, check=0.0, threads=1, shared=False, link=2 * GB)
     away = Work(forward=2.0, backward=4.0, carried=100 * GB, stored=60 * GB)
-    for kept in (False, True):
-        model = KEPT if kept else plan()
-        still = phases(model, Work(forward=2.0, backward=4.0), DRIVE, link, kept=kept)
-        forward, last, *_ = phases(model, away, DRIVE, link, kept=kept)
+    for model in (plan(), KEPT):
+        still = phases(model, Work(forward=2.0, backward=4.0), DRIVE, link)
+        forward, last, *_ = phases(model, away, DRIVE, link)
         # Out of the device beside the units that come in, and back after them.
         assert forward.parts["PCIe"] == pytest.approx(50)
         assert last.parts["PCIe"] == pytest.approx(53)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.plan.shapes import SHAPES, named_shape
+from memascend.cli.plan.shapes import SHAPES, named_shape, positive
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -74,14 +73,6 @@ def _add_run(add: Callable[..., Any]) -> None:
 def _count(text: str) -> int:
     value = int(text)
     if value < 1:
-        raise ValueError(text)
-    return value
-
-
-def positive(text: str) -> float:
-    """A finite number above 0."""
-    value = float(text)
-    if not 0 < value < math.inf:
         raise ValueError(text)
     return value
 

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from memascend.cli.plan import positive
+from memascend.cli.plan.shapes import positive
 from memascend.cli.storage import speeds_at
 from memascend.errors import ConfigError
 from memascend.plan.cost import Drive

@@ -1,7 +1,8 @@
-"""The shapes of published language models by short names, as their config.json has them; needs no torch."""
+"""Parses what a plan is of without torch: short names of published models (as their config.json), speeds."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from memascend.errors import ConfigError
@@ -43,6 +44,14 @@ SHAPES = {
     "qwen-32b": _shape("Qwen2", 5120, 27_648, 64, (40, 8), 152_064),
     "qwen-72b": _shape("Qwen2", 8192, 29_568, 80, (64, 8), 152_064),
 }
+
+
+def positive(text: str) -> float:
+    """A finite number above 0, of a speed."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise ValueError(text)
+    return value
 
 
 def named_shape(path: Path) -> dict[str, Any] | None:
