@@ -192,11 +192,7 @@ def _has_own_step(optimizer: torch.optim.Optimizer) -> bool:
     step = vars(optimizer).get("step")
     if step is not None and hasattr(step, "_wrapped_by_lr_sched"):
         step = getattr(step, "__wrapped__", None)
-    return (
-        step is not None
-        and step is not type(optimizer).step
-        and getattr(step, "__func__", None) is not type(optimizer).step
-    )
+    return step is not None and getattr(step, "__func__", step) is not type(optimizer).step
 
 
 def _refuse_owners(named: Mapping[str, torch.nn.Parameter], owned: set[int]) -> None:

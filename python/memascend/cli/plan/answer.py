@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -387,18 +388,11 @@ def takes_over(question: Question, traces: Traces) -> Takeover | None:
     def at(batch: int) -> Answer:
         return answer(replace(question, trace=traces.of(batch)), plan)
 
-    enough = 1
-    while at(enough).bound != "compute":
-        enough *= 2
-        if enough > _SEQUENCES_MAX:
-            return None
-    too_few = enough // 2
-    while enough - too_few > 1:
-        between = (enough + too_few) // 2
-        if at(between).bound == "compute":
-            enough = between
-        else:
-            too_few = between
+    batches = range(1, _SEQUENCES_MAX + 1)
+    fewer = bisect_left(batches, True, key=lambda batch: at(batch).bound == "compute")
+    if fewer == _SEQUENCES_MAX:
+        return None
+    enough = batches[fewer]
     found = at(enough)
     assert found.seconds is not None
     return Takeover(
