@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
 
-    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerState, TrainingArguments
 
     from memascend.session.session import Session
 
@@ -60,17 +60,13 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     Returns:
         The checkpoint, or None if there is none.
     """
-    found = []
-    for path in Path(folder).glob("checkpoint-*"):
-        number = _FOLDER.fullmatch(path.name)
-        if number and (path / _LAST_FILE).is_file():
-            found.append((int(number[1]), path))
-    for _, path in sorted(found, reverse=True):
-        try:
-            Checkpoint(path)
-        except MemascendError:
-            continue
-        return path
+    matches = [_FOLDER.fullmatch(path.name) for path in Path(folder).glob("checkpoint-*")]
+    for match in sorted(filter(None, matches), key=lambda match: -int(match[1])):
+        path = Path(folder, match[0])
+        with contextlib.suppress(MemascendError):
+            if (path / _LAST_FILE).is_file():
+                Checkpoint(path)
+                return path
     return None
 
 
@@ -97,16 +93,14 @@ class Callback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        """The Trainer passes model and optimizer later."""
         self._session: Session | None = None
         # Until training begins, loaded weights are those of a checkpoint that the Trainer resumes.
         self._guard: Any = None
-        # The figures at the last log.
+        # The figures at the last log: bytes read and written, seconds of waiting.
         self._before = (0, 0, 0.0)
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+    def on_init_end(self, args: TrainingArguments, *_: Any, **others: Any) -> None:  # noqa: ARG002
         """Find the offloaded optimizer; from here on, weights that a Trainer loads are those of a resume."""
-        del args, state, control
         self._attach(others.get("optimizer"))
         # Copies of the model share a function, and would copy the object of a method.
         check = lambda *given: self._require_same(*given)  # noqa: E731, PLW0108
@@ -116,11 +110,8 @@ class Callback(TrainerCallback):
         self._session = session_of(_optimizer_of(optimizer))
         self._before = self._counted()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **others: Any) -> None:
         """Take over the writing of checkpoints."""
-        del control
         if self._session is None:
             self._attach(others.get("optimizer"))
         assert self._session is not None
@@ -143,47 +134,32 @@ class Callback(TrainerCallback):
         except ConfigError as error:
             _log.info("the Trainer alone keeps its scheduler, in its checkpoints: %s", error)
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
-    ) -> None:
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Let the Trainer log the rate of this step, and advance the scheduler as step() did."""
-        del args, state, control, others
         if self._session is not None:
             self._session.run.record.schedule.rewind()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+    def on_step_end(self, *_: Any, **__: Any) -> None:
         """Have the scheduler where the commit has it."""
-        del args, state, control, others
         if self._session is not None:
             self._session.run.record.schedule.catch_up()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **others: Any) -> None:
         """Restore the model's own `save_pretrained`."""
-        del args, state, control
         others["model"].__dict__.pop("save_pretrained", None)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Add our files to a checkpoint that the model wrote itself."""
-        del control, others
         folder = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
         if self._session is None or args.save_only_model or not folder.is_dir():
             return
         if identity_of(folder) != self._session.run.record.identity():
             self._session.save(folder, among_others=True)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **others: Any,
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **others: Any) -> None:  # noqa: ARG002
         """Add the figures."""
-        del args, control, others
-        if self._session is None or logs is None or "loss" not in logs:
+        logs: dict[str, Any] = others["logs"]
+        if self._session is None or "loss" not in logs:
             return
         then, now = self._before, self._counted()
         self._before = now
@@ -235,9 +211,8 @@ class Offload(Callback):
         super().__init__()
         self._options = options
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+    def on_init_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """Reject checkpoints that the Trainer cannot write."""
-        del state, control, others
         if args.save_strategy != "no" and not args.save_only_model:
             raise ConfigError(
                 "the Trainer's checkpoints want state that torch gathers, and it is on storage: pass "
@@ -245,14 +220,8 @@ class Offload(Callback):
                 ".optimizer.save(folder) on each rank for a checkpoint; or save_only_model=True"
             )
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
-    ) -> None:
-        """Offload the model and optimizer that the Trainer has prepared.
-
-        Raises:
-            ConfigError: the Trainer or the storage would resume a run, at different positions.
-        """
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **others: Any) -> None:
+        """Offload the model and optimizer that the Trainer has prepared."""
         existing = self._options.get("existing", "refuse")
         if state.global_step or existing in ("resume", "previous"):
             what = "resume_from_checkpoint=" if state.global_step else f"Offload(existing={existing!r})"
@@ -263,7 +232,7 @@ class Offload(Callback):
                 "that .optimizer.save(folder) wrote, give Offload(checkpoint=folder, existing='replace')"
             )
         _, self.optimizer = offload(others["model"], others["optimizer"], **self._options)
-        super().on_train_begin(args, state, control, **{**others, "optimizer": self.optimizer})
+        super().on_train_begin(args, state, **{**others, "optimizer": self.optimizer})
 
 
 def by_layer(trainer: Any) -> None:
@@ -321,12 +290,6 @@ def _is_known(code: Any) -> bool:
             return False
         code = None if isinstance(code, type) else getattr(code, "__wrapped__", None)
     return True
-
-
-def _against_layers(trainer: Any) -> str | None:
-    """Why a Trainer's micro-batches are not computed by layer; None where all that computes them was tested."""
-    reasons = itertools.chain(_in_methods(trainer), _in_settings(trainer), _in_modules(trainer.model))
-    return next(reasons, None)
 
 
 def _in_methods(trainer: Any) -> Iterator[str]:
@@ -413,9 +376,11 @@ class _Steps:
     def _goes_by_layer(self, inputs: Any) -> bool:
         if len(self._samples) < 2 or inputs is not self._samples[0]:
             return False
-        why = _against_layers(self._trainer)
+        trainer = self._trainer
+        reasons = itertools.chain(_in_methods(trainer), _in_settings(trainer), _in_modules(trainer.model))
+        why = next(reasons, None)
         if why is not None:
-            session_of(_optimizer_of(self._trainer.optimizer)).accumulation.explain(why)
+            session_of(_optimizer_of(trainer.optimizer)).accumulation.explain(why)
         return why is None
 
     def _computed(self, step: Callable[[Any], Any]) -> list[Any]:

@@ -53,7 +53,7 @@ def test_a_measured_drive_does_both_and_then_what_is_left(read, written, expecte
 
 
 def test_fused_updates_run_beside_the_backward():
-    forward, last = phases(plan(), Work(forward=2.0, backward=4.0), DRIVE, IDLE, kept=False)
+    forward, last = phases(plan(), Work(forward=2.0, backward=4.0), DRIVE, IDLE)
     assert forward.parts == pytest.approx({"compute": 2, "disk": 8 / 5, "update": 0})
     assert (forward.seconds, forward.bound) == (2, "compute")
     assert last.parts["disk"] == pytest.approx((6 + 40) / 5 + 48 / 4)
@@ -62,7 +62,7 @@ def test_fused_updates_run_beside_the_backward():
 
 
 def test_kept_gradients_make_a_phase_of_their_own():
-    forward, backward, update = phases(KEPT, Work(forward=2.0, backward=4.0), DRIVE, IDLE, kept=True)
+    forward, backward, update = phases(KEPT, Work(forward=2.0, backward=4.0), DRIVE, IDLE)
     assert forward.parts["disk"] == pytest.approx(8 / 5)
     assert backward.parts["disk"] == pytest.approx(6 / 5 + 8 / 4)
     assert update.parts["disk"] == pytest.approx((40 + 8) / 5 + 48 / 4)
@@ -70,7 +70,7 @@ def test_kept_gradients_make_a_phase_of_their_own():
 
 
 def test_each_backward_after_the_first_adds_to_what_is_spilled():
-    forward, backward, update = phases(KEPT, Work(forward=2.0, backward=4.0, backwards=3), DRIVE, IDLE, kept=True)
+    forward, backward, update = phases(KEPT, Work(forward=2.0, backward=4.0, backwards=3), DRIVE, IDLE)
     assert forward.parts == pytest.approx({"compute": 6, "disk": 24 / 5, "update": 0})
     # Values three times; gradients are written three times, and read twice to be added to.
     assert backward.parts["disk"] == pytest.approx((18 + 16) / 5 + 24 / 4)
@@ -81,7 +81,7 @@ def test_each_backward_after_the_first_adds_to_what_is_spilled():
 def test_processors_that_compute_the_model_update_in_the_same_time():
     host = Host(update=6.0, check=0.1 / GB, threads=1, shared=True)
     drive = Drive(read=5 * GB, write=4 * GB, processor_seconds=0.03 / GB)
-    forward, last = phases(plan(), Work(forward=2.0, backward=4.0), drive, host, kept=False)
+    forward, last = phases(plan(), Work(forward=2.0, backward=4.0), drive, host)
     assert forward.parts["compute"] == pytest.approx(2 + 0.13 * 8)
     # An eighth is the first block's, whose gradient comes when the model has ended.
     assert last.parts["compute"] == pytest.approx(4 + 6 * 7 / 8 + 0.13 * (46 + 48), rel=1e-6)
@@ -91,28 +91,28 @@ def test_processors_that_compute_the_model_update_in_the_same_time():
 def test_the_gradient_that_comes_last_is_updated_when_all_else_has_ended():
     one = (40 / 5 + 48 / 4) / 8
     compute = Work(forward=2.0, backward=30.0)
-    _, last = phases(plan(), compute, DRIVE, IDLE, kept=False)
+    _, last = phases(plan(), compute, DRIVE, IDLE)
     assert last.tail == pytest.approx(one, rel=1e-6)
     assert (last.seconds, last.bound) == (pytest.approx(30 + one, rel=1e-6), "compute")
     # Where storage is slower than all else, it is busy until the end anyway.
-    _, last = phases(plan(), Work(forward=2.0, backward=4.0), DRIVE, IDLE, kept=False)
+    _, last = phases(plan(), Work(forward=2.0, backward=4.0), DRIVE, IDLE)
     assert last.seconds == last.parts["disk"]
     # What is held has nothing to stream; kept gradients are all there before the first update.
-    assert phases(plan(held_units=frozenset({"block0"})), compute, DRIVE, IDLE, kept=False)[-1].tail == 0
-    assert [phase.tail for phase in phases(KEPT, compute, DRIVE, IDLE, kept=True)] == [0, 0, 0]
+    assert phases(plan(held_units=frozenset({"block0"})), compute, DRIVE, IDLE)[-1].tail == 0
+    assert [phase.tail for phase in phases(KEPT, compute, DRIVE, IDLE)] == [0, 0, 0]
 
 
 def test_what_is_held_without_a_log_is_written_in_step():
     work = Work(forward=2.0, backward=4.0)
-    *_, last, step = phases(plan(held_part=0.25, log_steps=0), work, DRIVE, IDLE, kept=False)
+    *_, last, step = phases(plan(held_part=0.25, log_steps=0), work, DRIVE, IDLE)
     assert last.parts["disk"] == pytest.approx(46 / 5 + 0.75 * 48 / 4)
     assert step.parts["disk"] == pytest.approx(0.25 * 48 / 4)
-    assert "disk" not in phases(plan(held_part=0.25), work, DRIVE, IDLE, kept=False)[-1].parts
+    assert "disk" not in phases(plan(held_part=0.25), work, DRIVE, IDLE)[-1].parts
 
 
 def test_what_is_held_is_updated_after_the_commit_by_all_threads():
     host = Host(update=8.0, check=1e-10, threads=1, shared=False, held_threads=4)
-    *_, last, step = phases(plan(held_part=0.25), Work(forward=2.0, backward=4.0), DRIVE, host, kept=False)
+    *_, last, step = phases(plan(held_part=0.25), Work(forward=2.0, backward=4.0), DRIVE, host)
     # Values of a quarter have their checksums read before it and renewed after it.
     checked = 2 * (8 * GB + 4096) / 4 * 1e-10
     assert (step.name, step.parts) == ("step()", {"update": pytest.approx((2.0 + checked) / 4)})
@@ -122,7 +122,7 @@ def test_what_is_held_is_updated_after_the_commit_by_all_threads():
 
 def test_a_device_is_beside_the_update_and_behind_a_link():
     host = Host(update=6.0, check=0.1 / GB, threads=1, shared=False, link=2 * GB)
-    forward, last = phases(plan(), Work(forward=2.0, backward=4.0), DRIVE, host, kept=False)
+    forward, last = phases(plan(), Work(forward=2.0, backward=4.0), DRIVE, host)
     # Pinned units stay there; those that stay until the backward come once; gradients go the other way meanwhile.
     assert forward.parts["PCIe"] == pytest.approx(8 / 2)
     assert last.parts["PCIe"] == pytest.approx((8 + 4096 / GB) / 2)
@@ -149,10 +149,9 @@ def test_a_phase_is_named_by_its_longest_part():
 def test_checkpointed_activations_pass_through_link_and_drive():
     link = Host(update=0.0, check=0.0, threads=1, shared=False, link=2 * GB)
     away = Work(forward=2.0, backward=4.0, carried=100 * GB, stored=60 * GB)
-    for kept in (False, True):
-        model = KEPT if kept else plan()
-        still = phases(model, Work(forward=2.0, backward=4.0), DRIVE, link, kept=kept)
-        forward, last, *_ = phases(model, away, DRIVE, link, kept=kept)
+    for model in (plan(), KEPT):
+        still = phases(model, Work(forward=2.0, backward=4.0), DRIVE, link)
+        forward, last, *_ = phases(model, away, DRIVE, link)
         # Out of the device beside the units that come in, and back after them.
         assert forward.parts["PCIe"] == pytest.approx(50)
         assert last.parts["PCIe"] == pytest.approx(53)

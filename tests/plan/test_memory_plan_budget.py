@@ -43,9 +43,7 @@ def sizes_of(units):
 
 
 def plan(units, budget=None, gradients="auto", device_budget=None, **more):
-    largest = max(each.nbytes for each in units)
-    total = sum(each.nbytes for each in units)
-    given = {"largest_gradient": largest, "all_gradients": total, **more}
+    given = {"gradient_bytes": {each.name: each.nbytes for each in units}, **more}
     run = Requirements(units=units, sizes=sizes_of(units), gradients=gradients, **given)
     return make_plan(run, budget=budget, device_budget=device_budget)
 
@@ -79,23 +77,23 @@ def unit_lists(draw):
 
 
 @settings(max_examples=150, deadline=None)
-@given(unit_lists(), st.sampled_from(["auto", "fused", "ssd", "ram"]), st.integers(1, 3), st.integers(0, 4 << 20))
-def test_the_smallest_budget_works_to_the_byte(units, gradients, segment, spare):
+@given(unit_lists(), st.sampled_from(["auto", "fused", "ssd", "ram"]), st.integers(0, 4 << 20))
+def test_the_smallest_budget_works_to_the_byte(units, gradients, spare):
     with pytest.raises(memascend.BudgetError) as refused:
-        plan(units, 1, gradients, segment=segment)
+        plan(units, 1, gradients)
     smallest = refused.value.smallest
     assert f"works is {size_option(smallest)}," in str(refused.value)
     with pytest.raises(memascend.BudgetError) as refused:
-        plan(units, smallest - 1, gradients, segment=segment)
+        plan(units, smallest - 1, gradients)
     assert refused.value.smallest == smallest
-    assert plan(units, smallest, gradients, segment=segment).host_peak == smallest
+    assert plan(units, smallest, gradients).host_peak == smallest
     for budget in (smallest, smallest + spare, None):
-        found = plan(units, budget, gradients, segment=segment)
+        found = plan(units, budget, gradients)
         assert found.host_peak == sum(found.host.values()) <= found.budget
         assert found.budget == (found.comfortable if budget is None else budget)
         assert smallest == found.smallest <= found.comfortable <= found.ample
         assert found.queue_bytes >= max(each.nbytes for each in units)
-        for held in list_windows(units, found.window + segment - 1):
+        for held in list_windows(units, found.window):
             assert admits(found.classes, [each.nbytes for each in held.values()])
         json.dumps(found.to_dict())
         assert str(found)
@@ -159,14 +157,6 @@ def test_gradients_in_ram_are_all_of_them():
     total = sum(each.nbytes for each in units)
     assert plan(units, gradients="ram").host["gradients"] == total
     assert plan(units, gradients="ssd").host["gradients"] == 130 * PAGE
-
-
-def test_a_checkpoint_segment_is_held_together():
-    found = plan(model(), segment=3)
-    assert found.classes[30 * PAGE] >= 4
-    assert plan(model(), plan(model(), segment=3).smallest, segment=3).classes[30 * PAGE] == 3
-    with pytest.raises(memascend.ConfigError, match="at least one unit"):
-        plan(model(), segment=0)
 
 
 def test_a_larger_budget_keeps_units():

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from plan.test_memory_plan_budget import PAGE, model, sizes_of
 
-from memascend.plan.cost import Drive, assumed_host, forecast, moves, storage_seconds
+from memascend.plan.cost import Drive, Work, assumed_host, moves, phases, seconds, update_seconds
 from memascend.plan.memory_plan import Requirements, make_plan
 
 
@@ -13,14 +13,9 @@ def run_of(units, update_values="resident", **more):
     # Values of two bytes, and five times as much state.
     entries = {name: (each.nbytes, 5 * each.nbytes) for each in units for name in each.parameters}
     sizes = dataclasses.replace(sizes_of(units), entry_bytes=entries)
-    given = {
-        "largest_gradient": max(each.nbytes for each in units),
-        "all_gradients": sum(each.nbytes for each in units),
-        "gradient_bytes": {name: values for name, (values, _) in entries.items()},
-    }
-    return Requirements(
-        units=units, sizes=sizes, gradients="fused", trained=set(entries), update_values=update_values, **given, **more
-    )
+    gradients = {name: values for name, (values, _) in entries.items()}
+    given = {"gradients": "fused", "update_values": update_values, **more}
+    return Requirements(units=units, sizes=sizes, gradient_bytes=gradients, **given)
 
 
 def held_bytes(run, plan):
@@ -119,7 +114,7 @@ def test_the_table_says_what_is_held_and_what_more_would_move():
 
 def test_frozen_values_are_held_too():
     units = model(frozen=True)
-    run = dataclasses.replace(run_of(units), trained=set())
+    run = run_of(units)
     entries = {name: (nbytes, 0) for name, (nbytes, _) in run.sizes.entry_bytes.items()}
     sizes = dataclasses.replace(run.sizes, entry_bytes=entries)
     run = dataclasses.replace(run, sizes=sizes, gradient_bytes={})
@@ -134,26 +129,23 @@ def test_seconds_of_larger_budgets_are_those_of_their_plans(applies):
     run = dataclasses.replace(run_of(model()), applies=applies)
     drive, host = Drive(read=5e6, write=4e6), assumed_host(None, threads=2, shared=True)
 
-    def reckon(plan):
-        return storage_seconds(plan, drive, host)
+    def took(plan):
+        own = dataclasses.replace(host, update=update_seconds(plan, host.update))
+        return seconds(phases(plan, Work(forward=0.0, backward=0.0), drive, own))
 
     first = make_plan(run)
-    seconds = forecast(first, reckon)
-    assert seconds.now == seconds.without == reckon(first)
-    assert list(seconds.larger) == list(first.larger)
-    for budget, took in seconds.larger.items():
-        own = forecast(make_plan(run, budget=budget), reckon)
-        assert own.now == pytest.approx(took, rel=0.01)
-        assert own.without == pytest.approx(seconds.now)
-    last = list(seconds.larger.values())[-1]
-    assert seconds.now > last
+    assert took(first.moving(first.without)) == took(first)
+    for budget, traffic in first.larger.items():
+        own, last = make_plan(run, budget=budget), took(first.moving(traffic))
+        assert took(own) == pytest.approx(last, rel=0.01)
+        assert took(own.moving(own.without)) == pytest.approx(took(first))
+    assert took(first) > last
     # All is updated in step(), by two threads; under durability "none" nothing else is left.
     elements = sum(each.elements for each in run.units)
     assert last >= elements * host.update / 2
     if applies:
         values = sum(each.nbytes for each in run.units)
         assert last == pytest.approx((elements * host.update + 2 * values * host.check) / 2)
-    assert forecast(first, lambda _: None) is None
 
 
 def test_what_is_streamed_is_held_by_no_budget():

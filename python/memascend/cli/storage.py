@@ -128,7 +128,7 @@ def examine_storage(path: Path) -> Iterator[Finding]:
         return
     problem = _unusable(path)
     if problem is not None:
-        yield _fails(path, problem)
+        yield Finding(subject="storage", found=str(path), verdict="fails", advice=problem)
         return
     folder = _folder_of(path)
     yield Finding(subject="storage", found=f"{path}, {file_system(folder)}, {bytes_shown(_space(folder)[0])} free")
@@ -165,17 +165,12 @@ def _unusable(path: Path) -> str | None:
 
 @contextmanager
 def _trial(folder: Path) -> Iterator[Volume]:
-    """A volume for a measurement."""
     # The file loses its name at once, so that nothing is left behind.
     with (
         tempfile.NamedTemporaryFile(dir=folder, prefix=".memascend-trial-") as file,
         nvme.open(file.name, size=_space(folder)[1]) as volume,
     ):
         yield volume
-
-
-def _fails(path: Path, advice: str) -> Finding:
-    return Finding(subject="storage", found=str(path), verdict="fails", advice=advice)
 
 
 def _space(folder: Path) -> tuple[int, int]:
@@ -192,7 +187,7 @@ def _device(path: Path) -> Iterator[Finding]:
             yield from _volume(volume, ("read",))
             yield Finding(subject="sequential write", found="not tried: it would overwrite what is on the device")
     except MemascendError as error:
-        yield _fails(path, str(error))
+        yield Finding(subject="storage", found=str(path), verdict="fails", advice=str(error))
 
 
 def _volume(volume: Volume, patterns: Sequence[Pattern]) -> Iterator[Finding]:
@@ -230,11 +225,7 @@ def _measured(volume: Volume, patterns: Sequence[Pattern]) -> dict[str, Speed]:
 
 
 def speeds_at(path: Path) -> dict[str, Speed]:
-    """The speed of reads, of writes, and of both in turn ("mixed"); of a raw device, of reads alone.
-
-    Raises:
-        StorageError: no store can be made there.
-    """
+    """The speed of reads, of writes, and of both in turn ("mixed"); of a raw device, of reads alone."""
     if path.is_block_device():
         with nvme.open(path) as volume:
             return _measured(volume, ("read",))
@@ -246,11 +237,7 @@ def speeds_at(path: Path) -> dict[str, Speed]:
 
 
 def disk_folder() -> Path:
-    """The first writable folder on a disk among those for temporary files and the current one.
-
-    Raises:
-        StorageError: there is none.
-    """
+    """The first writable folder on a disk among those for temporary files and the current one."""
     for place in (Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()):  # noqa: S108
         if os.access(place, os.W_OK | os.X_OK) and file_system(place) not in _MEMORY:
             return place

@@ -78,7 +78,6 @@ def _describe(store: storage.Store, *, as_json: bool) -> None:
 
 
 def _summary(info: dict[str, Any], entries: list[dict[str, Any]]) -> str:
-    """A summary of the store, which identifies it."""
     trained = [entry for entry in entries if not entry["buffer"]]
     elements = sum(math.prod(entry["shape"]) for entry in trained)
     kinds = sorted({entry["dtype"] for entry in trained})

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from memascend.params.offloaded_param import Place
     from memascend.params.residency import Residency
     from memascend.params.resident_units import ResidentUnits
-    from memascend.session.report import Meter
     from memascend.storage import Chunk, Engine, Store
 
     # Gradients, each with what stands in `p.grad`.
@@ -107,13 +106,14 @@ class Gradients:
     loop: Loop  # the detected habits of the training loop
     speculation: Speculation  # whether updates by gradients that are kept begin early
     norms: Norms  # of the gradients of a step
-    meter: Meter  # measures each gradient that was handed on
     residency: Residency  # of the parameters
 
     def __post_init__(self) -> None:
         self.by_name: dict[str, Gradient] = {}
         self.backwards = Backwards(self.loop.accumulation_steps, self.begin_backward, self._note_failure)
         self.fresh = False
+        # Time that backward spent to hand on gradients, waiting for memory included.
+        self.handing_seconds = 0.0
         self.parts: Recorder | PartialSums | None = None
         # A backward was begun by optimizer.backward().
         self._scaled = False
@@ -155,7 +155,7 @@ class Gradients:
                 self._arrive(gradient, values, lasting=assigned or not alone)
             elif values is not None:
                 self.backwards.enter()
-        self.meter.arrived(gradient.name, gradient.place.nothing.nbytes, began)
+        self.handing_seconds += time.perf_counter() - began
         # Updates may have released units since the last one was used.
         self.residency.units.look_ahead()
 

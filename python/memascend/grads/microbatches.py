@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from memascend.grads.gradient import Gradient
     from memascend.grads.gradients import Gradients
     from memascend.params.residency import Residency
-    from memascend.session.report import Meter
     from memascend.storage import Engine
 
 
@@ -294,7 +293,6 @@ class Accumulation:
     gradients: Gradients  # of its gradients
     residency: Residency  # of its units
     engine: Engine  # whose queue of gradients has the same bound as their sums
-    meter: Meter  # counts these sums as memory
     device: torch.device  # the one that computes
     limit: int  # bytes that partial sums may have in memory, with the parts that wait to be added to them
     strict: bool  # the user gave a budget: sums and queue together stay within `limit`
@@ -434,7 +432,6 @@ class Accumulation:
         whole = backwards.declared == 1 or backwards.is_last(len(batches))
         stream = CallerStream(self.device)
         sums = PartialSums(self.gradients, self._course, baton, self.limit, self._make_room, stream=stream, whole=whole)
-        self.meter.count(sums)
         try:
             with self.gradients.summed_by(sums):
                 self.gradients.begin_backward()
@@ -445,7 +442,6 @@ class Accumulation:
             self._abandon(sums)
             raise
         finally:
-            self.meter.count(None)
             free_scratch()
             # What the threads of micro-batches freed lies in heaps of their own.
             trim_heap()

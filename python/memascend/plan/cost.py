@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from memascend.text import bytes_shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from memascend.plan.table import Plan
     from memascend.plan.units import Unit
@@ -71,9 +71,6 @@ class Work:
     stored: int = 0
 
 
-_NO_WORK = Work(forward=0.0, backward=0.0)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Host:
     """The work of the processors beside the model, in seconds of one of them."""
@@ -128,16 +125,8 @@ class Phase:
         return max(self.parts, key=lambda part: self.parts[part])
 
 
-def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool) -> list[Phase]:
-    """The phases of one step, one after the other.
-
-    Args:
-        plan: has the bytes that the step moves.
-        work: of the model.
-        drive: the speed of storage.
-        host: the speed of processors and link.
-        kept: whether gradients wait for the last of them ("ssd" and "ram", clipping, accumulation).
-    """
+def phases(plan: Plan, work: Work, drive: Drive, host: Host) -> list[Phase]:
+    """The phases of one step, one after the other, with the bytes of the plan."""
     forward_read = plan.read_bytes.get("values, forward", 0)
     backward_read = plan.read_bytes.get("values, backward", 0)
     spilled = plan.written_bytes.get("gradients", 0)
@@ -162,23 +151,21 @@ def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool) -> l
         in_step["disk"] = drive.seconds(0, through)
     held = [Phase(name="step()", parts=in_step)] if plan.held_part else []
     to, fro = (None, None) if work.exchanged is None else (part * times for part in work.exchanged)
-    forward = _phase(
-        "forward", work.forward * computed, (into * times, work.carried), (forward_read * times, work.stored), drive,
-        host,
-    )  # fmt: skip
-    forward = _beside(forward, to)
-    if kept:
-        backward = _phase(
-            "backward", work.backward * computed, (back_link, out * times), (back_read + added, spilled * times), drive,
-            host,
-        )  # fmt: skip
-        update = _phase("update", 0.0, (0, 0), (update_read, update_written), drive, host, streamed)
-        return [forward, _beside(backward, fro), update, *held]
-    last = _phase(
-        "backward and update", work.backward * computed, (back_link, out * times),
-        (back_read + update_read, update_written), drive, host, streamed,
-    )  # fmt: skip
-    part = _last_part(plan)
+    speeds = _Speeds(drive, host)
+    link, disk = (into * times, work.carried), (forward_read * times, work.stored)
+    forward = _beside(speeds.phase("forward", work.forward * computed, link, disk), to)
+    link = (back_link, out * times)
+    if plan.gradients in ("ssd", "ram"):
+        # Gradients wait for the last of them.
+        disk = (back_read + added, spilled * times)
+        backward = _beside(speeds.phase("backward", work.backward * computed, link, disk), fro)
+        update = speeds.phase("update", 0.0, (0, 0), (update_read, update_written), streamed)
+        return [forward, backward, update, *held]
+    disk = (back_read + update_read, update_written)
+    last = speeds.phase("backward and update", work.backward * computed, link, disk, streamed)
+    # The gradient of the forward's first unit comes last: its part in all streamed updates.
+    streams = [0.0 if unit.name in plan.held_units else _trained(unit) for unit in plan.units]
+    part = streams[0] / sum(streams) if any(streams) else 0.0
     tail = max(drive.seconds(update_read * part, update_written * part), streamed * part / host.threads)
     if host.shared:
         # The model has finished before the tail.
@@ -186,19 +173,11 @@ def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool) -> l
     return [forward, _beside(replace(last, tail=tail), fro), *held]
 
 
-def _last_part(plan: Plan) -> float:
-    """The part of the first unit of the forward in all streamed updates: its gradient comes last."""
-    streams = [0.0 if unit.name in plan.held_units else _trained(unit) for unit in plan.units]
-    return streams[0] / sum(streams) if any(streams) else 0.0
-
-
 def _trained(unit: Unit) -> float:
-    """The elements of a unit that a step changes."""
     return unit.elements * (1 - unit.frozen_bytes / max(1, unit.nbytes))
 
 
 def _beside(phase: Phase, network: float | None) -> Phase:
-    """A phase with its seconds of the network."""
     return phase if network is None else replace(phase, parts={**phase.parts, "network": network})
 
 
@@ -210,38 +189,32 @@ def through_link(plan: Plan) -> tuple[int, int, int]:
     return into, back, sum(unit.nbytes - unit.frozen_bytes for unit in plan.units)
 
 
-def _phase(
-    name: str,
-    compute: float,
-    link: tuple[int, int],
-    disk: tuple[int, int],
-    drive: Drive,
-    host: Host,
-    update: float = 0.0,
-) -> Phase:
-    checked = sum(disk) * (host.check + drive.processor_seconds)
-    parts = {"disk": drive.seconds(*disk)}
-    if host.shared:
-        # The model's threads are on the same processors, and wait for each other.
-        parts["compute"] = compute + (update + checked) / host.threads
-    else:
-        parts["compute"] = compute
-        parts["update"] = (update + checked) / host.threads
-    if host.link is not None:
-        # The link moves both ways at once.
-        parts["PCIe"] = max(link) / host.link
-    return Phase(name=name, parts=parts)
+@dataclass(frozen=True)
+class _Speeds:
+    drive: Drive
+    host: Host
+
+    def phase(
+        self, name: str, compute: float, link: tuple[int, int], disk: tuple[int, int], update: float = 0.0
+    ) -> Phase:
+        """A phase that moves bytes in both directions of the link, and reads and writes bytes."""
+        host = self.host
+        busy = (update + sum(disk) * (host.check + self.drive.processor_seconds)) / host.threads
+        parts = {"disk": self.drive.seconds(*disk)}
+        if host.shared:
+            # The model's threads are on the same processors, and wait for each other.
+            parts["compute"] = compute + busy
+        else:
+            parts |= {"compute": compute, "update": busy}
+        if host.link is not None:
+            # The link moves both ways at once.
+            parts["PCIe"] = max(link) / host.link
+        return Phase(name=name, parts=parts)
 
 
 def seconds(parts: Sequence[Phase]) -> float:
     """The seconds of a whole step."""
     return sum(part.seconds for part in parts)
-
-
-def storage_seconds(plan: Plan, drive: Drive, host: Host, work: Work = _NO_WORK) -> float:
-    """The seconds that storage and the update of a step take; `work` computes nothing."""
-    host = replace(host, update=update_seconds(plan, host.update))
-    return seconds(phases(plan, work, drive, host, kept=plan.gradients in ("ssd", "ram")))
 
 
 def update_seconds(plan: Plan, a_parameter: float) -> float:
@@ -254,25 +227,6 @@ def drive_days(written: int, step_seconds: float, endurance: float) -> float | N
     if not written or not step_seconds:
         return None
     return endurance / written * step_seconds / _DAY_SECONDS
-
-
-@dataclass(frozen=True, kw_only=True)
-class Forecast:
-    """The seconds of a step."""
-
-    now: float  # with the plan as it is
-    without: float  # without a RAM tier
-    larger: Mapping[int, float]  # by larger budgets, those of the plan
-
-
-def forecast(plan: Plan, reckon: Callable[[Plan], float | None]) -> Forecast | None:
-    """The seconds of a step; `reckon` estimates those of one plan, or gives None where they are not known."""
-    now, without = reckon(plan), reckon(plan.moving(plan.without))
-    larger = {budget: reckon(plan.moving(traffic)) for budget, traffic in plan.larger.items()}
-    if now is None or without is None:
-        return None
-    known = {budget: seconds for budget, seconds in larger.items() if seconds is not None}
-    return Forecast(now=now, without=without, larger=known)
 
 
 def moves(plan: Plan) -> str:

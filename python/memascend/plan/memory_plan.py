@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Literal
 from memascend import memory
 from memascend.errors import BudgetError, ConfigError
 from memascend.memory import whole_pages
-from memascend.plan.table import Plan, Traffic, with_log
+from memascend.plan.table import MemorySplit, Plan, Traffic, with_log
 from memascend.plan.units import count_reads, forward_order, list_windows
 from memascend.text import bytes_shown, size_option
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from memascend.plan.units import Unit
     from memascend.storage import Sizes
@@ -108,8 +108,7 @@ class Requirements:
     sizes: Sizes  # of the store that holds them
     # The mode of gradients: "ram" needs memory for all of them, the others for the largest.
     gradients: Literal["auto", "fused", "ssd", "ram"]
-    largest_gradient: int  # bytes of it
-    all_gradients: int  # bytes of all of them
+    gradient_bytes: Mapping[str, int]  # by the names of the parameters that a step changes
     whole_bytes: int = 0  # what an optimizer needs that updates whole parameters
     whole_next_bytes: int = 0  # what reading the next one takes, or writing the last one, while one is updated
     # {bytes: count} of the chunks through which checkpointed activations go to storage.
@@ -119,17 +118,24 @@ class Requirements:
     # Where a device computes, the chunks, {bytes: count}, between it and storage, by owner; units and gradients are
     # then in the device's memory. None: the host computes.
     staging: Mapping[str, Mapping[int, int]] | None = None
-    segment: int = 1  # units that a checkpoint segment recomputes together
     # Whether an update reads the values: "resident" where their unit was evicted (the compact state), "read" always
     # (values of 32 bits), "never" (the state has a master of its own).
     update_values: Literal["resident", "read", "never"] = "resident"
-    trained: Collection[str] = ()  # the names of the parameters that a step changes
-    gradient_bytes: Mapping[str, int] = field(default_factory=dict)  # by the names of trained parameters
     streamed: Collection[str] = ()  # the names of the parameters that are never kept in the RAM tier
     # Updates in the RAM tier are applied in memory, and written only at the end.
     applies: bool = False
     # The options of their gradient log, where each step is durable; None: there is no log.
     log: Log | None = None
+
+    @property
+    def largest_gradient(self) -> int:
+        """Bytes of it."""
+        return max(self.gradient_bytes.values(), default=0)
+
+    @property
+    def all_gradients(self) -> int:
+        """Bytes of all of them."""
+        return sum(self.gradient_bytes.values())
 
     @property
     def group_bytes(self) -> int:
@@ -142,9 +148,14 @@ class Requirements:
         """The values of a unit on storage, and in a lease."""
         return self.sizes.unit_bytes.get(unit.name, unit.nbytes)
 
-    def trained_bytes(self, unit: Unit) -> int:
-        """The values of a unit that a step changes."""
-        return self.bytes_of(unit) - unit.frozen_bytes
+    def entry_bytes(self, name: str) -> tuple[int, int]:
+        """The values and the state of a record."""
+        return self.sizes.entry_bytes.get(name, (0, 0))
+
+    def sum_entries(self, names: Iterable[str]) -> tuple[int, int]:
+        """The values of these records, and their state."""
+        sizes = [self.entry_bytes(name) for name in names]
+        return sum(values for values, _ in sizes), sum(state for _, state in sizes)
 
 
 @dataclass(frozen=True)
@@ -170,95 +181,40 @@ class Held:
         return self.nbytes + self.gradients
 
 
-NOTHING = Held()
+_NOTHING = Held()
 
 
 def choose_held(run: Requirements, room: int | None) -> Held:
     """Choose whole records for the RAM tier within `room` bytes, the first units' first; None: all of them."""
     names: list[str] = []
-    by_unit: dict[str, int] = {}
-    nbytes = gradients = update = state = 0
-    logged: dict[str, tuple[int, int, int]] = {}
+    by_unit: Counter[str] = Counter()
+    nbytes = gradients = 0
     for unit in run.units:
         for name in unit.parameters:
-            if name in run.streamed:
-                continue
-            own_values, own_state = run.sizes.entry_bytes.get(name, (0, 0))
-            own = own_values + own_state
+            own = sum(run.entry_bytes(name))
             # In "ram" mode all gradients have memory already.
             waits = 0 if run.gradients == "ram" else run.gradient_bytes.get(name, 0)
-            if not own or (room is not None and nbytes + gradients + own + waits > room):
-                continue
-            names.append(name)
-            nbytes += own
-            gradients += waits
-            by_unit[unit.name] = by_unit.get(unit.name, 0) + own_values
-            if name in run.trained:
-                update += own_values
-                state += own_state
-            if run.log is not None and name in run.log.names:
-                logged[name] = (own_values, own_state, run.gradient_bytes.get(name, 0))
+            fits = room is None or nbytes + gradients + own + waits <= room
+            if own and fits and name not in run.streamed:
+                names.append(name)
+                nbytes += own
+                gradients += waits
+                by_unit[unit.name] += run.entry_bytes(name)[0]
     # A device computes with units in its own memory.
     here = [] if run.staging is not None else run.units
-    whole = frozenset(unit.name for unit in here if run.bytes_of(unit) <= by_unit.get(unit.name, 0))
-    values, states, waiting = (sum(part) for part in zip(*logged.values(), strict=True)) if logged else (0, 0, 0)
+    update, state = run.sum_entries(name for name in names if name in run.gradient_bytes)
+    logged = () if run.log is None else tuple(name for name in names if name in run.log.names)
     return Held(
-        tuple(names),
-        nbytes,
-        gradients,
-        whole,
-        by_unit,
-        update,
-        state,
-        logged=tuple(logged),
-        logged_bytes=(values, states, waiting),
+        names=tuple(names),
+        nbytes=nbytes,
+        gradients=gradients,
+        units=frozenset(unit.name for unit in here if run.bytes_of(unit) <= by_unit[unit.name]),
+        values=by_unit,
+        update=update,
+        state=state,
+        logged=logged,
+        logged_bytes=(*run.sum_entries(logged), sum(run.gradient_bytes.get(name, 0) for name in logged)),
     )
-
-
-@dataclass(frozen=True)
-class MemorySplit:
-    """One way to divide memory."""
-
-    window: int  # units that follow each other and are in memory at once
-    chunks: int  # of the update
-    queue_bytes: int  # of gradients that wait
-    classes: dict[int, int]  # of the arena that holds the units, as {bytes: count}
-    host: dict[str, int]  # host memory by owner
-    device: dict[str, int]  # memory of the device by owner; empty where the host computes
-    activation_groups: int = 0  # further groups of chunks for activations
-    whole_next_bytes: int = 0  # for the next whole parameter
-
-    def with_next(self, nbytes: int) -> MemorySplit:
-        """The same with so much memory for the next whole parameter."""
-        host = {**self.host, "whole parameters": self.host["whole parameters"] + nbytes - self.whole_next_bytes}
-        return replace(self, host=host, whole_next_bytes=nbytes)
-
-    def with_activations(self, groups: int, group_bytes: int) -> MemorySplit:
-        """The same with so many groups of chunks for activations."""
-        more = (groups - self.activation_groups) * group_bytes
-        if not more:
-            return self
-        host = {**self.host, "activations": self.host["activations"] + more}
-        return replace(self, host=host, activation_groups=groups)
-
-    def holding(self, held: Held) -> MemorySplit:
-        """The same with a RAM tier."""
-        return replace(self, host={**self.host, **_held_owners(held)})
-
-    @property
-    def peak(self) -> int:
-        """The sum of host memory."""
-        return sum(self.host.values())
-
-    @property
-    def device_peak(self) -> int:
-        """The sum of the device's memory."""
-        return sum(self.device.values())
-
-    @property
-    def units_peak(self) -> int:
-        """The sum of the memory in which units are: the device's, or the host's."""
-        return self.device_peak if self.device else self.peak
 
 
 @dataclass(frozen=True)
@@ -278,27 +234,27 @@ class Reads:
 class MemoryPlanner:
     """Makes splits of memory for one run."""
 
-    def __init__(self, run: Requirements, held: Held = NOTHING) -> None:
+    def __init__(self, run: Requirements, held: Held = _NOTHING) -> None:
         """`held` is the RAM tier, beside the memory of units, updates and gradients; its whole units need no slot."""
         self.run = run
         self.held = held
         self.order = forward_order(run.units)
-        self._all_gradients = max(run.all_gradients, run.largest_gradient) if run.gradients == "ram" else 0
         # The comfortable queue: the largest gradient is in its update while those of one block arrive.
         counts = Counter(run.bytes_of(unit) for unit in run.units if not unit.pinned)
         block = max(counts.items(), key=lambda item: (item[1], item[0]), default=(0, 0))[0]
-        self.queue_bytes = max(run.largest_gradient, min(run.largest_gradient + block, run.all_gradients))
+        self.queue_bytes = min(run.largest_gradient + block, run.all_gradients)
 
     def smallest(self, window: int, chunks: int, queue_bytes: int) -> MemorySplit:
         """The smallest split with this window, these chunks and this queue."""
-        held = list_windows(self.run.units, window + self.run.segment - 1)
-        contents = [[self.run.bytes_of(unit) for unit in each.values()] for each in held]
+        windows = list_windows(self.run.units, window)
+        contents = [[self.run.bytes_of(unit) for unit in each.values()] for each in windows]
         return self._split(window, chunks, queue_bytes, arena_classes(contents))
 
     def _split(self, window: int, chunks: int, queue_bytes: int, classes: dict[int, int]) -> MemorySplit:
         run, sizes = self.run, self.run.sizes
-        # In "ram" mode updates wait in the memory that all gradients have already.
-        queue_bytes = self._all_gradients or queue_bytes
+        if run.gradients == "ram":
+            # Updates wait in the memory that all gradients have already.
+            queue_bytes = run.all_gradients
         staging = arena_bytes({sizes.chunk_bytes: chunks} if sizes.chunk_bytes else {})
         if run.staging is None:
             device = {}
@@ -418,17 +374,13 @@ def rungs(planner: MemoryPlanner) -> list[MemorySplit]:
 def choose(planner: MemoryPlanner, steps: Sequence[MemorySplit], budget: int, device_budget: int | None) -> MemorySplit:
     """The best split within `budget` on the host and, where units lie there, `device_budget` on a device.
 
-    Args:
-        planner: makes others than the rungs.
-        steps: the rungs.
-        budget: at least the smallest rung's.
-        device_budget: likewise; None: units lie on the host.
+    Both are at least those of the smallest of `steps`, the rungs. None: units lie on the host.
     """
     comfortable = steps[-1]
     limit = budget if device_budget is None else device_budget
 
     def fits(split: MemorySplit) -> bool:
-        return split.peak <= budget and (device_budget is None or split.device_peak <= device_budget)
+        return split.host_peak <= budget and (device_budget is None or split.device_peak <= device_budget)
 
     if fits(comfortable):
         # The rest of the host's budget goes to the RAM tier first.
@@ -463,67 +415,46 @@ _PARTS = 4
 
 
 def make_plan(run: Requirements, *, budget: int | None = None, device_budget: int | None = None) -> Plan:
-    """Divide the memory of a run.
+    """Divide the memory of a run; `BudgetError.smallest` is the smallest budget that works, to the byte.
 
-    Args:
-        run: its needs.
-        budget: bytes of host memory; None: the smallest that keeps disk and compute busy. A larger one keeps records in
-            RAM, and units resident.
-        device_budget: likewise of the device, where one computes.
-
-    Raises:
-        BudgetError: a budget is too small; `smallest` is the smallest that works, to the byte.
+    Without budgets they are the smallest that keep disk and compute busy. More memory on the host keeps records in RAM,
+    and units resident.
     """
-    if run.segment < 1:
-        raise ConfigError(f"a checkpoint segment must have at least one unit, not {run.segment}")
     planner = MemoryPlanner(run)
     steps = rungs(planner)
     comfortable, ample = steps[-1], planner.widened(steps[-1], None)
     smallest, device_smallest = _require_room(run, steps, budget, device_budget)
-    budget = comfortable.peak if budget is None else budget
+    budget = comfortable.host_peak if budget is None else budget
     device_budget = comfortable.device_peak if device_budget is None else device_budget
     chosen = choose(planner, steps, budget, None if run.staging is None else device_budget)
     if run.group_bytes:
         # Activations get the rest of the budget first.
-        more = (budget - chosen.peak) // run.group_bytes
+        more = (budget - chosen.host_peak) // run.group_bytes
         chosen = chosen.with_activations(chosen.activation_groups + more, run.group_bytes)
-    held, everything = choose_held(run, budget - chosen.peak), choose_held(run, None)
-    holding, chosen = MemoryPlanner(run, held), chosen.holding(held)
-    if run.staging is None and chosen.peak >= comfortable.peak:
+    held, everything = choose_held(run, budget - chosen.host_peak), choose_held(run, None)
+    holding, chosen = MemoryPlanner(run, held), replace(chosen, host={**chosen.host, **_held_owners(held)})
+    if run.staging is None and chosen.host_peak >= comfortable.host_peak:
         chosen = holding.widened(chosen, budget)
     now = holding.count_reads(chosen.classes)
     moved = _traffic(run, chosen, now, held)
-    without = _traffic_with(run, comfortable, NOTHING)
-    log_steps, log_bytes = _log(run, held)
-    larger = [comfortable.peak + everything.room * part // _PARTS for part in range(1, _PARTS + 1)]
+    log_steps, log_bytes = (0, 0) if run.log is None else run.log.plan(held.logged)
+    larger = [comfortable.host_peak + everything.room * part // _PARTS for part in range(1, _PARTS + 1)]
     return Plan(
+        **vars(chosen),
         units=tuple(run.units),
-        order=tuple(unit.name for unit in planner.order),
-        classes=chosen.classes,
-        window=chosen.window,
-        segment=run.segment,
-        chunks=chosen.chunks,
-        activation_groups=chosen.activation_groups,
         gradients=run.gradients,
-        queue_bytes=chosen.queue_bytes,
         resident=now.resident,
         held=held.names,
         held_units=held.units,
-        whole_bytes=chosen.host["whole parameters"],
-        whole_next_bytes=chosen.whole_next_bytes,
-        host=chosen.host,
-        host_peak=chosen.peak,
-        device=chosen.device,
-        device_peak=chosen.device_peak,
         device_budget=0 if run.staging is None else device_budget,
         device_smallest=device_smallest,
         device_comfortable=comfortable.device_peak,
         device_ample=ample.device_peak,
         budget=budget,
         smallest=smallest,
-        comfortable=comfortable.peak,
-        ample=ample.peak,
-        all_held=comfortable.peak + everything.room,
+        comfortable=comfortable.host_peak,
+        ample=ample.host_peak,
+        all_held=comfortable.host_peak + everything.room,
         disk_bytes=run.sizes.total_bytes,
         logged=held.logged,
         logged_bytes=held.logged_bytes,
@@ -533,19 +464,14 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
         read_bytes=moved.read,
         written_bytes=moved.written,
         held_part=moved.held,
-        saved_bytes=max(0, without.total - moved.total),
-        without=without,
+        without=_traffic_with(run, comfortable, _NOTHING),
         larger={
-            nbytes: _traffic_with(run, comfortable, choose_held(run, nbytes - comfortable.peak))
+            nbytes: _traffic_with(run, comfortable, choose_held(run, nbytes - comfortable.host_peak))
             for nbytes in larger
             if nbytes > budget
         },
         device_savable_bytes=max(0, now.total - planner.count_reads(ample.classes).total) if run.staging else 0,
     )
-
-
-def _log(run: Requirements, held: Held) -> tuple[int, int]:
-    return (0, 0) if run.log is None else run.log.plan(held.logged)
 
 
 def _traffic_with(run: Requirements, comfortable: MemorySplit, held: Held) -> Traffic:
@@ -557,7 +483,7 @@ def _require_room(
     run: Requirements, steps: Sequence[MemorySplit], budget: int | None, device_budget: int | None
 ) -> tuple[int, int]:
     """The smallest budgets that work, on the host and on the device; smaller given ones raise."""
-    smallest = min(step.peak for step in steps)
+    smallest = min(step.host_peak for step in steps)
     if budget is not None and budget < smallest:
         largest = max(run.units, key=run.bytes_of)
         note = f"; the largest unit, {largest.name!r}, has {bytes_shown(run.bytes_of(largest))}"
@@ -582,28 +508,23 @@ def _owners_shown(split: Mapping[str, int]) -> str:
 
 
 def _traffic(run: Requirements, chosen: MemorySplit, reads: Reads, held: Held) -> Traffic:
-    """The reads and writes of a step."""
-    trained = sum(map(run.trained_bytes, run.units))
+    trained = sum(run.bytes_of(unit) - unit.frozen_bytes for unit in run.units)
     # Below the comfortable window, a unit may be evicted before its update is done.
     evicted = chosen.window < 2 or run.gradients in ("ssd", "ram")
-    updated = {
-        "read": trained - held.update,
-        "resident": trained - held.update if evicted else 0,
-        "never": 0,
-    }
+    updates_read = run.update_values == "read" or (run.update_values == "resident" and evicted)
     state = run.sizes.slot_bytes - sum(run.sizes.unit_bytes.values())
     waiting = sum(run.gradient_bytes.get(name, 0) for name in held.names)
     spilled = max(0, run.all_gradients - waiting) if run.gradients == "ssd" else 0
     read = {
         "values, forward": reads.forward,
         "values, backward": reads.backward,
-        "values, update": updated[run.update_values],
+        "values, update": trained - held.update if updates_read else 0,
         "state": state - held.state,
         "gradients": spilled,
     }
     spared = (held.update, held.state) if run.applies else (0, 0)
     whole = {"values": trained - spared[0], "state": state - spared[1], "gradients": spilled}
-    written = with_log(whole, held.logged_bytes, _log(run, held)[0])
+    written = with_log(whole, held.logged_bytes, 0 if run.log is None else run.log.plan(held.logged)[0])
     return Traffic(
         {kind: nbytes for kind, nbytes in read.items() if nbytes},
         {kind: nbytes for kind, nbytes in written.items() if nbytes},

@@ -13,7 +13,7 @@ import torch
 
 from memascend import memory
 from memascend.errors import ConfigError
-from memascend.text import expanded, refusal_of
+from memascend.text import paths_listed, refusal_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,12 +42,8 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 
 
 def parse_bytes(size: float | str, name: str = "a size") -> int:
-    """A number of bytes: 8 << 30, 8e9, or text such as "8GiB", "1.5 GiB", "500MB" or "8e9" (MB are 10^6, MiB 2^20).
-
-    Raises:
-        ConfigError: it is neither, has a fraction, or is less than 1 byte; the message calls it `name`.
-    """
-    if isinstance(size, int) and not isinstance(size, bool):
+    """A number of bytes: 8 << 30, 8e9, or text such as "8GiB", "1.5 GiB", "500MB" or "8e9" (MB are 10^6, MiB 2^20)."""
+    if isinstance(size, int) and _is_integer(size):
         nbytes = size
     elif isinstance(size, float) and size.is_integer():
         nbytes = int(size)
@@ -65,11 +61,7 @@ def parse_bytes(size: float | str, name: str = "a size") -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `offload()`, as given; `paths`, `host_bytes` and `unit_names` are their parsed forms.
-
-    Raises:
-        ConfigError: an option is wrong, or contradicts another one; the message names values that work.
-    """
+    """The options of `offload()`, as given; `paths`, `host_bytes` and `unit_names` are their parsed forms."""
 
     storage: _Path | Sequence[_Path] | None = None
     existing: Literal["refuse", "resume", "replace", "previous"] = "refuse"
@@ -155,7 +147,7 @@ class Options:
             )
 
     def _check_formats(self) -> None:
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 1 << 64:
+        if not _is_integer(self.seed) or not 0 <= self.seed < 1 << 64:
             raise ConfigError(f"seed is an integer from 0 to 2**64 - 1, not {self.seed!r}")
         if self.rounding == "stochastic" and self.master_dtype is not None:
             raise ConfigError(
@@ -165,12 +157,10 @@ class Options:
 
     def _check_numbers(self) -> None:
         steps = self.accumulation_steps
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        if not _is_integer(steps) or steps < 1:
             raise ConfigError(f"accumulation_steps is an integer from 1 on, not {steps!r}")
         logged = self.log_steps
-        if logged is not None and not (
-            isinstance(logged, int) and not isinstance(logged, bool) and 0 <= logged <= _LOG_STEPS_MAX
-        ):
+        if logged is not None and not (_is_integer(logged) and 0 <= logged <= _LOG_STEPS_MAX):
             raise ConfigError(f"log_steps is an integer from 0 to {_LOG_STEPS_MAX}, or None, not {logged!r}")
         if logged and (self.durability == "none" or not self.paths):
             why = "with durability='none'" if self.paths else "a temporary store (storage=None) keeps nothing, and"
@@ -191,11 +181,7 @@ class Options:
     @property
     def paths(self) -> tuple[str, ...] | None:
         """The paths of the store; None for a temporary file."""
-        if self.storage is None:
-            return None
-        if isinstance(self.storage, (str, os.PathLike)):
-            return (expanded(self.storage),)
-        return tuple(expanded(path) for path in self.storage)
+        return None if self.storage is None else tuple(paths_listed(self.storage))
 
     @property
     def where(self) -> torch.device:
@@ -247,5 +233,9 @@ def _require_possible(name: str, path: object) -> None:
         raise ConfigError(f"{name} is no path that a file can have ({why}), give another: {os.fspath(path)!r:.80}")  # type: ignore[call-overload]
 
 
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    return _is_integer(value) or (isinstance(value, float) and not math.isnan(value))

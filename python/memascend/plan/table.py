@@ -28,19 +28,14 @@ class Traffic:
         return sum(self.read.values()) + sum(self.written.values())
 
 
-def with_log(
-    written: Mapping[str, int], logged: tuple[int, int, int], steps: int, *, back: bool = False
-) -> dict[str, int]:
-    """The writes of a step with so many bytes of values, state and gradients in a log; `back` takes the log out."""
+def with_log(written: Mapping[str, int], logged: tuple[int, int, int], steps: int, before: int = 0) -> dict[str, int]:
+    """The writes of a step, with a log of values, state and gradients of so many steps instead of `before`."""
     found = dict(written)
-    if not steps:
-        return found
     values, state, gradients = logged
-    sign = -1 if back else 1
     for kind, nbytes in (("values", values), ("state", state)):
-        # Each step writes one part of them whole.
-        found[kind] = found.get(kind, 0) - sign * (nbytes - nbytes // steps)
-    found["log"] = found.get("log", 0) + sign * gradients
+        # Each step writes one part of them whole; without a log, all.
+        found[kind] = found.get(kind, 0) + nbytes // (steps or 1) - nbytes // (before or 1)
+    found["log"] = found.get("log", 0) + gradients * (bool(steps) - bool(before))
     return found
 
 
@@ -50,95 +45,95 @@ OBJECT_BYTES = 10 << 10
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The decisions before a run. `str()` is a table.
+class MemorySplit:
+    """One way to divide memory. Owners are named; sums are within the budgets."""
 
-    Attributes:
-        units: in the order of the forward.
-        order: their names as a forward uses them, tied ones more than once, pinned ones not at all.
-        classes: of the arena that holds them, as {bytes: count}.
-        window: consecutive units that may be in memory at once. 1: the next unit is read when it is needed; 2: while
-            the previous one computes.
-        segment: units that a checkpoint segment has in memory together.
-        chunks: staging chunks of the update.
-        activation_groups: groups of chunks for checkpointed activations, each allocated when it is needed.
-        gradients: the option `gradients`.
-        queue_bytes: of gradients that may wait for their update.
-        resident: units that a step reads at most once, as they stay from the forward to the backward; frozen ones from
-            step to step.
-        held: the names of the records in the RAM tier. Their values and state stay in host memory and are read once;
-            their gradients wait there for `step()`.
-        held_units: the units whose values are all in the RAM tier: modules compute with them in place.
-        whole_bytes: for optimizers that update whole parameters.
-        whole_next_bytes: of these, for the next one, which is read while one is updated; 0: one after the other.
-        host: host memory by owner; its sum `host_peak` is within the budget.
-        device: memory of the device by owner, where the host does not compute; its sum is `device_peak`.
-        device_budget: the limit in force there; 0 where the host computes.
-        device_smallest: the smallest that works there.
-        device_comfortable: the smallest there that keeps disk and compute busy.
-        device_ample: the budget there above which more memory saves nothing.
-        budget: the limit in force.
-        smallest: the smallest budget that works.
-        comfortable: the smallest budget that keeps disk and compute busy.
-        ample: the comfortable budget with a slot for every unit; such a budget fills the RAM tier first.
-        all_held: the budget that keeps all records in RAM, above which more memory saves nothing.
-        disk_bytes: the store, with both slots.
-        logged: the names of the records in the RAM tier whose gradients go to the log, instead of their values and
-            state each step.
-        logged_bytes: their values, state and gradients.
-        log_steps: steps of gradients in the log. Each of these records is written whole once in as many steps; 0: in
-            each step.
-        log_bytes: the space of the log behind the store.
-        log_wanted: the steps that the log would have with enough space.
-        read_bytes: per step, by kind.
-        written_bytes: per step, by kind.
-        held_part: the part of trained values in the RAM tier.
-        saved_bytes: bytes of a step that this budget saves, compared with the comfortable one.
-        without: bytes that a step moves without a RAM tier.
-        larger: bytes that a step moves, by larger budgets, up to the one that keeps all records in RAM.
-        device_savable_bytes: reads of a step that the device's ample budget would save in addition.
-    """
+    window: int  # consecutive units in memory at once. 1: the next is read when needed; 2: while the previous computes
+    chunks: int  # staging chunks of the update
+    queue_bytes: int  # of gradients that may wait for their update
+    classes: dict[int, int]  # of the arena that holds the units, as {bytes: count}
+    host: dict[str, int]  # host memory by owner
+    device: dict[str, int]  # memory of the device by owner; empty where the host computes
+    activation_groups: int = 0  # further groups of chunks for checkpointed activations, each allocated when needed
+    # Of host["whole parameters"], for the next one, which is read while one is updated; 0: one after the other.
+    whole_next_bytes: int = 0
 
-    units: tuple[Unit, ...]
-    order: tuple[str, ...]
-    classes: dict[int, int]
-    window: int
-    segment: int
-    chunks: int
-    activation_groups: int
-    gradients: str
-    queue_bytes: int
+    def with_next(self, nbytes: int) -> MemorySplit:
+        """The same with so much memory for the next whole parameter."""
+        host = {**self.host, "whole parameters": self.whole_bytes + nbytes - self.whole_next_bytes}
+        return replace(self, host=host, whole_next_bytes=nbytes)
+
+    def with_activations(self, groups: int, group_bytes: int) -> MemorySplit:
+        """The same with so many groups of chunks for activations."""
+        more = (groups - self.activation_groups) * group_bytes
+        if not more:
+            return self
+        host = {**self.host, "activations": self.host["activations"] + more}
+        return replace(self, host=host, activation_groups=groups)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Memory for optimizers that update whole parameters."""
+        return self.host["whole parameters"]
+
+    @property
+    def host_peak(self) -> int:
+        """The sum of host memory."""
+        return sum(self.host.values())
+
+    @property
+    def device_peak(self) -> int:
+        """The sum of the device's memory."""
+        return sum(self.device.values())
+
+    @property
+    def units_peak(self) -> int:
+        """The sum of the memory in which units are: the device's, or the host's."""
+        return self.device_peak if self.device else self.host_peak
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(MemorySplit):
+    """The decisions before a run. `str()` is a table; `to_dict()` has all figures."""
+
+    units: tuple[Unit, ...]  # in the order of the forward
+    gradients: str  # the option
+    # Units that a step reads at most once: they stay from the forward to the backward, frozen ones from step to step.
     resident: frozenset[str]
+    # The names of the records in the RAM tier. Their values and state stay in host memory and are read once; their
+    # gradients wait there for `step()`.
     held: tuple[str, ...]
-    held_units: frozenset[str]
-    whole_bytes: int
-    whole_next_bytes: int
-    host: dict[str, int]
-    host_peak: int
-    device: dict[str, int]
-    device_peak: int
+    held_units: frozenset[str]  # the units whose values are all there: modules compute with them in place
+    budget: int  # the limit in force
+    smallest: int  # the smallest budget that works
+    comfortable: int  # the smallest budget that keeps disk and compute busy
+    ample: int  # the comfortable budget with a slot for every unit; such a budget fills the RAM tier first
+    all_held: int  # the budget that keeps all records in RAM, above which more memory saves nothing
+    # Likewise on the device; the budget is 0 where the host computes.
     device_budget: int
     device_smallest: int
     device_comfortable: int
     device_ample: int
-    budget: int
-    smallest: int
-    comfortable: int
-    ample: int
-    all_held: int
-    disk_bytes: int
-    read_bytes: dict[str, int]
-    written_bytes: dict[str, int]
-    held_part: float
-    saved_bytes: int
-    without: Traffic
-    larger: dict[int, Traffic]
-    device_savable_bytes: int
+    device_savable_bytes: int  # reads of a step that the device's ample budget would save in addition
+    disk_bytes: int  # the store, with both slots
+    read_bytes: dict[str, int]  # per step, by kind
+    written_bytes: dict[str, int]  # per step, by kind
+    held_part: float  # the part of trained values in the RAM tier
+    without: Traffic  # of a step without a RAM tier
+    larger: dict[int, Traffic]  # of a step by larger budgets, up to the one that keeps all records in RAM
+    # Records in the RAM tier whose gradients go to the log, instead of their values and state each step: their names,
+    # and the bytes of their values, state and gradients.
     logged: tuple[str, ...] = ()
     logged_bytes: tuple[int, int, int] = (0, 0, 0)
+    # Steps of gradients in the log: each of these records is written whole once in as many steps; 0: in each step.
     log_steps: int = 0
-    log_bytes: int = 0
-    log_wanted: int = 0
+    log_bytes: int = 0  # the space of the log behind the store
+    log_wanted: int = 0  # the steps that the log would have with enough space
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of a step that this budget saves, compared with the comfortable one."""
+        return max(0, self.without.total - self.moved_bytes)
 
     @property
     def object_bytes(self) -> int:
@@ -171,26 +166,25 @@ class Plan:
         """The plan with more slots for units, {bytes: count}, of `nbytes` together."""
         if not slots:
             return self
-        where, budget = ("device", "device_budget") if self.device else ("host", "budget")
-        owners, peak = getattr(self, where), f"{where}_peak"
-        changed: dict[str, Any] = {
-            "classes": {bound: count + slots.get(bound, 0) for bound, count in self.classes.items()},
-            where: {**owners, "units": owners["units"] + nbytes},
-            **{total: getattr(self, total) + nbytes for total in (peak, budget)},
-        }
-        return replace(self, **changed)
+        classes = {bound: count + slots.get(bound, 0) for bound, count in self.classes.items()}
+        if self.device:
+            device = {**self.device, "units": self.device["units"] + nbytes}
+            return replace(self, classes=classes, device=device, device_budget=self.device_budget + nbytes)
+        host = {**self.host, "units": self.host["units"] + nbytes}
+        return replace(self, classes=classes, host=host, budget=self.budget + nbytes)
 
     def logging(self, steps: int, nbytes: int) -> Plan:
         """The plan with a log of another number of steps."""
         if steps == self.log_steps:
             return self
-        whole = with_log(self.written_bytes, self.logged_bytes, self.log_steps, back=True)
-        written = with_log(whole, self.logged_bytes, steps)
+        written = with_log(self.written_bytes, self.logged_bytes, steps, self.log_steps)
         return replace(self, written_bytes=written, log_steps=steps, log_bytes=nbytes)
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as JSON values."""
         plain = asdict(self)
+        for name in ("host_peak", "device_peak", "whole_bytes", "saved_bytes"):
+            plain[name] = getattr(self, name)
         plain["classes"] = [{"bytes": nbytes, "count": count} for nbytes, count in sorted(self.classes.items())]
         plain["held_units"] = sorted(self.held_units)
         plain["larger"] = [
@@ -206,7 +200,6 @@ class Plan:
 
 
 def _table(plan: Plan) -> str:
-    """The decisions of a plan, and their costs."""
     elements = sum(unit.elements for unit in plan.units)
     lines = [f"Units, which are read and evicted together: {len(plan.units)}, with {elements:,} parameters"]
     lines += _rows(_unit_rows(plan))

@@ -30,22 +30,10 @@ class UnitDraft:
     parameters: list[str]
     module: str | None
     pinned: bool = False
-    again: list[str] = field(default_factory=list)
     # As sets that keep their order.
+    again: dict[str, None] = field(default_factory=dict)
     around: dict[str, None] = field(default_factory=dict)
     around_again: dict[str, None] = field(default_factory=dict)
-
-    def pack(self, other: UnitDraft) -> None:
-        """Add the parameters of another draft: then no module's call binds all of them."""
-        self.parameters += other.parameters
-        self.module = None
-
-    def name_among(self, taken: set[str]) -> None:
-        """Choose a free name, and add it to `taken`: a module may be called "root" or "rest"."""
-        self.name = self.name or "root"
-        while self.name in taken:
-            self.name += "'"
-        taken.add(self.name)
 
 
 class ModuleTree:
@@ -61,7 +49,6 @@ class ModuleTree:
         if lazy:
             raise ConfigError(f"the shape of {lazy[0]!r} is not known yet: run one forward before offload()")
         self.raw = {name: parameter.numel() * parameter.dtype.itemsize for name, parameter in self.parameters.items()}
-        self.index = {name: index for index, name in enumerate(self.parameters)}
         owners: Counter[str] = Counter()
         for name, nbytes in self.raw.items():
             owners[self.owner(name)] += nbytes
@@ -132,8 +119,7 @@ def note_ties(tree: ModuleTree, pieces: Sequence[UnitDraft]) -> None:
             before = here if not here.pinned else before
         elif before is not None and before is not here and not here.pinned:
             again = here.around_again
-            if before.name not in here.again:
-                here.again.append(before.name)
+            here.again[before.name] = None
         others = bound_in(tree.owner(name))
         again.update((other.name, None) for other in others if other is not here and not other.pinned)
 
@@ -197,16 +183,9 @@ def find_units(
     """Group the parameters of `model` into units, in the order of the forward as the module tree gives it.
 
     Each repeated block is a unit, and so is each embedding, LM head and other large module. Small leftovers (a final
-    norm, a class token) are one pinned unit, "rest". Blocks larger than a bound are divided by module.
-
-    Args:
-        model: its parameters may be on "meta".
-        units: names of modules that are one unit each, whatever their size; other modules are divided as without it.
-        bytes_max: the bound; None: 1 GiB, or where that is larger, the parameters that a single module owns directly.
-            These are never divided, as one call binds them all.
-
-    Raises:
-        ConfigError: the model has no parameters, or uninitialized ones; `units` has a name that cannot be a unit.
+    norm, a class token) are one pinned unit, "rest". Blocks larger than `bytes_max` (1 GiB) are divided by module, but
+    for parameters that a single module owns: one call binds them all. Modules named by `units` are one unit each,
+    whatever their size.
     """
     tree = ModuleTree(model)
     bound = max(_BOUND_BYTES, tree.largest_owner) if bytes_max is None else bytes_max
@@ -320,8 +299,9 @@ def _divided(tree: ModuleTree, piece: UnitDraft, bound: int) -> list[UnitDraft]:
         if nbytes * _SMALL_PART > bound:
             parts.append(part)
         elif packed is not None and (packed_bytes + nbytes) * _REST_PART <= bound:
-            # Norms, or many small experts: a single one is too small for a read.
-            packed.pack(part)
+            # Norms, or many small experts: a single one is too small for a read. No module's call binds all of them.
+            packed.parameters += part.parameters
+            packed.module = None
             packed_bytes += nbytes
         else:
             packed, packed_bytes = part, nbytes
@@ -347,21 +327,20 @@ def _parts(tree: ModuleTree, piece: UnitDraft, bound: int) -> Iterator[UnitDraft
 
 def _ordered(tree: ModuleTree, pieces: list[UnitDraft]) -> tuple[Unit, ...]:
     """Units in the order in which their parameters are registered, the head last."""
-    head = _head(tree)
-
-    def place(piece: UnitDraft) -> tuple[bool, int]:
-        first = min(tree.index[name] for name in piece.parameters)
-        return piece.parameters == head, first
-
-    pieces = sorted(pieces, key=place)
+    head, index = _head(tree), {name: index for index, name in enumerate(tree.parameters)}
+    pieces.sort(key=lambda piece: (piece.parameters == head, min(index[name] for name in piece.parameters)))
     taken: set[str] = set()
     for piece in pieces:
-        piece.name_among(taken)
+        # A module may be called "root" or "rest".
+        piece.name = piece.name or "root"
+        while piece.name in taken:
+            piece.name += "'"
+        taken.add(piece.name)
     note_ties(tree, pieces)
     return tuple(
         Unit(
             name=piece.name,
-            parameters=tuple(sorted(piece.parameters, key=tree.index.__getitem__)),
+            parameters=tuple(sorted(piece.parameters, key=index.__getitem__)),
             nbytes=sum(whole_pages(tree.raw[name]) for name in piece.parameters),
             module=piece.module,
             pinned=piece.pinned,

@@ -18,11 +18,12 @@ from memascend.params.offloaded_param import Place
 from memascend.params.residency import Residency
 from memascend.params.unit import Limits
 from memascend.params.weight_access import Copies
+from memascend.plan.units import forward_order
 from memascend.session import original_state
 from memascend.session.attachment import Attachment, AutocastWatch, Newcomers
 from memascend.session.materialize import Saving
 from memascend.session.optimizer import OffloadedOptimizer
-from memascend.session.report import Measurements, Meter
+from memascend.session.report import Measurements
 from memascend.session.run import Record, Run
 from memascend.session.schedule import Schedule
 from memascend.session.session import Session
@@ -60,7 +61,7 @@ class Assembly:
                     # The parameter is on meta, or on a device whose tensors are of another kind.
                     embody(place.parameter, place.nothing)
                 place.unbind()
-                if place.name in subject.groups:
+                if place.name in subject.trained:
                     rule = subject.arithmetic.of(place.parameter)
                     session.run.gradients.watch(place, rule, resources.store.entry(place.name)["step"])
         if subject.sharding is not None:
@@ -74,10 +75,9 @@ class Assembly:
     def _session(self) -> Session:
         # The run keeps these objects alive, and not the subject with its data of each parameter.
         subject, plan, resources = self.subject, self.decision.plan, self.resources
-        meter = Meter(resources.engine, keeps_all=subject.options.gradients == "ram")
         residency = self._residency()
         scale = self._scale()
-        gradients = self._gradients(residency, meter, scale)
+        gradients = self._gradients(residency, scale)
         newcomers = Newcomers(subject.model, look=subject.sharding is None)
         resumed = not resources.store.created or subject.earlier is not None
         schedule = Schedule(subject.original.param_groups, resources.store, resumed=resumed)
@@ -94,8 +94,8 @@ class Assembly:
             edits=edits,
             saving=Saving(subject.model, run, newcomers, subject.sharding),
             attachment=attachment,
-            measurements=Measurements(run, plan, meter, gradients.speculation),
-            accumulation=self._accumulation(gradients, residency, meter),
+            measurements=Measurements(run, plan),
+            accumulation=self._accumulation(gradients, residency),
             max_grad_norm=subject.options.max_grad_norm,
             sharding=subject.sharding,
         )
@@ -106,20 +106,14 @@ class Assembly:
     def _grows(self) -> bool:
         """Whether memory beyond the plan may be taken: no budget was given."""
         options = self.subject.options
-        return (options.device_memory if self._on_device else options.host_memory) is None
-
-    @property
-    def _on_device(self) -> bool:
-        return self.resources.units.device is not None
+        return (options.host_memory if self.resources.units.device is None else options.device_memory) is None
 
     @property
     def _device(self) -> torch.device:
-        """The device that computes."""
         device = self.resources.units.device
         return torch.device("cpu") if device is None else device.torch_device
 
     def _residency(self) -> Residency:
-        """The units, and the expected order of their use."""
         plan, resources = self.decision.plan, self.resources
         limits = Limits(
             lookahead=max(0, plan.window - 1),
@@ -128,14 +122,9 @@ class Assembly:
             larger=plan.larger_budget,
             add=resources.units.arena.add if self._grows else None,
         )
-        residency = Residency(
-            resources.units,
-            limits,
-            resources.engine,
-            Copies(self.scratch),
-            keeper=resources.activations,
-        )
-        for unit in self.decision.units:
+        copies = Copies(self.scratch)
+        residency = Residency(resources.units, limits, resources.engine, copies, keeper=resources.activations)
+        for unit in self.decision.plan.units:
             places = [
                 Place(
                     self.subject.named[name], name, resources.store.entry(name)["unit_offset"], residency, self._device
@@ -146,25 +135,24 @@ class Assembly:
             held = unit.name in plan.held_units
             residency.units.add(unit.name, places, nbytes, pinned=unit.pinned, held=held)
         index = {home.name: home.index for home in residency.units.homes}
-        forward = [index[name] for name in plan.order]
+        forward = [index[unit.name] for unit in forward_order(plan.units)]
         residency.units.order.expect(forward + forward[::-1])
         return residency
 
-    def _accumulation(self, gradients: Gradients, residency: Residency, meter: Meter) -> Accumulation:
+    def _accumulation(self, gradients: Gradients, residency: Residency) -> Accumulation:
         plan = self.decision.plan
         return Accumulation(
             model=self.subject.model,
             gradients=gradients,
             residency=residency,
             engine=self.resources.engine,
-            meter=meter,
             device=self._device,
             limit=plan.queue_bytes,
             strict=not self._grows,
             never=None if self.subject.sharding is None else "several ranks share the model",
         )
 
-    def _gradients(self, residency: Residency, meter: Meter, scale: LossScale) -> Gradients:
+    def _gradients(self, residency: Residency, scale: LossScale) -> Gradients:
         subject, plan, resources = self.subject, self.decision.plan, self.resources
         options = subject.options
         figures = None if subject.sharding is None else subject.sharding.exchange
@@ -181,7 +169,6 @@ class Assembly:
             loop=loop,
             speculation=Speculation(loop, held),
             norms=Norms(figures),
-            meter=meter,
             residency=residency,
         )
 
@@ -192,7 +179,7 @@ class Assembly:
             return [(self.subject.model, ())]
         homes = {home.name: home for home in residency.units.homes}
         home_of = {id(place.parameter): home for home in homes.values() for place in home.places}
-        whole = {unit.module: homes[unit.name] for unit in self.decision.units if unit.module is not None}
+        whole = {unit.module: homes[unit.name] for unit in self.decision.plan.units if unit.module is not None}
         gates = []
         # One tuple for all modules of a unit.
         alike: dict[tuple[Home, ...], tuple[Home, ...]] = {}

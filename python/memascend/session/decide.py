@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -47,24 +47,19 @@ def file_of(path: str) -> Path:
     return place / "memascend.store" if path.endswith("/") or place.is_dir() else place
 
 
-def temporary(create: Callable[[str], Store]) -> tuple[Store, Path]:
-    """A store on disk whose file ends with the process, and the folder in which it was made."""
+def temporary(create: Callable[[str], Store]) -> Store:
+    """A store on disk whose file ends with the process."""
     refused: Exception | None = None
     for place in dict.fromkeys((tempfile.gettempdir(), "/var/tmp", os.getcwd())):  # noqa: PTH109, S108
         try:
-            folder = tempfile.mkdtemp(prefix="memascend-", dir=place)
+            # No other process knows the folder.
+            with tempfile.TemporaryDirectory(prefix="memascend-", dir=place) as folder:
+                store = create(folder)
+                store.become_temporary()
         except OSError as error:
             refused = refused or error
-            continue
-        try:
-            store = create(folder)
-            store.become_temporary()
-            return store, Path(place)
-        except StorageError as error:
-            refused = refused or error
-        finally:
-            # No other process knows the folder.
-            shutil.rmtree(folder)
+        else:
+            return store
     raise StorageError(f"there is no place for a temporary store: {refused}. Give storage= a folder on a disk")
 
 
@@ -105,36 +100,24 @@ def folders_of(options: Options) -> list[Path]:
     return list(dict.fromkeys(file_of(path).parent for path in files))
 
 
-def scratch_of(options: Options) -> Path | None:
-    """The folder for copies of the weights: beside the first shard of the store, where that is a file with a name."""
-    if options.scratch is not None:
-        return Path(expanded(options.scratch))
-    if not options.paths or Path(options.paths[0]).is_block_device():
-        return None
-    return file_of(options.paths[0]).parent
-
-
 _TRAINED = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 
 
-def find_groups(
+def find_trained(
     model: torch.nn.Module,
     named: Mapping[str, torch.nn.Parameter],
     optimizer: torch.optim.Optimizer,
     device: torch.device | None = None,
-) -> dict[str, int]:
-    """The group of each trained parameter; raises `ConfigError` where the parameters cannot be offloaded.
+) -> set[str]:
+    """The names of the trained parameters; rejects parameters that cannot be offloaded.
 
-    Parameters are on the CPU, on meta, or on the `device` that is going to compute. `named` are the model's parameters,
-    or the rows that a rank has of them.
+    `named` are the model's parameters, or the rows that a rank has of them; `device` is the one that computes.
     """
     if not named:
         raise ConfigError("the model has no parameters, so there is nothing to offload: pass a model that has some")
     require_one_owner(optimizer, named)
-    groups = {
-        id(parameter): number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
-    }
-    _refuse_owners(named, groups)
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    _refuse_owners(named, owned)
     for name, parameter in named.items():
         if parameter.device.type not in ("cpu", "meta") and parameter.device != device:
             raise ConfigError(
@@ -143,30 +126,26 @@ def find_groups(
             )
         if torch.nn.parameter.is_lazy(parameter):
             raise ConfigError(f"{name} is not initialised yet: run the model once before offload()")
-    _refuse_shared(model, named)
+    pair = overlapping([*named.items(), *model.named_buffers()])
+    if pair is not None:
+        # torch changes them together, and storage would not.
+        raise ConfigError(
+            f"{pair[0]} and {pair[1]} share memory, so that each changes with the other, which storage cannot: "
+            "tie them as one Parameter (head.weight = embedding.weight), or clone one"
+        )
     # Whole numbers have no gradient: torch's optimizers skip them.
     trained = {
-        name: groups[id(parameter)]
+        name
         for name, parameter in named.items()
-        if id(parameter) in groups and (parameter.is_floating_point() or parameter.is_complex())
+        if id(parameter) in owned and (parameter.is_floating_point() or parameter.is_complex())
     }
-    for name in trained:
-        parameter = named[name]
-        if parameter.dtype not in _TRAINED:
+    for name, parameter in named.items():
+        if name in trained and parameter.dtype not in _TRAINED:
             raise ConfigError(
                 f"{name} is {parameter.dtype}, and parameters of float32, float64, bfloat16 and float16 are trained: "
                 "give the optimizer the others alone, and freeze this one with requires_grad_(False)"
             )
     return trained
-
-
-def _refuse_offloaded(model: torch.nn.Module, members: Sequence[torch.optim.Optimizer]) -> None:
-    # They load torch's compiler, which takes seconds that a plan without a run does not need.
-    from memascend.params.module_hooks import gated
-    from memascend.session.optimizer import OffloadedOptimizer
-
-    if any(isinstance(one, OffloadedOptimizer) for one in members) or gated(model) or is_materialized(model):
-        raise ConfigError("this model or optimizer is offloaded already; close() it first")
 
 
 def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, only_planned: bool) -> None:
@@ -182,7 +161,12 @@ def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, o
             "class: use register_step_pre_hook() or register_step_post_hook(), or make it a subclass"
         )
     if not only_planned:
-        _refuse_offloaded(model, members)
+        # These load torch's compiler, which takes seconds that a plan without a run does not need.
+        from memascend.params.module_hooks import gated
+        from memascend.session.optimizer import OffloadedOptimizer
+
+        if any(isinstance(one, OffloadedOptimizer) for one in members) or gated(model) or is_materialized(model):
+            raise ConfigError("this model or optimizer is offloaded already; close() it first")
     wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     if isinstance(model, wrappers) or type(model).__name__ == "FullyShardedDataParallel":
         raise ConfigError(
@@ -208,40 +192,25 @@ def _has_own_step(optimizer: torch.optim.Optimizer) -> bool:
     step = vars(optimizer).get("step")
     if step is not None and hasattr(step, "_wrapped_by_lr_sched"):
         step = getattr(step, "__wrapped__", None)
-    return (
-        step is not None
-        and step is not type(optimizer).step
-        and getattr(step, "__func__", None) is not type(optimizer).step
-    )
+    return step is not None and getattr(step, "__func__", step) is not type(optimizer).step
 
 
-def _refuse_owners(named: Mapping[str, torch.nn.Parameter], groups: Mapping[int, int]) -> None:
-    known = {id(parameter) for parameter in named.values()}
-    if not groups.keys() <= known:
-        count = len(groups.keys() - known)
+def _refuse_owners(named: Mapping[str, torch.nn.Parameter], owned: set[int]) -> None:
+    strangers = owned - {id(parameter) for parameter in named.values()}
+    if strangers:
         raise ConfigError(
-            f"the optimizer owns {count} parameters that are not this model's; make it from model.parameters()"
+            f"the optimizer owns {len(strangers)} parameters that are not this model's; make it from model.parameters()"
         )
-    orphans = [name for name, parameter in named.items() if parameter.requires_grad and id(parameter) not in groups]
+    orphans = [name for name, parameter in named.items() if parameter.requires_grad and id(parameter) not in owned]
     if orphans:
         raise ConfigError(
             f"the optimizer does not own {len(orphans)} trainable parameters ({', '.join(orphans[:3])}...): freeze "
             "them with requires_grad_(False), or give them to it, or to another one: offload(model, [one, other])"
         )
-    if not groups:
+    if not owned:
         raise ConfigError(
             "the optimizer owns no parameters of this model, so nothing would be updated: make it from "
             "model.parameters()"
-        )
-
-
-def _refuse_shared(model: torch.nn.Module, named: Mapping[str, torch.nn.Parameter]) -> None:
-    """Reject tensors that overlap in memory: torch changes them together, and storage would not."""
-    pair = overlapping([*named.items(), *model.named_buffers()])
-    if pair is not None:
-        raise ConfigError(
-            f"{pair[0]} and {pair[1]} share memory, so that each changes with the other, which storage cannot: "
-            "tie them as one Parameter (head.weight = embedding.weight), or clone one"
         )
 
 
@@ -261,8 +230,8 @@ class Subject:
     ) -> None:
         """`optimizer` is the original, or several that are joined. `device` computes; None: the host.
 
-        `sharding` has the parameters, where ranks share them. `earlier` has the stores of another number of ranks, from
-        which the run resumes. A subject that is `only_planned` needs neither a device nor a path of its store.
+        `sharding` has the parameters of several ranks; `earlier` the stores of another number of ranks, to resume from.
+        A subject that is `only_planned` needs neither a device nor a path of its store.
         """
         self.model = model
         self.original = optimizer
@@ -275,9 +244,7 @@ class Subject:
         self.sharding = sharding
         _refuse_kinds(model, optimizer, only_planned=only_planned)
         self.named = dict(model.named_parameters() if sharding is None else sharding.named)
-        # By name, the number of the group that has the parameter.
-        self.groups = find_groups(model, self.named, optimizer, None if device is None else device.torch_device)
-        self.trained = set(self.groups)
+        self.trained = find_trained(model, self.named, optimizer, None if device is None else device.torch_device)
         require_plain(self.named)
         if options.weights is not None and not any(parameter.is_meta for parameter in self.named.values()):
             raise ConfigError("weights= is for parameters on meta, and the model has none there: leave it out")
@@ -311,12 +278,6 @@ class Subject:
         return frozenset(id(one if self.sharding is None else self.sharding.local_of(one)) for one in weights)
 
     @property
-    def gets_masters(self) -> bool:
-        """Whether any parameter is updated through a master weight that the model does not have."""
-        sizes = (self.named[name].dtype.itemsize for name in self.trained)
-        return self.options.master_dtype is not None and any(size == 2 for size in sizes)
-
-    @property
     def durability(self) -> Literal["step", "none"]:
         """The durability of the store; a temporary one ends with the process, and needs none."""
         return self.options.durability if self.options.paths or self.unplaced else "none"
@@ -325,8 +286,8 @@ class Subject:
     def streamed(self) -> dict[str, str]:
         """The trained parameters that no budget keeps in RAM, each with the class of its optimizer.
 
-        Where no step is durable, updates in the RAM tier change the only copy. The code of a class that is not torch's
-        own may fail in the middle of that.
+        Where no step is durable, updates in the RAM tier change the only copy, and code that is not torch's own may
+        fail in the middle of that.
         """
         if self.durability != "none":
             return {}
@@ -343,19 +304,20 @@ class Subject:
 class Decision:
     """The layout of a run."""
 
-    units: tuple[Unit, ...]  # the parameters that travel together
     entries: list[Entry]  # the parameter records of the store
     sizes: engines.Sizes  # their sizes there
     plan: Plan  # of memory
+    network: Network | None = None  # the planned traffic of one of several ranks
 
-
-@dataclass(frozen=True)
-class Planned:
-    """The outcome of `offload()`, without the call."""
-
-    plan: Plan  # the plan
-    state_bytes: int  # the state that the same optimizer keeps in memory without offloading
-    network: Network | None = None  # the traffic of a rank; None for one process
+    @property
+    def state_bytes(self) -> int:
+        """The state that the same optimizer keeps in memory without offloading."""
+        return sum(
+            # "rest" is one half of a compact master, which counts whole.
+            tensor.numel() * (4 if name == "rest" else tensor.element_size())
+            for entry in self.entries
+            for name, tensor in entry.state.items()
+        )
 
 
 def planned(
@@ -363,18 +325,10 @@ def planned(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     options: Options,
     ranks: int = 1,
-) -> Planned:
-    """Decide as `offload()` with these options would, from shapes alone: the model may be on "meta"; nothing changes.
+) -> Decision:
+    """Decide as `offload()` would, from shapes alone: the model may be on "meta", and nothing changes.
 
-    Args:
-        model: the model to train.
-        optimizer: owns its parameters; or several optimizers that do.
-        options: of `offload()`; with several ranks, of each.
-        ranks: the number of ranks that share the model: the plan is that of one rank.
-
-    Raises:
-        ConfigError: `offload()` would raise it; the message says why.
-        BudgetError: the budget is too small; `smallest` is the budget that works.
+    With several `ranks` that share the model, options and plan are those of one.
     """
     with torch.no_grad():
         original = unwrapped(optimizer)
@@ -388,22 +342,11 @@ def planned(
         rows = cast("Sharding | None", sharding)
         subject = Subject(model, original, options, None, sharding=rows, only_planned=True)
         decision = decide(subject)
-    # "rest" is one half of a compact master, which counts whole.
-    state = (
-        tensor.numel() * (4 if name == "rest" else tensor.element_size())
-        for entry in decision.entries
-        for name, tensor in entry.state.items()
-    )
-    return Planned(decision.plan, sum(state), None if sharding is None else sharding.network)
+    return decision if sharding is None else replace(decision, network=sharding.network)
 
 
 def decide(subject: Subject) -> Decision:
-    """Find the units, describe the records of the store, and plan.
-
-    Raises:
-        ConfigError: an option does not fit.
-        BudgetError: the budget is too small.
-    """
+    """Find the units, describe the records of the store, and plan."""
     options = subject.options
     sharding = subject.sharding
     units = find_units(subject.model, units=options.unit_names) if sharding is None else sharding.units()
@@ -429,21 +372,18 @@ def decide(subject: Subject) -> Decision:
             f"there is no disk space beside the store for a gradient log of {options.log_steps} steps: {fits}; free "
             "disk space, or leave log_steps out"
         )
-    return Decision(units=units, entries=entries, sizes=sizes, plan=plan)
+    return Decision(entries=entries, sizes=sizes, plan=plan)
 
 
 def _requirements(
     subject: Subject, units: tuple[Unit, ...], entries: list[Entry], sizes: engines.Sizes
 ) -> Requirements:
     options, moves = subject.options, subject.moves_activations
-    gradients = {name: subject.named[name].nbytes for name in subject.trained}
     stays = moves and options.activations == "host"
     return Requirements(
         units=units,
         sizes=sizes,
         gradients="ssd" if options.gradients == "auto" and options.keeps else options.gradients,
-        largest_gradient=max(gradients.values()),
-        all_gradients=sum(gradients.values()),
         whole_bytes=subject.arithmetic.whole_bytes + sizes.other_bytes,
         whole_next_bytes=subject.arithmetic.whole_next_bytes,
         staging={"unit staging": CHUNKS, "gradient windows": WINDOWS} if subject.staged else None,
@@ -451,8 +391,7 @@ def _requirements(
         activation_group=activations.MORE if stays else 0,
         activation_groups=activations.MORE_USUAL if stays else 0,
         update_values=subject.arithmetic.update_values,
-        trained=subject.trained,
-        gradient_bytes=gradients,
+        gradient_bytes={name: subject.named[name].nbytes for name in subject.trained},
         streamed=subject.streamed.keys(),
         applies=subject.durability == "none",
         log=_log(subject, entries, sizes),

@@ -65,7 +65,7 @@ def real_parameters(edits: Edits, attachment: Attachment, *, modify: bool, shard
         MATERIALIZED.add(model)
         # A copy or pickle that is made inside is of a plain model.
         attachment.leave()
-        run.resources.read_out()
+        run.resources.unread = False
         yield
         values = {place.name: place.parameter.detach() for home in homes for place in home.places}
         if checksums is None:
@@ -190,7 +190,7 @@ class Saving:
             states = figures.everyone(self._run.record.user_state)
             more = {} if all(state == states[0] for state in states) else {"user_states": states}
             self._gather(own, lambda found: self._write(folder, found, more, among_others=among_others))
-        self._run.resources.read_out()
+        self._run.resources.unread = False
         missing = self._newcomers.unsaved(self._run.record.buffers.names)
         if missing:
             warnings.warn(

@@ -6,7 +6,8 @@ import contextlib
 import logging
 import os
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -20,21 +21,19 @@ from memascend.optim.members import unwrapped, wrap_again
 from memascend.optim.shared import take_options
 from memascend.plan.cost import moves
 from memascend.plan.options import Options
-from memascend.session import open_store as open_runs
 from memascend.session.build import Assembly
-from memascend.session.decide import Subject, decide, folders_of, scratch_of
-from memascend.session.open_store import FirstValues, begin_log, end_log, open_store
+from memascend.session.decide import Subject, decide, folders_of
+from memascend.session.open_store import RUNS, FirstValues, begin_log, end_log, open_store
 from memascend.session.process_hooks import ProcessHooks
 from memascend.session.run import Resources
 from memascend.session.schedule import options_set
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from memascend.device.unit_memory import UnitMemory
-    from memascend.distributed.opening import Existing
     from memascend.distributed.sharding import Sharding
+    from memascend.plan.table import Plan
     from memascend.session.decide import Decision
     from memascend.session.optimizer import OffloadedOptimizer
     from memascend.storage import Engine, Store
@@ -163,7 +162,7 @@ def offload(  # noqa: PLR0913 - options are keywords
     wrap_again(optimizer, offloaded)
     if device is None and opened is not None:
         _log.info("device: %s, since there is one; device='cpu' computes without it", opened.torch_device)
-    if subject.gets_masters:
+    if master_dtype is not None and any(subject.named[name].dtype.itemsize == 2 for name in subject.trained):
         _log.info(
             "16-bit parameters get fp32 master weights, which plain torch does not have; master_dtype=None adds none"
         )
@@ -187,7 +186,7 @@ def _offloaded(subject: Subject) -> OffloadedOptimizer:
         # Any rejection has happened by now, with the newest commit intact.
         store = assembly.resources.store
         store.go_back()
-        session.measurements.log_began(begin_log(store, assembly.decision.plan))
+        session.measurements.planned = begin_log(store, assembly.decision.plan)
         if subject.earlier is not None:
             # From here on no rank drops its new store, so the earlier stores can go.
             _together(subject.sharding, lambda: None)
@@ -196,7 +195,7 @@ def _offloaded(subject: Subject) -> OffloadedOptimizer:
         subject.earlier.remove()
     # The model's own memory was freed.
     settle_heap()
-    open_runs.note(offloaded)
+    RUNS.add(offloaded)
     return offloaded
 
 
@@ -211,27 +210,19 @@ def _prepared(subject: Subject, undo: contextlib.ExitStack) -> Assembly:
     sharding = subject.sharding
     decision, first = _together(sharding, lambda: _decided(subject, undo))
 
-    folder: Path | None = None
-
-    def opened(existing: Existing) -> Store:
-        nonlocal folder
-        assert existing == subject.options.existing
-        store, folder = open_store(subject, decision.entries)
-        return store
-
     opening = None if sharding is None else sharding.opening
-    store = (
-        opened(subject.options.existing)
-        if opening is None
-        else opening.open(opened, None if subject.earlier is None else subject.earlier.identity)[0]
-    )
+    if opening is None:
+        store = open_store(subject, decision.entries)
+    else:
+        earlier = None if subject.earlier is None else subject.earlier.identity
+        store, _ = opening.open(lambda _: open_store(subject, decision.entries), earlier)
     undo.callback(store.close)
     if store.created:
         # A failing call leaves no store behind.
         undo.callback(store.forsake)
     # Ending a log overwrites the previous commit, to which all ranks roll back where the log of one is damaged.
     _together(sharding, store.check_log)
-    return _together(sharding, lambda: _begun(subject, decision, first, (store, folder), undo))
+    return _together(sharding, lambda: _begun(subject, decision, first, store, undo))
 
 
 def _decided(subject: Subject, undo: contextlib.ExitStack) -> tuple[Decision, FirstValues]:
@@ -243,14 +234,10 @@ def _decided(subject: Subject, undo: contextlib.ExitStack) -> tuple[Decision, Fi
 
 
 def _begun(
-    subject: Subject,
-    decision: Decision,
-    first: FirstValues,
-    opened: tuple[Store, Path | None],
-    undo: contextlib.ExitStack,
+    subject: Subject, decision: Decision, first: FirstValues, store: Store, undo: contextlib.ExitStack
 ) -> Assembly:
     """Fill a new store, or read the state of the run from an existing one."""
-    (store, folder), options, plan = opened, subject.options, decision.plan
+    options, plan = subject.options, decision.plan
     store.hold(plan.held, registered=subject.device is not None)
     engine = engines.Engine(
         store,
@@ -271,20 +258,19 @@ def _begun(
     take_options(groups, stored.get("groups"), undo, subject.arithmetic.examples, scheduled)
     subject.arithmetic.restore(stored.get("attributes") or {}, undo)
     first.let_go()
-    resources = _resources(subject, decision, store, engine, folder, undo)
-    return Assembly(subject, decision, resources, scratch_of(options) or folder)
+    folders = folders_of(options)
+    if not folders and not options.paths:
+        # Beside the temporary store's own folder, which is gone.
+        folders = [Path(store.info()["devices"][0]).parents[1]]
+    resources = _resources(subject, plan, (store, engine), folders, undo)
+    return Assembly(subject, decision, resources, folders[0] if folders else None)
 
 
 def _resources(
-    subject: Subject,
-    decision: Decision,
-    store: Store,
-    engine: Engine,
-    folder: Path | None,
-    undo: contextlib.ExitStack,
+    subject: Subject, plan: Plan, opened: tuple[Store, Engine], folders: Sequence[Path], undo: contextlib.ExitStack
 ) -> Resources:
     """Allocate the memory of units, and open the files of checkpointed activations."""
-    options, plan = subject.options, decision.plan
+    store, engine = opened
     memory: UnitMemory
     if subject.device is None:
         memory = HostUnits(store, plan.classes)
@@ -294,7 +280,6 @@ def _resources(
     undo.callback(memory.stop)
     keeper = None
     if subject.moves_activations:
-        folders = folders_of(options) or [cast("Path", folder)]
         keeper = activation_files.open_activations(folders, device=subject.device, groups=plan.activation_groups)
         undo.callback(keeper.close, "offload() failed")
     hooks = ProcessHooks()
@@ -307,4 +292,11 @@ def _resources(
         if leave is not None:
             leave()
 
-    return Resources(store, engine, memory, keeper, release=release, temporary=not options.paths)
+    return Resources(
+        store=store,
+        engine=engine,
+        units=memory,
+        activations=keeper,
+        release=release,
+        temporary=not subject.options.paths,
+    )

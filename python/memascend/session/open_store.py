@@ -36,27 +36,17 @@ if TYPE_CHECKING:
     from memascend.storage import Engine, Store
 
 
-_RUNS: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
-
-
-def note(run: OffloadedOptimizer) -> None:
-    """Remember a run by a weak reference."""
-    _RUNS.add(run)
+# The runs of this process.
+RUNS: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
 
 
 def open_again(
     create: Callable[[], Store], paths: Sequence[str], *, closes: bool, judge: Callable[[Store], None]
 ) -> Store:
-    """Open the store at `paths`, also where a run of this process has it open.
+    """Open the store at `paths` by `create`, also where a run of this process has it open.
 
-    Args:
-        create: opens or makes the store.
-        paths: of the store.
-        closes: close that run, with a warning; else raise an error, unless nothing refers to the run any more.
-        judge: raises where that run must not be closed, or its store does not fit; the run then continues.
-
-    Raises:
-        StorageError: as `create`, or a run of this process has the store open.
+    That run is closed with a warning (`closes`), unless `judge` raises: then it continues. Without `closes`, an error
+    is raised, unless nothing refers to the run any more.
     """
     try:
         return create()
@@ -84,7 +74,7 @@ def open_again(
 
 
 def _holders(paths: Sequence[str]) -> Iterator[tuple[OffloadedOptimizer, str]]:
-    for run in list(_RUNS):
+    for run in list(RUNS):
         resources = session_of(run).run.resources
         if resources.closed:
             continue
@@ -106,8 +96,8 @@ def _is_at(file: str, path: str) -> bool:
 _log = logging.getLogger("memascend")
 
 
-def open_store(subject: Subject, entries: list[engines.Entry]) -> tuple[Store, Path | None]:
-    """Open or make the store; of a temporary one, also returns the folder in which it is."""
+def open_store(subject: Subject, entries: list[engines.Entry]) -> Store:
+    """Open or make the store."""
     options = subject.options
     kind = title_of(subject.original)
     paths = list(options.paths or ())
@@ -152,7 +142,7 @@ def open_store(subject: Subject, entries: list[engines.Entry]) -> tuple[Store, P
         raise
     if subject.sharding is None or subject.sharding.world_size == 1:
         _require_whole(store)
-    return store, None
+    return store
 
 
 def _require_whole(store: Store) -> None:
@@ -279,7 +269,16 @@ class FirstValues:
         subject, source = self._subject, self._source
         assert source is not None
         with Progress("writing the model to storage", decision.sizes.slot_bytes) as progress:
-            self._write_parameters(engine, decision, source, progress)
+            waiting = 0
+            with contextlib.closing(source.parameters(decision.plan.units)) as firsts:
+                for name, values, state, step in firsts:
+                    engine.fill(name, values, state, step=step)
+                    waiting += values.nbytes + sum(tensor.nbytes for tensor in state.values())
+                    if waiting >= decision.plan.queue_bytes:
+                        # These values are written before the next ones are made.
+                        engine.finish()
+                        waiting = 0
+                    progress.add(values.nbytes + sum(tensor.nbytes for tensor in self._described(name).values()))
             for name in subject.buffers.names:
                 target = subject.buffers.target(name)
                 if not isinstance(source, ModelValues):
@@ -292,18 +291,6 @@ class FirstValues:
             }
             engine.commit(source.step, user_state=source.user_state, hyperparameters=hyperparameters)
         return hyperparameters
-
-    def _write_parameters(self, engine: Engine, decision: Decision, source: ValueSource, progress: Progress) -> None:
-        waiting = 0
-        with contextlib.closing(source.parameters(decision.units)) as firsts:
-            for name, values, state, step in firsts:
-                engine.fill(name, values, state, step=step)
-                waiting += values.nbytes + sum(tensor.nbytes for tensor in state.values())
-                if waiting >= decision.plan.queue_bytes:
-                    # These values are written before the next ones are made.
-                    engine.finish()
-                    waiting = 0
-                progress.add(values.nbytes + sum(tensor.nbytes for tensor in self._described(name).values()))
 
     def read(self, store: Store, held: Sequence[str]) -> dict[str, Any]:
         """Restore the buffers from a store, and read the RAM tier; returns the store's hyperparameters."""

@@ -11,73 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend.grads.microbatches import PartialSums
 from memascend.text import IN_MEMORY, bytes_shown, open_pyplot, seconds_shown, table
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Collection, Mapping, Sequence
 
-    from memascend.grads.loop import Speculation
-    from memascend.grads.microbatches import PartialSums
     from memascend.plan.table import Plan
     from memascend.session.run import Run
-    from memascend.storage import Engine
 
 
-class Meter:
-    """Counts the gradients of a step that are in memory, and the time that handing them on took."""
-
-    def __init__(self, engine: Engine, *, keeps_all: bool = False) -> None:
-        """Begin.
-
-        Args:
-            engine: has the gradients that wait for an update.
-            keeps_all: gradients stay in memory until step().
-        """
-        self._engine = engine
-        self._keeps_all = keeps_all
-        self._sums: PartialSums | None = None
-        # Time that backward spent to hand on gradients, waiting for memory included.
-        self.handing_seconds = 0.0
-        self._arrived: set[str] = set()
-        self._arrived_bytes = 0
-        self._stale = False
-        # The most that was ever kept in memory until step(); 0 where none is.
-        self.gradients_peak = 0
-
-    def count(self, sums: PartialSums | None) -> None:
-        """Count the sums of micro-batches, too, while there are some."""
-        self._sums = sums
-
-    def arrived(self, name: str, nbytes: int, began: float) -> None:
-        """A gradient was handed on, which began at `began`."""
-        self.handing_seconds += time.perf_counter() - began
-        if not self._keeps_all:
-            return
-        if self._stale:
-            # The gradients of the previous step were released, by whatever means.
-            self.cleared()
-        if name not in self._arrived:
-            self._arrived.add(name)
-            self._arrived_bytes += nbytes
-            self.gradients_peak = max(self.gradients_peak, self._arrived_bytes)
-
-    def cleared(self) -> None:
-        """There are no gradients any more."""
-        self._arrived.clear()
-        self._arrived_bytes = 0
-        self._stale = False
-
-    def step_ended(self) -> None:
-        """A step was committed."""
-        self._stale = True
-
-    @property
-    def gradients(self) -> int:
-        """Bytes of gradients in memory now."""
-        queued = self._engine.queued_bytes + (0 if self._sums is None else self._sums.nbytes)
-        # Gradients that are kept until step() wait for the engine in that same memory.
-        return max(queued, self._arrived_bytes)
+_log = logging.getLogger("memascend")
 
 
 _MIB = 1 << 20
@@ -107,70 +52,41 @@ class TorchBytes:
 
 @dataclass(frozen=True)
 class AllRanks:
-    """Memory and traffic of all ranks together, as exchanged at the beginning of the last `step()`.
+    """Memory and traffic of all ranks together, as exchanged at the beginning of the last `step()`."""
 
-    Attributes:
-        count: the number of ranks.
-        peak: the sum of their peaks of host memory.
-        read: bytes read from storage since `offload()` returned.
-        written: bytes written to it since then.
-    """
-
-    count: int
-    peak: int
-    read: int
-    written: int
+    count: int  # the number of ranks
+    peak: int  # the sum of their peaks of host memory
+    read: int  # bytes read from storage since `offload()` returned
+    written: int  # bytes written to it since then
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Memory, traffic and times of a run since `offload()` returned. `str()` is a table.
+    """Memory, traffic and times of a run since `offload()` returned. `str()` is a table."""
 
-    Attributes:
-        owners: host memory by owner.
-        budget: the limit in force, in bytes.
-        object_bytes: about the bytes of Python's and torch's objects for each parameter, which no budget limits.
-        read: bytes read, by kind; "other" is the catalog, and values that were read out.
-        held: bytes that were taken from the RAM tier instead of being read.
-        written: bytes written, by kind; "first values" were written by `offload()` itself.
-        log_steps: steps of gradients that fit into the store's gradient log; 0: there is no log.
-        log_bytes: the space of the log on storage.
-        log_wanted: the steps that the log would have with enough space.
-        unlogged: updates that the log had no space for, so that their parameters were written whole.
-        seconds: by stage; stages overlap, so they do not add up to "wall".
-        steps: committed since `offload()` returned.
-        early: steps whose updates began before `step()`, since few of their gradients are clipped or changed.
-        anew: the early steps whose gradients were clipped or changed, so that their updates were repeated.
-        units: how often a unit was read, was cached already, and was evicted.
-        in_memory: bytes that the same training takes in memory.
-        device: memory of the device by owner, where the host does not compute.
-        device_budget: the limit in force there; 0 where the host computes.
-        device_torch: all memory that torch has there: the owners', activations and the user's own tensors.
-        device_copies: why copies to and from the device are slower than possible; None where they are not.
-        ranks: the sums of all ranks; all other figures are this rank's. None before the first step.
-    """
-
-    owners: dict[str, Owner]
-    budget: int
-    object_bytes: int
-    read: dict[str, int]
-    written: dict[str, int]
-    held: int
-    seconds: dict[str, float]
-    steps: int
-    units: dict[str, int]
+    owners: dict[str, Owner]  # host memory
+    budget: int  # the limit in force, in bytes
+    object_bytes: int  # about the bytes of Python's and torch's objects for each parameter, which no budget limits
+    read: dict[str, int]  # bytes by kind; "other" is the catalog, and values that were read out
+    written: dict[str, int]  # bytes by kind; "first values" were written by `offload()` itself
+    held: int  # bytes that were taken from the RAM tier instead of being read
+    seconds: dict[str, float]  # by stage; stages overlap, so they do not add up to "wall"
+    steps: int  # committed since `offload()` returned
+    units: dict[str, int]  # how often a unit was read, was cached already, and was evicted
     in_memory: TorchBytes
-    early: int = 0
-    anew: int = 0
-    log_steps: int = 0
-    log_bytes: int = 0
-    log_wanted: int = 0
-    unlogged: int = 0
+    early: int = 0  # steps whose updates began before `step()`, since few of their gradients are clipped or changed
+    anew: int = 0  # of these, the steps whose gradients were clipped or changed, so that their updates were repeated
+    log_steps: int = 0  # steps of gradients that fit into the store's gradient log; 0: there is no log
+    log_bytes: int = 0  # its space on storage
+    log_wanted: int = 0  # the steps that it would have with enough space
+    unlogged: int = 0  # updates that it had no space for, so that their parameters were written whole
+    # Where the host does not compute: the device's memory, its budget, all memory that torch has there (the owners',
+    # activations and the user's own tensors), and why copies are slower than possible (None: they are not).
     device: dict[str, Owner] = field(default_factory=dict)
     device_budget: int = 0
     device_torch: Owner | None = None
     device_copies: str | None = None
-    ranks: AllRanks | None = None
+    ranks: AllRanks | None = None  # of all ranks; all other figures are this rank's. None before the first step
 
     @property
     def total(self) -> int:
@@ -189,59 +105,63 @@ class Report:
         `step()`. "ranks": there are several. "log" has "wanted" where it is shorter, and "unlogged" where that is
         not 0.
         """
-        device = {}
-        if self.device_torch is not None:
-            device["device"] = {**_as_json(self.device, self.device_budget), "torch": asdict(self.device_torch)}
-        return {
+        found = {
             "host": _as_json(self.owners, self.budget),
-            **device,
             "read": dict(self.read),
             "written": dict(self.written),
             "seconds": dict(self.seconds),
             "steps": self.steps,
             "beside": {"Python objects": self.object_bytes},
-            **({"held": self.held} if self.held else {}),
-            **({"early": {"steps": self.early, "anew": self.anew}} if self.early else {}),
-            **({"ranks": asdict(self.ranks)} if self.ranks is not None else {}),
-            **({"log": self._log()} if self.log_wanted else {}),
         }
-
-    def _log(self) -> dict[str, int]:
-        shorter = {"wanted": self.log_wanted} if self.log_steps < self.log_wanted else {}
-        unlogged = {"unlogged": self.unlogged} if self.unlogged else {}
-        return {"steps": self.log_steps, "bytes": self.log_bytes, **shorter, **unlogged}
+        if self.device_torch is not None:
+            found["device"] = {**_as_json(self.device, self.device_budget), "torch": asdict(self.device_torch)}
+        if self.held:
+            found["held"] = self.held
+        if self.early:
+            found["early"] = {"steps": self.early, "anew": self.anew}
+        if self.ranks is not None:
+            found["ranks"] = asdict(self.ranks)
+        if self.log_wanted:
+            found["log"] = log = {"steps": self.log_steps, "bytes": self.log_bytes}
+            if self.log_steps < self.log_wanted:
+                log["wanted"] = self.log_wanted
+            if self.unlogged:
+                log["unlogged"] = self.unlogged
+        return found
 
     def __str__(self) -> str:
-        rows = [(name, bytes_shown(owner.bytes), bytes_shown(owner.peak)) for name, owner in self.owners.items()]
-        rows.append(("all", bytes_shown(self.total), bytes_shown(self.peak)))
         saved = f", {self.in_memory.total / self.peak:.1f} times as much" if self.peak else ""
         cached = self.units["hits"] + self.units["adopted"]
         beside = f"beside it Python's objects take about {bytes_shown(self.object_bytes)}"
         budget = f"The budget is {bytes_shown(self.budget)}; {beside}."
         in_memory = f"In memory the same training would hold {bytes_shown(self.in_memory.total)}{saved}."
         parts = [
-            table(("host memory", "now", "peak"), rows),
+            _owners_table("host memory", self.owners, total=Owner(self.total, self.peak)),
             f"{budget}\n{in_memory}",
-            *self._on_device(),
+        ]
+        if self.device_torch is not None:
+            owners = {**self.device, "all that torch holds": self.device_torch}
+            text = f"The budget is {bytes_shown(self.device_budget)}, for all but what else torch holds."
+            if self.device_copies is not None:
+                text += f"\nCopies are slower than they could be: {self.device_copies}."
+            parts += [_owners_table("device memory", owners), text]
+        parts += [
             self._traffic(),
             *self._kept_in_ram(),
             table(("stage", "time"), [(name, seconds_shown(taken)) for name, taken in self.seconds.items()]),
-            *self._of_all_ranks(),
-            f"{self.steps} steps. Units were read {self.units['fetches']} times and were there already {cached} times.",
         ]
+        if self.ranks is not None:
+            parts.append(
+                f"This is one of {self.ranks.count} ranks. Together they held at most {bytes_shown(self.ranks.peak)}, "
+                f"read {bytes_shown(self.ranks.read)} and wrote {bytes_shown(self.ranks.written)}, up to the last "
+                "step()."
+            )
+        parts.append(
+            f"{self.steps} steps. Units were read {self.units['fetches']} times and were there already {cached} times."
+        )
         if self.early:
             parts.append(f"Updates of {self.early} steps began before step(); {self.anew} of them were made anew.")
         return "\n\n".join(parts)
-
-    def _on_device(self) -> list[str]:
-        """The table of the device's memory, where the host does not compute."""
-        if self.device_torch is None:
-            return []
-        owners = {**self.device, "all that torch holds": self.device_torch}
-        rows = [(name, bytes_shown(owner.bytes), bytes_shown(owner.peak)) for name, owner in owners.items()]
-        budget = f"The budget is {bytes_shown(self.device_budget)}, for all but what else torch holds."
-        slower = [] if self.device_copies is None else [f"Copies are slower than they could be: {self.device_copies}."]
-        return [table(("device memory", "now", "peak"), rows), "\n".join([budget, *slower])]
 
     def _kept_in_ram(self) -> list[str]:
         """Sentences about the RAM tier and its gradient log, where there are any."""
@@ -260,16 +180,6 @@ class Report:
         if self.unlogged:
             said.append(f"{self.unlogged} updates found no space in it: their parameters were written whole.")
         return [" ".join(said)] if said else []
-
-    def _of_all_ranks(self) -> list[str]:
-        """The sums of several ranks."""
-        if self.ranks is None:
-            return []
-        count, peak = self.ranks.count, bytes_shown(self.ranks.peak)
-        moved = (
-            f"read {bytes_shown(self.ranks.read)} and wrote {bytes_shown(self.ranks.written)}, up to the last step()"
-        )
-        return [f"This is one of {count} ranks. Together they held at most {peak}, {moved}."]
 
     def _traffic(self) -> str:
         rows = []
@@ -323,21 +233,25 @@ def _as_json(owners: Mapping[str, Owner], budget: int) -> dict[str, Any]:
     }
 
 
-_log = logging.getLogger("memascend")
+def _owners_table(title: str, owners: Mapping[str, Owner], total: Owner | None = None) -> str:
+    rows = [*owners.items(), *([] if total is None else [("all", total)])]
+    shown = [(name, bytes_shown(owner.bytes), bytes_shown(owner.peak)) for name, owner in rows]
+    return table((title, "now", "peak"), shown)
 
 
 class Measurements:
     """Collects the figures of a report."""
 
-    def __init__(self, run: Run, plan: Plan, meter: Meter, speculation: Speculation) -> None:
+    def __init__(self, run: Run, plan: Plan) -> None:
         self._run = run
         self._resources = run.resources
-        self._speculation = speculation
-        self._planned = plan
-        self.meter = meter
+        # With the log that the store has space for, once that began.
+        self.planned = plan
         # Earlier counts do not belong to the training.
         self._before = self._counted()
         self._step_seconds = 0.0
+        # The most that was kept in p.grad until step().
+        self._kept_peak = 0
         self._last: Report | None = None
         # As exchanged in the last step.
         self._all_ranks: AllRanks | None = None
@@ -351,23 +265,19 @@ class Measurements:
             "seconds": time.perf_counter(),
         }
 
-    def log_began(self, plan: Plan) -> None:
-        """`plan` has the log that the store has space for."""
-        self._planned = plan
-
     @property
     def plan(self) -> Plan:
         """The plan in force, with the memory that was added where no budget was given."""
         arena = self._resources.units.arena
-        return self._planned.with_added(arena.added, arena.added_bytes)
+        return self.planned.with_added(arena.added, arena.added_bytes)
 
     def step_ended(self, began: float) -> None:
         """A step was committed, whose `step()` began then."""
         self._step_seconds += time.perf_counter() - began
-        self.meter.step_ended()
-        unlogged = 0
-        if self._planned.log_steps and not self._told_of_log:
-            unlogged = self._resources.engine.counters()["unlogged"]
+        self._kept_peak = max(self._kept_peak, self._kept())
+        if not self.planned.log_steps or self._told_of_log:
+            return
+        unlogged = self._resources.engine.counters()["unlogged"]
         if unlogged:
             # Once: report() has the count.
             self._told_of_log = True
@@ -375,7 +285,7 @@ class Measurements:
                 "%d gradients found no space in the gradient log of %d steps, so their parameters were written whole; "
                 "report() counts this if it happens again",
                 unlogged,
-                self._planned.log_steps,
+                self.planned.log_steps,
             )
 
     def told(self) -> list[int]:
@@ -389,14 +299,9 @@ class Measurements:
         self._all_ranks = AllRanks(len(told), peak, read, written)
 
     def report(self, trained: Collection[str]) -> Report:
-        """The figures so far; `trained` are the names that the optimizer owns."""
-        return self._last or self._taken(trained)
-
-    def close(self, trained: Collection[str]) -> None:
-        """Make the report that is returned from now on."""
-        self._last = self._taken(trained)
-
-    def _taken(self, trained: Collection[str]) -> Report:
+        """The figures so far, or at the end; `trained` are the names that the optimizer owns."""
+        if self._last is not None:
+            return self._last
         counted = _since(self._counted(), self._before)
         engine, store = counted["engine"], counted["store"]
         read, written = self._traffic(engine, store)
@@ -414,18 +319,22 @@ class Measurements:
             seconds={
                 "wall": counted["seconds"],
                 "waiting for units": store["wait_seconds"] + self._resources.units.wait_seconds,
-                "handing on gradients": self.meter.handing_seconds,
+                "handing on gradients": self._run.gradients.handing_seconds,
                 "step()": self._step_seconds,
                 **{f"update, {stage}": taken for stage, taken in engine["seconds"].items()},
             },
             steps=self._run.record.made,
-            early=self._speculation.early,
-            anew=self._speculation.anew,
+            early=self._run.gradients.speculation.early,
+            anew=self._run.gradients.speculation.anew,
             units=dict(self._run.residency.units.counters),
             in_memory=self._in_memory(trained),
             ranks=self._all_ranks,
             **self._on_device(),
         )
+
+    def close(self, trained: Collection[str]) -> None:
+        """Make the report that is returned from now on."""
+        self._last = self.report(trained)
 
     def _traffic(self, engine: dict[str, Any], store: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes read and written, by kind, from the counters of engine and store."""
@@ -476,9 +385,19 @@ class Measurements:
 
     def _gradients(self) -> Owner:
         """The memory of gradients that wait for their update, where the model computes."""
-        now = self.meter.gradients
-        queued = int(self._resources.engine.counters()["queued_peak"])
-        return Owner(now, max(now, queued, self.meter.gradients_peak))
+        engine, parts = self._resources.engine, self._run.gradients.parts
+        sums = parts.nbytes if isinstance(parts, PartialSums) else 0
+        # Gradients that are kept until step() wait for the engine in that same memory.
+        now = max(engine.queued_bytes + sums, self._kept())
+        return Owner(now, max(now, int(engine.counters()["queued_peak"]), self._kept_peak))
+
+    def _kept(self) -> int:
+        """Bytes of the gradients that are in memory until step()."""
+        if self._run.gradients.loop.mode != "ram":
+            return 0
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            places = [kept.place for kept in self._run.gradients.by_name.values()]
+            return sum(place.nothing.nbytes for place in places if place.parameter.grad is not None)
 
     def _on_device(self) -> dict[str, Any]:
         """The fields of a report about the device's memory, where the host does not compute."""
@@ -499,24 +418,17 @@ class Measurements:
         for entry in self._resources.store.each_entry():
             if entry["buffer"]:
                 continue
-            nbytes = math.prod(entry["shape"]) * _itemsize(entry["dtype"])
+            nbytes = math.prod(entry["shape"]) * getattr(torch, entry["dtype"]).itemsize
             values += nbytes
             if entry["name"] in trained:
                 gradients += nbytes
             for name, dtype, shape in entry["state"]:
-                state += math.prod(shape) * (4 if name == "rest" else _itemsize(dtype))
+                state += math.prod(shape) * (4 if name == "rest" else getattr(torch, dtype).itemsize)
         return TorchBytes(values, state, gradients)
 
 
-def _itemsize(dtype: str) -> int:
-    found: torch.dtype = getattr(torch, dtype)
-    return found.itemsize
-
-
 def _since(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
-    """The differences of counters."""
-    found: dict[str, Any] = {}
-    for name, value in now.items():
-        before = then.get(name, 0)
-        found[name] = _since(value, before or {}) if isinstance(value, dict) else value - before
-    return found
+    return {
+        name: _since(value, then.get(name, {})) if isinstance(value, dict) else value - then.get(name, 0)
+        for name, value in now.items()
+    }

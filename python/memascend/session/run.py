@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from memascend.errors import ConfigError, UsageError
@@ -33,31 +33,20 @@ _log = logging.getLogger("memascend")
 CLOSED = "this model was offloaded, and its optimizer has been closed; open its storage again to resume"
 
 
+@dataclass(kw_only=True, eq=False)
 class Resources:
     """The resources to release: without references to model and optimizer, so that both can be collected."""
 
-    def __init__(
-        self,
-        store: Store,
-        engine: Engine,
-        units: UnitMemory,
-        activations: Activations | None = None,
-        *,
-        release: Callable[[], None],
-        temporary: bool = False,
-    ) -> None:
-        """`release` ends the run's share in process-wide hooks; a `temporary` store ends with the process."""
-        self.store = store
-        self.engine = engine
-        self.units = units
-        self.activations = activations
-        self._release = release
-        self.temporary = temporary
-        # There are committed steps whose values were not read out.
-        self._unread = False
-        self.closed = False
-        self._told_of_loss = False
-        self.process = OwnProcess()
+    store: Store
+    engine: Engine
+    units: UnitMemory
+    activations: Activations | None
+    release: Callable[[], None]  # ends the run's share in process-wide hooks
+    temporary: bool  # the store ends with the process
+    unread: bool = False  # there are committed steps whose values were not read out
+    closed: bool = False
+    process: OwnProcess = field(default_factory=OwnProcess)
+    _told_of_loss: bool = False
 
     def _close_store(self) -> None:
         try:
@@ -104,14 +93,6 @@ class Resources:
             self._told_of_loss = True
             warnings.warn(str(lost), stacklevel=5)
 
-    def step_made(self) -> None:
-        """A step was committed; only storage has its values."""
-        self._unread = True
-
-    def read_out(self) -> None:
-        """The values of the last step were read out."""
-        self._unread = False
-
     def close(self) -> None:
         """Drain, drop uncommitted values, free all memory. Twice is fine."""
         if self.closed:
@@ -122,14 +103,14 @@ class Resources:
             return
         with contextlib.ExitStack() as last_first:
             # Each callback runs also where another one fails.
-            last_first.callback(self._release)
+            last_first.callback(self.release)
             if self.activations is not None:
                 last_first.callback(self.activations.close, CLOSED)
             last_first.callback(self.units.close)
             last_first.callback(self._close_store)
             last_first.callback(self.units.stop)
             last_first.callback(self.engine.close)
-        if self.temporary and self._unread:
+        if self.temporary and self.unread:
             warnings.warn(
                 "the trained weights were in a temporary store and are gone, for nobody read them out: give storage=, "
                 "or save model.state_dict() before close()",
@@ -146,25 +127,15 @@ _USER_BYTES_MAX = 64 << 10
 
 
 class Record:
-    """The data that is committed with a step, and the position of the run: its store, and the committed steps.
-
-    Attributes:
-        step: the number of committed steps.
-        made: those of them that this run committed.
-    """
+    """The data that is committed with a step, and the position of the run: its store, and the committed steps."""
 
     def __init__(
-        self,
-        store: Store,
-        buffers: Buffers,
-        arithmetic: Arithmetic,
-        scale: LossScale,
-        schedule: Schedule,
+        self, store: Store, buffers: Buffers, arithmetic: Arithmetic, scale: LossScale, schedule: Schedule
     ) -> None:
         self._store = store
         self.schedule = schedule
-        self.step = store.step
-        self.made = 0
+        self.step = store.step  # the number of committed steps
+        self.made = 0  # those of them that this run committed
         # The position of the checkpoint from which the run began, until its first step.
         self._origin: dict[str, Any] | None = (store.hyperparameters or {}).get("origin")
         self.buffers = buffers
@@ -221,12 +192,7 @@ class Record:
         return {"store": self._store.info()["uuid"], "step": self.step}
 
     def require(self, state_dict: Mapping[str, Any]) -> None:
-        """Reject an optimizer's state dict of another position, or with other groups.
-
-        Raises:
-            UsageError: it names both positions, and what begins from the other one.
-            ValueError: it has other groups.
-        """
+        """Reject an optimizer's state dict of another position (`UsageError`), or with other groups (`ValueError`)."""
         here, given = self.identity(), state_dict.get("memascend")
         if given is None:
             raise UsageError(
@@ -293,8 +259,8 @@ class Run:
     def committing(self, stands: Callable[[], None], failed: Callable[[], None]) -> Iterator[None]:
         """Inside is one commit: afterwards `stands` is called, or `failed` where it failed.
 
-        Ctrl-C is raised once the commit has returned. So an exception does not mean a failure; the store's generation
-        shows it.
+        Ctrl-C is raised once the commit has returned, so the store's generation shows whether it failed, and not the
+        exception.
         """
         store = self.resources.store
         generation = store.info()["generation"]

@@ -8,7 +8,6 @@ import inspect
 import json
 import numbers
 import warnings
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed
@@ -19,7 +18,7 @@ from memascend.storage.store import not_as_written
 from memascend.text import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -40,37 +39,32 @@ _SET_ONCE = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_m
 _PAGE = "docs/resume.md"
 
 
-@dataclass(frozen=True)
 class _Moment:
-    """Schedulers, and the options of groups that they set, at one moment."""
+    """Copies of schedulers' states, and of the options of groups that they set, at one moment."""
 
-    states: list[dict[str, Any]]  # their state dicts, copied
-    entries: list[dict[str, Any]]  # the same as flat JSON, with arguments that state dicts leave out
-    options: SharedValues  # of the groups, copied
-
-    @classmethod
-    def of(cls, schedulers: Iterable[Any], groups: Sequence[dict[str, Any]]) -> _Moment:
+    def __init__(self, schedulers: Sequence[Any], groups: Sequence[dict[str, Any]]) -> None:
         """The present one; `ConfigError` names an entry that JSON cannot hold."""
-        schedulers = list(schedulers)
-        entries = [_entries(scheduler) for scheduler in schedulers]
-        states = [copied(scheduler.state_dict(), deep=True) for scheduler in schedulers]
-        return cls(states, entries, SharedValues({}, [group_options(group) for group in groups]))
+        self._schedulers, self._groups = schedulers, groups
+        # State dicts as flat JSON, with arguments that they leave out.
+        self.entries = [_entries(scheduler) for scheduler in schedulers]
+        self._states = [copied(scheduler.state_dict(), deep=True) for scheduler in schedulers]
+        self.options = SharedValues({}, [group_options(group) for group in groups])
 
-    def bring_back(self, schedulers: Iterable[Any], groups: Sequence[dict[str, Any]]) -> None:
+    def bring_back(self) -> None:
         """Give schedulers and groups what they had."""
-        for scheduler, state in zip(schedulers, self.states, strict=True):
+        for scheduler, state in zip(self._schedulers, self._states, strict=True):
             scheduler.load_state_dict(copied(state, deep=True))
-        now = SharedValues({}, [group_options(group) for group in groups])
+        now = SharedValues({}, [group_options(group) for group in self._groups])
         for place, value in now.changes(self.options).items():
             assert place.group is not None
-            put(groups[place.group], place.name, value)
+            put(self._groups[place.group], place.name, value)
 
 
 class Schedule:
     """The schedulers that `step()` advances.
 
-    They are advanced after the updates of a step have begun and before its commit, which holds the new options of the
-    groups and the state of the schedulers. So a process killed at any moment leaves updates and schedulers of one step.
+    They are advanced after the updates of a step have begun and before its commit, which holds the new options and
+    their state. So a process killed at any moment leaves updates and schedulers of one step.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]], store: Store, *, resumed: bool) -> None:
@@ -94,8 +88,7 @@ class Schedule:
     def attach(self, given: Sequence[Any], *, restore: bool) -> None:
         """Advance these schedulers from now on, in place of others; at a resume, `restore` them first.
 
-        Raises:
-            ConfigError: one cannot be advanced by `step()`, or is not that of the stored run; nothing was changed.
+        Where one is rejected, nothing was changed.
         """
         schedulers = tuple(_unwrapped(one) for one in given)
         for number, scheduler in enumerate(schedulers):
@@ -110,13 +103,11 @@ class Schedule:
                 "schedulers in one call",
                 stacklevel=4,
             )
-        now = _Moment.of(schedulers, self._groups)
+        now = _Moment(schedulers, self._groups)
         begins = restore and not self._stepped
-        committed = self._store.hyperparameters or {}
-        stored = self._stored(committed)
-        source = stored if begins else None
-        if source is not None:
-            _require_fits(schedulers, now, source, committed["groups"])
+        stored = self._stored()
+        if begins and stored is not None:
+            _require_fits(schedulers, now, stored, self._kept_groups())
         elif begins and self._resumed and self._store.step:
             warnings.warn(
                 f"the store has {counted(self._store.step, 'step')} and no scheduler: {_listed(schedulers)} begins "
@@ -125,12 +116,12 @@ class Schedule:
             )
         moved: list[set[str]] = [set() for _ in schedulers]
         options: set[str] = set()
-        if stored is not None and [one["scheduler"] for one in stored["schedulers"]] == [*map(_title, schedulers)]:
+        if stored is not None and _stored_titles(stored) == _listed(schedulers):
             moved = [set(one["moved"]) for one in stored["schedulers"]]
             options = set(stored["options"])
         _require_small(self._saved(schedulers, now, moved, options))
-        if source is not None:
-            now = self._restored(schedulers, now, source, committed["groups"])
+        if begins and stored is not None:
+            now = self._restored(schedulers, now, stored)
         self._schedulers, self._moved, self._options, self._now, self._before = schedulers, moved, options, now, None
 
     def _require_own_groups(self, scheduler: Any) -> None:
@@ -141,17 +132,19 @@ class Schedule:
                 "returned, or from the one that was given to it"
             )
 
-    def _stored(self, hyperparameters: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The entry of a commit, which another program may have written."""
-        stored: dict[str, Any] | None = hyperparameters.get("schedule")
+    def _stored(self) -> dict[str, Any] | None:
+        """The entry of the last commit, which another program may have written."""
+        stored: dict[str, Any] | None = (self._store.hyperparameters or {}).get("schedule")
         if stored is not None and not _is_schedule(stored):
             raise not_as_written(self._store.info()["devices"][0], f"the schedulers of step {self._store.step}")
         return stored
 
-    def _restored(
-        self, schedulers: Sequence[Any], now: _Moment, stored: Mapping[str, Any], kept: Sequence[Mapping[str, Any]]
-    ) -> _Moment:
-        """Set what was stored on schedulers that fit, and on the groups, whose committed options are `kept`."""
+    def _kept_groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = (self._store.hyperparameters or {})["groups"]
+        return groups
+
+    def _restored(self, schedulers: Sequence[Any], now: _Moment, stored: Mapping[str, Any]) -> _Moment:
+        """Set what was stored on schedulers that fit, and on the groups."""
         try:
             for scheduler, one in zip(schedulers, stored["schedulers"], strict=True):
                 state = copied(scheduler.state_dict())
@@ -159,12 +152,12 @@ class Schedule:
                     if path in one["moved"] or path.rpartition(".")[2] in _PLACE or _is_of_part(path):
                         _set(state, path.split("."), value)
                 scheduler.load_state_dict(state)
-            for group, theirs in zip(self._groups, kept, strict=True):
+            for group, theirs in zip(self._groups, self._kept_groups(), strict=True):
                 for name in {"lr", *stored["options"]} & theirs.keys():
                     put(group, name, restored(theirs[name], group.get(name)))
-            return _Moment.of(schedulers, self._groups)
+            return _Moment(schedulers, self._groups)
         except BaseException:
-            now.bring_back(schedulers, self._groups)
+            now.bring_back()
             raise
 
     # --- steps ---------------------------------------------------------------------------------
@@ -173,9 +166,6 @@ class Schedule:
         """Reject a scheduler that something else advanced; warn of schedulers that a resumed run does not restore.
 
         The first of `optimizers` is the one that is stepped, the others are its originals.
-
-        Raises:
-            UsageError: it names the scheduler, and what changed.
         """
         self._before, self._had_stepped = None, self._stepped
         self._require_own()
@@ -193,10 +183,11 @@ class Schedule:
     def _warn_of_others(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         # torch marks `step` of each optimizer for which a scheduler was made.
         marked = [hasattr(vars(one).get("step"), "_wrapped_by_lr_sched") for one in optimizers]
-        stored = self._stored(self._store.hyperparameters or {})
+        stored = self._stored()
         if stored is not None:
-            had = " and ".join(one["scheduler"] for one in stored["schedulers"])
-            words = f"the run was scheduled by {had}, and this resume has no optimizer.schedule() for it"
+            words = (
+                f"the run was scheduled by {_stored_titles(stored)}, and this resume has no optimizer.schedule() for it"
+            )
         elif any(marked):
             words = (
                 "a scheduler was made for this optimizer and not given to optimizer.schedule(), so a resume restores "
@@ -209,12 +200,9 @@ class Schedule:
     def _advanced(self) -> str | None:
         """The scheduler that something else advanced since the last step, in words."""
         for scheduler, known in zip(self._schedulers, self._now.entries if self._now else (), strict=True):
-            own = _entries(scheduler)
-            names = sorted(name for name in {*known, *own} if name.rpartition(".")[2] not in _COUNTS)
-            for name in names:
-                had, has = known.get(name), own.get(name)
-                if not same(had, has):
-                    return f"{_title(scheduler)} was changed since the last step ({name} {had} -> {has})"
+            found = _differences(known, _entries(scheduler), lambda name: name.rpartition(".")[2] in _COUNTS)
+            if found:
+                return f"{_title(scheduler)} was changed since the last step ({found[0]})"
         return None
 
     def advance(self) -> None:
@@ -222,14 +210,14 @@ class Schedule:
         self._stepped = True
         if not self._schedulers:
             return
-        self._before = before = _Moment.of(self._schedulers, self._groups)
+        self._before = before = _Moment(self._schedulers, self._groups)
         for scheduler in self._schedulers:
             try:
                 scheduler.step()
             except Exception as error:
                 error.add_note(f"{_title(scheduler)} was advanced by optimizer.step(), and nothing was committed")
                 raise
-        now = _Moment.of(self._schedulers, self._groups)
+        now = _Moment(self._schedulers, self._groups)
         for moved, was, is_now in zip(self._moved, before.entries, now.entries, strict=True):
             changed = {name for name in {*was, *is_now} if not same(was.get(name), is_now.get(name))}
             moved |= {name for name in changed if name.rpartition(".")[2] not in _PLACE}
@@ -241,15 +229,11 @@ class Schedule:
         """The step was not committed: schedulers and groups have what they had before it."""
         self._stepped = self._had_stepped
         if self._before is not None:
-            self._before.bring_back(self._schedulers, self._groups)
+            self._before.bring_back()
             self._now, self._before = self._before, None
 
     def committed(self) -> dict[str, Any]:
-        """The entry of each commit and checkpoint.
-
-        Raises:
-            UsageError: options of groups are those of a scheduler that something else advanced.
-        """
+        """The entry of each commit and checkpoint."""
         if self._now is None:
             # A run that was not told of the schedulers keeps them until it steps without them.
             stored = None if self._stepped else (self._store.hyperparameters or {}).get("schedule")
@@ -268,12 +252,12 @@ class Schedule:
     def rewind(self) -> None:
         """Let a trainer log the learning rate of the step just made, and advance the schedulers itself."""
         if self._before is not None:
-            self._before.bring_back(self._schedulers, self._groups)
+            self._before.bring_back()
 
     def catch_up(self) -> None:
         """Give schedulers and groups what the last step left, whether a trainer advanced them or not."""
         if self._now is not None and self.is_foreign:
-            self._now.bring_back(self._schedulers, self._groups)
+            self._now.bring_back()
 
     @property
     def is_foreign(self) -> bool:
@@ -292,11 +276,7 @@ def options_set(hyperparameters: Mapping[str, Any]) -> set[str]:
 
 
 def _unwrapped(scheduler: Any) -> Any:
-    """The scheduler in accelerate's wrapper.
-
-    Raises:
-        ConfigError: the wrapper advances it several times a step.
-    """
+    """The scheduler in accelerate's wrapper, unless that advances it several times a step."""
     if type(scheduler).__name__ != "AcceleratedScheduler":
         return scheduler
     own = scheduler.scheduler
@@ -341,12 +321,12 @@ def _listed(schedulers: Iterable[Any]) -> str:
     return " and ".join(map(_title, schedulers))
 
 
-def _entries(scheduler: Any) -> dict[str, Any]:
-    """The state of a scheduler as flat JSON: "last_epoch", "_schedulers.0.last_epoch" and so on.
+def _stored_titles(stored: Mapping[str, Any]) -> str:
+    return " and ".join(one["scheduler"] for one in stored["schedulers"])
 
-    Raises:
-        ConfigError: it names an entry that JSON cannot hold.
-    """
+
+def _entries(scheduler: Any) -> dict[str, Any]:
+    """The state of a scheduler as flat JSON: "last_epoch", "_schedulers.0.last_epoch" and so on."""
     found = {}
     for path, value in [*_leaves(scheduler.state_dict()), *_partials(scheduler)]:
         # Keys of JSON are texts, and MultiStepLR counts by numbers.
@@ -421,14 +401,12 @@ def _require_fits(
     schedulers: Sequence[Any], now: _Moment, stored: Mapping[str, Any], kept: Sequence[Mapping[str, Any]]
 ) -> None:
     """Reject schedulers of other classes or arguments; `kept` are the options of the groups that were committed."""
-    kinds = [_title(scheduler) for scheduler in schedulers]
-    had = [one["scheduler"] for one in stored["schedulers"]]
     instead = (
         "Nothing was changed: give the schedulers that the run had, or begin with these, in this one start, by "
         "schedule(..., restore=False)"
     )
-    if kinds != had:
-        raise ConfigError(f"the run was scheduled by {' and '.join(had)}, not {' and '.join(kinds)}. {instead}")
+    if _listed(schedulers) != _stored_titles(stored):
+        raise ConfigError(f"the run was scheduled by {_stored_titles(stored)}, not {_listed(schedulers)}. {instead}")
     found = [
         f"{name} of group {number} {theirs[name]} -> {plain(group[name])}"
         for number, (group, theirs) in enumerate(zip(now.options.groups, kept, strict=True))
@@ -436,7 +414,7 @@ def _require_fits(
         if plain(group[name]) != theirs[name]
     ]
     for entries, one in zip(now.entries, stored["schedulers"], strict=True):
-        found += _differences(one["state"], entries, {*one["moved"]})
+        found += _differences(one["state"], entries, functools.partial(_may_differ, one, entries))
     if found:
         raise ConfigError(
             f"{_listed(schedulers)} has other arguments than in the run: {', '.join(sorted(found)[:3])}"
@@ -449,20 +427,19 @@ def _is_of_part(path: str) -> bool:
     return path.endswith(".base_lrs")
 
 
-def _differences(had: Mapping[str, Any], has: Mapping[str, Any], moved: set[str]) -> list[str]:
-    """The arguments that differ, in words. Private entries may come and go with torch's version."""
+def _may_differ(stored: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:
+    """Whether an entry is no argument of a stored scheduler; private ones come and go with torch's version."""
+    last = name.rpartition(".")[2]
+    gone = last.startswith("_") and not (name in stored["state"] and name in now)
+    return name in stored["moved"] or last in _PLACE or _is_of_part(name) or gone
+
+
+def _differences(had: Mapping[str, Any], has: Mapping[str, Any], ignores: Callable[[str], bool]) -> list[str]:
+    """The entries that differ, in words."""
     found = []
     for name in dict.fromkeys((*had, *has)):
-        last = name.rpartition(".")[2]
-        if (
-            name in moved
-            or last in _PLACE
-            or _is_of_part(name)
-            or (last.startswith("_") and not (name in had and name in has))
-        ):
-            continue
         one, other = had.get(name, "none"), has.get(name, "none")
-        if one != other and not same(one, other):
+        if one != other and not same(one, other) and not ignores(name):
             found.append(f"{name} {one} -> {other}")
     return found
 
@@ -490,8 +467,7 @@ def _are_texts(value: Any) -> bool:
 def _require_small(saved: Mapping[str, Any]) -> None:
     size = len(json.dumps(saved))
     if size > _BYTES_MAX:
-        names = " and ".join(one["scheduler"] for one in saved["schedulers"])
         raise ConfigError(
-            f"the state of {names} has {size} bytes as JSON, and a commit holds at most {_BYTES_MAX}: make it from "
-            "fewer numbers, or restore it by user_state or a file of your own"
+            f"the state of {_stored_titles(saved)} has {size} bytes as JSON, and a commit holds at most {_BYTES_MAX}: "
+            "make it from fewer numbers, or restore it by user_state or a file of your own"
         )

@@ -234,7 +234,7 @@ class Session:
         self.run.record.advance()
         if not self._norm_comes_first:
             self.outcome = Outcome(self.run.gradients.norm(present))
-        self.run.resources.step_made()
+        self.run.resources.unread = True
         self.run.record.buffers.committed()
         self.run.changed(self.run.gradients.committed(present))
 
@@ -256,7 +256,6 @@ class Session:
         self.run.residency.units.written.clear()
         if set_to_none:
             self.run.discard()
-            self.measurements.meter.cleared()
         else:
             self.run.gradients.zero()
 

@@ -73,7 +73,7 @@ class Side(Closing):
         self.start()
 
     def start(self) -> None:
-        """Start it, also after a `kill_in`."""
+        """Start it, also after a `close`."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "memascend.cli.demo.side", json.dumps(asdict(self._settings))],
             stdin=subprocess.PIPE,
@@ -95,11 +95,7 @@ class Side(Closing):
         self._process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        """Wait for a report.
-
-        Raises:
-            MemascendError: the process reported an error, or ended.
-        """
+        """Wait for a report; the process may report an error, or end."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -109,11 +105,6 @@ class Side(Closing):
             raise MemascendError(found["error"])
         self.peak = max(self.peak, found.get("peak", 0))
         return found
-
-    def kill_in(self, seconds: float) -> None:
-        """Kill it after so many seconds."""
-        time.sleep(seconds)
-        self.close()
 
     def close(self) -> None:
         """Kill it, and wait until it has ended."""
@@ -158,7 +149,8 @@ def _compare(settings: Settings, steps: int, memory: Side, offloaded: Side) -> i
 def _killed(side: Side, step: int, seconds: float, storage: str | None) -> dict[str, Any]:
     """Kill a side in the middle of this step, and resume it; return the report of the step."""
     side.request("step")
-    side.kill_in(seconds)
+    time.sleep(seconds)
+    side.close()
     _say(f"      kill -9 of the offloaded training, {seconds_shown(seconds)} into step {step}")
     side.start()
     ready = side.answer()

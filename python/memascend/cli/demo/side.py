@@ -155,7 +155,6 @@ def _warm_up() -> None:
 
 
 def _digest(model: torch.nn.Module) -> str:
-    """SHA-256 of all parameters."""
     hasher = hashlib.sha256()
     for tensor in model.state_dict().values():
         hasher.update(memory_of(tensor))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.plan.shapes import SHAPES, named_shape
+from memascend.cli.plan.shapes import SHAPES, named_shape, positive
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def _add_machine(add: Callable[..., Any]) -> None:
     add("--storage", metavar="P", action="append", help=storage)
     add("--endurance", metavar="TBW", type=_count, help=endurance)
     add("--ranks", metavar="N", type=_count, default=1, help=ranks)
-    add("--network", metavar="GB_S", type=_speed, help="GB/s that a rank receives while it sends as much")
+    add("--network", metavar="GB_S", type=positive, help="GB/s that a rank receives while it sends as much")
 
 
 def _add_run(add: Callable[..., Any]) -> None:
@@ -78,19 +77,10 @@ def _count(text: str) -> int:
     return value
 
 
-def _speed(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise ValueError(text)
-    return value
-
-
 def run(options: argparse.Namespace, measure: Measure | None = None) -> int:
     """Print the plan; exit code 1 if it does not fit the GPU or the storage.
 
-    Args:
-        options: of the command line.
-        measure: adds measured times of a processor to a question, for a number of sequences and their length.
+    `measure` adds measured times of a processor to a question, for a number of sequences and their length.
     """
     # An error about it needs no torch, whose import takes seconds.
     named_shape(options.model)
@@ -191,7 +181,7 @@ def _fit(options: argparse.Namespace, question: Question) -> int:
         print(json.dumps([described_fit(one) for one in found], indent=2))
     else:
         print(text.fitting(found))
-    return int(not any(one.fits for one in found))
+    return int(all(one.answer.problems for one in found))
 
 
 def _values(
@@ -236,7 +226,7 @@ def _values(
         "compute_takes_over": None
         if takeover is None
         else {**asdict(takeover), "tokens_per_second": takeover.tokens_per_second},
-        "forecast": None if (forecast := forecast_of(question, plan, found.network)) is None else asdict(forecast),
+        "forecast": None if (forecast := forecast_of(question, found)) is None else asdict(forecast),
         "one_after_the_other": None if turns is None else {**described(turns), "host_bytes": turns.host_bytes},
         "ranks": None if found.network is None else {"count": options.ranks, **moved(question, found)},
         "disk": {

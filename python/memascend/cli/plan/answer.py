@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,19 +11,17 @@ from memascend.cli.plan.model import Traces
 from memascend.errors import ConfigError
 from memascend.plan.cost import (
     Drive,
-    Forecast,
     Host,
     Phase,
     Work,
     assumed_host,
     drive_days,
-    forecast,
     phases,
     seconds,
-    storage_seconds,
     through_link,
     update_seconds,
 )
+from memascend.plan.table import Plan, Traffic
 from memascend.session.decide import planned
 from memascend.text import bytes_shown
 
@@ -35,8 +34,7 @@ if TYPE_CHECKING:
     from memascend.cli.plan.model import Trace
     from memascend.plan.cost import Network
     from memascend.plan.options import Options
-    from memascend.plan.table import Plan
-    from memascend.session.decide import Planned
+    from memascend.session.decide import Decision
 
 
 _TB = 10**12
@@ -155,17 +153,8 @@ class Answer:
         return max(longest, key=lambda part: longest[part])
 
 
-def answer(question: Question, found: Planned | None = None) -> Answer:
-    """Plan as `offload()` does, and estimate the run on the machine.
-
-    Args:
-        question: the model, the machine and the options.
-        found: the plan of `offload()`, if it is known already.
-
-    Raises:
-        ConfigError: `offload()` would raise it.
-        BudgetError: the budget is too small; `smallest` is one that works.
-    """
+def answer(question: Question, found: Decision | None = None) -> Answer:
+    """Plan as `offload()` does, unless its plan is `found` already, and estimate the run on the machine."""
     found = found or planned(question.model, question.optimizer, question.options, question.ranks)
     plan = found.plan
     # Each of several ranks also has the parameters that torch has gathered.
@@ -177,9 +166,11 @@ def answer(question: Question, found: Planned | None = None) -> Answer:
     scratch = question.scratch(plan)
     endurance = question.endurance or -(-(plan.storage_bytes + scratch) // _TB) * ENDURANCE_PER_TB * _TB
     written = sum(plan.written_bytes.values()) + question.stored(plan)
+    # Values and gradients; of several ranks, one rank's part.
+    in_memory = sum(one.nbytes * (1 + one.requires_grad) for one in question.model.parameters())
     return Answer(
         plan=plan,
-        in_memory=_in_memory(question) + found.state_bytes,
+        in_memory=-(-in_memory // question.ranks) + found.state_bytes,
         host_bytes=ours + (torchs if question.gpu is None else 0),
         device_bytes=0 if question.gpu is None else plan.device_peak + torchs,
         phases=None if steps is None else tuple(steps),
@@ -190,13 +181,6 @@ def answer(question: Question, found: Planned | None = None) -> Answer:
         problems=tuple(_problems(question, plan, torchs)),
         network=found.network,
     )
-
-
-def _in_memory(question: Question) -> int:
-    """Bytes of values and gradients in training in memory; of several ranks, one rank's part."""
-    parameters = list(question.model.parameters())
-    nbytes = sum(one.nbytes for one in parameters) + sum(one.nbytes for one in parameters if one.requires_grad)
-    return -(-nbytes // question.ranks)
 
 
 def _shared_bytes(model: torch.nn.Module) -> int:
@@ -211,7 +195,6 @@ def _phases(question: Question, plan: Plan, network: Network | None) -> list[Pha
     trace, drive = question.trace, question.drive
     if drive is None or isinstance(trace, str):
         return None
-    kept = plan.gradients in ("ssd", "ram")
     if question.gpu is not None:
         flops = question.gpu.flops
         forward, backward = trace.forward / flops, trace.backward / flops
@@ -228,7 +211,7 @@ def _phases(question: Question, plan: Plan, network: Network | None) -> list[Pha
         backward = network.backward + network.gradients
         work = replace(work, exchanged=(network.forward / question.network, backward / question.network))
     host = replace(host, update=update_seconds(plan, host.update))
-    return phases(plan, work, drive, host, kept=kept)
+    return phases(plan, work, drive, host)
 
 
 def _problems(question: Question, plan: Plan, torchs: int) -> list[str]:
@@ -253,28 +236,41 @@ def _elsewhere(question: Question) -> str:
     return f"; --activations ssd or host moves {kept} that the other {question.micro_batches - 1} micro-batches keep"
 
 
-def step_seconds(question: Question, plan: Plan, network: Network | None = None) -> float | None:
-    """Seconds of a step of a plan; None: a speed is not known."""
-    steps = _phases(question, plan, network)
-    return None if steps is None else seconds(steps)
-
-
 def disk_seconds(question: Question, plan: Plan) -> float | None:
     """Seconds of the drive in a step; None: its speed is not known."""
     if question.drive is None:
         return None
     idle = Host(update=0.0, check=0.0, threads=1, shared=False)
-    return storage_seconds(plan, question.drive, idle, question.work(plan, 0.0, 0.0))
+    return seconds(phases(plan, question.work(plan, 0.0, 0.0), question.drive, idle))
 
 
-def forecast_of(question: Question, plan: Plan, network: Network | None = None) -> Forecast | None:
-    """Seconds of a step, or else of its drive, with this budget and larger ones; None: neither is known."""
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The seconds of a step, or else of its drive."""
 
-    def estimated(plan: Plan) -> float | None:
-        whole = step_seconds(question, plan, network)
-        return disk_seconds(question, plan) if whole is None else whole
+    now: float  # with the plan as it is
+    without: float  # without a RAM tier
+    larger: dict[int, float]  # by larger budgets, those of the plan
 
-    return forecast(plan, estimated)
+
+def forecast_of(question: Question, found: Answer) -> Forecast | None:
+    """Seconds with this budget and larger ones; None: not even the drive's are known."""
+    plan = found.plan
+
+    def estimated(traffic: Traffic) -> float:
+        other = plan.moving(traffic)
+        steps = _phases(question, other, found.network)
+        took = disk_seconds(question, other) if steps is None else seconds(steps)
+        assert took is not None
+        return took
+
+    if question.drive is None:
+        return None
+    return Forecast(
+        now=estimated(Traffic(plan.read_bytes, plan.written_bytes, plan.held_part)),
+        without=estimated(plan.without),
+        larger={budget: estimated(traffic) for budget, traffic in plan.larger.items()},
+    )
 
 
 def moved(question: Question, found: Answer) -> dict[str, int]:
@@ -324,11 +320,6 @@ class Candidate:
     answer: Answer
 
     @property
-    def fits(self) -> bool:
-        """Whether it fits the GPU and the storage."""
-        return not self.answer.problems
-
-    @property
     def tokens_per_second(self) -> float | None:
         """None: a speed is not known."""
         return None if self.answer.seconds is None else self.batch * self.length / self.answer.seconds
@@ -337,10 +328,8 @@ class Candidate:
 def find(question: Question, length: int | None, *, recomputes: bool) -> list[Candidate]:
     """The largest batch of some lengths that fits, in powers of two, for each format of the state.
 
-    Args:
-        question: its trace is ignored; if it names a format, only that one is tried.
-        length: tokens of a sequence; None: a long, a usual and a short one.
-        recomputes: whether to use activation checkpointing.
+    The question's trace is ignored; if it names a format, only that one is tried. `length` is that of all sequences;
+    None: a long, a usual and a short one.
     """
     most = getattr(getattr(question.model, "config", None), "max_position_embeddings", None)
     most = most if isinstance(most, int) else max(_LENGTHS)
@@ -360,7 +349,7 @@ def find(question: Question, length: int | None, *, recomputes: bool) -> list[Ca
     return found
 
 
-def _largest(question: Question, plan: Planned, traces: Traces) -> Candidate:
+def _largest(question: Question, plan: Decision, traces: Traces) -> Candidate:
     """The largest batch of one length that fits; if none does, one sequence."""
 
     def candidate(batch: int) -> Candidate:
@@ -368,9 +357,9 @@ def _largest(question: Question, plan: Planned, traces: Traces) -> Candidate:
         return Candidate(state=question.options.state, batch=batch, length=traces.length, answer=found)
 
     best = candidate(1)
-    while best.fits and best.batch < _BATCH_MAX and not isinstance(traces.of(1), str):
+    while not best.answer.problems and best.batch < _BATCH_MAX and not isinstance(traces.of(1), str):
         larger = candidate(2 * best.batch)
-        if not larger.fits:
+        if larger.answer.problems:
             break
         best = larger
     return best
@@ -399,18 +388,11 @@ def takes_over(question: Question, traces: Traces) -> Takeover | None:
     def at(batch: int) -> Answer:
         return answer(replace(question, trace=traces.of(batch)), plan)
 
-    enough = 1
-    while at(enough).bound != "compute":
-        enough *= 2
-        if enough > _SEQUENCES_MAX:
-            return None
-    too_few = enough // 2
-    while enough - too_few > 1:
-        between = (enough + too_few) // 2
-        if at(between).bound == "compute":
-            enough = between
-        else:
-            too_few = between
+    batches = range(1, _SEQUENCES_MAX + 1)
+    fewer = bisect_left(batches, True, key=lambda batch: at(batch).bound == "compute")
+    if fewer == _SEQUENCES_MAX:
+        return None
+    enough = batches[fewer]
     found = at(enough)
     assert found.seconds is not None
     return Takeover(
@@ -426,7 +408,7 @@ def described_fit(one: Candidate) -> dict[str, Any]:
         "state": one.state,
         "batch": one.batch,
         "length": one.length,
-        "fits": one.fits,
+        "fits": not one.answer.problems,
         "problems": list(one.answer.problems),
         "device_bytes": one.answer.device_bytes,
         "host_bytes": one.answer.host_bytes,

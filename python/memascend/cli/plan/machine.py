@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from memascend.cli.plan.shapes import positive
 from memascend.cli.storage import speeds_at
 from memascend.errors import ConfigError
 from memascend.plan.cost import Drive
@@ -131,17 +132,13 @@ DRIVES = {
 
 
 def parse_gpu(text: str) -> Gpu:
-    """The GPU of a name, or of TFLOPS,GB,PCIE_GB_S: peak of dense 16-bit products, memory, link in one direction.
-
-    Raises:
-        ConfigError: the text is neither.
-    """
+    """The GPU of a name, or of TFLOPS,GB,PCIE_GB_S: peak of dense 16-bit products, memory, link in one direction."""
     short = _short(text)
     known = CARDS.get(_USUAL.get(short, short))
     if known is not None:
         return known
     try:
-        tflops, memory, link = _positive(text, 3)
+        tflops, memory, link = map(positive, text.split(","))
     except ValueError as error:
         raise ConfigError(
             f"--gpu must be one of {', '.join([*CARDS, *_USUAL])}, or TFLOPS,GB,PCIE_GB_S as 165,24,25, not {text!r}"
@@ -150,16 +147,12 @@ def parse_gpu(text: str) -> Gpu:
 
 
 def parse_drive(text: str) -> Drive:
-    """The drive of a name, or of READ,WRITE: sustained GB/s of all devices together.
-
-    Raises:
-        ConfigError: the text is neither.
-    """
+    """The drive of a name, or of READ,WRITE: sustained GB/s of all devices together."""
     known = DRIVES.get(text.lower().replace(" ", ""))
     if known is not None:
         return known
     try:
-        read, write = _positive(text, 2)
+        read, write = map(positive, text.split(","))
     except ValueError as error:
         raise ConfigError(
             f"--drive must be {', '.join(DRIVES)}, or READ,WRITE in GB/s, as 5,4, not {text!r}"
@@ -167,19 +160,8 @@ def parse_drive(text: str) -> Drive:
     return Drive(read=read * _GB, write=write * _GB)
 
 
-def _positive(text: str, count: int) -> list[float]:
-    values = [float(part) for part in text.split(",")]
-    if len(values) != count or not all(0 < value < float("inf") for value in values):
-        raise ValueError(text)
-    return values
-
-
 def drive_at(paths: Sequence[Path]) -> tuple[Drive | None, dict[str, float]]:
-    """Measure storage: the speed of all devices together, and the same figures in GB/s.
-
-    Raises:
-        StorageError: a path cannot hold a store.
-    """
+    """Measure storage: the speed of all devices together, and the same figures in GB/s."""
     # Each is measured alone, and all are used at once: paths on one file system share its speed, and the slowest
     # path limits all.
     systems = [_system(path) for path in paths]

@@ -10,7 +10,7 @@ import logging
 import re
 import warnings
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -48,14 +48,9 @@ class DescribedModel:
 
 
 def describe(path: Path, dtype: torch.dtype | None) -> DescribedModel:
-    """The model of a config, or of a name in `SHAPES`.
+    """The model of a config.json, of a folder (whose files say which parameters are tied), or of a name in `SHAPES`.
 
-    Args:
-        path: a model's config.json, or its folder, whose files then say which parameters are tied.
-        dtype: of the parameters; None: the dtype of the config, else bfloat16.
-
-    Raises:
-        ConfigError: nothing describes a model, or transformers is missing or does not know the model.
+    Its parameters are of `dtype`; None: the dtype of the config, else bfloat16.
     """
     shape = named_shape(path)
     if shape is not None:
@@ -87,17 +82,9 @@ def untie(model: nn.Module, names: Iterable[str]) -> None:
 def with_adapters(
     model: nn.Module, rank: int, *, alpha: float | None = None, dropout: float = 0.0, targets: str = "all-linear"
 ) -> Any:
-    """The model with LoRA adapters on "meta", which are then its only trained parameters.
+    """The model of transformers with LoRA adapters on "meta", which are then its only trained parameters.
 
-    Args:
-        model: a model of transformers.
-        rank: of the adapters.
-        alpha: the adapters are scaled by alpha / rank; None: twice the rank.
-        dropout: before the adapters.
-        targets: names of layers with commas in between, or "all-linear".
-
-    Raises:
-        ConfigError: peft is not installed, the model is not one of transformers, or there are no such layers.
+    The adapters are scaled by alpha / rank; without `alpha` it is twice the rank.
     """
     try:
         import peft
@@ -127,15 +114,7 @@ _UNFIT = (torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam, torc
 
 
 def optimizer_class(name: str, others: str = "") -> type[torch.optim.Optimizer]:
-    """The class of torch.optim with this name, in any case.
-
-    Args:
-        name: of the class.
-        others: further names that the caller accepts, for the message.
-
-    Raises:
-        ConfigError: there is none, or it cannot stream.
-    """
+    """The class of torch.optim with this name, in any case; `others` are further names that the caller accepts."""
     kinds = {
         kind.__name__.lower(): kind
         for kind in vars(torch.optim).values()
@@ -149,10 +128,7 @@ def optimizer_class(name: str, others: str = "") -> type[torch.optim.Optimizer]:
 def _untied(model: nn.Module, path: Path | None, *, tied: bool) -> list[str]:
     """Names of parameters that transformers ties in a new model, and not in a loaded one (Flan-T5's LM head).
 
-    Args:
-        model: made by transformers from a config.
-        path: of the files whose values decide; None: there are none.
-        tied: whether the config ties the LM head, which decides without files.
+    The files in `path` decide; without files it is `tied`: whether the config ties the LM head.
     """
     from memascend.checkpoint.files import Names
     from memascend.checkpoint.weights import WeightFiles
@@ -170,11 +146,7 @@ def _untied(model: nn.Module, path: Path | None, *, tied: bool) -> list[str]:
 
 
 def read_config(config: Path) -> dict[str, Any]:
-    """The values of a model's config.json.
-
-    Raises:
-        ConfigError: the file is no config, or the model would have too many layers.
-    """
+    """The values of a model's config.json."""
     if config.stat().st_size > _CONFIG_BYTES_MAX:
         raise ConfigError(
             f"{config} is larger than {_CONFIG_BYTES_MAX} bytes, so it is no config: give the model's config.json"
@@ -339,14 +311,7 @@ def _flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
 def trace(model: nn.Module, batch: int, length: int, *, recomputes: bool) -> Trace | str:
     """Run one forward and backward of a language model, on tensors that have shapes and no memory.
 
-    Args:
-        model: of transformers, on "meta".
-        batch: sequences.
-        length: tokens of each.
-        recomputes: whether to use activation checkpointing.
-
-    Returns:
-        The trace, or the reason why there is none.
+    `batch` sequences of `length` tokens. Where there is no trace, returns the reason.
     """
     if getattr(model, "main_input_name", None) != "input_ids":
         return "tokens are counted for language models of transformers"
@@ -432,15 +397,10 @@ def grown(one: Trace, two: Trace, times: int) -> Trace:
     def line(first: int, second: int) -> int:
         return first + times * (second - first)
 
-    return Trace(
-        tokens=line(one.tokens, two.tokens),
-        forward=line(one.forward, two.forward),
-        backward=line(one.backward, two.backward),
-        peak=line(one.peak, two.peak),
-        held={kind: line(nbytes, two.held[kind]) for kind, nbytes in one.held.items()},
-        kept=line(one.kept, two.kept),
-        recomputes=one.recomputes,
-    )
+    names = ("tokens", "forward", "backward", "peak", "kept")
+    figures: dict[str, Any] = {name: line(getattr(one, name), getattr(two, name)) for name in names}
+    held = {kind: line(nbytes, two.held[kind]) for kind, nbytes in one.held.items()}
+    return replace(one, held=held, **figures)
 
 
 def settle(model: nn.Module) -> None:

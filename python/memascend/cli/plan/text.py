@@ -5,14 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from memascend.cli.plan.answer import (
-    ENDURANCE_PER_TB,
-    IMPORTS,
-    answer,
-    disk_seconds,
-    forecast_of,
-    moved,
-)
+from memascend.cli.plan.answer import ENDURANCE_PER_TB, IMPORTS, answer, disk_seconds, forecast_of, moved
 from memascend.cli.plan.machine import REACHED
 from memascend.text import bytes_shown, seconds_shown, table
 
@@ -29,15 +22,7 @@ _FASTER = 0.99
 
 
 def shown(head: str, question: Question, found: Answer, takeover: Takeover | None, speeds: Mapping[str, float]) -> str:
-    """An answer as text.
-
-    Args:
-        head: the model, with a placeholder for the number of its parameters.
-        question: the question.
-        found: its answer.
-        takeover: the tokens from which on compute takes longest.
-        speeds: of storage as measured, GB/s by pattern.
-    """
+    """An answer as text; `head` has a placeholder for the number of parameters, `speeds` are measured GB/s."""
     every = list(question.model.parameters())
     count, trained = (sum(one.numel() for one in some) for some in (every, [p for p in every if p.requires_grad]))
     of_them = "" if trained == count else f" ({trained:,} trained)"
@@ -50,16 +35,18 @@ def shown(head: str, question: Question, found: Answer, takeover: Takeover | Non
         *_moved(question, found),
         *_time(question, found, speeds),
     ]
-    if found.seconds is not None:
+    if found.seconds is not None and question.by_layer:
         rows += _in_turn(question, found.seconds)
-        rows += _taken_over(takeover)
+    if found.seconds is not None and takeover is not None:
+        note = f"{takeover.tokens_per_second:,.0f} tokens a second there"
+        but = f", but {takeover.problem}" if takeover.problem else ""
+        rows.append(("compute takes over at", f"{takeover.tokens:,} tokens a step", note + but))
     parts.append(table(("what", "how much", "note"), rows))
     parts.append(str(found.plan))
     return "\n\n".join(parts)
 
 
 def _lines(question: Question) -> str:
-    """The lines for a loop of one's own."""
     options = question.options
     paths = list(options.paths or ["/mnt/nvme/run"])
     given = [f"storage={json.dumps(paths if len(paths) > 1 else paths[0])}"]
@@ -91,9 +78,8 @@ def _memory(question: Question, found: Answer) -> list[Row]:
     rows: list[Row] = []
     if gpu is not None:
         rows.append(("GPU memory", bytes_shown(found.device_bytes), f"of {bytes_shown(gpu.usable)} for tensors"))
-        rows.append(
-            ("  memascend", bytes_shown(plan.device_peak), "parameters in use, gradients on their way to the host")
-        )
+        in_use = "parameters in use, gradients on their way to the host"
+        rows.append(("  memascend", bytes_shown(plan.device_peak), in_use))
         rows += _torchs(question)
         if question.gaps:
             rows.append(("  gaps between torch's", bytes_shown(question.gaps), "assumed; the heap keeps what is freed"))
@@ -141,13 +127,8 @@ def _moved(question: Question, found: Answer) -> list[Row]:
     if found.network is None:
         return []
     nbytes = moved(question, found)
-    rows = [
-        (
-            "over the network in a step",
-            bytes_shown(nbytes["received_bytes"]),
-            f"received, and as much sent; this table is of one of {question.ranks} ranks",
-        )
-    ]
+    note = f"received, and as much sent; this table is of one of {question.ranks} ranks"
+    rows = [("over the network in a step", bytes_shown(nbytes["received_bytes"]), note)]
     if question.gpu is not None:
         link = f"to the device, {bytes_shown(nbytes['from_device_bytes'])} from it"
         rows.append(("over PCIe in a step", bytes_shown(nbytes["to_device_bytes"]), link))
@@ -158,8 +139,7 @@ def _moved(question: Question, found: Answer) -> list[Row]:
 def _time(question: Question, found: Answer, speeds: Mapping[str, float]) -> list[Row]:
     rows = [_disk(question, found, speeds), *_held(question, found)]
     if found.phases is None or found.seconds is None:
-        why = _unknown(question)
-        return [*rows, ("a step", "not known", why)]
+        return [*rows, ("a step", "not known", _unknown(question))]
     for phase in found.phases:
         parts = ", ".join(
             f"{part} {seconds_shown(value)}" for part, value in sorted(phase.parts.items(), key=lambda one: -one[1])
@@ -177,8 +157,6 @@ def _time(question: Question, found: Answer, speeds: Mapping[str, float]) -> lis
 
 def _in_turn(question: Question, now: float) -> list[Row]:
     """The seconds of the same micro-batches in a loop of backwards."""
-    if not question.by_layer:
-        return []
     other = answer(question.one_after_the_other())
     if other.seconds is None:
         return []
@@ -189,17 +167,12 @@ def _in_turn(question: Question, now: float) -> list[Row]:
 
 def _held(question: Question, found: Answer) -> list[Row]:
     """The seconds without parameters kept in RAM, and with larger budgets."""
-    plan, seconds = found.plan, forecast_of(question, found.plan, found.network)
+    plan, seconds = found.plan, forecast_of(question, found)
     if seconds is None:
         return []
     what = "a step" if found.phases is not None else "the disk's part"
-    rows = [
-        (
-            "  with no parameter kept in RAM",
-            seconds_shown(seconds.without),
-            f"{what}, {bytes_shown(plan.without.total)}",
-        )
-    ]
+    note = f"{what}, {bytes_shown(plan.without.total)}"
+    rows = [("  with no parameter kept in RAM", seconds_shown(seconds.without), note)]
     for budget, took in seconds.larger.items():
         if took > _FASTER * seconds.now:
             continue
@@ -209,7 +182,6 @@ def _held(question: Question, found: Answer) -> list[Row]:
 
 
 def _disk(question: Question, found: Answer, speeds: Mapping[str, float]) -> Row:
-    """The seconds of the disk, and their source."""
     what = "the disk's part of a step"
     took = disk_seconds(question, found.plan)
     if took is None:
@@ -242,18 +214,7 @@ def _assumed(question: Question) -> str:
     return "; compute is measured on this processor, with the share of its cores that offloading takes"
 
 
-def _taken_over(at: Takeover | None) -> list[Row]:
-    """The tokens from which on a faster drive gains nothing."""
-    if at is None:
-        return []
-    note = f"{at.tokens_per_second:,.0f} tokens a second there"
-    if at.problem:
-        note += f", but {at.problem}"
-    return [("compute takes over at", f"{at.tokens:,} tokens a step", note)]
-
-
 def _life(question: Question, found: Answer) -> Row:
-    """The life of the drive."""
     tb = found.endurance / 10**12
     wear = f"of training without a pause, until {tb:,.0f} TB are written"
     if question.endurance is None:
@@ -278,19 +239,9 @@ def fitting(found: Sequence[Candidate]) -> str:
             "not known" if one.answer.seconds is None else seconds_shown(one.answer.seconds),
             one.answer.bound or "",
             "" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",
-            "fits" if one.fits else "; ".join(one.answer.problems),
+            "; ".join(one.answer.problems) or "fits",
         )
         for one in found
     ]
-    head = (
-        "state=",
-        "batch x tokens",
-        "GPU memory",
-        "host memory",
-        "storage",
-        "a step",
-        "mostly",
-        "tokens a second",
-        "",
-    )
-    return table(head, rows)
+    figures = ("GPU memory", "host memory", "storage", "a step", "mostly", "tokens a second")
+    return table(("state=", "batch x tokens", *figures, ""), rows)
