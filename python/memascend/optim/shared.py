@@ -107,7 +107,7 @@ def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         and not name.startswith("_optimizer_")
         and not callable(getattr(torch.optim.Optimizer, name, None))
         # A copy needs a bound method of its own.
-        and getattr(value, "__self__", None) is not optimizer
+        and not (isinstance(value, types.MethodType) and value.__self__ is optimizer)
     }
 
 
