@@ -132,19 +132,3 @@ def test_forwards_in_another_thread_do_not_fail_a_backward(tmp_path):
         loss_of(plain).backward()
         theirs.step()
         require_same(plain, model)
-
-
-def test_a_forward_that_was_interrupted_leaves_nothing_bound(tmp_path):
-    plain, _, model, optimizer = twins(tmp_path, make=lambda: chain(4))
-    residency = optimizer._session.run.residency
-
-    def interrupts(*_):
-        raise KeyboardInterrupt
-
-    with optimizer, torch.no_grad():
-        hook = model[1].register_forward_hook(interrupts, prepend=True)
-        with pytest.raises(KeyboardInterrupt):
-            model(batch())
-        hook.remove()
-        assert torch.equal(model(batch()), plain(batch()))
-        assert not any(home.bound for home in residency.units.homes)

@@ -5,11 +5,9 @@ import gc
 import pytest
 import torch
 from support.bits import same_bits
-from support.grids import covered
 from torch import nn
 
 import memascend
-from memascend import UsageError
 
 WIDTH = 16
 OPTIMIZERS = {
@@ -144,23 +142,3 @@ def test_a_backward_of_an_older_graph_meets_what_was_loaded(tmp_path):
             loss.backward()
             opt.step()
         assert same(copied(model), copied(plain))
-
-
-@pytest.mark.parametrize(
-    ("gradients", "optimizer", "units"), covered(["fused", "ssd", "ram", "auto"], OPTIMIZERS, [2, 16])
-)
-def test_a_second_step_after_one_backward_is_refused(tmp_path, gradients, optimizer, units):
-    model, optimizer_ = offloaded(tmp_path, units, optimizer, gradients=gradients)
-    with optimizer_:
-        for index in range(2):
-            model(batch()).square().mean().backward()
-            optimizer_.step()
-            before = copied(model)
-            with pytest.raises(UsageError, match=r"called again"):
-                optimizer_.step()
-            assert optimizer_.steps == index + 1
-            assert same(copied(model), before)
-            model.zero_grad()
-            optimizer_.step()
-            optimizer_.step()
-            assert optimizer_.steps == index + 1

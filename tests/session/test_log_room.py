@@ -6,7 +6,9 @@ import shutil
 
 import pytest
 import torch
-from session.test_log import ALL, begun, same, state_of, stepped
+from session.test_log import ALL, begun, stepped
+from support.bits import same_states
+from support.chains import everything
 from support.disks import loop  # noqa: F401 - a fixture
 
 import memascend
@@ -94,13 +96,13 @@ def test_a_log_that_is_full_is_told_once_and_changes_no_bit(tmp_path, caplog):
                     for parameter in model.parameters():
                         parameter.grad = None
                 stepped(model, optimizer, 1, first=step)
-            ends.append(state_of(model, optimizer))
+            ends.append(everything(model, optimizer))
             report = optimizer.report()
             assert (report.unlogged > 0) == (drops > 0)
     assert caplog.text.count("found no space in the gradient log of 1 steps") == 1
     assert report.to_dict()["log"]["unlogged"] == report.unlogged
     assert "their parameters were written whole" in str(report)
-    assert same(*ends)
+    assert same_states(*ends)
 
 
 def test_a_temporary_store_writes_nothing_of_what_is_held(tmp_path):
@@ -112,7 +114,7 @@ def test_a_temporary_store_writes_nothing_of_what_is_held(tmp_path):
             before = optimizer.report()
             stepped(model, optimizer, 4, first=1)
             report = optimizer.report()
-            ends.append(state_of(model, optimizer))
+            ends.append(everything(model, optimizer))
             written = {kind: report.written[kind] - before.written[kind] for kind in ("values", "state", "log")}
             assert (sum(written.values()) == 0) == (store is None)
             assert sum(optimizer.plan.written_bytes.get(kind, 0) for kind in written) == 0 or store is not None
@@ -120,7 +122,7 @@ def test_a_temporary_store_writes_nothing_of_what_is_held(tmp_path):
             counted = core.counters()["written_bytes"]
             optimizer._session.run.resources.read_out()
         assert (core.counters()["written_bytes"] - counted > 1 << 16) == (store is not None), "closing wrote it"
-    assert same(*ends)
+    assert same_states(*ends)
 
 
 def test_a_weight_of_a_temporary_store_that_is_written_in_place_ends_the_run_by_name():
@@ -157,12 +159,12 @@ def test_a_raw_device_has_the_log_behind_the_store_as_long_as_there_is_room(tmp_
         assert optimizer.plan.log_steps == steps
         assert ("no disk space for a gradient log" in caplog.text) == (steps < 16)
         stepped(model, optimizer, 5)
-        expected = state_of(model, optimizer)
+        expected = everything(model, optimizer)
         # As a kill leaves it.
         with open(device, "rb") as left, open(tmp_path / "left", "wb") as copy:
             shutil.copyfileobj(left, copy)
         optimizer.close()
         model, optimizer = begun(tmp_path / "left", host_memory=None)
         with optimizer:
-            assert same(state_of(model, optimizer), expected)
+            assert same_states(everything(model, optimizer), expected)
         (tmp_path / "left").unlink()

@@ -146,10 +146,7 @@ def test_a_checkpoint_has_masters_and_momenta(tmp_path, state):
         tmp_path / "other", torch.optim.Muon, dtype, checkpoint=tmp_path / "saved", state=state
     )
     with optimizer:
-        for index in (2, 3):
-            optimizer.backward(model(batch(index, dtype)).float().square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
+        stepped(model, optimizer, dtype, 4)
         require_same(values(model, optimizer), want)
 
 
