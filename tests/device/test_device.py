@@ -68,13 +68,7 @@ def test_host_memory_does_not_depend_on_the_model(tmp_path, device):
     plans = []
     for blocks in (4, 16):
         model = chain(blocks, bias=True)
-        _, optimizer = memascend.offload(
-            model,
-            torch.optim.AdamW(model.parameters()),
-            storage=tmp_path / str(blocks),
-            device=device,
-            gradients="fused",
-        )
+        _, optimizer = offloaded(tmp_path / str(blocks), model, device=device, gradients="fused")
         with optimizer:
             plans.append({name: nbytes for name, nbytes in optimizer.plan.host.items() if name != "index"})
     assert plans[0] == plans[1]
@@ -85,11 +79,7 @@ def test_a_model_that_is_there_already(tmp_path, device, data):
     with optimizer:
         expected = losses(model, optimizer, data)
     torch.manual_seed(1)
-    model = Stack().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = memascend.offload(
-        model, optimizer, storage=tmp_path / "two.store", device=device, gradients="fused"
-    )
+    model, optimizer = offloaded(tmp_path / "two.store", Stack().to(device), device=device, gradients="fused")
     with optimizer:
         assert losses(model, optimizer, data) == expected
 

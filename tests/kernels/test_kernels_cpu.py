@@ -42,14 +42,6 @@ def bits(tensor):
     return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
 
 
-@pytest.fixture
-def one_torch_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def state_like(kind, numel, seed):
     if kind == "usual":
         p, g, m, v = (randoms(numel, seed=seed + i, scale=s) for i, s in enumerate((1.0, 1e-2, 1e-3, 1e-3)))
@@ -65,7 +57,7 @@ def state_like(kind, numel, seed):
     return p, g, m, v.square() if kind != "bits" else v.abs()
 
 
-@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam])
 @pytest.mark.parametrize("kind", ["usual", "tiny", "huge", "zeros", "bits"])
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.3, 0.9), (0.5, 0.5), (0.0, 0.0)])
@@ -88,7 +80,7 @@ def test_the_bits_are_those_of_torch_fused(optimizer, kind, betas):
             assert same_bits(ours, other), (name, step, decay, lr, eps, maximize)
 
 
-@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_many_steps_in_16_bits_stay_with_torch(dtype):
     numel = 1 << 16
@@ -107,7 +99,7 @@ def test_many_steps_in_16_bits_stay_with_torch(dtype):
     assert same_bits(out, parameter.data.to(dtype))
 
 
-@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.usefixtures("one_thread")
 def test_only_the_last_elements_of_torch_differ():
     # torch's own tail: at most 1 ulp of v, in the last numel % 16 elements. Ours is one formula.
     p, g, m, v = state_like("usual", 4096 + 15, seed=3)

@@ -19,6 +19,7 @@ from memascend.plan.options import parse_bytes
 __all__ = ["fake"]
 
 WIDTH, BLOCKS, STEPS = 64, 12, 3
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Block(Residual):
@@ -125,23 +126,15 @@ def made(make, storage, **options):
     return offloaded(storage, make(), FUSED, **{"gradients": "ssd", **options})
 
 
-@pytest.fixture
-def in_memory():
-    threads = torch.get_num_threads()
-
-    def run(make, loss):
-        torch.set_num_threads(1)
-        torch.manual_seed(0)
-        model = make()
-        train(model, FUSED(model.parameters(), lr=0.01), loss)
-        return model.state_dict()
-
-    yield run
-    torch.set_num_threads(threads)
+def in_memory(make, loss):
+    torch.manual_seed(0)
+    model = make()
+    train(model, FUSED(model.parameters(), lr=0.01), loss)
+    return model.state_dict()
 
 
 @pytest.mark.parametrize("case", usual(CASES, "LSTM", "checkpoint segments", "view kept by a function"))
-def test_room_is_made_where_nobody_gave_a_budget(tmp_path, in_memory, case):
+def test_room_is_made_where_nobody_gave_a_budget(tmp_path, case):
     make, loss = CASES[case]
     wanted = in_memory(make, loss)
     model, optimizer = made(make, tmp_path)
@@ -162,7 +155,7 @@ def test_room_is_made_where_nobody_gave_a_budget(tmp_path, in_memory, case):
         pytest.param("gradient penalty", marks=pytest.mark.slow),
     ],
 )
-def test_room_is_made_on_a_device(tmp_path, in_memory, case):
+def test_room_is_made_on_a_device(tmp_path, case):
     make, loss = CASES[case]
     wanted = in_memory(make, loss)
     model, optimizer = made(make, tmp_path, device="cuda", host_memory="1GiB")
@@ -225,9 +218,8 @@ def test_what_was_added_is_logged_and_in_the_plan(tmp_path, caplog, request, dev
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("gradients", ["ssd", "fused"])
-def test_a_given_budget_is_kept_and_the_one_that_the_error_names_works(tmp_path, in_memory, case, gradients):
+def test_a_given_budget_is_kept_and_the_one_that_the_error_names_works(tmp_path, case, gradients):
     make, loss = CASES[case]
-    # First: it sets the threads that both compute with.
     wanted = in_memory(make, loss)
     _, optimizer = made(make, tmp_path / "one", gradients=gradients)
     budget = optimizer.plan.smallest

@@ -26,35 +26,6 @@ def in_memory():
     return plain, FUSED(plain.parameters(), lr=1e-2)
 
 
-def halved(model, optimizer):
-    if hasattr(optimizer, "edit"):
-        with optimizer.edit(model[0].weight) as values:
-            values.mul_(0.5)
-        with optimizer.edit(list(model.parameters())[1:]) as values:
-            torch._foreach_mul_(values, 0.5)
-    else:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.5)
-
-
-@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram", "auto"])
-@pytest.mark.parametrize("budget", ["64MiB", None])
-def test_an_edit_is_a_write_in_memory_and_lasts(tmp_path, gradients, budget):
-    plain, theirs = in_memory()
-    model, optimizer = made(tmp_path, gradients=gradients, host_memory=budget)
-    for _ in range(2):
-        losses = []
-        for one, own in ((plain, theirs), (model, optimizer)):
-            losses.append(step(one, own))
-            halved(one, own)
-        assert same_bits(*losses)
-    optimizer.close()
-    model, optimizer = made(tmp_path, gradients=gradients, existing="resume")
-    with optimizer:
-        assert all(map(same_bits, model.parameters(), plain.parameters()))
-
-
 def test_bits_that_did_not_change_keep_their_master_and_write_nothing(tmp_path):
     model, optimizer = made(tmp_path, torch.bfloat16, master_dtype=torch.float32)
     with optimizer:

@@ -14,12 +14,7 @@ WIDE, NARROW = 200, 136
 KINDS = [torch.optim.Muon, MuonAlone]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def made(dtype):

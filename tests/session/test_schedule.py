@@ -150,35 +150,7 @@ def test_several_are_advanced_in_their_order_and_a_closure_is_called_first(tmp_p
         assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in in_memory.param_groups]
 
 
-def test_a_checkpoint_has_the_scheduler(tmp_path):
-    model, optimizer, scheduler = scheduled(tmp_path / "s", "one cycle")
-    with optimizer:
-        [turn(model, optimizer, step) for step in range(2)]
-        optimizer.save(tmp_path / "saved")
-        rates = [turn(model, optimizer, step) for step in range(2, 4)]
-    model, optimizer, scheduler = scheduled(tmp_path / "t", "one cycle", checkpoint=tmp_path / "saved")
-    with optimizer:
-        assert scheduler.last_epoch == 2
-        assert [turn(model, optimizer, step) for step in range(2, 4)] == rates
-
-
 # --- steps that are none ------------------------------------------------------------------------
-
-
-def test_an_overflow_and_a_discarded_step_advance_nothing(tmp_path):
-    model, optimizer, scheduler = scheduled(tmp_path / "s", loss_scale="dynamic")
-    with optimizer:
-        rate = optimizer.param_groups[0]["lr"]
-        optimizer.backward(model(torch.full((2, 16), float("inf"))).sum())
-        optimizer.step()
-        assert optimizer.overflowed
-        optimizer.zero_grad()
-        optimizer.step()
-        optimizer.backward(model(torch.ones(2, 16)).sum())
-        optimizer.zero_grad()
-        assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (0, rate)
-        turn(model, optimizer, 0)
-        assert scheduler.last_epoch == 1
 
 
 @pytest.mark.parametrize("kind", ["one cycle", "sequential", "object"])
