@@ -30,7 +30,7 @@ def mode_of(path):
 # --- what is there, and where -------------------------------------------------------------------------------
 
 
-def test_resume_from_an_empty_file_begins_no_other_run(tmp_path, python):
+def test_resume_from_an_empty_file_begins_no_other_run(tmp_path, loaded):
     """A run's store that was emptied or zeroed, and two places where no file can be."""
     program = """
         import os, sys, torch, memascend
@@ -64,7 +64,7 @@ def test_resume_from_an_empty_file_begins_no_other_run(tmp_path, python):
                 print(error)
     """
     path = tmp_path / "run.store"
-    said = python(textwrap.dedent(program), path).splitlines()
+    said = loaded(textwrap.dedent(program), path).splitlines()
     for found, line in zip(["has no bytes"] * 2 + ["begin and end in zeros"] * 2, said[:4], strict=True):
         assert f"{path}: the store is damaged" in line
         assert found in line
@@ -116,7 +116,7 @@ except memascend.StorageError as error:
 """
 
 
-def test_a_run_that_is_killed_in_its_first_write_begins_again(tmp_path, python):
+def test_a_run_that_is_killed_in_its_first_write_begins_again(tmp_path, loaded):
     """By the same script, while nobody else has the store; nothing of the killed ones is left."""
     folder = tmp_path / "runs"
     store, pending = folder / "memascend.store", folder / "memascend.store.new"
@@ -126,7 +126,7 @@ def test_a_run_that_is_killed_in_its_first_write_begins_again(tmp_path, python):
             assert killed.stdout.readline() == "stopped\n"
             assert list(folder.iterdir()) == [pending]
             if moment == "fill":
-                said = python(BEGUN, f"{folder}/", "", status=1)
+                said = loaded(BEGUN, f"{folder}/", "", status=1)
                 assert f"refused: {store}: in use by pid {killed.pid} " in said
             killed.kill()
         assert list(folder.iterdir()) == [pending]
@@ -138,7 +138,7 @@ assert began == 0
 assert all(map(torch.equal, values, trained(sys.argv[3])[1]))
 assert all(map(torch.equal, values, trained(None)[1]))
 """
-    python(BEGUN + end, f"{folder}/", "", whole, env={"TMPDIR": str(temporary)})
+    loaded(BEGUN + end, f"{folder}/", "", whole, env={"TMPDIR": str(temporary)})
     assert list(folder.iterdir()) == [store]
     assert sorted(tmp_path.iterdir()) == [folder, temporary, whole]
     assert not list(temporary.glob("memascend*"))
