@@ -7,6 +7,7 @@ import torch
 from device import test_device
 from device.test_device import losses, step
 from parity.zoo_plain import next_token, tokens
+from support.grids import covered
 
 import memascend
 from memascend.device.device import refuse_graphs
@@ -73,16 +74,17 @@ def of_a_function(model, **how):
 
 
 @pytest.mark.usefixtures("fake")
-@pytest.mark.parametrize("of", [of_model, of_a_block, of_a_function])
 @pytest.mark.parametrize(
-    "how",
-    [
-        {"mode": "reduce-overhead"},
-        {"mode": "max-autotune"},
-        {"options": {"triton.cudagraphs": True}},
-        {"backend": "cudagraphs"},
-    ],
-    ids=["reduce-overhead", "max-autotune", "option", "backend"],
+    ("of", "how"),
+    covered(
+        [of_model, of_a_block, of_a_function],
+        [
+            {"mode": "reduce-overhead"},
+            {"mode": "max-autotune"},
+            {"options": {"triton.cudagraphs": True}},
+            {"backend": "cudagraphs"},
+        ],
+    ),
 )
 def test_code_that_is_compiled_to_be_captured(tmp_path, data, expected, of, how):
     torch._dynamo.reset()

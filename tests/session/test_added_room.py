@@ -9,7 +9,7 @@ from support.bits import same_states
 from support.blocks import Residual
 from support.chains import offloaded
 from support.fake_device import fake
-from support.grids import usual
+from support.grids import covered, usual
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -216,8 +216,7 @@ def test_what_was_added_is_logged_and_in_the_plan(tmp_path, caplog, request, dev
         assert f"{sum(after.host.values())}" == f"{after.host_peak}"
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("gradients", ["ssd", "fused"])
+@pytest.mark.parametrize(("case", "gradients"), covered(CASES, ["ssd", "fused"]))
 def test_a_given_budget_is_kept_and_the_one_that_the_error_names_works(tmp_path, case, gradients):
     make, loss = CASES[case]
     wanted = in_memory(make, loss)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.bits import same_bits, same_states
 from support.chains import chain, loss_of, offloaded, values
+from support.grids import covered
 
 import memascend
 
@@ -19,17 +20,16 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("debug", ["", "1"])
-@pytest.mark.parametrize(
-    ("units", "optimizer", "dtype"),
-    [
-        (2, torch.optim.AdamW, torch.float32),
-        (16, torch.optim.AdamW, torch.bfloat16),
-        (16, torch.optim.RMSprop, torch.float16),
-    ],
-)
-def test_what_is_changed_without_modify_is_said(tmp_path, monkeypatch, write, debug, units, optimizer, dtype):
+RUNS = [
+    (2, torch.optim.AdamW, torch.float32),
+    (16, torch.optim.AdamW, torch.bfloat16),
+    (16, torch.optim.RMSprop, torch.float16),
+]
+
+
+@pytest.mark.parametrize(("write", "debug", "run"), covered(WRITES, ["", "1"], RUNS))
+def test_what_is_changed_without_modify_is_said(tmp_path, monkeypatch, write, debug, run):
+    units, optimizer, dtype = run
     monkeypatch.setenv("MEMASCEND_DEBUG", debug)
     model, optimizer = offloaded(tmp_path / "s", chain(units, bias=True, dtype=dtype), optimizer)
     with optimizer:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.bits import same_bits
+from support.grids import covered
 from support.orthogonal import MuonAlone
 from torch import nn
 
@@ -69,9 +70,7 @@ def require_same(one, other):
     assert all(same_bits(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
-@pytest.mark.parametrize("budget", [None, "64MiB"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("gradients", "budget", "kind"), covered(["fused", "ssd", "ram"], [None, "64MiB"], KINDS))
 def test_halves_of_masters_have_the_bits_of_memory(tmp_path, kind, gradients, budget):
     """Streamed and in the RAM tier, through a resume."""
     dtype, options = torch.bfloat16, {"gradients": gradients, "host_memory": budget}

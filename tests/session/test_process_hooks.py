@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.bits import same_states
 from support.chains import WIDTH, chain, loss_of, offloaded, values
+from support.grids import covered
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils._foreach_utils import _foreach_supported_types
@@ -52,9 +53,10 @@ def test_a_call_that_fails_leaves_none(tmp_path):
     assert hooks() == before
 
 
-@pytest.mark.parametrize("units", [2, 16])
-@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize(
+    ("units", "gradients", "kind"),
+    covered([2, 16], ["fused", "ssd", "ram"], [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop]),
+)
 def test_an_optimizer_of_offloaded_parameters_that_is_another_does_not_step(tmp_path, units, gradients, kind):
     model = chain(units, bias=True)
     original = kind(model.parameters(), lr=1e-2)
@@ -116,8 +118,9 @@ def test_a_parameter_on_an_offloaded_one_is_refused_at_once(tmp_path, units):
         assert len(list(model.parameters())) == 2 * units
 
 
-@pytest.mark.parametrize("units", [2, 16])
-@pytest.mark.parametrize("adds", [module_set, parameter_registered, wrapped, appended, nested])
+@pytest.mark.parametrize(
+    ("units", "adds"), covered([2, 16], [module_set, parameter_registered, wrapped, appended, nested])
+)
 def test_a_new_parameter_is_refused_where_it_would_train(tmp_path, units, adds):
     model, optimizer = offloaded(tmp_path / "s", chain(units, bias=True))
     with optimizer:

@@ -407,7 +407,7 @@ def test_a_resume_warns_once_of_a_scheduler_that_it_does_not_restore(tmp_path, o
         scheduler = SCHEDULERS["cosine"](original if of == "original" else optimizer)
         with pytest.warns(UserWarning, match=r"not given to optimizer\.schedule\(\).*docs/resume\.md") as warned:
             turn(model, optimizer, 1)
-        assert [warning.filename for warning in warned] == [__file__]
+        assert [warning.filename for warning in warned] == [chains.__file__], "where step() is called"
         turn(model, optimizer, 2)
 
 
@@ -476,8 +476,8 @@ with optimizer:
 """
 
 
-def test_what_an_interrupted_loop_set_for_its_next_step_is_not_committed(tmp_path, python):
-    python(INTERRUPTED, tmp_path / "s", status=-2)
+def test_what_an_interrupted_loop_set_for_its_next_step_is_not_committed(tmp_path, loaded):
+    loaded(INTERRUPTED, tmp_path / "s", status=-2)
     with memascend.engine.Store.open(tmp_path / "s") as store:
         assert (store.step, store.user_state) == (3, {"position": 3})
         assert store.hyperparameters["groups"][0]["lr"] == 1e-3

@@ -29,7 +29,7 @@ def test_a_commit_has_what_was_staged_beside_updates(tmp_path):
         updates.update(LARGE, torch.ones(3, 1741), engine.Adam(step=1))
         store.stage("mean", torch.ones(3), step=1)
         updates.commit(1, user_state={"seen": 1}, hyperparameters={"lr": 1e-2})
-        assert store.verify()[0] == 52
+        assert store.verify()[0] == 58
     with engine.Store.open(tmp_path / "store") as store:
         assert (store.step, store.user_state) == (1, {"seen": 1})
         assert store.hyperparameters["lr"] == 1e-2
@@ -76,10 +76,10 @@ def test_info(tmp_path, capsys):
     assert main(["store", "info", str(tmp_path)]) == 0
     output = capsys.readouterr().out
     summary, entries = output.split("\n\n")
-    assert "in 19 tensors (" in summary
+    assert "in 22 tensors (" in summary
     assert re.search(r"^buffers +1$", summary, re.MULTILINE)
-    assert "19 parameters" not in summary
-    assert len(entries.splitlines()) == 2 + 20
+    assert "22 parameters" not in summary
+    assert len(entries.splitlines()) == 2 + 23
     assert "3 x 1741" in output
     assert main(["store", "info", str(tmp_path / "none")]) == 1
 

@@ -8,11 +8,6 @@ import memascend
 WIDTH = 64
 
 
-def given_to_data(p):
-    p.data = mine = p.detach().clone()
-    return mine
-
-
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3, fused=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),

@@ -25,5 +25,5 @@ def damage(path, content, at=0):
         while place >= 0:
             file.seek(place + at)
             file.write(bytes([whole[place + at] ^ 16]))
-            place = whole.find(content, place + 1)
+            place = whole.find(content, place + len(content))
     return first
