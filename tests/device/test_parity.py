@@ -21,24 +21,24 @@ CHOSEN = (
     *("by-layer-checkpointed", "by-layer-checkpointed-reentrant", "by-layer-idle-experts", "by-layer-t5"),
     *("by-layer-lora", "by-layer-qwen2-tied-bf16", "by-layer-repeated-layers-bf16", "by-layer-frozen"),
 )
-CASES = [
-    *(case for case in [*LOOPS, *OPTIMIZERS, *PLAIN, *TRANSFORMERS] if case.name not in OF_THE_CPU),
-    # The reference on a device has no moments of fewer bits.
-    *(case for case in MODELS if "state" not in case.options),
-]
+WHOLE = [case for case in [*LOOPS, *OPTIMIZERS, *PLAIN, *TRANSFORMERS] if case.name not in OF_THE_CPU]
+# The reference on a device has no moments of fewer bits.
+BY_LAYER = [case for case in MODELS if "state" not in case.options]
 
 
 def cases():
-    for case in [*CASES, *(case for case in OTHERS if case.name in CHOSEN)]:
+    for case in [*WHOLE, *BY_LAYER, *(case for case in OTHERS if case.name in CHOSEN)]:
         for gradients in case.gradients:
             yield pytest.param(case, gradients, None, id=f"{case.name}-{gradients}", marks=case.marks)
 
 
 def held():
     """Each case with one way to keep gradients and one durability."""
-    for case in CASES:
+    for case in [*WHOLE, *BY_LAYER]:
         turn = zlib.crc32(case.name.encode())
         gradients, durability = case.gradients[turn % len(case.gradients)], ("none", "step")[turn // 4 % 2]
+        if case in BY_LAYER:
+            gradients, durability = case.gradients[0], "step"
         options = {"host_memory": "1GiB", "durability": durability}
         name = f"{case.name}-{gradients}-{durability}, all state held"
         yield pytest.param(case, gradients, options, id=name, marks=case.marks)
