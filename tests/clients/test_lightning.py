@@ -1,5 +1,6 @@
 """Tests training by Lightning, with its averages of weights, beside the same Trainer in memory, bit for bit."""
 
+import contextlib
 import copy
 
 import lightning.pytorch as lightning
@@ -15,7 +16,35 @@ import memascend
 WIDTH = 64
 
 
-class Exponential(WeightAveraging):
+def real(module):
+    """Where weights of an offloaded module are written to: the door."""
+    if module.folder is None:
+        return contextlib.nullcontext()
+    return memascend.materialized(module if module.whole else module.layers, modify=True)
+
+
+class Equal(WeightAveraging):
+    """Swaps weights within the door."""
+
+    def _swap_models(self, pl_module):
+        with real(pl_module):
+            super()._swap_models(pl_module)
+
+    def _copy_average_to_current(self, pl_module):
+        with real(pl_module):
+            super()._copy_average_to_current(pl_module)
+
+
+class Stochastic(StochasticWeightAveraging):
+    """The same."""
+
+    @staticmethod
+    def transfer_weights(src_pl_module, dst_pl_module):
+        with real(dst_pl_module):
+            StochasticWeightAveraging.transfer_weights(src_pl_module, dst_pl_module)
+
+
+class Exponential(Equal):
     """Averages after each step from the second on, as Lightning's own example does."""
 
     def __init__(self):
@@ -79,9 +108,9 @@ def values(module):
 
 CALLBACKS = {
     "none": lambda: None,
-    "equal": WeightAveraging,
+    "equal": Equal,
     "exponential": Exponential,
-    "stochastic": lambda: StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=2, annealing_epochs=2),
+    "stochastic": lambda: Stochastic(swa_lrs=1e-2, swa_epoch_start=2, annealing_epochs=2),
 }
 
 
@@ -101,7 +130,12 @@ def test_a_trainer_ends_with_the_weights_and_validations_of_memory(tmp_path, cal
 def test_accumulation_and_clipping_are_those_of_memory(tmp_path):
     options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}
     plain, trained = Module(), Module(tmp_path, gradients="ssd")
-    fit(tmp_path, plain, WeightAveraging(), **options)
-    trainer = fit(tmp_path, trained, WeightAveraging(), **options)
+    fit(tmp_path, plain, Equal(), **options)
+    trainer = fit(tmp_path, trained, Equal(), **options)
     assert all(map(same_bits, values(plain), values(trained)))
     trainer.optimizers[0].close()
+
+
+def test_a_swap_without_the_door_is_refused(tmp_path):
+    with pytest.raises(memascend.UsageError, match=r"written to .*materialized\(model, modify=True\)"):
+        fit(tmp_path, Module(tmp_path), WeightAveraging())

@@ -1,21 +1,17 @@
-"""Tests what is read from and written to divided weights between steps: the bits of FSDP2 in memory."""
-
-import contextlib
+"""Tests what is read from divided weights between steps, and written through doors: the bits of FSDP2 in memory."""
 
 import pytest
 import torch
 from support.bits import same_bits
-from support.rank_models import Odd, loss_of
+from support.rank_models import Odd, adamw, loss_of, sharded
 from support.ranks import on_ranks
 from torch import distributed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
 
 import memascend
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-WHOLE = StateDictOptions(full_state_dict=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
@@ -33,20 +29,70 @@ def made(folder, **options):
     return trained, optimizer
 
 
+def copied(values, given):
+    for value, one in zip(values, given.values(), strict=True):
+        value.copy_(local(one))
+
+
 def others():
     torch.manual_seed(7)
-    return Odd().state_dict().items()
+    return {name: one.detach().clone() for name, one in Odd().state_dict().items()}
 
 
-@contextlib.contextmanager
-def edited(optimizer, parameters):
-    """This rank's rows of parameters, to write into."""
-    if hasattr(optimizer, "edit"):
-        with optimizer.edit(parameters) as rows:
-            yield rows
+def local(one):
+    return getattr(one, "_local_tensor", one)
+
+
+@torch.no_grad()
+def write(optimizer, parameters, do):
+    """Change this rank's rows of parameters: through the door, where there is one."""
+    if isinstance(optimizer, memascend.OffloadedOptimizer):
+        with optimizer.edit(parameters) as values:
+            do(values)
     else:
-        with torch.no_grad():
-            yield [one.to_local() for one in parameters]
+        do([local(one) for one in parameters])
+
+
+def refused(trained, optimizer):
+    """What goes through no door is refused on each rank, and an edit that fails on one of them changes nothing."""
+    weight, before = trained[0].weight, [one.full_tensor() for one in trained.parameters()]
+    rank = distributed.get_rank()
+    with torch.no_grad():
+        for change in (lambda: weight.mul_(2), lambda: weight.data.add_(1), weight.zero_):
+            with pytest.raises(memascend.UsageError, match=r"'0\.weight' is offloaded.*optimizer\.edit"):
+                change()
+    weight.to_local().detach().numpy()[:] = 7
+    with pytest.raises(memascend.UsageError, match=r"0\.weight of an offloaded model was written to"):
+        optimizer.save(str(rank))
+    kept = weight.to_local().detach().numpy()
+    loss_of(trained, 0, rank).backward()
+    with pytest.raises((memascend.UsageError, memascend.RankError), match=r"0\.weight is about to change"):
+        optimizer.step()
+    del kept
+    optimizer.zero_grad()
+
+    def fails(values):
+        values[0].zero_()
+        if rank == 1:
+            raise ZeroDivisionError
+
+    with pytest.raises((ZeroDivisionError, memascend.RankError)):
+        write(optimizer, list(trained.parameters()), fails)
+    return all(map(same_bits, before, [one.full_tensor() for one in trained.parameters()]))
+
+
+def refusals(folder):
+    trained = sharded(torch.float32)
+    trained, optimizer = memascend.offload(trained, adamw(trained.parameters()), storage=f"{folder}/s", timeout=60.0)
+    with optimizer:
+        same = refused(trained, optimizer)
+        loss_of(trained, 0, distributed.get_rank()).backward()
+        optimizer.step()
+        return same, optimizer.steps
+
+
+def test_a_write_through_no_door_is_refused_and_one_ranks_failure_undoes_an_edit(tmp_path):
+    assert on_ranks(2, refusals, tmp_path) == [(True, 1)] * 2
 
 
 def loop(folder, options):
@@ -70,37 +116,31 @@ def loop(folder, options):
                 ema[name].lerp_(one, 0.1)
 
     step(0)
-    with edited(optimizer, [weight, bias]) as (rows, more):
-        rows.mul_(0.5)
-        more.add_(0.25)[:1].zero_()
+    write(optimizer, [weight, bias], lambda values: torch._foreach_mul_(values, 0.5))
     found.append(weight.detach().t().full_tensor())
     step(1)
-    # A snapshot that is kept over a step.
-    kept = weight.to_local().detach().clone()
+    write(optimizer, [bias], lambda values: values[0].add_(0.25))
     step(2)
-    found.append(kept)
     found.append(torch.from_numpy(bias.to_local().detach().numpy().copy()))
     step(3)
     # As loops load their weights.
-    load(trained)
-    found.append(get_model_state_dict(trained, options=FULL).get("narrow.0.weight", torch.zeros(0)))
+    full = others()
+    set_model_state_dict(trained, full if rank == 0 else {}, options=FROM_RANK_0)
+    found += get_model_state_dict(trained, options=FULL).values()
     step(4)
-    set_model_state_dict(trained, dict(others()), options=WHOLE)
     state = {name: one.clone() for name, one in trained.state_dict().items()}
     step(5)
     trained.load_state_dict(state)
     step(6)
     # An evaluation with other weights, and back.
-    own = [one.to_local().detach().clone() for one in named.values()]
-    for values in ([one.to_local() for one in ema.values()], own):
-        with edited(optimizer, list(named.values())) as each:
-            for rows, value in zip(each, values, strict=True):
-                rows.copy_(value)
+    own = {name: one.detach().clone() for name, one in named.items()}
+    for given in (ema, own):
+        write(optimizer, list(named.values()), lambda values, given=given: copied(values, given))
         with torch.no_grad():
             found.append(loss_of(trained, 7, rank))
     step(7)
+    write(optimizer, [weight], lambda values: values[0].fill_(0.5))
     if options:
-        refuse_others(weight, trained, optimizer)
         optimizer.close()
         trained, optimizer = made(folder, **{**options, "existing": "resume"})
     found += [one.full_tensor() for one in trained.parameters()]
@@ -108,51 +148,6 @@ def loop(folder, options):
     if options:
         optimizer.close()
     return found
-
-
-def load(trained):
-    """Values that rank 0 has."""
-    like = trained.state_dict()
-    values = {name: distribute_tensor(one, like[name].device_mesh, like[name].placements) for name, one in others()}
-    trained.load_state_dict(values)
-
-
-def refuse_others(weight, trained, optimizer):
-    """Whoever writes to weights in another way is told of the door, and nothing is changed."""
-    before, rank = weight.full_tensor().clone(), distributed.get_rank()
-
-    def foreach():
-        torch._foreach_mul_([weight.detach()], 0.5)
-
-    def through_numpy():
-        weight.to_local().detach().numpy()[:] = 0
-
-    def through_a_view():
-        weight.to_local().detach().flatten()[0] = 7
-
-    def refused(write):
-        with pytest.raises(memascend.UsageError, match=r"offloaded.*edit\("), torch.no_grad():
-            write()
-
-    def by_torch():
-        set_model_state_dict(trained, dict(others()) if rank == 0 else {}, options=FROM_RANK_0)
-
-    for write in (lambda: weight.fill_(0.5), lambda: weight.data.mul_(0.5), foreach, by_torch):
-        refused(write)
-    # Memory that was handed out is compared at the next forward.
-    for write in (through_numpy, through_a_view):
-        with torch.no_grad():
-            write()
-        refused(lambda: loss_of(trained, 8, rank))
-    assert same_bits(weight.full_tensor(), before)
-    # Memory that is still held would not follow.
-    kept = weight.to_local().detach().t()
-    loss_of(trained, 8, rank).backward()
-    with pytest.raises((memascend.UsageError, memascend.RankError), match=r"narrow\.2\.weight.*clone\(\)"):
-        optimizer.step()
-    del kept
-    optimizer.zero_grad()
-    assert same_bits(weight.full_tensor(), before)
 
 
 def loops(folder, cases):

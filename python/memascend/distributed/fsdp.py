@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch.distributed._state_dict_utils import _distribute_tensors
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -21,6 +22,7 @@ from memascend.params.offloaded_param import refused_write
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
+    from types import FrameType
 
     from memascend.errors import MemascendError
     from memascend.params.offloaded_param import Place
@@ -326,6 +328,8 @@ class RowSource:
         self._place = place
         self.residency = residency
         self._alone = alone
+        # Rows of a whole state dict, until they are loaded, and the version of those that they replace.
+        self._given: tuple[torch.Tensor, int] | None = None
 
     def gathered(self, dtype: torch.dtype | None) -> torch.Tensor:
         """The rows for a gather, in `dtype`, padded to as many as each rank gives.
@@ -353,14 +357,29 @@ class RowSource:
             residency.read_into(place, take)
             return found[0]
 
-    def load(self, values: torch.Tensor) -> bool:
+    def load(self, values: torch.Tensor, caller: FrameType) -> bool:
         """Take rows of a state dict that is being loaded; False elsewhere."""
-        if self._place is None:
-            return self.residency.is_loading
-        return self.residency.loaded(self._place, values)
+        if caller.f_code is _distribute_tensors.__code__:
+            # torch gives a whole state dict to the rows first, and then loads them into themselves.
+            if self._place is not None:
+                self._given = (self.residency.filed(self._place, values), self._version)
+            return True
+        if not self.residency.is_loading:
+            return False
+        if self._place is not None:
+            given = self._given if isinstance(values, LocalRows) and values.source is self else None
+            self.residency.loaded(self._place, values if given is None or given[1] != self._version else given[0])
+        return True
+
+    @property
+    def _version(self) -> int:
+        """Counts the values that the rows had."""
+        assert self._place is not None
+        return self.residency.units.home_of[self._place.name].version
 
     def copy(self) -> torch.Tensor:
         """The rows, in an unlinked file that nothing else has."""
+        self._given = None
         self.residency.units.require_open()
         if self._place is None:
             return torch.empty(self.shape, dtype=self.dtype)
@@ -447,7 +466,7 @@ class LocalRows(torch.Tensor):
         written += [options[one.name] for one in schema.arguments if _writes(one, options)]
         changed = next((leaf.source for leaf in tree_leaves(written) if isinstance(leaf, LocalRows)), None)
         if changed is not None:
-            if name == "copy_" and changed.load(args[1]):
+            if name == "copy_" and changed.load(args[1], sys._getframe(1)):  # noqa: SLF001
                 return args[0]
             changed.residency.units.require_open()
             raise refused_write(changed.name, f"written to by {name}()")

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
     from memascend.activations.activations import Activations
     from memascend.device.unit_memory import UnitMemory
+    from memascend.grads.baton import Recorder
+    from memascend.grads.microbatches import PartialSums
     from memascend.params.offloaded_param import Place
-    from memascend.params.unit import Home, Limits, Stages
+    from memascend.params.unit import Home, Limits
     from memascend.params.weight_access import Copies
     from memascend.session.session import Session
     from memascend.storage import Engine
@@ -261,12 +263,12 @@ class Residency:
         self.units = ResidentUnits(memory, limits, self.lock, engine)
         self.hooks = SavedTensorHooks(self, keeper)
         self.copies = WeightCopies(self, files)
-        self.stages: Stages | None = None
+        self.stages: Recorder | PartialSums | None = None
         # Takes the values that a state dict has for a parameter, while one is being loaded.
         self._load: Callable[[Place, torch.Tensor], None] | None = None
 
     @contextmanager
-    def followed_by(self, stages: Stages) -> Iterator[None]:
+    def followed_by(self, stages: Recorder | PartialSums) -> Iterator[None]:
         """Inside, notify `stages` of each unit before it is used."""
         self.stages = stages
         try:
@@ -393,8 +395,12 @@ class Residency:
     def copy_of(self, place: Place) -> torch.Tensor:
         """A parameter's values in an unlinked file, as a tensor that nothing else sees."""
         found: list[torch.Tensor] = []
-        self.read_into(place, lambda values: found.append(self._files.of_values(place, values)))
+        self.read_into(place, lambda values: found.append(self.filed(place, values)))
         return found[0]
+
+    def filed(self, place: Place, values: torch.Tensor) -> torch.Tensor:
+        """A copy of such values, which are laid out as the parameter's, in an unlinked file."""
+        return self._files.of_values(place, values)
 
     def read_into(self, place: Place, take: Callable[[torch.Tensor], None]) -> None:
         """Let `take` have a parameter's values, for as long as it runs."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from memascend.device.transfer import Staged
     from memascend.params.offloaded_param import Place
@@ -251,13 +251,6 @@ def alive(weak: StorageWeakRef) -> torch.UntypedStorage | None:
     if weak.expired():
         return None
     return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)  # noqa: SLF001
-
-
-class Stages(Protocol):
-    """Follows the micro-batches of a step; see `microbatches`, which is in a package above this."""
-
-    def arrive(self, homes: Iterable[Home]) -> None:
-        """A module or a backward is about to use units; other micro-batches may be computed before it continues."""
 
 
 @dataclass(frozen=True, kw_only=True)

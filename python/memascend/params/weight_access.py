@@ -155,7 +155,7 @@ class HandedOut:
     __slots__ = ("_alike", "is_snapshot", "place", "seen", "values")
 
     def __init__(self, place: Place, values: torch.Tensor, *, is_snapshot: bool, alike: int = 1) -> None:
-        """`is_snapshot`: it may outlive a commit that changes the weight. `alike`: how many of these have its memory."""
+        """`is_snapshot`: it may outlive a commit that changes the weight; `alike`: so many of these have its memory."""
         self._alike = alike
         self.place = place
         self.is_snapshot = is_snapshot
@@ -172,12 +172,10 @@ class HandedOut:
         of_torch, of_python = _uses_of_one()
         return _uses(self.values) != (of_torch + self._alike - 1, of_python)
 
-    def is_written(self) -> bool:
+    def compare(self) -> bool:
         """Whether its values are others now, which is said once."""
-        now = checksum(self.values, self.place)
-        is_written = now != self.seen
-        self.seen = now
-        return is_written
+        before, self.seen = self.seen, checksum(self.values, self.place)
+        return before != self.seen
 
 
 class WeightCopies:
@@ -303,7 +301,7 @@ class WeightCopies:
             is_held = one.is_held
             if is_held and but not in (None, one.place):
                 continue
-            is_written = one.is_written()
+            is_written = one.compare()
             if is_written or not (is_held or one.place is but):
                 del self._now[key]
             if is_written:
@@ -312,7 +310,7 @@ class WeightCopies:
                 one.place.note_version()
                 self._older += [one] if is_held else []
         for one in self._older if older else ():
-            if one.is_written():
+            if one.compare():
                 written.add(one.place.name)
         if older:
             self._older = [one for one in self._older if one.is_held]

@@ -42,8 +42,8 @@ def real_parameters(edits: Edits, attachment: Attachment, *, modify: bool, shard
     run, model = edits.run, attachment.model
     if sharded:
         raise UsageError(
-            "materialized() is for a model of one process: under fully_shard(), optimizer.save() writes all "
-            "values, parameter.full_tensor() gathers those of one, and model.state_dict() has the rows of all"
+            "materialized() is for a model of one process: under fully_shard(), optimizer.edit() changes rows, "
+            "optimizer.save() writes all values, and parameter.full_tensor() gathers those of one"
         )
     if model in MATERIALIZED:
         raise UsageError(

@@ -305,9 +305,12 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
             UsageError: a step is staged, or the weights were changed otherwise within the block.
             RankError: another rank failed; nothing was committed.
         """
-        one = isinstance(parameters, torch.Tensor)
-        with self._session.edits.values([parameters] if one else list(parameters)) as values:
-            yield values[0] if one else values
+        if isinstance(parameters, torch.Tensor):
+            with self._session.edits.values([parameters]) as (values,):
+                yield values
+        else:
+            with self._session.edits.values(list(parameters)) as several:
+                yield several
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write a whole checkpoint: weights for `from_pretrained` and other tools, state and options to resume from.

@@ -96,7 +96,7 @@ def _of_a_copy(method: Callable[..., Any]) -> Any:
 
     @functools.wraps(method)
     def given(parameter: torch.nn.Parameter, *args: Any, **options: Any) -> Any:
-        place = parameter.__dict__.get("_memascend")
+        place: Any = parameter.__dict__.get("_memascend")
         # A placeholder decides itself; rows that ranks share have another one.
         is_real = place is not None and place.parameter is parameter and not isinstance(parameter, Away)
         if is_real and not sys._getframe(1).f_globals.get("__name__", "").startswith(_COMPILERS):  # noqa: SLF001

@@ -66,7 +66,7 @@ class Edits:
                     self.commit(edit)
 
     @contextlib.contextmanager
-    def values(self, parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    def values(self, parameters: Sequence[Any]) -> Iterator[list[torch.Tensor]]:
         """Real values of parameters, on this rank; what was changed of them is committed at the end."""
         run, residency = self.run, self.run.residency
         with self.together() as edit:
