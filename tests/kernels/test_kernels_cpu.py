@@ -153,20 +153,16 @@ def test_threads_and_alignment_change_nothing(numel):
 
 
 def test_flushed_denormals_of_the_caller_change_nothing():
-    def run():
-        p, g, m, v = state_like("tiny", 4096, seed=2)
+    def run(p, g, m, v):
         kernels.adamw(p, g, m, v, None, lr=1e-3, betas=(0.9, 0.99), eps=1e-30, weight_decay=0.1, step=3)
         total = kernels.check_and_unscale(g, 0.5)[1]
         return [bits(t).clone() for t in (p, m, v, g)] + [total]
 
-    expected = run()
-    state = state_like("tiny", 4096, seed=2)
+    first, second = (state_like("tiny", 4096, seed=2) for _ in range(2))
+    expected = run(*first)
     assert torch.set_flush_denormal(True)
     try:
-        p, g, m, v = (tensor.clone() for tensor in state)
-        kernels.adamw(p, g, m, v, None, lr=1e-3, betas=(0.9, 0.99), eps=1e-30, weight_decay=0.1, step=3)
-        total = kernels.check_and_unscale(g, 0.5)[1]
-        got = [bits(t).clone() for t in (p, m, v, g)] + [total]
+        got = run(*second)
     finally:
         torch.set_flush_denormal(False)
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))

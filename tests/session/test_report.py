@@ -145,9 +145,15 @@ def test_a_bar_is_for_terminals_and_for_long_work():
         assert stream.getvalue() == ""
 
 
-def test_a_log_gets_a_line_every_quarter_of_a_minute(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+@pytest.fixture
+def clock(monkeypatch):
+    """A list with the time."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_log_gets_a_line_every_quarter_of_a_minute(clock):
     log = io.StringIO()
     with Progress("writing", 100 << 20, log) as lines:
         for clock[0] in (5.0, 10.0, 20.0, 25.0, 30.0, 40.0):
@@ -162,10 +168,8 @@ def test_a_log_gets_a_line_every_quarter_of_a_minute(monkeypatch):
     assert log.getvalue().endswith("memascend: measuring: 1 of 4 operations, 48 s left\n")
 
 
-def test_how_much_there_is_may_be_heard_later(monkeypatch):
+def test_how_much_there_is_may_be_heard_later(clock):
     """What replays, verifies or reads held entries says it with its first call."""
-    clock = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     log = io.StringIO()
     with Progress("reading", 0, log) as lines:
         clock[0] = 20.0
@@ -187,9 +191,7 @@ def test_tqdm_draws_in_a_terminal(monkeypatch):
     assert terminal.getvalue().rstrip(" ").endswith("\r")
 
 
-def test_without_tqdm_a_terminal_gets_lines(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+def test_without_tqdm_a_terminal_gets_lines(monkeypatch, clock):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     terminal = Terminal()
     with Progress("writing", 100 << 20, terminal) as progress:
