@@ -16,14 +16,23 @@ from memascend import engine, kernels
 from memascend.errors import ConfigError, UsageError
 
 
-def described(held, *, compact=True):
-    state = {name: engine.adam_state(values, compact=compact) for name, values in held.items()}
+def compact(values):
+    return engine.adam_state(values, compact=True)
+
+
+def whole_of(values, state):
+    """Master and moments; float32 values are their own master."""
+    return engine.master_of(values, state)
+
+
+def described(held, state_of=compact):
+    state = {name: state_of(values) for name, values in held.items()}
     spill = torch.bfloat16
     return [engine.Entry(name=name, values=held[name], state=state[name], spill=spill) for name in held]
 
 
-def made(path, held, *, compact=True, **options):
-    return engine.Store.create(path, described(held, compact=compact), chunk_elements=CHUNK, **options)
+def made(path, held, *, state_of=compact, **options):
+    return engine.Store.create(path, described(held, state_of), chunk_elements=CHUNK, **options)
 
 
 class InMemory:
@@ -31,9 +40,7 @@ class InMemory:
 
     def __init__(self, held):
         self.values = {name: values.clone() for name, values in held.items()}
-        self.states = {
-            name: engine.master_of(values, engine.adam_state(values)) for name, values in self.values.items()
-        }
+        self.states = {name: whole_of(values, engine.adam_state(values)) for name, values in self.values.items()}
 
     def step(self, name, gradient, step, numbers):
         values, state = self.values[name], self.states[name]
@@ -45,26 +52,26 @@ class InMemory:
         for name, values in self.values.items():
             stored, raw = store.read(name)
             assert same_bits(stored, values), name
-            found = engine.master_of(stored, raw)
+            found = whole_of(stored, raw)
             for of, tensor in self.states[name].items():
                 assert same_bits(found[of], tensor), (name, of)
 
 
 @pytest.mark.parametrize(
-    ("compact", "backend", "resident"),
+    ("state_of", "backend", "resident"),
     [
-        (True, "io_uring", "never"),
-        (True, "io_uring", "always"),
-        (True, "threads", "sometimes"),
-        (False, "io_uring", "sometimes"),
-        (False, "threads", "never"),
+        (compact, "io_uring", "never"),
+        (compact, "io_uring", "always"),
+        (compact, "threads", "sometimes"),
+        (engine.adam_state, "io_uring", "sometimes"),
+        (engine.adam_state, "threads", "never"),
     ],
 )
-def test_a_hundred_steps_are_those_of_masters_in_memory(tmp_path, compact, backend, resident):
+def test_a_hundred_steps_are_those_of_masters_in_memory(tmp_path, state_of, backend, resident):
     held = parameters()
     memory = InMemory(held)
     counts = dict.fromkeys(held, 0)
-    store = made(tmp_path / "store", held, compact=compact, backend=backend)
+    store = made(tmp_path / "store", held, state_of=state_of, backend=backend)
     for first in (1, 36, 71):  # resumed twice
         with store, engine.Engine(store, queue=30_000) as updates:
             for step in range(first, first + (35 if first < 71 else 30)):
@@ -97,7 +104,7 @@ def test_a_hundred_steps_are_those_of_masters_in_memory(tmp_path, compact, backe
         memory.check(store)
         assert {entry["name"]: entry["step"] for entry in store.entries()} == counts
         found = {entry["name"] for entry in store.entries() if entry["compact"]}
-        assert found == {name for name in held if compact and name.startswith("bfloat16")}
+        assert found == {name for name in held if state_of is compact and name.startswith("bfloat16")}
 
 
 def test_updates_by_spilled_gradients_from_fetched_values(tmp_path):
@@ -141,9 +148,9 @@ def test_values_that_are_resident_are_not_read(tmp_path):
         assert moved(None) == [10, 2, 10, 2]
         assert moved(values) == [10, 0, 10, 2]
         assert store.info()["slot_bytes"] == 12 * numel
-    for compact, wanted in ((True, 12), (False, 14)):
-        meta = values.to("meta")
-        entry = engine.Entry(name="w", values=meta, state=engine.adam_state(meta, compact=compact))
+    meta = values.to("meta")
+    for state, wanted in ((compact(meta), 12), (engine.adam_state(meta), 14)):
+        entry = engine.Entry(name="w", values=meta, state=state)
         assert engine.sizes([entry], chunk_elements=CHUNK).slot_bytes == wanted * numel
 
 
