@@ -86,6 +86,17 @@ def threads_of_torch():
 
 
 @pytest.fixture
+def one_thread():
+    """Torch computes by one thread: its result may depend on where threads divide a tensor."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def python():
     """Runs a program in an interpreter of its own; its output is returned, a failure shows it whole."""
 

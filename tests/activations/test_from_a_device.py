@@ -9,6 +9,7 @@ import torch
 from parity.harness import Mode, check, reference
 from parity.zoo_transformers import TRANSFORMERS
 from support import checkpointed
+from support.bits import same_states
 from support.checkpointed import WIDTH, keeper, require_two_backwards
 
 import memascend
@@ -55,22 +56,13 @@ def comfortable(tmp_path):
 def trained(tmp_path, **options):
     shared = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(9))
     model, optimizer = offloaded(tmp_path, existing="replace", **options)
-    with optimizer:
-        model.others = (shared,)
-        losses = []
-        for step in range(STEPS):
-            loss = model(rows(step)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        report = optimizer.report().to_dict()
-        # Only beside what it holds while it lives.
-        owners = report["host"]["owners"]
-        assert owners.get("activations", {"bytes": 0})["bytes"] <= optimizer.plan.host["activations"]
-        assert report["host"]["peak"] <= report["host"]["budget"]
-        with memascend.materialized(model):
-            weights = [parameter.detach().clone() for parameter in model.parameters()]
+    model.others = (shared,)
+    losses, weights = checkpointed.trained(model, optimizer, map(rows, range(STEPS)))
+    report = optimizer.report().to_dict()
+    # Only beside what it holds while it lives.
+    owners = report["host"]["owners"]
+    assert owners.get("activations", {"bytes": 0})["bytes"] <= optimizer.plan.host["activations"]
+    assert report["host"]["peak"] <= report["host"]["budget"]
     return losses, weights, report["written"].get("activations", 0)
 
 
@@ -91,12 +83,12 @@ def test_the_same_bits(tmp_path, reentrant):
     for budget, (at_least, at_most) in budgets.items():
         found, others, went = trained(tmp_path, reentrant=reentrant, host_memory=budget)
         assert found == losses
-        assert all(map(torch.equal, weights, others))
+        assert same_states(weights, others)
         assert at_least <= went <= at_most, budget
     found, others, went = trained(tmp_path, reentrant=reentrant, activations="ssd")
     assert found == losses
     assert kept - last <= went <= kept
-    assert all(map(torch.equal, weights, others))
+    assert same_states(weights, others)
 
 
 @pytest.mark.usefixtures("fake")
@@ -223,7 +215,7 @@ def test_memory_that_is_not_to_be_had_is_storage(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(activation_memory.memory, "ChunkRing", scarce)
     found, others, written = trained(tmp_path)
     assert found == losses
-    assert all(map(torch.equal, weights, others))
+    assert same_states(weights, others)
     assert written > BLOCKS * NBYTES * STEPS // 2
     assert "checkpointed activations go to storage from here on: there is no more" in caplog.text
 

@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from support import checkpointed
+from support import chains, checkpointed
+from support.bits import same_states
 from support.checkpointed import WIDTH, Block, keeper, require_two_backwards
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -28,27 +29,19 @@ offloaded = partial(checkpointed.offloaded, blocks=BLOCKS, activations="ssd", gr
 rows = partial(checkpointed.rows, ROWS)
 
 
-def trained(tmp_path, **options):
-    model, optimizer = offloaded(tmp_path, existing="replace", **options)
-    with optimizer:
-        losses = []
-        for step in range(3):
-            loss = model(rows(step)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        with memascend.materialized(model):
-            return losses, [parameter.detach().clone() for parameter in model.parameters()]
+def require_same_as_on_the_device(tmp_path, **options):
+    found, wanted = (
+        checkpointed.trained(*offloaded(tmp_path, existing="replace", **each), map(rows, range(3)))
+        for each in (options, {**options, "activations": "device"})
+    )
+    assert found[0] == wanted[0]
+    assert same_states(found[1], wanted[1])
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.usefixtures("chunks")
 def test_the_same_bits(tmp_path, reentrant):
-    losses, weights = trained(tmp_path, reentrant=reentrant)
-    expected, others = trained(tmp_path, reentrant=reentrant, activations="device")
-    assert losses == expected
-    assert all(map(torch.equal, weights, others))
+    require_same_as_on_the_device(tmp_path, reentrant=reentrant)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -71,8 +64,8 @@ def test_room_is_used_again(tmp_path):
     model, optimizer = offloaded(tmp_path)
     with optimizer:
         room = keeper(model)._chunks._room
-        for step in range(4):
-            model(rows(step)).square().mean().backward()
+        for seed in range(4):
+            model(rows(seed)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         kept = keeper(model)
@@ -129,12 +122,7 @@ class Tail(nn.Module):
 
 
 def test_what_no_checkpoint_saves_stays(tmp_path):
-    torch.manual_seed(0)
-    model = Tail()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer = memascend.offload(
-        model, optimizer, storage=tmp_path / "run.store", activations="ssd", units=["first", "last"]
-    )
+    model, optimizer = chains.offloaded(tmp_path / "s", Tail(), activations="ssd", units=["first", "last"])
     with optimizer:
         x = rows()
         model(x).sum().backward()
@@ -196,10 +184,7 @@ def test_scratch_is_where_they_go(tmp_path, monkeypatch):
 
 def test_host_is_where_they_are(tmp_path):
     """On the CPU nothing is copied, and nothing is taken for it."""
-    losses, weights = trained(tmp_path, activations="host")
-    expected, others = trained(tmp_path, activations="device")
-    assert losses == expected
-    assert all(map(torch.equal, weights, others))
+    require_same_as_on_the_device(tmp_path, activations="host")
     model, optimizer = offloaded(tmp_path, existing="replace", activations="host")
     with optimizer:
         assert keeper(model) is None

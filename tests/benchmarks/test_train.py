@@ -209,14 +209,24 @@ def test_the_longest_context_and_the_largest_batch_are_found():
     assert "1024" in reach_table(WORK, 1 << 30, found)
 
 
-def test_figures_of_other_code_are_measured_again(tmp_path, monkeypatch):
-    launcher = Launcher(tmp_path, None)
-    runs = []
-    launcher.run = lambda *_, **__: runs.append(1) or cell()
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """Makes a bench whose runs give what a function gives."""
     monkeypatch.setattr("benchmarks.train.measure.disk_speeds", lambda _: {})
+    launcher = Launcher(tmp_path, None)
+
+    def made(run):
+        launcher.run = lambda *_, **__: run()
+        return Bench(launcher, Results(tmp_path / "cells"), 8, print)
+
+    return made
+
+
+def test_figures_of_other_code_are_measured_again(bench, monkeypatch):
+    runs = []
 
     def measured():
-        Bench(launcher, Results(tmp_path / "cells"), 8, print).cell(WORK, "memascend")
+        bench(lambda: runs.append(1) or cell()).cell(WORK, "memascend")
         return len(runs)
 
     assert measured() == 1
@@ -225,31 +235,25 @@ def test_figures_of_other_code_are_measured_again(tmp_path, monkeypatch):
     assert measured() == 2
 
 
-def test_figures_are_of_no_code_if_it_changes_meanwhile(tmp_path, monkeypatch):
-    launcher = Launcher(tmp_path, None)
+def test_figures_are_of_no_code_if_it_changes_meanwhile(bench, tmp_path, monkeypatch):
     code = ["before"]
-    launcher.run = lambda *_, **__: code.append("after") or cell()
-    monkeypatch.setattr("benchmarks.train.measure.disk_speeds", lambda _: {})
     monkeypatch.setattr("benchmarks.train.measure.code_hash", lambda: code[-1])
     with pytest.raises(ConfigError, match="sources changed while"):
-        Bench(launcher, Results(tmp_path / "cells"), 8, print).cell(WORK, "memascend")
+        bench(lambda: code.append("after") or cell()).cell(WORK, "memascend")
     assert not list((tmp_path / "cells").iterdir())
 
 
-def test_a_table_says_when_its_cells_were_measured(capsys, tmp_path, monkeypatch):
+def test_a_table_says_when_its_cells_were_measured(bench, capsys, tmp_path):
     cells = tmp_path / "cells"
-    monkeypatch.setattr("benchmarks.train.measure.disk_speeds", lambda _: {})
-    launcher = Launcher(tmp_path, None)
-    launcher.run = lambda *_, **__: cell(mean={"wall": 1.0, "main_thread": 1.0, "disk_busy": 0.0})
-    bench = Bench(launcher, Results(cells), 8, print)
-    machine = bench.cell(WORKLOADS["4M-1x128"], "memascend")["machine"]
+    made = bench(lambda: cell(mean={"wall": 1.0, "main_thread": 1.0, "disk_busy": 0.0}))
+    machine = made.cell(WORK, "memascend")["machine"]
     words = ["--workloads", "4M-1x128", "--systems", "memascend", "--results", str(cells), "--storage", str(tmp_path)]
     capsys.readouterr()
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert f"measured on {machine['date']} at {machine['commit']}" in shown
     assert f"processor {machine['processor']}" in shown
-    assert f"code {bench.code}" in shown
+    assert f"code {made.code}" in shown
 
 
 def test_the_code_is_known_by_what_its_sources_hold(tmp_path):
@@ -278,29 +282,26 @@ def test_the_code_is_known_by_what_its_sources_hold(tmp_path):
 
 
 def test_curves_are_drawn_and_written(tmp_path):
-    bench = Trials()
-    bench.cell = lambda work, system, _settings: (
+    trials = Trials()
+    trials.cell = lambda work, system, _settings: (
         {"error": "AssertionError"} if system == "zero-offload" else cell(step=2.0, added=work.parameters)
     )
     for name, curve in CURVES.items():
-        rows = points(bench, curve)
+        rows = points(trials, curve)
         draw(tmp_path, tmp_path / f"{name}.png", name, curve, rows)
         assert len(rows) == len(curve.places) * len([system for system in curve.systems if system != "zero-offload"])
         assert len((tmp_path / f"curve-{name}.csv").read_text().splitlines()) == len(rows) + 1
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
 
 
-def test_curves_of_what_was_measured_measure_nothing(capsys, tmp_path, monkeypatch):
+def test_curves_of_what_was_measured_measure_nothing(bench, capsys, tmp_path):
     cells = tmp_path / "cells"
     words = ["--parts", "kept-curves", "--results", str(cells), "--storage", str(tmp_path)]
     assert main([*words, "--picture", str(tmp_path / "train.png")]) == 0
     assert [path.name for path in tmp_path.rglob("*")] == ["cells"]
     name, curve = "budget", CURVES["budget"]
     place, work, settings = curve.places[0]
-    monkeypatch.setattr("benchmarks.train.measure.disk_speeds", lambda _: {})
-    launcher = Launcher(tmp_path, None)
-    launcher.run = lambda *_, **__: cell(step=2.0)
-    Bench(launcher, Results(cells), 8, print).cell(work, "memascend", settings)
+    bench(lambda: cell(step=2.0)).cell(work, "memascend", settings)
     assert main([*words, "--picture", str(tmp_path / "train.png")]) == 0
     assert f"{place}" in capsys.readouterr().out
     assert (cells / f"curve-{name}.csv").read_text().splitlines()[1:] == ["1.0,memascend,2.0,2.0,2.0"]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from support.bits import same_states
-from support.checkpoints import everything, made, trained
+from support.chains import everything
+from support.checkpoints import made, trained
 
 import memascend
 from memascend.checkpoint import files as tensorfile

@@ -38,6 +38,7 @@ def shown(cgroup, *arguments, timeout):
 
 
 @pytest.mark.root
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_every_part_runs_under_a_limit(cgroup):
     shown(cgroup, "--limit", "64MiB", "--times", "0.1", "--width", "256", timeout=380)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_model
-from support.checkpoints import Mixed, everything, made, trained
+from support.chains import everything
+from support.checkpoints import Mixed, made, trained
 
 import memascend
 from memascend.checkpoint import reader as checkpoints

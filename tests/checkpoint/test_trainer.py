@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from functools import partial
 
 import pytest
 import torch
 import transformers
 from parity.reference import Reference, threads_of_torch
 from support.bits import same_states
+from support.chains import offloaded
+from support.chains import values as weights
 from transformers import (
     AutoModelForSeq2SeqLM,
     Seq2SeqTrainer,
@@ -27,6 +30,7 @@ from memascend.errors import ConfigError, UsageError
 from memascend.trainer import Callback, last_checkpoint
 
 STEPS = 6
+MOMENTUM = partial(torch.optim.SGD, momentum=0.9)
 FIGURES = {"host_memory_bytes", "read_bytes", "written_bytes", "waiting_seconds"}
 
 # What the libraries warn of is not what is tested here, nor is the warning of a resume that the stored options stand.
@@ -107,10 +111,6 @@ def said(trained):
     kept = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_sum", "step", "epoch")
     history = [{name: entry[name] for name in kept if name in entry} for entry in trained.state.log_history]
     return [entry for entry in history if "loss" in entry or "eval_loss" in entry]
-
-
-def weights(model):
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 @pytest.fixture(scope="module")
@@ -235,11 +235,20 @@ def test_what_was_left_unfinished_is_passed_over(tmp_path, ended):
     assert last_checkpoint(output) is None
 
 
+def simple(output, **more):
+    return TrainingArguments(str(output), report_to=[], use_cpu=True, disable_tqdm=True, **more)
+
+
+def rows(count=16):
+    return [{"x": torch.randn(8), "labels": torch.randn(4)} for _ in range(count)]
+
+
 class Plain(torch.nn.Module):
     """A model that transformers knows nothing of."""
 
     def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
         self.inner = torch.nn.Linear(8, 16)
         self.outer = torch.nn.Linear(16, 4)
 
@@ -251,25 +260,11 @@ class Plain(torch.nn.Module):
 @pytest.mark.parametrize("only", [False, True])
 def test_a_model_of_ones_own(tmp_path, only):
     def run(output, *callbacks, checkpoint=None):
-        torch.manual_seed(0)
-        model = Plain()
-        model, optimizer = memascend.offload(
-            model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), checkpoint=checkpoint
-        )
-        arguments = TrainingArguments(
-            str(output),
-            max_steps=4,
-            save_steps=2,
-            seed=1,
-            save_only_model=only,
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-        )
-        rows = [{"x": torch.randn(8), "labels": torch.randn(4)} for _ in range(64)]
+        model, optimizer = offloaded(None, Plain(), MOMENTUM, 0.1, checkpoint=checkpoint)
+        arguments = simple(output, max_steps=4, save_steps=2, seed=1, save_only_model=only)
         with optimizer:
             trained = Trainer(
-                model, arguments, train_dataset=rows, callbacks=list(callbacks), optimizers=(optimizer, None)
+                model, arguments, train_dataset=rows(64), callbacks=list(callbacks), optimizers=(optimizer, None)
             )
             trained.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
             return weights(model)
@@ -290,15 +285,11 @@ def test_an_optimizer_that_is_not_offloaded(tmp_path):
 
 
 def test_a_trainer_that_was_not_given_the_optimizer_says_so(tmp_path):
-    torch.manual_seed(0)
-    model = Plain()
-    model, optimizer = memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=tmp_path / "store")
-    rows = [{"x": torch.randn(8), "labels": torch.randn(4)} for _ in range(16)]
-    arguments = TrainingArguments(str(tmp_path / "out"), max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True)
+    model, optimizer = offloaded(tmp_path / "store", Plain())
     with optimizer:
         before = weights(model)
         with pytest.raises(UsageError, match=r"not the optimizer that offload\(\) returned.*optimizers=\(optimizer"):
-            Trainer(model, arguments, train_dataset=rows).train()
+            Trainer(model, simple(tmp_path / "out", max_steps=2), train_dataset=rows()).train()
         assert same_states(weights(model), before)
 
 
@@ -339,17 +330,12 @@ SCHEDULERS = {
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_a_scheduler_that_no_step_can_commit_stays_the_trainers(tmp_path, kind, caplog):
-    torch.manual_seed(0)
-    model = Plain()
-    model, optimizer = memascend.offload(model, torch.optim.SGD(model.parameters(), lr=0.5), storage=tmp_path / "store")
-    rows = [{"x": torch.randn(8), "labels": torch.randn(4)} for _ in range(16)]
-    arguments = TrainingArguments(
-        str(tmp_path / "out"), max_steps=2, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True
-    )
-    scheduler = SCHEDULERS[kind](optimizer)
+    model, optimizer = offloaded(tmp_path / "store", Plain(), torch.optim.SGD, 0.5)
+    arguments = simple(tmp_path / "out", max_steps=2, save_strategy="no")
+    optimizers = optimizer, SCHEDULERS[kind](optimizer)
     caplog.set_level("INFO", "memascend")
     with optimizer:
-        Trainer(model, arguments, train_dataset=rows, callbacks=[Callback()], optimizers=(optimizer, scheduler)).train()
+        Trainer(model, arguments, train_dataset=rows(), callbacks=[Callback()], optimizers=optimizers).train()
         assert optimizer.steps == 2
     assert ("'rule' in the state of ByFunctions" in caplog.text) == (kind == "functions")
     with memascend.engine.Store.open(tmp_path / "store") as store:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.bits import same_states
+from support.chains import offloaded as begun
+from support.chains import values as state
 
 import memascend
 from memascend.errors import ConfigError, CorruptionError
@@ -102,10 +104,6 @@ def trained(model, optimizer, steps=3):
     return losses
 
 
-def state(model):
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
 def wanted(tmp_path, **options):
     model = real(**options)
     model, optimizer = memascend.offload(model, adamw(model), storage=tmp_path / "wanted")
@@ -154,8 +152,7 @@ def test_from_meta_it_is_the_same_training(tmp_path, how):
         assert trained(model, offloaded) == losses
         assert same_states(state(model), after)
     # The store goes on by itself.
-    model = bodiless()
-    model, offloaded = memascend.offload(model, adamw(model), storage=tmp_path / "run", existing="resume")
+    model, offloaded = begun(tmp_path / "run", bodiless(), existing="resume")
     with offloaded:
         assert offloaded.steps == 3
         assert same_states(state(model), after)
@@ -173,7 +170,7 @@ def test_a_base_models_prefix_may_be_on_one_side_only(tmp_path, more):
         weights = saved(model, tmp_path / "w.safetensors", drop={"head.weight"})
         other = bodiless(Base)
         other.base_model_prefix = "base"
-    other, offloaded = memascend.offload(other, adamw(other), storage=tmp_path / "run", weights=weights)
+    other, offloaded = begun(tmp_path / "run", other, weights=weights)
     with offloaded:
         assert same_states(state(other if not more else other.base), state(model.base))
 
@@ -181,19 +178,17 @@ def test_a_base_models_prefix_may_be_on_one_side_only(tmp_path, more):
 def test_tied_names_may_both_be_there_if_they_are_the_same(tmp_path):
     model = real()
     weights = saved(model, tmp_path / "same.safetensors")
-    other = bodiless()
-    other, offloaded = memascend.offload(other, adamw(other), storage=tmp_path / "run", weights=weights)
+    other, offloaded = begun(tmp_path / "run", bodiless(), weights=weights)
     with offloaded:
         assert same_states(state(other), state(model))
     only = saved(model, tmp_path / "only.safetensors", drop={"base.embed.weight"})
-    other = bodiless()
-    other, offloaded = memascend.offload(other, adamw(other), storage=tmp_path / "run2", weights=only)
+    other, offloaded = begun(tmp_path / "run2", bodiless(), weights=only)
     with offloaded:
         assert same_states(state(other), state(model))
     differ = saved(real(tied=False), tmp_path / "differ.safetensors")
     other = bodiless()
     with pytest.raises(ConfigError, match=r"different values in the files: base.embed.weight and head.weight"):
-        memascend.offload(other, adamw(other), storage=tmp_path / "run3", weights=differ)
+        begun(tmp_path / "run3", other, weights=differ)
 
 
 def test_one_error_lists_what_does_not_fit_and_nothing_is_written(tmp_path):
@@ -208,15 +203,14 @@ def test_one_error_lists_what_does_not_fit_and_nothing_is_written(tmp_path):
             "base.blocks.2.outer.bias": torch.zeros(16),
         },
     )
-    before = real(seed=3)
-    before, offloaded = memascend.offload(before, adamw(before), storage=tmp_path / "run")
+    before, offloaded = begun(tmp_path / "run", real(seed=3))
     kept = state(before)
     offloaded.close()
     for existing in ("refuse", "replace"):
         other = bodiless()
         storage = tmp_path / ("run" if existing == "replace" else "none")
         with pytest.raises(ConfigError) as error:
-            memascend.offload(other, adamw(other), storage=storage, weights=weights, existing=existing)
+            begun(storage, other, weights=weights, existing=existing)
         for part in (
             "missing in the files: base.blocks.1.norm.bias, base.batch.running_mean",
             "not in the model: base.extra",
@@ -226,8 +220,7 @@ def test_one_error_lists_what_does_not_fit_and_nothing_is_written(tmp_path):
             assert part in str(error.value)
         assert all(tensor.is_meta for tensor in [*other.parameters(), *other.buffers()])
     assert not (tmp_path / "none").exists()
-    before = bodiless()
-    before, offloaded = memascend.offload(before, adamw(before), storage=tmp_path / "run", existing="resume")
+    before, offloaded = begun(tmp_path / "run", bodiless(), existing="resume")
     with offloaded:
         assert same_states(state(before), kept)
 
@@ -236,12 +229,10 @@ def test_a_function_that_returns_what_does_not_fit(tmp_path):
     values = state(real())
     other = bodiless()
     with pytest.raises(ConfigError, match=r"returned float32 of shape"):
-        memascend.offload(other, adamw(other), storage=tmp_path / "run", weights=lambda name, _: values[name].float())
+        begun(tmp_path / "run", other, weights=lambda name, _: values[name].float())
     assert not (tmp_path / "run").exists()
     assert all(tensor.is_meta for tensor in [*other.parameters(), *other.buffers()])
-    other, offloaded = memascend.offload(
-        other, adamw(other), storage=tmp_path / "run", weights=lambda name, _: values[name]
-    )
+    other, offloaded = begun(tmp_path / "run", other, weights=lambda name, _: values[name])
     offloaded.close()
 
 
@@ -251,7 +242,7 @@ def test_damaged_and_partial_files_are_refused(tmp_path):
     def refused(error, match, weights=folder):
         other = bodiless()
         with pytest.raises(error, match=match):
-            memascend.offload(other, adamw(other), storage=tmp_path / "run", weights=weights)
+            begun(tmp_path / "run", other, weights=weights)
         assert not (tmp_path / "run").exists()
 
     index = folder / "model.safetensors.index.json"
@@ -334,9 +325,7 @@ def test_what_nobody_knows_is_refused_by_name(tmp_path):
             memascend.offload(model, adamw(model), storage=tmp_path / "run")
         assert not (tmp_path / "run").exists()
         assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
-        model, offloaded = memascend.offload(
-            model, adamw(model), storage=tmp_path / "run", weights=lambda _, like: torch.full(like.shape, 3.0)
-        )
+        model, offloaded = begun(tmp_path / "run", model, weights=lambda _, like: torch.full(like.shape, 3.0))
         with offloaded:
             assert bool((dict(model.named_buffers()).get(name, model.linear.weight) == 3).all())
         (tmp_path / "run").unlink()
@@ -347,9 +336,7 @@ def test_what_is_real_keeps_its_values(tmp_path):
     adapter = model.adapter = torch.nn.Linear(3, 3)
     before = state(adapter)
     values = state(real())
-    model, offloaded = memascend.offload(
-        model, adamw(model), storage=tmp_path / "run", weights=lambda name, _: values[name]
-    )
+    model, offloaded = begun(tmp_path / "run", model, weights=lambda name, _: values[name])
     with offloaded:
         assert same_states(state(model.adapter), before)
         assert same_states(state(model.base), {name[5:]: values[name] for name in values if name.startswith("base.")})
@@ -358,12 +345,12 @@ def test_what_is_real_keeps_its_values(tmp_path):
 def test_refusals(tmp_path):
     model = real()
     with pytest.raises(ConfigError, match="none there"):
-        memascend.offload(model, adamw(model), storage=tmp_path / "run", weights=tmp_path)
+        begun(tmp_path / "run", model, weights=tmp_path)
     model = bodiless()
     with pytest.raises(ConfigError, match="not both"):
-        memascend.offload(model, adamw(model), storage=tmp_path / "run", weights=tmp_path, checkpoint=tmp_path)
+        begun(tmp_path / "run", model, weights=tmp_path, checkpoint=tmp_path)
     with pytest.raises(ConfigError, match="not 5"):
-        memascend.offload(model, adamw(model), storage=tmp_path / "run", weights=5)
+        begun(tmp_path / "run", model, weights=5)
     held = weakref.ref(model.base.embed.weight)
     with pytest.raises(ConfigError, match="weak reference"):
         memascend.offload(model, adamw(model), storage=tmp_path / "run")
@@ -378,9 +365,7 @@ def test_hooks_and_attributes_stay(tmp_path):
     seen = []
     weight.register_hook(lambda gradient: seen.append(gradient.shape))
     weight.note = "mine"
-    model, offloaded = memascend.offload(
-        model, adamw(model), storage=tmp_path / "run", weights=lambda name, _: values[name]
-    )
+    model, offloaded = begun(tmp_path / "run", model, weights=lambda name, _: values[name])
     with offloaded:
         trained(model, offloaded, 1)
     assert seen == [weight.shape]

@@ -153,8 +153,8 @@ def test_the_version_is_told(capsys, after):
     assert capsys.readouterr().out == f"memascend {memascend.__version__}\n"
 
 
-def test_a_command_loads_itself_alone(python):
-    python(
+def test_a_command_loads_itself_alone(loaded):
+    loaded(
         "import sys; from memascend.cli import main; main(['doctor']); assert 'memascend.cli.store' not in sys.modules"
     )
 

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from support.planned import shown, told
 
 from memascend.cli import main
 from memascend.cli.plan.machine import parse_gpu
@@ -26,11 +27,6 @@ def config(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
     return path
-
-
-def told(capsys, *words, status=0):
-    assert main(["plan", *map(str, words), "--json"]) == status
-    return json.loads(capsys.readouterr().out)
 
 
 def traced(config, batch=1, length=128, **options):
@@ -137,8 +133,9 @@ def test_micro_batches_are_reckoned_both_ways(capsys, config):
         capsys, config, "--drive", "500,400", "--gpu", "0.001,24,25", "--tokens", 256, "--accumulation-steps", 4
     )
     assert slow["step"]["seconds_per_step"] == pytest.approx(slow["one_after_the_other"]["seconds_per_step"], rel=0.01)
-    assert main(["plan", *map(str, (config, *MACHINE, "--tokens", 256, "--accumulation-steps", 4))]) == 0
-    assert "4 micro-batches one after the other" in capsys.readouterr().out
+    assert "4 micro-batches one after the other" in shown(
+        capsys, config, *MACHINE, "--tokens", 256, "--accumulation-steps", 4
+    )
 
 
 def test_tied_weights_have_a_gradient_for_each_micro_batch(capsys, config):
@@ -161,8 +158,7 @@ def test_the_log_of_what_is_held_is_room_on_the_drive(capsys, config):
     log = found["disk"]["log_bytes"]
     # Sixteen steps of gradients in two bytes, and the one being written.
     assert 17 * 2 * found["model"]["parameters"] <= log == found["plan"]["log_bytes"]
-    assert main(["plan", str(config), *map(str, asked)]) == 0
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("disk space")]
+    (row,) = [line for line in shown(capsys, config, *asked).splitlines() if line.startswith("disk space")]
     whole = bytes_shown(found["disk"]["bytes"] + log)
     assert row.split("  ")[1:]
     assert whole in row
@@ -183,14 +179,12 @@ def test_a_card_that_is_too_small_is_status_1_and_fit_finds_what_fits(capsys, co
     batch = fitting[0]["batch"]
     assert told(capsys, config, *small, "--tokens", batch * 256, "--length", 256)["fits"]
     assert not told(capsys, config, *small, "--tokens", 2 * batch * 256, "--length", 256, status=1)["fits"]
-    assert main(["plan", str(config), *small, "--fit"]) == 0
-    assert f"{batch} x 256" in capsys.readouterr().out
+    assert f"{batch} x 256" in shown(capsys, config, *small, "--fit")
 
 
 def test_the_table_answers_in_words(capsys, config):
     # Little more than the least, which holds nothing and waits for the disk.
-    assert main(["plan", str(config), *MACHINE, "--host-memory", "26MiB", "--tokens", "256"]) == 0
-    out = capsys.readouterr().out
+    out = shown(capsys, config, *MACHINE, "--host-memory", "26MiB", "--tokens", "256")
     for words in (
         "memascend.offload(model, optimizer, storage=", "host_memory='26MiB'", "ion_checkpointing_enable()",
         "mostly disk", "of it not overlapped, for the last gradient",
@@ -198,8 +192,7 @@ def test_the_table_answers_in_words(capsys, config):
         "model.layers.0 .. model.layers.3 (4)",
     ):  # fmt: skip
         assert words in out, words
-    assert main(["plan", str(config)]) == 0
-    assert "give --drive READ,WRITE, or --storage P" in capsys.readouterr().out
+    assert "give --drive READ,WRITE, or --storage P" in shown(capsys, config)
 
 
 def test_what_is_no_gpu_and_no_drive_is_refused(capsys, config):
@@ -208,10 +201,8 @@ def test_what_is_no_gpu_and_no_drive_is_refused(capsys, config):
     for words in ("4091", "165,24", "165,24,-1", "nan,1,1"):
         with pytest.raises(ConfigError, match=r"--gpu must be one of .*, 3080, 3080ti, 3090,"):
             parse_gpu(words)
-    assert main(["plan", str(config), "--drive", "5"]) == 1
-    assert "READ,WRITE" in capsys.readouterr().err
-    assert main(["plan", str(config), "--fit"]) == 1
-    assert "--gpu" in capsys.readouterr().err
+    assert "READ,WRITE" in shown(capsys, config, "--drive", "5", status=1)
+    assert "--gpu" in shown(capsys, config, "--fit", status=1)
     assert main(["plan", str(config), "--gpu", "4090", "--device", "cpu"]) == 1
 
 
@@ -238,8 +229,7 @@ def test_cards_have_names(text, name):
 def test_kinds_of_drives_have_names(capsys, config):
     named, said = (told(capsys, config, "--gpu", "4090", "--drive", drive) for drive in ("gen4", "5,4"))
     assert named["step"] == said["step"]
-    assert main(["plan", str(config), "--drive", "gen9"]) == 1
-    assert "--drive must be gen3, gen4, gen5, or READ,WRITE" in capsys.readouterr().err
+    assert "--drive must be gen3, gen4, gen5, or READ,WRITE" in shown(capsys, config, "--drive", "gen9", status=1)
 
 
 def test_the_drives_life_comes_first_in_days(capsys, config):
@@ -247,8 +237,7 @@ def test_the_drives_life_comes_first_in_days(capsys, config):
     assert main(list(words)) == 0
     rows = capsys.readouterr().out.partition("what ")[2].splitlines()
     assert re.match(r"the drive lasts +[\d,.]+ days  +.*until 600 TB are written", rows[2])
-    assert main(["plan", str(config)]) == 0
-    assert re.search(r"the drive lasts +[\d,]+ steps", capsys.readouterr().out)
+    assert re.search(r"the drive lasts +[\d,]+ steps", shown(capsys, config))
 
 
 def test_compute_takes_over_at_so_many_tokens(capsys, config):
@@ -260,5 +249,4 @@ def test_compute_takes_over_at_so_many_tokens(capsys, config):
     assert there["bound"] == "compute"
     assert there["tokens_per_second"] == pytest.approx(found["tokens_per_second"], rel=1e-3)
     assert told(capsys, *words, "--tokens", tokens - 64)["step"]["bound"] != "compute"
-    assert main(["plan", *map(str, words)]) == 0
-    assert re.search(rf"compute takes over at +{tokens:,} tokens a step", capsys.readouterr().out)
+    assert re.search(rf"compute takes over at +{tokens:,} tokens a step", shown(capsys, *words))

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.planned import shown, told
 
 import memascend
 from memascend.cli import main
@@ -55,11 +56,6 @@ def written(folder, name):
     path = folder / "config.json"
     path.write_text(json.dumps({"architectures": [architecture], "dtype": "float32", **values}))
     return path
-
-
-def told(capsys, *words):
-    assert main(["plan", *map(str, words), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def batch(name):
@@ -133,12 +129,10 @@ def test_the_disk_is_measured_only_where_one_is_named(capsys, tmp_path, monkeypa
     assert measured["disk_seconds_per_step"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     assert told(capsys, config)["disk_seconds_per_step"] is None
-    assert main(["plan", str(config)]) == 0
-    out = capsys.readouterr().out
+    out = shown(capsys, config)
     for words in ("not measured", "steps write 100 TB", "Host memory", "update staging", "disk space"):
         assert words in out
-    assert main(["plan", str(config), "--storage", str(tmp_path / "no" / "such")]) == 1
-    assert "does not exist" in capsys.readouterr().err
+    assert "does not exist" in shown(capsys, config, "--storage", tmp_path / "no" / "such", status=1)
 
 
 def test_storage_without_room_is_a_named_problem(capsys, tmp_path, monkeypatch):
@@ -147,16 +141,8 @@ def test_storage_without_room_is_a_named_problem(capsys, tmp_path, monkeypatch):
     needed = told(capsys, config)["plan"]["disk_bytes"]
     for free, status in ((needed, 0), (needed - 1, 1)):
         monkeypatch.setattr("memascend.session.decide.room_beside", lambda *_, free=free: free)
-        assert main(["plan", str(config), "--storage", str(tmp_path)]) == status
-        assert ("not enough" in capsys.readouterr().out) == bool(status)
-        assert main(["plan", str(config), "--storage", str(tmp_path), "--json"]) == status
-        assert json.loads(capsys.readouterr().out)["disk"]["fits"] == (not status)
-
-
-def test_budgets_in_every_notation_of_a_number(capsys, tmp_path):
-    config = written(tmp_path, "ViT")
-    plans = [told(capsys, config, "--host-memory", text)["plan"] for text in ("200e6", "200MB", "200000000")]
-    assert plans[0] == plans[1] == plans[2]
+        assert ("not enough" in shown(capsys, config, "--storage", tmp_path, status=status)) == bool(status)
+        assert told(capsys, config, "--storage", tmp_path, status=status)["disk"]["fits"] == (not status)
 
 
 def parameters_of(path):
@@ -199,8 +185,7 @@ def test_a_budget_that_is_too_small_names_the_one_that_works(capsys, tmp_path):
 
 def test_what_describes_no_model_is_named(capsys, tmp_path, monkeypatch):
     def refused(*words):
-        assert main(["plan", *map(str, words)]) == 1
-        return capsys.readouterr().err
+        return shown(capsys, *words, status=1)
 
     assert "does not exist" in refused(tmp_path / "nothing.json")
     assert "is no config of a model" in refused(tmp_path)
@@ -248,18 +233,15 @@ def test_of_a_device_that_is_not_there(tmp_path, capsys):
     (tmp_path / "deep.json").write_text(json.dumps(deep))
     hosts = []
     for name in ("config.json", "deep.json"):
-        assert main(["plan", str(tmp_path / name), "--device", "cuda:1", "--json"]) == 0
-        plan = json.loads(capsys.readouterr().out)["plan"]
+        plan = told(capsys, tmp_path / name, "--device", "cuda:1")["plan"]
         assert plan["device_peak"] == sum(plan["device"].values()) <= plan["device_budget"]
         assert {"unit staging", "gradient windows"} <= plan["host"].keys()
         hosts.append({owner: nbytes for owner, nbytes in plan["host"].items() if owner not in ("index", "catalog")})
     assert hosts[0] == hosts[1]
     assert main(["plan", str(path), "--device", "cuda", "--device-memory", "1KiB"]) == 1
     works = plan_error(capsys)
-    assert main(["plan", str(path), "--device", "cuda", "--device-memory", works, "--json"]) == 0
-    smallest = json.loads(capsys.readouterr().out)["plan"]["device_smallest"]
-    assert main(["plan", str(path), "--device", "cuda", "--device-memory", str(smallest)]) == 0
-    assert "Device memory:" in capsys.readouterr().out
+    smallest = told(capsys, path, "--device", "cuda", "--device-memory", works)["plan"]["device_smallest"]
+    assert "Device memory:" in shown(capsys, path, "--device", "cuda", "--device-memory", smallest)
     assert main(["plan", str(path), "--device", "cuda", "--device-memory", str(smallest - 1)]) == 1
     assert main(["plan", str(path), "--device", "cpu", "--device-memory", "1GiB"]) == 1
 

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from support.planned import shown, told
 
 from memascend.cli import main
 from memascend.cli.plan.decoder import Decoder
@@ -42,11 +43,6 @@ def config(tmp_path):
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
     }))  # fmt: skip
     return path
-
-
-def told(capsys, *words, status=0):
-    assert main(["plan", *map(str, words), "--json"]) == status
-    return json.loads(capsys.readouterr().out)
 
 
 def test_a_shape_by_its_name_needs_no_transformers_and_a_wrong_one_no_torch(python, tmp_path, monkeypatch):
@@ -119,8 +115,10 @@ def test_cards_have_their_figures(text, name, tflops, gib, link):
 
 def test_a_card_without_bf16_is_said(capsys, config):
     for kind, says in (("bf16", True), ("fp16", False)):
-        assert main(["plan", str(config), "--gpu", "T4", "--dtype", kind, *map(str, SMALL)]) == 0
-        assert ("it has no units for bfloat16: with --dtype fp16" in capsys.readouterr().out) == says
+        assert (
+            "it has no units for bfloat16: with --dtype fp16"
+            in shown(capsys, config, "--gpu", "T4", "--dtype", kind, *SMALL)
+        ) == says
     with pytest.raises(ConfigError, match="5060ti8, 5060ti16, 5070"):
         parse_gpu("5055")
 
@@ -141,8 +139,7 @@ def test_without_a_gpu_this_processor_is_measured(capsys, config, monkeypatch):
     # Without a drive there are no seconds; of a card that is not there, neither.
     assert told(capsys, config)["step"]["seconds_per_step"] is None
     assert len(asked) == 2
-    assert main(["plan", str(config), *map(str, SMALL), "--device", "cuda"]) == 0
-    assert "give --gpu G" in capsys.readouterr().out
+    assert "give --gpu G" in shown(capsys, config, *SMALL, "--device", "cuda")
 
 
 def test_a_product_is_measured():
@@ -193,8 +190,7 @@ def test_checkpointed_activations_in_files(capsys, config):
     assert away["disk"]["bytes"] == here["disk"]["bytes"] + files
     assert away["written_bytes_per_step"] == here["written_bytes_per_step"] + files
     assert away["read_bytes_per_step"] == here["read_bytes_per_step"] + files
-    assert main(["plan", *map(str, (*words, *card)), "--activations", "ssd"]) == 0
-    out = capsys.readouterr().out
+    out = shown(capsys, *words, *card, "--activations", "ssd")
     assert f"{bytes_shown(files)} of it checkpointed activations" in out
     assert "activations='ssd')" in out or 'activations="ssd")' in out
     # Host memory takes all of them, within a budget that has room.

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
+from support.chains import offloaded
 from torch.utils.checkpoint import checkpoint
-
-import memascend
 
 
 class Model(torch.nn.Module):
@@ -25,13 +24,8 @@ def test_wherever_they_wait(tmp_path, device, reentrant):
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
     found = []
     for where in ("device", "host", "ssd"):
-        folder = tmp_path / where
-        folder.mkdir()
-        model = Model(reentrant)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        model, optimizer = memascend.offload(
-            model, optimizer, storage=folder, device=device, activations=where, gradients="ssd"
-        )
+        options = {"device": device, "activations": where, "gradients": "ssd"}
+        model, optimizer = offloaded(tmp_path / where, Model(reentrant), **options)
         with optimizer:
             losses = []
             for _ in range(3):

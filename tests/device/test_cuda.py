@@ -28,9 +28,7 @@ def data(device):
 
 @pytest.fixture
 def expected(tmp_path, device, data):
-    folder = tmp_path / "expected"
-    folder.mkdir()
-    model, optimizer = begun(folder, device)
+    model, optimizer = begun(tmp_path / "expected", device)
     with optimizer:
         return losses(model, optimizer, data)
 

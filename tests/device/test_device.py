@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from parity.zoo_plain import Stack, next_token, tokens
+from support.chains import chain, offloaded
 from torch.utils.checkpoint import checkpoint
 
 import memascend
@@ -20,6 +21,7 @@ def data(device):
 def begun(folder, device, **options):
     torch.manual_seed(1)
     model = Stack()
+    folder.mkdir(exist_ok=True)
     options = {"storage": folder / "run.store", "gradients": "fused", "device": device, **options}
     return memascend.offload(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
 
@@ -65,49 +67,31 @@ def test_host_memory_does_not_depend_on_the_model(tmp_path, device):
     """But for the index, and what a largest parameter takes of the queue there."""
     plans = []
     for blocks in (4, 16):
-        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(blocks)))
-        folder = tmp_path / str(blocks)
-        folder.mkdir()
-        _, optimizer = memascend.offload(
-            model, torch.optim.AdamW(model.parameters()), storage=folder, device=device, gradients="fused"
-        )
+        model = chain(blocks, bias=True)
+        _, optimizer = offloaded(tmp_path / str(blocks), model, device=device, gradients="fused")
         with optimizer:
             plans.append({name: nbytes for name, nbytes in optimizer.plan.host.items() if name != "index"})
     assert plans[0] == plans[1]
 
 
 def test_a_model_that_is_there_already(tmp_path, device, data):
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir()
-    two.mkdir()
-    model, optimizer = begun(one, device)
+    model, optimizer = begun(tmp_path / "one", device)
     with optimizer:
         expected = losses(model, optimizer, data)
     torch.manual_seed(1)
-    model = Stack().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = memascend.offload(model, optimizer, storage=two / "run.store", device=device, gradients="fused")
+    model, optimizer = offloaded(tmp_path / "two.store", Stack().to(device), device=device, gradients="fused")
     with optimizer:
         assert losses(model, optimizer, data) == expected
 
 
 def test_under_a_default_device(tmp_path, device, data):
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir()
-    two.mkdir()
-    model, optimizer = begun(one, device)
+    model, optimizer = begun(tmp_path / "one", device)
     with optimizer:
         expected = losses(model, optimizer, data), model.state_dict()["head.weight"]
     torch.manual_seed(1)
     model = Stack()
     with torch.device(device):
-        model, optimizer = memascend.offload(
-            model,
-            torch.optim.AdamW(model.parameters(), lr=1e-2),
-            storage=two / "run.store",
-            device=device,
-            gradients="fused",
-        )
+        model, optimizer = offloaded(tmp_path / "two.store", model, device=device, gradients="fused")
         with optimizer:
             assert losses(model, optimizer, data) == expected[0]
             assert torch.equal(model.state_dict()["head.weight"], expected[1])
@@ -199,9 +183,7 @@ def test_out_of_memory(tmp_path, device, data, where, recomputed, monkeypatch):
 
     found = []
     for fails in (False, True):
-        folder = tmp_path / str(fails)
-        folder.mkdir()
-        model, optimizer = begun(folder, device)
+        model, optimizer = begun(tmp_path / str(fails), device)
         exhausted(model.blocks[1])
         with optimizer:
             step(model, optimizer, data[0])

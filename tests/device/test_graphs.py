@@ -1,8 +1,13 @@
 """Tests that CUDA graphs are refused by name, whoever captures, and that nothing has changed."""
 
+from functools import partial
+
 import pytest
 import torch
-from parity.zoo_plain import Stack, next_token, tokens
+from device import test_device
+from device.test_device import losses, step
+from parity.zoo_plain import next_token, tokens
+from support.grids import covered
 
 import memascend
 from memascend.device.device import refuse_graphs
@@ -13,26 +18,7 @@ def data():
     return tokens(torch.Generator().manual_seed(2))
 
 
-def begun(folder, **options):
-    torch.manual_seed(1)
-    model = Stack()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    options = {"storage": folder / "run.store", "existing": "replace", "gradients": "fused", **options}
-    return memascend.offload(model, optimizer, **options)
-
-
-def losses(model, optimizer, data, count=3, between=lambda _: None):
-    found = []
-    for index in range(count):
-        between("forward")
-        loss = next_token(model, data[index])
-        between("backward")
-        loss.backward()
-        between("step")
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+begun = partial(test_device.begun, device=None, existing="replace")
 
 
 @pytest.fixture
@@ -88,16 +74,17 @@ def of_a_function(model, **how):
 
 
 @pytest.mark.usefixtures("fake")
-@pytest.mark.parametrize("of", [of_model, of_a_block, of_a_function])
 @pytest.mark.parametrize(
-    "how",
-    [
-        {"mode": "reduce-overhead"},
-        {"mode": "max-autotune"},
-        {"options": {"triton.cudagraphs": True}},
-        {"backend": "cudagraphs"},
-    ],
-    ids=["reduce-overhead", "max-autotune", "option", "backend"],
+    ("of", "how"),
+    covered(
+        [of_model, of_a_block, of_a_function],
+        [
+            {"mode": "reduce-overhead"},
+            {"mode": "max-autotune"},
+            {"options": {"triton.cudagraphs": True}},
+            {"backend": "cudagraphs"},
+        ],
+    ),
 )
 def test_code_that_is_compiled_to_be_captured(tmp_path, data, expected, of, how):
     torch._dynamo.reset()
@@ -110,12 +97,7 @@ def test_code_that_is_compiled_to_be_captured(tmp_path, data, expected, of, how)
                 next_token(compiled, data[0])
         for module in model.modules():
             module._compiled_call_impl = None
-        for index in (1, 2):
-            loss = next_token(model, data[index])
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
+        found += [step(model, optimizer, data[index]) for index in (1, 2)]
     assert found == expected
 
 

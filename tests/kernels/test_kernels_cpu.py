@@ -42,14 +42,6 @@ def bits(tensor):
     return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
 
 
-@pytest.fixture
-def one_torch_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def state_like(kind, numel, seed):
     if kind == "usual":
         p, g, m, v = (randoms(numel, seed=seed + i, scale=s) for i, s in enumerate((1.0, 1e-2, 1e-3, 1e-3)))
@@ -65,7 +57,7 @@ def state_like(kind, numel, seed):
     return p, g, m, v.square() if kind != "bits" else v.abs()
 
 
-@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam])
 @pytest.mark.parametrize("kind", ["usual", "tiny", "huge", "zeros", "bits"])
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.3, 0.9), (0.5, 0.5), (0.0, 0.0)])
@@ -88,7 +80,7 @@ def test_the_bits_are_those_of_torch_fused(optimizer, kind, betas):
             assert same_bits(ours, other), (name, step, decay, lr, eps, maximize)
 
 
-@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_many_steps_in_16_bits_stay_with_torch(dtype):
     numel = 1 << 16
@@ -107,7 +99,7 @@ def test_many_steps_in_16_bits_stay_with_torch(dtype):
     assert same_bits(out, parameter.data.to(dtype))
 
 
-@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.usefixtures("one_thread")
 def test_only_the_last_elements_of_torch_differ():
     # torch's own tail: at most 1 ulp of v, in the last numel % 16 elements. Ours is one formula.
     p, g, m, v = state_like("usual", 4096 + 15, seed=3)
@@ -161,20 +153,16 @@ def test_threads_and_alignment_change_nothing(numel):
 
 
 def test_flushed_denormals_of_the_caller_change_nothing():
-    def run():
-        p, g, m, v = state_like("tiny", 4096, seed=2)
+    def run(p, g, m, v):
         kernels.adamw(p, g, m, v, None, lr=1e-3, betas=(0.9, 0.99), eps=1e-30, weight_decay=0.1, step=3)
         total = kernels.check_and_unscale(g, 0.5)[1]
         return [bits(t).clone() for t in (p, m, v, g)] + [total]
 
-    expected = run()
-    state = state_like("tiny", 4096, seed=2)
+    first, second = (state_like("tiny", 4096, seed=2) for _ in range(2))
+    expected = run(*first)
     assert torch.set_flush_denormal(True)
     try:
-        p, g, m, v = (tensor.clone() for tensor in state)
-        kernels.adamw(p, g, m, v, None, lr=1e-3, betas=(0.9, 0.99), eps=1e-30, weight_decay=0.1, step=3)
-        total = kernels.check_and_unscale(g, 0.5)[1]
-        got = [bits(t).clone() for t in (p, m, v, g)] + [total]
+        got = run(*second)
     finally:
         torch.set_flush_denormal(False)
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))

@@ -12,12 +12,8 @@ CHUNK = 2048
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """In 16 bits torch's own result depends on where its threads divide a tensor."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread(one_thread):
+    """In 16 bits torch's own result depends on its threads."""
 
 
 class Streamed:

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from support.bits import same_bits
+from support.chains import values
 
 import memascend
 from memascend.checkpoint.reader import FOLDER, MANIFEST
@@ -104,9 +105,22 @@ def train(trained, optimizer, steps, *, without=()):
             parameter.requires_grad_(True)
 
 
+def begun(storage, kind=None, dtype=torch.float32, **options):
+    """A run, and the original of its optimizer."""
+    trained = model(dtype)
+    original = (kind or Counted)(groups(trained))
+    return *memascend.offload(trained, original, storage=storage, **options), original
+
+
+def in_memory(kind, steps, **options):
+    plain = model()
+    reference = kind(groups(plain))
+    train(plain, reference, steps, **options)
+    return list(plain.state_dict().values()), reference
+
+
 def values_of(trained):
-    with memascend.materialized(trained):
-        return [parameter.detach().clone() for parameter in trained.parameters()]
+    return list(values(trained).values())
 
 
 def same_options(one, other):
@@ -116,63 +130,44 @@ def same_options(one, other):
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
 def test_counters_of_groups_and_attributes_stream_and_are_resumed(tmp_path, gradients):
-    plain = model()
-    reference = Counted(groups(plain))
-    train(plain, reference, range(7), without=(2, 5))
-
-    trained = model()
-    trained, optimizer = memascend.offload(
-        trained, Counted(groups(trained)), storage=tmp_path / "store", gradients=gradients
-    )
+    expected, reference = in_memory(Counted, range(7), without=(2, 5))
+    trained, optimizer, _ = begun(tmp_path / "store", gradients=gradients)
     train(trained, optimizer, range(4), without=(2,))
     assert [group["k"] for group in optimizer.param_groups] == [4, 4]
     optimizer.close()
 
-    again = model()
-    original = Counted(groups(again))
-    again, optimizer = memascend.offload(
-        again, original, storage=tmp_path / "store", gradients=gradients, existing="resume"
-    )
+    again, optimizer, original = begun(tmp_path / "store", gradients=gradients, existing="resume")
     assert original.begun is True
     assert [group["k"] for group in optimizer.param_groups] == [4, 4]
     assert isinstance(original.param_groups[0]["weight"], torch.Tensor)
     train(again, optimizer, range(4, 7), without=(5,))
     for one, other in zip(optimizer.param_groups, reference.param_groups, strict=True):
         assert same_options(one, other)
-    assert all(map(same_bits, values_of(again), [p.detach() for p in plain.parameters()]))
+    assert all(map(same_bits, values_of(again), expected))
     optimizer.close()
 
 
 def test_a_checkpoint_has_them_too(tmp_path):
-    plain = model()
-    reference = Counted(groups(plain))
-    train(plain, reference, range(5))
-    trained = model()
-    trained, optimizer = memascend.offload(trained, Counted(groups(trained)), storage=tmp_path / "one")
+    expected, _ = in_memory(Counted, range(5))
+    trained, optimizer, _ = begun(tmp_path / "one")
     train(trained, optimizer, range(3))
     optimizer.save(tmp_path / "saved")
     optimizer.close()
     assert json.loads((tmp_path / "saved" / FOLDER / MANIFEST).read_text())["attributes"]["begun"] is True
-    other = model()
-    original = Counted(groups(other))
-    other, optimizer = memascend.offload(other, original, storage=tmp_path / "two", checkpoint=tmp_path / "saved")
+    other, optimizer, original = begun(tmp_path / "two", checkpoint=tmp_path / "saved")
     assert original.begun is True
     optimizer.close()
     # What the checkpoint gave stands in the first commit, too.
-    other = model()
-    original = Counted(groups(other))
-    other, optimizer = memascend.offload(other, original, storage=tmp_path / "two", existing="resume")
+    other, optimizer, original = begun(tmp_path / "two", existing="resume")
     assert original.begun is True
     train(other, optimizer, range(3, 5))
-    assert all(map(same_bits, values_of(other), [p.detach() for p in plain.parameters()]))
+    assert all(map(same_bits, values_of(other), expected))
     optimizer.close()
 
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd"])
 def test_what_is_discarded_leaves_them_as_they_were(tmp_path, gradients):
-    trained = model()
-    original = Counted(groups(trained))
-    trained, optimizer = memascend.offload(trained, original, storage=tmp_path / "store", gradients=gradients)
+    trained, optimizer, _ = begun(tmp_path / "store", gradients=gradients)
     train(trained, optimizer, range(2))
     before = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     before = [{n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in group.items()} for group in before]
@@ -189,16 +184,12 @@ def test_what_is_discarded_leaves_them_as_they_were(tmp_path, gradients):
     assert all(map(same_options, before, optimizer.param_groups))
     optimizer.zero_grad()
     train(trained, optimizer, range(2, 4))
-    plain = model()
-    train(plain, Counted(groups(plain)), range(4))
-    assert all(map(same_bits, values_of(trained), [p.detach() for p in plain.parameters()]))
+    assert all(map(same_bits, values_of(trained), in_memory(Counted, range(4))[0]))
     optimizer.close()
 
 
 def test_an_overflow_leaves_them_as_they_were(tmp_path):
-    trained = model(torch.float16)
-    optimizer = Counted(groups(trained))
-    trained, optimizer = memascend.offload(trained, optimizer, storage=tmp_path / "store", loss_scale="dynamic")
+    trained, optimizer, _ = begun(tmp_path / "store", dtype=torch.float16, loss_scale="dynamic")
     optimizer.backward(trained(torch.full((2, 24), 1e4, dtype=torch.float16)).square().mean())
     optimizer.step()
     assert optimizer.overflowed
@@ -219,8 +210,7 @@ class EverSlower(Counted):
 
 
 def test_an_end_that_differs_late_ends_the_step_by_name_and_nothing_is_committed(tmp_path):
-    trained = model()
-    trained, optimizer = memascend.offload(trained, EverSlower(groups(trained)), storage=tmp_path / "store")
+    trained, optimizer, _ = begun(tmp_path / "store", EverSlower)
     train(trained, optimizer, range(8))
     with pytest.raises(memascend.UsageError, match="EverSlower changed the option 'lr' of a group in another way"):
         train(trained, optimizer, range(8, 9))
@@ -238,10 +228,7 @@ class Listing(Counted):
 
 
 def test_what_cannot_be_committed_ends_the_step_by_name(tmp_path):
-    trained = model()
-    trained, optimizer = memascend.offload(
-        trained, Listing(groups(trained)), storage=tmp_path / "store", gradients="ssd"
-    )
+    trained, optimizer, _ = begun(tmp_path / "store", Listing, gradients="ssd")
     train(trained, optimizer, range(8))
     with pytest.raises(memascend.MemascendError, match="Listing changed its attribute 'seen' to a set"):
         train(trained, optimizer, range(8, 9))
@@ -263,10 +250,8 @@ def test_train_and_eval_work_on_streamed_values(tmp_path, dtype):
     reference = ScheduleFree(groups(plain))
     expected, found = [], []
     loop(plain, reference, expected)
-    trained = model(dtype)
-    original = ScheduleFree(groups(trained))
-    trained, optimizer = memascend.offload(trained, original, storage=tmp_path / "store", master_dtype=None)
-
+    options = {"storage": tmp_path / "store", "kind": ScheduleFree, "dtype": dtype, "master_dtype": None}
+    trained, optimizer, _ = begun(**options)
     for epoch in range(2):
         optimizer.train()
         optimizer.train()
@@ -278,11 +263,7 @@ def test_train_and_eval_work_on_streamed_values(tmp_path, dtype):
         if epoch == 0:
             # The evaluation's values are the committed ones.
             optimizer.close()
-            trained = model(dtype)
-            original = ScheduleFree(groups(trained))
-            trained, optimizer = memascend.offload(
-                trained, original, storage=tmp_path / "store", master_dtype=None, existing="resume"
-            )
+            trained, optimizer, original = begun(**options, existing="resume")
             assert original.param_groups[1]["train_mode"] is False
     assert all(map(same_bits, found, expected))
     assert len(found) == len(expected) > 20
@@ -296,8 +277,7 @@ def test_train_and_eval_work_on_streamed_values(tmp_path, dtype):
 
 
 def test_other_optimizers_have_neither(tmp_path):
-    trained = model()
-    trained, optimizer = memascend.offload(trained, torch.optim.SGD(trained.parameters()), storage=tmp_path / "store")
+    _, optimizer, _ = begun(tmp_path / "store", torch.optim.SGD)
     assert not hasattr(optimizer, "train")
     assert not hasattr(optimizer, "eval")
     optimizer.close()

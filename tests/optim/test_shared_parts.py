@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.bits import same_bits
+from support.chains import require_same
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import memascend
@@ -101,6 +102,11 @@ def model(dtype=torch.float32):
     return made.to(dtype).to(memory_format=torch.channels_last)
 
 
+def begun(*, dtype=torch.float32, anew=False, **options):
+    trained = model(dtype)
+    return memascend.offload(trained, QuantisedMomentum(trained.parameters(), anew=anew), **options)
+
+
 def train(trained, optimizer, steps):
     dtype = next(trained.parameters()).dtype
     for step in steps:
@@ -124,22 +130,18 @@ def test_quantised_state_streams_bit_for_bit(tmp_path, dtype, anew):
     plain = model(dtype)
     reference = QuantisedMomentum(plain.parameters(), anew=anew)
     train(plain, reference, range(6))
-    trained = model(dtype)
-    options = {"storage": tmp_path / "store", "master_dtype": None}
-    trained, optimizer = memascend.offload(trained, QuantisedMomentum(trained.parameters(), anew=anew), **options)
+    options = {"dtype": dtype, "anew": anew, "storage": tmp_path / "store", "master_dtype": None}
+    trained, optimizer = begun(**options)
     train(trained, optimizer, range(3))
     optimizer.close()
-    trained = model(dtype)
-    original = QuantisedMomentum(trained.parameters(), anew=anew)
-    trained, optimizer = memascend.offload(trained, original, existing="resume", **options)
+    trained, optimizer = begun(existing="resume", **options)
     train(trained, optimizer, range(3, 6))
     for parameter, twin in zip(trained.parameters(), plain.parameters(), strict=True):
         state = optimizer.state_of(parameter)
         state.pop("master")
         assert state.keys() == reference.state[twin].keys()
         assert all(same(state[name], reference.state[twin][name]) for name in state)
-    with memascend.materialized(trained):
-        assert all(map(same_bits, list(trained.parameters()), list(plain.parameters())))
+    require_same(plain, trained)
     optimizer.close()
 
 
@@ -154,12 +156,9 @@ def test_quantised_state_that_is_there_moves_in_and_into_a_checkpoint(tmp_path):
     train(trained, optimizer, range(2, 4))
     optimizer.save(tmp_path / "saved")
     optimizer.close()
-    trained = model()
-    original = QuantisedMomentum(trained.parameters())
-    trained, optimizer = memascend.offload(trained, original, storage=tmp_path / "other", checkpoint=tmp_path / "saved")
+    trained, optimizer = begun(storage=tmp_path / "other", checkpoint=tmp_path / "saved")
     train(trained, optimizer, range(4, 6))
-    with memascend.materialized(trained):
-        assert all(map(same_bits, list(trained.parameters()), list(plain.parameters())))
+    require_same(plain, trained)
     optimizer.close()
 
 

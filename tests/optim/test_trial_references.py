@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from support.bits import same_bits
+from support.chains import require_same, train, twins
 
 import memascend
 
@@ -162,21 +163,11 @@ class OwnMethod(torch.optim.Optimizer):
 
 
 def test_a_method_that_the_optimizer_keeps_is_the_copys_own(tmp_path):
-    def train(model, optimizer):
-        for step in range(3):
-            model(torch.full((2, 4), step + 1.0)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    twin = copy.deepcopy(model)
-    train(twin, OwnMethod(twin.parameters()))
-    model, optimizer = memascend.offload(model, OwnMethod(model.parameters()), storage=tmp_path / "store")
-    train(model, optimizer)
-    with memascend.materialized(model):
-        assert all(map(same_bits, list(model.parameters()), list(twin.parameters())))
-    optimizer.close()
+    plain, theirs, model, optimizer = twins(tmp_path, kind=lambda parameters, **_: OwnMethod(parameters))
+    with optimizer:
+        train(plain, theirs, range(3))
+        train(model, optimizer, range(3))
+        require_same(plain, model)
 
 
 def accelerated(inner, *, scaler=None, steps=1):
@@ -250,8 +241,7 @@ def test_a_wrapper_is_taken_off_and_put_around_what_comes_back(tmp_path, attribu
             by(torch.ones(2, 4)).square().sum().backward()
             step.step()
             by.zero_grad()
-    with memascend.materialized(model):
-        assert all(map(same_bits, list(model.parameters()), list(twin.parameters())))
+    require_same(twin, model)
     assert optimizer.steps == 2
     optimizer.close()
 

@@ -6,6 +6,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan.test_memory_plan_budget import admits
 
 import memascend
 from memascend.plan.memory_plan import arena_classes
@@ -15,17 +16,6 @@ windows = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size
 
 def cost(classes):
     return sum(size * count for size, count in classes.items())
-
-
-def admits(classes, window):
-    """Whether the arena's rule, smallest class that holds it, grants every lease of the window."""
-    left = dict(classes)
-    for size in window:
-        fitting = [bound for bound in left if bound >= size]
-        if not fitting or left[min(fitting)] == 0:
-            return False
-        left[min(fitting)] -= 1
-    return True
 
 
 @given(windows)

@@ -49,6 +49,7 @@ def plan(units, budget=None, gradients="auto", device_budget=None, **more):
 
 
 def admits(classes, held):
+    """Whether the arena's rule, smallest class that holds it, grants every lease."""
     left = dict(classes)
     for nbytes in held:
         bound = min((bound for bound in left if bound >= nbytes), default=None)

@@ -1,13 +1,15 @@
 """Tests that a step which needs more room than a plan can know gets it, where nobody gave a budget."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
-from support.bits import same_bits
+from support.bits import same_states
 from support.blocks import Residual
+from support.chains import offloaded
 from support.fake_device import fake
-from support.grids import usual
+from support.grids import covered, usual
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,6 +19,7 @@ from memascend.plan.options import parse_bytes
 __all__ = ["fake"]
 
 WIDTH, BLOCKS, STEPS = 64, 12, 3
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Block(Residual):
@@ -115,36 +118,29 @@ def train(model, optimizer, loss):
         optimizer.zero_grad()
 
 
-def made(make):
+FUSED = partial(torch.optim.AdamW, fused=True)
+
+
+def made(make, storage, **options):
+    torch.manual_seed(0)
+    return offloaded(storage, make(), FUSED, **{"gradients": "ssd", **options})
+
+
+def in_memory(make, loss):
     torch.manual_seed(0)
     model = make()
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-
-
-@pytest.fixture
-def in_memory():
-    threads = torch.get_num_threads()
-
-    def run(make, loss):
-        torch.set_num_threads(1)
-        model, optimizer = made(make)
-        train(model, optimizer, loss)
-        return model.state_dict()
-
-    yield run
-    torch.set_num_threads(threads)
+    train(model, FUSED(model.parameters(), lr=0.01), loss)
+    return model.state_dict()
 
 
 @pytest.mark.parametrize("case", usual(CASES, "LSTM", "checkpoint segments", "view kept by a function"))
-def test_room_is_made_where_nobody_gave_a_budget(tmp_path, in_memory, case):
+def test_room_is_made_where_nobody_gave_a_budget(tmp_path, case):
     make, loss = CASES[case]
     wanted = in_memory(make, loss)
-    model, optimizer = made(make)
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path, gradients="ssd")
+    model, optimizer = made(make, tmp_path)
     with optimizer:
         train(model, optimizer, loss)
-        got = model.state_dict()
-        assert all(same_bits(got[name], value) for name, value in wanted.items())
+        assert same_states(model.state_dict(), wanted)
         host = optimizer.report().to_dict()["host"]
         assert host["total"] <= host["budget"] == optimizer.plan.budget
         assert host["owners"]["units"]["bytes"] <= optimizer.plan.host["units"]
@@ -159,18 +155,14 @@ def test_room_is_made_where_nobody_gave_a_budget(tmp_path, in_memory, case):
         pytest.param("gradient penalty", marks=pytest.mark.slow),
     ],
 )
-def test_room_is_made_on_a_device(tmp_path, in_memory, case):
+def test_room_is_made_on_a_device(tmp_path, case):
     make, loss = CASES[case]
     wanted = in_memory(make, loss)
-    model, optimizer = made(make)
-    model, optimizer = memascend.offload(
-        model, optimizer, storage=tmp_path, gradients="ssd", device="cuda", host_memory="1GiB"
-    )
+    model, optimizer = made(make, tmp_path, device="cuda", host_memory="1GiB")
     with optimizer:
         planned = optimizer.plan
         train(model, optimizer, loss)
-        got = model.state_dict()
-        assert all(same_bits(got[name], value) for name, value in wanted.items())
+        assert same_states(model.state_dict(), wanted)
         plan, device = optimizer.plan, optimizer.report().to_dict()["device"]
         added = plan.device["units"] - planned.device["units"]
         assert added == plan.device_budget - planned.device_budget == plan.device_peak - planned.device_peak > 0
@@ -181,8 +173,7 @@ def test_room_is_made_on_a_device(tmp_path, in_memory, case):
 
 def test_a_device_that_is_full_says_so(tmp_path, fake):
     """What has no room there is an error, and the step can be done anew where room was made."""
-    model, optimizer = made(Segments)
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path, gradients="ssd", device="cuda")
+    model, optimizer = made(Segments, tmp_path, device="cuda")
     with optimizer:
         has, fake.memory = fake.memory, full
         with pytest.raises(memascend.MemoryLimitError, match="device_memory="):
@@ -200,14 +191,10 @@ def full(nbytes):
 
 @pytest.mark.usefixtures("fake")
 def test_a_budget_given_for_a_device_is_kept(tmp_path):
-    model, optimizer = made(Segments)
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "one", gradients="ssd", device="cuda")
+    _, optimizer = made(Segments, tmp_path / "one", device="cuda")
     budget = optimizer.plan.device_smallest
     optimizer.close()
-    model, optimizer = made(Segments)
-    model, optimizer = memascend.offload(
-        model, optimizer, storage=tmp_path / "two", gradients="ssd", device="cuda", device_memory=budget
-    )
+    model, optimizer = made(Segments, tmp_path / "two", device="cuda", device_memory=budget)
     with optimizer, pytest.raises(memascend.BudgetError, match="no memory for unit"):
         train(model, optimizer, plain)
 
@@ -216,10 +203,7 @@ def test_a_budget_given_for_a_device_is_kept(tmp_path):
 def test_what_was_added_is_logged_and_in_the_plan(tmp_path, caplog, request, device):
     if device == "device":
         request.getfixturevalue("fake")
-    model, optimizer = made(Segments)
-    model, optimizer = memascend.offload(
-        model, optimizer, storage=tmp_path, gradients="ssd", device="cpu" if device == "host" else "cuda"
-    )
+    model, optimizer = made(Segments, tmp_path, device="cpu" if device == "host" else "cuda")
     with optimizer:
         before = optimizer.plan
         with caplog.at_level("WARNING", logger="memascend"):
@@ -232,20 +216,14 @@ def test_what_was_added_is_logged_and_in_the_plan(tmp_path, caplog, request, dev
         assert f"{sum(after.host.values())}" == f"{after.host_peak}"
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("gradients", ["ssd", "fused"])
-def test_a_given_budget_is_kept_and_the_one_that_the_error_names_works(tmp_path, in_memory, case, gradients):
+@pytest.mark.parametrize(("case", "gradients"), covered(CASES, ["ssd", "fused"]))
+def test_a_given_budget_is_kept_and_the_one_that_the_error_names_works(tmp_path, case, gradients):
     make, loss = CASES[case]
-    # First: it sets the threads that both compute with.
     wanted = in_memory(make, loss)
-    model, optimizer = made(make)
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "one", gradients=gradients)
+    _, optimizer = made(make, tmp_path / "one", gradients=gradients)
     budget = optimizer.plan.smallest
     optimizer.close()
-    model, optimizer = made(make)
-    model, optimizer = memascend.offload(
-        model, optimizer, storage=tmp_path / "two", gradients=gradients, host_memory=budget
-    )
+    model, optimizer = made(make, tmp_path / "two", gradients=gradients, host_memory=budget)
     with optimizer:
         if case in ("LSTM", "GRU"):
             train(model, optimizer, loss)
@@ -256,12 +234,9 @@ def test_a_given_budget_is_kept_and_the_one_that_the_error_names_works(tmp_path,
         assert optimizer.plan.budget == budget
     named = re.search(r'host_memory="(\S+)" has a place for every unit', str(error.value))[1]
     assert error.value.smallest <= parse_bytes(named) < 1.01 * error.value.smallest
-    model, optimizer = made(make)
     # The number, or what the message says instead.
     larger = error.value.smallest if gradients == "ssd" else named
-    model, optimizer = memascend.offload(
-        model, optimizer, storage=tmp_path / "three", gradients=gradients, host_memory=larger
-    )
+    model, optimizer = made(make, tmp_path / "three", gradients=gradients, host_memory=larger)
     with optimizer:
         train(model, optimizer, loss)
-        assert all(same_bits(value, wanted[name]) for name, value in model.state_dict().items())
+        assert same_states(model.state_dict(), wanted)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.bits import same_bits
-from support.chains import WIDTH, batch, chain, loss_of
+from support.chains import WIDTH, batch, chain, loss_of, step, train
 from torch import nn
 from torch.nn.utils import prune
 
@@ -94,9 +94,7 @@ def refused(model, optimizer, folder, words):
     assert not list(folder.iterdir())
     assert all(same_bits(before[name], value) for name, value in model.state_dict().items())
     assert str(state) == str(optimizer.state_dict()["state"])
-    loss_of(model).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step(model, optimizer)
 
 
 def accepted(model, optimizer, folder, gradients="ssd"):
@@ -106,11 +104,8 @@ def accepted(model, optimizer, folder, gradients="ssd"):
     theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     model, ours = memascend.offload(model, optimizer, storage=folder / "run.store", gradients=gradients)
     with ours:
-        for step in range(2):
-            for one, stepped in ((plain, theirs), (model, ours)):
-                loss_of(one, step).backward()
-                stepped.step()
-                stepped.zero_grad()
+        train(plain, theirs, range(2))
+        train(model, ours, range(2))
         assert all(map(same_bits, plain.state_dict().values(), model.state_dict().values()))
 
 
@@ -127,6 +122,17 @@ def test_an_alias_of_a_weight_is_refused_and_gone_it_is_not(tmp_path, way):
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
     accepted(model, optimizer, tmp_path)
+
+
+@pytest.mark.parametrize("way", ["parameter", "buffer"])
+def test_parts_of_a_model_that_share_memory_are_refused(tmp_path, way):
+    model = chain()
+    if way == "parameter":
+        model[1].weight.data = model[0].weight.data
+    else:
+        model.register_buffer("first", model[0].weight.detach()[:2])
+    with pytest.raises(memascend.ConfigError, match="share memory"):
+        memascend.offload(model, sgd(model), storage=tmp_path / "s.store")
 
 
 class Transposed(nn.Module):
@@ -224,9 +230,7 @@ def test_what_holds_no_values_is_not_refused(tmp_path, way):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "run.store")
     with optimizer:
-        loss_of(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(model, optimizer)
     del kept, scheduler
 
 
@@ -254,9 +258,7 @@ def test_a_copy_of_an_offloaded_model_is_taken_and_what_reaches_it_is_counted(tm
 def trained(model=None):
     model = chain() if model is None else model
     optimizer = sgd(model)
-    loss_of(model).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step(model, optimizer)
     return model, optimizer
 
 

@@ -68,7 +68,7 @@ PROGRAM = """
 """
 
 
-def test_each_update_has_the_bits_of_its_baseline_and_added_masters_are_logged(python):
-    said = python(textwrap.dedent(PROGRAM))
+def test_each_update_has_the_bits_of_its_baseline_and_added_masters_are_logged(loaded):
+    said = loaded(textwrap.dedent(PROGRAM))
     parts = re.split("^(?:wide|none|narrow)$", said, flags=re.MULTILINE)[1:]
     assert [part.count("master_dtype=None adds none") for part in parts] == [0, 0, 1], said

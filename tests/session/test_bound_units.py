@@ -4,10 +4,8 @@ import threading
 
 import pytest
 import torch
-from support.chains import WIDTH, batch, chain, loss_of, require_same, twins
+from support.chains import WIDTH, batch, loss_of, require_same, twins
 from torch import nn
-
-import memascend
 
 
 def test_a_unit_whose_read_failed_is_read_again(tmp_path, monkeypatch):
@@ -40,76 +38,58 @@ def test_a_unit_whose_read_failed_is_read_again(tmp_path, monkeypatch):
                 pytest.fail("nothing was read")
 
 
-def test_two_threads_may_compute_at_once(tmp_path):
-    class Turns(nn.Module):
-        """Two modules in one unit, which different threads are in at one time."""
+class Turns(nn.Module):
+    """Two modules in one unit, which different threads are in at one time."""
 
-        def __init__(self):
-            super().__init__()
-            self.one = nn.Linear(WIDTH, WIDTH)
-            self.two = nn.Linear(WIDTH, WIDTH)
-            self.two.weight, self.two.bias = self.one.weight, self.one.bias
-
-        def forward(self, x):
-            return self.two(self.one(x))
-
-    def make():
+    def __init__(self):
+        super().__init__()
         torch.manual_seed(0)
-        return Turns()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.two.weight, self.two.bias = self.one.weight, self.one.bias
 
-    plain, _, model, optimizer = twins(tmp_path, make=make)
-    inside, left = threading.Event(), threading.Event()
+    def forward(self, x):
+        return self.two(self.one(x))
+
+
+def test_a_unit_stays_until_the_last_thread_has_left_it(tmp_path):
+    plain, _, model, optimizer = twins(tmp_path, make=Turns)
+    known, inside, left = threading.Event(), threading.Event(), threading.Event()
     found = []
 
     def second():
-        inside.wait(10)
         with torch.no_grad():
+            # Each thread is known from its first forward of the whole model.
+            model(batch())
+            known.set()
             found.append(model.two(batch()))
 
-    def hold(*_):
-        # The first thread leaves while the second is inside.
-        left.wait(10)
+    other = threading.Thread(target=second)
 
-    def enter_second(*_):
-        inside.set()
-        left.wait(0.2)
+    def is_there(*_):
+        if known.is_set() and threading.current_thread() is other:
+            inside.set()
+            assert left.wait(20)
+            found.append(torch.equal(model.two.weight.data, plain.two.weight))
 
-    model.one.register_forward_pre_hook(enter_second)
-    seen = []
+    def leaves_later(*_):
+        if known.is_set() and threading.current_thread() is not other:
+            assert inside.wait(20)
 
-    def probe(module, _):
-        left.set()
-        if threading.current_thread() is not first and first.ident is not None:
-            first.join(10)
-        try:
-            seen.append(torch.equal(module.weight.data, plain.two.weight))
-        except memascend.UsageError as error:
-            seen.append(error)
-
-    model.two.register_forward_pre_hook(probe)
+    model.two.register_forward_pre_hook(is_there)
+    model.one.register_forward_pre_hook(leaves_later)
     with optimizer, torch.no_grad():
-        seen.append(True)
-        # Each thread is known from its first forward of the whole model.
-        warm = threading.Thread(target=lambda: model(batch()))
-        first = warm
-        inside.set(), left.set()
         model(batch())
-        warm.start()
-        warm.join(20)
-        inside.clear(), left.clear(), seen.clear()
-        first = threading.Thread(target=lambda: model.one(batch()))
-        other = threading.Thread(target=second)
         other.start()
-        first.start()
-        first.join(20)
+        assert known.wait(20)
+        model.one(batch())
+        left.set()
         other.join(20)
-        assert seen == [True], "the unit was taken away while another thread computed with it"
-        assert torch.equal(found[0], plain.two(batch()))
+        assert found[0] is True, "the unit was taken away while another thread computed with it"
+        assert torch.equal(found[1], plain.two(batch()))
 
 
 def test_forwards_in_another_thread_do_not_fail_a_backward(tmp_path):
     plain, theirs, model, optimizer = twins(tmp_path)
-    other = chain(1)
 
     def evaluates(gradient):
         def run():
@@ -121,7 +101,6 @@ def test_forwards_in_another_thread_do_not_fail_a_backward(tmp_path):
         thread.join(20)
         return gradient
 
-    del other
     with optimizer:
         out = model[0](batch())
         out.register_hook(evaluates)
@@ -132,19 +111,3 @@ def test_forwards_in_another_thread_do_not_fail_a_backward(tmp_path):
         loss_of(plain).backward()
         theirs.step()
         require_same(plain, model)
-
-
-def test_a_forward_that_was_interrupted_leaves_nothing_bound(tmp_path):
-    plain, _, model, optimizer = twins(tmp_path, make=lambda: chain(4))
-    residency = optimizer._session.run.residency
-
-    def interrupts(*_):
-        raise KeyboardInterrupt
-
-    with optimizer, torch.no_grad():
-        hook = model[1].register_forward_hook(interrupts, prepend=True)
-        with pytest.raises(KeyboardInterrupt):
-            model(batch())
-        hook.remove()
-        assert torch.equal(model(batch()), plain(batch()))
-        assert not any(home.bound for home in residency.units.homes)

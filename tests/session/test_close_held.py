@@ -4,28 +4,22 @@ import logging
 import signal
 
 import pytest
-import torch
+from support.bits import same_states
+from support.chains import chain, offloaded, train, values
 
 import memascend
 from memascend.session import run
 
 
-def trained(store, **options):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(24, 24) for _ in range(16)))
-    original = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = memascend.offload(model, original, storage=store, durability="none", **options)
-    return model, optimizer
+def begun(store, **options):
+    return offloaded(store, chain(16, bias=True, width=24), durability="none", **options)
 
 
 def stepped(store):
-    model, optimizer = trained(store, host_memory="64MiB")
+    model, optimizer = begun(store, host_memory="64MiB")
     assert len(optimizer.plan.held) == 32
-    for _ in range(2):
-        model(torch.ones(3, 24)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: values.clone() for name, values in model.state_dict().items()}, optimizer
+    train(model, optimizer, range(2))
+    return values(model), optimizer
 
 
 class Interrupting(run.Progress):
@@ -66,11 +60,10 @@ def test_one_interrupt_of_close_loses_nothing(tmp_path, progress, caplog):
     done = [one[0] for one in progress.heard]
     assert done[1] >= done[0]
     optimizer.close()
-    model, optimizer = trained(tmp_path / "store", existing="resume")
+    model, optimizer = begun(tmp_path / "store", existing="resume")
     with optimizer:
         assert optimizer.steps == 2
-        found = model.state_dict()
-        assert all(torch.equal(values, found[name]) for name, values in saved.items())
+        assert same_states(values(model), saved)
 
 
 def test_two_interrupts_of_close_leave_a_store_that_is_refused_by_name(tmp_path, progress):
@@ -81,6 +74,6 @@ def test_two_interrupts_of_close_leave_a_store_that_is_refused_by_name(tmp_path,
     assert len(progress.heard) == 2
     optimizer.close()
     with pytest.raises(memascend.StorageError, match="not closed"):
-        trained(tmp_path / "store", existing="resume")
-    _, optimizer = trained(tmp_path / "store", existing="replace")
+        begun(tmp_path / "store", existing="resume")
+    _, optimizer = begun(tmp_path / "store", existing="replace")
     optimizer.close()

@@ -1,56 +1,35 @@
 """Tests the door for writing to weights: `optimizer.edit()` gives real values, and commits what was changed of them."""
 
 import textwrap
+from functools import partial
 
 import pytest
 import torch
 from support.bits import same_bits
-from support.reached import OPTIMIZERS, one_step, stack, stored, taken
+from support.chains import chain, loss_of, offloaded, step, train
+from support.reached import stored
 from torch import nn
 
 import memascend
 from memascend import ConfigError, UsageError
 
+FUSED = partial(torch.optim.AdamW, eps=1e-3, fused=True)
+
 
 def made(folder, dtype=torch.float32, **options):
-    model = stack(3, dtype)
-    return taken(model, OPTIMIZERS["adamw"](model.parameters()), folder, **options)
+    options = {"host_memory": "64MiB", **options}
+    return offloaded(folder / "run.store", chain(3, bias=True, dtype=dtype), FUSED, **options)
 
 
-def halved(model, optimizer):
-    if hasattr(optimizer, "edit"):
-        with optimizer.edit(model[0].weight) as values:
-            values.mul_(0.5)
-        with optimizer.edit(list(model.parameters())[1:]) as values:
-            torch._foreach_mul_(values, 0.5)
-    else:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.5)
-
-
-@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram", "auto"])
-@pytest.mark.parametrize("budget", ["64MiB", None])
-def test_an_edit_is_a_write_in_memory_and_lasts(tmp_path, gradients, budget):
-    plain = stack(3)
-    theirs = OPTIMIZERS["adamw"](plain.parameters())
-    model, optimizer = made(tmp_path, gradients=gradients, host_memory=budget)
-    for _ in range(2):
-        losses = []
-        for of, step in ((plain, theirs), (model, optimizer)):
-            losses.append(one_step(of, step, torch.float32))
-            halved(of, step)
-        assert same_bits(*losses)
-    optimizer.close()
-    model, optimizer = made(tmp_path, gradients=gradients, existing="resume")
-    with optimizer:
-        assert all(map(same_bits, model.parameters(), plain.parameters()))
+def in_memory():
+    plain = chain(3, bias=True)
+    return plain, FUSED(plain.parameters(), lr=1e-2)
 
 
 def test_bits_that_did_not_change_keep_their_master_and_write_nothing(tmp_path):
     model, optimizer = made(tmp_path, torch.bfloat16, master_dtype=torch.float32)
     with optimizer:
-        one_step(model, optimizer, torch.bfloat16)
+        step(model, optimizer)
         before = {name: optimizer.state_of(p) for name, p in model.named_parameters()}
         written = stored(optimizer)
         with optimizer.edit(model.parameters()) as values:
@@ -62,7 +41,7 @@ def test_bits_that_did_not_change_keep_their_master_and_write_nothing(tmp_path):
             state = optimizer.state_of(parameter)
             same = [key for key in state if same_bits(state[key], before[name][key])]
             assert same == [key for key in state if name != "1.weight" or key != "master"]
-        assert torch.equal(optimizer.state_of(model[1].weight)["master"], torch.full((64, 64), 0.5))
+        assert torch.equal(optimizer.state_of(model[1].weight)["master"], torch.full((32, 32), 0.5))
 
 
 def test_names_of_one_parameter_are_one(tmp_path):
@@ -81,45 +60,39 @@ def edited(optimizer, parameters, write):
         write(values)
 
 
-def backward(model):
-    return model(torch.ones(2, 64)).sum().backward()
-
-
 def test_nothing_is_committed_after_an_exception_or_while_a_step_is_staged(tmp_path):
     model, optimizer = made(tmp_path)
     weight = model[0].weight
     with optimizer:
-        one_step(model, optimizer, torch.float32)
+        step(model, optimizer)
         before = [p.detach().clone() for p in model.parameters()]
         with pytest.raises(ZeroDivisionError):
             edited(optimizer, weight, lambda values: values.zero_() / (1 // 0))
-        backward(model)
+        loss_of(model).backward()
         with pytest.raises(UsageError, match="a step is staged"):
             edited(optimizer, weight, torch.Tensor.zero_)
         optimizer.zero_grad()
         with pytest.raises(UsageError, match="a step is staged"):
-            edited(optimizer, weight, lambda values: (values.zero_(), backward(model)))
+            edited(optimizer, weight, lambda values: (values.zero_(), loss_of(model).backward()))
         optimizer.zero_grad()
         with pytest.raises(UsageError, match="tensors were replaced"):
-            edited(optimizer, [weight], lambda values: values.__setitem__(0, torch.zeros(64, 64)))
+            edited(optimizer, [weight], lambda values: values.__setitem__(0, torch.zeros(32, 32)))
         with pytest.raises(ConfigError, match="parameters of the offloaded model"):
             edited(optimizer, torch.zeros(2), torch.Tensor.zero_)
         assert all(map(same_bits, before, model.parameters()))
-        one_step(model, optimizer, torch.float32)
+        step(model, optimizer)
 
 
 def test_a_step_within_an_edit_is_not_undone_by_it(tmp_path):
     model, optimizer = made(tmp_path)
     with optimizer:
-        one_step(model, optimizer, torch.float32)
+        step(model, optimizer)
         with pytest.raises(UsageError, match=r"0\.weight.* within edit\(\)"):
-            edited(optimizer, model[0].weight, lambda _: one_step(model, optimizer, torch.float32))
+            edited(optimizer, model[0].weight, lambda _: step(model, optimizer))
         assert optimizer.steps == 2
-        one_step(model, optimizer, torch.float32)
-        plain = stack(3)
-        theirs = OPTIMIZERS["adamw"](plain.parameters())
-        for _ in range(3):
-            one_step(plain, theirs, torch.float32)
+        step(model, optimizer)
+        plain, theirs = in_memory()
+        train(plain, theirs, [1] * 3)
         assert all(map(same_bits, model.parameters(), plain.parameters()))
 
 

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 import torch
-from support.bits import same_bits
+from support.bits import same_states
+from support.chains import batch, loss_of, offloaded, step, values
 from support.forked_child import in_child
-from support.reached import OPTIMIZERS, batch, one_step, stack, taken, weights
 
 from memascend import UsageError
 
@@ -31,9 +31,8 @@ ASKED = {
 
 
 def begun(folder):
-    model = stack(2)
-    model, optimizer = taken(model, OPTIMIZERS["adamw"](model.parameters()), folder)
-    one_step(model, optimizer, torch.float32)
+    model, optimizer = offloaded(folder / "run.store", host_memory="64MiB")
+    step(model, optimizer)
     return model, optimizer
 
 
@@ -56,20 +55,20 @@ def asked(model, optimizer, folder):
 def test_a_child_is_refused_and_the_step_goes_on(tmp_path, when):
     model, optimizer = begun(tmp_path)
     with optimizer:
-        expected = weights(model)
+        expected = values(model)
         if when == "staged":
-            model(batch()).pow(2).mean().backward()
+            loss_of(model).backward()
         if when == "loaded":
-            model.load_state_dict({name: values * 0.5 for name, values in expected.items()})
+            expected = {name: value * 0.5 for name, value in expected.items()}
+            model.load_state_dict(expected)
         assert in_child(lambda: asked(model, optimizer, tmp_path)) == "{}"
         if when == "staged":
             optimizer.step()
             optimizer.zero_grad()
             assert optimizer.steps == 2
         else:
-            for name, values in weights(model).items():
-                assert same_bits(values, expected[name] * (0.5 if when == "loaded" else 1)), name
-        one_step(model, optimizer, torch.float32)
+            assert same_states(values(model), expected)
+        step(model, optimizer)
 
 
 def test_a_child_of_a_thread_that_trains_does_not_wait(tmp_path):
@@ -79,7 +78,7 @@ def test_a_child_of_a_thread_that_trains_does_not_wait(tmp_path):
 
     def train():
         while not ended.is_set():
-            one_step(model, optimizer, torch.float32)
+            step(model, optimizer)
 
     with optimizer:
         thread = threading.Thread(target=train)
@@ -90,7 +89,7 @@ def test_a_child_of_a_thread_that_trains_does_not_wait(tmp_path):
         finally:
             ended.set()
             thread.join()
-        one_step(model, optimizer, torch.float32)
+        step(model, optimizer)
 
 
 def test_a_process_that_is_given_the_model_is_refused(tmp_path):
@@ -110,7 +109,7 @@ def test_a_process_that_is_given_the_model_is_refused(tmp_path):
         assert "this process is a fork of it" in said.get()
         child.join()
         assert child.exitcode == 0
-        one_step(model, optimizer, torch.float32)
+        step(model, optimizer)
 
 
 def test_a_child_that_goes_to_the_end_of_the_interpreter(tmp_path, loaded):

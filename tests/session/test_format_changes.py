@@ -1,4 +1,4 @@
-"""Tests stores and checkpoints of one state format that are opened, or begun from, with another."""
+"""Tests runs with state in fewer bits: opened or begun from with another format, shown, damaged."""
 
 import json
 import warnings
@@ -6,8 +6,11 @@ import warnings
 import pytest
 import torch
 from support.bits import same_bits, same_states
+from support.chains import train
+from support.stores import damage
 
 import memascend
+from memascend import engine
 
 FORMATS = (None, "bf16", "8bit")
 LOSSES = {
@@ -33,18 +36,6 @@ def begin(path, state, values=0, kind=torch.optim.AdamW, **options):
     optimizer = kind(made.parameters(), lr=1e-2, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
     given = {} if state is None else {"state": state}
     return memascend.offload(made, optimizer, storage=path, host_memory="64MiB", **given, **options)
-
-
-def train(trained, optimizer, steps):
-    losses = []
-    for step in steps:
-        inputs = torch.randn(5, 70, generator=torch.Generator().manual_seed(step)).bfloat16()
-        loss = trained(inputs).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
 
 
 def states(trained, optimizer):
@@ -151,3 +142,47 @@ def test_seeds_draw_other_bits_and_one_seed_the_same(tmp_path):
         optimizer.close()
     assert same_bits(found[0], found[1])
     assert not same_bits(found[0], found[2])
+
+
+# --- what a store of a format says ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("state", "of"), [("bf16", "exp_avg_sq"), ("8bit", "exp_avg"), ("8bit", "exp_avg_absmax"),
+                                           ("8bit", "rounded_up")])  # fmt: skip
+def test_a_flipped_bit_is_an_error_that_names_the_parameter(tmp_path, state, of):
+    trained, optimizer = begin(tmp_path / "store", state)
+    train(trained, optimizer, range(2))
+    optimizer.close()
+    with engine.Store.open(tmp_path / "store") as store:
+        tensor = store.read("0.weight")[1][of]
+    damage(tmp_path / "store", tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()[:64], 5)
+    with pytest.raises(memascend.CorruptionError, match=r"0\.weight"):
+        shown(tmp_path / "store", state)
+
+
+def shown(path, state):
+    """What is held is read when the store is opened, all else when it is needed."""
+    trained, optimizer = begin(path, state, existing="resume")
+    with optimizer:
+        return optimizer.state_of(trained[0].weight)
+
+
+@pytest.mark.parametrize("state", FORMATS[1:])
+def test_state_is_shown_in_float32(tmp_path, state):
+    trained, optimizer = begin(tmp_path / "store", state)
+    train(trained, optimizer, range(2))
+    found = [optimizer.state_of(parameter) for parameter in trained.parameters()]
+    assert {tensor.dtype for one in found for tensor in one.values()} == {torch.float32}
+    assert all(one.keys() == {"step", "exp_avg", "exp_avg_sq", "master"} for one in found)
+    assert all(float(one["exp_avg_sq"].min()) >= 0 for one in found)
+    optimizer.close()
+
+
+def test_a_store_says_its_formats(tmp_path):
+    trained, optimizer = begin(tmp_path / "store", "8bit")
+    train(trained, optimizer, range(1))
+    optimizer.close()
+    with engine.Store.open(tmp_path / "store") as store:
+        formats = {entry["name"]: entry["format"] for entry in store.entries()}
+    assert formats["0.weight"] == formats["2.weight"] == "compact 8bit"
+    assert formats["0.bias"] in ("", "compact")

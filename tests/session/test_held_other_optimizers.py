@@ -4,8 +4,8 @@ import logging
 
 import pytest
 import torch
-from support.bits import same_bits
-from support.chains import chain, loss_of, twins
+from support.bits import same_bits, same_states
+from support.chains import chain, everything, loss_of, offloaded, train, twins
 
 import memascend
 from benchmarks import counters
@@ -50,10 +50,6 @@ def adafactor(parameters, lr):
     return torch.optim.Adafactor(parameters, lr=lr)
 
 
-def three():
-    return chain(LAYERS, bias=True)
-
-
 def made(tmp_path, kind, gradients="fused", **options):
     options = {"durability": "none", **options}
     plain, theirs, model, ours = twins(tmp_path, gradients, three, 1e-2, kind, **options)
@@ -62,16 +58,13 @@ def made(tmp_path, kind, gradients="fused", **options):
     return plain, theirs, model, ours
 
 
+def three():
+    return chain(LAYERS, bias=True)
+
+
 def stepped(plain, theirs, model, ours, steps):
-    for step in steps:
-        for trained, optimizer in ((plain, theirs), (model, ours)):
-            loss_of(trained, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def state_of(model, ours):
-    return [{name: tensor.clone() for name, tensor in ours.state_of(one).items()} for one in model.parameters()]
+    train(plain, theirs, steps)
+    train(model, ours, steps)
 
 
 def require_equal(plain, theirs, model, ours):
@@ -104,10 +97,7 @@ def test_a_step_moves_no_byte_and_has_the_bits_of_memory(tmp_path, kind):
         report, moved = ours.report(), counters.counts().since(counts)
         assert (report.read, report.written, moved["written"]) == (before.read, before.written, 0)
         require_equal(plain, theirs, model, ours)
-    model = three()
-    model, ours = memascend.offload(
-        model, kind(model.parameters(), 1e-2), storage=tmp_path / "twin.store", existing="resume"
-    )
+    model, ours = offloaded(tmp_path / "twin.store", three(), kind, existing="resume")
     with ours:
         assert ours.steps == 5
         require_equal(plain, theirs, model, ours)
@@ -139,7 +129,7 @@ def test_a_class_that_fails_half_way_loses_no_step(tmp_path, monkeypatch, place)
     plain, theirs, model, ours = made(tmp_path, Watched)
     with ours:
         stepped(plain, theirs, model, ours, range(2))
-        before, options = state_of(model, ours), dict(ours.param_groups[0])
+        before, options = everything(model, ours), dict(ours.param_groups[0])
         monkeypatch.setattr(Watched, "fails_at", norm_of_one(plain, 2, place))
         with pytest.raises(memascend.UsageError) as error:  # noqa: PT012 - a streamed update may fail in either
             loss_of(model, 2).backward()
@@ -147,11 +137,7 @@ def test_a_class_that_fails_half_way_loses_no_step(tmp_path, monkeypatch, place)
         assert isinstance(error.value.__cause__, ArithmeticError)
         assert ours.steps == 2
         ours.zero_grad()
-        assert all(
-            same_bits(one[name], other[name])
-            for one, other in zip(before, state_of(model, ours), strict=True)
-            for name in one
-        )
+        assert same_states(everything(model, ours), before)
         assert ours.param_groups[0]["k"] == options["k"]
         monkeypatch.setattr(Watched, "fails_at", None)
         stepped(plain, theirs, model, ours, range(2, 4))
@@ -180,10 +166,6 @@ def test_what_is_dropped_or_not_committed_leaves_nothing(tmp_path, kind, monkeyp
         loss_of(model, 7).backward()
         ours.zero_grad()
         store = ours._session.run.resources.store
-
-        def refused(*_, **__):
-            raise memascend.StorageError("no room")
-
         for number, error in enumerate((memascend.StorageError, KeyboardInterrupt)):
             loss_of(model, 7).backward()
             with monkeypatch.context() as patch:

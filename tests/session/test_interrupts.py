@@ -9,22 +9,13 @@ import sys
 
 import pytest
 import torch
-from torch import nn
+from support.chains import chain, loss_of, require_same, step, twins
 
 import memascend
 
 PACKAGE = os.path.dirname(memascend.__file__)
 # Lines between two interrupts. Odd, and each way has its own first one, so that together they come to most lines.
 STRIDE = 97
-
-
-def chain():
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(2)))
-
-
-def loss_of(model, seed):
-    return model(torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))).square().mean()
 
 
 @functools.cache
@@ -75,12 +66,7 @@ def drop_each(model):
 
 def goes_on(tmp_path, way, gradients, lines, functions=None):
     """Interrupts a backward at each of some lines; a way back to the last step later, training goes on as in memory."""
-    plain, model = chain(), chain()
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
-    ours = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, ours = memascend.offload(
-        model, ours, storage=tmp_path / "run.store", gradients=gradients, host_memory="64MiB"
-    )
+    plain, theirs, model, ours = twins(tmp_path, gradients, lambda: chain(bias=True))
     ways = {"optimizer": ours.zero_grad, "model": model.zero_grad, "each": lambda: drop_each(model)}
     count = 0
     with ours:
@@ -88,12 +74,8 @@ def goes_on(tmp_path, way, gradients, lines, functions=None):
             more = interrupted(lambda line=line: loss_of(model, line).backward(), line, functions)
             ways[way]()
             for one, optimizer in ((plain, theirs), (model, ours)):
-                loss_of(one, line + 1).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            with memascend.materialized(model):
-                for wanted, got in zip(plain.parameters(), model.parameters(), strict=True):
-                    assert torch.equal(wanted, got), f"interrupted at line {line}"
+                step(one, optimizer, line + 1)
+            require_same(plain, model)
             if not more:
                 break
             count += 1

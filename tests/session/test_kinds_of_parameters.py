@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from support.bits import same_bits
+from support.chains import chain, require_same, step, twins
 
 import memascend
 
@@ -26,14 +27,12 @@ class Odd(torch.nn.Module):
 
 def train(trained, optimizer, steps, *, clipped=False, accumulated=1):
     dtype = trained.last.weight.dtype
-    for step in range(steps):
-        for part in range(accumulated - 1):
-            inputs = torch.randn(3, 8, generator=torch.Generator().manual_seed(100 * part + step)).to(dtype)
-            trained(inputs).square().mean().backward()
-        inputs = torch.randn(3, 8, generator=torch.Generator().manual_seed(step)).to(dtype)
-        loss = trained(inputs).square().mean()
-        if loss.requires_grad:
-            loss.backward()
+    for number in range(steps):
+        for part in range(accumulated):
+            inputs = torch.randn(3, 8, generator=torch.Generator().manual_seed(100 * part + number)).to(dtype)
+            loss = trained(inputs).square().mean()
+            if loss.requires_grad:
+                loss.backward()
         if clipped:
             torch.nn.utils.clip_grad_norm_(trained.parameters(), 0.1)
         optimizer.step()
@@ -131,6 +130,22 @@ def test_an_empty_parameter_beside_others_trains(tmp_path):
     plain = Odd(torch.randn(3), trained=True)
     plain.first.extra = torch.nn.Parameter(torch.empty(0, 4))
     same_run(tmp_path, plain, adam)
+
+
+@pytest.mark.parametrize("gradients", ["ssd", "fused", "ram", "auto"])
+def test_an_optimizer_may_own_frozen_parameters_which_thaw_later(tmp_path, gradients):
+    def half_frozen():
+        model = chain()
+        model[0].weight.requires_grad_(False)
+        return model
+
+    plain, theirs, model, optimizer = twins(tmp_path, gradients, half_frozen)
+    with optimizer:
+        for index in range(4):
+            for one, own in ((plain, theirs), (model, optimizer)):
+                one[0].weight.requires_grad_(index >= 2)
+                step(one, own, index)
+        require_same(plain, model)
 
 
 def test_a_frozen_model_computes_and_steps_do_nothing(tmp_path):

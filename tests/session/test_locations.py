@@ -12,9 +12,9 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import torch
-from torch import nn
+from support.bits import same_states
+from support.chains import chain, offloaded, step, values
 
-import memascend
 from memascend import engine, memory, nvme
 from memascend.errors import ConfigError, StorageError
 
@@ -27,23 +27,10 @@ def mode_of(path):
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def offloaded(path, **options):
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return memascend.offload(model, optimizer, storage=path, **options)
-
-
-def step(model, optimizer):
-    model(torch.ones(2, 64)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 # --- what is there, and where -------------------------------------------------------------------------------
 
 
-def test_resume_from_an_empty_file_begins_no_other_run(tmp_path, python):
+def test_resume_from_an_empty_file_begins_no_other_run(tmp_path, loaded):
     """A run's store that was emptied or zeroed, and two places where no file can be."""
     program = """
         import os, sys, torch, memascend
@@ -77,7 +64,7 @@ def test_resume_from_an_empty_file_begins_no_other_run(tmp_path, python):
                 print(error)
     """
     path = tmp_path / "run.store"
-    said = python(textwrap.dedent(program), path).splitlines()
+    said = loaded(textwrap.dedent(program), path).splitlines()
     for found, line in zip(["has no bytes"] * 2 + ["begin and end in zeros"] * 2, said[:4], strict=True):
         assert f"{path}: the store is damaged" in line
         assert found in line
@@ -129,7 +116,7 @@ except memascend.StorageError as error:
 """
 
 
-def test_a_run_that_is_killed_in_its_first_write_begins_again(tmp_path, python):
+def test_a_run_that_is_killed_in_its_first_write_begins_again(tmp_path, loaded):
     """By the same script, while nobody else has the store; nothing of the killed ones is left."""
     folder = tmp_path / "runs"
     store, pending = folder / "memascend.store", folder / "memascend.store.new"
@@ -139,7 +126,7 @@ def test_a_run_that_is_killed_in_its_first_write_begins_again(tmp_path, python):
             assert killed.stdout.readline() == "stopped\n"
             assert list(folder.iterdir()) == [pending]
             if moment == "fill":
-                said = python(BEGUN, f"{folder}/", "", status=1)
+                said = loaded(BEGUN, f"{folder}/", "", status=1)
                 assert f"refused: {store}: in use by pid {killed.pid} " in said
             killed.kill()
         assert list(folder.iterdir()) == [pending]
@@ -151,7 +138,7 @@ assert began == 0
 assert all(map(torch.equal, values, trained(sys.argv[3])[1]))
 assert all(map(torch.equal, values, trained(None)[1]))
 """
-    python(BEGUN + end, f"{folder}/", "", whole, env={"TMPDIR": str(temporary)})
+    loaded(BEGUN + end, f"{folder}/", "", whole, env={"TMPDIR": str(temporary)})
     assert list(folder.iterdir()) == [store]
     assert sorted(tmp_path.iterdir()) == [folder, temporary, whole]
     assert not list(temporary.glob("memascend*"))
@@ -311,10 +298,8 @@ def test_home_is_found_wherever_a_path_is_given(tmp_path, monkeypatch):
     _, optimizer = offloaded(["~/again"], checkpoint="~/saved")
     optimizer.close()
     with torch.device("meta"):
-        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    _, optimizer = memascend.offload(model, adam, storage="~/third", weights="~/saved")
-    optimizer.close()
+        model = chain(bias=True)
+    offloaded("~/third", model, weights="~/saved")[1].close()
     assert sorted(os.listdir(tmp_path)) == ["again", "run", "saved", "store", "third", "volume"]
 
 
@@ -374,7 +359,7 @@ def test_a_file_that_loses_its_name_is_told_once_and_at_the_end(tmp_path, monkey
         step(model, optimizer)
     with warned():
         optimizer.save(tmp_path / "saved")
-    trained = {name: value.clone() for name, value in model.state_dict().items()}
+    trained = values(model)
     with pytest.raises(StorageError, match=what) as error:
         optimizer.close()
     assert error.value.path == "run"
@@ -384,7 +369,7 @@ def test_a_file_that_loses_its_name_is_told_once_and_at_the_end(tmp_path, monkey
         assert (tmp_path / "run").read_bytes() == b"somebody else's"
     model, optimizer = offloaded(tmp_path / "again", checkpoint=tmp_path / "saved")
     assert optimizer.steps == 4
-    assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
+    assert same_states(values(model), trained)
     optimizer.close()
     if happen is move:
         model, optimizer = offloaded(tmp_path / "elsewhere", existing="resume")

@@ -9,6 +9,8 @@ import signal
 
 import pytest
 import torch
+from support.bits import same_states
+from support.chains import chain, everything, train
 
 import memascend
 from memascend import cli, engine
@@ -18,8 +20,7 @@ WIDTH, LAYERS, ALL = 128, 6, "64MiB"
 
 
 def begun(store, *, host_memory=ALL, optimizer=torch.optim.AdamW, dtype=torch.bfloat16, bias=True, **options):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(LAYERS))).to(dtype)
+    model = chain(LAYERS, bias, width=WIDTH, dtype=dtype)
     original = optimizer(model.parameters(), lr=1e-2)
     options = {"existing": "resume", **options}
     return memascend.offload(model, original, storage=store, host_memory=host_memory, **options)
@@ -30,30 +31,7 @@ def sgd(**options):
 
 
 def stepped(model, optimizer, steps, *, first=0):
-    for step in range(first, first + steps):
-        values = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float32)
-        loss = model(values.to(model[0].weight.dtype)).float().square().mean()
-        loss.backward() if not hasattr(optimizer, "backward") else optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def state_of(model, optimizer):
-    """All that is to be the same: of each parameter its values and its state."""
-    values = {name: value.clone() for name, value in model.state_dict().items()}
-    return values, [optimizer.state_of(parameter) for parameter in model.parameters()]
-
-
-def same(one, other):
-    (values, states), (others, their_states) = one, other
-    return (
-        values.keys() == others.keys()
-        and all(torch.equal(value, others[name]) for name, value in values.items())
-        and all(
-            mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
-            for mine, theirs in zip(states, their_states, strict=True)
-        )
-    )
+    train(model, optimizer, range(first, first + steps))
 
 
 @pytest.fixture
@@ -65,7 +43,7 @@ def killed(tmp_path):
         with optimizer:
             assert optimizer.plan.log_steps == 4
             stepped(model, optimizer, 7)
-            expected = state_of(model, optimizer)
+            expected = everything(model, optimizer)
             shutil.copy(tmp_path / name, tmp_path / f"{name}.left")
         return tmp_path / f"{name}.left", expected
 
@@ -112,8 +90,8 @@ def test_what_a_kill_leaves_is_read_and_resumed_with_any_budget(killed, options,
     before = hashlib.sha256(left.read_bytes()).hexdigest()
     with engine.Store.open(left) as store:
         assert store.info()["log_steps"] > 0
-        for name in expected[0]:
-            assert torch.equal(store.read(name)[0], expected[0][name])
+        values = {name: value for name, value in expected.items() if ": " not in name}
+        assert all(torch.equal(store.read(name)[0], value) for name, value in values.items())
     assert cli.main(["store", "info", str(left)]) == 0
     assert "log" in capsys.readouterr().out
     assert cli.main(["store", "verify", str(left)]) == 0
@@ -124,12 +102,12 @@ def test_what_a_kill_leaves_is_read_and_resumed_with_any_budget(killed, options,
         model, optimizer = begun(place, host_memory=budget, **options)
         with optimizer:
             assert optimizer.steps == 7
-            assert same(state_of(model, optimizer), expected)
+            assert same_states(everything(model, optimizer), expected)
             stepped(model, optimizer, 2, first=7)
-            ends.append(state_of(model, optimizer))
+            ends.append(everything(model, optimizer))
         with engine.Store.open(place) as store:
             assert store.info()["log_steps"] == 0, "a store that was closed has no log"
-    assert same(*ends)
+    assert same_states(*ends)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +174,7 @@ def test_ctrl_c_in_close_leaves_a_whole_store_with_its_log(tmp_path, monkeypatch
 
     model, optimizer = begun(tmp_path / "store", log_steps=3)
     stepped(model, optimizer, 5)
-    expected = state_of(model, optimizer)
+    expected = everything(model, optimizer)
     with monkeypatch.context() as patched:
         patched.setattr(run, "Progress", Interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -214,7 +192,7 @@ def test_ctrl_c_in_close_leaves_a_whole_store_with_its_log(tmp_path, monkeypatch
     with optimizer:
         assert heard
         assert heard[-1][0] == heard[-1][1] > 0
-        assert same(state_of(model, optimizer), expected)
+        assert same_states(everything(model, optimizer), expected)
 
 
 def test_without_a_log_what_is_held_is_written_each_step(tmp_path, caplog, monkeypatch):
@@ -223,7 +201,7 @@ def test_without_a_log_what_is_held_is_written_each_step(tmp_path, caplog, monke
         assert optimizer.plan.log_steps == optimizer.plan.log_bytes == 0
         stepped(model, optimizer, 3)
         assert optimizer.report().written["log"] == 0
-        expected = state_of(model, optimizer)
+        expected = everything(model, optimizer)
     # The device has no room for it, which is found as it is begun.
     monkeypatch.setattr(engine.Store, "keep_log", lambda *_: 0)
     with caplog.at_level(logging.WARNING, "memascend"):
@@ -231,7 +209,7 @@ def test_without_a_log_what_is_held_is_written_each_step(tmp_path, caplog, monke
     with optimizer:
         assert "no disk space for a gradient log of 16 steps" in caplog.text
         assert optimizer.plan.log_steps == 0
-        assert same(state_of(model, optimizer), expected)
+        assert same_states(everything(model, optimizer), expected)
         before = optimizer.report()
         stepped(model, optimizer, 1, first=3)
         report = optimizer.report()
@@ -273,9 +251,9 @@ def test_a_disk_that_fills_up_while_the_log_grows_has_a_shorter_one(small_disk, 
     assert "no disk space for a gradient log of 1000 steps" in caplog.text
     assert 1 <= optimizer.plan.log_steps < 100
     stepped(model, optimizer, 3)
-    expected = state_of(model, optimizer)
+    expected = everything(model, optimizer)
     optimizer.close()
     (small_disk / "rest").write_bytes(bytes(min(shutil.disk_usage(small_disk).free, 1 << 20)))
     model, optimizer = begun(small_disk / "store")
     with optimizer:
-        assert same(state_of(model, optimizer), expected)
+        assert same_states(everything(model, optimizer), expected)

@@ -1,9 +1,9 @@
 """Tests what is fetched before it is needed."""
 
+import pytest
 import torch
+from support.chains import offloaded
 from torch import nn
-
-import memascend
 
 BLOCKS = 8
 
@@ -24,10 +24,23 @@ class Model(nn.Module):
         return self.last(x)
 
 
-def test_a_place_is_free_for_what_comes_when_its_values_will_not_be_used_again(tmp_path):
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "store", gradients="fused")
+@pytest.fixture
+def run(tmp_path):
+    model, optimizer = offloaded(tmp_path / "store", Model(), gradients="fused")
+    with optimizer:
+        yield model, optimizer
+
+
+def train(model, optimizer, begun=lambda: None):
+    for _ in range(3):
+        begun()
+        model(torch.arange(8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_place_is_free_for_what_comes_when_its_values_will_not_be_used_again(run):
+    model, optimizer = run
     homes = {home.name: home for home in optimizer._session.run.residency.units.homes}
     assert homes["first"].slot_bytes == homes["last"].slot_bytes
     under_way = []
@@ -37,19 +50,13 @@ def test_a_place_is_free_for_what_comes_when_its_values_will_not_be_used_again(t
         under_way.append(head.read is not None or head.base is not None)
 
     model.blocks[-4].register_forward_hook(look)
-    for _ in range(3):
-        model(torch.arange(8)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.close()
+    train(model, optimizer)
     # The first step shows the order, and that the embedding is trained.
     assert under_way[1:] == [True, True]
 
 
-def test_nothing_is_read_that_the_commit_makes_old(tmp_path):
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "store", gradients="fused")
+def test_nothing_is_read_that_the_commit_makes_old(run):
+    model, optimizer = run
     residency = optimizer._session.run.residency
     begin, read = residency._memory.begin, []
 
@@ -58,11 +65,6 @@ def test_nothing_is_read_that_the_commit_makes_old(tmp_path):
         return begin(name, base)
 
     residency._memory.begin = noted
-    for _ in range(3):
-        read.clear()
-        model(torch.arange(8)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.close()
+    train(model, optimizer, read.clear)
     # Of the last step; its values of the next one are the first that were read after the commit.
     assert read.count("first") == 1

@@ -4,19 +4,11 @@ import warnings
 
 import pytest
 import torch
-from support.bits import same_bits
-from torch import nn
+from support.bits import same_bits, same_states
+from support.chains import chain, loss_of, offloaded, values
+from support.grids import covered
 
 import memascend
-
-WIDTH = 16
-
-
-def offloaded(folder, units, optimizer, dtype):
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(units)]).to(dtype)
-    return memascend.offload(model, optimizer(model.parameters(), lr=1e-3), storage=folder / "s")
-
 
 WRITES = {
     "in place": lambda p: p.mul_(2),
@@ -28,32 +20,32 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize(
-    ("units", "optimizer", "dtype"),
-    [
-        (2, torch.optim.AdamW, torch.float32),
-        (16, torch.optim.AdamW, torch.bfloat16),
-        (16, torch.optim.RMSprop, torch.float16),
-    ],
-)
-def test_what_is_changed_without_modify_is_said(tmp_path, write, units, optimizer, dtype):
-    model, optimizer = offloaded(tmp_path, units, optimizer, dtype)
+RUNS = [
+    (2, torch.optim.AdamW, torch.float32),
+    (16, torch.optim.AdamW, torch.bfloat16),
+    (16, torch.optim.RMSprop, torch.float16),
+]
+
+
+@pytest.mark.parametrize(("write", "run"), covered(WRITES, RUNS))
+def test_what_is_changed_without_modify_is_said(tmp_path, write, run):
+    units, optimizer, dtype = run
+    model, optimizer = offloaded(tmp_path / "s", chain(units, bias=True, dtype=dtype), optimizer)
     with optimizer:
-        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        before = values(model)
         expected = pytest.warns(UserWarning, match="1.weight were changed .* modify=True")
         with expected as said, memascend.materialized(model), torch.no_grad():
             WRITES[write](model[1].weight)
         assert said[0].filename == __file__
-        assert all(same_bits(tensor, before[name]) for name, tensor in model.state_dict().items())
+        assert same_states(values(model), before)
 
 
 def test_what_is_looked_at_is_not_said(tmp_path):
-    model, optimizer = offloaded(tmp_path, 2, torch.optim.AdamW, torch.float32)
+    model, optimizer = offloaded(tmp_path / "s")
     with optimizer, warnings.catch_warnings():
         warnings.simplefilter("error")
         with memascend.materialized(model), torch.no_grad():
-            model(torch.zeros(2, WIDTH))
+            loss_of(model)
             # The same bits.
             model[0].weight.mul_(1)
         with memascend.materialized(model, modify=True), torch.no_grad():
@@ -63,11 +55,11 @@ def test_what_is_looked_at_is_not_said(tmp_path):
 @pytest.mark.parametrize("modify", [False, True])
 def test_memory_of_a_weight_that_is_kept_is_watched(tmp_path, modify):
     """Of a real weight it would follow the steps; what is discarded in any case is a snapshot."""
-    model, optimizer = offloaded(tmp_path, 2, torch.optim.AdamW, torch.float32)
+    model, optimizer = offloaded(tmp_path / "s")
     with optimizer:
         with memascend.materialized(model, modify=modify):
             kept = model[0].weight.detach()
-        model(torch.ones(2, WIDTH)).sum().backward()
+        loss_of(model).backward()
         if modify:
             with pytest.raises(memascend.UsageError, match=r"0\.weight is about to change.*clone\(\)"):
                 optimizer.step()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.bits import same_bits
+from support.grids import covered
 from support.orthogonal import MuonAlone
 from torch import nn
 
@@ -14,12 +15,7 @@ WIDE, NARROW = 200, 136
 KINDS = [torch.optim.Muon, MuonAlone]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def made(dtype):
@@ -74,9 +70,7 @@ def require_same(one, other):
     assert all(same_bits(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
-@pytest.mark.parametrize("budget", [None, "64MiB"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("gradients", "budget", "kind"), covered(["fused", "ssd", "ram"], [None, "64MiB"], KINDS))
 def test_halves_of_masters_have_the_bits_of_memory(tmp_path, kind, gradients, budget):
     """Streamed and in the RAM tier, through a resume."""
     dtype, options = torch.bfloat16, {"gradients": gradients, "host_memory": budget}
@@ -146,10 +140,7 @@ def test_a_checkpoint_has_masters_and_momenta(tmp_path, state):
         tmp_path / "other", torch.optim.Muon, dtype, checkpoint=tmp_path / "saved", state=state
     )
     with optimizer:
-        for index in (2, 3):
-            optimizer.backward(model(batch(index, dtype)).float().square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
+        stepped(model, optimizer, dtype, 4)
         require_same(values(model, optimizer), want)
 
 

@@ -5,29 +5,10 @@ import gc
 
 import pytest
 import torch
+from support.chains import chain, offloaded, step, train
 from torch import nn
 
 import memascend
-
-
-def plain():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters())
-
-
-def offloaded(folder, **options):
-    model = plain()
-    return memascend.offload(model, adamw(model), storage=folder, **options)
-
-
-def step(model, optimizer):
-    model(torch.ones(3, 8)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("at", ["folder", "file"])
@@ -35,8 +16,7 @@ def step(model, optimizer):
 def test_the_earlier_run_is_closed_with_a_warning(tmp_path, existing, steps, begins, at):
     where = tmp_path if at == "folder" else tmp_path / "run.store"
     model, optimizer = offloaded(where)
-    for _ in range(steps):
-        step(model, optimizer)
+    train(model, optimizer, range(steps))
     with pytest.warns(UserWarning, match=rf"had this store open and was closed at step {steps}.*optimizer\.close\(\)"):
         again, other = offloaded(where, existing=existing)
     with other:
@@ -44,7 +24,7 @@ def test_the_earlier_run_is_closed_with_a_warning(tmp_path, existing, steps, beg
         step(again, other)
         assert other.steps == begins + 1
     with pytest.raises(memascend.UsageError, match="has been closed"):
-        model(torch.ones(3, 8))
+        step(model, optimizer)
     optimizer.close()
 
 
@@ -60,8 +40,12 @@ def test_without_resume_or_replace_the_error_names_close(tmp_path):
     optimizer.close()
 
 
+def adamw(model):
+    return torch.optim.AdamW(model.parameters())
+
+
 def of_another_shape():
-    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 5))
+    return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 5))
 
 
 def of_two_groups(model):
@@ -71,11 +55,15 @@ def of_two_groups(model):
 OTHERS = {
     "shape": (of_another_shape, adamw, r"does not fit: .*1\.weight.*the run .* continues"),
     "optimizer": (
-        plain,
+        chain,
         lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
         r"does not fit: .*SGD.*the run .* continues",
     ),
-    "groups": (plain, of_two_groups, r"1 parameter groups, and the optimizer has 2 \(group 0: 2, group 1: 2 param"),
+    "groups": (
+        lambda: chain(bias=True),
+        of_two_groups,
+        r"1 parameter groups, and the optimizer has 2 \(group 0: 2, group 1: 2 param",
+    ),
 }
 
 
@@ -99,8 +87,7 @@ def test_a_resume_that_is_refused_leaves_the_run(tmp_path, other):
 def test_replace_does_not_destroy_what_an_open_run_of_another_model_has(tmp_path, other, steps):
     make, optimizer_of, _ = OTHERS[other]
     model, optimizer = offloaded(tmp_path)
-    for _ in range(steps):
-        step(model, optimizer)
+    train(model, optimizer, range(steps))
     before = [values.clone() for values in model.state_dict().values()]
     changed = make()
     with pytest.raises(memascend.ConfigError, match=rf"open at step {steps} .*optimizer\.close\(\)") as refused:

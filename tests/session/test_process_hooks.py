@@ -4,6 +4,9 @@ import gc
 
 import pytest
 import torch
+from support.bits import same_states
+from support.chains import WIDTH, chain, loss_of, offloaded, values
+from support.grids import covered
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils._foreach_utils import _foreach_supported_types
@@ -23,18 +26,13 @@ def hooks():
     )
 
 
-def offloaded(units=2, kind=torch.optim.AdamW, **options):
-    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(units)])
-    return memascend.offload(model, kind(model.parameters(), lr=1e-2), **options)
-
-
 @pytest.mark.filterwarnings("ignore:the trained weights were in a temporary store")
 def test_they_leave_with_the_last_run():
     before = hooks()
-    one, first = offloaded()
+    one, first = offloaded(None)
     during = hooks()
     assert during != before
-    other, second = offloaded()
+    other, second = offloaded(None)
     assert hooks() == during
     first.close()
     first.close()
@@ -48,28 +46,29 @@ def test_they_leave_with_the_last_run():
 def test_a_call_that_fails_leaves_none(tmp_path):
     before = hooks()
     with pytest.raises(memascend.ConfigError):
-        offloaded(device="meta")
-    offloaded(storage=tmp_path / "s")[1].close()
+        offloaded(None, device="meta")
+    offloaded(tmp_path / "s")[1].close()
     with pytest.raises(memascend.MemascendError):
-        offloaded(units=3, storage=tmp_path / "s", existing="resume")
+        offloaded(tmp_path / "s", chain(3), existing="resume")
     assert hooks() == before
 
 
-@pytest.mark.parametrize("units", [2, 16])
-@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize(
+    ("units", "gradients", "kind"),
+    covered([2, 16], ["fused", "ssd", "ram"], [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop]),
+)
 def test_an_optimizer_of_offloaded_parameters_that_is_another_does_not_step(tmp_path, units, gradients, kind):
-    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(units)])
+    model = chain(units, bias=True)
     original = kind(model.parameters(), lr=1e-2)
     model, optimizer = memascend.offload(model, original, storage=tmp_path / "s", gradients=gradients)
     other = kind(model.parameters(), lr=1e-2)
     with optimizer:
-        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        model(torch.ones(2, 8)).sum().backward()
+        before = values(model)
+        loss_of(model).backward()
         for wrong in (original, other):
             with pytest.raises(UsageError, match=r"not the optimizer that offload\(\) returned.*optimizers="):
                 wrong.step()
-        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        assert same_states(values(model), before)
         assert not other.state
         optimizer.step()
         optimizer.zero_grad()
@@ -85,24 +84,24 @@ def parametrized(model):
 
 
 def module_set(model):
-    model.new = nn.Linear(8, 8)
+    model.new = nn.Linear(WIDTH, WIDTH)
 
 
 def parameter_registered(model):
-    model[1].register_parameter("extra", nn.Parameter(torch.zeros(8)))
+    model[1].register_parameter("extra", nn.Parameter(torch.zeros(WIDTH)))
 
 
 def appended(model):
-    model.append(nn.Linear(8, 8))
+    model.append(nn.Linear(WIDTH, WIDTH))
 
 
 def wrapped(model):
-    model[0] = nn.Sequential(model[0], nn.Linear(8, 8))
+    model[0] = nn.Sequential(model[0], nn.Linear(WIDTH, WIDTH))
 
 
 def nested(model):
     # Into a module that came itself after offload().
-    model.later.append(nn.Linear(8, 8))
+    model.later.append(nn.Linear(WIDTH, WIDTH))
 
 
 NEW = r"new trainable .* offload\(\) anew"
@@ -110,7 +109,7 @@ NEW = r"new trainable .* offload\(\) anew"
 
 @pytest.mark.parametrize("units", [2, 16])
 def test_a_parameter_on_an_offloaded_one_is_refused_at_once(tmp_path, units):
-    model, optimizer = offloaded(units, storage=tmp_path / "s")
+    model, optimizer = offloaded(tmp_path / "s", chain(units, bias=True))
     with optimizer:
         names = [name for name, _ in model.named_modules()]
         with pytest.raises(memascend.ConfigError, match=NEW):
@@ -119,20 +118,20 @@ def test_a_parameter_on_an_offloaded_one_is_refused_at_once(tmp_path, units):
         assert len(list(model.parameters())) == 2 * units
 
 
-@pytest.mark.parametrize("units", [2, 16])
-@pytest.mark.parametrize("adds", [module_set, parameter_registered, wrapped, appended, nested])
+@pytest.mark.parametrize(
+    ("units", "adds"), covered([2, 16], [module_set, parameter_registered, wrapped, appended, nested])
+)
 def test_a_new_parameter_is_refused_where_it_would_train(tmp_path, units, adds):
-    model, optimizer = offloaded(units, storage=tmp_path / "s")
-    x = torch.ones(2, 8)
+    model, optimizer = offloaded(tmp_path / "s", chain(units, bias=True))
     with optimizer:
         model.later = nn.Sequential()
-        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        model(x).sum().backward()
+        before = values(model)
+        loss_of(model).backward()
         adds(model)
         with pytest.raises(memascend.ConfigError, match=NEW):
             optimizer.step()
         with pytest.raises(memascend.ConfigError, match=NEW):
-            model(x)
+            loss_of(model)
         assert optimizer.steps == 0
         now = model.state_dict()
         assert all(
@@ -143,42 +142,41 @@ def test_a_new_parameter_is_refused_where_it_would_train(tmp_path, units, adds):
         for parameter in model.parameters():
             parameter.requires_grad_("_memascend" in parameter.__dict__)
         optimizer.zero_grad()
-        model(x).sum().backward()
+        loss_of(model).backward()
         optimizer.step()
         assert optimizer.steps == 1
 
 
 def test_what_trains_while_nothing_is_trained_may_be_there(tmp_path):
     """Another adapter is switched on for a while, under no_grad(), as preference training does it."""
-    model, optimizer = offloaded(storage=tmp_path / "s")
-    x = torch.ones(2, 8)
+    model, optimizer = offloaded(tmp_path / "s")
     with optimizer:
-        model.other = nn.Linear(8, 8)
+        model.other = nn.Linear(WIDTH, WIDTH)
         with torch.no_grad():
-            model(x)
+            loss_of(model)
         model.other.requires_grad_(False)
-        model(x).sum().backward()
+        loss_of(model).backward()
         optimizer.step()
 
 
 def test_frozen_and_tied_parameters_may_be_added(tmp_path):
-    model, optimizer = offloaded(storage=tmp_path / "s")
+    model, optimizer = offloaded(tmp_path / "s")
     with optimizer:
-        model.frozen = nn.Linear(8, 8).requires_grad_(False)
+        model.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         model.again = model[0]
         model[1].register_parameter("tied", model[0].weight)
         model[1].register_parameter("none", None)
-        model(torch.ones(2, 8)).sum().backward()
+        loss_of(model).backward()
         optimizer.step()
         assert sum(parameter.requires_grad for parameter in model.parameters()) == 4
 
 
 def test_a_checkpoint_says_what_it_has_not(tmp_path):
-    model, optimizer = offloaded(storage=tmp_path / "s")
+    model, optimizer = offloaded(tmp_path / "s")
     with optimizer:
         optimizer.save(tmp_path / "whole")
-        model.later = nn.BatchNorm1d(8, affine=False)
-        model.frozen = nn.Linear(8, 8).requires_grad_(False)
+        model.later = nn.BatchNorm1d(WIDTH, affine=False)
+        model.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         with pytest.warns(
             UserWarning, match=r"frozen\.weight, frozen\.bias, later\.running_mean.*came to the model after"
         ):
@@ -186,11 +184,11 @@ def test_a_checkpoint_says_what_it_has_not(tmp_path):
 
 
 def test_a_plain_module_around_an_offloaded_one_may_have_what_it_wants(tmp_path):
-    model, optimizer = offloaded(storage=tmp_path / "s")
+    model, optimizer = offloaded(tmp_path / "s")
     with optimizer:
         wrapper = nn.Sequential(model)
-        wrapper.append(nn.Linear(8, 8))
-        assert wrapper(torch.ones(2, 8)).shape == (2, 8)
+        wrapper.append(nn.Linear(WIDTH, WIDTH))
+        assert wrapper(torch.ones(2, WIDTH)).shape == (2, WIDTH)
         with memascend.materialized(model):
-            model.while_plain = nn.Linear(8, 8)
+            model.while_plain = nn.Linear(WIDTH, WIDTH)
         del model.while_plain

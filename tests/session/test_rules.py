@@ -1,126 +1,50 @@
-"""Tests rules of residency, saved tensors, module hooks and state dicts one by one."""
+"""Tests rules of residency, saved tensors and module hooks one by one."""
 
 import pytest
 import torch
+from support import chains
+from support.chains import WIDTH, loss_of, require_same
+from support.chains import batch as x
 from torch import nn
 
 import memascend
 
-WIDTH = 32
 DEPTH = 6
 
 
-def blocks(dtype=torch.float32):
+def blocks():
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH))).to(dtype)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)))
 
 
-def smallest(tmp_path, **options):
-    model = blocks()
-    with pytest.raises(memascend.BudgetError) as refused:
-        memascend.offload(
-            model,
-            torch.optim.SGD(model.parameters()),
-            storage=tmp_path / "none.store",
-            host_memory=1,
-            units=[str(index) for index in range(DEPTH)],
-            **options,
-        )
-    return refused.value.smallest
-
-
-def offloaded(tmp_path, model=None, *, kind=torch.optim.SGD, rate=0.1, more=0, **options):
+def offloaded(tmp_path, model=None, *, more=0, host_memory=None):
     """Every block is a unit, in the smallest budget and `more` bytes."""
-    model = blocks() if model is None else model
-    budget = smallest(tmp_path, **{name: options[name] for name in ("gradients",) if name in options}) + more
-    return memascend.offload(
-        model,
-        kind(model.parameters(), lr=rate),
-        storage=tmp_path / "run.store",
-        units=[str(index) for index in range(DEPTH)],
-        **{"host_memory": budget, **options},
-    )
+    options = {"storage": tmp_path / "run.store", "kind": torch.optim.SGD, "rate": 0.1,
+               "units": [str(index) for index in range(DEPTH)]}  # fmt: skip
+    if host_memory is None:
+        with pytest.raises(memascend.BudgetError) as refused:
+            chains.offloaded(model=blocks(), host_memory=1, **options)
+        host_memory = refused.value.smallest + more
+    return chains.offloaded(model=model or blocks(), host_memory=host_memory, **options)
 
 
-def x(seed=1):
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+# --- what is taken inside of a forward ----------------------------------------------------------
 
 
-def counters(optimizer):
-    return dict(optimizer._session.run.residency.units.counters)
-
-
-# --- leases ------------------------------------------------------------------------------------
-
-
-def view_of_a_forward(model, optimizer):
-    """What was taken inside of a forward, after a step and more forwards."""
-    kept = []
-    handle = model[1][0].register_forward_hook(lambda module, *_: kept.append(module.weight.detach()))
-    model(x()).square().mean().backward()
-    handle.remove()
-    optimizer.step()
-    for seed in range(3):
-        model(x(seed))
-    return kept[0]
-
-
-def test_a_view_of_a_forward_keeps_its_bytes_when_the_unit_is_away_and_after_the_step(tmp_path):
-    model, optimizer = offloaded(tmp_path, more=1 << 16)
-    expected = blocks()[1][0].weight.detach()
+@pytest.mark.parametrize("host_memory", [None, "64MiB"])
+def test_a_view_of_a_forward_keeps_its_bytes_when_the_unit_is_away_and_after_the_step(tmp_path, host_memory):
+    model, optimizer = offloaded(tmp_path, more=1 << 16, host_memory=host_memory)
+    expected, kept = blocks()[1][0].weight.detach(), []
     with optimizer:
-        assert not optimizer._session.run.residency.units.home_of["1.0.weight"].held
-        assert torch.equal(view_of_a_forward(model, optimizer), expected)
+        assert optimizer._session.run.residency.units.home_of["1.0.weight"].held == (host_memory is not None)
+        with model[1][0].register_forward_hook(lambda module, *_: kept.append(module.weight.detach())):
+            loss_of(model).backward()
+        optimizer.step()
+        for seed in range(3):
+            model(x(seed))
+        assert torch.equal(kept[0], expected)
         with memascend.materialized(model):
             assert not torch.equal(model[1][0].weight, expected)
-
-
-def test_a_view_of_a_forward_has_the_steps_values_where_they_are_held(tmp_path):
-    """As in memory: the update is done where the values lie."""
-    model, optimizer = offloaded(tmp_path, host_memory="64MiB")
-    with optimizer:
-        assert optimizer._session.run.residency.units.home_of["1.0.weight"].held
-        found = view_of_a_forward(model, optimizer)
-        with memascend.materialized(model):
-            assert torch.equal(model[1][0].weight, found)
-            assert not torch.equal(blocks()[1][0].weight, found)
-
-
-def test_bytes_that_a_view_kept_alive_are_taken_again(tmp_path):
-    """In a budget for few units, the one that somebody holds is not read a second time, and never after a step."""
-    kept = []
-    model, optimizer = offloaded(tmp_path, more=1 << 16)
-    residency = optimizer._session.run.residency
-    with optimizer, torch.no_grad():
-        handle = model[1][0].register_forward_hook(lambda module, *_: kept.append(module.weight.detach()))
-        model(x())
-        handle.remove()
-        home = residency.units.home_of["1.0.weight"]
-        residency.units.evict(home)
-        before = counters(optimizer)
-        model[1](x())
-        after = counters(optimizer)
-        assert (after["adopted"] - before["adopted"], kept[0].data_ptr()) == (1, home.base.data_ptr())
-        with torch.enable_grad():
-            model(x()).sum().backward()
-        optimizer.step()
-        before = counters(optimizer)
-        model[1](x())
-        assert counters(optimizer)["adopted"] == before["adopted"]
-        assert home.base.data_ptr() != kept[0].data_ptr()
-
-
-def test_a_graph_holds_notes_and_no_units(tmp_path):
-    """All blocks' graphs at once, where there is memory for one block."""
-    plain = blocks()
-    model, optimizer = offloaded(tmp_path)
-    with optimizer:
-        for one in (plain, model):
-            one(x()).square().mean().backward()
-        torch.optim.SGD(plain.parameters(), lr=0.1).step()
-        optimizer.step()
-        with memascend.materialized(model):
-            assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
 
 
 def test_other_hooks_on_saved_tensors_get_what_is_not_ours(tmp_path):
@@ -145,8 +69,7 @@ def test_other_hooks_on_saved_tensors_get_what_is_not_ours(tmp_path):
         assert (4, WIDTH) in seen[1]
         torch.optim.SGD(plain.parameters(), lr=0.1).step()
         optimizer.step()
-        with memascend.materialized(model):
-            assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+        require_same(plain, model)
 
 
 # --- gates -------------------------------------------------------------------------------------
@@ -218,8 +141,7 @@ def test_a_module_that_cannot_have_all_of_its_units_binds_none(tmp_path, monkeyp
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     model[1].weight = model[0].weight  # so that the second needs both units
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "run.store", units=["0", "1"])
+    model, optimizer = chains.offloaded(tmp_path / "run.store", model, torch.optim.SGD, units=["0", "1"])
     residency = optimizer._session.run.residency
     bind, bound = residency.bind, []
 
@@ -238,28 +160,6 @@ def test_a_module_that_cannot_have_all_of_its_units_binds_none(tmp_path, monkeyp
         assert bound
         assert not any(home.bound for home in residency.units.homes)
         assert torch.equal(model[1](x()), expected)
-
-
-# --- state dicts ----------------------------------------------------------------------------------
-
-
-def test_loading_the_same_weights_leaves_masters_as_they_are(tmp_path):
-    model, optimizer = offloaded(tmp_path, blocks(torch.bfloat16), kind=torch.optim.AdamW, rate=1e-3, more=1 << 20)
-    with optimizer:
-        for seed in range(2):
-            model(x(seed).bfloat16()).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        before = [optimizer.state_of(p) for p in model.parameters()]
-        assert any(not torch.equal(state["master"], state["master"].bfloat16().float()) for state in before)
-        model.load_state_dict(model.state_dict())
-        after = [optimizer.state_of(p) for p in model.parameters()]
-        assert all(torch.equal(a[name], b[name]) for a, b in zip(before, after, strict=True) for name in a)
-        state = model.state_dict()
-        state["1.0.weight"] = torch.ones(WIDTH, WIDTH, dtype=torch.bfloat16)
-        model.load_state_dict(state)
-        master = optimizer.state_of(model[1][0].weight)["master"]
-        assert torch.equal(master, torch.ones(WIDTH, WIDTH))
 
 
 def test_groups_are_the_originals(tmp_path):
@@ -282,11 +182,6 @@ def test_a_hook_of_the_user_stands_beside_ours_on_its_parameter_alone(tmp_path, 
     model = blocks()
     weight = model[1][0].weight
 
-    def step():
-        model(x()).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
     def hook():
         return weight.register_post_accumulate_grad_hook(lambda parameter: heard.append(parameter is weight))
 
@@ -294,10 +189,10 @@ def test_a_hook_of_the_user_stands_beside_ours_on_its_parameter_alone(tmp_path, 
     model, optimizer = offloaded(tmp_path, model, host_memory="64MiB")
     with optimizer:
         handle = handle or hook()
-        step()
+        chains.step(model, optimizer)
         assert heard == [True]
         handle.remove()
-        step()
+        chains.step(model, optimizer)
         assert heard == [True]
         assert optimizer.state_of(weight)["master"] is not None
     assert not weight._post_accumulate_grad_hooks

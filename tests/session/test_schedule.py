@@ -5,7 +5,8 @@ import functools
 import numpy as np
 import pytest
 import torch
-from support.bits import same_bits
+from support import chains
+from support.bits import same_bits, same_states
 from torch import nn
 from torch.optim import lr_scheduler as torchs
 
@@ -60,17 +61,15 @@ def made():
     return model, torch.optim.AdamW(groups, lr=1e-3, fused=True)
 
 
-def backward(model, step):
-    model(torch.full((2, 16), step + 1.0)).square().sum().backward()
-
-
 def turn(model, optimizer, step):
     """A step of a loop; returns the options that its update had."""
-    backward(model, step)
     had = [(group["lr"], group["betas"]) for group in optimizer.param_groups]
-    optimizer.step()
-    optimizer.zero_grad()
+    chains.step(model, optimizer, step)
     return had
+
+
+def opened(path, **options):
+    return memascend.offload(*made(), storage=path, **{"existing": "resume", **options})
 
 
 def scheduled(path, kind="cosine", *, before=False, existing="resume", **options):
@@ -80,6 +79,13 @@ def scheduled(path, kind="cosine", *, before=False, existing="resume", **options
     scheduler = scheduler or SCHEDULERS[kind](optimizer)
     optimizer.schedule(scheduler)
     return model, optimizer, scheduler
+
+
+def one_turn(path, kind="cosine"):
+    """What a run of one step leaves."""
+    model, optimizer, _ = scheduled(path, kind)
+    with optimizer:
+        turn(model, optimizer, 0)
 
 
 def in_memory(kind, steps=STEPS):
@@ -116,7 +122,7 @@ def test_rates_and_weights_are_those_of_memory_in_three_lives(tmp_path, number):
         before = (life + number // len(WAYS)) % 2 == 0
         model, optimizer, scheduler = scheduled(tmp_path / "s", kind, before=before, **way)
         with optimizer:
-            had += [turn_scaled(model, optimizer, step) for step in range(optimizer.steps, until)]
+            had += [turn(model, optimizer, step) for step in range(optimizer.steps, until)]
             assert [group["lr"] for group in optimizer.param_groups] == scheduler.get_last_lr()
             if until == STEPS:
                 with memascend.materialized(model):
@@ -125,18 +131,9 @@ def test_rates_and_weights_are_those_of_memory_in_three_lives(tmp_path, number):
     assert [group["lr"] for group in stored(tmp_path / "s")["groups"]] == last
 
 
-def turn_scaled(model, optimizer, step):
-    had = [(group["lr"], group["betas"]) for group in optimizer.param_groups]
-    optimizer.backward(model(torch.full((2, 16), step + 1.0)).square().sum())
-    optimizer.step()
-    optimizer.zero_grad()
-    return had
-
-
 def test_several_are_advanced_in_their_order_and_a_closure_is_called_first(tmp_path):
-    model, optimizer = made()
+    model, optimizer = opened(tmp_path / "s")
     memory, in_memory = made()
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s")
 
     def of(one):
         return torchs.LinearLR(one, 0.5, total_iters=4), torchs.ExponentialLR(one, 0.9)
@@ -145,7 +142,7 @@ def test_several_are_advanced_in_their_order_and_a_closure_is_called_first(tmp_p
     optimizer.schedule(*of(optimizer))
     with optimizer:
         for step in range(3):
-            optimizer.step(functools.partial(backward, model, step))
+            optimizer.step(lambda step=step: chains.loss_of(model, step).backward())
             optimizer.zero_grad()
             turn(memory, in_memory, step)
             for scheduler in theirs:
@@ -153,35 +150,7 @@ def test_several_are_advanced_in_their_order_and_a_closure_is_called_first(tmp_p
         assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in in_memory.param_groups]
 
 
-def test_a_checkpoint_has_the_scheduler(tmp_path):
-    model, optimizer, scheduler = scheduled(tmp_path / "s", "one cycle")
-    with optimizer:
-        [turn(model, optimizer, step) for step in range(2)]
-        optimizer.save(tmp_path / "saved")
-        rates = [turn(model, optimizer, step) for step in range(2, 4)]
-    model, optimizer, scheduler = scheduled(tmp_path / "t", "one cycle", checkpoint=tmp_path / "saved")
-    with optimizer:
-        assert scheduler.last_epoch == 2
-        assert [turn(model, optimizer, step) for step in range(2, 4)] == rates
-
-
 # --- steps that are none ------------------------------------------------------------------------
-
-
-def test_an_overflow_and_a_discarded_step_advance_nothing(tmp_path):
-    model, optimizer, scheduler = scheduled(tmp_path / "s", loss_scale="dynamic")
-    with optimizer:
-        rate = optimizer.param_groups[0]["lr"]
-        optimizer.backward(model(torch.full((2, 16), float("inf"))).sum())
-        optimizer.step()
-        assert optimizer.overflowed
-        optimizer.zero_grad()
-        optimizer.step()
-        optimizer.backward(model(torch.ones(2, 16)).sum())
-        optimizer.zero_grad()
-        assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (0, rate)
-        turn_scaled(model, optimizer, 0)
-        assert scheduler.last_epoch == 1
 
 
 @pytest.mark.parametrize("kind", ["one cycle", "sequential", "object"])
@@ -264,8 +233,7 @@ REFUSED = {
 @pytest.mark.parametrize("given", REFUSED)
 def test_what_cannot_be_advanced_or_stored_is_refused(tmp_path, given):
     schedulers_of, words = REFUSED[given]
-    model, optimizer = made()
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s")
+    model, optimizer = opened(tmp_path / "s")
     with optimizer:
         with pytest.raises(ConfigError, match=words):
             optimizer.schedule(*schedulers_of(optimizer))
@@ -311,11 +279,8 @@ OTHERS = {
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_resume_with_another_scheduler_is_refused_with_what_differs(tmp_path, other):
     kind, scheduler_of, words = OTHERS[other]
-    model, optimizer, _ = scheduled(tmp_path / "s", kind)
-    with optimizer:
-        turn(model, optimizer, 0)
-    model, optimizer = made()
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s", existing="resume")
+    one_turn(tmp_path / "s", kind)
+    model, optimizer = opened(tmp_path / "s")
     with optimizer:
         given = scheduler_of(optimizer)
         before = given.get_last_lr()
@@ -334,8 +299,7 @@ def test_a_run_without_a_step_leaves_the_stored_scheduler(tmp_path, way):
     with optimizer:
         rates = [turn(model, optimizer, step) for step in range(2)]
     before = stored(tmp_path / "s")
-    model, optimizer = made()
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s", existing="resume")
+    model, optimizer = opened(tmp_path / "s")
     if way == "saved":
         optimizer.save(tmp_path / "saved")
         optimizer.close()
@@ -386,15 +350,12 @@ def test_a_scheduler_that_is_given_again_in_the_midst_is_restored_too(tmp_path):
 
 
 def test_a_schedule_that_no_version_wrote_is_damage(tmp_path):
-    model, optimizer, _ = scheduled(tmp_path / "s")
-    with optimizer:
-        turn(model, optimizer, 0)
+    one_turn(tmp_path / "s")
     with memascend.engine.Store.open(tmp_path / "s") as store:
         hyperparameters = store.hyperparameters
         hyperparameters["schedule"]["schedulers"][0]["moved"] = [1]
         store.commit(1, hyperparameters=hyperparameters)
-    model, optimizer = made()
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s", existing="resume")
+    _, optimizer = opened(tmp_path / "s")
     with optimizer, pytest.raises(memascend.CorruptionError, match="the schedulers of step 1"):
         optimizer.schedule(SCHEDULERS["cosine"](optimizer))
 
@@ -406,13 +367,11 @@ def test_a_scheduler_that_cannot_be_loaded_leaves_what_there_was(tmp_path):
                 raise ValueError("no")
             super().load_state_dict(state_dict)
 
-    model, optimizer = made()
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s")
+    model, optimizer = opened(tmp_path / "s")
     with optimizer:
         optimizer.schedule(Fails(optimizer, 1))
         turn(model, optimizer, 0)
-    model, optimizer = made()
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s", existing="resume")
+    model, optimizer = opened(tmp_path / "s")
     with optimizer:
         given = Fails(optimizer, 1)
         before = [group["lr"] for group in optimizer.param_groups]
@@ -422,9 +381,7 @@ def test_a_scheduler_that_cannot_be_loaded_leaves_what_there_was(tmp_path):
 
 
 def test_another_base_rate_is_refused(tmp_path):
-    model, optimizer, _ = scheduled(tmp_path / "s")
-    with optimizer:
-        turn(model, optimizer, 0)
+    one_turn(tmp_path / "s")
     model, _ = made()
     optimizer = torch.optim.AdamW([{"params": layer.parameters()} for layer in model], lr=2e-3)
     scheduler = SCHEDULERS["cosine"](optimizer)
@@ -439,8 +396,7 @@ def test_another_base_rate_is_refused(tmp_path):
 
 @pytest.mark.parametrize("of", ["original", "returned"])
 def test_a_resume_warns_once_of_a_scheduler_that_it_does_not_restore(tmp_path, of):
-    model, optimizer = made()
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s")
+    model, optimizer = opened(tmp_path / "s")
     with optimizer:
         scheduler = SCHEDULERS["cosine"](optimizer)
         turn(model, optimizer, 0)
@@ -451,23 +407,19 @@ def test_a_resume_warns_once_of_a_scheduler_that_it_does_not_restore(tmp_path, o
         scheduler = SCHEDULERS["cosine"](original if of == "original" else optimizer)
         with pytest.warns(UserWarning, match=r"not given to optimizer\.schedule\(\).*docs/resume\.md") as warned:
             turn(model, optimizer, 1)
-        assert [warning.filename for warning in warned] == [__file__]
+        assert [warning.filename for warning in warned] == [chains.__file__], "where step() is called"
         turn(model, optimizer, 2)
 
 
 def test_a_resume_warns_of_a_scheduled_run_without_its_scheduler(tmp_path):
-    model, optimizer, _ = scheduled(tmp_path / "s")
-    with optimizer:
-        turn(model, optimizer, 0)
-    model, optimizer = made()
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s", existing="resume")
+    one_turn(tmp_path / "s")
+    model, optimizer = opened(tmp_path / "s")
     with optimizer, pytest.warns(UserWarning, match=r"scheduled by CosineAnnealingLR, and this resume has no opt"):
         turn(model, optimizer, 1)
 
 
 def test_a_scheduler_that_begins_in_an_old_store_is_pointed_out(tmp_path):
-    model, optimizer = made()
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s")
+    model, optimizer = opened(tmp_path / "s")
     with optimizer:
         turn(model, optimizer, 0)
     with pytest.warns(UserWarning, match=r"has 1 step and no scheduler: CosineAnnealingLR begins where"):
@@ -484,25 +436,23 @@ def test_a_scheduler_that_begins_in_an_old_store_is_pointed_out(tmp_path):
 
 @pytest.mark.parametrize("durability", ["step", "none"])
 def test_close_commits_options_that_changed_since_the_last_step(tmp_path, durability):
-    options = {"storage": tmp_path / "s", "durability": durability, "gradients": "fused"}
-    model, optimizer = made()
-    model, optimizer = memascend.offload(model, optimizer, **options)
+    options = {"path": tmp_path / "s", "durability": durability, "gradients": "fused"}
+    model, optimizer = opened(**options)
     with optimizer:
         turn(model, optimizer, 0)
-        values = {name: value.clone() for name, value in model.state_dict().items()}
+        values = chains.values(model)
         optimizer.user_state = "of the next step"
         optimizer.param_groups[1]["lr"] = 0.5
         # A staged step is dropped.
-        backward(model, 1)
+        chains.loss_of(model, 1).backward()
     found = stored(tmp_path / "s")
     assert [group["lr"] for group in found["groups"]] == [1e-3, 0.5]
-    model, optimizer = made()
     with pytest.warns(UserWarning, match=r"group 1: lr 0\.003 -> 0\.5"):
-        model, optimizer = memascend.offload(model, optimizer, **options, existing="resume")
+        model, optimizer = opened(**options)
     with optimizer:
         # It is that of the step that was dropped.
         assert (optimizer.steps, optimizer.user_state) == (1, None)
-        assert all(same_bits(value, values[name]) for name, value in model.state_dict().items())
+        assert same_states(chains.values(model), values)
 
 
 INTERRUPTED = """
@@ -526,16 +476,15 @@ with optimizer:
 """
 
 
-def test_what_an_interrupted_loop_set_for_its_next_step_is_not_committed(tmp_path, python):
-    python(INTERRUPTED, tmp_path / "s", status=-2)
+def test_what_an_interrupted_loop_set_for_its_next_step_is_not_committed(tmp_path, loaded):
+    loaded(INTERRUPTED, tmp_path / "s", status=-2)
     with memascend.engine.Store.open(tmp_path / "s") as store:
         assert (store.step, store.user_state) == (3, {"position": 3})
         assert store.hyperparameters["groups"][0]["lr"] == 1e-3
 
 
 def test_a_scheduler_that_is_replaced_before_the_first_step_is_named(tmp_path):
-    model, optimizer = made()
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s")
+    _, optimizer = opened(tmp_path / "s")
     with optimizer:
         optimizer.schedule(torchs.StepLR(optimizer, 2))
         with pytest.warns(UserWarning, match=r"StepLR was given to schedule\(\) before.*in one call"):

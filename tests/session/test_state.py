@@ -2,42 +2,19 @@
 
 import pytest
 import torch
-from support.bits import same_bits
-from torch import nn
+from support.bits import same_states
+from support.chains import chain, everything, step, train
 
 import memascend
 from memascend import UsageError
 
 
-def stack():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-
-
 def begun(folder, steps=1, **options):
-    model = stack()
+    model = chain(bias=True)
     original = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     model, optimizer = memascend.offload(model, original, storage=folder / "run.store", **options)
-    step(model, optimizer, steps)
+    train(model, optimizer, range(steps))
     return model, optimizer, original
-
-
-def step(model, optimizer, steps=1):
-    for _ in range(steps):
-        model(torch.ones(2, 16)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def everything(model, optimizer):
-    found = {name: value.clone() for name, value in model.state_dict().items()}
-    for name, parameter in model.named_parameters():
-        found |= {f"{name} {of}": value for of, value in optimizer.state_of(parameter).items()}
-    return found
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(same_bits(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("whose", ["returned", "original"])
@@ -66,7 +43,7 @@ def test_it_has_no_items_and_says_where_state_is_read(tmp_path, whose):
 
 def test_the_original_gives_no_state_dict_until_the_run_has_ended(tmp_path):
     _, optimizer, original = begun(tmp_path)
-    given = torch.optim.AdamW(stack().parameters()).state_dict()
+    given = torch.optim.AdamW(chain(bias=True).parameters()).state_dict()
     with optimizer:
         for ask in (original.state_dict, lambda: original.load_state_dict(given)):
             with pytest.raises(UsageError, match=r"offload\(\) returned"):
@@ -88,7 +65,7 @@ def test_a_state_dict_of_the_present_position_sets_the_options(tmp_path):
     optimizer.load_state_dict(state)
     assert optimizer.param_groups[0] is group is original.param_groups[0]
     assert group["lr"] == 0.5
-    assert same(everything(model, optimizer), before)
+    assert same_states(everything(model, optimizer), before)
     optimizer.close()
 
 
@@ -140,7 +117,7 @@ def test_a_state_dict_of_another_position_is_refused_and_nothing_changes(tmp_pat
         elif of == "another store":
             position["store"] = "0" * 32
         elif of == "torch":
-            state = torch.optim.AdamW(stack().parameters()).state_dict()
+            state = torch.optim.AdamW(chain(bias=True).parameters()).state_dict()
         else:
             state["param_groups"][0]["params"].append(4)
         state["param_groups"][0]["lr"] = 0.5
@@ -152,7 +129,7 @@ def test_a_state_dict_of_another_position_is_refused_and_nothing_changes(tmp_pat
         with pytest.raises(kind, match=says):
             optimizer.load_state_dict(state)
         assert optimizer.param_groups[0]["lr"] == 1e-2
-        assert same(everything(model, optimizer), before)
+        assert same_states(everything(model, optimizer), before)
         step(model, optimizer)
 
 

@@ -10,18 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.bits import same_bits
+from support.stores import CHUNK, SIZES, parameters
 
 from memascend import engine
 from memascend.errors import ConfigError, StorageError, UsageError
-
-CHUNK = 2048
-SIZES = [(1,), (13,), (2048,), (2049,), (3, 1741), (0, 5), (), (30_001,)]
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-
-def parameters():
-    torch.manual_seed(4)
-    return {f"{dtype}.{shape}"[6:]: torch.randn(shape).to(dtype) for dtype in DTYPES for shape in SIZES}
 
 
 def state_of(values):
@@ -34,7 +26,7 @@ def state_of(values):
 
 
 def made(path, *, spill=None, **options):
-    held = parameters()
+    held = parameters(sizes=[*SIZES, (30_001,)])
     states = {name: state_of(values) for name, values in held.items()}
     entries = [engine.Entry(name=name, values=values, state=states[name], spill=spill) for name, values in held.items()]
     store = engine.Store.create(path, entries, chunk_elements=CHUNK, optimizer="SGD", **options)

@@ -1,7 +1,6 @@
-"""Tests the update of compact entries: against whole masters, resumed, killed, and by the bytes it moves."""
+"""Tests updates, whole and compact: against masters in memory, resumed, killed, and by the bytes they move."""
 
 import functools
-import itertools
 import os
 import random
 import textwrap
@@ -11,19 +10,10 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.killed_child import kill_after
+from support.stores import CHUNK, NUMBERS, parameters
 
 from memascend import engine, kernels
 from memascend.errors import ConfigError, UsageError
-
-CHUNK = 2048
-SIZES = [(1,), (13,), (2048,), (2049,), (3, 1741), (0, 5)]
-NUMBERS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "grad_scale": 0.5}
-
-
-def parameters(dtypes=(torch.bfloat16,)):
-    torch.manual_seed(1)
-    pairs = itertools.product(dtypes, SIZES)
-    return {f"{str(of)[6:]}.{'x'.join(map(str, shape))}": torch.randn(shape).to(of) for of, shape in pairs}
 
 
 def compact(values):
@@ -35,14 +25,14 @@ def whole_of(values, state):
     return engine.decode_state(values, state, "compact") if "rest" in state else {"master": values, **state}
 
 
-def described(held):
-    state = {name: compact(values) for name, values in held.items()}
+def described(held, state_of=compact):
+    state = {name: state_of(values) for name, values in held.items()}
     spill = torch.bfloat16
     return [engine.Entry(name=name, values=held[name], state=state[name], spill=spill) for name in held]
 
 
-def made(path, held, **options):
-    return engine.Store.create(path, described(held), chunk_elements=CHUNK, **options)
+def made(path, held, *, state_of=compact, **options):
+    return engine.Store.create(path, described(held, state_of), chunk_elements=CHUNK, **options)
 
 
 class InMemory:
@@ -67,12 +57,21 @@ class InMemory:
                 assert same_bits(found[of], tensor), (name, of)
 
 
-@pytest.mark.parametrize("resident", ["never", "always", "sometimes"])
-def test_a_hundred_steps_are_those_of_whole_masters(tmp_path, resident):
-    held = parameters([torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("state_of", "backend", "resident"),
+    [
+        (compact, "io_uring", "never"),
+        (compact, "io_uring", "always"),
+        (compact, "threads", "sometimes"),
+        (engine.adam_state, "io_uring", "sometimes"),
+        (engine.adam_state, "threads", "never"),
+    ],
+)
+def test_a_hundred_steps_are_those_of_masters_in_memory(tmp_path, state_of, backend, resident):
+    held = parameters()
     memory = InMemory(held)
     counts = dict.fromkeys(held, 0)
-    store = made(tmp_path / "store", held)
+    store = made(tmp_path / "store", held, state_of=state_of, backend=backend)
     for first in (1, 36, 71):  # resumed twice
         with store, engine.Engine(store, queue=30_000) as updates:
             for step in range(first, first + (35 if first < 71 else 30)):
@@ -104,12 +103,12 @@ def test_a_hundred_steps_are_those_of_whole_masters(tmp_path, resident):
     with store:
         memory.check(store)
         assert {entry["name"]: entry["step"] for entry in store.entries()} == counts
-        compact = {entry["name"] for entry in store.entries() if entry["compact"]}
-        assert compact == {name for name in held if name.startswith("bfloat16")}
+        found = {entry["name"] for entry in store.entries() if entry["compact"]}
+        assert found == {name for name in held if state_of is compact and name.startswith("bfloat16")}
 
 
 def test_updates_by_spilled_gradients_from_fetched_values(tmp_path):
-    held = parameters()
+    held = parameters([torch.bfloat16])
     memory = InMemory(held)
     with made(tmp_path, held) as store, engine.Engine(store) as updates:
         unit = torch.zeros(engine.PAGE_BYTES * 10, dtype=torch.uint8)
@@ -250,7 +249,8 @@ def test_a_walk_shows_every_byte_once(tmp_path):
 
 
 def gradient_of(values, step):
-    return torch.randn(values.shape, generator=torch.Generator().manual_seed(step * 1000 + values.numel())).bfloat16()
+    drawn = torch.randn(values.shape, generator=torch.Generator().manual_seed(step * 1000 + values.numel()))
+    return drawn.to(values.dtype)
 
 
 def trains_until_killed(path, told):
@@ -288,13 +288,14 @@ def killed_at_random_moments(path, kills):
     print("steps", at)
 
 
-def test_killed_at_random_moments_it_is_what_was_never_killed(loaded, tmp_path):
+@pytest.mark.parametrize("kills", [8, pytest.param(50, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_it_is_what_was_never_killed(loaded, tmp_path, kills):
     program = """
         import sys, torch
         torch.set_num_threads(1)
         sys.path.insert(0, sys.argv[1])
         from storage import test_engine_compact
-        test_engine_compact.killed_at_random_moments(sys.argv[2], 8)
+        test_engine_compact.killed_at_random_moments(sys.argv[2], int(sys.argv[3]))
     """
-    output = loaded(textwrap.dedent(program), Path(__file__).parents[1], tmp_path / "store")
-    assert int(output.split()[-1]) > 15  # it got somewhere between the kills
+    output = loaded(textwrap.dedent(program), Path(__file__).parents[1], tmp_path / "store", kills)
+    assert int(output.split()[-1]) > kills  # it got somewhere between the kills

@@ -3,18 +3,14 @@
 import pytest
 import torch
 from support.bits import same_bits
+from support.stores import CHUNK, parameters
 
 from memascend import engine
 from memascend.errors import ConfigError, UsageError
 
-CHUNK = 2048
-SIZES = [(1,), (13,), (2048,), (2049,), (3, 1741), (0, 5), ()]
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
 
 def entries():
-    torch.manual_seed(2)
-    values = {f"{dtype}.{shape}"[6:]: torch.randn(shape).to(dtype) for dtype in DTYPES for shape in SIZES}
+    values = parameters()
     made = [engine.Entry(name=name, values=tensor, state=engine.adam_state(tensor)) for name, tensor in values.items()]
     big = torch.arange(300_000, dtype=torch.float64)
     odd = {"step": torch.tensor(7.0), "row": torch.randn(600), "moment": torch.randn(700, 600), "big": big}

@@ -3,25 +3,16 @@
 import pytest
 import torch
 from support.bits import same_bits
+from support.stores import CHUNK, DTYPES, NUMBERS, damage, parameters
 
 from memascend import engine, kernels
 from memascend.errors import ConfigError, CorruptionError, UsageError
 from memascend.tensors import rounded
 
-CHUNK = 2048
-SIZES = [(1,), (13,), (2048,), (2049,), (3, 1741), (0, 5), ()]
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-NUMBERS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "grad_scale": 0.5}
-
 
 def units(squares):
     """A sum of squares as the engine tells it."""
     return squares << 298
-
-
-def parameters():
-    torch.manual_seed(3)
-    return {f"{dtype}.{shape}"[6:]: torch.randn(shape).to(dtype) for dtype in DTYPES for shape in SIZES}
 
 
 def made(path, spill=None, **options):
@@ -131,13 +122,7 @@ def test_a_flipped_bit_is_an_error_with_a_name(tmp_path):
         updates.spill(name, values)
         updates.spill(other, torch.ones(2049))
         updates.finish()
-        at = path.read_bytes().find(values.view(-1).view(torch.uint8).numpy().tobytes()[8192:12288])
-        assert at > 0
-        with path.open("r+b") as file:
-            file.seek(at)
-            byte = file.read(1)[0]
-            file.seek(at)
-            file.write(bytes([byte ^ 16]))
+        damage(path, values.view(-1).view(torch.uint8).numpy().tobytes()[8192:12288])
         for use in (
             lambda: updates.read_spilled(name, torch.empty(3, 1741)),
             lambda: (updates.update_spilled(name, engine.Adam(step=1)), updates.finish()),

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from support.stores import damage
 
 from memascend import engine
 from memascend.errors import CorruptionError, UsageError
@@ -61,10 +62,7 @@ def test_a_fetch_that_ended_holds_up_no_step(made, held):
 def test_a_fetch_of_a_damaged_unit_says_so_after_its_slot_was_written_again(made, tmp_path):
     store, updates = made
     train(store, updates, range(1, 2))
-    with open(tmp_path / "store", "r+b") as file:
-        at = file.read().index(values(1)[: 1 << 18].numpy().tobytes())
-        file.seek(at)
-        file.write(b"\xff")
+    damage(tmp_path / "store", values(1)[: 1 << 18].numpy().tobytes())
     fetch = store.fetch("one", pages(values(0).nbytes))
     wait_for(fetch)
     train(store, updates, range(2, 5))

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from support.bits import as_bytes
+from support.stores import damage
 
 from memascend import engine
 from memascend.errors import ConfigError, CorruptionError, StorageError, UsageError
@@ -204,12 +205,7 @@ def test_fetches_refuse_what_does_not_fit_and_name_what_is_damaged(tmp_path):
     ]:
         with pytest.raises(ConfigError, match=match):
             store.fetch(unit, into)
-    held = path.read_bytes()
-    wanted = bytes(as_bytes(entries()[0].values)[4096:4160].tolist())
-    at = held.index(wanted)
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(b"\0" * 64)
+    damage(path, bytes(as_bytes(entries()[0].values)[4096:4160].tolist()))
     fetch = store.fetch("one", pages(nbytes))
     for _ in range(2):
         with pytest.raises(CorruptionError, match='chunk 1 of "embed"') as raised:

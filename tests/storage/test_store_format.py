@@ -2,11 +2,13 @@
 
 import json
 import lzma
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from support.bits import same_bits
+from support.chains import batch, require_same, twins
 from torch import nn
 
 import memascend
@@ -83,6 +85,7 @@ class Masked(nn.Module):
 
     def __init__(self):
         super().__init__()
+        torch.manual_seed(2)
         self.weight = nn.Parameter(torch.randn(400, 500))
         self.register_buffer("mask", torch.rand(400, 500) > 0.3)
         self.register_buffer("turns", torch.polar(torch.ones(500), torch.arange(500.0)))
@@ -92,33 +95,17 @@ class Masked(nn.Module):
 
 
 def test_a_model_with_a_mask_trains_as_in_memory(tmp_path):
-    def run(storage=None):
-        torch.manual_seed(2)
-        model = Masked()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        if storage is not None:
-            model, optimizer = memascend.offload(model, optimizer, storage=storage, host_memory="64MiB")
-        losses = []
-        for _ in range(3):
-            loss = model(torch.randn(4, 500))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        if storage is not None:
-            optimizer.close()
-        return losses
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        assert run(tmp_path / "store") == run()
-    finally:
-        torch.set_num_threads(threads)
-    with engine.Store.open(tmp_path / "store") as store:
+    plain, theirs, model, optimizer = twins(tmp_path, "fused", Masked, kind=partial(torch.optim.AdamW, fused=True))
+    with optimizer:
+        for seed in range(3):
+            for one, own in ((plain, theirs), (model, optimizer)):
+                one(batch(seed, 500)).backward()
+                own.step()
+                own.zero_grad()
+        require_same(plain, model)
+    with engine.Store.open(tmp_path / "twin.store") as store:
         store.verify()
-        torch.manual_seed(2)
-        assert torch.equal(store.read("mask")[0], Masked().mask)
+        assert torch.equal(store.read("mask")[0], plain.mask)
 
 
 # --- copies -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Builds small chains of layers twice, in memory and offloaded, and compares them."""
+"""Builds chains of equal layers in memory and offloaded, trains and compares them: all that most tests need."""
 
 import torch
 from torch import nn
@@ -8,29 +8,58 @@ import memascend
 WIDTH = 32
 
 
-def chain(layers=2, bias=False):
+def chain(layers=2, bias=False, *, width=WIDTH, dtype=torch.float32):
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(layers)))
+    return nn.Sequential(*(nn.Linear(width, width, bias=bias) for _ in range(layers))).to(dtype)
 
 
-def batch(seed=1):
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+def batch(seed=1, width=WIDTH, dtype=torch.float32):
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def loss_of(model, seed=1):
-    return model(batch(seed)).square().mean()
+    first = next(module for module in model.modules() if isinstance(module, nn.Linear))
+    return model(batch(seed, first.in_features, next(model.parameters()).dtype)).float().square().mean()
+
+
+def step(model, optimizer, seed=1):
+    loss = loss_of(model, seed)
+    (optimizer.backward if hasattr(optimizer, "backward") else torch.Tensor.backward)(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def train(model, optimizer, seeds):
+    return [step(model, optimizer, seed) for seed in seeds]
+
+
+def offloaded(storage, model=None, kind=torch.optim.AdamW, rate=1e-2, **options):
+    model = chain(bias=True) if model is None else model
+    return memascend.offload(model, kind(model.parameters(), lr=rate), storage=storage, **options)
 
 
 def twins(
     tmp_path, gradients="ssd", make=chain, rate=0.1, kind=torch.optim.SGD, host_memory: str | None = "64MiB", **options
 ):
     """The same model twice: in RAM, and offloaded."""
-    plain, model = make(), make()
-    ours = kind(model.parameters(), lr=rate)
-    model, ours = memascend.offload(
-        model, ours, storage=tmp_path / "twin.store", gradients=gradients, host_memory=host_memory, **options
-    )
-    return plain, kind(plain.parameters(), lr=rate), model, ours
+    plain = make()
+    options = {"gradients": gradients, "host_memory": host_memory, **options}
+    return plain, kind(plain.parameters(), lr=rate), *offloaded(tmp_path / "twin.store", make(), kind, rate, **options)
+
+
+def values(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def everything(model, optimizer):
+    """Values, and the state of all that the optimizer owns."""
+    found = values(model)
+    owned = {p for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter in owned:
+            found |= {f"{name}: {of}": torch.as_tensor(v).clone() for of, v in optimizer.state_of(parameter).items()}
+    return found
 
 
 def require_same(plain, model):

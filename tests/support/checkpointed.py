@@ -3,12 +3,10 @@
 import weakref
 
 import torch
+from support import chains
+from support.chains import values
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-import memascend
-
-__all__ = ["WIDTH", "Block", "Model", "OwnCheckpoint", "keeper", "offloaded", "rows"]
 
 WIDTH = 64
 
@@ -65,13 +63,24 @@ def keeper(model):
 
 def offloaded(folder, *, blocks, reentrant=False, **options):
     torch.manual_seed(0)
-    model = Model(WIDTH, blocks, reentrant=reentrant)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return memascend.offload(model, optimizer, storage=folder / "run.store", **options)
+    return chains.offloaded(folder / "run.store", Model(WIDTH, blocks, reentrant=reentrant), **options)
 
 
 def rows(count, seed=1):
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def trained(model, optimizer, batches):
+    """Losses, and what is left."""
+    with optimizer:
+        losses = []
+        for x in batches:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, values(model)
 
 
 def require_two_backwards(model, x):

@@ -1,4 +1,4 @@
-"""Builds a model of many kinds of parameters, trains it, and lists all that a checkpoint of it holds."""
+"""Builds a model of many kinds of parameters and trains it."""
 
 from __future__ import annotations
 
@@ -51,12 +51,3 @@ def trained(model, optimizer, dtype, first, last):
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def everything(model, optimizer):
-    found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    owned = {p for group in optimizer.param_groups for p in group["params"]}
-    for name, parameter in model.named_parameters():
-        if parameter in owned:
-            found |= {f"{name}: {of}": torch.as_tensor(v).clone() for of, v in optimizer.state_of(parameter).items()}
-    return found

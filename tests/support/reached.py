@@ -1,16 +1,11 @@
 """Makes stacks whose weights are reached between forwards, trains and compares them."""
 
 import torch
-from torch import nn
+from support import chains
 
 import memascend
 
 WIDTH = 64
-
-
-def given_to_data(p):
-    p.data = mine = p.detach().clone()
-    return mine
 
 
 OPTIMIZERS = {
@@ -21,12 +16,11 @@ OPTIMIZERS = {
 
 
 def stack(units, dtype=torch.float32):
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(units)]).to(dtype)
+    return chains.chain(units, bias=True, width=WIDTH, dtype=dtype)
 
 
 def batch(dtype=torch.float32):
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3)).to(dtype)
+    return chains.batch(3, WIDTH, dtype)
 
 
 def taken(model, optimizer, folder, **options):
@@ -37,12 +31,8 @@ def taken(model, optimizer, folder, **options):
     return memascend.offload(model, optimizer, storage=folder / "run.store", **options)
 
 
-def one_step(model, optimizer, dtype):
-    loss = model(batch(dtype)).float().pow(2).mean()
-    (optimizer.backward if hasattr(optimizer, "backward") else torch.Tensor.backward)(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+def one_step(model, optimizer, _dtype):
+    return chains.step(model, optimizer, 3)
 
 
 def weights(model):

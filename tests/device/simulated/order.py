@@ -50,31 +50,12 @@ class Block(torch.nn.Module):
         return x
 
 
-class Recurrent(torch.nn.LSTM):
-    """Its weights are used over and over, as cuDNN's caller does."""
-
-    def __init__(self, name, check):
-        super().__init__(64, 64, num_layers=2)
-        # Not the check itself, which keeps what it finds: micro-batches by layer refuse modules that keep values.
-        self.name, self.use = name, check.use
-
-    def uses(self):
-        return [f"{self.name}.{name}" for name, _ in self.named_parameters()] * 2
-
-    def forward(self, x, before):
-        for name in self.uses():
-            x, before = self.use(x, getattr(self, name.rpartition(".")[2]), name, before)
-        return x
-
-
 class Net(torch.nn.Module):
-    """Blocks of one kind: plain, recomputed, tied, recurrent, each used on two streams, or some on the other stream."""
+    """Blocks of one kind: plain, recomputed, tied, each used on two streams, or some on the other stream."""
 
     def __init__(self, check, kind="plain", blocks=4):
         super().__init__()
-        kinds = {"recurrent": Recurrent}
-        made = kinds.get(kind, Block)
-        self.blocks = torch.nn.ModuleList(made(f"blocks.{index}", check) for index in range(blocks))
+        self.blocks = torch.nn.ModuleList(Block(f"blocks.{index}", check) for index in range(blocks))
         if kind == "tied":
             self.blocks[-1].weights[0] = self.blocks[0].weights[0]
         self.kind = kind

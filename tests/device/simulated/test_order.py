@@ -6,9 +6,9 @@ from device.conftest import POSES
 LONG = [pytest.mark.slow, pytest.mark.skipif(not POSES, reason="make test-posing runs it")]
 pytestmark = pytest.mark.posing
 MODES = ["fused", "ssd", "ram"]
-KINDS = ["plain", "recomputed", "tied", "recurrent", "streams", "aside"]
+KINDS = ["plain", "recomputed", "tied", "streams", "aside"]
 # Those of `make test`: each kind and each mode.
-SHORT = {("plain", "fused"), ("recomputed", "ssd"), ("tied", "ram"), ("recurrent", "fused"), ("streams", "ssd")}
+SHORT = {("plain", "fused"), ("recomputed", "ssd"), ("tied", "ram"), ("streams", "ssd")}
 CASES = [
     pytest.param(kind, mode, marks=[] if (kind, mode) in SHORT else LONG, id=f"{kind}-{mode}")
     for kind in KINDS

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.fake_device import SPOILT, Work
 from support.staged_units import CHUNK, EITHER, ELEMENTS, UNITS, in_one, leased, pages
+from support.stores import damage
 
 from memascend import engine
 from memascend.device.transfer import Staging
@@ -81,11 +82,7 @@ def test_who_does_not_wait_sees_what_is_spoilt(staging, arena, store, device):
 
 def test_damage_is_named_by_whoever_waits(staging, arena, store, tmp_path):
     whole = in_one(store, "second").numpy().tobytes()
-    file = tmp_path / "run.store"
-    at = file.read_bytes().index(whole[: 8 << 10])
-    with file.open("r+b") as opened:
-        opened.seek(at + 100)
-        opened.write(b"\0\1\2\3")
+    damage(tmp_path / "run.store", whole[: 8 << 10], 100)
     base = leased(arena, store)
     with pytest.raises(CorruptionError, match=r"second\.0"):
         staging.begin("second", base).wait()
@@ -107,11 +104,7 @@ def test_threads_that_check(device, arena, store, tmp_path, threads):
         coming[unit].wait()
         assert torch.equal(base, in_one(store, unit))
     whole = in_one(store, "second").numpy().tobytes()
-    file = tmp_path / "run.store"
-    at = file.read_bytes().index(whole[CHUNK : CHUNK + (8 << 10)])
-    with file.open("r+b") as opened:
-        opened.seek(at)
-        opened.write(bytes([whole[CHUNK] ^ 1]))
+    damage(tmp_path / "run.store", whole[CHUNK : CHUNK + (8 << 10)])
     for _ in range(2):
         with pytest.raises(CorruptionError, match=r"second\."):
             staging.begin("second", bases["second"]).wait()

@@ -1,0 +1,29 @@
+"""Parameters of many sizes and dtypes, as the tests of stores and engines have them, and damage to a store's file."""
+
+import itertools
+
+import torch
+
+CHUNK = 2048
+SIZES = [(1,), (13,), (2048,), (2049,), (3, 1741), (0, 5), ()]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+NUMBERS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "grad_scale": 0.5}
+
+
+def parameters(dtypes=tuple(DTYPES), sizes=tuple(SIZES)):
+    """By names such as "float32.(3, 1741)"."""
+    torch.manual_seed(1)
+    return {f"{dtype}.{shape}"[6:]: torch.randn(shape).to(dtype) for dtype, shape in itertools.product(dtypes, sizes)}
+
+
+def damage(path, content, at=0):
+    """Flip a bit of a byte `at` in this content, wherever the file has it; returns where the first one begins."""
+    whole = path.read_bytes()
+    first = place = whole.find(content)
+    assert place >= 0, "the file does not have it"
+    with path.open("r+b") as file:
+        while place >= 0:
+            file.seek(place + at)
+            file.write(bytes([whole[place + at] ^ 16]))
+            place = whole.find(content, place + len(content))
+    return first
