@@ -75,14 +75,9 @@ def test_the_order_of_memory_stays():
         assert torch.equal(back[name], tensor), name
 
 
-def test_other_layouts_have_their_master_as_it_is():
-    values = torch.randn(5)
-    found = formats.decode_state(values, engine.adam_state(values), "")
-    assert torch.equal(found["master"], values)
-    assert not found["exp_avg"].any()
-    assert torch.equal(engine.adam_state(values.half())["master"], values.half().float())
-    with pytest.raises(ConfigError, match="not in the format ''"):
-        formats.decode_state(torch.zeros(3), {"momentum": torch.zeros(3)}, "")
+def test_state_without_a_format_has_the_values_as_master():
+    values = torch.randn(5).half()
+    assert torch.equal(engine.adam_state(values)["master"], values.float())
 
 
 def test_what_would_lose_something_is_refused():
