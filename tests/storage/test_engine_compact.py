@@ -26,8 +26,17 @@ def parameters(dtypes=(torch.bfloat16,)):
     return {f"{str(of)[6:]}.{'x'.join(map(str, shape))}": torch.randn(shape).to(of) for of, shape in pairs}
 
 
+def compact(values):
+    return engine.encode_state(values, {}, "compact") if values.dtype == torch.bfloat16 else engine.adam_state(values)
+
+
+def whole_of(values, state):
+    """Master and moments; float32 values are their own master."""
+    return engine.decode_state(values, state, "compact") if "rest" in state else {"master": values, **state}
+
+
 def described(held):
-    state = {name: engine.adam_state(values, compact=True) for name, values in held.items()}
+    state = {name: compact(values) for name, values in held.items()}
     spill = torch.bfloat16
     return [engine.Entry(name=name, values=held[name], state=state[name], spill=spill) for name in held]
 
@@ -41,9 +50,7 @@ class InMemory:
 
     def __init__(self, held):
         self.values = {name: values.clone() for name, values in held.items()}
-        self.states = {
-            name: engine.master_of(values, engine.adam_state(values)) for name, values in self.values.items()
-        }
+        self.states = {name: whole_of(values, engine.adam_state(values)) for name, values in self.values.items()}
 
     def step(self, name, gradient, step, numbers):
         values, state = self.values[name], self.states[name]
@@ -55,7 +62,7 @@ class InMemory:
         for name, values in self.values.items():
             stored, raw = store.read(name)
             assert same_bits(stored, values), name
-            found = engine.master_of(stored, raw)
+            found = whole_of(stored, raw)
             for of, tensor in self.states[name].items():
                 assert same_bits(found[of], tensor), (name, of)
 
@@ -142,9 +149,9 @@ def test_values_that_are_resident_are_not_read(tmp_path):
         assert moved(None) == [10, 2, 10, 2]
         assert moved(values) == [10, 0, 10, 2]
         assert store.info()["slot_bytes"] == 12 * numel
-    for compact, wanted in ((True, 12), (False, 14)):
-        meta = values.to("meta")
-        entry = engine.Entry(name="w", values=meta, state=engine.adam_state(meta, compact=compact))
+    meta = values.to("meta")
+    for state, wanted in ((compact(meta), 12), (engine.adam_state(meta), 14)):
+        entry = engine.Entry(name="w", values=meta, state=state)
         assert engine.sizes([entry], chunk_elements=CHUNK).slot_bytes == wanted * numel
 
 
@@ -185,18 +192,18 @@ def test_whole_state_is_made_compact_on_its_way_in(tmp_path):
     with made(tmp_path, {"w": torch.zeros(5000).bfloat16()}) as store, engine.Engine(store) as updates:
         store.stage("w", values, whole, step=3)
         store.commit(3)
-        found = engine.master_of(*store.read("w"))
+        found = whole_of(*store.read("w"))
         assert all(same_bits(found[of], whole[of]) for of in whole)
         updates.fill("w", values)
         updates.commit(0)
-        found = engine.master_of(*store.read("w"))
+        found = whole_of(*store.read("w"))
         assert torch.equal(found["master"], values.float())
         assert not found["exp_avg"].any()
         assert not found["exp_avg_sq"].any()
         updates.fill("w", values, whole)
         updates.commit(0)
         raw = store.read("w")[1]
-        found = engine.master_of(values, raw)
+        found = whole_of(values, raw)
         assert all(same_bits(found[of], whole[of]) for of in whole)
         updates.fill("w", values, raw)
         updates.commit(0)
@@ -216,10 +223,7 @@ def test_a_walk_shows_every_byte_once(tmp_path):
         "f32": torch.randn(3, 1741),
     }
     odd = {"row": torch.randn(600), "moment": torch.randn(700, 600), "big": torch.randn(300_000)}
-    entries = [
-        engine.Entry(name=name, values=tensor, state=engine.adam_state(tensor, compact=True))
-        for name, tensor in made_of.items()
-    ]
+    entries = [engine.Entry(name=name, values=tensor, state=compact(tensor)) for name, tensor in made_of.items()]
     entries.append(engine.Entry(name="odd", values=torch.randn(700, 600), state=odd))
     with engine.Store.create(tmp_path / "store", entries, chunk_elements=CHUNK) as store:
         found = {}

@@ -27,7 +27,7 @@ from memascend.storage.entries import (
     order_of,
     sizes,
 )
-from memascend.storage.formats import FORMATS, compact_of, decode_state, encode_state, master_of, state_tensors
+from memascend.storage.formats import FORMATS, decode_state, encode_state, state_tensors
 from memascend.storage.store import (
     Commit,
     NamedCommit,
@@ -60,13 +60,11 @@ __all__ = [
     "checksum_of",
     "chunk_elements_of",
     "commits",
-    "compact_of",
     "decode_state",
     "encode_state",
     "examine",
     "log_bytes",
     "look",
-    "master_of",
     "order_of",
     "pending_file",
     "sizes",

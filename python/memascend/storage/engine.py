@@ -19,26 +19,18 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, eq=False)
 class Chunk:
-    """A part of an entry, or all of it; valid during the call alone.
+    """A part of an entry, or all of it; valid during the call alone."""
 
-    Attributes:
-        values: writable in place. One-dimensional, in the order in which it is stored; of the entry's shape where it is
-            whole.
-        gradient: alike; None where there is none.
-        state: by name, writable in place; alike where it has the entry's shape, and of a format's tensors with an item
-            for several elements (8 or 256), the items of these. Tensors of another shape are given as they are, the
-            same memory in every call, and are written after the last.
-        start: the first element.
-        count: how many; 0 in the one call of an entry without elements.
-        last: whether it is the last call.
-    """
-
+    # Writable in place. One-dimensional, in the order in which it is stored; of the entry's shape where it is whole.
     values: torch.Tensor
-    gradient: torch.Tensor | None
+    gradient: torch.Tensor | None  # alike; None where there is none
+    # By name, writable in place; alike where it has the entry's shape, and of a format's tensors with an item for
+    # several elements (8 or 256), the items of these. Tensors of another shape are given as they are, the same memory
+    # in every call, and are written after the last.
     state: dict[str, torch.Tensor]
-    start: int
-    count: int
-    last: bool
+    start: int  # the first element
+    count: int  # the number of elements; 0 in the one call of an entry without elements
+    last: bool  # whether it is the last call
 
 
 def adapter(
@@ -97,7 +89,6 @@ def _take_threads(threads: int) -> None:
 
 
 def _tensor_on(lent: Any, dtype: str) -> torch.Tensor:
-    """Elements on lent memory."""
     import torch
 
     with memoryview(lent) as view:
@@ -169,17 +160,11 @@ class Engine(_core.Engine):
     ) -> None:
         """Queue the first values of an entry, and return when they have room in the queue.
 
-        Nothing is read. The tensors are held until they were used, and must not
-        change meanwhile.
-
-        Args:
-            name: of which entry.
-            values: contiguous, on the CPU, as they are described.
-            state: tensors by name. One that is not given is zeros, or the values where it is a float32 "master" of the
-                entry's shape. What the entry's format has otherwise may be given in float32: a "master" in place of the
-                rest, which the values must be rounded from (that is found out as it is written); and moments, which are
-                rounded to nearest.
-            step: the entry's count of updates, which the state is the result of.
+        Nothing is read. The tensors are contiguous and on the CPU; they are held until they were used, and must not
+        change meanwhile. State that is not given is zeros, or the values where it is a float32 "master" of the entry's
+        shape. What the entry's format has otherwise may be given in float32: a "master" in place of the rest, which the
+        values must be rounded from (that is found out as it is written); and moments, which are rounded to nearest.
+        `step` is the entry's count of updates, which the state is the result of.
 
         Raises:
             ConfigError: a tensor does not fit; nothing was begun.
@@ -219,21 +204,18 @@ class Engine(_core.Engine):
         `function` is called on a thread of the engine's, no two at once, without gradients being recorded, with a
         `Chunk` of an entry after the other, in order; what it writes there is staged. It must not wait for the engine.
         The tensors stand on the engine's memory: one of them (or a view) that is kept beyond the call fails the step,
-        so keep a `clone()`.
+        so keep a `clone()`. `step` is the entry's count of updates, this one included. Gradient and values (as in
+        `update`) are held until they were used, and must not change meanwhile; without a gradient, the one that is
+        spilled is taken.
 
-        Args:
-            name: of which entry.
-            function: called once for each chunk, or once with all of the entry.
-            step: the entry's count of updates, this one included.
-            gradient: held until it was used, and must not change meanwhile; None takes the one that is spilled.
-            whole: give all of the entry in one piece, of its shape, in the memory that `Engine(whole=)` set aside. Its
-                state in a format of its own is then given in float32 ("master" of 16-bit values, and moments), unless
-                there is no master. It is written in its format again, and 16-bit values are their master, rounded.
-                While the function computes, other entries are read and written.
-            values: as in `update`; they are held like the gradient.
-            after_commit: call the function once the step is committed, on the entry in memory, if the entry is held
-                and the store's durability is "none". Nothing of the entry is read or written then. What the function
-                raises ends the run, so it must be one that does not fail.
+        `whole` gives all of the entry in one piece, of its shape, in the memory that `Engine(whole=)` set aside. Its
+        state in a format of its own is then given in float32 ("master" of 16-bit values, and moments), unless there is
+        no master. It is written in its format again, and 16-bit values are their master, rounded. While the function
+        computes, other entries are read and written.
+
+        `after_commit` calls the function once the step is committed, on the entry in memory, if the entry is held and
+        the store's durability is "none". Nothing of the entry is read or written then. What the function raises ends
+        the run, so it must be one that does not fail.
 
         Raises:
             ConfigError: the gradient does not fit, or the entry takes more than `Engine(whole=)`; the message has both

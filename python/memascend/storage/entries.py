@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memascend import _core
 from memascend.errors import ConfigError
 from memascend.memory import PAGE_BYTES
-from memascend.storage.formats import compact_of, encode_state
+from memascend.storage.formats import encode_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -22,23 +21,15 @@ if TYPE_CHECKING:
     Described = tuple[bool, int, Tensor, list[Tensor], list[int], str | None, str | None, int | None]
 
 
-_Path = str | os.PathLike[str]
-
-
 class Lent(NamedTuple):
-    """A gradient that the extension cannot reach, and a function that copies parts of it to host memory.
+    """A gradient that the extension cannot reach, and a function that copies parts of it to host memory."""
 
-    Attributes:
-        tensor: the gradient, on any device, without gaps in the order in which its parameter is stored.
-        window: called with (first byte, bytes) on the engine's thread. Returns an address in host memory, aligned to 8,
-            the first byte there, and the number of bytes, which contain the range. The memory does not change before
-            the next call of a window of the same engine.
-        order: makes later work of the calling thread on the gradient wait for the work that computes it.
-    """
-
-    tensor: torch.Tensor
+    tensor: torch.Tensor  # on any device, without gaps in the order in which its parameter is stored
+    # Called with (first byte, bytes) on the engine's thread. Returns an address in host memory, aligned to 8, the first
+    # byte there, and the number of bytes, which contain the range. The memory does not change before the next call of
+    # a window of the same engine.
     window: Callable[[int, int], tuple[int, int, int]]
-    order: Callable[[], None]
+    order: Callable[[], None]  # makes later work of the calling thread on it wait for the work that computes it
 
 
 def place_of(tensor: torch.Tensor) -> tuple[int, int, object]:
@@ -82,12 +73,8 @@ def json_of(value: Any) -> str | None:
 # Bytes of the largest request. Disks are slower with smaller requests, and slightly larger state would need a large and
 # a small one.
 _REQUEST_BYTES = 1 << 20
-
-
 # Elements of the largest chunk: the staging chunks of an engine, with 16-bit gradients, stay within 16 MiB.
 CHUNK_ELEMENTS = 98_304
-
-
 _CHUNK_GRAIN = 2_048
 
 
@@ -123,26 +110,16 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes of a store, in bytes.
+    """The sizes of a store, in bytes."""
 
-    Attributes:
-        total_bytes: the whole store on storage.
-        slot_bytes: one slot of all values and state.
-        index_bytes: memory of an open store that grows with the state.
-        buffer_bytes: memory of an open store that does not depend on its contents.
-        chunk_bytes: memory of one staging chunk of an `Engine`.
-        other_bytes: memory of an `Engine` for state of other shapes than its entries'.
-        unit_bytes: the values of each unit, as `Store.fetch` returns them.
-        entry_bytes: values and state of each entry, the memory that `Store.hold` needs for it.
-    """
-
-    total_bytes: int
-    slot_bytes: int
-    index_bytes: int
-    buffer_bytes: int
-    chunk_bytes: int
-    other_bytes: int
-    unit_bytes: dict[str, int]
+    total_bytes: int  # the whole store on storage
+    slot_bytes: int  # one slot of all values and state
+    index_bytes: int  # memory of an open store that grows with the state
+    buffer_bytes: int  # memory of an open store that does not depend on its contents
+    chunk_bytes: int  # memory of one staging chunk of an `Engine`
+    other_bytes: int  # memory of an `Engine` for state of other shapes than its entries'
+    unit_bytes: dict[str, int]  # the values of each unit, as `Store.fetch` returns them
+    # Values and state of each entry, the memory that `Store.hold` needs for it.
     entry_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -222,25 +199,12 @@ def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return order
 
 
-def adam_state(
-    values: torch.Tensor, master: torch.Tensor | None = None, *, compact: bool = False
-) -> dict[str, torch.Tensor]:
-    """The initial state of Adam: a float32 master if `values` has 16 bits, and two moments of zeros.
-
-    Args:
-        values: the parameter.
-        master: the float32 values that the parameter is rounded from; None: the parameter in float32.
-        compact: store a bfloat16 parameter and its master in 4 bytes per element instead of 6 (see `compact_of`). Has
-            no effect on other dtypes.
-    """
+def adam_state(values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The initial state of Adam: a float32 master if `values` has 16 bits, and two moments of zeros."""
     import torch
 
-    if compact and values.dtype == torch.bfloat16:
-        return compact_of(values, {} if master is None else {"master": master})
     zeros = {name: torch.zeros_like(values, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
-    if values.dtype == torch.float32:
-        return zeros
-    return {"master": values.float() if master is None else master, **zeros}
+    return zeros if values.dtype == torch.float32 else {"master": values.float(), **zeros}
 
 
 def description(entries: Sequence[Entry]) -> tuple[list[str], list[Described]]:
@@ -291,17 +255,11 @@ def room_for(entry: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Te
 
 
 class Part(NamedTuple):
-    """A part of a tensor of an entry, in the order in which it is stored.
+    """A part of a tensor of an entry, in the order in which it is stored."""
 
-    Attributes:
-        of: the state tensor's name; "" is the values.
-        start: its first element.
-        values: the elements.
-    """
-
-    of: str
-    start: int
-    values: torch.Tensor
+    of: str  # the state tensor's name; "" is the values
+    start: int  # its first element
+    values: torch.Tensor  # the elements
 
 
 def shown_to(

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 Rule = Literal["adam", "momentum"]
 _MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buffer",)}
-_ADAM = ("master", *_MOMENTS["adam"])
 # The formats of state. The first word says how the master is stored, the second how the moments are.
 FORMATS = (
     "",
@@ -29,64 +28,6 @@ FORMATS = (
     "stochastic bf16",
     "stochastic 8bit",
 )
-
-
-def is_compact(values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> bool:
-    """Whether this is a compact entry: bfloat16 values with an int16 "rest" and float32 moments, all of one shape."""
-    import torch
-
-    wanted = {"rest": torch.int16, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-    return (
-        values.dtype == torch.bfloat16
-        and state.keys() == wanted.keys()
-        and all(state[name].dtype == dtype and state[name].shape == values.shape for name, dtype in wanted.items())
-    )
-
-
-def master_of(values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Adam's state as torch knows it, from an entry of any layout: "master", "exp_avg" and "exp_avg_sq", float32.
-
-    A compact entry gives new tensors: its master is put together, and the signs of its second moment are cleared.
-    Any other entry gives the tensors that were passed; float32 values are their own master.
-
-    Raises:
-        ConfigError: the state is not Adam's.
-    """
-    import torch
-
-    if is_compact(values, state):
-        return _decoded(values, state, "compact", "adam")
-    moments = {name: state[name] for name in _MOMENTS["adam"] if name in state}
-    master = state.get("master", values)
-    if len(moments) != len(_MOMENTS["adam"]) or master.dtype != torch.float32:
-        raise ConfigError(f"state of {list(state)} beside values of {values.dtype} is not Adam's: it has no master")
-    return {"master": master, **moments}
-
-
-def compact_of(values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The compact state of a bfloat16 parameter, from "master", "exp_avg" and "exp_avg_sq": what `master_of` undoes.
-
-    A moment that is missing is zeros, and a missing master is the values in float32. A state that is compact already is
-    given back as it is.
-
-    Raises:
-        ConfigError: the master, rounded to bfloat16, is not the values; a second moment is negative; a tensor does not
-            fit.
-    """
-    import torch
-
-    if is_compact(values, state):
-        return dict(state)
-    if values.dtype != torch.bfloat16 or not set(state) <= set(_ADAM):
-        raise ConfigError(f"state of {list(state)} beside values of {values.dtype} is not that of a bfloat16 parameter")
-    for name, tensor in state.items():
-        _require_wide(name, tensor, values)
-    state = dict(state)
-    if "exp_avg_sq" in state and values.device.type != "meta":
-        _require_squares(state["exp_avg_sq"])
-        # Its sign bit says which way the master was rounded: -0.0 would be read as rounded up.
-        state["exp_avg_sq"] = state["exp_avg_sq"].abs()
-    return _encoded(values, state, "compact", "adam")
 
 
 def order_of_strides(values: torch.Tensor) -> list[int]:
@@ -108,10 +49,8 @@ def back(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
 def state_tensors(values: torch.Tensor, form: str, rule: Rule = "adam") -> dict[str, torch.Tensor]:
     """The state tensors that a parameter has in a form, on the meta device, in the order of `Entry.state`.
 
-    Args:
-        values: the parameter; only its dtype, shape and strides count.
-        form: one of `FORMATS`.
-        rule: "adam" has two moments, "momentum" (SGD, Muon) one.
+    Only dtype, shape and strides of `values` count. `form` is one of `FORMATS`; `rule` is "adam" with two moments, or
+    "momentum" (SGD, Muon) with one.
 
     Raises:
         ConfigError: values of this dtype have no such state.
@@ -131,30 +70,24 @@ def state_tensors(values: torch.Tensor, form: str, rule: Rule = "adam") -> dict[
 
 
 def encode_state(values: torch.Tensor, state: Mapping[str, torch.Tensor], form: str) -> dict[str, torch.Tensor]:
-    """State in a format, from float32 tensors or such as are in it already.
+    """State in a format, one of `FORMATS`, from float32 tensors or such as are in it already.
 
     Everything is rounded to nearest: a conversion draws no random bits. A moment that is missing is zeros, a missing
-    master is the values. Moments that were not given in float32 keep their bits.
-
-    Args:
-        values: the parameter, as it is in that format: 16-bit values are their master, rounded.
-        state: by name: of "master", "exp_avg", "exp_avg_sq" or "momentum_buffer" in float32, and of the format's own.
-        form: one of `FORMATS`.
+    master is the values, which are as they are in that format: 16-bit values are their master, rounded. `state` has
+    "master", "exp_avg", "exp_avg_sq" or "momentum_buffer" in float32, and the format's own. Moments that were not given
+    in float32 keep their bits.
 
     Raises:
         ConfigError: a tensor does not fit, a second moment is negative, or the values are not the master, rounded.
     """
     rule: Rule = "momentum" if "momentum_buffer" in state else "adam"
-    if form == "compact":
-        return compact_of(values, state)
-    return _encoded(values, state, form, rule)
-
-
-def _encoded(values: torch.Tensor, state: Mapping[str, torch.Tensor], form: str, rule: Rule) -> dict[str, torch.Tensor]:
-    """See `encode_state`."""
     described = state_tensors(values, form, rule)
     if values.device.type == "meta":
         return described
+    if form == "compact" and "rest" not in state and "exp_avg_sq" in state:
+        _require_squares(state["exp_avg_sq"])
+        # Its sign bit says which way the master was rounded: -0.0 would be read as rounded up.
+        state = {**state, "exp_avg_sq": state["exp_avg_sq"].abs()}
     order = order_of_strides(values)
     left = dict(state)
     wide: dict[str, torch.Tensor | None] = {}
@@ -205,24 +138,17 @@ def decode_state(values: torch.Tensor, state: Mapping[str, torch.Tensor], form: 
     Raises:
         ConfigError: the state is not in that format.
     """
+    import torch
+
     rule: Rule = "momentum" if "momentum_buffer" in state else "adam"
-    if form == "compact":
-        return master_of(values, state)
     described = state_tensors(values, form, rule)
     if {name: (tensor.dtype, tensor.shape) for name, tensor in described.items()} != {
         name: (tensor.dtype, tensor.shape) for name, tensor in state.items()
     }:
         raise ConfigError(f"state of {list(state)} beside values of {values.dtype} is not in the format {form!r}")
-    return _decoded(values, state, form, rule)
-
-
-def _decoded(values: torch.Tensor, state: Mapping[str, torch.Tensor], form: str, rule: Rule) -> dict[str, torch.Tensor]:
-    """See `decode_state`."""
-    import torch
-
     order = order_of_strides(values)
     kept = rows(values, order)
-    given = {name: state[name] for name in state_tensors(values, form, rule)}
+    given = {name: state[name] for name in described}
     # The extension borrows these for writing, and leaves them unchanged.
     tensors = {name: rows(tensor, order) if _is_own(name) else tensor.contiguous() for name, tensor in given.items()}
     wide = {

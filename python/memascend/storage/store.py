@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from memascend import _core
 from memascend.errors import ConfigError, CorruptionError, StorageError
@@ -38,27 +38,17 @@ if TYPE_CHECKING:
 
 # Called before a commit takes effect; raises if not all ranks have staged it.
 Agree = Callable[[], object]
-
-
 # The id of a run (16 bytes), the number and identity (16 bytes) of a commit, the rank, and the number of ranks.
 CommitOfRank = tuple[bytes, int, bytes, int, int]
-
-
 # The commit of a store or of its engine: step, user value, hyperparameters.
 CommitOfOne = Callable[[int, str | None, str | None, CommitOfRank | None, Agree | None], int]
-
-
 _RESCUE = "is gone with the end of this run; keep it with optimizer.save(folder)"
-
-
 _LOST = {
     "deleted": f"was deleted while its store was in use: what is in it {_RESCUE}",
     "moved": "was moved while its store was in use: what was committed is in it, under the name that it has now",
     "truncated": f"was truncated while its store was in use: what was behind its end {_RESCUE}",
     "replaced": f"is now another file than that of the store in use: unless that was moved, what is in it {_RESCUE}",
 }
-
-
 _Path = str | os.PathLike[str]
 
 
@@ -208,7 +198,7 @@ class Store(_core.Store):
     ) -> None:
         """Stage a whole entry, as its update number `step`; `commit()` makes it live.
 
-        For a compact entry, `state` is its compact state or the input of `compact_of`.
+        For an entry with a format, `state` is what `encode_state` takes.
         """
         tensors = tensors_of(self.entry(name), values, state or {})
         self.stage_at(self.index(name), step, [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
@@ -277,23 +267,14 @@ class Store(_core.Store):
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """A commit on storage, with its damage.
+    """A commit on storage, with its damage."""
 
-    Attributes:
-        generation: counts commits; None if its root is damaged.
-        step: committed steps; None if its catalog is damaged.
-        pieces: the number of extents that are whole.
-        nbytes: their bytes.
-        damages: descriptions of the first damages.
-        others: the number of further damages.
-    """
-
-    generation: int | None
-    step: int | None
-    pieces: int
-    nbytes: int
-    damages: tuple[str, ...]
-    others: int
+    generation: int | None  # counts commits; None if its root is damaged
+    step: int | None  # committed steps; None if its catalog is damaged
+    pieces: int  # the number of extents that are whole
+    nbytes: int  # their bytes
+    damages: tuple[str, ...]  # descriptions of the first damages
+    others: int  # the number of further damages
 
     @property
     def whole(self) -> bool:
@@ -301,33 +282,21 @@ class Commit:
         return not self.damages
 
 
-@dataclass(frozen=True, kw_only=True)
-class NamedCommit:
-    """A commit as its root names it.
+class NamedCommit(NamedTuple):
+    """A commit as its root names it."""
 
-    Attributes:
-        generation: counts commits of this store.
-        run: the id of its run of several ranks; zeros for a single process.
-        number: of this commit, the same on all ranks of that run.
-        identity: distinguishes it from commits with this number in other continuations of the run, the same on all
-            ranks; zeros for a single process.
-        rank: of the store.
-        ranks: the number of ranks; 0 for a single process.
-        kept: False while a run with durability "none" continues.
-    """
-
-    generation: int
-    run: bytes
-    number: int
+    generation: int  # counts commits of this store
+    run: bytes  # the id of its run of several ranks; zeros for a single process
+    number: int  # of this commit, the same on all ranks of that run
+    # Distinguishes it from commits with this number in other continuations of the run, the same on all ranks; zeros for
+    # a single process.
     identity: bytes
-    rank: int
-    ranks: int
-    kept: bool
+    rank: int  # of the store
+    ranks: int  # 0 for a single process
+    kept: bool  # False while a run with durability "none" continues
 
 
-def commits(
-    paths: _Path | Sequence[_Path], *, backend: Literal["auto", "io_uring", "threads"] = "auto"
-) -> tuple[list[NamedCommit], str | None] | None:
+def commits(paths: _Path | Sequence[_Path]) -> tuple[list[NamedCommit], str | None] | None:
     """The commits that the roots of a store name, the newest first, and what is wrong with a damaged root.
 
     Nothing else is read, and nothing is written. The list is empty if the first write did not finish, or if the file is
@@ -337,22 +306,14 @@ def commits(
         StorageError: the store cannot be opened: a device is missing, or another process uses it.
         CorruptionError: a part that both commits need is damaged.
     """
-    found = _core.store_commits(paths_listed(paths), backend)
+    found = _core.store_commits(paths_listed(paths), "auto")
     if found is None:
         return None
     named, damage = found
-    return [
-        NamedCommit(generation=at, run=run, number=number, identity=identity, rank=rank, ranks=ranks, kept=kept)
-        for at, (run, number, identity, rank, ranks), kept in named
-    ], damage
+    return [NamedCommit(generation, *of_rank, kept) for generation, of_rank, kept in named], damage
 
 
-def examine(
-    paths: _Path | Sequence[_Path],
-    progress: Callable[[int, int], object] | None = None,
-    *,
-    backend: Literal["auto", "io_uring", "threads"] = "auto",
-) -> list[Commit]:
+def examine(paths: _Path | Sequence[_Path], progress: Callable[[int, int], object] | None = None) -> list[Commit]:
     """Read and verify both commits of a store; `progress(done, all)` is called with bytes.
 
     Returns:
@@ -372,11 +333,11 @@ def examine(
             damages=tuple(found["damages"]),
             others=found["others"],
         )
-        for found in _core.store_examine(paths_listed(paths), backend, progress)
+        for found in _core.store_examine(paths_listed(paths), "auto", progress)
     ]
 
 
-def look(paths: _Path | Sequence[_Path], *, backend: Literal["auto", "io_uring", "threads"] = "auto") -> Store:
+def look(paths: _Path | Sequence[_Path]) -> Store:
     """Open a store for reading, at its newest commit whose catalog is whole, even if `Store.open` would reject it.
 
     Nothing can be staged in it, and closing it changes nothing on storage.
@@ -385,4 +346,4 @@ def look(paths: _Path | Sequence[_Path], *, backend: Literal["auto", "io_uring",
         StorageError: there is no store.
         CorruptionError: no catalog is whole.
     """
-    return Store(paths_listed(paths), None, [], "", CHUNK_ELEMENTS, "look", "step", None, backend)
+    return Store(paths_listed(paths), None, [], "", CHUNK_ELEMENTS, "look", "step", None, "auto")
