@@ -28,6 +28,13 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """The tensor with these strides, which have no gaps: itself where it has them, else a copy."""
+    if tensor.stride() == strides or tensor.numel() <= 1:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without gaps as bytes, in the order in which they lie."""
     return flat(tensor).view(torch.uint8)

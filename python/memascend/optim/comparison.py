@@ -59,22 +59,24 @@ class Member:
     """A parameter of the trial, and the position in its group of the real parameter that it stands for."""
 
     def __init__(
-        self, group: int, position: int, parameter: torch.Tensor, dtype: torch.dtype, dim_max: int = _TRIAL_DIM_MAX
+        self,
+        group: int,
+        position: int,
+        parameter: torch.Tensor,
+        dtype: torch.dtype,
+        generator: torch.Generator,
+        dim_max: int = _TRIAL_DIM_MAX,
     ) -> None:
         self.group = group
         self.position = position
         self.shape = [min(dim, dim_max) for dim in parameter.shape]
         self.dtype = dtype
         self.attributes = user_attributes(parameter)
-        self.begin = torch.empty(0)
+        self.begin = self.drawn(generator)
 
     def drawn(self, generator: torch.Generator) -> torch.Tensor:
         """Random values of its shape."""
         return torch.randn(self.shape, generator=generator).to(self.dtype)
-
-    def begin_at(self, generator: torch.Generator) -> None:
-        """Draw its first values."""
-        self.begin = self.drawn(generator)
 
 
 class _Joint:
@@ -217,7 +219,9 @@ def without_scratch(changes: dict[SharedName, Any], scratch: Container[str]) -> 
     return {place: value for place, value in changes.items() if place.group is not None or place.name not in scratch}
 
 
-def chosen_members(optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None) -> list[Member]:
+def chosen_members(
+    optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None, generator: torch.Generator
+) -> list[Member]:
     """The first and the last of each group, and some that differ from these in dimensions or type."""
     members = []
     for number, group in enumerate(optimizer.param_groups):
@@ -227,18 +231,20 @@ def chosen_members(optimizer: torch.optim.Optimizer, master_dtype: torch.dtype |
         chosen = dict([*every[:1], *every[-1:], *list(kinds.values())[:_TRIED_MAX]])
         for place in sorted(chosen):
             dtype = arithmetic_dtype(chosen[place].dtype, master_dtype)
-            members.append(Member(number, place, chosen[place], dtype))
+            members.append(Member(number, place, chosen[place], dtype, generator))
     return members
 
 
-def members_at_size(optimizer: torch.optim.Optimizer, group: int, master_dtype: torch.dtype | None) -> list[Member]:
+def members_at_size(
+    optimizer: torch.optim.Optimizer, group: int, master_dtype: torch.dtype | None, generator: torch.Generator
+) -> list[Member]:
     """The first parameters of a group that stacks them, at their true size, on which matrix products depend."""
     params = optimizer.param_groups[group]["params"]
     first = params[0]
     dtype = arithmetic_dtype(first.dtype, master_dtype)
     count = max(2, min(_STACK_MAX, _STACK_BYTES_MAX // max(1, first.numel() * dtype.itemsize)))
     alike = [(place, one) for place, one in enumerate(params) if one.shape == first.shape][:count]
-    return [Member(group, place, one, dtype, dim_max=max(one.shape, default=1)) for place, one in alike]
+    return [Member(group, place, one, dtype, generator, dim_max=max(one.shape, default=1)) for place, one in alike]
 
 
 Plan = list[tuple[str, list[bool]]]
@@ -266,51 +272,50 @@ def some_missing(optimizer: torch.optim.Optimizer, members: Sequence[Member]) ->
     return plan
 
 
+@dataclass(eq=False)
 class Comparison:
     """Compares steps of all members together with steps of one at a time."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        begin: SharedValues,
-        members: Sequence[Member],
-        manner: Manner,
-        *,
-        spread: bool,
-    ) -> None:
-        self._optimizer = optimizer
-        self._members = members
-        self._spread = spread
-        self._manner = manner
+    optimizer: torch.optim.Optimizer
+    begin: SharedValues
+    members: Sequence[Member]
+    manner: Manner
+    spread: bool  # see `_Joint`
+
+    def __post_init__(self) -> None:
         try:
-            self._one_by_one = _OneByOne(optimizer, begin, members, manner)
-            self._joint = _Joint(optimizer, begin, members, spread=spread)
+            self._one_by_one = _OneByOne(self.optimizer, self.begin, self.members, self.manner)
+            self._joint = _Joint(self.optimizer, self.begin, self.members, spread=self.spread)
         except Exception as error:
-            raise refused(optimizer, f"what it holds cannot be copied ({_words(error)})") from error
+            raise refused(
+                self.optimizer, f"what it holds cannot be copied ({type(error).__name__}: {error})"
+            ) from error
         self._last = ""
 
     def follow(self, plan: Plan, generator: torch.Generator) -> SharedValues:
         """Run the plan; returns the shared values at the end."""
         for method, present in plan:
             gradients = [
-                member.drawn(generator) if there else None for member, there in zip(self._members, present, strict=True)
+                member.drawn(generator) if there else None for member, there in zip(self.members, present, strict=True)
             ]
             if not self._do(method, gradients):
                 break
         return SharedValues.of(self._joint.copy)
 
     def _do(self, method: str, gradients: Sequence[torch.Tensor | None]) -> bool:
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         before = copied(self._joint.now()[:2], deep=True)
         try:
             self._joint.do(method, gradients)
         except ConfigError:
             raise
         except Exception as error:
-            if self._spread:
+            if self.spread:
                 # torch's own step fails, too: there is nothing to compare.
                 return False
-            raise refused(optimizer, f"its {method} failed on small parameters ({_words(error)})") from error
+            raise refused(
+                optimizer, f"its {method} failed on small parameters ({type(error).__name__}: {error})"
+            ) from error
         idle = method in MODES and self._last in ("", method)
         if idle and not same(before, self._joint.now()[:2]):
             raise refused(optimizer, f"its {method} changes parameters also where there is nothing to change")
@@ -323,7 +328,7 @@ class Comparison:
             raise refused(optimizer, f"its {method} changes {other} by values of single parameters") from None
         except Exception as error:
             raise refused(
-                optimizer, f"its {method} failed on one small parameter at a time ({_words(error)})"
+                optimizer, f"its {method} failed on one small parameter at a time ({type(error).__name__}: {error})"
             ) from error
         self._require_same(method)
         return True
@@ -334,16 +339,16 @@ class Comparison:
         differs = next(iter(without_scratch(shared.changes(other_shared), self.scratch)), None)
         if differs is not None:
             raise refused(
-                self._optimizer,
+                self.optimizer,
                 f"its {method} changes {differs} by how many parameters have a gradient: one at a time it would be "
                 "another",
             )
         # Before its first gradient a member may have state that `__init__` made (Adagrad), which does not count yet.
         begun = [state if other else {} for state, other in zip(states, other_states, strict=True)]
-        alike = _stacked_alike(begun, other_states) if self._manner.stacks else same(begun, other_states)
+        alike = _stacked_alike(begun, other_states) if self.manner.stacks else same(begun, other_states)
         if not alike or not same(values, others):
             raise refused(
-                self._optimizer,
+                self.optimizer,
                 "its update of one parameter depends on the others, so that one at a time it would be another; use an "
                 "optimizer whose update needs one parameter at a time",
             )
@@ -354,7 +359,7 @@ class Comparison:
         (_, joint, _), (_, others, _) = self._joint.now(), self._one_by_one.now()
         return {
             member.group
-            for member, state, own in zip(self._members, joint, others, strict=True)
+            for member, state, own in zip(self.members, joint, others, strict=True)
             if own and not same(state, own)
         }
 
@@ -383,10 +388,6 @@ def _stacked_alike(joint: Sequence[dict[str, Any]], others: Sequence[dict[str, A
             if not same(part, alone_state):
                 return False
     return True
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def refused(optimizer: torch.optim.Optimizer, why: str) -> ConfigError:

@@ -74,15 +74,9 @@ class Update:
     ) -> None:
         """Begin with the options as they stand now.
 
-        Args:
-            optimizer: the original; nothing is done to it.
-            group: the group of the parameter, one of the optimizer's own.
-            layout: the result of `describe` for the parameter.
-            given: of the gradient.
-            first: whether the parameter has no state yet; that of its chunks is then not read.
-            method: another method than the optimizer's step, which is run without a gradient.
-            ended: takes the options and attributes that the run changed, on the engine's thread; None: it changes
-                none.
+        `first`: the parameter has no state yet. `method`: another one than the optimizer's step, which is run without
+        a gradient. `ended` takes the options and attributes that the run changed, on the engine's thread; without it a
+        run that changes any fails.
         """
         self._optimizer = optimizer
         self._layout = layout
@@ -134,7 +128,6 @@ class Update:
             self._tell(copy)
 
     def _tell(self, copy: torch.optim.Optimizer) -> None:
-        """Report the changes of the run beside the parameter and its state."""
         changes = changes_alone(self._begin, copy, self._place, self._layout.manner)
         if self._ended is not None:
             self._ended(changes)
@@ -193,7 +186,6 @@ class Update:
         return layout.state_from(state)
 
     def _keep(self, chunk: Chunk, state: Mapping[str, Any], whole: bool) -> None:
-        """Copy the state that the step made into the chunk's tensors."""
         layout = self._layout
         if self._first and not state and self._method != "step":
             # It has no state before its first step.
@@ -245,9 +237,6 @@ def import_state(
 
     The optimizer's own tensors where they fit; no master. State that torch does not count counts as one update, so that
     0 means none.
-
-    Raises:
-        ConfigError: some of it is missing, or of another kind.
     """
     existing = optimizer.state.get(parameter, {})
     existing = {name: value for name, value in existing.items() if value is not None}
@@ -305,22 +294,18 @@ class Runs:
     """One optimizer, and the runs of its own code: the kinds that succeeded, and the changes by the runs of a step.
 
     Changes beside their parameters are collected until all runs have ended, and are then adopted.
-
-    Attributes:
-        optimizer: the original.
-        examples: values that steps change, as a step leaves them.
-        manner: in which it is run for one parameter.
-        first_group: the number of its first group, among those of all optimizers.
-        is_known: it is torch's own, whose code changes nothing beside parameters and their state.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, examples: Mapping[SharedName, Any], manner: Manner, first_group: int
     ) -> None:
         self.optimizer = optimizer
+        # Values that steps change, as a step leaves them.
         self.examples = dict(examples)
         self.manner = manner
+        # Its number among the groups of all optimizers.
         self.first_group = first_group
+        # It is torch's own, whose code changes nothing beside parameters and their state.
         self.is_known = known(optimizer)
         self._kinds_ended: set[Hashable] = set()
         # By the names of parameters: the number of the group, and the changes of the last run.
@@ -331,12 +316,7 @@ class Runs:
     ) -> tuple[Callable[[Chunk], None], bool]:
         """A run that notes its end, and whether it may be called after the commit, when it must not fail.
 
-        Only torch's own code may, once a run with such options has ended well.
-
-        Args:
-            function: the run.
-            group: its options.
-            traits: other values on which its code depends.
+        Only torch's own code may, once a run with the same options and `traits` has ended well.
         """
         if not self.is_known:
             return function, False
@@ -375,13 +355,8 @@ class Runs:
     ) -> Callable[[], None]:
         """Set the values that the runs of these parameters changed; returns the function that reverts it.
 
-        Args:
-            names: of the parameters.
-            finish: waits until all runs have ended.
-            changed: the changes that each run must make; set also where there are no runs.
-
-        Raises:
-            UsageError: the runs made different changes; nothing was set.
+        `finish` waits until all runs have ended. `changed`: the changes that each run must make; they are set also
+        where there are no runs.
         """
         finish()
         ends = [self._ends[name] for name in names if name in self._ends]
@@ -398,10 +373,17 @@ class Runs:
         for place, value in changes.items():
             self.examples.setdefault(place, value)
             put(self._home(place), place.name, value)
-        return functools.partial(self._give_back, before)
+
+        def revert() -> None:
+            for place, value in before:
+                put(self._home(place), place.name, value)
+
+        return revert
 
     def switched(self, mode: str) -> dict[SharedName, Any]:
         """The changes by `train()` or `eval()` for all parameters alike, found on a copy; nothing is set."""
+        if not callable(getattr(type(self.optimizer), mode, None)):
+            return {}
         begin = SharedValues.of(self.optimizer).copy()
         given = begin.copy()
         groups = [{**group, "params": []} for group in given.groups]
@@ -409,17 +391,8 @@ class Runs:
         run(copy, mode)
         return without_scratch(begin.changes(SharedValues.of(copy)), self.manner.scratch)
 
-    def has(self, mode: str) -> bool:
-        """Whether the optimizer has `train()` or `eval()`."""
-        return callable(getattr(type(self.optimizer), mode, None))
-
     def _home(self, place: SharedName) -> dict[str, Any]:
-        """The dict that has a value."""
         return vars(self.optimizer) if place.group is None else self.optimizer.param_groups[place.group]
-
-    def _give_back(self, before: list[tuple[SharedName, Any]]) -> None:
-        for place, value in before:
-            put(self._home(place), place.name, value)
 
     def attributes(self) -> dict[str, Any]:
         """The attributes that steps change, as JSON; changed options of groups are stored with all options."""

@@ -34,11 +34,7 @@ def members_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer,
 
 
 def joined(optimizers: Sequence[Any]) -> Any:
-    """One optimizer for those of a list; a list of one gives that one.
-
-    Raises:
-        ConfigError: the list has another kind of object.
-    """
+    """One optimizer for those of a list; a list of one gives that one."""
     if not optimizers:
         raise ConfigError("the list of optimizers is empty: give the optimizers that own the model's parameters")
     for place, one in enumerate(optimizers):
@@ -80,19 +76,8 @@ def is_owners(value: Any) -> bool:
 
 
 def require_roster(own: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Reject a store or checkpoint that was made with other optimizers.
-
-    Args:
-        own: of the given optimizers.
-        stored: the committed list; empty for one optimizer alone.
-        where: the store or checkpoint, for the message.
-
-    Raises:
-        ConfigError: it names the optimizers.
-    """
-    kinds = [one["optimizer"] for one in own], [one["optimizer"] for one in stored]
-    groups = [one["groups"] for one in own], [one["groups"] for one in stored]
-    if kinds[0] != kinds[1] or groups[0] != groups[1]:
+    """Reject a store or checkpoint (`where`) that was made with other optimizers; `stored` is empty for one alone."""
+    if [(one["optimizer"], one["groups"]) for one in own] != [(one["optimizer"], one["groups"]) for one in stored]:
         had, has = _listed(stored), _listed(own)
         raise ConfigError(
             f"{where} was made with {had}, and offload() was given {has}: give those of the run, in their order"
@@ -123,17 +108,9 @@ class GroupOwners:
         return list(chain(*runs)) if self._count > 1 and len(runs) <= _RUNS_MAX else []
 
     def require_same(self, groups: int, runs: Sequence[int], where: str) -> None:
-        """Reject stored options whose groups had other parameters.
-
-        Args:
-            groups: the number of stored groups; where that differs, its own check rejects them.
-            runs: the committed value.
-            where: the store or checkpoint, for the message.
-
-        Raises:
-            ConfigError: it names the first parameters that differ; nothing was changed.
-        """
-        # A rank without rows of some parameters leaves the comparison to the first rank, which has rows of all.
+        """Reject stored options of so many `groups`, from `where`, if the groups had other parameters (see `runs`)."""
+        # Another number of groups has a check of its own. A rank without rows of some parameters leaves the comparison
+        # to the first rank, which has rows of all.
         if groups != self._count or sum(runs[1::2]) != len(self._owners):
             return
         stored = [number for number, count in zip(runs[::2], runs[1::2], strict=True) for _ in range(count)]
@@ -156,11 +133,7 @@ def _listed(roster: Sequence[Mapping[str, Any]]) -> str:
 
 
 def require_one_owner(optimizer: torch.optim.Optimizer, named: Mapping[str, torch.nn.Parameter]) -> None:
-    """Reject a parameter that several of the optimizers own.
-
-    Raises:
-        ConfigError: it names the parameter and its owners.
-    """
+    """Reject a parameter that several of the optimizers own."""
     owners: dict[int, torch.optim.Optimizer] = {}
     for member in members_of(optimizer):
         for group in member.param_groups:
@@ -195,17 +168,8 @@ _WRAPPERS = {
 }
 
 
-def _wrapper(optimizer: Any) -> tuple[str, str] | None:
-    kinds = ((kind.__module__, kind.__name__) for kind in type(optimizer).__mro__)
-    return next((_WRAPPERS[kind] for kind in kinds if kind in _WRAPPERS), None)
-
-
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer that runs the steps, without the wrapper of accelerate or Fabric; those of a list as one.
-
-    Raises:
-        ConfigError: a wrapper does more than to pass the steps on, or the list has another kind of object.
-    """
+    """The optimizer that runs the steps, without the wrapper of accelerate or Fabric; those of a list as one."""
     if isinstance(optimizer, list | tuple):
         return joined([_unwrapped(one) for one in optimizer])
     return _unwrapped(optimizer)
@@ -237,6 +201,11 @@ def _more_than_steps(wrapper: Any) -> str | None:
     if getattr(strategy.precision, "scaler", None) is not None:
         return f"Fabric's {type(strategy.precision).__name__} scales gradients (fp16)"
     return None
+
+
+def _wrapper(optimizer: Any) -> tuple[str, str] | None:
+    kinds = ((kind.__module__, kind.__name__) for kind in type(optimizer).__mro__)
+    return next((_WRAPPERS[kind] for kind in kinds if kind in _WRAPPERS), None)
 
 
 def wrap_again(optimizer: Any, offloaded: torch.optim.Optimizer) -> None:

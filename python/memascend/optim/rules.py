@@ -17,7 +17,7 @@ from memascend.optim.shared import SharedName, group_options
 from memascend.optim.state import StateFormats, StateTrials, compact_format, describe, engine_kind
 from memascend.optim.trial import require_streamable
 from memascend.params.offloaded_param import dense_strides
-from memascend.storage import Adam, Momentum, decode_state, master_of, state_tensors
+from memascend.storage import Adam, Momentum, adam_state, decode_state, state_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,45 +41,22 @@ class Trained(NamedTuple):
 
 
 class _Rule:
-    """How one parameter is updated, and the state that this takes; chosen once, before there is a store.
-
-    Attributes:
-        code: the optimizer that owns the parameter, and the runs of its own code.
-        number: of the parameter's group, among those of all optimizers.
-        format: the name of the engine's format of its state; None where the state has torch's tensors.
-        draws: its updates draw random bits.
-        whole: the layout of the state, where a whole parameter is updated at once.
-        needs_values: whether updates need the values, for the plan.
-        is_replayed: updates are the engine's own, so that they can be replayed from their gradients alone.
-    """
-
-    # A model has thousands of them.
-    __slots__ = (
-        "_arithmetic",
-        "_dtype",
-        "_parameter",
-        "_shape",
-        "_sparse",
-        "_stride",
-        "code",
-        "draws",
-        "format",
-        "is_replayed",
-        "name",
-        "needs_values",
-        "number",
-        "whole",
-    )
+    """How one parameter is updated, and the state that this takes; chosen once, before there is a store."""
 
     def __init__(self, arithmetic: Arithmetic, of: Trained) -> None:
         self._arithmetic = arithmetic
         self.code, self.number, self.name, self._parameter, given, self._sparse = of
+        # The engine's format of the state; None where the state has torch's tensors.
         self.format = given or None
         self._shape, self._dtype = of.parameter.shape, of.parameter.dtype
         self._stride = dense_strides(of.parameter)
+        # Whether updates draw random bits.
         self.draws = False
+        # The layout of the state, where a whole parameter is updated at once.
         self.whole: StateLayout | None = None
+        # Whether updates need the values, for the plan.
         self.needs_values: Literal["resident", "read", "never"] = "never"
+        # Whether updates are the engine's own, so that they can be replayed from their gradients alone.
         self.is_replayed = False
 
     @property
@@ -93,18 +70,13 @@ class _Rule:
         return groups[self.number]
 
     @property
-    def takes_zeros(self) -> bool:
-        """Whether a step updates the parameter also without a gradient, as by zeros."""
-        return self.code.manner.zeros
-
-    @property
     def has_master(self) -> bool:
         """Whether the engine's format keeps a master of 16-bit values."""
         return not (self.format or "").startswith("stochastic")
 
-    def _formatted(self, kind: Literal["adam", "momentum"]) -> dict[str, torch.Tensor]:
+    def _formatted(self, form: str, kind: Literal["adam", "momentum"]) -> dict[str, torch.Tensor]:
         meta = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device="meta")
-        return state_tensors(meta, self.format or "", kind)
+        return state_tensors(meta, form, kind)
 
     def options(self) -> dict[str, Any]:
         """What an update would use now of the group's options."""
@@ -154,24 +126,21 @@ class _Rule:
             engine.update_spilled(self.name, numbers, factors=factors)
         return options
 
-    def _run(
-        self,
-        engine: Engine,
-        done: int,
-        given: Given,
-        *,
-        method: str = "step",
-        gradient: torch.Tensor | None = None,
-        values: torch.Tensor | None = None,
-    ) -> None:
-        """Begin a run of the optimizer's own code."""
-        raise NotImplementedError
+    def _run(self, *_: Any, **__: Any) -> None:
+        """Begin a run of the optimizer's own code, which only `OwnRule` has."""
+        raise UsageError(
+            f"{type(self.code.optimizer).__name__} does not support sparse gradients, and {self.name!r} has one; use "
+            "SparseAdam or SGD, or an embedding without sparse=True"
+        )
+
+    def switch(self, engine: Engine, mode: str, done: int) -> bool:
+        """Stage what the optimizer's `train()` or `eval()` does to the parameter; returns whether there is anything."""
+        del engine, mode, done
+        return False
 
 
 class EngineRule(_Rule):
     """Adam or SGD with momentum, by the engine's own arithmetic on state in its own form."""
-
-    __slots__ = ("_kind",)
 
     def __init__(self, kind: Literal["adam", "momentum"], arithmetic: Arithmetic, of: Trained) -> None:
         super().__init__(arithmetic, of)
@@ -182,16 +151,16 @@ class EngineRule(_Rule):
         self.needs_values = "never" if needs_none else "resident"
         self.is_replayed = not self._sparse
 
+    @property
+    def _form(self) -> str | None:
+        """The format of its state, of which the engine knows "compact" by its tensors, too; None: plain tensors."""
+        return self.format or ("compact" if self._dtype == torch.bfloat16 else None)
+
     def describe(self) -> dict[str, torch.Tensor]:
         """The state tensors, on meta."""
-        if self.format is not None:
-            return self._formatted(self._kind)
-        moments = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-        masters = {torch.float32: {}, torch.bfloat16: {"rest": torch.int16}, torch.float16: {"master": torch.float32}}
-        return {
-            name: torch.empty_strided(self._shape, self._stride, dtype=dtype, device="meta")
-            for name, dtype in {**masters[self._dtype], **moments}.items()
-        }
+        if self._form is not None:
+            return self._formatted(self._form, self._kind)
+        return adam_state(torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device="meta"))
 
     def initial(self) -> tuple[dict[str, torch.Tensor], int]:
         """The state that the optimizer has already, and the number of updates that made it."""
@@ -208,7 +177,7 @@ class EngineRule(_Rule):
         return torch.empty_strided(self._shape, self._stride, dtype=torch.float32).copy_(tensor)
 
     def options(self) -> dict[str, Any]:
-        """What an update would use now of the group's options."""
+        """See `_Rule`."""
         options = engine_options(self._kind, self.code.optimizer, self._group)
         if options is None:
             raise UsageError(
@@ -218,39 +187,24 @@ class EngineRule(_Rule):
         return self._arithmetic.shared(self.number, options)
 
     def numbers(self, options: Mapping[str, Any], done: int, scale: float) -> Adam | Momentum:
-        """The engine's arguments."""
+        """See `_Rule`."""
         kind: Any = Adam if self._kind == "adam" else Momentum
         return kind(step=done + 1, grad_scale=scale, seed=self._arithmetic.seed, **options)  # type: ignore[no-any-return]
 
-    def _run(self, *given: Any, **options: Any) -> None:
-        del given, options
-        raise UsageError(
-            f"{type(self.code.optimizer).__name__} does not support sparse gradients, and {self.name!r} has one; use "
-            "SparseAdam or SGD, or an embedding without sparse=True"
-        )
-
-    def switch(self, engine: Engine, mode: str, done: int) -> bool:
-        """No optimizer of the engine's arithmetic has modes."""
-        del engine, mode, done
-        return False
-
     def state(self, values: torch.Tensor, state: dict[str, torch.Tensor], done: int) -> dict[str, Any]:
         """What storage has after `done` updates, by torch's names, and the master."""
-        found = master_of(values, state) if self.format is None else decode_state(values, state, self.format)
+        form = self._form
+        found = {"master": values, **state} if form is None else decode_state(values, state, form)
         master = {"master": found.pop("master")}
         if done == 0:
             return master
         # SGD counts no steps.
-        step = (
-            {} if self._kind == "momentum" else {"step": torch.tensor(float(done), dtype=torch.float32, device="cpu")}
-        )
+        step = {"step": torch.tensor(float(done), dtype=torch.float32, device="cpu")} if self._kind == "adam" else {}
         return {**step, **found, **master}
 
 
 class OwnRule(_Rule):
     """Any optimizer, on its own state: by its own code, or for plain SGD by the engine's arithmetic with equal bits."""
-
-    __slots__ = ("_layout",)
 
     def __init__(self, layout: StateLayout, arithmetic: Arithmetic, of: Trained) -> None:
         super().__init__(arithmetic, of)
@@ -265,14 +219,14 @@ class OwnRule(_Rule):
 
     def describe(self) -> dict[str, torch.Tensor]:
         """The state tensors, on meta."""
-        return dict(self._layout.tensors) if self.format is None else self._formatted("momentum")
+        return dict(self._layout.tensors) if self.format is None else self._formatted(self.format, "momentum")
 
     def initial(self) -> tuple[dict[str, torch.Tensor], int]:
         """The state that the optimizer has already, and the number of updates that made it."""
         return import_state(self.code.optimizer, self._parameter, self._layout)
 
     def options(self) -> dict[str, Any]:
-        """What an update would use now of the group's options."""
+        """See `_Rule`."""
         return group_options(self._group)
 
     def numbers(self, options: Mapping[str, Any], done: int, scale: float) -> Momentum | None:
@@ -325,7 +279,7 @@ class OwnRule(_Rule):
         )
 
     def switch(self, engine: Engine, mode: str, done: int) -> bool:
-        """Stage what the optimizer's `train()` or `eval()` does to the parameter; returns whether there is anything."""
+        """See `_Rule`."""
         if done == 0:
             # Before its first step there is nothing to do, which offload() has tried.
             return False
@@ -389,15 +343,8 @@ def takes_engine_state(
 class Arithmetic:
     """The rules of all parameters, and the optimizers that own them.
 
-    Args:
-        optimizer: the original, or several that are joined.
-        master_dtype: of the master weights of 16-bit parameters, or None.
-        sparse: the ids of parameters whose gradients may be sparse: these are updated whole.
-        formats: the formats of the state; of several optimizers, of those that have such formats.
-        names: of the parameters, by id.
-
-    Raises:
-        ConfigError: an optimizer cannot be streamed, or none in these formats; the message says why.
+    `sparse` has the ids of parameters whose gradients may be sparse: these are updated whole. `formats` are those of
+    the state; of several optimizers, of those that have such formats. `names` are of the parameters, by id.
     """
 
     def __init__(
@@ -468,7 +415,7 @@ class Arithmetic:
 
     @property
     def update_values(self) -> Literal["resident", "read", "never"]:
-        """Whether updates need the values, for the plan: "resident", "read" or "never"."""
+        """Whether updates need the values, for the plan."""
         needs = {rule.needs_values for rule in self.rules.values()}
         return "read" if "read" in needs else "resident" if "resident" in needs else "never"
 
@@ -490,12 +437,7 @@ class Arithmetic:
     ) -> Callable[[], None]:
         """Set the values that the runs of these parameters changed; returns the function that reverts it.
 
-        See `Runs.adopt`.
-
-        Args:
-            names: of the parameters.
-            finish: waits until all runs have ended.
-            changed: the result of `switched`; None: a step was made.
+        `changed` is the result of `switched`; None: a step was made. See `Runs.adopt`.
         """
         with contextlib.ExitStack() as undo:
             for member in self.members:
@@ -507,7 +449,7 @@ class Arithmetic:
 
     def switched(self, mode: str) -> dict[int, Mapping[SharedName, Any]]:
         """The changes by `train()` or `eval()` for all parameters alike, by the first group of each optimizer."""
-        found = {member.first_group: member.switched(mode) for member in self.members if member.has(mode)}
+        found = {member.first_group: member.switched(mode) for member in self.members}
         return {first: changes for first, changes in found.items() if changes}
 
     def attributes(self) -> dict[str, Any]:
@@ -524,10 +466,7 @@ class Arithmetic:
             member.restore(own, undo)
 
     def committed(self) -> dict[str, Any]:
-        """The entries of each commit about the optimizers.
-
-        The seed, where it is used; the list of several optimizers; the parameters of several groups.
-        """
+        """The entries of each commit: the seed, where it is used, and which optimizer and group has which parameter."""
         seed = {"seed": self.seed} if any(rule.draws for rule in self.rules.values()) else {}
         found = {"members": self._roster, "owners": self._owners.runs()}
         return {**seed, **{name: value for name, value in found.items() if value}}
@@ -544,11 +483,7 @@ class Arithmetic:
         self.seed = int(stored["seed"])
 
     def require_members(self, stored: Mapping[str, Any] | None, where: str) -> None:
-        """Reject a commit that was made with other optimizers, or whose groups had other parameters.
-
-        Raises:
-            ConfigError: it names the optimizers, or the first parameters.
-        """
+        """Reject a commit that was made with other optimizers, or whose groups had other parameters."""
         stored = stored or {}
         require_roster(self._roster, stored.get("members") or [], where)
         self._owners.require_same(len(stored.get("groups") or []), stored.get("owners") or [], where)
@@ -566,16 +501,14 @@ class GroupMembers:
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
         """Remember the current parameters of `groups`."""
         self._groups = groups
+        # With references to the parameters: a new one must not get the id of one that is gone.
         self._members: list[list[torch.Tensor]] = [list(group["params"]) for group in groups]
+        self._ids = [list(map(id, members)) for members in self._members]
 
     def require_same(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Compare with the current groups of an optimizer.
-
-        Raises:
-            UsageError: there are other groups, or other parameters in them.
-        """
+        """Compare with the current groups of an optimizer."""
         found = [group["params"] for group in groups]
-        if groups is self._groups and len(found) == len(self._members) and all(map(_are_same, found, self._members)):
+        if groups is self._groups and [list(map(id, one)) for one in found] == self._ids:
             return
         had = ", ".join(str(len(members)) for members in self._members)
         has = ", ".join(str(len(params)) for params in found) or "no"
@@ -585,7 +518,3 @@ class GroupMembers:
             "them back and call zero_grad(); freeze parameters with requires_grad_(False), set the options of a group "
             "in place, and for other groups save() and offload() anew"
         )
-
-
-def _are_same(params: Sequence[torch.Tensor], members: Sequence[torch.Tensor]) -> bool:
-    return len(params) == len(members) and all(one is other for one, other in zip(params, members, strict=True))

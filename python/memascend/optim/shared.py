@@ -28,12 +28,7 @@ def copied(value: Any, *, deep: bool = False, memo: dict[int, Any] | None = None
     """A copy of nested containers and tensors; an object that is in several places stays one object.
 
     Large tensors and objects of other classes are not copied, unless the copy is `deep`: then it shares only functions,
-    classes and modules with the value.
-
-    Args:
-        value: the value to copy.
-        deep: copy all of it.
-        memo: the copies made so far, by the ids of their originals, where several values are copied.
+    classes and modules with the value. `memo` has the copies made so far, by the ids of their originals.
     """
     memo = {} if memo is None else memo
     if id(value) in memo:
@@ -111,13 +106,9 @@ def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if name not in _OWN
         and not name.startswith("_optimizer_")
         and not callable(getattr(torch.optim.Optimizer, name, None))
-        and not _is_own_method(optimizer, value)
+        # A copy needs a bound method of its own.
+        and not (isinstance(value, types.MethodType) and value.__self__ is optimizer)
     }
-
-
-def _is_own_method(optimizer: torch.optim.Optimizer, value: Any) -> bool:
-    """Whether `value` is a bound method of the optimizer, of which a copy needs its own."""
-    return isinstance(value, types.MethodType) and value.__self__ is optimizer
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,7 +152,7 @@ def cloned(
     copy: Any = object.__new__(type(optimizer))
     copy.__dict__.update(attributes)
     for name, value in vars(optimizer).items():
-        if _is_own_method(optimizer, value):
+        if isinstance(value, types.MethodType) and value.__self__ is optimizer:
             copy.__dict__[name] = types.MethodType(value.__func__, copy)
     for moment in ("step", "state_dict", "load_state_dict"):
         for when in ("pre", "post"):
@@ -401,11 +392,7 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_as_many(groups: Sequence[dict[str, Any]], stored: list[dict[str, Any]] | None) -> None:
-    """Reject stored options of another number of groups.
-
-    Raises:
-        ConfigError: the numbers differ; nothing was changed.
-    """
+    """Reject stored options of another number of groups."""
     if stored is None or len(stored) != len(groups):
         names = ", ".join(f"group {number}: {len(group['params'])}" for number, group in enumerate(groups))
         raise ConfigError(

@@ -14,6 +14,7 @@ from memascend.errors import ConfigError
 from memascend.optim.comparison import PLAIN, Manner
 from memascend.optim.shared import TensorParts, arithmetic_dtype, named, parts_of, same, stand_in, user_attributes
 from memascend.optim.trial import elementwise, known, stepping, uncompiled, undrawn
+from memascend.tensors import laid_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,11 +48,7 @@ class StateTrials:
         self._found: dict[tuple[int, torch.Size, torch.dtype], dict[str, Any]] = {}
 
     def state(self, group: int, shape: torch.Size, dtype: torch.dtype, attributes: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of a parameter of that shape, in the group of that number, whose update computes in `dtype`.
-
-        Raises:
-            ConfigError: the step failed, or keeps state that cannot be streamed.
-        """
+        """The state of a parameter of that shape, in the group of that number, whose update computes in `dtype`."""
         after = functools.partial(self._after, group, dtype, attributes)
         if attributes:
             # Of one parameter alone.
@@ -105,7 +102,6 @@ class StateTrials:
             )
 
     def _after(self, group: int, dtype: torch.dtype, attributes: Mapping[str, Any], way: _Way) -> dict[str, Any]:
-        """The state after some steps."""
         values = torch.full(way.size, way.fill, dtype=dtype, device=way.device)
         ones = torch.ones_like(values)
         gradients = (_sparse(ones) if way.sparse else ones.clone() for _ in range(way.steps))
@@ -237,15 +233,7 @@ def describe(
     """Describe the state that `optimizer` keeps for `parameter`, which may be on "meta"; neither changes.
 
     The layout includes state that a step would not make now, like Adam's maximum after amsgrad was switched off.
-
-    Args:
-        optimizer: any whose state is per parameter.
-        parameter: one of its parameters.
-        master_dtype: of the master of 16-bit parameters, in which their update computes; None: they have none.
-        trials: of this optimizer, where several of its parameters are described.
-
-    Raises:
-        ConfigError: some state cannot be streamed, or the trial failed.
+    16-bit parameters compute in `master_dtype`, unless it is None.
     """
     group = next(
         (
@@ -318,11 +306,7 @@ def _add(layout: StateLayout, optimizer: torch.optim.Optimizer, narrow: torch.dt
 
 def in_order(tensor: torch.Tensor, layout: StateLayout) -> torch.Tensor:
     """The tensor with the parameter's strides where it has the parameter's shape, else row by row."""
-    if tensor.shape != layout.shape:
-        return tensor.contiguous()
-    if tensor.stride() == layout.stride:
-        return tensor
-    return torch.empty_strided(layout.shape, layout.stride, dtype=tensor.dtype).copy_(tensor)
+    return laid_out(tensor, layout.stride) if tensor.shape == layout.shape else tensor.contiguous()
 
 
 # Smaller parameters keep 32 bits.
@@ -375,11 +359,7 @@ class StateFormats:
     elements: Mapping[int, int] = field(default_factory=dict)
 
     def of(self, optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None) -> dict[int, str]:
-        """The engine's format of each parameter, by its id; a missing parameter keeps its optimizer's own state.
-
-        Raises:
-            ConfigError: the optimizer, the options or a parameter do not allow the format.
-        """
+        """The engine's format of each parameter, by its id; a missing parameter keeps its optimizer's own state."""
         if self.state in (None, "fp32") and not self.stochastic:
             self._require_fp32(optimizer, master_dtype)
             return {}
@@ -447,10 +427,9 @@ class StateFormats:
 
     def _require_rule(self, optimizer: torch.optim.Optimizer) -> None:
         if engine_kind(optimizer) is None:
-            asked = "rounding='stochastic'" if self.state is None else f"state={self.state!r}"
             what = "SGD without momentum" if type(optimizer) is torch.optim.SGD else named(optimizer)
             raise ConfigError(
-                f"{asked} is for torch's Adam, AdamW and SGD with momentum; the optimizer is {what}: leave it out"
+                f"{self._asked} is for torch's Adam, AdamW and SGD with momentum; the optimizer is {what}: leave it out"
             )
 
     def _width(self, parameter: torch.Tensor) -> str:

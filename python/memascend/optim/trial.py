@@ -100,9 +100,6 @@ def require_self_contained(optimizer: torch.optim.Optimizer) -> None:
     """Reject an optimizer that reaches the user's own objects by another way than its groups and its state.
 
     A step of a copy would change these objects. No code of the optimizer runs here.
-
-    Raises:
-        ConfigError: it names the object, and the attribute or option that has it.
     """
     for name in ("param_groups", "state"):
         if hasattr(getattr(type(optimizer), name, None), "__set__"):
@@ -183,14 +180,8 @@ def require_independent(
     """Reject an optimizer whose parameters do not get the same bits together and one at a time.
 
     Small parameters are stepped several times, all with a gradient, then some without. `train()` and `eval()` are tried
-    too, where the class has them. The first manner that works is the manner of the run.
-
-    Returns:
-        The values that a step changes for all parameters alike, as at the end of the trial, and the manner in which
-        the optimizer is run for one parameter.
-
-    Raises:
-        ConfigError: it names the difference.
+    too, where the class has them. Returns the values that a step changes for all parameters alike, as at the end of the
+    trial, and the first manner that works, in which the optimizer is then run for one parameter.
     """
     first: ConfigError | None = None
     for manner in (tried for one in _MANNERS for tried in (one, replace(one, zeros=True))):
@@ -207,22 +198,18 @@ def require_independent(
 def _tried(
     optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None, manner: Manner
 ) -> tuple[dict[SharedName, Any], Manner]:
-    members = chosen_members(optimizer, master_dtype)
+    generator = torch.Generator().manual_seed(1)
+    members = chosen_members(optimizer, master_dtype, generator)
     begin = SharedValues.of(optimizer)
     with undrawn(optimizer), warnings.catch_warnings(), uncompiled():
         warnings.simplefilter("ignore")
-        generator = torch.Generator().manual_seed(1)
-        for member in members:
-            member.begin_at(generator)
         every = Comparison(optimizer, begin, members, manner, spread=False)
         after = every.follow(all_present(optimizer, members), generator)
         some = Comparison(optimizer, begin, members, manner, spread=True)
         some.follow(some_missing(optimizer, members), generator)
         if manner.stacks:
             for group in sorted(every.stacked_groups):
-                whole = members_at_size(optimizer, group, master_dtype)
-                for member in whole:
-                    member.begin_at(generator)
+                whole = members_at_size(optimizer, group, master_dtype, generator)
                 whole += [member for member in members if member.group != group]
                 true = Comparison(optimizer, begin, whole, manner, spread=False)
                 true.follow([("step", [True] * len(whole))] * 2, generator)
@@ -238,15 +225,9 @@ def stepping(
     options: Mapping[str, Any],
     manner: Manner = PLAIN,
 ) -> Iterator[dict[str, Any]]:
-    """Step one parameter in place of the original's; yields its state after each step.
+    """Step one parameter in place of the original's, changing it; yields its state after each step.
 
-    Args:
-        optimizer: the original, which does not change.
-        group: the number of its group.
-        parameter: changes in place.
-        gradients: one for each step.
-        options: override those of every group that has such an option.
-        manner: in which it is run for one parameter.
+    `group` is the number of its group, and `options` override those of every group that has such an option.
     """
     shared = SharedValues.of(optimizer).copy(deep=True)
     for made in shared.groups:
@@ -293,17 +274,9 @@ def known(optimizer: torch.optim.Optimizer) -> bool:
 def require_streamable(
     optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None = torch.float32
 ) -> tuple[dict[SharedName, Any], Manner]:
-    """Reject an optimizer whose updates cannot be exact on streamed state.
+    """Reject an optimizer whose updates cannot be exact on streamed state; see `require_independent` for the result.
 
-    A class that is not torch's own is tried on small tensors: its parameters must get the same bits together and one
-    by one. The optimizer, its parameters and random numbers do not change.
-
-    Returns:
-        The options and attributes that a step changes for all parameters alike, with an example of each, and the manner
-        in which the optimizer is run for one parameter.
-
-    Raises:
-        ConfigError: it names the reason, and an alternative.
+    The optimizer, its parameters and random numbers do not change.
     """
     _require_class(optimizer)
     for group in optimizer.param_groups:
@@ -318,8 +291,13 @@ def require_streamable(
                     f"a parameter of {parameter.dtype} cannot be streamed, since only real floats are updated: freeze "
                     "it with requires_grad_(False), or take it from the optimizer"
                 )
-            if group.get("fused") and master_dtype is None and type(optimizer) is torch.optim.SGD:
-                _require_updated_vectors(parameter.dtype)
+            plain_sgd = group.get("fused") and master_dtype is None and type(optimizer) is torch.optim.SGD
+            if plain_sgd and parameter.dtype.itemsize == 2 and not _fused_sgd_updates(parameter.dtype):
+                raise ConfigError(
+                    f"fused=True is rejected for SGD on parameters of {parameter.dtype}: torch {torch.__version__} "
+                    "leaves most elements as they are, and reads momentum past its end; set fused=False, leave "
+                    "master_dtype at torch.float32, or take a newer torch"
+                )
     if known(optimizer):
         return {}, PLAIN
     require_self_contained(optimizer)
@@ -342,19 +320,9 @@ def _require_class(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _require_updated_vectors(dtype: torch.dtype) -> None:
-    """Reject torch's fused SGD of 16-bit parameters where its kernel skips whole vectors, as in torch 2.11."""
-    if dtype.itemsize == 2 and not _fused_sgd_updates(dtype):
-        raise ConfigError(
-            f"fused=True is rejected for SGD on parameters of {dtype}: torch {torch.__version__} leaves most elements "
-            "as they are, and reads momentum past its end; set fused=False, leave master_dtype at torch.float32, or "
-            "take a newer torch"
-        )
-
-
 @functools.cache
 def _fused_sgd_updates(dtype: torch.dtype) -> bool:
-    """Whether torch's kernel updates whole vectors on the CPU; the kernel is run, as no list of versions is certain."""
+    """Whether torch's kernel updates whole vectors on the CPU, which it skips in torch 2.11; found by running it."""
     values, gradient = torch.zeros(64, dtype=dtype, device="cpu"), torch.ones(64, dtype=dtype, device="cpu")
     torch._fused_sgd_(
         *([values], [gradient], []),
