@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,22 +23,19 @@ if TYPE_CHECKING:
 _CHECKPOINTED = CheckpointFunction.forward.__code__
 
 
+@dataclass
 class _Task:
     """A backward that is open, or that failed."""
 
-    def __init__(self, number: int, thread: int) -> None:
-        """`number` is that of autograd's task, `thread` the one that began it."""
-        self.number = number
-        self.thread = thread
-        self.delivers = False
-        self.failed = False
+    number: int  # of autograd's task
+    thread: int  # that began it
+    delivers: bool = False
+    failed: bool = False
 
     def deliver(self) -> None:
-        """Note that it brings a gradient."""
         self.delivers = True
 
     def fail(self) -> None:
-        """Note that it ended by an exception."""
         self.failed = True
 
 
@@ -45,12 +43,10 @@ class Backwards:
     """The backwards since the last step, and the one that is open or failed."""
 
     def __init__(self, declared: int, begins: Callable[[], None], fails: Callable[[], None]) -> None:
-        """None yet.
+        """None yet; `declared` ones make a step.
 
-        Args:
-            declared: how many make a step.
-            begins: called at the begin of each backward, which it may reject.
-            fails: called after each failed backward, once the failure is seen.
+        `begins` is called at the begin of each backward, which it may reject, and `fails` after each failed one, once
+        the failure is seen.
         """
         self.declared: float = declared
         # Backwards before those that a call has said will follow; None outside of such a call.

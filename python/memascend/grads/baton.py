@@ -68,8 +68,8 @@ class Recorder:
     def __init__(self, look: Callable[[], Callable[[], str | None]]) -> None:
         """`look` is called after the first micro-batch; what it returns says after the last what changed since."""
         self.paths: list[Path] = []
-        # Parameters whose gradient cannot be summed by layer, with the reason.
-        self.unfit: dict[str, str] = {}
+        # Why a gradient cannot be summed by layer, of the first such one.
+        self._unfit: str | None = None
         self._look = look
         self._changed: Callable[[], str | None] = lambda: None
 
@@ -89,9 +89,9 @@ class Recorder:
         path, name = self.paths[-1], gradient.name
         values = gradient.place.parameter.grad
         if name in path.arrivals:
-            self.unfit.setdefault(name, "arrives in pieces")
+            self._unfit = self._unfit or f"the gradient of {name!r} arrives in pieces"
         elif values is not None and values.is_sparse:
-            self.unfit.setdefault(name, "is sparse")
+            self._unfit = self._unfit or f"the gradient of {name!r} is sparse"
         path.arrivals[name] = len(path.units) - 1
         return False
 
@@ -100,10 +100,7 @@ class Recorder:
 
     def against_layers(self) -> str | None:
         """Why these micro-batches cannot be computed by layer; None where nothing of it was seen."""
-        if self.unfit:
-            name, reason = next(iter(self.unfit.items()))
-            return f"the gradient of {name!r} {reason}"
-        return self._changed()
+        return self._unfit or self._changed()
 
 
 class Course:
@@ -156,6 +153,11 @@ def _merged(first: list[int], second: list[int]) -> list[int]:
     return merged
 
 
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether both are one object, or equal numbers or texts, which may be another object each time."""
+    return one is other or (isinstance(one, int | float | str) and type(one) is type(other) and bool(one == other))
+
+
 class ModuleValues:
     """The attributes and buffers of a model's modules, as they were: by identity, tensors also by version."""
 
@@ -190,11 +192,6 @@ def _versions(values: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether both are one object, or equal numbers or texts, which may be another object each time."""
-    return one is other or (isinstance(one, int | float | str) and type(one) is type(other) and bool(one == other))
-
-
 _log = logging.getLogger("memascend")
 
 
@@ -208,13 +205,17 @@ class _Abandoned(Exception):
     """Unwinds a micro-batch that waits while another one has failed."""
 
 
+def _module_with(name: str, device: torch.device) -> Any:
+    """The module of torch for a device, if there is one with this function."""
+    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    return module if hasattr(module, name) else None
+
+
 class Generators:
     """The states of torch's default random number generators, of the CPU and of the device that computes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        if not hasattr(self._module, "get_rng_state"):
-            self._module = None
+        self._module = _module_with("get_rng_state", device)
         # Which need not be the current one.
         self._device = device
 
@@ -241,9 +242,7 @@ class CallerStream:
     """The caller's stream on the device that computes: gradients of other streams are summed there."""
 
     def __init__(self, device: torch.device) -> None:
-        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        if not hasattr(self._module, "current_stream"):
-            self._module = None
+        self._module = _module_with("current_stream", device)
         self._device = device
         self._stream: Any = None if self._module is None else self._module.current_stream(device)
 
@@ -272,12 +271,9 @@ class CallerModes:
             for kind in {"cpu", device.type}
             if torch.is_autocast_enabled(kind)
         ]
-        module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        self._device = module
+        self._device = module = _module_with("current_stream", device)
         # The second one's device is the current one.
-        self._streams = (
-            [module.current_stream(device), module.current_stream()] if hasattr(module, "current_stream") else []
-        )
+        self._streams = [] if module is None else [module.current_stream(device), module.current_stream()]
         # Of products a processor's libraries have other sums with other numbers of threads.
         self._threads = torch.get_num_threads()
         self._flushes = _flushes_denormals()
@@ -343,27 +339,20 @@ class MicroBatch:
 
 
 class Baton:
-    """The micro-batches of one call, of which one runs.
-
-    Attributes:
-        micro_batches: all of them, in order.
-        low: the stage that all of them have reached.
-        strayed: one of them used units in an order that no earlier call has shown.
-    """
+    """The micro-batches of one call, of which one runs."""
 
     def __init__(
         self, course: Course, generators: Generators, states: list[list[torch.Tensor]], tidy: Callable[[], None]
     ) -> None:
         """Begin with none of them.
 
-        Args:
-            course: the stages.
-            generators: of random numbers.
-            states: of the random numbers that each micro-batch begins with.
-            tidy: called where another micro-batch is about to run.
+        `course` has the stages, and `states` the random numbers that each micro-batch begins with; `tidy` is called
+        where another micro-batch is about to run.
         """
         self.micro_batches = [MicroBatch(index, own) for index, own in enumerate(states)]
+        # The stage that all of them have reached.
         self.low: float = -1
+        # One of them used units in an order that no earlier call has shown.
         self.strayed = False
         self._course = course
         self._generators = generators
@@ -513,6 +502,11 @@ class Baton:
             self._hand_to(chosen)
 
 
+def _end(queues: list[queue.SimpleQueue[Callable[[], None] | None]]) -> None:
+    while queues:
+        queues.pop().put(None)
+
+
 class Threads:
     """One thread for each micro-batch, kept from call to call; a waiting one takes no processor time."""
 
@@ -569,11 +563,6 @@ def _end_all() -> None:
         work.put(None)
     for thread, _ in threads:
         thread.join(max(0.0, until - time.monotonic()))
-
-
-def _end(queues: list[queue.SimpleQueue[Callable[[], None] | None]]) -> None:
-    while queues:
-        queues.pop().put(None)
 
 
 def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:

@@ -12,7 +12,7 @@ import torch
 from memascend.errors import ConfigError, UsageError
 from memascend.grads.lazy_grad import DeferredGradient, GradientHandle
 from memascend.params.weight_access import Outlived
-from memascend.tensors import Squares, rounded
+from memascend.tensors import Squares, laid_out, rounded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,25 +108,6 @@ _WORDS: dict[Notice, str] = {
 
 class Gradient:
     """The gradient of one parameter: where it is, the update that it makes, what stands in `p.grad` for it."""
-
-    __slots__ = (
-        "__weakref__",
-        "_given",
-        "_gradients",
-        "_scale",
-        "_used",
-        "dtype",
-        "found",
-        "handle",
-        "in_pieces",
-        "name",
-        "options",
-        "place",
-        "rule",
-        "shape",
-        "state",
-        "step",
-    )
 
     def __init__(self, gradients: Gradients, place: Place, rule: Rule, step: int) -> None:
         """`rule` makes the updates; `step` counts those that are committed."""
@@ -324,13 +305,7 @@ class Gradient:
         if isinstance(gradient, GradientHandle):
             gradient = gradient.gradient.materialize()
         gradient = gradient.detach()
-        if gradient.is_sparse:
-            return gradient
-        if tuple(gradient.stride()) != self.place.stride and gradient.numel() > 1:
-            gradient = torch.empty_strided(
-                self.place.shape, self.place.stride, dtype=gradient.dtype, device=gradient.device
-            ).copy_(gradient)
-        return gradient
+        return gradient if gradient.is_sparse else laid_out(gradient, self.place.stride)
 
     def note_given(self, values: torch.Tensor) -> None:
         """Note that it came on memory that other code may have, too."""
@@ -366,7 +341,7 @@ class Gradient:
 
     @property
     def fused(self) -> bool:
-        """Whether an update used it already: it is gone, or a change would come too late."""
+        """Whether an update used it already: nothing but its norm is left, or a change would come too late."""
         return self.state.staged or not self.state.stored
 
     def read(self) -> torch.Tensor:
@@ -399,11 +374,11 @@ class Gradient:
 
     def norm(self) -> float:
         """Its 2-norm, in double precision."""
-        return math.sqrt(rounded(self._gradients.numbers(self._measured())[1]))
+        return math.sqrt(rounded(self._gradients.norms.read([self._measured()])[0][1]))
 
     def nonfinite(self) -> bool:
         """Whether it has a value that is not finite."""
-        return self._gradients.numbers(self._measured())[0]
+        return self._gradients.norms.read([self._measured()])[0][0]
 
     def _measured(self) -> Measure:
         """As it was taken, or as it is stored."""

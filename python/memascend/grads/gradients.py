@@ -6,6 +6,7 @@ import functools
 import sys
 import time
 import weakref
+from collections import OrderedDict
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,18 +15,14 @@ import torch
 
 from memascend.distributed.fsdp import LocalParameter
 from memascend.errors import UsageError
-from memascend.grads.backward import (
-    Backwards,
-    in_reentrant_checkpoint,
-)
+from memascend.grads.backward import Backwards, in_reentrant_checkpoint
 from memascend.grads.gradient import Gradient, State
 from memascend.grads.lazy_grad import GradientHandle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+    from collections.abc import Container, Iterable, Iterator, Sequence
 
     from memascend.grads.baton import Recorder
-    from memascend.grads.gradient import Measure, Numbers
     from memascend.grads.loop import Loop, LossScale, Speculation
     from memascend.grads.microbatches import PartialSums
     from memascend.grads.norms import Norms
@@ -44,60 +41,9 @@ if TYPE_CHECKING:
 _KEY = "memascend"
 
 
-class AccumulationHooks:
-    """One function for all parameters, called with each whose gradient was accumulated."""
-
-    def __init__(self, heard: Callable[[torch.Tensor], None]) -> None:
-        """`heard` is a bound method. torch holds hooks where Python's collector does not look, so it is held weakly."""
-        weak = weakref.WeakMethod(heard)
-
-        def call(parameter: torch.Tensor) -> None:
-            method = weak()
-            if method is not None:
-                method(parameter)
-
-        self._call = call
-        self._parameters: list[Any] = []
-
-    def add(self, parameter: torch.Tensor) -> None:
-        """Call the function for gradients of this parameter."""
-        self._parameters.append(parameter)
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            frozen = not parameter.requires_grad
-            # One that is frozen now may thaw later, and torch takes no hook of it.
-            parameter.requires_grad_(True)
-            own: Any = parameter
-            if own._post_accumulate_grad_hooks is None:  # noqa: SLF001
-                own._post_accumulate_grad_hooks = _Hooks()  # noqa: SLF001
-            own._post_accumulate_grad_hooks[_KEY] = self._call  # noqa: SLF001
-            parameter.requires_grad_(not frozen)
-
-    def remove(self) -> None:
-        """Release all parameters."""
-        for parameter in self._parameters:
-            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-                hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001
-            if hooks is not None:
-                hooks.pop(_KEY, None)
-        self._parameters.clear()
-
-
-class _Hooks(dict[Any, Any]):
-    """A parameter's hooks, as torch's own table of them but smaller: a model has thousands of parameters."""
-
-    __slots__ = ("__weakref__",)
-
-
 @dataclass(kw_only=True, eq=False)
 class Gradients:
-    """The gradients of a run: used in the backward ("fused"), or kept until step() on storage or in memory.
-
-    Attributes:
-        by_name: the gradients, by the names of their parameters, in the order of the parameters.
-        backwards: of this step.
-        fresh: something arrived, or was changed, since the last step.
-        parts: takes what micro-batches accumulate, while they are computed.
-    """
+    """The gradients of a run: used in the backward ("fused"), or kept until step() on storage or in memory."""
 
     engine: Engine  # takes gradients where they lie
     store: Store  # of the engine
@@ -111,9 +57,12 @@ class Gradients:
     residency: Residency  # of the parameters
 
     def __post_init__(self) -> None:
+        # By the names of the parameters, in their order.
         self.by_name: dict[str, Gradient] = {}
         self.backwards = Backwards(self.loop.accumulation_steps, self.begin_backward, self._note_failure)
+        # Something arrived, or was changed, since the last step.
         self.fresh = False
+        # Takes what micro-batches accumulate, while they are computed.
         self.parts: Recorder | PartialSums | None = None
         # A backward was begun by optimizer.backward().
         self._scaled = False
@@ -122,18 +71,39 @@ class Gradients:
         self._of: dict[int, Gradient] = {}
         # The backward of the step, by its number, that brought each gradient last.
         self._brought: dict[str, int] = {}
-        self._hooks = AccumulationHooks(self._hear)
+        # torch holds hooks where Python's collector does not look.
+        weak = weakref.WeakMethod(self._hear)
+
+        def accumulated(parameter: torch.Tensor) -> None:
+            method = weak()
+            if method is not None:
+                method(parameter)
+
+        self._hook = accumulated
         # What stood in `p.grad` when a failed backward was seen.
         self._left: list[tuple[Gradient, weakref.ref[torch.Tensor]]] = []
 
     def watch(self, place: Place, rule: Rule, step: int) -> None:
         """Take charge of a parameter's gradients."""
-        self.by_name[place.name] = self._of[id(place.parameter)] = Gradient(self, place, rule, step)
-        self._hooks.add(place.parameter)
+        parameter: Any = place.parameter
+        self.by_name[place.name] = self._of[id(parameter)] = Gradient(self, place, rule, step)
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            frozen = not parameter.requires_grad
+            # One that is frozen now may thaw later, and torch takes no hook of it.
+            parameter.requires_grad_(True)
+            if parameter._post_accumulate_grad_hooks is None:  # noqa: SLF001
+                parameter._post_accumulate_grad_hooks = OrderedDict()  # noqa: SLF001
+            parameter._post_accumulate_grad_hooks[_KEY] = self._hook  # noqa: SLF001
+            parameter.requires_grad_(not frozen)
 
     def unwatch(self) -> None:
         """Release the parameters."""
-        self._hooks.remove()
+        for gradient in self._of.values():
+            parameter: Any = gradient.place.parameter
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001
+            if hooks is not None:
+                hooks.pop(_KEY, None)
         self._of.clear()
 
     # --- one arrives -----------------------------------------------------------------
@@ -208,10 +178,6 @@ class Gradients:
             gradient.stage_stored((), 1.0)
         else:
             gradient.begin()
-
-    def numbers(self, measure: Measure) -> Numbers:
-        """The numbers of a measure; waits for them."""
-        return self.norms.read([measure])[0]
 
     def deliver(self, gradient: Gradient, values: torch.Tensor, *, whole: bool) -> None:
         """The sum of what all micro-batches of a call have accumulated; `whole`: no more of it comes in this step."""
@@ -301,11 +267,7 @@ class Gradients:
             self._left = [(gradient, weakref.ref(values)) for gradient, values in left if values is not None]
 
     def require_no_failure(self) -> None:
-        """After a failed backward, continue if all gradients that it left in `p.grad` were dropped, by any means.
-
-        Raises:
-            UsageError: one of them is still there.
-        """
+        """After a failed backward, continue if all gradients that it left in `p.grad` were dropped, by any means."""
         if not self.backwards.failed:
             return
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
@@ -378,7 +340,10 @@ class Gradients:
     # --- the step --------------------------------------------------------------------
 
     def present(self) -> Present:
-        """The present gradients and their values in `p.grad`; a gradient whose handle was removed is dropped."""
+        """The present gradients and their values in `p.grad`; a gradient whose handle was removed is dropped.
+
+        Where any is there, an optimizer that updates parameters without a gradient by zeros gets these.
+        """
         backwards = self.backwards
         backwards.seen_outside()
         self.require_no_failure()
@@ -402,7 +367,7 @@ class Gradients:
             return found
         there = {gradient.name for gradient, _ in found}
         for gradient in self.by_name.values():
-            if gradient.name not in there and gradient.rule.takes_zeros:
+            if gradient.name not in there and gradient.rule.code.manner.zeros:
                 place = gradient.place
                 # Without memory: they are laid out when their turn comes.
                 zeros = torch.zeros((), dtype=gradient.dtype, device="cpu").expand(place.shape)

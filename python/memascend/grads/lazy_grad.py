@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, cast
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from memascend.grads.gradient import Gradient
+
 
 Notice = Literal["add", "change", "norm", "read", "scaler", "zero"]
 # A loop that scales for ever without a step would grow the list for ever; then the gradient is rewritten once.
@@ -23,40 +26,6 @@ OPERATIONS_MAX = 64
 # for the count; by autograd's buffer and call, by the dispatcher and by Python.
 _STORAGE_USES = 2
 _TENSOR_USES = 4
-
-
-class Backing(Protocol):
-    """The gradient behind a handle: the keeper decides where it lies.
-
-    Tensors go in and out with the handle's shape, dtype and strides. One that comes in belongs to the keeper, which
-    may hold it for as long as it likes; one that goes out belongs to the handle, which writes into it.
-    """
-
-    name: str  # of the parameter, for messages
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def fused(self) -> bool:
-        """Whether the update already used the gradient, so that nothing but its norm is left. May change with time."""
-
-    def read(self) -> Tensor:
-        """A copy of the gradient. Not called once it is fused, as the others below but for norm() and noticed()."""
-
-    def add(self, gradient: Tensor, *, first: bool = True, last: bool = True) -> None:
-        """Add in the gradient's dtype, with the bits of torch's add_; `first`, `last` of the parts of one gradient."""
-
-    def assign(self, gradient: Tensor) -> None:
-        """Replace the gradient."""
-
-    def norm(self) -> float:
-        """The 2-norm in double precision; asked for where the gradient is fused."""
-
-    def nonfinite(self) -> bool | None:
-        """Whether an infinity or a NaN is in there; None where that takes a read."""
-
-    def noticed(self, what: Notice) -> None:
-        """Something did more than pass the handle on; called before it happens, also where it then raises."""
 
 
 def is_shared(gradient: Tensor) -> bool:
@@ -70,13 +39,13 @@ def is_shared(gradient: Tensor) -> bool:
     return bool(storage_uses > _STORAGE_USES or gradient._use_count() > _TENSOR_USES)  # noqa: SLF001
 
 
+@dataclass
 class Dropped:
     """Stands for a gradient that was dropped: any other access raises an error."""
 
-    def __init__(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.name = name
-        self.shape = shape
-        self.dtype = dtype
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
 
     def __getattr__(self, _: str) -> NoReturn:
         raise UsageError(
@@ -85,21 +54,19 @@ class Dropped:
         )
 
 
+@dataclass(eq=False)
 class DeferredGradient:
     """The state that a handle shares with all tensors detached from it.
 
-    Attributes:
-        backing: where the bytes are.
-        operations: arithmetic on the gradient that its stored bytes do not contain yet.
-        strides: of the gradient, and of every tensor that goes to or comes from the keeper.
-        device: where results appear.
+    Tensors go to and come from `backing` with the handle's shape, dtype and strides. One that goes there is its own,
+    and is held for as long as it likes; one that comes from there belongs to the handle, which writes into it.
     """
 
-    def __init__(self, backing: Backing, strides: tuple[int, ...], device: torch.device) -> None:
-        self.backing = backing
-        self.operations: list[Operation] = []
-        self.strides = strides
-        self.device = device
+    backing: Gradient
+    strides: tuple[int, ...]
+    device: torch.device  # where results appear
+    # Arithmetic on the gradient that its stored bytes do not contain yet.
+    operations: list[Operation] = field(default_factory=list)
 
     # --- its value ----------------------------------------------------------------
 
@@ -109,7 +76,7 @@ class DeferredGradient:
 
     def drop(self) -> None:
         """Drop it: a handle that user code still has raises an error, and never shows the parameter's next gradient."""
-        self.backing = cast("Backing", Dropped(self.backing.name, self.backing.shape, self.backing.dtype))
+        self.backing = cast("Gradient", Dropped(self.backing.name, self.backing.shape, self.backing.dtype))
         self.operations.clear()
 
     def laid_out(self, tensor: Tensor) -> Tensor:
@@ -273,8 +240,6 @@ SHAPE_ONLY = frozenset((
 
 
 def _refusing(what: str) -> Any:
-    """A method that needs the memory, which is not there."""
-
     def refuse(self: GradientHandle, *_: Any, **__: Any) -> NoReturn:
         self.gradient.refuse_memory(what)
 
@@ -305,7 +270,7 @@ class GradientHandle(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001
 
     @property
-    def backing(self) -> Backing:
+    def backing(self) -> Gradient:
         """Where the gradient is."""
         return self.gradient.backing
 
@@ -401,7 +366,6 @@ def _is_view(func: Any) -> bool:
 
 
 def _written(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[GradientHandle]:
-    """The handles among the arguments that the operation writes to."""
     written: list[GradientHandle] = []
     for index, argument in enumerate(func._schema.arguments):  # noqa: SLF001
         if argument.alias_info is None or not argument.alias_info.is_write:

@@ -21,12 +21,7 @@ _CHANGING = frozenset({"a GradScaler", "zero_grad(set_to_none=False)"})
 
 
 class Loop:
-    """The detected habits of the training loop, and so how gradients wait.
-
-    Attributes:
-        mode: "fused" (gradients do not wait), "ssd" or "ram".
-        accumulation_steps: backwards that make a step.
-    """
+    """The detected habits of the training loop, and so how gradients wait."""
 
     def __init__(self, mode: str, accumulation_steps: int, *, keeps: bool, figures: Exchange | None = None) -> None:
         """`mode` may be "auto", too; `keeps`: it is known to need its gradients until step().
@@ -34,6 +29,7 @@ class Loop:
         `figures` exchanges numbers between ranks, where there are several.
         """
         self._figures = figures
+        # "fused" (gradients do not wait), "ssd" or "ram".
         self.mode = "ssd" if mode == "auto" else mode
         self.accumulation_steps = accumulation_steps
         self._is_auto = mode == "auto"
@@ -61,7 +57,8 @@ class Loop:
         self._learning = False
         if self._figures is not None:
             # All ranks continue in the same way.
-            self._noticed = self._figures.union(self._noticed)
+            told = self._figures.everyone(sorted(self._noticed))
+            self._noticed = {word for theirs in told for word in theirs}
         if self._keeps or self._noticed:
             why = ", ".join(sorted(self._noticed)) or "a declared max_grad_norm or accumulation_steps"
             return f'gradients="auto": kept on storage until step() ("ssd"), because of {why}'
@@ -78,14 +75,11 @@ class Speculation:
     """Decides whether updates begin before step() has the norm: as if it clipped nothing, and repeated where it does.
 
     Updates wait until so many steps in a row changed no gradient (plain "ssd"); then they begin early.
-
-    Attributes:
-        early: steps some of whose updates began before step().
-        anew: early steps some of whose updates were discarded, and repeated if the step was committed.
     """
 
     def __init__(self, loop: Loop, held: Container[str]) -> None:
         """`held` are parameters whose updates wait in any case."""
+        # Steps some of whose updates began early, and of these the ones of which some were discarded.
         self.early = 0
         self.anew = 0
         self._loop = loop
@@ -160,18 +154,8 @@ def _checked(scale: object) -> float:
 class LossScale:
     """The factor of the loss, and how it changes from step to step.
 
-    Args:
-        setting: "dynamic" (doubles after 2000 steps without overflow, halves on each overflow), a number (stays), or
-            None (off: 1.0, and an overflow is the user's business).
-
-    Attributes:
-        mode: how the scale moves, "dynamic", "fixed" or "off".
-        enabled: whether losses are scaled at all.
-        scale: what the loss is multiplied by now; an fp32 number.
-        inverse: what undoes it, the reciprocal as GradScaler takes it, in f64 and rounded to fp32.
-
-    Raises:
-        ConfigError: another setting.
+    `setting` is "dynamic" (doubles after 2000 steps without overflow, halves on each overflow), a number (stays), or
+    None (off: 1.0, and an overflow is the user's business).
     """
 
     def __init__(self, setting: float | str | None) -> None:
@@ -185,7 +169,9 @@ class LossScale:
     def _set(self, mode: Mode, scale: float, good_steps: int = 0) -> None:
         self.mode: Mode = mode
         self.enabled = mode != "off"
+        # What the loss is multiplied by now, an fp32 number.
         self.scale = scale
+        # Its reciprocal as GradScaler takes it, in f64 and rounded to fp32.
         self.inverse = _float32(1.0 / scale) if scale else math.inf
         self._good_steps = good_steps
 
@@ -206,21 +192,9 @@ class LossScale:
         return {"mode": self.mode, "scale": self.scale, "good_steps": self._good_steps}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what state() gave, mode included.
-
-        Raises:
-            ConfigError: that is no such state; nothing is changed.
-        """
+        """Take over what state() gave, mode included."""
         mode, scale, good_steps = state.get("mode"), state.get("scale"), state.get("good_steps")
-        if mode not in {"dynamic", "fixed", "off"}:
-            raise ConfigError(
-                f"the stored loss scale has the mode {mode!r}, and dynamic, fixed and off are known: use a "
-                "newer memascend"
-            )
+        if mode not in {"dynamic", "fixed", "off"} or type(good_steps) is not int or not 0 <= good_steps < GROWTH_STEPS:
+            raise ConfigError(f"the stored loss scale is {dict(state)!r}, which no memascend up to this one writes")
         # A dynamic scale that only ever saw overflows ends at 0, as torch's does.
-        scale = 0.0 if mode == "dynamic" and scale == 0 else _checked(scale)
-        if isinstance(good_steps, bool) or not isinstance(good_steps, int) or not 0 <= good_steps < GROWTH_STEPS:
-            raise ConfigError(
-                f"the stored loss scale counts {good_steps!r} good steps: 0 to {GROWTH_STEPS - 1} make sense"
-            )
-        self._set(mode, scale, good_steps)
+        self._set(mode, 0.0 if mode == "dynamic" and scale == 0 else _checked(scale), good_steps)

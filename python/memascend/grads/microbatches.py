@@ -61,7 +61,6 @@ class _Sum:
         self.stored = False
 
     def begin(self, values: torch.Tensor) -> None:
-        """The first part is the sum, in memory."""
         assert not self.stored
         assert self.values is None
         self.values = values
@@ -72,46 +71,34 @@ class _Sum:
         self.stored = True
 
     def take(self) -> torch.Tensor:
-        """Give away the sum in memory."""
         values, self.values = self.values, None
         assert values is not None
         return values
 
 
+def _other_order(name: str) -> UsageError:
+    return UsageError(
+        f"the gradient of {name!r} arrived in another order than in earlier calls, and its sum would have other bits: "
+        "nothing of the step is kept; compute it again with accumulate(..., by_layer=False)"
+    )
+
+
+@dataclass(eq=False)
 class PartialSums:
     """The gradients of one call. Each goes to the update or to storage once no micro-batch can add to it."""
 
-    def __init__(
-        self,
-        gradients: Gradients,
-        course: Course,
-        baton: Baton,
-        limit: int,
-        room: Callable[[int], None],
-        *,
-        stream: CallerStream,
-        whole: bool,
-    ) -> None:
-        """Begin with none.
+    gradients: Gradients  # takes complete sums
+    course: Course  # at which stage each gradient arrives
+    baton: Baton  # which micro-batch runs, and how far the others are
+    # Bytes in memory, of sums and of parts that wait for one of an earlier micro-batch. Other sums lie on storage, and
+    # each part is added there.
+    limit: int
+    room: Callable[[int], None]  # waits until the queue of gradients leaves room for so many bytes of these
+    stream: CallerStream  # on which gradients are summed
+    whole: bool  # nothing more of this step comes after the call
 
-        Args:
-            gradients: takes complete sums.
-            course: at which stage each gradient arrives.
-            baton: which micro-batch runs, and how far the others are.
-            limit: bytes in memory, of sums and of parts that wait for one of an earlier micro-batch. Other sums lie on
-                storage, and each part is added there.
-            room: waits until the queue of gradients leaves room for so many bytes of these.
-            stream: on which gradients are summed.
-            whole: nothing more of this step comes after the call.
-        """
-        self._gradients = gradients
-        self._course = course
-        self._baton = baton
-        self._limit = limit
-        self._room = room
-        self._stream = stream
-        self._whole = whole
-        self._keeps_all = gradients.loop.mode == "ram"
+    def __post_init__(self) -> None:
+        self._keeps_all = self.gradients.loop.mode == "ram"
         self._open: dict[str, _Sum] = {}
         self._done: set[str] = set()
         # By the stage at which they are complete: the names of gradients that have begun to come.
@@ -119,12 +106,12 @@ class PartialSums:
         # Of the sums and parts in memory, and of the parts alone that wait for one of an earlier micro-batch.
         self.nbytes = 0
         self._waiting = 0
-        self.arrive = baton.arrive
-        baton.follow(self._reached, self._may_run)
+        self.arrive = self.baton.arrive
+        self.baton.follow(self._reached, self._may_run)
 
     def take(self, gradient: Gradient) -> bool:
         """Take the part of a gradient that a micro-batch has just accumulated, and leave nothing in `p.grad`."""
-        own = self._baton.here
+        own = self.baton.here
         if own is None:
             return False
         values = gradient.place.parameter.grad
@@ -139,14 +126,14 @@ class PartialSums:
         if shares_memory(values):
             # A view of memory to which other code may write.
             values = values.clone()
-        self._stream.take(values)
-        with torch.no_grad(), self._stream.entered():
+        self.stream.take(values)
+        with torch.no_grad(), self.stream.entered():
             self._add_part(gradient, own, values)
         return True
 
     def require_open(self, gradient: Gradient) -> None:
         """Refuse a part of a gradient whose sum was complete."""
-        if self._baton.here is not None and gradient.name in self._done:
+        if self.baton.here is not None and gradient.name in self._done:
             raise _other_order(gradient.name)
 
     def _add_part(self, gradient: Gradient, own: MicroBatch, values: torch.Tensor) -> None:
@@ -165,7 +152,7 @@ class PartialSums:
         self._add_in_order(found)
         if found.early:
             self._make_room()
-        if len(found.came) == len(self._baton.micro_batches) and not found.early:
+        if len(found.came) == len(self.baton.micro_batches) and not found.early:
             self._complete(found)
 
     def _add_in_order(self, found: _Sum, *, all_of_it: bool = False) -> None:
@@ -181,34 +168,34 @@ class PartialSums:
     def _sum_of(self, gradient: Gradient, own: MicroBatch) -> _Sum:
         """The sum to which a micro-batch adds its part; a new one where none has begun."""
         found = self._open.get(gradient.name)
-        return found or _Sum(gradient, max(self._course.arrivals.get(gradient.name, -1), int(own.stage)))
+        return found or _Sum(gradient, max(self.course.arrivals.get(gradient.name, -1), int(own.stage)))
 
     def _make_room(self) -> None:
         """Move sums to storage until the waiting parts, which stay in memory, are within the limit with the others."""
         for found in self._open.values():
-            if found.values is not None and self.nbytes > self._limit and not self._keeps_all:
+            if found.values is not None and self.nbytes > self.limit and not self._keeps_all:
                 values = found.take()
                 self.nbytes -= values.nbytes
                 self._store(found, values)
-        self._room(self.nbytes)
+        self.room(self.nbytes)
 
     def _may_run(self, own: MicroBatch) -> bool:
         """Whether the limit admits the parts that a micro-batch brings in its next stage and that have to wait."""
         use = own.path.units[-1] if own.path.units else None
         waiting = self._waiting
-        for name in self._course.brought.get(use, ()):
-            gradient = self._gradients.by_name[name]
+        for name in self.course.brought.get(use, ()):
+            gradient = self.gradients.by_name[name]
             found = self._sum_of(gradient, own)
             if any(self._may_come(found, before) for before in range(own.index)):
                 waiting += gradient.place.nothing.nbytes
         # Under "ram" the sums alone may reach the limit.
-        return waiting <= (0 if self._keeps_all else self._limit)
+        return waiting <= (0 if self._keeps_all else self.limit)
 
     def _may_come(self, found: _Sum, index: int) -> bool:
         """Whether a micro-batch may bring a part of a gradient yet: it has not passed the stage where they arrive."""
         if index in found.came:
             return False
-        return self._baton.micro_batches[index].stage <= found.stage
+        return self.baton.micro_batches[index].stage <= found.stage
 
     def _add(self, found: _Sum, values: torch.Tensor) -> None:
         gradient = found.gradient
@@ -216,16 +203,15 @@ class PartialSums:
             gradient.change(gradient.laid_out(values), add=True)
         elif found.values is not None:
             found.values.add_(values)
-        elif self._keeps_all or self.nbytes + values.nbytes <= self._limit:
-            self._room(self.nbytes + values.nbytes)
+        elif self._keeps_all or self.nbytes + values.nbytes <= self.limit:
+            self.room(self.nbytes + values.nbytes)
             self.nbytes += values.nbytes
             found.begin(values)
         else:
             self._store(found, values)
 
     def _store(self, found: _Sum, values: torch.Tensor) -> None:
-        """Have the sum so far on storage."""
-        self._gradients.store_sum(found.gradient, values)
+        self.gradients.store_sum(found.gradient, values)
         found.gradient.put(None)
         found.be_stored()
 
@@ -235,18 +221,18 @@ class PartialSums:
         self._done.add(gradient.name)
         if found.stored:
             gradient.put(gradient.handle)
-            if self._whole and not gradient.in_pieces:
-                self._gradients.use_stored(gradient)
+            if self.whole and not gradient.in_pieces:
+                self.gradients.use_stored(gradient)
         elif found.values is not None:
             values = found.take()
             self.nbytes -= values.nbytes
-            self._gradients.deliver(gradient, values, whole=self._whole)
+            self.gradients.deliver(gradient, values, whole=self.whole)
 
     def _reached(self, low: float) -> None:
         """All micro-batches have reached a stage: gradients that arrive before it are complete."""
         last = max(self._due, default=-1)
         end = int(min(low, last + 1))
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), self._stream.entered():  # noqa: SLF001
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), self.stream.entered():  # noqa: SLF001
             for stage in sorted(stage for stage in self._due if stage < end):
                 for name in self._due.pop(stage):
                     found = self._open.get(name)
@@ -261,13 +247,6 @@ class PartialSums:
                 found.gradient.put(found.gradient.handle)
         self._open.clear()
         self.nbytes = self._waiting = 0
-
-
-def _other_order(name: str) -> UsageError:
-    return UsageError(
-        f"the gradient of {name!r} arrived in another order than in earlier calls, and its sum would have other bits: "
-        "nothing of the step is kept; compute it again with accumulate(..., by_layer=False)"
-    )
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
@@ -498,7 +477,6 @@ _DRAWN = "random numbers are drawn, which are others by layer"
 
 
 def _drawn_seed() -> int:
-    """A seed from torch's default generator."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
