@@ -126,18 +126,10 @@ class Content:
 
 
 class StoreContents:
-    """The last commit of a store, as a checkpoint has it.
-
-    Attributes:
-        entries: in the order of the store's entries.
-    """
+    """The last commit of a store, as a checkpoint has it; `entries` are in the store's order."""
 
     def __init__(self, store: Store, trained: Collection[str], *, values_alone: bool = False) -> None:
-        """`trained` are the names of the parameters that the optimizer updates; `values_alone` leaves state out.
-
-        Raises:
-            ConfigError: the optimizer's state has a name that is taken.
-        """
+        """`trained` are the names of the parameters that the optimizer updates; `values_alone` leaves state out."""
         self._store = store
         self._stored = store.entries()
         self._by_name = {entry["name"]: entry for entry in self._stored}
@@ -229,9 +221,6 @@ class GatheredContents:
     """The contents of all ranks' stores, as the first one has them: whole parameters, and its own buffers.
 
     Rows pass through it piece by piece, so that no rank has a whole parameter in memory.
-
-    Attributes:
-        entries: as in `StoreContents`.
     """
 
     def __init__(self, own: StoreContents, rows: Mapping[str, Rows], line: Line, ranks: int) -> None:
@@ -264,11 +253,7 @@ class GatheredContents:
 def send_contents(own: StoreContents, rows: Mapping[str, Rows], order: Sequence[str], line: Line) -> None:
     """Send this rank's rows to the first rank, which reads them as `GatheredContents`.
 
-    Args:
-        own: this rank's store.
-        rows: which rows of each parameter the store has.
-        order: the names of the first rank's parameters, in its order.
-        line: sends the rows.
+    `rows` says which rows of each parameter the store has, and `order` names the first rank's parameters, in its order.
 
     Raises:
         StoppedError: the first rank receives no more.

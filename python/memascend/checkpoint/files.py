@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.errors import ConfigError, StorageError, UsageError
-from memascend.storage import Checksum
+from memascend.storage import Checksum, checksum_of
 from memascend.tensors import memory_of
 
 if TYPE_CHECKING:
@@ -129,10 +129,7 @@ def put_in_place(target: Path, new: Path) -> None:
 
 def _exchange(one: Path, other: Path) -> bool:
     """Exchange two folders atomically; False if the system or the file system cannot."""
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except AttributeError:
-        return False
+    renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     done: int = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
     return done == 0
 
@@ -235,8 +232,7 @@ class TensorFile:
         self._written = 0
         self._unflushed = 0
         self._sums = {name: Checksum() for name in layout.tensors}
-        self._header_sum = Checksum()
-        self._header_sum.update(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        self._header_sum = checksum_of(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         with file_errors(self.path, "cannot be written"):
             self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._write(header, 0)
@@ -271,7 +267,7 @@ class TensorFile:
         self.close()
         return {
             "bytes": self.nbytes,
-            "header": str(self._header_sum),
+            "header": self._header_sum,
             "tensors": {name: str(checksum) for name, checksum in self._sums.items()},
         }
 

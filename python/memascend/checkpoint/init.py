@@ -5,25 +5,31 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
+from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memascend.checkpoint.files import Names, each_buffer
-from memascend.distributed.rows import Partition
 from memascend.errors import ConfigError
 from memascend.params.offloaded_param import dense_strides
 from memascend.storage import checksum_of
+from memascend.tensors import laid_out
 from memascend.text import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 
     from memascend.checkpoint.weights import Weights
+    from memascend.distributed.rows import Partition
+    from memascend.distributed.sharding import Sharding
     from memascend.optim.rules import Arithmetic
     from memascend.plan.units import Unit
     from memascend.storage import Entry, Store
+
+    # A parameter's name, values as they are stored, the optimizer's state, what there is, and how many updates made it.
+    First = tuple[str, torch.Tensor, dict[str, torch.Tensor], int]
 
 
 # Parents initialise the parameters in these.
@@ -91,11 +97,7 @@ class Initialiser:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Initialise the parameters on meta, one unit or so at a time, from torch's default generator.
 
-        Yields:
-            Name and values of each that was on meta. The parameter itself is on meta again by then.
-
-        Raises:
-            ConfigError: nothing initialises some of them; it names them.
+        Yields name and values of each that was on meta. The parameter itself is on meta again by then.
         """
         walk = _Walk(self._model, units, {name: named[name] for unit in units for name in unit.parameters})
         versions = {name: p._version for name, p in named.items() if not p.is_meta}  # noqa: SLF001
@@ -149,7 +151,6 @@ class _Walk:
         self.real_ids: set[int] = set()
 
     def begin(self, module: torch.nn.Module) -> list[torch.Tensor]:
-        """Make the parameters that a module owns real."""
         made: list[torch.Tensor] = []
         for owner in (module, *(child for child in module.children() if isinstance(child, _LISTS))):
             for parameter in owner._parameters.values():  # noqa: SLF001
@@ -194,7 +195,6 @@ class _Walk:
                 del real
 
     def put_back(self) -> None:
-        """Put all parameters on meta again."""
         for pairs in self._open.values():
             for parameter, _ in pairs:
                 self._place(parameter, parameter)
@@ -202,7 +202,6 @@ class _Walk:
 
 
 def _sizes(modules: Mapping[str, torch.nn.Module], named: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Bytes of the parameters below each module."""
     sizes = dict.fromkeys(modules, 0)
     for name, parameter in named.items():
         owner = name
@@ -260,11 +259,7 @@ def _takes_one(function: object) -> bool:
 
 
 def require_plain(named: Mapping[str, torch.nn.Parameter]) -> None:
-    """Reject parameters on meta that cannot be made real in place.
-
-    Raises:
-        ConfigError: another object refers to one of them.
-    """
+    """Reject parameters on meta that cannot be made real in place."""
     for name, parameter in named.items():
         if parameter.is_meta and weakref.getweakrefs(parameter):
             raise ConfigError(
@@ -328,11 +323,7 @@ class MetaBuffers:
                 module._buffers[short] = self._old[key]  # noqa: SLF001
 
     def rebuild(self, weights: Weights | None, *, saved: bool) -> None:
-        """Let the modules compute buffers that are not saved, and with `saved` all. Others come from `weights`.
-
-        Raises:
-            ConfigError: the values of some are not known; it names them.
-        """
+        """Let the modules compute buffers that are not saved, and with `saved` all. Others come from `weights`."""
         asked = {key: places for key, places in self._places.items() if saved or not any(last for *_, last in places)}
         modules = {id(module): module for places in asked.values() for _, module, _, _ in places}
         initialiser = Initialiser(self._model)
@@ -369,120 +360,60 @@ class MetaBuffers:
                     )
 
 
-class FirstValue(NamedTuple):
-    """The first values of a parameter."""
-
-    name: str
-    values: torch.Tensor  # as they are stored
-    state: dict[str, torch.Tensor]  # of the optimizer, what there is
-    step: int  # how many updates made it
-
-
-class ValueSource(Protocol):
-    """Where the first values come from."""
-
-    # Committed with the values.
-    step: int
-    user_state: Any
-
-    def check(self) -> None:
-        """Reject a source that does not fit, before anything is written."""
-
-    def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """The options to commit; `groups` are those of the optimizer's groups."""
-
-    def parameters(
-        self, units: Sequence[Unit]
-    ) -> Generator[tuple[str, torch.Tensor, dict[str, torch.Tensor], int], None, None]:
-        """Each parameter of the units once. Its tensors are valid until the next one is requested."""
-
-    def buffer(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the first values of a persistent buffer into it."""
-
-
-class Divided(NamedTuple):
-    """A model whose parameters are sharded: this rank's rows, and the whole parameters and units."""
-
-    partition: Partition  # what this rank has
-    named: Mapping[str, torch.nn.Parameter]  # the model's own parameters, by name
-    units: Sequence[Unit]  # those, whole
-
-
+@dataclass(eq=False)
 class ModelValues:
     """First values from model and optimizer; parameters on meta come from `weights` or their initialisation."""
 
+    model: torch.nn.Module
+    named: Mapping[str, torch.nn.Parameter]
+    trained: Collection[str]  # the names that the optimizer owns
+    arithmetic: Arithmetic
+    weights: Weights | None
+    meta_buffers: Mapping[str, torch.Tensor]  # the persistent buffers that were on meta
+    sharding: Sharding | None  # describes the whole model if `named` are rows of its parameters
+    partition: Partition  # which rows
     step = 0
     user_state = None
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        named: Mapping[str, torch.nn.Parameter],
-        trained: Collection[str],
-        arithmetic: Arithmetic,
-        weights: Weights | None,
-        meta_buffers: Mapping[str, torch.Tensor],
-        divided: Divided | None = None,
-    ) -> None:
-        """`trained` are the names that the optimizer owns, `meta_buffers` the persistent buffers that were on meta.
-
-        `divided` describes the whole model if `named` are rows of its parameters.
-        """
-        self._divided = divided
-        self._partition = Partition() if divided is None else divided.partition
-        self._model = model
-        self._named = named
-        self._trained = trained
-        self._arithmetic = arithmetic
-        self._weights = weights
-        self._meta_buffers = meta_buffers
-
     def check(self) -> None:
         """Match names, shapes and dtypes with the weights."""
-        if self._weights is not None:
-            wanted = {name: self._partition.whole(name, p) for name, p in self._named.items() if p.is_meta}
-            self._weights.check(Names(self._model), {**wanted, **self._meta_buffers})
+        if self.weights is not None:
+            wanted = {name: self.partition.whole(name, p) for name, p in self.named.items() if p.is_meta}
+            self.weights.check(Names(self.model), {**wanted, **self.meta_buffers})
 
     def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """The optimizer's own."""
         return {"groups": groups, "loss_scale": None}
 
-    def parameters(self, units: Sequence[Unit]) -> Generator[FirstValue, None, None]:
+    def parameters(self, units: Sequence[Unit]) -> Generator[First, None, None]:
         """First the parameters that are initialised from meta, then the others in the order of the units."""
-        if self._weights is None and any(p.is_meta for p in self._named.values()):
+        if self.weights is None and any(p.is_meta for p in self.named.values()):
             yield from self._initialised(units)
         for unit in units:
             for name in unit.parameters:
-                parameter = self._named[name]
+                parameter = self.named[name]
                 if not parameter.is_meta:
-                    state, step = self._arithmetic.of(parameter).initial() if name in self._trained else ({}, 0)
+                    state, step = self.arithmetic.of(parameter).initial() if name in self.trained else ({}, 0)
                     values = parameter.detach().cpu()
-                    yield FirstValue(name, as_laid(values, values), state, step)
-                elif self._weights is not None:
-                    whole = self._weights.tensor(name, self._partition.whole(name, parameter))
-                    yield FirstValue(name, as_laid(self._partition.part(name, whole), parameter), {}, 0)
+                    yield name, laid_out(values, dense_strides(values)), state, step
+                elif self.weights is not None:
+                    whole = self.weights.tensor(name, self.partition.whole(name, parameter))
+                    yield name, laid_out(self.partition.part(name, whole), dense_strides(parameter)), {}, 0
 
-    def _initialised(self, units: Sequence[Unit]) -> Iterator[FirstValue]:
+    def _initialised(self, units: Sequence[Unit]) -> Iterator[First]:
         """Parameters on meta, initialised by the model's own code, which makes whole parameters."""
-        divided = self._divided
-        whole_units, whole = (units, self._named) if divided is None else (divided.units, divided.named)
-        for name, values in Initialiser(self._model).parameters(whole_units, whole):
-            if name in self._named:
-                part = self._partition.part(name, values)
-                yield FirstValue(name, as_laid(part, self._named[name]), {}, 0)
+        sharding, whole_units, whole = self.sharding, units, self.named
+        if sharding is not None:
+            whole_units, whole = sharding.whole_units(), sharding.leaves
+        for name, values in Initialiser(self.model).parameters(whole_units, whole):
+            if name in self.named:
+                part = self.partition.part(name, values)
+                yield name, laid_out(part, dense_strides(self.named[name])), {}, 0
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
         """From the weights, where it was on meta and was not initialised."""
-        if self._weights is not None and name in self._meta_buffers:
-            tensor.copy_(self._weights.tensor(name, self._meta_buffers[name]))
-
-
-def as_laid(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Values with the strides that the parameter is stored with, without gaps: the given tensor, or a copy."""
-    strides = dense_strides(parameter)
-    if tuple(values.stride()) == strides or values.numel() <= 1:
-        return values
-    return torch.empty_strided(parameter.shape, strides, dtype=values.dtype, device=values.device).copy_(values)
+        if self.weights is not None and name in self.meta_buffers:
+            tensor.copy_(self.weights.tensor(name, self.meta_buffers[name]))
 
 
 # Up to this many bytes in all, buffers are written with every step. Above, a buffer is written only if it changed.
@@ -534,11 +465,7 @@ class Buffers:
                 self._tensor(name).copy_(values)
 
     def require_same_kinds(self) -> None:
-        """Before a step: reject buffers whose shape or dtype changed.
-
-        Raises:
-            ConfigError: one has another shape or dtype than when it was offloaded; nothing was changed.
-        """
+        """Before a step: reject buffers whose shape or dtype changed."""
         for name in self.names:
             now, then = _kind(self._tensor(name)), self._kinds[name]
             if now != then:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,19 +12,21 @@ import torch
 
 from memascend.checkpoint.contents import StateForm, conversion_warning, form_of, plain_tensors
 from memascend.checkpoint.files import Names, file_errors
-from memascend.checkpoint.init import FirstValue, as_laid
 from memascend.checkpoint.weights import WeightFiles
-from memascend.distributed.rows import Partition, is_in_blocks
+from memascend.distributed.rows import is_in_blocks
 from memascend.errors import ConfigError, CorruptionError, MemascendError
 from memascend.optim.members import is_owners, is_roster, title_of
 from memascend.params.offloaded_param import dense_strides
-from memascend.storage import Checksum, order_of
+from memascend.storage import Checksum, checksum_of, order_of
+from memascend.tensors import laid_out
 from memascend.text import Progress, listed
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
+    from memascend.checkpoint.init import First
+    from memascend.distributed.rows import Partition
     from memascend.optim.rules import Arithmetic
     from memascend.plan.units import Unit
 
@@ -47,7 +50,6 @@ def identity_of(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def _identity_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The step and the store in a manifest."""
     return {name: manifest[name] for name in ("store", "step") if name in manifest}
 
 
@@ -59,9 +61,8 @@ def state_key(name: str, of: str) -> str:
 def render_manifest(manifest: Mapping[str, Any]) -> bytes:
     """The bytes of the manifest's file. There is one spelling, so that a change of any byte is detected."""
     content = {name: value for name, value in manifest.items() if name != "checksum"}
-    checksum = Checksum()
-    checksum.update(torch.frombuffer(bytearray(json.dumps(content, sort_keys=True).encode()), dtype=torch.uint8))
-    return json.dumps({**content, "checksum": str(checksum)}, sort_keys=True, indent=1).encode() + b"\n"
+    checksum = checksum_of(torch.frombuffer(bytearray(json.dumps(content, sort_keys=True).encode()), dtype=torch.uint8))
+    return json.dumps({**content, "checksum": checksum}, sort_keys=True, indent=1).encode() + b"\n"
 
 
 class Checkpoint:
@@ -222,62 +223,51 @@ def _verify(path: Path, said: Mapping[str, Any], mine: Callable[[], bool], progr
                 )
 
 
+@dataclass(eq=False)
 class CheckpointValues:
     """The first values of a store, from a checkpoint."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        model: torch.nn.Module,
-        named: Mapping[str, torch.nn.Parameter],
-        buffers: Mapping[str, torch.Tensor],
-        arithmetic: Arithmetic,
-        trained: Collection[str],
-        partition: Partition | None = None,
-    ) -> None:
-        """`trained` are the names that the optimizer owns, `buffers` the persistent ones.
+    checkpoint: Checkpoint
+    model: torch.nn.Module
+    named: Mapping[str, torch.nn.Parameter]
+    buffers: Mapping[str, torch.Tensor]  # the persistent ones
+    arithmetic: Arithmetic
+    trained: Collection[str]  # the names that the optimizer owns
+    partition: Partition  # says which rows of the model's parameters `named` are, if ranks share them
 
-        `partition` says which rows of the model's parameters `named` are, if ranks share them.
-        """
-        self._checkpoint = checkpoint
-        self._model = model
-        self._named = named
-        self._buffers = buffers
-        self._arithmetic = arithmetic
-        self._trained = trained
-        self.step: int = checkpoint.manifest["step"]
-        self._partition = Partition() if partition is None else partition
-        self.user_state: Any = _user_state(checkpoint.manifest, self._partition)
-        self._weights = WeightFiles(checkpoint.folder)
-        self._state = checkpoint.state()
+    def __post_init__(self) -> None:
+        self.step: int = self.checkpoint.manifest["step"]
+        self.user_state: Any = _user_state(self.checkpoint.manifest, self.partition)
+        self._weights = WeightFiles(self.checkpoint.folder)
+        self._state = self.checkpoint.state()
         # Parameters whose state is converted: the form in the checkpoint, and the form of the run.
         self._conversions: dict[str, tuple[StateForm, StateForm]] = {}
 
     def check(self) -> None:
         """Reject a checkpoint of another model or optimizer, or a damaged one."""
-        where, manifest = self._checkpoint.folder, self._checkpoint.manifest
-        here = title_of(self._arithmetic.optimizer)
+        where, manifest = self.checkpoint.folder, self.checkpoint.manifest
+        here = title_of(self.arithmetic.optimizer)
         if manifest["optimizer"] != here:
             raise ConfigError(
                 f"the checkpoint {where} is of {manifest['optimizer']}, and the optimizer is {here}, which keeps other "
                 "state: give the optimizer of the checkpoint, or begin from its weights alone with weights="
             )
-        self._arithmetic.require_members(manifest, f"the checkpoint {where}")
-        groups = self._arithmetic.optimizer.param_groups
+        self.arithmetic.require_members(manifest, f"the checkpoint {where}")
+        groups = self.arithmetic.optimizer.param_groups
         if len(manifest["groups"]) != len(groups):
             raise ConfigError(
                 f"the checkpoint {where} has {len(manifest['groups'])} parameter groups, the optimizer {len(groups)}, "
                 "so that their options have no place: make the optimizer with the groups that were saved"
             )
-        whole = {name: self._partition.whole(name, parameter) for name, parameter in self._named.items()}
-        self._weights.check(Names(self._model), {**whole, **self._buffers})
+        whole = {name: self.partition.whole(name, parameter) for name, parameter in self.named.items()}
+        self._weights.check(Names(self.model), {**whole, **self.buffers})
         problems = self._problems()
         if problems:
             raise ConfigError(
                 f"the state in the checkpoint {where} is not that of this optimizer and master_dtype: "
                 f"{listed(problems, '; ')}. Give the options that it was saved with"
             )
-        self._checkpoint.verify(self._partition.rank, self._partition.count)
+        self.checkpoint.verify(self.partition.rank, self.partition.count)
         words = conversion_warning(where, self._conversions.values())
         if words is not None:
             warnings.warn(words, stacklevel=6)
@@ -287,12 +277,12 @@ class CheckpointValues:
         there: dict[str, dict[str, torch.Tensor]] = {}
         for key in () if self._state is None else self._state.keys:
             name, of = self._divided(key)
-            there.setdefault(name, {})[of] = self._partition.part(name, self._described(key), of)
-        if self._partition.count > 1:
+            there.setdefault(name, {})[of] = self.partition.part(name, self._described(key), of)
+        if self.partition.count > 1:
             # Other ranks check the parameters of which this rank has no rows.
-            there = {name: tensors for name, tensors in there.items() if name in self._named}
+            there = {name: tensors for name, tensors in there.items() if name in self.named}
         problems = []
-        for name in self._trained:
+        for name in self.trained:
             problems += self._problems_of(name, there.pop(name, {}))
         for name, tensors in there.items():
             problems += [f"{state_key(name, of)}, which the optimizer does not keep" for of in sorted(tensors)]
@@ -300,26 +290,24 @@ class CheckpointValues:
 
     def _divided(self, key: str) -> tuple[str, str]:
         """A parameter's name and that of its state, which may both have dots."""
-        ends = [end for end, letter in enumerate(key) if letter == "." and key[:end] in self._named]
+        ends = [end for end, letter in enumerate(key) if letter == "." and key[:end] in self.named]
         end = ends[-1] if ends else key.rfind(".")
         return key[:end], key[end + 1 :]
 
     def _problems_of(self, name: str, found: dict[str, torch.Tensor]) -> list[str]:
-        wanted = self._kept(name)
-        if not _alike(found, wanted):
-            updates = found.pop("updates", None)
-            shape = self._named[name].shape
-            forms = form_of(found, shape), form_of({of: wanted[of] for of in wanted if of != "updates"}, shape)
-            one, other = forms
-            if updates is not None and one is not None and other is not None and one.moments == other.moments:
+        wanted, shape = self._kept(name), self.named[name].shape
+        one, other = (
+            form_of({of: tensor for of, tensor in tensors.items() if of != "updates"}, shape)
+            for tensors in (found, wanted)
+        )
+        if _kinds(found) != _kinds(wanted):
+            if "updates" in found and one is not None and other is not None and one.moments == other.moments:
                 self._conversions[name] = one, other
                 return []
-            found = {**found, **({} if updates is None else {"updates": updates})}
         elif self._order_of(name) != self._own_order(name):
             # Its blocks consist of other elements than the run's.
-            form = form_of({of: tensor for of, tensor in found.items() if of != "updates"}, self._named[name].shape)
-            assert form is not None
-            self._conversions[name] = form, form
+            assert one is not None
+            self._conversions[name] = one, one
         problems = [f"no {state_key(name, of)}" for of in wanted if of not in found]
         problems += [
             f"{state_key(name, of)}, which the optimizer does not keep" for of in sorted(found.keys() - wanted.keys())
@@ -337,18 +325,18 @@ class CheckpointValues:
 
     def _kept(self, name: str) -> dict[str, torch.Tensor]:
         updates = torch.empty((), dtype=torch.int64, device="meta")
-        return {**plain_tensors(self._arithmetic.describe(self._named[name])), "updates": updates}
+        return {**plain_tensors(self.arithmetic.describe(self.named[name])), "updates": updates}
 
     def _order_of(self, name: str) -> list[int] | None:
         """The order of dimensions in which blocks of a parameter's state were counted; None: row-major."""
-        orders: dict[str, list[int]] = self._checkpoint.manifest.get("orders", {})
+        orders: dict[str, list[int]] = self.checkpoint.manifest.get("orders", {})
         return orders.get(name)
 
     def _own_order(self, name: str) -> list[int] | None:
         """The same for the run, if its state has blocks."""
         if not any(map(is_in_blocks, self._kept(name))):
             return self._order_of(name)
-        parameter = self._named[name]
+        parameter = self.named[name]
         strides = dense_strides(parameter)
         order = order_of(torch.empty_strided(parameter.shape, strides, device="meta"))
         return None if order is None else list(order)
@@ -356,35 +344,36 @@ class CheckpointValues:
     def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """Those of the checkpoint, and its identity, until the first step of the store commits others."""
         del groups
-        manifest = self._checkpoint.manifest
+        manifest = self.checkpoint.manifest
         names = ("groups", "loss_scale", "attributes", "seed", "schedule")
         return {**{name: manifest[name] for name in names if name in manifest}, "origin": _identity_in(manifest)}
 
-    def parameters(self, units: Sequence[Unit]) -> Generator[FirstValue, None, None]:
+    def parameters(self, units: Sequence[Unit]) -> Generator[First, None, None]:
         """In the order of the units, on the mapped files."""
-        trained = set(self._trained)
+        trained = set(self.trained)
         for unit in units:
             for name in unit.parameters:
-                parameter = self._named[name]
-                whole = self._weights.tensor(name, self._partition.whole(name, parameter))
-                values = as_laid(self._partition.part(name, whole), parameter)
+                parameter = self.named[name]
+                whole = self._weights.tensor(name, self.partition.whole(name, parameter))
+                values = laid_out(self.partition.part(name, whole), dense_strides(parameter))
                 state: dict[str, torch.Tensor] = {}
                 step = 0
                 if name in trained:
                     assert self._state is not None
                     step = int(self._state.at(state_key(name, "updates")).item())
                     state = self._state_of(name, whole)
-                yield FirstValue(name, values, state, step)
+                yield name, values, state, step
 
     def _state_of(self, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """This rank's part of a parameter's state, in float32 if converted; `values` is the whole parameter."""
         assert self._state is not None
-        parameter = self._named[name]
+        parameter = self.named[name]
         if name not in self._conversions:
             kept = (of for of in self._kept(name) if of != "updates")
-            found = {of: self._partition.part(name, self._state.at(state_key(name, of)), of) for of in kept}
+            found = {of: self.partition.part(name, self._state.at(state_key(name, of)), of) for of in kept}
+            strides = dense_strides(parameter)
             return {
-                of: as_laid(tensor, parameter) if tensor.shape == parameter.shape else tensor
+                of: laid_out(tensor, strides) if tensor.shape == parameter.shape else tensor
                 for of, tensor in found.items()
             }
         one, other = self._conversions[name]
@@ -399,17 +388,16 @@ class CheckpointValues:
         if not other.master:
             whole.pop("master", None)
         # It is decoded whole, since blocks may end within rows.
-        return {of: as_laid(self._partition.part(name, tensor, of), parameter) for of, tensor in whole.items()}
+        strides = dense_strides(parameter)
+        return {of: laid_out(self.partition.part(name, tensor, of), strides) for of, tensor in whole.items()}
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
         """Copy its values from the checkpoint."""
         tensor.copy_(self._weights.tensor(name, tensor))
 
 
-def _alike(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> bool:
-    return {of: (tensor.dtype, tensor.shape) for of, tensor in found.items()} == {
-        of: (tensor.dtype, tensor.shape) for of, tensor in wanted.items()
-    }
+def _kinds(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    return {of: (tensor.dtype, tensor.shape) for of, tensor in tensors.items()}
 
 
 def _in_order(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,16 +33,15 @@ _JOINED = [("Concatenate", 1)]
 _Named = tuple[str, str, "WeightTensor"]
 
 
+@dataclass(frozen=True)
 class _MergedTensor:
     """A parameter that is made from several tensors, or one of several that are made from one."""
 
-    def __init__(self, name: str, layer: str, converter: Any, config: Any, parts: Sequence[_Named]) -> None:
-        """`converter` is transformers', which collects tensors and is copied for that; `parts` are what it is given."""
-        self._name = name
-        self._layer = layer
-        self._converter = converter
-        self._config = config
-        self._parts = parts
+    name: str
+    layer: str
+    converter: Any  # of transformers, which collects tensors and is copied for that
+    config: Any
+    parts: Sequence[_Named]  # what the converter is given
 
     def names(self) -> list[str]:
         """The names of all tensors that the conversion makes; this is one of them."""
@@ -69,35 +69,31 @@ class _MergedTensor:
 
     def _stacked(self) -> list[list[WeightTensor]] | None:
         """Matrices by pattern, where they are stacked along a new first dimension, and these joined along the next."""
-        operations = [(type(each).__name__, getattr(each, "dim", None)) for each in self._converter.operations]
-        of_pattern: dict[str, list[WeightTensor]] = {pattern: [] for pattern in self._converter.source_patterns}
-        for _, pattern, source in self._parts:
+        operations = [(type(each).__name__, getattr(each, "dim", None)) for each in self.converter.operations]
+        of_pattern: dict[str, list[WeightTensor]] = {pattern: [] for pattern in self.converter.source_patterns}
+        for _, pattern, source in self.parts:
             of_pattern[pattern].append(source)
         pieces = list(of_pattern.values())
         known = operations == _STACKED + _JOINED or (operations == _STACKED and len(pieces) == 1)
-        flat = all(len(source.described()[1]) == 2 for _, _, source in self._parts)
+        flat = all(len(source.described()[1]) == 2 for _, _, source in self.parts)
         return pieces if known and flat and len({len(sources) for sources in pieces}) == 1 else None
 
     def _made(self, value_of: Callable[[WeightTensor], torch.Tensor]) -> torch.Tensor:
-        made: torch.Tensor | list[torch.Tensor] = self._all(value_of)[self._name]
+        made: torch.Tensor | list[torch.Tensor] = self._all(value_of)[self.name]
         return made[0] if isinstance(made, list) else made
 
     def _all(self, value_of: Callable[[WeightTensor], torch.Tensor]) -> dict[str, Any]:
-        converter = copy.deepcopy(self._converter)
-        for key, pattern, source in self._parts:
-            converter.add_tensor(self._layer, key, pattern, value_of(source))
-        made: Any = converter.convert(self._layer, config=self._config)
+        converter = copy.deepcopy(self.converter)
+        for key, pattern, source in self.parts:
+            converter.add_tensor(self.layer, key, pattern, value_of(source))
+        made: Any = converter.convert(self.layer, config=self.config)
         # The first versions of transformers 5 return errors beside it.
         found: dict[str, Any] = made[0] if isinstance(made, tuple) else made
         return found
 
 
 def convert_names(model: torch.nn.Module, sources: Mapping[str, WeightTensor]) -> dict[str, WeightTensor] | None:
-    """The same tensors under the model's names; None if transformers has no conversion for the model.
-
-    Raises:
-        ConfigError: transformers cannot convert them.
-    """
+    """The same tensors under the model's names; None if transformers has no conversion for the model."""
     rename, converters = _renaming(model)
     if rename is None:
         return None
@@ -304,21 +300,20 @@ class WeightFiles:
         return self._where[key].described()
 
 
+@dataclass(frozen=True)
 class _FileTensor:
     """A tensor as a file has it."""
 
-    def __init__(self, file: Any, key: str) -> None:
-        self._file = file
-        self._key = key
+    file: Any
+    key: str
 
     def described(self) -> tuple[torch.dtype | None, tuple[int, ...]]:
-        """Its dtype and shape."""
-        part = self._file.get_slice(self._key)
+        part = self.file.get_slice(self.key)
         return DTYPES.get(part.get_dtype()), tuple(part.get_shape())
 
     def values(self) -> torch.Tensor:
         """Its elements, on the mapped file."""
-        values: torch.Tensor = self._file.get_tensor(self._key)
+        values: torch.Tensor = self.file.get_tensor(self.key)
         # Files of other programs may begin a tensor at any byte.
         return values.clone() if values.data_ptr() % values.element_size() else values
 
@@ -349,7 +344,6 @@ def _files(path: Path) -> list[tuple[Path, list[str] | None]]:
 
 
 def _without_weights(path: Path, files: list[Path]) -> ConfigError:
-    """The error for a folder without weights: the reason, and what to do."""
     what = f"{path} has {len(files)} safetensors files and no {_INDEX}" if files else f"{path} has no safetensors files"
     if any(path.glob("shard-*.safetensors")):
         what += (

@@ -23,14 +23,7 @@ from memascend.checkpoint.files import (
     put_in_place,
     sync,
 )
-from memascend.checkpoint.reader import (
-    FOLDER,
-    FORMAT,
-    MANIFEST,
-    VERSION,
-    render_manifest,
-    state_key,
-)
+from memascend.checkpoint.reader import FOLDER, FORMAT, MANIFEST, VERSION, render_manifest, state_key
 from memascend.checkpoint.weights import misread_names
 from memascend.errors import ConfigError, StorageError
 from memascend.text import Progress, expanded, refusal_of
@@ -56,14 +49,11 @@ def save(
     *,
     among_others: bool = False,
 ) -> None:
-    """Write a checkpoint to a folder; an earlier one is replaced at the end, or stays whole.
+    """Write a checkpoint to a folder, whose parent exists; an earlier one is replaced at the end, or stays whole.
 
-    Args:
-        folder: its parent exists. An earlier checkpoint is replaced, and other files in it are kept.
-        contents: nothing is staged in their store.
-        model: the model, for names and configuration.
-        facts: fields of the manifest beside files and format.
-        among_others: the folder may contain other files and no earlier checkpoint; weights in it are replaced.
+    Nothing is staged in the store of `contents`. `facts` are fields of the manifest beside files and format. Other
+    files in the folder are kept; `among_others`: also where there is no earlier checkpoint, whose weights are replaced
+    then.
     """
     why = refusal_of(folder)
     if why is not None:

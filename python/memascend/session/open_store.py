@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memascend import storage as engines
-from memascend.checkpoint.init import Divided, MetaBuffers, ModelValues, ValueSource
+from memascend.checkpoint.init import MetaBuffers, ModelValues
 from memascend.checkpoint.reader import Checkpoint, CheckpointValues
 from memascend.checkpoint.weights import open_weights
+from memascend.distributed.rows import Partition
 from memascend.errors import ConfigError, StorageError
 from memascend.optim.members import is_owners, is_roster, title_of
 from memascend.optim.shared import options_of, require_as_many
@@ -30,10 +31,14 @@ if TYPE_CHECKING:
 
     import torch
 
+    from memascend.distributed.reshard import EarlierValues
     from memascend.plan.table import Plan
     from memascend.session.decide import Decision, Subject
     from memascend.session.optimizer import OffloadedOptimizer
     from memascend.storage import Engine, Store
+
+    # Where the first values come from: checked before anything is written, then asked for each parameter once.
+    ValueSource = ModelValues | CheckpointValues | EarlierValues
 
 
 _RUNS: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
@@ -248,6 +253,7 @@ class FirstValues:
 
     def _found(self) -> ValueSource:
         subject, sharding = self._subject, self._subject.sharding
+        partition = Partition() if sharding is None else sharding.partition
         if subject.earlier is not None:
             from memascend.distributed.reshard import EarlierValues
 
@@ -261,12 +267,11 @@ class FirstValues:
                 {name: subject.buffers.tensor(name) for name in subject.buffers.names},
                 subject.arithmetic,
                 subject.trained,
-                None if sharding is None else sharding.partition,
+                partition,
             )
         saved = self._meta_buffers.saved
-        divided = None if sharding is None else Divided(sharding.partition, sharding.leaves, sharding.whole_units())
         return ModelValues(
-            subject.model, subject.named, subject.trained, subject.arithmetic, self._weights, saved, divided
+            subject.model, subject.named, subject.trained, subject.arithmetic, self._weights, saved, sharding, partition
         )
 
     def _described(self, name: str) -> dict[str, torch.Tensor]:
