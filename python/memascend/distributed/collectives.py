@@ -60,8 +60,7 @@ class Collectives:
     def require_same(self, told: Sequence[str]) -> None:
         """Reject a step in which ranks mixed rows or gradients of different modules; `told`: checksums by rank.
 
-        Raises:
-            UsageError: they did. FSDP2 does not notice, since it compares only shapes.
+        FSDP2 does not notice, since it compares only shapes.
         """
         if len(set(told)) == 1:
             return

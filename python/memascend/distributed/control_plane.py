@@ -7,6 +7,7 @@ import hashlib
 import json
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -60,13 +61,6 @@ class Exchange:
     counts any more, since some ranks may have received messages that others have not. torch's TCPStore and gloo's
     monitored_barrier cannot replace this: with the store a rank waits for a dead rank until the timeout, and the
     barrier names a rank on rank 0 alone.
-
-    Attributes:
-        rank: of this process.
-        size: the number of ranks.
-        timeout: seconds that a rank waits for the others.
-        broken: the error of every later call, once the exchange has ended.
-        failure: the last failure that a rank reported.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -74,7 +68,9 @@ class Exchange:
         self.rank = distributed.get_rank()
         self.size = distributed.get_world_size()
         self.timeout = timeout
+        # The error of every later call, once the exchange has ended.
         self.broken: RankError | None = None
+        # The last failure that a rank reported.
         self.failure: Failure | None = None
         begin(timeout)
         self._group: Any = make_group(timeout)
@@ -83,12 +79,10 @@ class Exchange:
         self._count = 0
 
     def tell(self, about: str, said: Any, *, remedy: str = DISCARDED) -> list[Any]:
-        """Send `said` to all other ranks, and return the values of all ranks, by rank.
+        """Send the JSON value `said` to all other ranks, and return the values of all ranks, by rank.
 
-        Args:
-            about: the subject, which must be the same on all ranks.
-            said: a JSON value.
-            remedy: the text of an error that says what to do if another rank failed.
+        `about` is the subject, which must be the same on all ranks. `remedy` says in an error what to do if another
+        failed.
 
         Raises:
             RankError: a rank did not answer in time, is gone, or made another call; or a rank failed, and then later
@@ -109,10 +103,6 @@ class Exchange:
         """The first rank whose JSON value is not that of rank 0; None if all have the same."""
         told = self.everyone(mine)
         return next((rank for rank, one in enumerate(told) if one != told[0]), None)
-
-    def union(self, words: Iterable[str]) -> set[str]:
-        """All words of all ranks."""
-        return {word for theirs in self.everyone(sorted(words)) for word in theirs}
 
     def together(self, do: Callable[[], _T], other: Callable[[str], MemascendError] = ConfigError) -> _T:
         """Call `do` on all ranks. If it raises on one, all ranks raise, and the error names that rank.
@@ -254,7 +244,6 @@ class Exchange:
         raise self.broken
 
     def _talk(self, own: Message, heard: dict[int, Message], lost: dict[int, str], until: float) -> None:
-        """Fill `heard` and `lost`."""
         text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
         lengths = {rank: torch.empty(1, dtype=torch.int64, device="cpu") for rank in self._others}
         self._move(lengths, dict.fromkeys(lengths, torch.tensor([text.numel()], device="cpu")), lost, until)
@@ -316,6 +305,7 @@ _IDENTITY_BYTES = 16
 _UNKNOWN = "some ranks may have the step: start all of them again, and the run resumes at the last that all have"
 
 
+@dataclass(eq=False)
 class Agreement:
     """The commits of one run that several ranks make together.
 
@@ -323,27 +313,15 @@ class Agreement:
     apart, and the two slots of each store hold the newest commit that all ranks have.
     """
 
-    def __init__(
-        self, exchange: Exchange, store: Store, run: bytes, number: int, identity: bytes, nonce: bytes
-    ) -> None:
-        """Take charge of the commits of this rank's store, after one that all ranks have.
+    exchange: Exchange
+    store: Store  # of this rank; all else is the same on all ranks
+    run: bytes  # the run's id, 16 bytes
+    number: int  # of the last commit; 0 before the first
+    identity: bytes  # of the last commit, or of the commit that first values are from
+    nonce: bytes  # drawn at this opening: commits of another opening of the same stores have other identities
 
-        Args:
-            exchange: between the ranks.
-            store: of this rank.
-            run: the run's id, 16 bytes, the same on all ranks.
-            number: of the last commit, the same on all ranks; 0 before the first.
-            identity: of the last commit, or of the commit that first values are from; the same on all ranks.
-            nonce: drawn at this opening, the same on all ranks. Commits of another opening of the same stores have
-                other identities.
-        """
-        self.exchange = exchange
-        self.run = run
-        self.number = number
-        self.identity = identity
-        self._nonce = nonce
-        self._store = store
-        store.share(self)
+    def __post_init__(self) -> None:
+        self.store.share(self)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -354,7 +332,7 @@ class Agreement:
         except BaseException:
             if self.exchange.broken is not None:
                 # Reopening finds the newest commit that all ranks have.
-                self._store.end()
+                self.store.end()
             raise
 
     def commit(self, make: Callable[[CommitOfRank, Callable[[], object]], int]) -> int:
@@ -365,7 +343,7 @@ class Agreement:
                 tried again on all ranks. Otherwise no rank commits any more, not by `close()` either.
         """
         number = self.number + 1
-        said = self.identity + self._nonce + number.to_bytes(8, "little")
+        said = self.identity + self.nonce + number.to_bytes(8, "little")
         identity = hashlib.blake2b(said, digest_size=_IDENTITY_BYTES).digest()
         agreed = False
 
@@ -381,15 +359,14 @@ class Agreement:
             except BaseException:
                 if agreed:
                     # Roots were being written when a rank failed: reopening finds out which ranks have the commit.
-                    self._store.end()
+                    self.store.end()
                 raise
         self.number, self.identity = number, identity
         return generation
 
     def _ask(self, phase: str, number: int, remedy: str) -> None:
-        """Check that all ranks are at the same commit."""
         numbers = self.exchange.tell(phase, number, remedy=remedy)
         apart = {rank: other for rank, other in enumerate(numbers) if other != number}
         if apart:
-            self._store.end()
+            self.store.end()
             raise RankError(f"commit {number} of rank {self.exchange.rank} meets others: {apart}", ranks=tuple(apart))

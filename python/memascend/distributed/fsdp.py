@@ -151,11 +151,7 @@ class FsdpGroup:
         return self._torch.mesh_info.shard_process_group
 
     def require_supported(self, world_size: int, *, ordered: bool) -> None:
-        """Reject a way of sharding that cannot be offloaded; `ordered`: gradients are added in the order of ranks.
-
-        Raises:
-            ConfigError: it cannot.
-        """
+        """Reject a way of sharding that cannot be offloaded; `ordered`: gradients are added in the order of ranks."""
         kept = self._torch
         # Another class: ranks hold replicas of the rows of others (HSDP), or nothing is sharded.
         if type(kept.mesh_info).__name__ != "FSDPMeshInfo":
@@ -185,11 +181,7 @@ class FsdpGroup:
                 )
 
     def require_no_hooks(self) -> None:
-        """Reject hooks that would run before the gradients of all ranks are added in their order.
-
-        Raises:
-            ConfigError: there is one.
-        """
+        """Reject hooks that would run before the gradients of all ranks are added in their order."""
         hooked = next((one.name for one in self.parameters if one.leaf._post_accumulate_grad_hooks), None)  # noqa: SLF001
         if hooked is not None:
             raise ConfigError(
@@ -199,11 +191,7 @@ class FsdpGroup:
             )
 
     def require_own_collectives(self, refusal: type[MemascendError], *, ordered: bool) -> None:
-        """Reject code of the user that this run would replace, or that would see one rank's part instead of the sum.
-
-        Raises:
-            MemascendError: there is such code; the error is a `refusal`.
-        """
+        """Reject code of the user that this run would replace, or that would see one rank's part instead of the sum."""
         comms = {
             "set_custom_all_gather": self._torch._all_gather_comm,  # noqa: SLF001
             "set_custom_reduce_scatter": self._torch._reduce_scatter_comm,  # noqa: SLF001
@@ -245,11 +233,7 @@ def reshard(model: torch.nn.Module) -> None:
 
 
 def groups_of(model: torch.nn.Module) -> list[FsdpGroup]:
-    """The groups of a model, in the order of its modules.
-
-    Raises:
-        ConfigError: torch stores the groups in an unknown way.
-    """
+    """The groups of a model, in the order of its modules."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: list[FsdpGroup] = []
     seen: set[int] = set()
@@ -367,11 +351,7 @@ class RowSource:
         return self.residency.copy_of(self._place)
 
     def memory(self, what: str) -> torch.Tensor:
-        """A copy for an operation that hands out its memory.
-
-        Raises:
-            UsageError: the model computes.
-        """
+        """A copy for an operation that hands out its memory."""
         residency = self.residency
         if residency.copies.computes:
             raise UsageError(
@@ -442,9 +422,8 @@ class LocalRows(torch.Tensor):
         name = schema.name.removeprefix("aten::")
         if name in _SAME or (name == "view" and torch.Size(args[1]) == args[0].shape):
             return LocalRows(args[0].source, args[0].device)
-        named = zip(schema.arguments, args, strict=False)
-        written = [value for argument, value in named if argument.alias_info and argument.alias_info.is_write]
-        written += [options[one.name] for one in schema.arguments if _writes(one, options)]
+        given = {one.name: value for one, value in zip(schema.arguments, args, strict=False)} | options
+        written = [given.get(one.name) for one in schema.arguments if one.alias_info and one.alias_info.is_write]
         changed = next((leaf.source for leaf in tree_leaves(written) if isinstance(leaf, LocalRows)), None)
         if changed is not None:
             if name == "copy_" and changed.load(args[1]):
@@ -489,10 +468,6 @@ class LocalRows(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         del tensor_contents
         return f"LocalRows({self.source.name}, {list(self.shape)}, {self.dtype})"
-
-
-def _writes(argument: Any, options: dict[str, Any]) -> bool:
-    return argument.name in options and argument.alias_info is not None and argument.alias_info.is_write
 
 
 class LocalParameter(torch.nn.Parameter):

@@ -55,14 +55,10 @@ def begin(timeout: float) -> None:
 
 
 def make_group(timeout: float, ranks: Sequence[int] | None = None) -> Any:
-    """Make a group; all ranks do so together.
+    """Make a group of some ranks, in their order, or of all; all ranks do so together.
 
     gloo does not report which rank is missing. So the ranks look for each other before and after, through the store
-    with which torch's own group was made.
-
-    Args:
-        timeout: seconds that ranks wait for each other, including the search for missing ranks.
-        ranks: in their order; None: all.
+    with which torch's own group was made. They wait `timeout` seconds, including the search for missing ranks.
 
     Raises:
         RankError: no group was made; the error names the missing ranks, unless the store is gone, too.
@@ -253,7 +249,6 @@ class Line:
             yield Piece(tensor, start, values.view(dtypes[tensor]))
 
     def _move(self, begin: Any, memory: torch.Tensor, rank: int) -> None:
-        """Begin to send or receive, and wait until it completes."""
         try:
             begin(memory, rank, group=self._group).wait(self._timeout)
         except RuntimeError as error:

@@ -42,11 +42,6 @@ class Stores:
         return [rank for rank in range(self.count) if rank not in self.seen or self._is_empty(rank)]
 
     @property
-    def has_commits(self) -> bool:
-        """Whether the store of any rank has a commit."""
-        return any(one["commits"] for one in self.seen.values())
-
-    @property
     def is_unfilled(self) -> bool:
         """Whether some have no first commit: no rank stages its second commit before all have the first."""
         numbers = [commit["number"] for one in self.seen.values() for commit in one["commits"]]
@@ -241,7 +236,7 @@ def seen_at(paths: _Path | Sequence[_Path] | None) -> dict[str, Any]:
     named, damage = found
     if not named:
         return {**seen, "filled": False, "error": f"{', '.join(paths_listed(paths))}: {_UNFILLED}"}
-    known = [{**vars(one), "run": one.run.hex(), "identity": one.identity.hex()} for one in named]
+    known = [{**one._asdict(), "run": one.run.hex(), "identity": one.identity.hex()} for one in named]
     return {**seen, "commits": known, "damage": damage and damage[:400]}
 
 
@@ -262,11 +257,7 @@ def _require_read(seen: list[dict[str, Any]]) -> None:
 
 
 def require_own(seen: list[dict[str, Any]]) -> None:
-    """Reject stores whose commits name another rank than their position in this list, or another number of ranks.
-
-    Raises:
-        ConfigError: some do.
-    """
+    """Reject stores whose commits name another rank than their position in this list, or another number of ranks."""
     count = len(seen)
     known = {rank: whose for rank, whose in enumerate(map(_whose, seen)) if whose is not None}
     apart = {

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import re
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,16 +44,7 @@ def file_of_rank(folder: str, rank: int, count: int) -> Path:
 
 
 class Earlier:
-    """The stores of another number of ranks; one of the present ranks reads each of them.
-
-    Attributes:
-        files: by old rank; empty if the run resumes with the present stores and only removes others.
-        owners: by old rank, the present rank that reads the store.
-        exchange: between the present ranks.
-        stores: by old rank, the stores that are open on this rank.
-        stands_for: the stores that the first commit of the new stores replaces; known once the old ones are open.
-        identity: of the commit at which the old stores are opened, from which the new ones continue.
-    """
+    """The stores of another number of ranks; one of the present ranks reads each of them."""
 
     def __init__(
         self,
@@ -64,12 +56,17 @@ class Earlier:
         """`outlived`: stores that newer ones replaced, and their identities. No rank reads them."""
         self.exchange = exchange
         self.rank, self.count = exchange.rank, exchange.size
+        # By old rank, the present rank that reads the store, and its file. Both are empty if the run resumes with the
+        # present stores and only removes others.
         self.owners = [] if source is None else [source.owners[rank] for rank in range(source.count)]
         self.files = [file_of_rank(folder, rank, len(self.owners)) for rank in range(len(self.owners))]
+        # By old rank, those that are open on this rank.
         self.stores: dict[int, Store] = {}
+        # Of the commit at which the old stores are opened, from which the new ones continue.
         self.identity = bytes(16)
         # Stores of the present number of ranks are overwritten.
         others = [(one, identity) for one, identity in outlived if one.count != self.count]
+        # The stores that the first commit of the new ones replaces; known once the old ones are open.
         self.stands_for: list[Mapping[str, Any]] = [identity for _, identity in others]
         self._source = source
         self._useless = [
@@ -124,11 +121,7 @@ def _flush_folder(folder: Path) -> None:
 
 
 def find_earlier(folder: str, existing: str, exchange: Exchange | Alone) -> Earlier | None:
-    """The stores of another number of ranks from which a run resumes; None if there are none.
-
-    Raises:
-        ConfigError: there are such stores, and the run cannot resume from them; nothing was changed.
-    """
+    """The stores of another number of ranks from which a run resumes; None if there are none."""
     count = exchange.size
     found = _found(folder, exchange)
     for one in [one for one in found.values() if one.is_unfilled]:
@@ -189,7 +182,7 @@ def _found(folder: str, exchange: Exchange | Alone) -> dict[int, Stores]:
 
 def _require_harmless(unfilled: Stores, filled: Sequence[Stores], existing: str) -> None:
     """Refuse to begin anew if some of the unfilled stores have a commit."""
-    if existing != "resume" or filled or not unfilled.has_commits:
+    if existing != "resume" or filled or not any(one["commits"] for one in unfilled.seen.values()):
         return
     raise ConfigError(
         f"the store of rank {unfilled.missing[0]} of {unfilled.count} holds no state, and others of these ranks do: "
@@ -262,36 +255,18 @@ class Transfer:
             self._collectives.close()
 
 
+@dataclass(eq=False)
 class EarlierValues:
-    """The first values of new stores, from ranges of rows of earlier ones.
+    """The first values of new stores, from ranges of rows of earlier ones."""
 
-    Attributes:
-        step: the committed steps of the earlier stores.
-        user_state: of the old rank with this rank's number; of the first old rank if there were fewer.
-    """
+    earlier: Earlier
+    shapes: Mapping[str, torch.Size]  # of whole parameters, the same on all ranks
+    named: Mapping[str, torch.Tensor]  # this rank's rows of them
+    describe: Callable[[str], Mapping[str, torch.Tensor]]  # the state of a parameter, on meta, by its name
+    optimizer: str
 
-    def __init__(
-        self,
-        earlier: Earlier,
-        shapes: Mapping[str, torch.Size],
-        named: Mapping[str, torch.Tensor],
-        describe: Callable[[str], Mapping[str, torch.Tensor]],
-        optimizer: str,
-    ) -> None:
-        """Open the earlier stores.
-
-        Args:
-            earlier: the earlier stores.
-            shapes: of whole parameters, by name, the same on all ranks.
-            named: this rank's rows of them, by name.
-            describe: returns the state of a parameter, on meta, by its name.
-            optimizer: the name of the optimizer.
-        """
-        self._earlier = earlier
-        self._shapes = shapes
-        self._named = named
-        self._describe = describe
-        self._optimizer = optimizer
+    def __post_init__(self) -> None:
+        earlier = self.earlier
         earlier.open()
         said = {
             str(number): [
@@ -304,25 +279,26 @@ class EarlierValues:
             int(number): one for each in earlier.exchange.tell("where they stand", said) for number, one in each.items()
         }
         self.step, self.user_state, self._hyperparameters, self._optimizer_there, self._there = of[0]
+        # That of the old rank with this rank's number; of the first one if there were fewer.
         if earlier.rank in of:
             self.user_state = of[earlier.rank][1]
 
     def check(self) -> None:
         """Reject stores of another model or optimizer, before anything is written."""
         there = self._there
-        if self._optimizer_there != self._optimizer:
+        if self._optimizer_there != self.optimizer:
             raise ConfigError(
-                f"the earlier stores are of {self._optimizer_there}, and the optimizer is {self._optimizer}, which "
+                f"the earlier stores are of {self._optimizer_there}, and the optimizer is {self.optimizer}, which "
                 "keeps other state: give the optimizer that the run had. Nothing was changed"
             )
-        for name, own in self._named.items():
-            here = _description(own, self._describe(name))
+        for name, own in self.named.items():
+            here = _description(own, self.describe(name))
             if there.get(name) != here:
                 raise ConfigError(
                     f"{name!r} is {here} and was {there.get(name)} in the earlier stores: give the model that the run "
                     "had. Nothing was changed"
                 )
-        gone = there.keys() - self._shapes.keys()
+        gone = there.keys() - self.shapes.keys()
         if gone:
             raise ConfigError(
                 f"the model has no {min(gone)!r}, which the earlier stores have: give the model that the run had. "
@@ -333,13 +309,13 @@ class EarlierValues:
         """The hyperparameters of the last commit."""
         del groups
         kept = {name: value for name, value in (self._hyperparameters or {}).items() if name != "line"}
-        return {**kept, EARLIER: self._earlier.stands_for}
+        return {**kept, EARLIER: self.earlier.stands_for}
 
     def parameters(self, units: Sequence[Any]) -> Generator[First, None, None]:
         """Each of this rank's parameters once; all ranks move the rows of all parameters in one order."""
         del units
-        with contextlib.closing(Transfer(self._earlier.exchange)) as transfer:
-            for name, shape in self._shapes.items():
+        with contextlib.closing(Transfer(self.earlier.exchange)) as transfer:
+            for name, shape in self.shapes.items():
                 into = self._room(name)
                 transfer.move(self._pieces(name, shape, into))
                 if into:
@@ -348,26 +324,26 @@ class EarlierValues:
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a persistent buffer from the first old rank to all ranks."""
-        store, owner = self._earlier.stores.get(0), self._earlier.owners[0]
+        store, owner = self.earlier.stores.get(0), self.earlier.owners[0]
         sent = None if store is None else store.read(name)[0]
         got = torch.empty(tensor.shape, dtype=tensor.dtype)
-        with contextlib.closing(Transfer(self._earlier.exchange)) as transfer:
-            ranks = range(self._earlier.count)
-            transfer.move([Passed(owner, rank, sent, got if rank == self._earlier.rank else None) for rank in ranks])
+        with contextlib.closing(Transfer(self.earlier.exchange)) as transfer:
+            ranks = range(self.earlier.count)
+            transfer.move([Passed(owner, rank, sent, got if rank == self.earlier.rank else None) for rank in ranks])
         tensor.copy_(got)
 
     def _room(self, name: str) -> dict[str, torch.Tensor]:
         """Memory for this rank's part of a parameter; empty if it has no rows."""
-        own = self._named.get(name)
+        own = self.named.get(name)
         if own is None:
             return {}
-        described = {"": own.detach(), **self._describe(name)}
+        described = {"": own.detach(), **self.describe(name)}
         room = {of: torch.empty_like(tensor, device="cpu") for of, tensor in described.items()}
         return {**room, _STEP: torch.zeros((), dtype=torch.int64)}
 
     def _pieces(self, name: str, shape: torch.Size, into: Mapping[str, torch.Tensor]) -> list[Passed]:
         """The pieces of a parameter that this rank sends or receives."""
-        earlier = self._earlier
+        earlier = self.earlier
         rows = shape[0] if shape else 1
         olds = [_rows(rows, len(earlier.files), number) for number in range(len(earlier.files))]
         read = {number: self._read(number, name) for number in earlier.stores if olds[number][0] < olds[number][1]}
@@ -393,7 +369,7 @@ class EarlierValues:
         return pieces
 
     def _read(self, number: int, name: str) -> dict[str, torch.Tensor]:
-        store = self._earlier.stores[number]
+        store = self.earlier.stores[number]
         values, state = store.read(name)
         return {"": values, **state, _STEP: torch.tensor(store.entry(name)["step"])}
 

@@ -91,30 +91,15 @@ def blocks_of(shape: torch.Size) -> torch.Size:
     return torch.Size([-(-shape.numel() // BLOCK_ELEMENTS)])
 
 
+@dataclass(eq=False)
 class RowsOfRank:
-    """The rows of a sharded model that one rank has.
+    """The rows of a sharded model that one rank has."""
 
-    Attributes:
-        named: the rows, by the parameters' names, in the model's order. Parameters without rows are left out.
-        wholes: the shapes of whole parameters, by the same names.
-        gathers: names, and the names of the parameters that are gathered together.
-        world_size: the number of ranks.
-    """
-
-    def __init__(
-        self,
-        named: Mapping[str, torch.nn.Parameter],
-        wholes: Mapping[str, torch.Size],
-        gathers: Sequence[tuple[str, Sequence[str]]],
-        local: Mapping[int, torch.nn.Parameter],
-        world_size: int,
-    ) -> None:
-        """`local` has the rows by the id of the model's parameter."""
-        self.named = named
-        self.wholes = wholes
-        self.gathers = gathers
-        self.world_size = world_size
-        self._local = local
+    named: Mapping[str, torch.nn.Parameter]  # by the parameters' names, in the model's order; only those with rows
+    wholes: Mapping[str, torch.Size]  # the shapes of whole parameters, by the same names
+    gathers: Sequence[tuple[str, Sequence[str]]]  # names, and the names of the parameters that are gathered together
+    local: Mapping[int, torch.nn.Parameter]  # the rows, by the id of the model's parameter
+    world_size: int
 
     def elements(self) -> dict[int, int]:
         """The number of elements of each whole parameter, by the id of its rows."""
@@ -122,7 +107,7 @@ class RowsOfRank:
 
     def local_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The rows of a parameter of the model; any other tensor is returned as it is."""
-        return self._local.get(id(parameter), parameter)
+        return self.local.get(id(parameter), parameter)
 
     def units(self) -> tuple[Unit, ...]:
         """The units: parameters that are gathered together, since only the rows of one gather are needed at once."""
@@ -149,11 +134,7 @@ class RowsOfRank:
         return tuple(units)
 
     def require_by_rows(self, arithmetic: Arithmetic) -> None:
-        """Reject updates that rows do not allow: optimizers that need whole parameters, rows that end within a block.
-
-        Raises:
-            ConfigError: an optimizer or the format of its state needs more than rows; nothing was changed.
-        """
+        """Reject optimizers that need whole parameters, and rows that end within a block of state."""
         for rule in arithmetic.rules.values():
             if rule.whole is not None and rule.whole.whole:
                 raise ConfigError(

@@ -39,11 +39,7 @@ if TYPE_CHECKING:
 
 
 def places_of_rank(options: Options) -> list[str] | None:
-    """The paths of this rank's store; None for a temporary one.
-
-    Raises:
-        ConfigError: a path is the same for all ranks, and no folder.
-    """
+    """The paths of this rank's store; None for a temporary one."""
     if options.paths is None:
         return None
     rank = distributed.get_rank()
@@ -99,13 +95,12 @@ def places_of_others(options: Options) -> dict[int, list[str]]:
     first, *more = map(re.escape, parts)
     pattern = re.compile(first + r"(\d{1,5})" + r"\1".join(more))
     there = map(pattern.fullmatch, glob.glob("*".join(map(glob.escape, parts))))  # noqa: PTH207
-    numbers = {int(match[1]) for match in there if match and _may_be_of_rank(match[0], int(match[1]))}
+    # Files belong to the run by their names. A device whose number is no rank's belongs to something else.
+    count = distributed.get_world_size()
+    numbers = {
+        int(match[1]) for match in there if match and (int(match[1]) < count or not Path(match[0]).is_block_device())
+    }
     return {number: [path.replace("{rank}", str(number)) for path in paths] for number in numbers - {rank}}
-
-
-def _may_be_of_rank(path: str, number: int) -> bool:
-    """Files belong to the run by their names. A device whose number is no rank's belongs to something else."""
-    return not Path(path).is_block_device() or number < distributed.get_world_size()
 
 
 def candidates(paths: Sequence[str], rank: int, count: int) -> list[list[str]]:
@@ -123,11 +118,7 @@ def candidates(paths: Sequence[str], rank: int, count: int) -> list[list[str]]:
 
 
 def require_own(places: Sequence[str], exchange: Exchange) -> None:
-    """Check that no two ranks have the same file or device; all ranks make this call together.
-
-    Raises:
-        StorageError: two ranks have; the error names both.
-    """
+    """Check that no two ranks have the same file or device; all ranks make this call together."""
     owner: dict[str, int] = {}
     for rank, theirs in enumerate(exchange.everyone([_identity(place) for place in places])):
         for identity in theirs:
@@ -142,7 +133,6 @@ def require_own(places: Sequence[str], exchange: Exchange) -> None:
 
 
 def _identity(place: str) -> str:
-    """Identifies a place: the host, and the real path or the number of the device."""
     path = os.path.realpath(place)
     if Path(path).is_block_device():
         number = Path(path).stat().st_rdev
@@ -160,17 +150,10 @@ def divide(
     exchange: Exchange,
     undo: contextlib.ExitStack,
 ) -> None:
-    """Shard a model among all ranks, and give its optimizer the sharded parameters.
+    """Shard a model among all ranks, and give its optimizer, which has no state yet, the sharded parameters.
 
-    Args:
-        model: stays sharded even if the rest of `offload()` is rejected: torch cannot undo it.
-        optimizer: has no state yet.
-        units: names of modules that are gathered as one each; None: found from the model.
-        exchange: between the ranks.
-        undo: undoes the changes to the optimizer.
-
-    Raises:
-        ConfigError: the model cannot be sharded; nothing was changed.
+    `units` are names of modules that are gathered as one each; None: found from the model. `undo` undoes the changes to
+    the optimizer; the model stays sharded even if the rest of `offload()` is rejected: torch cannot undo it.
     """
     modules = exchange.together(lambda: _found(model, optimizer, units))
     other = exchange.first_other(_checksum(model))
@@ -248,11 +231,8 @@ def begin(
     """A model's sharding, the options of this rank, and the stores of an earlier run with another number of ranks.
 
     Sharding and earlier stores are None for a plain model in one process, which imports nothing for them.
-
-    Raises:
-        ConfigError: an option does not work with several ranks; the message says what does.
     """
-    several = _world_size() > 1
+    several = distributed.is_initialized() and distributed.get_world_size() > 1
     if not (several or _is_sharded(model)):
         return None, *_earlier_of_others(options, undo)
     _refuse_wrappers(model)
@@ -325,10 +305,6 @@ def _sharding(
     return sharding
 
 
-def _world_size() -> int:
-    return distributed.get_world_size() if distributed.is_initialized() else 1
-
-
 def _is_sharded(model: torch.nn.Module) -> bool:
     return isinstance(model, torch.nn.Module) and any(isinstance(module, FSDPModule) for module in model.modules())
 
@@ -354,21 +330,13 @@ def refuse_options(options: Options, *, divides: bool = False) -> None:
 
 
 class PlannedSharding(RowsOfRank):
-    """The rows, on meta, of the first of `count` ranks, which has the most, as `offload()` shards a plain model.
-
-    Attributes:
-        network: what each rank sends and receives.
-    """
+    """The rows, on meta, of the first of `count` ranks, which has the most, as `offload()` shards a plain model."""
 
     # There are no other ranks.
     exchange = None
 
     def __init__(self, model: torch.nn.Module, count: int, options: Options) -> None:
-        """Plan to shard a model on meta among `count` ranks; `options` are those of `offload()`.
-
-        Raises:
-            ConfigError: a parameter cannot be divided, or an option does not work with several ranks.
-        """
+        """Plan to shard a model on meta among `count` ranks; `options` are those of `offload()`."""
         refuse_options(options, divides=True)
         whole = dict(model.named_parameters())
         for name, parameter in whole.items():
@@ -389,6 +357,7 @@ class PlannedSharding(RowsOfRank):
             {id(parameter): named[name] for name, parameter in whole.items()},
             count,
         )
+        # What each rank sends and receives.
         self.network = self._network()
 
     def _network(self) -> Network:

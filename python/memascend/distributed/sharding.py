@@ -18,7 +18,7 @@ from memascend.errors import ConfigError, UsageError
 from memascend.memory import whole_pages
 from memascend.params.aliases import held_for_good, shared_memory
 from memascend.plan.units import Unit
-from memascend.storage import Checksum
+from memascend.storage import checksum_of
 
 if TYPE_CHECKING:
     import contextlib
@@ -33,22 +33,10 @@ if TYPE_CHECKING:
 
 
 class Sharding(RowsOfRank):
-    """This rank's rows of a model.
-
-    Attributes:
-        rows: the ranges of rows, by the parameters' names.
-        exchange: between the ranks; None with a single rank.
-        collectives: the gathers and reductions of a forward and a backward; None with a single rank.
-        opening: opens the stores of all ranks at one commit; None with a single rank.
-        rank: of this process.
-    """
+    """This rank's rows of a model."""
 
     def __init__(self, model: torch.nn.Module, reduction: str, exchange: Exchange | None = None) -> None:
-        """Changes nothing of the model. `reduction` is "ordered" or "native"; `exchange` is None for a single rank.
-
-        Raises:
-            ConfigError: the model is sharded in a way that cannot be offloaded.
-        """
+        """Changes nothing of the model. `reduction` is "ordered" or "native"; `exchange` is None for a single rank."""
         self._groups = groups_of(model)
         self._ordered = reduction == "ordered"
         sharded = {one.name: one for group in self._groups for one in group.parameters}
@@ -58,7 +46,9 @@ class Sharding(RowsOfRank):
                 f"{', '.join(others[:3])} is not sharded by fully_shard() and other parameters are: apply "
                 "fully_shard(model) to the whole model after its blocks, without ignored_params"
             )
+        # Between the ranks. With a single rank this, `opening` and `collectives` are None.
         self.exchange = exchange
+        # How the stores of all ranks are opened at one commit.
         self.opening: Opening | None = None
         self.rank, world_size = distributed.get_rank(), distributed.get_world_size()
         for group in self._groups:
@@ -83,6 +73,7 @@ class Sharding(RowsOfRank):
             {id(self._sharded[name].leaf): local for name, local in named.items()},
             world_size,
         )
+        # Of a forward and a backward.
         self.collectives: Collectives | None = None
         if exchange is not None:
             ranks = distributed.get_process_group_ranks(self._groups[0].process_group)
@@ -106,12 +97,12 @@ class Sharding(RowsOfRank):
             undo.callback(group.__setitem__, "params", given)
             # This rank has no rows of some parameters.
             group["params"] = [
-                self._local.get(id(one), one) for one in given if id(one) in self._local or id(one) not in leaves
+                self.local.get(id(one), one) for one in given if id(one) in self.local or id(one) not in leaves
             ]
         for leaf in [one.leaf for one in self._sharded.values() if one.leaf in optimizer.state]:
             state = optimizer.state.pop(leaf)
             undo.callback(optimizer.state.__setitem__, leaf, state)
-            local = self._local.get(id(leaf))
+            local = self.local.get(id(leaf))
             if local is not None:
                 optimizer.state[local] = {
                     name: value.to_local() if isinstance(value, DTensor) else value for name, value in state.items()
@@ -159,16 +150,10 @@ class Sharding(RowsOfRank):
         return {name: one.leaf.shape for name, one in self._sharded.items() if one.leaf.shape.numel()}
 
     def require_same_generators(self) -> None:
-        """Check that all ranks initialise parameters on meta equally: each makes them whole. All ranks call this.
-
-        Raises:
-            ConfigError: torch's generators are in different states.
-        """
+        """Check that all ranks initialise parameters on meta equally: each makes them whole. All ranks call this."""
         if self.exchange is None or not any(one.leaf.is_meta for one in self._sharded.values()):
             return
-        state = Checksum()
-        state.update(torch.get_rng_state())
-        other = self.exchange.first_other(str(state))
+        other = self.exchange.first_other(checksum_of(torch.get_rng_state()))
         if other is not None:
             raise ConfigError(
                 f"the model is on meta and initialised by each rank, and torch's generator of rank {other} is in "
@@ -201,11 +186,9 @@ class Sharding(RowsOfRank):
     def install(self, residency: Residency, places: Mapping[str, Place], heard: Any) -> None:
         """Let FSDP2 gather rows from storage, and pass on the gradients that it reduces.
 
-        Args:
-            residency: reads the rows.
-            places: of this rank's rows, by the parameters' names.
-            heard: a bound method, called with each gradient: the rows' parameter, the previous value of its `grad`, and
-                the parts to add to that in their order. Without a previous value, `grad` is already the sum.
+        `places` are those of this rank's rows, by the parameters' names. `heard`, a bound method, is called with each
+        gradient: the rows' parameter, the previous value of its `grad`, and the parts to add to that in their order.
+        Without a previous value, `grad` is already the sum.
         """
         # torch keeps hooks where Python's garbage collector cannot see them.
         self._heard = weakref.WeakMethod(heard)
@@ -223,9 +206,7 @@ class Sharding(RowsOfRank):
     def require_exact(self) -> None:
         """Reject a step whose gradients could not be reduced in order.
 
-        Raises:
-            UsageError: FSDP2 divides them by a factor that is no power of two, see `OrderedReduction.exact_factor`; or
-                the user has replaced the collectives of a module since `offload()`.
+        FSDP2 divides them by a factor that is no power of two, or the user has replaced the collectives of a module.
         """
         if self.collectives is not None:
             for group in self._groups:
@@ -265,7 +246,7 @@ class Sharding(RowsOfRank):
             self.collectives.note(f"the gradient of {one.name}")
         reduction = self._reductions.get(id(leaf))
         taken = None if reduction is None else reduction.take(one)
-        local: Any = self._local.get(id(leaf))
+        local: Any = self.local.get(id(leaf))
         if local is None:
             # No rows, no gradient.
             leaf.grad = None
