@@ -48,12 +48,12 @@ _FUNCTION = torch.autograd.function.__file__
 class SavedActivation:
     """Replaces a saved tensor; its destruction frees the chunks and the disk space of the tensor."""
 
-    __slots__ = ("__weakref__", "_owner", "_storage", "described", "number", "pieces")
+    __slots__ = ("__weakref__", "_owner", "described", "number", "pieces", "storage")
 
     def __init__(self, owner: Activations, tensor: torch.Tensor, number: int, pieces: list[Piece]) -> None:
         self._owner = owner
         # As long as it is held, no other storage has its address.
-        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self.storage = StorageWeakRef(tensor.untyped_storage())
         self.described = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         self.number = number
         self.pieces = pieces
@@ -61,11 +61,6 @@ class SavedActivation:
     def tensor(self) -> torch.Tensor:
         """The tensor again, in memory of its own."""
         return self._owner.restore(self)
-
-    @property
-    def storage_lives(self) -> bool:
-        """Whether the memory that it was copied from is still there."""
-        return not self._storage.expired()
 
     def __del__(self) -> None:
         # Of any thread, at any time, also while the lock is held: only noted.
@@ -76,13 +71,7 @@ class Activations:
     """Holds what checkpoints save. Any thread may use it; everything runs under one lock."""
 
     def __init__(self, chunks: Chunks, chunk_bytes: int, device: Device | None = None) -> None:
-        """Begin with nothing.
-
-        Args:
-            chunks: of host memory, which are closed by `close()`.
-            chunk_bytes: the size of one.
-            device: where activations lie; None: in host memory.
-        """
+        """Begin with nothing. `device` is where activations lie; None: in host memory. `close()` closes the chunks."""
         self._chunks = chunks
         # Bytes that went to storage and came back: "written", "read".
         self.counters = chunks.counters
@@ -130,7 +119,7 @@ class Activations:
             tensor.dtype,
         )
         known = self._known.get(key)
-        if known is not None and known.storage_lives:
+        if known is not None and not known.storage.expired():
             return known
         if self._device is not None:
             while len(self._arriving) >= _COMING:
@@ -238,10 +227,7 @@ class Activations:
 def open_activations(folders: Sequence[Path], *, device: Device | None = None, groups: int = 0) -> Activations:
     """Activations that wait in host memory, and in files in some folders.
 
-    Args:
-        folders: for the files.
-        device: where activations lie; None: in host memory.
-        groups: of `MORE` chunks each, which may be taken beyond the first ones; with none, all goes to the files.
+    `groups`, of `MORE` chunks each, may be taken beyond the first ones; with none, all goes to the files.
     """
     ((chunk_bytes, count),) = CHUNKS.items()
     chunks = Chunks(Scratch(folders, chunk_bytes), chunk_bytes, count, [MORE] * groups, device=device)

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import uuid
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -96,23 +97,19 @@ class Scratch:
 _log = logging.getLogger("memascend")
 
 
+@dataclass(eq=False, slots=True)
 class Piece:
     """A chunk's worth of a tensor: in which chunk it is, or where on storage; or both.
 
     Only `ActivationChunk` and this change it.
     """
 
-    __slots__ = ("checksum", "chunk", "dead", "nbytes", "number", "place")
-
-    def __init__(self, nbytes: int, number: int) -> None:
-        self.nbytes = nbytes
-        # Of its tensor: later ones are used earlier.
-        self.number = number
-        self.chunk: ActivationChunk | None = None
-        self.place: ScratchPlace | None = None
-        self.checksum = ""
-        # No graph refers to it any more.
-        self.dead = False
+    nbytes: int
+    number: int  # of its tensor: later ones are used earlier
+    chunk: ActivationChunk | None = None
+    place: ScratchPlace | None = None
+    checksum: str = ""
+    dead: bool = False  # no graph refers to it any more
 
     def put(self, place: ScratchPlace, checksum: str) -> None:
         """Note its place on storage, where it lies or is being written."""
@@ -133,21 +130,16 @@ class Piece:
         self.dead = True
 
 
+@dataclass(eq=False, slots=True)
 class ActivationChunk:
     """A chunk of host memory, and its content."""
 
-    __slots__ = ("copy", "memory", "piece", "reading", "source", "ticket")
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self.piece: Piece | None = None
-        # From storage or to it.
-        self.ticket: nvme.Ticket | None = None
-        self.reading = False
-        # From a device or to it, the last that was begun.
-        self.copy: Copy | None = None
-        # The tensor that is being copied from a device, and its version.
-        self.source: tuple[torch.Tensor, int] | None = None
+    memory: torch.Tensor
+    piece: Piece | None = None
+    ticket: nvme.Ticket | None = None  # from storage or to it
+    reading: bool = False
+    copy: Copy | None = None  # from a device or to it, the last that was begun
+    source: tuple[torch.Tensor, int] | None = None  # the tensor that is being copied from a device, and its version
 
     def fill(self, piece: Piece, copy: Copy | None, source: torch.Tensor) -> None:
         """Hold a piece that was copied in, or is being copied from a device; `source` lives until that copy ends."""
@@ -171,10 +163,6 @@ class ActivationChunk:
         self.ticket = place.volume.read(self.memory[: whole_pages(piece.nbytes)], place.offset)
         piece.enter(self)
         self.piece, self.reading = piece, True
-
-    def follow(self, copy: Copy) -> None:
-        """Note a copy to a device that was begun, behind the copies before it."""
-        self.copy = copy
 
     def end_copy(self) -> tuple[torch.Tensor, int] | None:
         """Wait for the last copy; returns its source, and the version that was copied."""
@@ -213,14 +201,10 @@ class Chunks:
     def __init__(
         self, room: Scratch, chunk_bytes: int, count: int, more: Sequence[int] = (), *, device: Device | None
     ) -> None:
-        """Take the memory of the first chunks, with nothing in them.
+        """Take the memory of the first `count` chunks, with nothing in them.
 
-        Args:
-            room: on storage, in places of a chunk's bytes; it is closed by `close()`.
-            chunk_bytes: the size of a chunk.
-            count: chunks that are taken now. As many are kept spare later, by writing others ahead.
-            more: the counts of chunks that may be taken later, when they are needed.
-            device: where activations lie; None: in host memory.
+        As many are kept spare later, by writing others ahead. `more` are the counts of chunks that may be taken later,
+        when they are needed. `device` is where activations lie; None: in host memory. `close()` closes the `room`.
         """
         self._room = room
         self._chunk_bytes = chunk_bytes
@@ -237,7 +221,6 @@ class Chunks:
         self.counters = {"written": 0, "read": 0}
 
     def _take(self, count: int) -> None:
-        """Take the memory of so many chunks."""
         ring = memory.ChunkRing(self._chunk_bytes, count, pin=False if self._device is None else "auto")
         self._rings.append(ring)
         taken = [ring.lease(0, "activations").tensor(self._chunk_bytes, torch.uint8) for _ in range(count)]
@@ -328,9 +311,9 @@ class Chunks:
         if self._device is None:
             target.copy_(memory)
             return None
-        # It may still be on its way in.
+        # It may still be on its way in: later copies of a chunk come behind the earlier ones.
         copy = self._device.bring(memory, target, [*after, *([chunk.copy] if chunk.copy is not None else [])])
-        chunk.follow(copy)
+        chunk.copy = copy
         return copy
 
     def read_ahead(self, pieces: Sequence[Piece], number: int, *, copied: Sequence[Piece]) -> None:
@@ -367,7 +350,6 @@ class Chunks:
     # --- transfers ---------------------------------------------------------------------
 
     def _copied(self, chunk: ActivationChunk) -> None:
-        """Wait for the copies of a chunk from and to a device."""
         source = chunk.end_copy()
         piece = chunk.piece
         if source is None or piece is None or piece.dead or source[0]._version == source[1]:  # noqa: SLF001
@@ -405,7 +387,6 @@ class Chunks:
                 )
 
     def _failed(self, chunk: ActivationChunk) -> None:
-        """Empty the chunk of a failed transfer."""
         chunk.clear()
         self._held.pop(chunk, None)
         self._loose.pop(chunk, None)

@@ -74,11 +74,7 @@ class DeviceArena:
     """
 
     def __init__(self, device: Device, classes: Mapping[int, int]) -> None:
-        """Take the memory.
-
-        Raises:
-            MemoryLimitError: the device does not have it.
-        """
+        """Take the memory."""
         self._device = device
         self._bounds = sorted(classes)
         self._free: dict[int, list[_Slot]] = {bound: [] for bound in self._bounds}
@@ -138,11 +134,7 @@ class DeviceArena:
             ) from error
 
     def add(self, nbytes: int) -> int:
-        """Take memory for one more lease of `nbytes`; how many bytes that took.
-
-        Raises:
-            MemoryLimitError: the device does not have it.
-        """
+        """Take memory for one more lease of `nbytes`; how many bytes that took."""
         bound = self._bounds[bisect_left(self._bounds, nbytes)]
         taken = self._take({bound: 1})
         self.added[bound] = self.added.get(bound, 0) + 1

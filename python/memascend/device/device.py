@@ -25,11 +25,7 @@ CAPTURED = (
 
 
 def open_device(device: torch.device) -> Device | None:
-    """The device to compute on; None for the host, which needs no copies.
-
-    Raises:
-        ConfigError: there is no such device.
-    """
+    """The device to compute on; None for the host, which needs no copies."""
     if device.type == "cpu":
         return None
     if not torch.cuda.is_available():
@@ -128,11 +124,7 @@ class Device:
         self._thread.entered = True
 
     def require_no_capture(self) -> None:
-        """Reject a call while the caller's stream is captured into a CUDA graph.
-
-        Raises:
-            UsageError: it is.
-        """
+        """Reject a call while the caller's stream is captured into a CUDA graph."""
         if torch.cuda.is_current_stream_capturing():
             raise UsageError(CAPTURED)
 
@@ -177,11 +169,7 @@ _DYNAMO = "torch/_dynamo/eval_frame.py"
 
 
 def refuse_graphs() -> None:
-    """Reject a forward that runs in code which torch.compile makes CUDA graphs of.
-
-    Raises:
-        UsageError: it does.
-    """
+    """Reject a forward that runs in code which torch.compile makes CUDA graphs of."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
     while frame is not None:
         if frame.f_code.co_filename.endswith(_DYNAMO) and _captures(frame.f_locals.get("self")):

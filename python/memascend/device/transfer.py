@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,7 +50,6 @@ class _UnitUpload:
         self.cancelled = False
 
     def take_part(self) -> int:
-        """Begin the next part; returns its number."""
         index, self.next = self.next, self.next + 1
         self.held += 1
         return index
@@ -66,11 +66,9 @@ class _UnitUpload:
             self.let_go()
 
     def cancel(self) -> None:
-        """Note that the unit was dropped."""
         self.cancelled = True
 
     def let_go(self) -> None:
-        """Release store and device."""
         self.base = self.parts = None
 
     @property
@@ -119,11 +117,9 @@ class Staging:
     ) -> None:
         """Start its thread.
 
-        Args:
-            device: where they go.
-            chunks: pinned uint8 tensors of equal size, which begin on pages.
-            parts_of: the parts of a unit by its name, of at most so many bytes each.
-            after: the work that has to be over before a lease is written to; called once for a lease, on the thread.
+        `chunks` are pinned uint8 tensors of equal size, which begin on pages. `parts_of` gives the parts of a unit by
+        its name, of at most so many bytes each. `after` gives the work that has to be over before a lease is written
+        to; it is called once for a lease, on the thread.
         """
         self._device = device
         self._chunk_bytes = chunks[0].nbytes
@@ -291,7 +287,6 @@ class Staging:
         self._ended(unit, None, copy)
 
     def _ended(self, unit: _UnitUpload, error: BaseException | None, copy: Copy | None = None) -> None:
-        """See `_UnitUpload.end_part`."""
         with self._changed:
             unit.end_part(error, copy)
             self._changed.notify_all()
@@ -309,16 +304,15 @@ class _Gradient(NamedTuple):
     after: Copy  # the work that made it
 
 
+@dataclass(eq=False, slots=True)
 class _Window:
     """A window on a gradient: the bytes in it, or being copied to it."""
 
-    __slots__ = ("copy", "gradient", "memory", "nbytes", "start")
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self.gradient: _Gradient | None = None
-        self.start = self.nbytes = 0
-        self.copy: Copy | None = None
+    memory: torch.Tensor
+    gradient: _Gradient | None = None
+    start: int = 0
+    nbytes: int = 0
+    copy: Copy | None = None
 
     def wait(self) -> None:
         copy, self.copy = self.copy, None
@@ -338,7 +332,6 @@ class _Window:
         self.copy = device.take(part, self.memory[: self.nbytes], [gradient.after])
 
     def let_go(self) -> None:
-        """Release the gradient."""
         self.wait()
         self.gradient = None
 
@@ -349,9 +342,9 @@ class DeviceEngine:
     def __init__(
         self, engine: Engine, device: Device, windows: Sequence[torch.Tensor], held: Collection[str] = ()
     ) -> None:
-        """Lend gradients through `windows`, and copy those of `held` entries, which wait in host memory.
+        """Lend gradients through two windows, and copy those of `held` entries, which wait in host memory.
 
-        The windows are two pinned uint8 tensors of equal size, a multiple of what a chunk of an update takes.
+        The windows are pinned uint8 tensors of equal size, a multiple of what a chunk of an update takes.
         """
         self._engine = engine
         self._held = frozenset(held)
@@ -364,36 +357,24 @@ class DeviceEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def update(self, name: str, gradient: torch.Tensor, numbers: Adam, *, values: torch.Tensor | None = None) -> None:
+    def update(self, name: str, gradient: torch.Tensor, numbers: Adam, **options: Any) -> None:
         """See `Engine.update`."""
-        self._engine.update(name, self._lend(name, gradient), numbers, values=values)
+        self._engine.update(name, self._lend(name, gradient), numbers, **options)
 
-    def update_spilling(
-        self, name: str, gradient: torch.Tensor, numbers: Adam, *, values: torch.Tensor | None = None
-    ) -> None:
+    def update_spilling(self, name: str, gradient: torch.Tensor, numbers: Adam, **options: Any) -> None:
         """See `Engine.update_spilling`."""
-        self._engine.update_spilling(name, self._lend(name, gradient), numbers, values=values)
+        self._engine.update_spilling(name, self._lend(name, gradient), numbers, **options)
 
-    def spill(self, name: str, gradient: torch.Tensor, *, add: bool = False) -> None:
+    def spill(self, name: str, gradient: torch.Tensor, **options: Any) -> None:
         """See `Engine.spill`."""
-        self._engine.spill(name, self._lend(name, gradient), add=add)
+        self._engine.spill(name, self._lend(name, gradient), **options)
 
     def apply(
-        self,
-        name: str,
-        function: Callable[[Chunk], object],
-        *,
-        step: int,
-        gradient: torch.Tensor | None = None,
-        whole: bool = False,
-        values: torch.Tensor | None = None,
-        after_commit: bool = False,
+        self, name: str, function: Callable[[Chunk], object], *, gradient: torch.Tensor | None = None, **options: Any
     ) -> None:
         """See `Engine.apply`."""
         given = None if gradient is None else self._lend(name, gradient)
-        self._engine.apply(
-            name, function, step=step, gradient=given, whole=whole, values=values, after_commit=after_commit
-        )
+        self._engine.apply(name, function, gradient=given, **options)
 
     def read_spilled(self, name: str, into: torch.Tensor) -> None:
         """See `Engine.read_spilled`; by way of host memory of the same size."""

@@ -23,10 +23,12 @@ _log = logging.getLogger("memascend")
 
 
 class HostUnits:
-    """Units in host memory, which the store reads into; see `params.unit.Memory`."""
+    """Units in host memory, which the store reads into. A device needs more care: see `DeviceUnits`."""
 
     device = None
     unregistered = None
+    # The store itself counts the time for which callers waited.
+    wait_seconds = 0.0
 
     def __init__(self, store: Store, classes: Mapping[int, int]) -> None:
         """Take the memory."""
@@ -37,7 +39,7 @@ class HostUnits:
         self.spoil = store.spoil
 
     def held(self, name: str) -> torch.Tensor:
-        """See `Memory`."""
+        """The bytes of a unit in the RAM tier."""
         with torch.inference_mode(mode=False):
             found = self._store.held_unit(name)
         assert found is not None, f"unit {name!r} is not held"
@@ -50,14 +52,14 @@ class HostUnits:
 
     @property
     def held_epoch(self) -> int:
-        """See `Memory`."""
+        """The store's count, by which bytes of the RAM tier become stale."""
         return self._store.held_epoch
 
     def used(self, base: torch.Tensor) -> None:
-        """See `Memory`."""
+        """Nothing to order."""
 
     def require_usable(self) -> None:
-        """See `Memory`."""
+        """Always usable."""
 
     def engine(self, engine: Engine) -> Any:
         """The engine, for gradients that lie where units do."""
@@ -67,11 +69,6 @@ class HostUnits:
     def host(self) -> dict[str, int]:
         """Host memory that is taken, by owner."""
         return {"units": self.arena.held_bytes}
-
-    @property
-    def wait_seconds(self) -> float:
-        """Time for which callers waited for units, beside the store's own count."""
-        return 0.0
 
     def stop(self) -> None:
         """Nothing to end: reads belong to their tickets, which the store drains."""
@@ -110,20 +107,20 @@ class DeviceUnits:
         self._lending: DeviceEngine | None = None
 
     def used(self, base: torch.Tensor) -> None:
-        """See `Memory`."""
+        """The caller is about to compute with the bytes of a unit."""
         if self.arena.used(base):
             # The wait for it may have been on another stream.
             self._staging.order(base)
 
     def held(self, name: str) -> torch.Tensor:
-        """See `Memory`."""
+        """Never asked for: units of the RAM tier are copied to the device, too."""
         raise AssertionError(f"unit {name!r} is computed with on the device")
 
     def spoil(self, name: str) -> None:
-        """See `Memory`."""
+        """Nothing to do: the RAM tier is not computed with."""
 
     def require_usable(self) -> None:
-        """See `Memory`."""
+        """Reject a use inside of a CUDA graph."""
         self.device.require_no_capture()
 
     def engine(self, engine: Engine) -> Any:
