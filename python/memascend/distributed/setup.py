@@ -96,9 +96,10 @@ def places_of_others(options: Options) -> dict[int, list[str]]:
     pattern = re.compile(first + r"(\d{1,5})" + r"\1".join(more))
     there = map(pattern.fullmatch, glob.glob("*".join(map(glob.escape, parts))))  # noqa: PTH207
     # Files belong to the run by their names. A device whose number is no rank's belongs to something else.
-    count = distributed.get_world_size()
     numbers = {
-        int(match[1]) for match in there if match and (int(match[1]) < count or not Path(match[0]).is_block_device())
+        int(match[1])
+        for match in there
+        if match and (not Path(match[0]).is_block_device() or int(match[1]) < distributed.get_world_size())
     }
     return {number: [path.replace("{rank}", str(number)) for path in paths] for number in numbers - {rank}}
 
