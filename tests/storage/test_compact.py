@@ -75,9 +75,14 @@ def test_the_order_of_memory_stays():
         assert torch.equal(back[name], tensor), name
 
 
-def test_state_without_a_format_has_the_values_as_master():
-    values = torch.randn(5).half()
-    assert torch.equal(engine.adam_state(values)["master"], values.float())
+def test_other_layouts_have_their_master_as_it_is():
+    values = torch.randn(5)
+    assert engine.adam_state(values).keys() == {"exp_avg", "exp_avg_sq"}
+    assert torch.equal(engine.adam_state(values.half())["master"], values.half().float())
+    with pytest.raises(ConfigError, match="no state in the format"):
+        formats.decode_state(torch.zeros(3), {"momentum": torch.zeros(3)}, "compact")
+    with pytest.raises(ConfigError, match="is not in the format"):
+        formats.decode_state(values.bfloat16(), {"momentum": torch.zeros(5)}, "compact")
 
 
 def test_what_would_lose_something_is_refused():
