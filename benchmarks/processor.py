@@ -28,7 +28,7 @@ from memascend.cli import plan as plans
 from memascend.cli.plan.model import recompute, settle, without_gradients_kept
 from memascend.cli.storage import disk_folder
 from memascend.errors import ConfigError, StorageError
-from memascend.memory import settle_heap, trim_heap
+from memascend.memory import end_heap_step, settle_heap
 from memascend.plan.cost import Host, assumed_host
 from memascend.session.offload import offload
 from memascend.text import Progress
@@ -199,7 +199,7 @@ def _pass_seconds(model: nn.Module, depth: int, trace: Trace, shape: tuple[int, 
             loss.backward()
             del loss
             passes.append((between - before, time.perf_counter() - between))
-            trim_heap()
+            end_heap_step(1, sum(parameter.nbytes for parameter in made.parameters()))
     forward, backward = zip(*passes[1:], strict=True)
     return statistics.median(forward), statistics.median(backward)
 

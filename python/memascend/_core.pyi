@@ -36,6 +36,7 @@ __all__ = [
     "__version__",
     "checksum_of",
     "dlpack",
+    "end_heap_step",
     "ignore_captures",
     "io_uring_why_not",
     "is_file_memory",
@@ -54,7 +55,6 @@ __all__ = [
     "store_log_bytes",
     "store_sizes",
     "store_state_in",
-    "trim_heap",
 ]
 
 __version__: str
@@ -331,13 +331,13 @@ def regions() -> list[dict[str, Any]]:
     """Every region that is mapped now: its "owner", "bytes" and how it is "pinned"."""
 
 def settle_heap() -> None:
-    """Give free memory of the C library's heap back, and keep what is freed from now on for the next step.
+    """Map large allocations from now on, in this process, and occupy the holes of the C library's heap.
 
     `MEMASCEND_MALLOC=system` in the environment leaves the heap alone; with glibc's own variables, it is only trimmed.
     """
 
-def trim_heap() -> None:
-    """Give free memory of the C library's heap back to the system, unless `MEMASCEND_MALLOC=system` leaves it alone."""
+def end_heap_step(backwards: int, model_bytes: int) -> None:
+    """After a step of so many backwards: give free heap back, or keep it for good once the batch was large."""
 
 @final
 class Volume:

@@ -21,13 +21,13 @@ from memascend._core import (
     Layout,
     Lease,
     Region,
+    end_heap_step,
     ignore_captures,
     is_file_memory,
     layout,
     limits,
     regions,
     settle_heap,
-    trim_heap,
 )
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ __all__ = [
     "Layout",
     "Lease",
     "Region",
+    "end_heap_step",
     "file_memory",
     "free_scratch",
     "ignore_captures",
@@ -52,7 +53,6 @@ __all__ = [
     "limits",
     "regions",
     "settle_heap",
-    "trim_heap",
 ]
 
 

@@ -30,7 +30,7 @@ from memascend.grads.baton import (
     same_states,
 )
 from memascend.grads.gradients import shares_memory
-from memascend.memory import free_scratch, trim_heap
+from memascend.memory import free_scratch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -422,8 +422,6 @@ class Accumulation:
             raise
         finally:
             free_scratch()
-            # What the threads of micro-batches freed lies in heaps of their own.
-            trim_heap()
         backwards.note_ended(len(batches))
         if baton.strayed:
             before = Path(self._course.units, self._course.arrivals)

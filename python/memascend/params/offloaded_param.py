@@ -209,14 +209,20 @@ def _borrow(
     source = places[0].source
     if not source.fits(places):
         return _NOTHING
+    before = set(source.units.written)
     with source.borrowed(places):
         found = func(*args, **kwargs)
         own = {id(place.parameter) for place in places}
         given = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor) and id(leaf) not in own]
         if any(source.hooks.lies_in_unit(tensor) for tensor in given):
             # A device has no memory for a second copy of values that a graph needs.
-            return found if tracked and places[0].device.type != "cpu" else _NOTHING
-        return found
+            found = found if tracked and places[0].device.type != "cpu" else _NOTHING
+    # Such as relu(inplace=True), whose name does not say so; the bytes were dropped.
+    written = source.units.written - before
+    if written:
+        source.units.written -= written
+        raise refused_write(min(written), f"written to by {getattr(func, '__name__', 'a function')}()")
+    return found
 
 
 def _stand_in(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

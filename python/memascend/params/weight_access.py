@@ -277,13 +277,21 @@ class WeightCopies:
 
     # --- looking --------------------------------------------------------------------------
 
-    def require_unwritten(self) -> None:
+    def require_unwritten(self, *, loads: bool = False) -> None:
         """Before a step, a save, a change of values or the end: refuse what was written to copies.
+
+        `loads`: a state dict is loaded, which may be one that was changed for that.
 
         Raises:
             UsageError: once for each write; nothing was changed.
         """
         with self._residency.lock:
+            if loads:
+                for key in [key for key in self._now if key[1] == "state dict"]:
+                    self._older.append(self._now.pop(key))
+                for one in self._older:
+                    if one.is_snapshot:
+                        one.compare()
             self._look(list(self._now), older=True)
 
     def forward_begins(self) -> None:

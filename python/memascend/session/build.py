@@ -97,6 +97,7 @@ class Assembly:
             measurements=Measurements(run, plan),
             accumulation=self._accumulation(gradients, residency),
             max_grad_norm=subject.options.max_grad_norm,
+            heap_bytes=sum(p.nbytes for p in subject.named.values()) if any(plan.read_bytes.values()) else 0,
             sharding=subject.sharding,
         )
         residency.serve(session)

@@ -193,8 +193,9 @@ def _offloaded(subject: Subject) -> OffloadedOptimizer:
         undo.pop_all()
     if subject.earlier is not None:
         subject.earlier.remove()
-    # The model's own memory was freed.
-    settle_heap()
+    if session.heap_bytes:
+        # The model's own memory was freed.
+        settle_heap()
     RUNS.add(offloaded)
     return offloaded
 

@@ -237,10 +237,13 @@ class Run:
         self.resources.require_open()
         self.frames.unwind()
 
-    def require_quiet(self) -> None:
-        """Raise where a step is staged, a unit is in use or a copy was written to; wait for pending writes."""
+    def require_quiet(self, *, loads: bool = False) -> None:
+        """Raise where a step is staged, a unit is in use or a copy was written to; wait for pending writes.
+
+        `loads`: a state dict may have been written to, since one is loaded.
+        """
         self.require_open()
-        self.residency.copies.require_unwritten()
+        self.residency.copies.require_unwritten(loads=loads)
         if self.gradients.are_taken_away():
             self.discard()
         if self.gradients.is_staged():

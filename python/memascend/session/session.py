@@ -14,6 +14,7 @@ import torch
 
 from memascend.device.device import refuse_graphs
 from memascend.errors import ConfigError, MemascendError, UsageError
+from memascend.memory import end_heap_step
 from memascend.params import module_hooks
 from memascend.params.weight_access import DOORS
 from memascend.session.run import CLOSED
@@ -57,6 +58,8 @@ class Session:
     measurements: Measurements
     accumulation: Accumulation
     max_grad_norm: float | None
+    # Bytes of the values; 0 where all state is in RAM, and the C library's heap is left as it is.
+    heap_bytes: int
     # None for one process.
     sharding: Sharding | None = None
     outcome: Outcome = field(default_factory=Outcome)
@@ -129,13 +132,15 @@ class Session:
     def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Commit the step, or skip it where a scaled gradient overflowed; schedulers may know these `optimizers`."""
         self.run.resources.require_open()
-        began = time.perf_counter()
+        began, backwards = time.perf_counter(), self.run.gradients.backwards.count
         with self.run.resources.store.preparing():
             self.run.record.schedule.begin_step(optimizers)
             committed = self._prepared_step()
         if committed:
             self.run.residency.units.end_step()
             self.measurements.step_ended(began)
+            if self.heap_bytes:
+                end_heap_step(backwards, self.heap_bytes)
             self.run.resources.warn_if_lost()
 
     def _prepared_step(self) -> bool:
@@ -253,7 +258,9 @@ class Session:
             return
         self.run.resources.process.require_here()
         self.run.frames.unwind()
-        self.run.residency.units.written.clear()
+        if self.run.gradients.is_staged():
+            # What was written to while this step's forward computed.
+            self.run.residency.units.written.clear()
         if set_to_none:
             self.run.discard()
         else:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.errors import ConfigError, UsageError
+from memascend.params.weight_access import checksum
 from memascend.tensors import flat
 
 if TYPE_CHECKING:
@@ -56,11 +57,12 @@ class Edits:
             contextlib.nullcontext() if exchange is None else exchange.part(),
             self.edit(with_buffers=True) as edit,
         ):
-            self.run.require_quiet()
-            if changes_buffers:
-                edit.undo.callback(self._restore_buffers, self._buffers())
+            self.run.require_quiet(loads=changes_buffers)
+            before = self._buffers() if changes_buffers else {}
+            edit.undo.callback(self._restore_buffers, before)
             yield edit
-            changed = bool(edit.names)
+            targets = self.run.record.buffers.target
+            changed = bool(edit.names) or not all(_same_bits(one, targets(name)) for name, one in before.items())
             if changed if exchange is None else any(exchange.everyone(changed)):
                 with self.run.residency.turns.alone():
                     self.commit(edit)
@@ -72,7 +74,8 @@ class Edits:
         with self.together() as edit:
             places = [self._place_of(parameter) for parameter in parameters]
             own = {place.name: residency.copy_of(place) for place in places if place is not None}
-            versions = {name: residency.units.home_of[name].version for name in own}
+            named = {place.name: place for place in places if place is not None}
+            begun = {name: checksum(values, named[name]) for name, values in own.items()}
             # A rank may have no rows of a parameter.
             found = [
                 torch.empty(parameter.to_local().shape, dtype=parameter.dtype) if place is None else own[place.name]
@@ -83,14 +86,27 @@ class Edits:
             run.require_quiet()
             if len(given) != len(found) or any(now is not was for now, was in zip(given, found, strict=True)):
                 raise UsageError("edit() gave a list whose tensors were replaced: write into them, by copy_()")
-            for name, version in versions.items():
-                if residency.units.home_of[name].version != version:
-                    raise UsageError(
-                        f"{name!r} was changed by a step, a load or another edit() within edit(), whose values are "
-                        "older; they were dropped: let each edit() end before the next change"
-                    )
-            for place in {place.name: place for place in places if place is not None}.values():
-                self.stage(edit, place, own[place.name])
+            for name, place in named.items():
+                self._stage_edited(edit, place, own[name], begun[name])
+        # What is written to this memory from now on reaches no weight.
+        residency.copies.keep([(place, own[name]) for name, place in named.items()], is_snapshot=True)
+
+    def _stage_edited(self, edit: Edit, place: Place, values: torch.Tensor, begun: str) -> None:
+        """Stage values that had the checksum `begun`, unless they have it still."""
+        if values.dtype != place.dtype:
+            raise UsageError(
+                f"{place.name!r} is {place.dtype}, and was given {values.dtype}: write into it, by copy_()"
+            )
+        if tuple(values.shape) == place.shape and checksum(values, place) == begun:
+            return
+        now: list[str] = []
+        self.run.residency.read_into(place, lambda stored: now.append(checksum(stored, place)))
+        if now != [begun]:
+            raise UsageError(
+                f"{place.name!r} was changed by a step, a load or another edit() within edit(), whose values are "
+                "older; they were dropped: let each edit() end before the next change"
+            )
+        self.stage(edit, place, values)
 
     def _place_of(self, parameter: torch.Tensor) -> Place | None:
         """The place of a parameter of this run; None where this rank has no rows of it."""

@@ -34,7 +34,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(limits, module)?)?;
     module.add_function(wrap_pyfunction!(regions, module)?)?;
     module.add_function(wrap_pyfunction!(settle_heap, module)?)?;
-    module.add_function(wrap_pyfunction!(trim_heap, module)?)
+    module.add_function(wrap_pyfunction!(end_heap_step, module)?)
 }
 
 /// Page-aligned memory on huge pages, pinned as well as can be had, populated before use.
@@ -360,7 +360,7 @@ fn layout(classes: &Bound<'_, PyAny>) -> PyResult<LayoutBytes> {
     Ok(LayoutBytes { asked: layout.asked_bytes(), reserved: layout.reserved_bytes() })
 }
 
-/// Give free memory of the C library's heap back, and keep what is freed from now on for the next step, in this process.
+/// Map large allocations from now on, in this process, and occupy the holes of the C library's heap.
 ///
 /// `MEMASCEND_MALLOC=system` in the environment leaves the heap alone; with glibc's own variables, it is only trimmed.
 #[pyfunction]
@@ -368,10 +368,10 @@ fn settle_heap(py: Python<'_>) {
     py.detach(mem::settle_heap);
 }
 
-/// Give free memory of the C library's heap back to the system, unless `MEMASCEND_MALLOC=system` leaves it alone.
+/// After a step of so many backwards: give free heap back, or keep it for good once the batch was large.
 #[pyfunction]
-fn trim_heap(py: Python<'_>) {
-    py.detach(mem::trim_heap);
+fn end_heap_step(py: Python<'_>, backwards: u64, model_bytes: u64) {
+    py.detach(|| mem::end_heap_step(backwards, model_bytes));
 }
 
 /// The limits on this process's memory now, in bytes: "available", what it is `"limited_by"`, and each of them.
