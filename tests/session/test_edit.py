@@ -83,16 +83,66 @@ def test_nothing_is_committed_after_an_exception_or_while_a_step_is_staged(tmp_p
         step(model, optimizer)
 
 
+WRITES = {
+    "relu": lambda weight: torch.nn.functional.relu(weight, inplace=True),
+    "hardtanh": lambda weight: torch.nn.functional.hardtanh(weight, -0.01, 0.01, inplace=True),
+    "aten": lambda weight: torch.ops.aten.mul_.Tensor(weight, torch.tensor(2.0)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_that_no_name_shows_is_refused_at_the_call(tmp_path, write):
+    model, optimizer = made(tmp_path)
+    with optimizer:
+        step(model, optimizer)
+        before = [parameter.clone() for parameter in model.parameters()]
+        with torch.no_grad(), pytest.raises(UsageError, match=r"0\.weight.*optimizer\.edit"):
+            WRITES[write](model[0].weight)
+        assert all(map(same_bits, before, model.parameters()))
+        step(model, optimizer)
+
+
+def test_edits_of_one_unit_may_nest_and_their_memory_is_watched(tmp_path):
+    model, optimizer = made(tmp_path)
+    with optimizer:
+        step(model, optimizer)
+        with optimizer.edit(model[0].weight) as weight, optimizer.edit(model[0].bias) as bias:
+            weight.fill_(2)
+            bias.fill_(3)
+        assert (model[0].weight == 2).all()
+        assert (model[0].bias == 3).all()
+        weight.fill_(5)
+        with pytest.raises(UsageError, match=r"0\.weight.* was written to"):
+            step(model, optimizer)
+        optimizer.zero_grad()
+        step(model, optimizer)
+
+
+def test_a_state_dict_that_was_changed_is_loaded(tmp_path):
+    model, optimizer = made(tmp_path)
+    with optimizer:
+        step(model, optimizer)
+        state = model.state_dict()
+        expected = {name: values * 0.5 for name, values in state.items()}
+        for values in state.values():
+            values.mul_(0.5)
+        model.load_state_dict(state)
+        assert all(torch.equal(values, model.state_dict()[name]) for name, values in expected.items())
+        step(model, optimizer)
+
+
 def test_a_step_within_an_edit_is_not_undone_by_it(tmp_path):
     model, optimizer = made(tmp_path)
     with optimizer:
         step(model, optimizer)
+        # Values that were not written to are nobody's change.
+        edited(optimizer, model[0].weight, lambda _: step(model, optimizer))
         with pytest.raises(UsageError, match=r"0\.weight.* within edit\(\)"):
-            edited(optimizer, model[0].weight, lambda _: step(model, optimizer))
-        assert optimizer.steps == 2
+            edited(optimizer, model[0].weight, lambda values: (values.zero_(), step(model, optimizer)))
+        assert optimizer.steps == 3
         step(model, optimizer)
         plain, theirs = in_memory()
-        train(plain, theirs, [1] * 3)
+        train(plain, theirs, [1] * 4)
         assert all(map(same_bits, model.parameters(), plain.parameters()))
 
 
