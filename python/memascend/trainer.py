@@ -9,6 +9,7 @@ import logging
 import re
 import threading
 import types
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
 
+    from torch.utils.hooks import RemovableHandle
     from transformers import TrainerState, TrainingArguments
 
     from memascend.session.session import Session
@@ -47,6 +49,8 @@ _FOLDER = re.compile(r"checkpoint-(\d+)")
 _LAST_FILE = "trainer_state.json"
 # Stages of a report in which the training loop waits.
 _WAITING = ("waiting for units", "handing on gradients", "step()")
+# Outside of a training, weights that are loaded are those of a checkpoint that a Trainer resumes: a hook rejects others.
+_GUARDS: weakref.WeakKeyDictionary[Session, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
 def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
@@ -94,17 +98,27 @@ class Callback(TrainerCallback):
 
     def __init__(self) -> None:
         self._session: Session | None = None
-        # Until training begins, loaded weights are those of a checkpoint that the Trainer resumes.
-        self._guard: Any = None
+        self._watches = False
         # The figures at the last log: bytes read and written, seconds of waiting.
         self._before = (0, 0, 0.0)
 
     def on_init_end(self, args: TrainingArguments, *_: Any, **others: Any) -> None:  # noqa: ARG002
         """Find the offloaded optimizer; from here on, weights that a Trainer loads are those of a resume."""
         self._attach(others.get("optimizer"))
+        self._watch(others["model"])
+
+    def _watch(self, model: torch.nn.Module) -> None:
+        assert self._session is not None
+        self._unwatch()
         # Copies of the model share a function, and would copy the object of a method.
         check = lambda *given: self._require_same(*given)  # noqa: E731, PLW0108
-        self._guard = others["model"].register_load_state_dict_pre_hook(check)
+        _GUARDS[self._session] = model.register_load_state_dict_pre_hook(check)
+
+    def _unwatch(self) -> None:
+        assert self._session is not None
+        guard = _GUARDS.pop(self._session, None)
+        if guard is not None:
+            guard.remove()
 
     def _attach(self, optimizer: Any) -> None:
         self._session = session_of(_optimizer_of(optimizer))
@@ -115,8 +129,8 @@ class Callback(TrainerCallback):
         if self._session is None:
             self._attach(others.get("optimizer"))
         assert self._session is not None
-        if self._guard is not None:
-            self._guard.remove()
+        self._watches = self._session in _GUARDS
+        self._unwatch()
         self._schedule(others.get("lr_scheduler"))
         model = others["model"]
         if _is_streamed(model, self._session) and not args.save_only_model:
@@ -145,8 +159,10 @@ class Callback(TrainerCallback):
             self._session.run.record.schedule.catch_up()
 
     def on_train_end(self, *_: Any, **others: Any) -> None:
-        """Restore the model's own `save_pretrained`."""
+        """Restore the model's own `save_pretrained`; weights that are loaded next are those of a resume again."""
         others["model"].__dict__.pop("save_pretrained", None)
+        if self._watches:
+            self._watch(others["model"])
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Add our files to a checkpoint that the model wrote itself."""
