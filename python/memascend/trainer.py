@@ -49,7 +49,7 @@ _FOLDER = re.compile(r"checkpoint-(\d+)")
 _LAST_FILE = "trainer_state.json"
 # Stages of a report in which the training loop waits.
 _WAITING = ("waiting for units", "handing on gradients", "step()")
-# Outside of a training, weights that are loaded are those of a checkpoint that a Trainer resumes: a hook rejects others.
+# Hooks that reject other weights than the store's: outside of a training, a Trainer loads those of a resume.
 _GUARDS: weakref.WeakKeyDictionary[Session, RemovableHandle] = weakref.WeakKeyDictionary()
 
 

@@ -197,9 +197,9 @@ def test_an_argument_that_is_no_number_is_told_what_one_is(capsys, config, optio
     assert says in wrong
 
 
-def test_the_rows_of_host_memory_add_up(config, capsys):
-    out = shown(capsys, config, "--tokens", 2048)
-    assert "  gaps between torch's" in out
+def test_gaps_of_the_heap_are_a_row_where_the_host_computes(config, capsys):
+    assert "  gaps between torch's" in shown(capsys, config, "--tokens", "2048")
+    assert "  gaps between torch's" not in shown(capsys, config, *MACHINE, "--tokens", "2048")
 
 
 def test_the_table_answers_in_words(capsys, config):

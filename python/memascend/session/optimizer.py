@@ -35,7 +35,9 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
     Libraries move a state to a device by its items, and find none to move.
     """
 
-    def __init__(self, ended: Callable[[], bool] = lambda: False, require_open: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, ended: Callable[[], bool] = lambda: False, require_open: Callable[[], None] | None = None
+    ) -> None:
         """Once `ended()` is true, it is an ordinary state, empty at first; `require_open` raises after the run."""
         self._ended = ended
         self._require_open = require_open
