@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 import re
+import sys
 import threading
 import types
 import weakref
@@ -72,6 +73,14 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
                 Checkpoint(path)
                 return path
     return None
+
+
+def _resumes() -> bool:
+    """Whether a Trainer's resume is among the callers."""
+    frame: types.FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None and frame.f_code.co_name != "_load_from_checkpoint":
+        frame = frame.f_back
+    return frame is not None
 
 
 class Callback(TrainerCallback):
@@ -159,7 +168,7 @@ class Callback(TrainerCallback):
             self._session.run.record.schedule.catch_up()
 
     def on_train_end(self, *_: Any, **others: Any) -> None:
-        """Restore the model's own `save_pretrained`; weights that are loaded next are those of a resume again."""
+        """Restore the model's own `save_pretrained`; from here on a resume is watched again."""
         others["model"].__dict__.pop("save_pretrained", None)
         if self._watches:
             self._watch(others["model"])
@@ -190,8 +199,10 @@ class Callback(TrainerCallback):
             state.log_history[-1].update(figures)
 
     def _require_same(self, model: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Reject weights that differ from the store's, before any is loaded."""
+        """Reject weights that differ from the store's, before any is loaded; after a training those of a resume."""
         assert self._session is not None
+        if self._watches and not _resumes():
+            return
         for name, parameter in model.named_parameters():
             given = state_dict.get(prefix + name)
             if given is None or given.shape != parameter.shape:
