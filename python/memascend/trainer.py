@@ -7,8 +7,10 @@ import functools
 import itertools
 import logging
 import re
+import sys
 import threading
 import types
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
 
+    from torch.utils.hooks import RemovableHandle
     from transformers import TrainerState, TrainingArguments
 
     from memascend.session.session import Session
@@ -47,6 +50,8 @@ _FOLDER = re.compile(r"checkpoint-(\d+)")
 _LAST_FILE = "trainer_state.json"
 # Stages of a report in which the training loop waits.
 _WAITING = ("waiting for units", "handing on gradients", "step()")
+# Hooks that reject other weights than the store's: outside of a training, a Trainer loads those of a resume.
+_GUARDS: weakref.WeakKeyDictionary[Session, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
 def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
@@ -68,6 +73,14 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
                 Checkpoint(path)
                 return path
     return None
+
+
+def _resumes() -> bool:
+    """Whether a Trainer's resume is among the callers."""
+    frame: types.FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None and frame.f_code.co_name != "_load_from_checkpoint":
+        frame = frame.f_back
+    return frame is not None
 
 
 class Callback(TrainerCallback):
@@ -94,17 +107,27 @@ class Callback(TrainerCallback):
 
     def __init__(self) -> None:
         self._session: Session | None = None
-        # Until training begins, loaded weights are those of a checkpoint that the Trainer resumes.
-        self._guard: Any = None
+        self._watches = False
         # The figures at the last log: bytes read and written, seconds of waiting.
         self._before = (0, 0, 0.0)
 
     def on_init_end(self, args: TrainingArguments, *_: Any, **others: Any) -> None:  # noqa: ARG002
         """Find the offloaded optimizer; from here on, weights that a Trainer loads are those of a resume."""
         self._attach(others.get("optimizer"))
+        self._watch(others["model"])
+
+    def _watch(self, model: torch.nn.Module) -> None:
+        assert self._session is not None
+        self._unwatch()
         # Copies of the model share a function, and would copy the object of a method.
         check = lambda *given: self._require_same(*given)  # noqa: E731, PLW0108
-        self._guard = others["model"].register_load_state_dict_pre_hook(check)
+        _GUARDS[self._session] = model.register_load_state_dict_pre_hook(check)
+
+    def _unwatch(self) -> None:
+        assert self._session is not None
+        guard = _GUARDS.pop(self._session, None)
+        if guard is not None:
+            guard.remove()
 
     def _attach(self, optimizer: Any) -> None:
         self._session = session_of(_optimizer_of(optimizer))
@@ -115,8 +138,8 @@ class Callback(TrainerCallback):
         if self._session is None:
             self._attach(others.get("optimizer"))
         assert self._session is not None
-        if self._guard is not None:
-            self._guard.remove()
+        self._watches = self._session in _GUARDS
+        self._unwatch()
         self._schedule(others.get("lr_scheduler"))
         model = others["model"]
         if _is_streamed(model, self._session) and not args.save_only_model:
@@ -145,8 +168,10 @@ class Callback(TrainerCallback):
             self._session.run.record.schedule.catch_up()
 
     def on_train_end(self, *_: Any, **others: Any) -> None:
-        """Restore the model's own `save_pretrained`."""
+        """Restore the model's own `save_pretrained`; from here on a resume is watched again."""
         others["model"].__dict__.pop("save_pretrained", None)
+        if self._watches:
+            self._watch(others["model"])
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Add our files to a checkpoint that the model wrote itself."""
@@ -174,8 +199,10 @@ class Callback(TrainerCallback):
             state.log_history[-1].update(figures)
 
     def _require_same(self, model: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Reject weights that differ from the store's, before any is loaded."""
+        """Reject weights that differ from the store's, before any is loaded; after a training those of a resume."""
         assert self._session is not None
+        if self._watches and not _resumes():
+            return
         for name, parameter in model.named_parameters():
             given = state_dict.get(prefix + name)
             if given is None or given.shape != parameter.shape:

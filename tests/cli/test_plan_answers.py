@@ -180,6 +180,26 @@ def test_a_card_that_is_too_small_is_status_1_and_fit_finds_what_fits(capsys, co
     assert told(capsys, config, *small, "--tokens", batch * 256, "--length", 256)["fits"]
     assert not told(capsys, config, *small, "--tokens", 2 * batch * 256, "--length", 256, status=1)["fits"]
     assert f"{batch} x 256" in shown(capsys, config, *small, "--fit")
+    # Tokens are of all ranks and micro-batches, as without --fit.
+    ranks = ("--ranks", 2, "--network", 5, "--accumulation-steps", 3, "--length", 256)
+    one = told(capsys, config, *small, *ranks, "--fit")[0]
+    step = told(capsys, config, *small, *ranks, "--tokens", one["batch"] * 256)["step"]
+    assert one["tokens_per_second"] == pytest.approx(step["tokens_per_second"])
+
+
+@pytest.mark.parametrize(
+    ("option", "says"), [("--ranks", "a whole number from 1"), ("--network", "give a number above 0")]
+)
+def test_an_argument_that_is_no_number_is_told_what_one_is(capsys, config, option, says):
+    with pytest.raises(SystemExit):
+        main(["plan", str(config), option, "0"])
+    assert f"argument {option}: '0' is not " in (wrong := capsys.readouterr().err)
+    assert says in wrong
+
+
+def test_gaps_of_the_heap_are_a_row_where_the_host_computes(config, capsys):
+    assert "  gaps between torch's" in shown(capsys, config, "--tokens", "2048")
+    assert "  gaps between torch's" not in shown(capsys, config, *MACHINE, "--tokens", "2048")
 
 
 def test_the_table_answers_in_words(capsys, config):

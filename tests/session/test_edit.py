@@ -79,6 +79,9 @@ def test_nothing_is_committed_after_an_exception_or_while_a_step_is_staged(tmp_p
             edited(optimizer, [weight], lambda values: values.__setitem__(0, torch.zeros(32, 32)))
         with pytest.raises(ConfigError, match="parameters of the offloaded model"):
             edited(optimizer, torch.zeros(2), torch.Tensor.zero_)
+        for other in (model[0], None):
+            with pytest.raises(ConfigError, match=r"parameters of the offloaded model.*module\.parameters\(\)"):
+                edited(optimizer, other, torch.Tensor.zero_)
         assert all(map(same_bits, before, model.parameters()))
         step(model, optimizer)
 

@@ -28,6 +28,19 @@ def test_the_earlier_run_is_closed_with_a_warning(tmp_path, existing, steps, beg
     optimizer.close()
 
 
+def test_a_copy_that_was_written_to_fails_no_other_call(tmp_path):
+    model, optimizer = offloaded(tmp_path)
+    step(model, optimizer)
+    copy = model[0].weight.data
+    copy.add_(1)
+    with pytest.warns(UserWarning, match=r"was closed at step 1.*0\.weight .* was written to"):
+        again, other = offloaded(tmp_path, existing="resume")
+    with other:
+        assert other.steps == 1
+        step(again, other)
+    optimizer.close()
+
+
 def test_without_resume_or_replace_the_error_names_close(tmp_path):
     model, optimizer = offloaded(tmp_path)
     step(model, optimizer)

@@ -25,13 +25,17 @@ def test_it_has_no_items_and_says_where_state_is_read(tmp_path, whose):
         weight = model[0].weight
         assert not state
         assert len(state) == 0 == len(list(state.items()) + list(state.values()) + list(state.keys()))
-        assert weight not in state
+        assert "weight" not in state
         # Lightning moves states to a device by this loop.
         for parameter, found in state.items():
             state[parameter] = {name: value.to("cpu") for name, value in found.items()}
-        for read in (lambda: state[weight], lambda: state.get(weight), lambda: state.setdefault(weight, {})):
+        for access in (
+            *(lambda: state[weight], lambda: state.get(weight), lambda: state.setdefault(weight, {})),
+            *(lambda: weight in state, lambda: state.pop(weight), lambda: state.pop(weight, None)),
+            *(lambda: state.__delitem__(weight), state.popitem, state.clear),
+        ):
             with pytest.raises(UsageError, match=r"state_of\(parameter\)"):
-                read()
+                access()
         for write in (lambda: state.__setitem__(weight, {}), lambda: state.update({weight: {}})):
             with pytest.raises(UsageError, match=r"on storage.*checkpoint="):
                 write()
@@ -39,6 +43,9 @@ def test_it_has_no_items_and_says_where_state_is_read(tmp_path, whose):
             optimizer.state = {}
         optimizer.state = optimizer.state
         step(model, optimizer)
+    if whose == "returned":
+        with pytest.raises(UsageError, match="has been closed"):
+            state[weight]
 
 
 def test_the_original_gives_no_state_dict_until_the_run_has_ended(tmp_path):
@@ -67,6 +74,8 @@ def test_a_state_dict_of_the_present_position_sets_the_options(tmp_path):
     assert group["lr"] == 0.5
     assert same_states(everything(model, optimizer), before)
     optimizer.close()
+    with pytest.raises(UsageError, match="has been closed"):
+        optimizer.load_state_dict(state)
 
 
 LIFE = """

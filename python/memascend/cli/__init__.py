@@ -39,7 +39,6 @@ _OWN_WORDS = {
     'none before it: open it with existing="resume"': "none before it: leave --previous out",
     'open it with existing="resume", or give existing="replace"': "give the command that made it, or another --storage",
     'open the storage in a new process with existing="resume"': "give the same command again",
-    'begin from a checkpoint, with existing="replace"': "begin from a saved model, in another --output and --storage",
     'give existing="replace" to begin anew': "name another --output and --storage to begin anew",
     'give existing="replace"': "name another --storage",
     'existing="previous"': "--previous",

@@ -141,7 +141,7 @@ def _as_json(commits: list[storage.Commit], seconds: float) -> dict[str, object]
             "whole": commit.whole,
             "pieces": commit.pieces,
             "bytes": commit.nbytes,
-            "damages": [*commit.damages],
+            "damages": _damages(commit),
             "damages_left_out": commit.others,
         }
         for commit in commits
@@ -192,8 +192,13 @@ def _named(commit: storage.Commit) -> str:
     return f"the commit of {step}generation {commit.generation}"
 
 
+def _damages(commit: storage.Commit) -> list[str]:
+    """The damages without the advice to call this command."""
+    return [damage.partition("; `memascend store verify`")[0] for damage in commit.damages]
+
+
 def _list(commit: storage.Commit) -> None:
-    for damage in commit.damages:
+    for damage in _damages(commit):
         print(f"  {damage}", file=sys.stderr)
     if commit.others:
         print(f"  and {commit.others} more", file=sys.stderr)

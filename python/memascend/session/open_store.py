@@ -17,7 +17,7 @@ from memascend.checkpoint.init import MetaBuffers, ModelValues
 from memascend.checkpoint.reader import Checkpoint, CheckpointValues
 from memascend.checkpoint.weights import open_weights
 from memascend.distributed.rows import Partition
-from memascend.errors import ConfigError, StorageError
+from memascend.errors import ConfigError, StorageError, UsageError
 from memascend.optim.members import is_owners, is_roster, title_of
 from memascend.optim.shared import options_of, require_as_many
 from memascend.optim.state import options_of_formats
@@ -69,10 +69,15 @@ def open_again(
                 path=file,
             )
         judge(session_of(run).run.resources.store)
-        run.close()
+        unkept = ""
+        try:
+            run.close()
+        except UsageError as error:
+            # It is closed all the same, and what it says is no fault of this call.
+            unkept = f"; {error}"
         warnings.warn(
             f"{file}: a run of this process had this store open and was closed at step {run.steps}; its model cannot "
-            "be used any more (call optimizer.close() before offload() to be without this warning)",
+            f"be used any more (call optimizer.close() before offload() to be without this warning){unkept}",
             stacklevel=5,
         )
     return create()

@@ -7,7 +7,7 @@ import functools
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -22,7 +22,7 @@ from memascend.text import Closing
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from memascend.plan.table import Plan
     from memascend.session.report import Report
@@ -35,9 +35,12 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
     Libraries move a state to a device by its items, and find none to move.
     """
 
-    def __init__(self, ended: Callable[[], bool] = lambda: False) -> None:
-        """Once `ended()` is true, it is an ordinary state, empty at first."""
+    def __init__(
+        self, ended: Callable[[], bool] = lambda: False, require_open: Callable[[], None] | None = None
+    ) -> None:
+        """Once `ended()` is true, it is an ordinary state, empty at first; `require_open` raises after the run."""
         self._ended = ended
+        self._require_open = require_open
         self._own: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
 
     @property
@@ -46,14 +49,21 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
         return not self._ended()
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
-        if self.is_stored:
-            raise UsageError(
-                "the optimizer's state is on storage: state_of(parameter) of the optimizer that offload() returned "
-                "reads it"
-            )
+        self._refuse_access()
         return self._own[parameter]
 
+    def _refuse_access(self) -> None:
+        if not self.is_stored:
+            return
+        if self._require_open is not None:
+            self._require_open()
+        raise UsageError(
+            "the optimizer's state is on storage: state_of(parameter) of the optimizer that offload() returned reads it"
+        )
+
     def __contains__(self, parameter: object) -> bool:
+        if isinstance(parameter, torch.Tensor):
+            self._refuse_access()
         return parameter in self._own
 
     def __setitem__(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
@@ -62,7 +72,13 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
         self._own[parameter] = state
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
+        self._refuse_access()
         del self._own[parameter]
+
+    def popitem(self) -> tuple[torch.Tensor, dict[str, Any]]:
+        """An item that is removed; `clear()` calls it, too."""
+        self._refuse_access()
+        return super().popitem()
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self._own)
@@ -106,7 +122,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         after = [member._optimizer_step_post_hooks for member in self.members]  # noqa: SLF001
         self._optimizer_step_pre_hooks = before[0] if len(before) == 1 else JoinedHooks(before)
         self._optimizer_step_post_hooks = after[0] if len(after) == 1 else JoinedHooks(after)
-        self._state = StoredState()
+        self._state = StoredState(require_open=session.run.resources.require_open)
         # Without a reference to the model or to this object: both would live as long as the interpreter.
         self._finalizer = weakref.finalize(self, session.run.resources.close)
 
@@ -302,6 +318,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
             parameters: a parameter of the model, which gives a tensor; or several, which give a list of tensors.
 
         Raises:
+            ConfigError: they are not parameters of the offloaded model.
             UsageError: a step is staged, or the weights were changed otherwise within the block.
             RankError: another rank failed; nothing was committed.
         """
@@ -309,6 +326,11 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
             with self._session.edits.values([parameters]) as (values,):
                 yield values
         else:
+            if not isinstance(parameters, Iterable):
+                raise ConfigError(
+                    "edit() takes parameters of the offloaded model: pass one of them, or a list, as "
+                    "module.parameters() for all of one (within materialized() they are real already)"
+                )
             with self._session.edits.values(list(parameters)) as several:
                 yield several
 
@@ -356,10 +378,11 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         checkpoint, one of the run that wrote it.
 
         Raises:
-            UsageError: the state dict is of another position, or not of an offloaded optimizer. Nothing was changed.
+            UsageError: the state dict is of another position, or not of an offloaded optimizer; or this one is closed.
+                Nothing was changed.
             ValueError: it has other groups. Nothing was changed.
         """
-        self._session.run.resources.process.require_here()
+        self._session.run.resources.require_open()
         self._session.run.record.require(state_dict)
         for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in options.items() if name != "params"})

@@ -223,6 +223,7 @@ def test_verify_names_what_is_damaged_where(offloaded, tmp_path, capsys):
     status, text, wrong, found = verified(path, capsys)
     assert status == 1
     assert f"is damaged at offset {at}" in wrong
+    assert "store verify" not in wrong + str(found)
     # What the last step did not change is of both commits; this it did.
     assert f"step 0, generation 1 is whole: {PREVIOUS} opens it" in text
     assert len(found["commits"][0]["damages"]) == 1

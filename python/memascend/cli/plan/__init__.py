@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,7 +13,6 @@ from memascend.cli.plan.shapes import SHAPES, named_shape, positive
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable
 
     import torch
@@ -46,7 +47,7 @@ def _add_machine(add: Callable[..., Any]) -> None:
     add("--storage", metavar="P", action="append", help=storage)
     add("--endurance", metavar="TBW", type=_count, help=endurance)
     add("--ranks", metavar="N", type=_count, default=1, help=ranks)
-    add("--network", metavar="GB_S", type=positive, help="GB/s that a rank receives while it sends as much")
+    add("--network", metavar="GB_S", type=_speed, help="GB/s that a rank receives while it sends as much")
 
 
 def _add_run(add: Callable[..., Any]) -> None:
@@ -71,10 +72,17 @@ def _add_run(add: Callable[..., Any]) -> None:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
+    with contextlib.suppress(ValueError):
+        if (value := int(text)) >= 1:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+
+
+def _speed(text: str) -> float:
+    try:
+        return positive(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a speed in GB/s: give a number above 0") from None
 
 
 def run(options: argparse.Namespace, measure: Measure | None = None) -> int:

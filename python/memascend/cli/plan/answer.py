@@ -315,14 +315,15 @@ class Candidate:
     """A batch, and the estimate for it."""
 
     state: str | None  # the format of the optimizer's state; None: its own
-    batch: int  # sequences
+    batch: int  # sequences of a micro-batch on one rank
+    sequences: int  # of a step on all ranks
     length: int  # tokens of each
     answer: Answer
 
     @property
     def tokens_per_second(self) -> float | None:
         """None: a speed is not known."""
-        return None if self.answer.seconds is None else self.batch * self.length / self.answer.seconds
+        return None if self.answer.seconds is None else self.sequences * self.length / self.answer.seconds
 
 
 def find(question: Question, length: int | None, *, recomputes: bool) -> list[Candidate]:
@@ -354,7 +355,10 @@ def _largest(question: Question, plan: Decision, traces: Traces) -> Candidate:
 
     def candidate(batch: int) -> Candidate:
         found = answer(replace(question, trace=traces.of(batch)), plan)
-        return Candidate(state=question.options.state, batch=batch, length=traces.length, answer=found)
+        sequences = batch * question.micro_batches * question.ranks
+        return Candidate(
+            state=question.options.state, batch=batch, sequences=sequences, length=traces.length, answer=found
+        )
 
     best = candidate(1)
     while not best.answer.problems and best.batch < _BATCH_MAX and not isinstance(traces.of(1), str):

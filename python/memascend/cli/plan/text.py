@@ -81,13 +81,13 @@ def _memory(question: Question, found: Answer) -> list[Row]:
         in_use = "parameters in use, gradients on their way to the host"
         rows.append(("  memascend", bytes_shown(plan.device_peak), in_use))
         rows += _torchs(question)
-        if question.gaps:
-            rows.append(("  gaps between torch's", bytes_shown(question.gaps), "assumed; the heap keeps what is freed"))
     rows.append(("host memory, the whole process", bytes_shown(found.host_bytes), in_memory))
     rows.append(("  memascend", bytes_shown(plan.host_peak), f"within the budget of {bytes_shown(plan.budget)}"))
     rows.append(("  Python, torch and objects", bytes_shown(IMPORTS + plan.object_bytes), "assumed"))
     if gpu is None:
         rows += _torchs(question)
+        if question.gaps:
+            rows.append(("  gaps between torch's", bytes_shown(question.gaps), "assumed; the heap keeps what is freed"))
     if isinstance(trace, str):
         rows.append(("torch's activations", "not counted", trace))
     return rows
