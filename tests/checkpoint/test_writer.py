@@ -153,7 +153,7 @@ FLAT = textwrap.dedent("""
     assert ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2) == 1
     torch.set_num_threads(1)
     folder, step = sys.argv[1:]
-    WIDTH = 1_000_000
+    WIDTH = 1_100_000
 
     class Wide(torch.nn.Module):
         def __init__(self):
@@ -208,7 +208,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path, loaded):
     from safetensors.torch import save_file
 
     torch.manual_seed(0)
-    values = {"embed.weight": torch.randn(1_000_000, 16).bfloat16()}
+    values = {"embed.weight": torch.randn(1_100_000, 16).bfloat16()}
     for layer in range(2):
         values |= {
             f"layers.{layer}.weight": torch.randn(16, 16).bfloat16(),
@@ -221,7 +221,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path, loaded):
         grown, held = map(int, text.split()[-2:])
         # The arena holds the values of the largest unit; what moves them, and six times as much state, is small.
         assert values_bytes <= held
-        assert grown - held < 28 << 20 < values_bytes, (grown, held)
+        assert grown - held < 32 << 20 < values_bytes, (grown, held)
         if step == "save":
             (tmp_path / "savedsave").rename(tmp_path / "saved")
     one, other = (tmp_path / name / "memascend" / "state.safetensors" for name in ("saved", "savedload"))

@@ -74,7 +74,7 @@ def test_a_weight_that_is_written_in_a_forward_is_refused_and_read_anew(write, d
         hook = module.register_forward_pre_hook(scribble)
         optimizer.backward(case.loss(model, batches[0]))
         hook.remove()
-        with pytest.raises(memascend.UsageError, match=r"was written to through \.data"):
+        with pytest.raises(memascend.UsageError, match="written to"):
             optimizer.step()
         assert optimizer.steps == 0
         optimizer.zero_grad()

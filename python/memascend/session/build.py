@@ -12,6 +12,7 @@ from memascend.grads.gradients import Gradients
 from memascend.grads.loop import Loop, LossScale, Speculation
 from memascend.grads.microbatches import Accumulation
 from memascend.grads.norms import Norms
+from memascend.memory import settle_heap
 from memascend.optim.members import members_of
 from memascend.params.module_hooks import Frames
 from memascend.params.offloaded_param import Place
@@ -87,6 +88,10 @@ class Assembly:
         )
         edits = Edits(run, None if subject.sharding is None else subject.sharding.exchange)
         attachment = Attachment(subject.model, self._gates(residency), run)
+        heap_bytes = sum(p.nbytes for p in subject.named.values()) if any(plan.read_bytes.values()) else 0
+        if heap_bytes:
+            # Before the first values are written, and again when the model's memory was freed.
+            settle_heap()
         session = Session(
             run=run,
             newcomers=newcomers,
@@ -97,7 +102,7 @@ class Assembly:
             measurements=Measurements(run, plan),
             accumulation=self._accumulation(gradients, residency),
             max_grad_norm=subject.options.max_grad_norm,
-            heap_bytes=sum(p.nbytes for p in subject.named.values()) if any(plan.read_bytes.values()) else 0,
+            heap_bytes=heap_bytes,
             sharding=subject.sharding,
         )
         residency.serve(session)
