@@ -28,6 +28,7 @@ import os
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
@@ -143,6 +144,8 @@ DOORS = (
 For = Literal["view", "inside", "state dict"]
 # So many copies are looked at whenever another one is handed out; all of them where they have doubled.
 _FEW = 16
+# How often, and after which pause, a view is looked for again that another thread may have.
+_LOOKS, _PAUSE_SECONDS = 20, 0.005
 
 
 class HandedOut:
@@ -334,20 +337,27 @@ class WeightCopies:
         Raises:
             UsageError: user code has one; nothing was changed.
         """
-        with self._residency.lock:
-            if self._views_of(names):
-                # Cycles that nobody can reach hold some until they are collected.
-                gc.collect()
+        held = self._views_of(names)
+        if held:
+            # Cycles that nobody can reach hold some until they are collected.
+            gc.collect()
             held = self._views_of(names)
-            if held:
-                raise UsageError(
-                    f"{', '.join(sorted(held))} is about to change, and your code holds a view of it that would keep "
-                    "the values of before: .data, detach(), a slice, numpy(), or a graph that saved one. Release it "
-                    "before step(), or take a snapshot: p.detach().clone()"
-                )
+        for _ in range(_LOOKS):
+            if not held or threading.active_count() == 1:
+                break
+            # A view within an expression of another thread is gone in a moment.
+            time.sleep(_PAUSE_SECONDS)
+            held = self._views_of(names)
+        if held:
+            raise UsageError(
+                f"{', '.join(sorted(held))} is about to change, and your code holds a view of it that would keep "
+                "the values of before: .data, detach(), a slice, numpy(), or a graph that saved one. Release it "
+                "before step(), or take a snapshot: p.detach().clone()"
+            )
 
     def _views_of(self, names: Collection[str]) -> set[str]:
-        every = [*self._now.values(), *self._older]
+        with self._residency.lock:
+            every = [*self._now.values(), *self._older]
         return {one.place.name for one in every if not one.is_snapshot and one.place.name in names and one.is_held}
 
     # --- what becomes of them -------------------------------------------------------------
