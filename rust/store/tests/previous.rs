@@ -31,7 +31,7 @@ fn trained(last: u64, staged: bool) -> SimDisk {
     let disks = model::disks(1);
     let store = model::trained(&disks, last);
     if staged {
-        ok(model::stage(&store, 0, &model::record(&store, 0, 9, last + 1)));
+        ok(model::stage(&store, 0, &model::contents(&store, 0, 9, last + 1)));
     }
     drop(store);
     SimDisk::of(disks[0].bytes())

@@ -349,7 +349,7 @@ fn a_step_that_was_discarded_leaves_nothing_of_it() {
     ok(commit(&store, 3));
     assert_eq!(check(&store, "staged anew"), 3);
     // Staged and not committed: readers see the last commit.
-    ok(model::stage(&store, 0, &model::record(&store, 0, 0xbeef, 4)));
+    ok(model::stage(&store, 0, &model::contents(&store, 0, 0xbeef, 4)));
     assert_eq!(check(&store, "staged"), 3);
 }
 
@@ -358,7 +358,7 @@ fn what_was_fresh_is_stale_after_a_discard() {
     let store = model::trained(&model::disks(1), 0);
     hold(&store, &[0]);
     for of_one in [false, true] {
-        ok(model::stage(&store, 0, &model::record(&store, 0, 0xbeef, 1)));
+        ok(model::stage(&store, 0, &model::contents(&store, 0, 0xbeef, 1)));
         // Whoever looks now finds in memory what is staged, and remembers when.
         let epoch = store.held_epoch();
         ok(if of_one { store.discard_entry(0, Wait::forever()) } else { store.discard(Wait::forever()) });

@@ -8,7 +8,7 @@ use memascend_nvme::{
     sim::{Faults, SimDisk},
 };
 use memascend_store::{Commit, Description, Dtype, Error, Store};
-use model::{Record, check, content, ok};
+use model::{Contents, check, content, ok};
 
 fn committed(store: &Store, step: u64) -> Result<u64, Error> {
     store.commit(Commit { step, ..Commit::default() }, Wait::forever())
@@ -44,7 +44,7 @@ fn a_commit_with_one_piece_missing_is_refused_and_changes_nothing() {
 #[test]
 fn a_step_of_which_a_write_failed_is_not_committed_without_the_entry_either() {
     let disks = model::disks(1);
-    let garbage = model::record(&model::trained(&disks, 2), 0, 9, 3);
+    let garbage = model::contents(&model::trained(&disks, 2), 0, 9, 3);
     let faults = Faults { errors: vec![(Action::Write, libc::EIO, 1000)], ..Faults::default() };
     let store = ok(Store::open_on(model::volume(&disks, &faults), model::STRIPE, &model::how()));
     assert!(matches!(model::stage(&store, 0, &garbage), Err(Error::Storage(_))));
@@ -89,7 +89,7 @@ const COUNT: usize = 400;
 const ON_PAGES: [usize; 3] = [0, 200, 399];
 
 fn stage_one(store: &Store, entry: usize, update: u64) {
-    ok(model::stage(store, entry, &Record { pieces: vec![content(entry, 0, update, 4096)], step: update }));
+    ok(model::stage(store, entry, &Contents { pieces: vec![content(entry, 0, update, 4096)], step: update }));
 }
 
 #[test]

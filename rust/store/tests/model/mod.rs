@@ -92,13 +92,13 @@ pub(crate) fn description() -> Description {
 
 /// An entry: its pieces, whole pages of each, and its count of updates.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Record {
+pub(crate) struct Contents {
     pub(crate) pieces: Vec<Vec<u8>>,
     pub(crate) step: u64,
 }
 
 /// All entries.
-pub(crate) type State = BTreeMap<usize, Record>;
+pub(crate) type State = BTreeMap<usize, Contents>;
 
 /// What a commit does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -144,9 +144,9 @@ pub(crate) fn gradient(store: &Store, entry: usize, dtype: Dtype, commit: u64) -
 }
 
 /// The arithmetic of an update: what comes out depends on the order.
-pub(crate) fn update(record: &mut Record, gradient: &[u8], factor: u8) {
-    record.step += 1;
-    for piece in &mut record.pieces {
+pub(crate) fn update(contents: &mut Contents, gradient: &[u8], factor: u8) {
+    contents.step += 1;
+    for piece in &mut contents.pieces {
         for (byte, place) in piece.iter_mut().zip(0..) {
             let of: u8 = gradient.get(place % gradient.len().max(1)).copied().unwrap_or(1);
             *byte = byte.wrapping_mul(31) ^ of.wrapping_mul(factor);
@@ -159,9 +159,9 @@ fn factor(commit: u64) -> u8 {
 }
 
 /// The pieces of an entry, with bytes that the salt says.
-pub(crate) fn record(store: &Store, entry: usize, salt: u64, step: u64) -> Record {
+pub(crate) fn contents(store: &Store, entry: usize, salt: u64, step: u64) -> Contents {
     let of = |piece| content(entry, piece, salt, piece_bytes(store, entry, piece));
-    Record { pieces: (0..store.layout().pieces_of(entry)).map(of).collect(), step }
+    Contents { pieces: (0..store.layout().pieces_of(entry)).map(of).collect(), step }
 }
 
 pub(crate) fn piece_bytes(store: &Store, entry: usize, piece: u32) -> usize {
@@ -171,20 +171,20 @@ pub(crate) fn piece_bytes(store: &Store, entry: usize, piece: u32) -> usize {
 fn states() -> Vec<State> {
     let store = created(&disks(1));
     let entries = 0..store.description().entries.len();
-    let mut states: Vec<State> = vec![entries.map(|entry| (entry, record(&store, entry, 0, 0))).collect()];
+    let mut states: Vec<State> = vec![entries.map(|entry| (entry, contents(&store, entry, 0, 0))).collect()];
     for commit in 1..=COMMITS {
         let mut state = states[states.len() - 1].clone();
         for (&entry, of) in &mut state {
             let dtype = LOGGED.iter().find(|(logged, _)| *logged == entry).map(|(_, dtype)| *dtype);
             match dtype {
                 _ if act(commit) == Act::Written && is_written(entry, commit) => {
-                    *of = record(&store, entry, commit << 20, of.step);
+                    *of = contents(&store, entry, commit << 20, of.step);
                 }
                 Some(dtype) if has_gradient(entry, commit) => {
                     update(of, &gradient(&store, entry, dtype, commit), factor(commit));
                 }
                 None if act(commit) != Act::Written && STREAMED.contains(&entry) => {
-                    *of = record(&store, entry, commit, of.step + 1);
+                    *of = contents(&store, entry, commit, of.step + 1);
                 }
                 _ => {}
             }
@@ -207,10 +207,10 @@ fn user(commit: u64) -> String {
 // --- what is done with it ----------------------------------------------------------------
 
 /// Stages an entry whole.
-pub(crate) fn stage(store: &Store, entry: usize, record: &Record) -> Result<(), Error> {
-    store.begin(entry, record.step, Wait::forever())?;
+pub(crate) fn stage(store: &Store, entry: usize, contents: &Contents) -> Result<(), Error> {
+    store.begin(entry, contents.step, Wait::forever())?;
     let mut writes = Vec::new();
-    for (piece, bytes) in (0..).zip(&record.pieces) {
+    for (piece, bytes) in (0..).zip(&contents.pieces) {
         writes.push(store.stage(entry, piece, bytes.clone())?);
     }
     writes.into_iter().try_for_each(|write| write.wait().map(drop))
@@ -242,10 +242,10 @@ pub(crate) fn commit(store: &Store, commit: u64) -> Result<(), Error> {
     let hyperparameters = Some("x".repeat(size(commit * 700 % 5000)));
     let mut said = Commit { step: commit, user: Some(user(commit)), hyperparameters, ..Commit::default() };
     match act(commit) {
-        _ if commit == 0 => after.iter().try_for_each(|(&entry, record)| stage(store, entry, record))?,
+        _ if commit == 0 => after.iter().try_for_each(|(&entry, contents)| stage(store, entry, contents))?,
         Act::Written => {
-            for (&entry, record) in after.iter().filter(|(entry, _)| is_written(**entry, commit)) {
-                stage(store, entry, record)?;
+            for (&entry, contents) in after.iter().filter(|(entry, _)| is_written(**entry, commit)) {
+                stage(store, entry, contents)?;
             }
         }
         Act::Idle | Act::Step => {
@@ -282,10 +282,10 @@ pub(crate) fn abandon(store: &Store, at: u64) -> Result<(), Error> {
         let garbage = vec![0x55; gradient(store, entry, dtype, at).len()];
         match append(store, entry, dtype, &garbage)? {
             Some(writes) => writes.into_iter().try_for_each(|write| write.wait().map(drop))?,
-            None => stage(store, entry, &record(store, entry, at ^ 0xdead, at))?,
+            None => stage(store, entry, &contents(store, entry, at ^ 0xdead, at))?,
         }
     }
-    stage(store, 7, &record(store, 7, at ^ 0xdead, at))?;
+    stage(store, 7, &contents(store, 7, at ^ 0xdead, at))?;
     store.discard(Wait::forever())
 }
 
@@ -300,10 +300,10 @@ pub(crate) fn check(store: &Store, name: &str) -> u64 {
         assert!(found == *wanted, "{name}: commit {}", info.step);
         return info.step;
     }
-    for (&entry, record) in wanted {
+    for (&entry, contents) in wanted {
         let state = store.entry_state(entry).unwrap_or_else(|error| panic!("{name}: {error}"));
-        assert_eq!(state.step, record.step, "{name}: entry {entry} at commit {}", info.step);
-        for (piece, bytes) in (0..).zip(&record.pieces) {
+        assert_eq!(state.step, contents.step, "{name}: entry {entry} at commit {}", info.step);
+        for (piece, bytes) in (0..).zip(&contents.pieces) {
             let read = store.read(entry, piece, vec![0; bytes.len()]).and_then(memascend_store::PieceRead::wait);
             let (found, _) = read.unwrap_or_else(|error| panic!("{name}: {error}"));
             assert!(found == *bytes, "{name}: entry {entry}, piece {piece}");
@@ -322,7 +322,7 @@ pub(crate) fn replayed(store: &Store) -> Result<State, Error> {
             pieces.push(store.read_slot(entry, piece, vec![0; piece_bytes(store, entry, piece)])?.wait()?.0);
         }
         let step = store.entry_state(entry)?.step - replay.of(entry).count() as u64;
-        let mut record = Record { pieces, step };
+        let mut contents = Contents { pieces, step };
         for (head, logged) in replay.of(entry) {
             let mut bytes = Vec::new();
             for chunk in 0..store.layout().chunks_of(entry) {
@@ -332,10 +332,10 @@ pub(crate) fn replayed(store: &Store) -> Result<State, Error> {
             }
             let rule = &head.rules[logged.rule as usize];
             assert_eq!((rule.name.as_str(), rule.arithmetic, rule.numbers.len()), ("toy", 1, 1));
-            update(&mut record, &bytes, u8::try_from(rule.numbers[0].1).unwrap_or(0));
-            assert_eq!(record.step, logged.step, "entry {entry}");
+            update(&mut contents, &bytes, u8::try_from(rule.numbers[0].1).unwrap_or(0));
+            assert_eq!(contents.step, logged.step, "entry {entry}");
         }
-        state.insert(entry, record);
+        state.insert(entry, contents);
     }
     Ok(state)
 }
