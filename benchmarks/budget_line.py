@@ -2,7 +2,7 @@
 
 The line falls from what a parameter moves with nothing held by what each byte of memory saves: where a parameter is
 held, a step moves its gradient and a sixteenth of its state. Bytes are the kernel's counts for the process, over the
-steps in which each held entry is written whole once, so they are the same on a busy machine.
+steps in which each held record is written whole once, so they are the same on a busy machine.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
         )
         shown = [
             (
-                f"{row['held_part']:.0%}",
+                f"{row['ram_tier_part']:.0%}",
                 f"{row['budget'] / 1e6:.0f}",
                 f"{row['read'] / count:.2f}",
                 f"{row['written'] / count:.2f}",
@@ -118,7 +118,7 @@ def _trained(options: argparse.Namespace, dtype: str, part: int, store: str) -> 
             "parameters": parameters,
             "budget": budget,
             "default": default,
-            "held_part": optimizer.plan.held_part,
+            "ram_tier_part": optimizer.plan.ram_tier_part,
             "planned": optimizer.plan.moved_bytes,
             "read": moved["read"] / options.steps,
             "written": moved["written"] / options.steps,

@@ -1,7 +1,7 @@
 """Measures how fast a store that was not closed applies its log: updates a second, beside the time of their I/O.
 
 A process of its own trains a model that is held in memory as a whole, and is killed. Opening its store then reads each
-held entry and its gradients, makes the updates that the log has, and writes the entry.
+held record and its gradients, makes the updates that the log has, and writes the record.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         if child.exitcode != -signal.SIGKILL:
             raise SystemExit("the run that was to be killed ended before; what it said is above")
         with Store.open(path) as store:
-            parameters = sum(_elements(entry["shape"]) for entry in store.each_entry() if entry["state"])
+            parameters = sum(_elements(record["shape"]) for record in store.each_record() if record["state"])
             store.go_back()
             heard = [0]
             with Engine(store, chunks=_CHUNKS, threads=options.threads) as engine:

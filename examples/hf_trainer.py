@@ -18,7 +18,7 @@ import memascend
 from memascend.trainer import Callback, last_checkpoint
 
 
-class Pieces(torch.utils.data.Dataset):
+class Extents(torch.utils.data.Dataset):
     """A text in pieces of equal length."""
 
     def __init__(self, tokens: list[int], length: int) -> None:
@@ -29,8 +29,8 @@ class Pieces(torch.utils.data.Dataset):
         return len(self.tokens) // self.length
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        piece = self.tokens[index * self.length : (index + 1) * self.length]
-        return {"input_ids": piece, "labels": piece}
+        extent = self.tokens[index * self.length : (index + 1) * self.length]
+        return {"input_ids": extent, "labels": extent}
 
 
 class Continues(Trainer):
@@ -60,15 +60,15 @@ def main() -> None:
     parser.add_argument("--output", default="trained", help="where the Trainer writes")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save-steps", type=int, default=10)
-    parser.add_argument("--length", type=int, default=64, help="tokens of a piece")
+    parser.add_argument("--length", type=int, default=64, help="tokens of an extent")
     options = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     # Line by line: a tokenizer warns of a text that is longer than its model takes.
     lines = options.data.read_text(encoding="utf-8").splitlines(keepends=True)
     parts = tokenizer(lines, add_special_tokens=False)["input_ids"]
-    pieces = Pieces([token for part in parts for token in part], options.length)
-    held_out = torch.utils.data.Subset(pieces, range(4))
+    extents = Extents([token for part in parts for token in part], options.length)
+    held_out = torch.utils.data.Subset(extents, range(4))
 
     # No weight is in memory: they are read from the folder, or from the last checkpoint, into the storage.
     config = AutoConfig.from_pretrained(options.model)
@@ -112,7 +112,7 @@ def main() -> None:
         trainer = Continues(
             model,
             arguments,
-            train_dataset=torch.utils.data.Subset(pieces, range(4, len(pieces))),
+            train_dataset=torch.utils.data.Subset(extents, range(4, len(extents))),
             eval_dataset=held_out,
             processing_class=tokenizer,
             callbacks=[Callback()],

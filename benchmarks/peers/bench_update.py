@@ -103,11 +103,11 @@ class _Parameters:
         return self.chunks * self.moved
 
 
-def _entry(name: str, values: torch.Tensor, form: str) -> storage.Entry:
+def _record(name: str, values: torch.Tensor, form: str) -> storage.Record:
     from memascend import storage
 
     state = storage.encode_state(values, {}, form) if form else storage.adam_state(values)
-    return storage.Entry(name=name, values=values, state=state, format=form or None)
+    return storage.Record(name=name, values=values, state=state, format=form or None)
 
 
 def _choose_parameters(options: argparse.Namespace) -> _Parameters:
@@ -117,9 +117,9 @@ def _choose_parameters(options: argparse.Namespace) -> _Parameters:
 
     form = _FORMS[options.state]
     chunk = options.chunk_elements or storage.chunk_elements_of(
-        [_entry("", torch.zeros(1, dtype=torch.bfloat16), form)]
+        [_record("", torch.zeros(1, dtype=torch.bfloat16), form)]
     )
-    whole = _entry("", torch.empty(chunk, dtype=torch.bfloat16, device="meta"), form)
+    whole = _record("", torch.empty(chunk, dtype=torch.bfloat16, device="meta"), form)
     # The queue must take one gradient, so the parameters are many.
     names = [f"weight.{index}" for index in range(bag.PARAMETERS)]
     return _Parameters(
@@ -141,8 +141,8 @@ def _create(folder: Path, subject: _Parameters) -> storage.Store:
     from memascend import storage
 
     values = bag.values(subject.numel)
-    entries = [_entry(name, values, subject.form) for name in subject.names]
-    return storage.Store.create(folder / "store", entries, chunk_elements=subject.chunk)
+    records = [_record(name, values, subject.form) for name in subject.names]
+    return storage.Store.create(folder / "store", records, chunk_elements=subject.chunk)
 
 
 def measure(folder: Path, options: argparse.Namespace, begin: Callable[[int], Any] | None) -> dict[str, Any]:

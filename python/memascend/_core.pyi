@@ -9,7 +9,7 @@ import torch
 from typing_extensions import Buffer, disjoint_base
 
 from memascend.storage.engine import Adam, Momentum
-from memascend.storage.entries import Lent
+from memascend.storage.records import Lent
 from memascend.storage.store import Store as _Store
 from memascend.tensors import Squares
 
@@ -214,7 +214,7 @@ class HostArena:
         """Bytes of the arenas' own records."""
 
     @property
-    def held_bytes(self) -> int:
+    def ram_tier_bytes(self) -> int:
         """All memory that is held, 0 once it was closed."""
 
     def close(self) -> None:
@@ -464,7 +464,7 @@ def io_uring_why_not() -> str | None:
 
 # A tensor of a description: name, dtype, shape.
 _Tensor: TypeAlias = tuple[str, str, list[int]]
-# An entry: whether it is a buffer, its unit, its values, its state, the order of its dimensions, the dtype of spills.
+# A record: whether it is a buffer, its unit, its values, its state, the order of its dimensions, the dtype of spills.
 _Described: TypeAlias = tuple[bool, int, _Tensor, list[_Tensor], list[int], str | None, str | None, int | None]
 _Run: TypeAlias = tuple[bytes, int, bytes, int, int]
 # lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize, seed; of momentum: lr, (momentum, dampening),
@@ -478,7 +478,7 @@ class Store:
     def __new__(
         cls,
         paths: Sequence[str],
-        entries: Sequence[_Described] | None,
+        records: Sequence[_Described] | None,
         units: Sequence[str],
         optimizer: str,
         chunk_elements: int,
@@ -496,7 +496,7 @@ class Store:
         """Committed steps."""
 
     def difference_of(
-        self, entries: Sequence[_Described], units: Sequence[str], optimizer: str, chunk_elements: int
+        self, records: Sequence[_Described], units: Sequence[str], optimizer: str, chunk_elements: int
     ) -> str | None: ...
     def go_back(self) -> None:
         """Give the newest commit up for good, where the one before it was opened without that."""
@@ -509,45 +509,45 @@ class Store:
         """
 
     def index(self, name: str) -> int:
-        """The number of an entry."""
+        """The number of a record."""
 
-    def entry(self, name: str) -> dict[str, Any]:
+    def record(self, name: str) -> dict[str, Any]:
         """One of them."""
 
-    def entry_at(self, index: int) -> dict[str, Any]:
+    def record_at(self, index: int) -> dict[str, Any]:
         """The same by its number."""
 
     def count(self) -> int:
-        """How many entries there are."""
+        """How many records there are."""
 
-    def stage_at(self, entry: int, step: int, tensors: Sequence[tuple[int, int]]) -> None: ...
-    def read_at(self, entry: int, tensors: Sequence[tuple[int, int]]) -> int: ...
+    def stage_at(self, record: int, step: int, tensors: Sequence[tuple[int, int]]) -> None: ...
+    def read_at(self, record: int, tensors: Sequence[tuple[int, int]]) -> int: ...
     def scan_at(
-        self, entries: list[int], visit: Callable[[int, list[tuple[int, int, LentBuffer]]], object]
+        self, records: list[int], visit: Callable[[int, list[tuple[int, int, LentBuffer]]], object]
     ) -> None: ...
     def hold(self, names: Sequence[str], *, registered: bool = False) -> None:
-        """Hold entries in memory from now on; what was held before is not any more. Nothing is read before `refresh`.
+        """Hold records in memory from now on; what was in RAM before is not any more. Nothing is read before `refresh`.
 
-        It takes "entry_bytes" of `sizes` for each, until the store is closed: `registered`, in memory that a device
+        It takes "record_bytes" of `sizes` for each, until the store is closed: `registered`, in memory that a device
         copies from, where that can be had.
 
         Raises:
-            ConfigError: there is no such entry.
-            MemoryLimitError: the machine or its cgroup does not have the memory; nothing is held.
+            ConfigError: there is no such record.
+            MemoryLimitError: the machine or its cgroup does not have the memory; nothing is in RAM.
         """
 
     def refresh(self, names: Sequence[str], progress: Callable[[int, int], object] | None = None) -> None:
-        """Read what is held of some entries where it is not in memory; `progress(done, all)` hears of bytes.
+        """Read what is in RAM of some records where it is not in memory; `progress(done, all)` hears of bytes.
 
         Raises:
             CorruptionError: what is on storage is not what was written.
         """
 
     def keep_log(self, names: Sequence[str], steps: int) -> int:
-        """Log the gradients of held entries from now on, instead of writing them each step; how many steps find room.
+        """Log the gradients of records in RAM from now on, instead of writing them each step; how many steps find room.
 
-        Each of these entries is then written whole once in so many steps. Files grow by what the log lacks; with less
-        room there are fewer steps, and 0 means that there is none. The entries have `spill`, gradients of that dtype,
+        Each of these records is then written whole once in so many steps. Files grow by what the log lacks; with less
+        room there are fewer steps, and 0 means that there is none. The records have `spill`, gradients of that dtype,
         and updates of the engine's own kernels.
 
         Raises:
@@ -555,29 +555,29 @@ class Store:
         """
 
     def write_applied(self, progress: Callable[[int, int], object] | None = None) -> None:
-        """Write what only memory and the log have of held entries, as a part of the last step: the log ends with it."""
+        """Write what only memory and the log have of the RAM tier, as a part of the last step: the log ends with it."""
 
     def give_up(self) -> None:
         """Give up what only memory has, where it has something: the store stays unclosed, which opening it says."""
 
-    def held_unit(self, unit: str) -> torch.Tensor | None:
-        """The values of a unit where they are held, as the last commit left them; None where not all of it is held.
+    def ram_tier_unit(self, unit: str) -> torch.Tensor | None:
+        """The values of a unit where they are in RAM, as the last commit left them; None where not all of it is in RAM.
 
-        Each entry is at its "unit_offset" of the bytes. An update changes them where they lie.
+        Each record is at its "unit_offset" of the bytes. An update changes them where they lie.
         """
 
     @property
-    def held_epoch(self) -> int:
-        """While it stays the same, what `held_unit` gave is what the last commit left."""
+    def ram_tier_epoch(self) -> int:
+        """While it stays the same, what `ram_tier_unit` gave is what the last commit left."""
 
     def spoil(self, name: str) -> None:
-        """Say that somebody wrote to the values of a held entry in memory: `refresh` reads them again."""
+        """Say that somebody wrote to the values of a record in RAM: `refresh` reads them again."""
 
     def fetch(self, unit: str, into: torch.Tensor) -> Fetch:
         """Begin to read the values of a unit, as the last commit left them, before all other I/O that waits.
 
         They go `into` a contiguous uint8 CPU tensor of as many bytes as `sizes` says, which begins on a page. Each
-        entry is at its "unit_offset". It is held until the end, and must not be touched before.
+        record is at its "unit_offset". It is held until the end, and must not be touched before.
 
         Raises:
             ConfigError: there is no such unit, or the memory does not fit.
@@ -590,13 +590,13 @@ class Store:
         `checkers` check them as they come; without, whoever waits for one does.
 
         Raises:
-            ConfigError: there is no such unit, or a piece of it is larger than a part may be.
+            ConfigError: there is no such unit, or an extent of it is larger than a part may be.
         """
 
     def counters(self) -> dict[str, Any]:
-        """Since it was opened: "fetches", "fetched_bytes", "held_bytes", "wait_seconds" in `Fetch.wait`, and all I/O.
+        """Since it was opened: "fetches", "fetched_bytes", "ram_tier_bytes", "wait_seconds" in `Fetch.wait`, all I/O.
 
-        "held_bytes" were taken from held entries, and not read from storage. "read_bytes" and "written_bytes" count
+        "ram_tier_bytes" were taken from the RAM tier, and not read from storage. "read_bytes" and "written_bytes" count
         every transfer of the volume, those of fetches and updates too.
         """
 
@@ -612,7 +612,7 @@ class Store:
         """Have nothing written any more, by `close()` either: what is committed stays as it is."""
 
     def discard(self, name: str | None = None) -> None:
-        """Forget all that is staged, or what is staged of one entry."""
+        """Forget all that is staged, or what is staged of one record."""
 
     def check_log(self) -> None:
         """Check what `Engine.replay` reads, which does it too: where others have to know it before any of them writes.
@@ -622,10 +622,10 @@ class Store:
         """
 
     def verify(self, progress: Callable[[int, int], object] | None = None) -> tuple[int, int]:
-        """Read and check everything that is live: pieces and bytes. `progress(done, all)` hears of bytes.
+        """Read and check everything that is live: extents and bytes. `progress(done, all)` hears of bytes.
 
         Raises:
-            CorruptionError: the first piece that is not.
+            CorruptionError: the first extent that is not.
         """
 
     def damaged(self) -> list[str]:
@@ -667,11 +667,11 @@ class Fetch:
         """Wait for the device, without the GIL, and check every byte. Ctrl-C ends the wait, not the read.
 
         Returns:
-            The newest version among its entries (the generation that wrote it). Waiting again says the same again.
+            The newest version among its records (the generation that wrote it). Waiting again says the same again.
 
         Raises:
             StorageError: the device failed.
-            CorruptionError: what is on storage is not what was written; the message names entry and chunk.
+            CorruptionError: what is on storage is not what was written; the message names record and chunk.
         """
 
     def done(self) -> bool:
@@ -727,10 +727,10 @@ def store_state_in(
     of_values: str, shape: list[int], of_state: str, momentum: bool
 ) -> list[tuple[str, str, list[int]]]: ...
 def store_log_bytes(
-    entries: list[Any], units: list[str], chunk_elements: int, logged: list[int], steps: int
+    records: list[Any], units: list[str], chunk_elements: int, logged: list[int], steps: int
 ) -> int: ...
 def store_sizes(
-    entries: Sequence[_Described],
+    records: Sequence[_Described],
     units: Sequence[str],
     optimizer: str,
     chunk_elements: int,
@@ -739,7 +739,7 @@ def store_sizes(
 ) -> tuple[int, int, int, int, int, int, list[int], list[tuple[int, int]]]: ...
 
 # Address and bytes of a tensor, and what keeps them valid.
-_Held: TypeAlias = tuple[int, int, object]
+_RamTier: TypeAlias = tuple[int, int, object]
 # Values, gradient, state, start, count, last.
 _Adapter: TypeAlias = Callable[[LentBuffer, LentBuffer | None, list[LentBuffer], int, int, bool], None]
 
@@ -768,10 +768,10 @@ class Engine:
             store: what it updates.
             chunks: staging chunks (2 to 64). Twelve keep a disk as busy as I/O alone does; four reach 0.8 of it.
             queue: bytes of gradients that may wait; a larger one is let in alone.
-            whole: bytes for an entry in one piece, for `apply(whole=True)`.
+            whole: bytes for a record in one piece, for `apply(whole=True)`.
             whole_next: bytes for a second one, which is read or written while a function computes on the other; at most
-                as many. An entry that does not fit waits for the memory of the first, as all do without.
-            threads: that the updates of held entries run on at the end of a step.
+                as many. A record that does not fit waits for the memory of the first, as all do without.
+            threads: that the updates of records in RAM run on at the end of a step.
         """
 
     @property
@@ -779,7 +779,7 @@ class Engine:
         """What it updates."""
 
     def replay(self, progress: Callable[[int, int], object] | None = None) -> bool:
-        """End the log that a store has which was not closed: apply its gradients, and write and commit their entries.
+        """End the log that a store has which was not closed: apply its gradients, and write and commit their records.
 
         Before anything else is done with the store. It is the state of its last step then, as it was in memory, and
         interrupting it leaves the store as it was.
@@ -797,10 +797,10 @@ class Engine:
 
     def fill_at(
         self,
-        entry: int,
-        values: _Held,
-        state: list[_Held | None],
-        wide: tuple[_Held | None, _Held | None, _Held | None],
+        record: int,
+        values: _RamTier,
+        state: list[_RamTier | None],
+        wide: tuple[_RamTier | None, _RamTier | None, _RamTier | None],
         step: int,
     ) -> None: ...
     def update(
@@ -824,12 +824,12 @@ class Engine:
     def update_spilling(
         self, name: str, gradient: torch.Tensor | Lent, numbers: Adam | Momentum, *, values: torch.Tensor | None = None
     ) -> None:
-        """As `update`, of an entry that is not held, and as `spill`: the gradient is written as it is used.
+        """As `update`, of a record that is not in RAM, and as `spill`: the gradient is written as it is used.
 
         `take_back` discards the update and leaves the gradient, for another one.
 
         Raises:
-            ConfigError: also where the entry is held, or was described without `spill`; nothing was begun.
+            ConfigError: also where the record is in RAM, or was described without `spill`; nothing was begun.
         """
 
     def spill(self, name: str, gradient: torch.Tensor | Lent, *, add: bool = False) -> None:
@@ -840,7 +840,7 @@ class Engine:
         A job of this kind that fails or is discarded leaves nothing there.
 
         Raises:
-            ConfigError: the entry was described without `spill`, or the gradient has another dtype or shape.
+            ConfigError: the record was described without `spill`, or the gradient has another dtype or shape.
             UsageError: nothing is there to add to.
             StorageError: a job of this step failed; the step can only be discarded.
         """
@@ -848,14 +848,14 @@ class Engine:
     def spilled(self, name: str) -> tuple[bool, Squares]:
         """Of the spilled gradient: whether a non-finite is in it, and the sum of its squares, not rounded.
 
-        Waits for what is queued of the entry; both were computed as the gradient was written.
+        Waits for what is queued of the record; both were computed as the gradient was written.
 
         Raises:
             UsageError: nothing is spilled of it.
         """
 
     def read_spilled(self, name: str, into: torch.Tensor) -> None:
-        """Read the spilled gradient into a tensor of its shape and dtype, after what is queued of the entry.
+        """Read the spilled gradient into a tensor of its shape and dtype, after what is queued of the record.
 
         Raises:
             UsageError: nothing is spilled of it.
@@ -878,7 +878,7 @@ class Engine:
         """
 
     def drop_spilled(self, name: str) -> None:
-        """Forget the spilled gradient, after what is queued of the entry. Fine where there is none."""
+        """Forget the spilled gradient, after what is queued of the record. Fine where there is none."""
 
     def apply_at(
         self,
@@ -893,7 +893,7 @@ class Engine:
         """Wait until every update is staged."""
 
     def drain(self) -> None:
-        """As `finish`, but for updates of held entries, which begin with that or with `commit()`."""
+        """As `finish`, but for updates of records in RAM, which begin with that or with `commit()`."""
 
     def commit_as(
         self,
@@ -904,13 +904,13 @@ class Engine:
         agree: Callable[[], object] | None,
     ) -> int: ...
     def discard(self, name: str | None = None) -> None:
-        """Drop what waits, drain what is in flight, forget what was staged: all of it, or of one entry alone.
+        """Drop what waits, drain what is in flight, forget what was staged: all of it, or of one record alone.
 
         A step that failed is over when all of it was discarded, and not before.
         """
 
     def take_back(self, name: str) -> None:
-        """Forget what was staged of an entry once it has ended: unlike after `discard`, what it spilled is there."""
+        """Forget what was staged of a record once it has ended: unlike after `discard`, what it spilled is there."""
 
     @property
     def staging_bytes(self) -> int:
@@ -922,7 +922,7 @@ class Engine:
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of gradients of held entries that wait for their step, "waiting" of `counters()`."""
+        """Bytes of gradients of records in RAM that wait for their step, "waiting" of `counters()`."""
 
     def counters(self) -> dict[str, Any]:
         """Jobs and chunks, bytes by kind, bytes "queued" and the most of them, and "seconds" by what its thread did."""

@@ -169,7 +169,7 @@ def test_resumed_it_is_the_undisturbed_training(tmp_path, monkeypatch, ended, un
             assert ("loss" in entry) == FIGURES.issubset(entry)
             if "loss" in entry:
                 assert 0 < entry["host_memory_bytes"] <= 64 << 20
-                # All entries are held: nothing is read again.
+                # All records are in RAM: nothing is read again.
                 assert entry["read_bytes"] >= 0 < entry["written_bytes"]
                 assert entry["waiting_seconds"] >= 0
         assert "save_pretrained" not in vars(model)

@@ -152,7 +152,7 @@ def test_the_drives_life(capsys, config):
     assert told(capsys, config, *MACHINE, "--tokens", 256)["drive"]["endurance_bytes"] == 600 * 10**12
 
 
-def test_the_log_of_what_is_held_is_room_on_the_drive(capsys, config):
+def test_the_log_of_what_is_in_ram_is_room_on_the_drive(capsys, config):
     asked = (*MACHINE, "--tokens", 256, "--host-memory", "64MiB")
     found = told(capsys, config, *asked)
     log = found["disk"]["log_bytes"]

@@ -75,9 +75,9 @@ def test_momentum_has_the_bits_of_bitsandbytes(tmp_path):
     theirs = torch.nn.Parameter(master.clone())
     optimizer = bitsandbytes.optim.SGD8bit([theirs], lr=0.01, momentum=0.9, weight_decay=0.01)
     likes = engine.state_tensors(master, "8bit", "momentum")
-    entry = engine.Entry(name="weight", values=master, state=likes, format="8bit")
+    record = engine.Record(name="weight", values=master, state=likes, format="8bit")
     with (
-        engine.Store.create(tmp_path / "store", [entry], fill=False) as store,
+        engine.Store.create(tmp_path / "store", [record], fill=False) as store,
         engine.Engine(store) as updates,
     ):
         updates.fill("weight", master)

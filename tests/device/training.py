@@ -137,7 +137,7 @@ def offloaded(case, device, gradients, folder, held=None):
         report = optimizer.report().to_dict()
         assert report["host"]["peak"] <= report["host"]["budget"], report["host"]
         assert report["device"]["peak"] <= report["device"]["budget"], report["device"]
-        assert bool(optimizer.plan.held) == bool(held)
+        assert bool(optimizer.plan.ram_tier) == bool(held)
         optimizer.close()
 
     # What a first step shows that no plan could know.

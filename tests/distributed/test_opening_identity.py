@@ -20,7 +20,7 @@ from memascend.distributed.control_plane import Agreement, Alone, Exchange
 from memascend.distributed.opening import choose, require_own, seen_at
 from memascend.distributed.reshard import find_earlier
 from memascend.distributed.setup import places_of_others
-from memascend.engine import Entry, Store, commits
+from memascend.engine import Record, Store, commits
 from memascend.errors import RankError
 from memascend.plan.options import Options
 from memascend.session import decide
@@ -84,10 +84,10 @@ class Life:
 
     def _lived(self, exchange):
         path = self.given.get("paths", {}).get(exchange.rank, self.folder / f"rank-{exchange.rank}")
-        entries = [Entry(name="rows", values=torch.full((5,), float(exchange.rank)), state={})]
+        records = [Record(name="rows", values=torch.full((5,), float(exchange.rank)), state={})]
         opening = choose(path, exchange, self.existing, self.given.get("others", {}).get(exchange.rank))
         store, agreement = opening.open(
-            lambda existing: Store.create(path, entries, existing=existing, fill=False), self.given.get("earlier")
+            lambda existing: Store.create(path, records, existing=existing, fill=False), self.given.get("earlier")
         )
         with store:
             began = -1 if store.created else store.step
@@ -179,7 +179,7 @@ def test_what_is_drawn_at_a_replay_is_drawn_by_the_first_elements_of_the_store(t
         torch.manual_seed(0)
         model = nn.Linear(16, 32, bias=False)
         with monkeypatch.context() as patch:
-            patch.setattr(decide.engines, "Entry", lambda **given: Entry(**{**given, "first_element": first}))
+            patch.setattr(decide.engines, "Record", lambda **given: Record(**{**given, "first_element": first}))
             model, optimizer = memascend.offload(
                 model,
                 torch.optim.AdamW(model.parameters(), lr=1e-2),
@@ -231,8 +231,8 @@ def drawn_by_rows(folder):
     shutil.copy(path, f"{folder}/killed-{rank}")
     found = {}
     with Store.open(f"{folder}/killed-{rank}") as killed:
-        for entry in store.each_entry():
-            name = entry["name"]
+        for record in store.each_record():
+            name = record["name"]
             values, state = store.read(name)
             again, state_again = killed.read(name)
             found[name] = same_bits(again, values) and all(same_bits(state_again[of], state[of]) for of in state)

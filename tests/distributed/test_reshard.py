@@ -20,11 +20,11 @@ MICRO_BATCHES = 12
 LEFT_OPEN = []
 UNFILLED = """
 import os, sys, torch
-from memascend.engine import Entry, Store
-entries = [Entry(name="w", values=torch.zeros(3), state={})]
-Store.create(sys.argv[1], entries).close()
+from memascend.engine import Record, Store
+records = [Record(name="w", values=torch.zeros(3), state={})]
+Store.create(sys.argv[1], records).close()
 Store.commit = lambda *arguments: os._exit(0)
-Store.create(sys.argv[2], entries)
+Store.create(sys.argv[2], records)
 """
 LOGGED = {"host_memory": "1GiB", "log_steps": 16}
 

@@ -154,7 +154,7 @@ def test_bits_are_those_of_one_after_the_other(tmp_path, kind, option, count):
     batches = rows(count)
     if kind == "bf16":
         batches = [batch.detach().bfloat16().requires_grad_() for batch in batches]
-    # Where all is held, nothing is streamed.
+    # Where all is in RAM, nothing is streamed.
     layers, turns = (
         trained(tmp_path, MAKES[kind], batches, square, by_layer=by_layer, fits=option != "held", **OPTIONS[option])
         for by_layer in (True, False)

@@ -95,7 +95,7 @@ def test_a_lease_becomes_a_tensor_and_goes_back_with_it(arena):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool, torch.uint8])
-def test_every_dtype_is_held_without_a_copy(arena, dtype):
+def test_every_dtype_is_in_ram_without_a_copy(arena, dtype):
     lease = arena.lease(100 * dtype.itemsize)
     one, other = lease.tensor(100, dtype), lease.tensor((10, 10), dtype)
     one.fill_(1)

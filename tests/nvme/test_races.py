@@ -65,7 +65,7 @@ def test_a_device_that_is_in_use_takes_nothing_of_the_others_along(tmp_path):
 
 
 def entries():
-    return [engine.Entry(name="weight", values=torch.full((64,), 7.0), state={})]
+    return [engine.Record(name="weight", values=torch.full((64,), 7.0), state={})]
 
 
 @pytest.mark.parametrize("existing", ["refuse", "resume"])
@@ -153,7 +153,7 @@ def test_a_replacement_that_is_too_late_leaves_the_run_that_resumed(tmp_path):
 
 
 def test_a_store_that_fails_while_it_is_made_leaves_no_folder(tmp_path):
-    large = engine.Entry(name="w", values=torch.empty(1 << 39, device="meta"), state={})
+    large = engine.Record(name="w", values=torch.empty(1 << 39, device="meta"), state={})
     with pytest.raises(StorageError, match=r"no .*space for"):
         engine.Store.create(f"{tmp_path}/new/", [large], chunk_elements=1 << 20, fill=False)
     assert os.listdir(tmp_path) == []

@@ -26,7 +26,7 @@ GRADIENTS = ("fused", "ssd", "ram", "auto")
 KEPT = ("ssd", "ram")
 # What "large" means: every model here fits many times.
 LARGE = "1GiB"
-# How much of the state may be held in memory.
+# How much of the state may be kept in RAM.
 PARTS = ("none", "some", "all")
 # Times that a run may find out in its first step that it needs more: segments, then views.
 BUDGETS_MAX = 4
@@ -232,18 +232,18 @@ def smallest_budget(case, **options):
     return refused.value.smallest
 
 
-def held_budget(case, part, **options):
-    """The budget at which this part of the state is held."""
+def ram_tier_budget(case, part, **options):
+    """The budget at which this part of the state is in RAM."""
     with torch.random.fork_rng():
         model = case.model().to(case.dtype)
         plan = planned(model, case.optimizer(model), Options(host_memory=LARGE, **options, **case.options)).plan
-    assert plan.all_held > plan.comfortable
-    return {"none": plan.comfortable, "some": (plan.comfortable + plan.all_held) // 2, "all": plan.all_held}[part]
+    assert plan.all_in_ram > plan.comfortable
+    return {"none": plan.comfortable, "some": (plan.comfortable + plan.all_in_ram) // 2, "all": plan.all_in_ram}[part]
 
 
 def budget_of(case, mode, options):
     if mode.budget in PARTS:
-        return held_budget(case, mode.budget, **options)
+        return ram_tier_budget(case, mode.budget, **options)
     return LARGE if mode.budget == "large" else smallest_budget(case, **options)
 
 
@@ -260,7 +260,7 @@ def offloaded(case, mode, folder):
         )
         taken.append(made[1])
         if mode.budget in PARTS and len(taken) == 1:
-            held, stored = set(made[1].plan.held), {name for unit in made[1].plan.units for name in unit.parameters}
+            held, stored = set(made[1].plan.ram_tier), {name for unit in made[1].plan.units for name in unit.parameters}
             assert mode.budget == ("none" if not held else "all" if held >= stored else "some")
         return made
 

@@ -20,8 +20,8 @@ def train(storage, log, gradients, steps, state=None, together=1):
     """Trains from the last committed step to the end; says each loss before the step that follows from it.
 
     Of several micro-batches that are computed `together` it says the sum of the losses; each step has a seed.
-    Of three lives two hold everything, with logs of several lengths; the third resumes that with nothing held. Where
-    micro-batches are computed together it is the other way round: what is held is not computed by layer.
+    Of three lives two hold everything, with logs of several lengths; the third resumes that with nothing in RAM. Where
+    micro-batches are computed together it is the other way round: what is in RAM is not computed by layer.
     """
     torch.manual_seed(1)
     lived = len(said(log))

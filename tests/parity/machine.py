@@ -103,7 +103,7 @@ class Machine(RuleBasedStateMachine):
         self.mode = "ssd" if life.gradients == "auto" else life.gradients
         self.steps_of_life = FUSE.commits = 0
         FUSE.learned.mode = None
-        self.seen[f"held {bool(self.optimizer.plan.held)}"] += 1
+        self.seen[f"in RAM {bool(self.optimizer.plan.ram_tier)}"] += 1
         assert self.optimizer.user_state == self.plain.user_state
         self._require_options()
 

@@ -141,7 +141,7 @@ class Life:
             with torch.random.fork_rng():
                 model, members = setup.made(0)
                 plan = planned(model, one_or_list(members), Options(host_memory="1GiB", **options)).plan
-            options["host_memory"] = round(plan.smallest + self.budget * max(0, plan.all_held - plan.smallest))
+            options["host_memory"] = round(plan.smallest + self.budget * max(0, plan.all_in_ram - plan.smallest))
         return options
 
 

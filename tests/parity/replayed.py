@@ -34,7 +34,7 @@ def require_replay(optimizer, file: Path) -> None:
 
 def _require_same(running: Store, found: Store) -> None:
     assert found.step == running.step
-    for described in running.each_entry():
+    for described in running.each_record():
         name = described["name"]
         if described["buffer"]:
             continue

@@ -120,7 +120,7 @@ def compared(program, tmp_path, blocks, dtype, kind, gradients, **held):
         original = OPTIMIZERS[kind](model.parameters())
         run = Run(*memascend.offload(model, original, storage=tmp_path / "run.store", **options))
         with run.optimizer:
-            assert bool(run.optimizer.plan.held) == bool(held)
+            assert bool(run.optimizer.plan.ram_tier) == bool(held)
             program(run)
             got = run.outcome()
     if not same_states(expected, got):
@@ -229,7 +229,7 @@ def test_a_program_of_users(tmp_path, program, mode):
 
 
 def held():
-    """All of these where all state is held; of what says the same in most of it, two in the fast set."""
+    """All of these where all state is in RAM; of what says the same in most of it, two in the fast set."""
     for mode, durability, name in itertools.product(MODES, ("none", "step"), PROGRAMS):
         fast = mode == "16-bf16-adamw-fused" and (name, durability) in (("one_weight", "none"), ("ema_swap", "step"))
         marks = [] if fast else [pytest.mark.slow]
@@ -237,5 +237,5 @@ def held():
 
 
 @pytest.mark.parametrize(("program", "durability", "mode"), list(held()))
-def test_held_parameters_are_written_to_likewise(tmp_path, program, durability, mode):
+def test_in_ram_parameters_are_written_to_likewise(tmp_path, program, durability, mode):
     compared(program, tmp_path, *MODES[mode], host_memory="64MiB", durability=durability)

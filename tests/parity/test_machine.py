@@ -48,7 +48,7 @@ def run(waits, examples, *, derandomize):
 
 
 ALWAYS = {
-    "held True", "held False", "killed before", "killed after", "killed between", "refused as unclosed",
+    "in RAM True", "in RAM False", "killed before", "killed after", "killed between", "refused as unclosed",
     "ended by close", "ended by checkpoint", "a commit failed", "a view was kept", "overflows",
 }  # fmt: skip
 REFUSED = ("refused: accumulation_steps|already used", "refused: max_grad_norm", "refused: gradients=")

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from parity.harness import PARTS, Run, check, combined, copies, differences, held_budget, reference
+from parity.harness import PARTS, Run, check, combined, copies, differences, ram_tier_budget, reference
 from parity.test_resume import in_one_go, steps_from
 from parity.zoo_formats import FORMATS, mixed
 from parity.zoo_loops import BF16
@@ -34,7 +34,7 @@ def test_resumes_with_other_budgets_end_in_the_bits_of_one_run(case, tmp_path):
     for step in range(6):
         torch.manual_seed(1)
         model = case.model().to(case.dtype)
-        budget = held_budget(case, PARTS[step * 7 % 3], **where)
+        budget = ram_tier_budget(case, PARTS[step * 7 % 3], **where)
         original = case.optimizer(model)
         # From the second time on the seed is the stored one.
         seed = {"seed": case.options["seed"]} if step == 0 else {}

@@ -20,8 +20,8 @@ def plan(**changes):
     given = {
         "units": UNITS,
         "resident": {"block6", "block7"},
-        "held_part": 0.0,
-        "held_units": frozenset(),
+        "ram_tier_part": 0.0,
+        "ram_tier_units": frozenset(),
         "log_steps": 16,
         "gradients": "auto",
         "read_bytes": {"values, forward": 8 * GB, "values, backward": 6 * GB, "state": 40 * GB},
@@ -97,22 +97,22 @@ def test_the_gradient_that_comes_last_is_updated_when_all_else_has_ended():
     # Where storage is slower than all else, it is busy until the end anyway.
     _, last = phases(plan(), Work(forward=2.0, backward=4.0), DRIVE, IDLE)
     assert last.seconds == last.parts["disk"]
-    # What is held has nothing to stream; kept gradients are all there before the first update.
-    assert phases(plan(held_units=frozenset({"block0"})), compute, DRIVE, IDLE)[-1].tail == 0
+    # What is in RAM has nothing to stream; kept gradients are all there before the first update.
+    assert phases(plan(ram_tier_units=frozenset({"block0"})), compute, DRIVE, IDLE)[-1].tail == 0
     assert [phase.tail for phase in phases(KEPT, compute, DRIVE, IDLE)] == [0, 0, 0]
 
 
-def test_what_is_held_without_a_log_is_written_in_step():
+def test_what_is_in_ram_without_a_log_is_written_in_step():
     work = Work(forward=2.0, backward=4.0)
-    *_, last, step = phases(plan(held_part=0.25, log_steps=0), work, DRIVE, IDLE)
+    *_, last, step = phases(plan(ram_tier_part=0.25, log_steps=0), work, DRIVE, IDLE)
     assert last.parts["disk"] == pytest.approx(46 / 5 + 0.75 * 48 / 4)
     assert step.parts["disk"] == pytest.approx(0.25 * 48 / 4)
-    assert "disk" not in phases(plan(held_part=0.25), work, DRIVE, IDLE)[-1].parts
+    assert "disk" not in phases(plan(ram_tier_part=0.25), work, DRIVE, IDLE)[-1].parts
 
 
-def test_what_is_held_is_updated_after_the_commit_by_all_threads():
-    host = Host(update=8.0, check=1e-10, threads=1, shared=False, held_threads=4)
-    *_, last, step = phases(plan(held_part=0.25), Work(forward=2.0, backward=4.0), DRIVE, host)
+def test_what_is_in_ram_is_updated_after_the_commit_by_all_threads():
+    host = Host(update=8.0, check=1e-10, threads=1, shared=False, ram_tier_threads=4)
+    *_, last, step = phases(plan(ram_tier_part=0.25), Work(forward=2.0, backward=4.0), DRIVE, host)
     # Values of a quarter have their checksums read before it and renewed after it.
     checked = 2 * (8 * GB + 4096) / 4 * 1e-10
     assert (step.name, step.parts) == ("step()", {"update": pytest.approx((2.0 + checked) / 4)})

@@ -8,9 +8,9 @@ from memascend.plan.options import Options
 from memascend.session.decide import planned
 
 WIDTH = 768
-# What a parameter moves with nothing held, and takes where it is held: values, state and a gradient that waits.
+# What a parameter moves with nothing in RAM, and takes where it is in RAM: values, state and a gradient that waits.
 MOVED = {torch.float32: 28, torch.bfloat16: 26}
-HELD = {torch.float32: 16, torch.bfloat16: 14}
+RAM_TIER = {torch.float32: 16, torch.bfloat16: 14}
 
 
 class Block(nn.Module):
@@ -33,7 +33,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, 4096, bias=False)
 
 
-# What is still moved of a parameter that is held, where each step is durable: its gradient, raw, and a part of its
+# What is still moved of a parameter that is in RAM, where each step is durable: its gradient, raw, and a part of its
 # values and its state, which are written whole each 16th step.
 LOGGED = {torch.float32: 4 + 12 / 16, torch.bfloat16: 2 + 12 / 16}
 
@@ -54,15 +54,15 @@ def test_bytes_of_a_step_at_six_budgets(dtype, kind, durability):
         return planned(model, kind(model.parameters(), lr=0.1, **momentum), options).plan
 
     default = plan_of(None)
-    moved, takes = MOVED[dtype] * elements, HELD[dtype] * elements
+    moved, takes = MOVED[dtype] * elements, RAM_TIER[dtype] * elements
     still = LOGGED[dtype] * elements if log else 0
     if kind is torch.optim.SGD:
         # One moment instead of two, of four bytes each; a master of its own instead of the rest.
-        moved, takes = default.moved_bytes, default.all_held - default.comfortable
-    assert default.all_held - default.comfortable == pytest.approx(takes, rel=0.01)
+        moved, takes = default.moved_bytes, default.all_in_ram - default.comfortable
+    assert default.all_in_ram - default.comfortable == pytest.approx(takes, rel=0.01)
     for part in range(6):
-        plan = plan_of(default.comfortable + (default.all_held - default.comfortable) * part // 5)
+        plan = plan_of(default.comfortable + (default.all_in_ram - default.comfortable) * part // 5)
         line = moved - (moved - still) * (plan.budget - default.comfortable) / takes
         assert plan.moved_bytes == pytest.approx(line, abs=0.03 * moved), part
-        assert plan.held_part == pytest.approx(part / 5, abs=0.05)
+        assert plan.ram_tier_part == pytest.approx(part / 5, abs=0.05)
     assert log or plan.moved_bytes == 0

@@ -151,7 +151,7 @@ def test_every_forward_after_a_commit_has_its_values(tmp_path, gradients, held):
     with optimizer:
         homes = optimizer._session.run.residency.units.homes
         assert any(home.pinned for home in homes)
-        assert not any(home.held for home in homes)
+        assert not any(home.in_ram for home in homes)
         for seed in range(3):
             x = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
             kept = kept[-len(plain.blocks) :]

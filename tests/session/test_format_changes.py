@@ -161,7 +161,7 @@ def test_a_flipped_bit_is_an_error_that_names_the_parameter(tmp_path, state, of)
 
 
 def shown(path, state):
-    """What is held is read when the store is opened, all else when it is needed."""
+    """What is in RAM is read when the store is opened, all else when it is needed."""
     trained, optimizer = begin(path, state, existing="resume")
     with optimizer:
         return optimizer.state_of(trained[0].weight)
@@ -183,6 +183,6 @@ def test_a_store_says_its_formats(tmp_path):
     train(trained, optimizer, range(1))
     optimizer.close()
     with engine.Store.open(tmp_path / "store") as store:
-        formats = {entry["name"]: entry["format"] for entry in store.entries()}
+        formats = {record["name"]: record["format"] for record in store.records()}
     assert formats["0.weight"] == formats["2.weight"] == "compact 8bit"
     assert formats["0.bias"] in ("", "compact")

@@ -19,8 +19,8 @@ from memascend import engine, memory, nvme
 from memascend.errors import ConfigError, StorageError
 
 
-def entries(value=7.0):
-    return [engine.Entry(name="weight", values=torch.full((64,), value), state={})]
+def records(value=7.0):
+    return [engine.Record(name="weight", values=torch.full((64,), value), state={})]
 
 
 def mode_of(path):
@@ -178,20 +178,20 @@ def test_a_store_is_its_owners_alone_whatever_was_there(tmp_path):
     empty = tmp_path / "empty"
     empty.touch()
     empty.chmod(0o666)
-    engine.Store.create(empty, entries()).close()
+    engine.Store.create(empty, records()).close()
     assert mode_of(empty) == 0o600
 
     target, link = tmp_path / "target", tmp_path / "link"
     target.touch()
     target.chmod(0o644)
     link.symlink_to(target)
-    engine.Store.create(link, entries()).close()
+    engine.Store.create(link, records()).close()
     assert mode_of(target) == 0o600
     assert link.is_symlink()
 
     for existing in ("resume", "replace"):
         empty.chmod(0o664)
-        store = engine.Store.create(empty, entries(), existing=existing)
+        store = engine.Store.create(empty, records(), existing=existing)
         assert mode_of(empty) == 0o600
         store.close()
     empty.chmod(0o604)
@@ -206,10 +206,10 @@ def test_a_store_is_its_owners_alone_whatever_was_there(tmp_path):
 
 def test_what_is_refused_keeps_its_mode_and_its_length(tmp_path, monkeypatch):
     path = tmp_path / "store"
-    engine.Store.create(path, entries()).close()
+    engine.Store.create(path, records()).close()
     path.chmod(0o644)
     size = path.stat().st_size
-    other = [engine.Entry(name="other", values=torch.zeros(1 << 16), state={})]
+    other = [engine.Record(name="other", values=torch.zeros(1 << 16), state={})]
     with pytest.raises(ConfigError, match="does not fit"):
         engine.Store.create(path, other, existing="resume")
     assert (mode_of(path), path.stat().st_size) == (0o644, size)
@@ -217,7 +217,7 @@ def test_what_is_refused_keeps_its_mode_and_its_length(tmp_path, monkeypatch):
     empty.touch()
     empty.chmod(0o664)
     monkeypatch.chdir(tmp_path)
-    huge = [engine.Entry(name="w", values=torch.empty(1 << 39, device="meta"), state={})]
+    huge = [engine.Record(name="w", values=torch.empty(1 << 39, device="meta"), state={})]
     with pytest.raises(StorageError, match="no space"):
         engine.Store.create("empty", huge, chunk_elements=1 << 20, fill=False)
     assert (mode_of(empty), empty.stat().st_size) == (0o664, 0)
@@ -238,16 +238,16 @@ def test_a_file_of_somebody_else_is_refused_by_name(tmp_path):
     os.chown(path, 1000, 1000)
     path.chmod(0o666)
     with pytest.raises(StorageError, match="belongs to user 1000") as error:
-        engine.Store.create(path, entries())
+        engine.Store.create(path, records())
     assert error.value.path == str(path)
     assert (mode_of(path), path.stat().st_size) == (0o666, 0)
     path.unlink()
-    engine.Store.create(path, entries()).close()
+    engine.Store.create(path, records()).close()
     os.chown(path, 1000, 1000)
     # To look at it, root may; to put something of its own in its place is another thing.
     engine.Store.open(path).close()
     with pytest.raises(StorageError, match="belongs to user 1000"):
-        engine.Store.create(path, entries(), existing="replace")
+        engine.Store.create(path, records(), existing="replace")
     with engine.Store.open(path) as store:
         assert torch.equal(store.read("weight")[0], torch.full((64,), 7.0))
 
@@ -257,12 +257,12 @@ def test_what_is_no_file_is_refused_by_name(tmp_path):
     # Opening a pipe waits for its other end.
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(StorageError, match="neither a file nor a block device"):
-        engine.Store.create(tmp_path / "pipe", entries())
+        engine.Store.create(tmp_path / "pipe", records())
     with pytest.raises(StorageError, match="neither a file nor a block device"):
         engine.Store.open(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StorageError, match=r"it is a link to .*elsewhere, which is not there"):
-        engine.Store.create(tmp_path / "link", entries())
+        engine.Store.create(tmp_path / "link", records())
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -278,7 +278,7 @@ def test_a_path_that_ends_in_a_slash_is_a_folder_that_is_made(tmp_path):
     assert optimizer.steps == 1
     optimizer.close()
     with pytest.raises(StorageError, match="does not exist"):
-        engine.Store.create(f"{tmp_path}/no/where/", entries())
+        engine.Store.create(f"{tmp_path}/no/where/", records())
     with pytest.raises(ConfigError, match="is a folder; name a file in it"):
         nvme.open(f"{tmp_path}/other/", size=1 << 16)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new"]
@@ -288,7 +288,7 @@ def test_home_is_found_wherever_a_path_is_given(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     nvme.open("~/volume", size=1 << 16).close()
-    engine.Store.create("~/store", entries()).close()
+    engine.Store.create("~/store", records()).close()
     engine.Store.open(["~/store"]).close()
     model, optimizer = offloaded("~/run", scratch="~")
     step(model, optimizer)

@@ -195,7 +195,7 @@ def test_ctrl_c_in_close_leaves_a_whole_store_with_its_log(tmp_path, monkeypatch
         assert same_states(everything(model, optimizer), expected)
 
 
-def test_without_a_log_what_is_held_is_written_each_step(tmp_path, caplog, monkeypatch):
+def test_without_a_log_what_is_in_ram_is_written_each_step(tmp_path, caplog, monkeypatch):
     model, optimizer = begun(tmp_path / "store", log_steps=0)
     with optimizer:
         assert optimizer.plan.log_steps == optimizer.plan.log_bytes == 0

@@ -95,7 +95,7 @@ def test_a_log_that_is_full_is_told_once_and_changes_no_bit(tmp_path, caplog):
     assert same_states(*ends)
 
 
-def test_a_temporary_store_writes_nothing_of_what_is_held(tmp_path):
+def test_a_temporary_store_writes_nothing_of_what_is_in_ram(tmp_path):
     ends = []
     for store in (tmp_path / "store", None):
         model, optimizer = begun(store, existing="refuse")

@@ -38,7 +38,7 @@ def trained(tmp_path, steps=3, kind=torch.optim.AdamW, **options):
         (torch.optim.Adafactor, "auto"),
     ],
 )
-def test_what_is_held_is_in_the_budget(tmp_path, kind, gradients):
+def test_what_is_in_ram_is_in_the_budget(tmp_path, kind, gradients):
     _, optimizer = trained(tmp_path, kind=kind, gradients=gradients)
     with optimizer:
         host = optimizer.report().to_dict()["host"]
@@ -104,7 +104,7 @@ def test_the_picture(tmp_path):
     _, optimizer = trained(tmp_path, gradients="fused", host_memory="64MiB")
     with optimizer:
         report = optimizer.report()
-        assert report.owners["held gradients"].peak == report.in_memory.gradients
+        assert report.owners["gradients in RAM"].peak == report.in_memory.gradients
         report.plot(tmp_path / "new" / "picture.png")
     assert (tmp_path / "new" / "picture.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -169,7 +169,7 @@ def test_a_log_gets_a_line_every_quarter_of_a_minute(clock):
 
 
 def test_how_much_there_is_may_be_heard_later(clock):
-    """What replays, verifies or reads held entries says it with its first call."""
+    """What replays, verifies or reads records in RAM says it with its first call."""
     log = io.StringIO()
     with Progress("reading", 0, log) as lines:
         clock[0] = 20.0

@@ -36,7 +36,7 @@ def test_a_view_of_a_forward_keeps_its_bytes_when_the_unit_is_away_and_after_the
     model, optimizer = offloaded(tmp_path, more=1 << 16, host_memory=host_memory)
     expected, kept = blocks()[1][0].weight.detach(), []
     with optimizer:
-        assert optimizer._session.run.residency.units.home_of["1.0.weight"].held == (host_memory is not None)
+        assert optimizer._session.run.residency.units.home_of["1.0.weight"].in_ram == (host_memory is not None)
         with model[1][0].register_forward_hook(lambda module, *_: kept.append(module.weight.detach())):
             loss_of(model).backward()
         optimizer.step()

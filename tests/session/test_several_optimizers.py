@@ -419,12 +419,12 @@ def test_formats_are_of_the_members_that_have_them(tmp_path, caplog):
     assert "state='bf16' does not apply to torch.optim.Adagrad" in caplog.text
     assert "Muon" not in caplog.text
     turn(optimizer, model, 0)
-    entries = {
-        id(model.get_parameter(entry["name"])): entry for entry in optimizer._session.run.resources.store.entries()
+    records = {
+        id(model.get_parameter(record["name"])): record for record in optimizer._session.run.resources.store.records()
     }
-    assert entries[id(rest[0])]["format"] == entries[id(matrices[1])]["format"] == "compact bf16"
-    assert not entries[id(matrices[0])]["format"]
-    assert {name: dtype for name, dtype, _ in entries[id(matrices[0])]["state"]}["sum"] == "float32"
+    assert records[id(rest[0])]["format"] == records[id(matrices[1])]["format"] == "compact bf16"
+    assert not records[id(matrices[0])]["format"]
+    assert {name: dtype for name, dtype, _ in records[id(matrices[0])]["state"]}["sum"] == "float32"
     optimizer.close()
 
 

@@ -15,13 +15,13 @@ LARGE, SMALL = "bfloat16.(3, 1741)", "bfloat16.(13,)"
 
 
 def made(path, **options):
-    entries = [
-        engine.Entry(name=name, values=values, state=engine.adam_state(values), unit=name.split(".")[0])
+    records = [
+        engine.Record(name=name, values=values, state=engine.adam_state(values), unit=name.split(".")[0])
         for name, values in parameters().items()
     ]
-    frozen = engine.Entry(name="frozen", values=torch.arange(5000.0).bfloat16(), state={}, unit="rest")
-    buffer = engine.Entry(name="mean", values=torch.zeros(3), state={}, unit="rest", buffer=True)
-    return engine.Store.create(path, [*entries, frozen, buffer], chunk_elements=CHUNK, **options)
+    frozen = engine.Record(name="frozen", values=torch.arange(5000.0).bfloat16(), state={}, unit="rest")
+    buffer = engine.Record(name="mean", values=torch.zeros(3), state={}, unit="rest", buffer=True)
+    return engine.Store.create(path, [*records, frozen, buffer], chunk_elements=CHUNK, **options)
 
 
 def test_a_commit_has_what_was_staged_beside_updates(tmp_path):
@@ -75,18 +75,18 @@ def test_info(tmp_path, capsys):
     made(tmp_path).close()
     assert main(["store", "info", str(tmp_path)]) == 0
     output = capsys.readouterr().out
-    summary, entries = output.split("\n\n")
+    summary, records = output.split("\n\n")
     assert "in 22 tensors (" in summary
     assert re.search(r"^buffers +1$", summary, re.MULTILINE)
     assert "22 parameters" not in summary
-    assert len(entries.splitlines()) == 2 + 23
+    assert len(records.splitlines()) == 2 + 23
     assert "3 x 1741" in output
     assert main(["store", "info", str(tmp_path / "none")]) == 1
 
 
 def test_what_does_not_fit_is_refused_and_loses_nothing(tmp_path):
     with made(tmp_path / "store") as store, engine.Engine(store) as updates:
-        with pytest.raises(ConfigError, match="no entry"):
+        with pytest.raises(ConfigError, match="no record"):
             updates.update("nobody", torch.zeros(1), engine.Adam(step=1))
         with pytest.raises(ConfigError, match="has shape"):
             updates.update(SMALL, torch.zeros(14), engine.Adam(step=1))

@@ -28,8 +28,10 @@ def state_of(values):
 def made(path, *, spill=None, **options):
     held = parameters(sizes=[*SIZES, (30_001,)])
     states = {name: state_of(values) for name, values in held.items()}
-    entries = [engine.Entry(name=name, values=values, state=states[name], spill=spill) for name, values in held.items()]
-    store = engine.Store.create(path, entries, chunk_elements=CHUNK, optimizer="SGD", **options)
+    records = [
+        engine.Record(name=name, values=values, state=states[name], spill=spill) for name, values in held.items()
+    ]
+    store = engine.Store.create(path, records, chunk_elements=CHUNK, optimizer="SGD", **options)
     return store, held, {name: {of: tensor.clone() for of, tensor in state.items()} for name, state in states.items()}
 
 
@@ -73,7 +75,7 @@ def test_what_was_applied_is_what_it_is_in_memory(tmp_path, whole, slots, spille
             for of, tensor in states[name].items():
                 assert same_bits(state[of], tensor), (name, of)
         assert applying.counters()["applied"] == 3 * len(held)
-        # The ring, two sets of other state, and the room for whole ones: nothing else, whatever the entries' number.
+        # The ring, two sets of other state, and the room for whole ones: nothing else, whatever the records' number.
         sizes = store.info()
         assert sizes["index_bytes"] < 1 << 20
         assert (
@@ -118,7 +120,7 @@ def test_calls_come_in_order_on_another_thread(tmp_path):
 
 
 def test_no_two_functions_run_at_once(tmp_path):
-    """Those of whole entries have a thread of their own, those of chunks run beside the reads."""
+    """Those of whole records have a thread of their own, those of chunks run beside the reads."""
     store, held, _ = made(tmp_path / "store")
     running, most, names = [], [], []
 
@@ -148,9 +150,9 @@ def test_strides_that_are_not_row_major_are_kept(tmp_path):
     values = torch.randn(8, 6, 20, 30).contiguous(memory_format=torch.channels_last)
     order = engine.order_of(values)
     state = {"moment": torch.zeros_like(values)}
-    entries = [engine.Entry(name="conv", values=values, state=state, order=order, spill=torch.float32)]
+    records = [engine.Record(name="conv", values=values, state=state, order=order, spill=torch.float32)]
     gradient = torch.randn(8, 6, 20, 30).contiguous(memory_format=torch.channels_last)
-    store = engine.Store.create(tmp_path / "store", entries, chunk_elements=CHUNK)
+    store = engine.Store.create(tmp_path / "store", records, chunk_elements=CHUNK)
     wanted = values.clone()
 
     def function(chunk):
@@ -258,7 +260,7 @@ def test_what_cannot_be_applied_is_refused(tmp_path):
             applying.apply(name, print, step=1)
         with pytest.raises(ConfigError, match="has shape"):
             applying.apply(name, print, step=1, gradient=torch.zeros(3))
-        with pytest.raises(ConfigError, match="no entry"):
+        with pytest.raises(ConfigError, match="no record"):
             applying.apply("nobody", print, step=1)
         applying.finish()
 
@@ -308,7 +310,7 @@ def test_what_is_applied_has_as_many_threads_as_the_caller(tmp_path, openmp, who
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("spilled", [False, True])
-def test_calls_after_the_commit_are_applied_to_held_entries_in_memory(tmp_path, whole, spilled):
+def test_calls_after_the_commit_are_applied_to_in_ram_records_in_memory(tmp_path, whole, spilled):
     store, held, states = made(tmp_path / "store", spill=torch.bfloat16, durability="none")
     room = 30_001 * (4 + 4 + 2 + 2) + 4 * 64 if whole else 0
     with store, engine.Engine(store, chunks=4, queue=100_000, whole=room) as applying:

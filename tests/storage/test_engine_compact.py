@@ -28,7 +28,7 @@ def whole_of(values, state):
 def described(held, state_of=compact):
     state = {name: state_of(values) for name, values in held.items()}
     spill = torch.bfloat16
-    return [engine.Entry(name=name, values=held[name], state=state[name], spill=spill) for name in held]
+    return [engine.Record(name=name, values=held[name], state=state[name], spill=spill) for name in held]
 
 
 def made(path, held, *, state_of=compact, **options):
@@ -102,8 +102,8 @@ def test_a_hundred_steps_are_those_of_masters_in_memory(tmp_path, state_of, back
         store = engine.Store.open(tmp_path / "store")
     with store:
         memory.check(store)
-        assert {entry["name"]: entry["step"] for entry in store.entries()} == counts
-        found = {entry["name"] for entry in store.entries() if entry["compact"]}
+        assert {record["name"]: record["step"] for record in store.records()} == counts
+        found = {record["name"] for record in store.records() if record["compact"]}
         assert found == {name for name in held if state_of is compact and name.startswith("bfloat16")}
 
 
@@ -113,7 +113,7 @@ def test_updates_by_spilled_gradients_from_fetched_values(tmp_path):
     with made(tmp_path, held) as store, engine.Engine(store) as updates:
         unit = torch.zeros(engine.PAGE_BYTES * 10, dtype=torch.uint8)
         unit = unit[-unit.data_ptr() % engine.PAGE_BYTES :][: sum(engine.sizes(described(held)).unit_bytes.values())]
-        places = {entry["name"]: entry["unit_offset"] for entry in store.entries()}
+        places = {record["name"]: record["unit_offset"] for record in store.records()}
         for step in range(1, 21):
             assert store.fetch("all", unit).wait() == store.info()["generation"]
             for index, (name, values) in enumerate(memory.values.items()):
@@ -150,8 +150,8 @@ def test_values_that_are_resident_are_not_read(tmp_path):
         assert store.info()["slot_bytes"] == 12 * numel
     meta = values.to("meta")
     for state, wanted in ((compact(meta), 12), (engine.adam_state(meta), 14)):
-        entry = engine.Entry(name="w", values=meta, state=state)
-        assert engine.sizes([entry], chunk_elements=CHUNK).slot_bytes == wanted * numel
+        record = engine.Record(name="w", values=meta, state=state)
+        assert engine.sizes([record], chunk_elements=CHUNK).slot_bytes == wanted * numel
 
 
 def test_values_that_are_not_the_committed_ones_are_refused(tmp_path):
@@ -178,7 +178,7 @@ def test_values_that_are_not_the_committed_ones_are_refused(tmp_path):
 def test_a_store_of_the_other_layout_is_refused(tmp_path):
     held = {"w": torch.randn(50).bfloat16()}
     made(tmp_path, held).close()
-    plain = [engine.Entry(name="w", values=held["w"], state=engine.adam_state(held["w"]))]
+    plain = [engine.Record(name="w", values=held["w"], state=engine.adam_state(held["w"]))]
     with pytest.raises(ConfigError, match=r'the state of "w" .*rest'):
         engine.Store.create(tmp_path, plain, existing="resume", chunk_elements=CHUNK)
     made(tmp_path, held, existing="resume").close()
@@ -222,9 +222,9 @@ def test_a_walk_shows_every_byte_once(tmp_path):
         "f32": torch.randn(3, 1741),
     }
     odd = {"row": torch.randn(600), "moment": torch.randn(700, 600), "big": torch.randn(300_000)}
-    entries = [engine.Entry(name=name, values=tensor, state=compact(tensor)) for name, tensor in made_of.items()]
-    entries.append(engine.Entry(name="odd", values=torch.randn(700, 600), state=odd))
-    with engine.Store.create(tmp_path / "store", entries, chunk_elements=CHUNK) as store:
+    records = [engine.Record(name=name, values=tensor, state=compact(tensor)) for name, tensor in made_of.items()]
+    records.append(engine.Record(name="odd", values=torch.randn(700, 600), state=odd))
+    with engine.Store.create(tmp_path / "store", records, chunk_elements=CHUNK) as store:
         found = {}
 
         def visit(name, parts):
@@ -234,12 +234,12 @@ def test_a_walk_shows_every_byte_once(tmp_path):
                 assert sum(map(len, kept)) == part.start
                 kept.append(part.values.clone())
 
-        store.scan([entry.name for entry in entries], visit)
-        for entry in entries:
-            values, state = store.read(entry.name)
+        store.scan([record.name for record in records], visit)
+        for record in records:
+            values, state = store.read(record.name)
             for of, tensor in {"": values, **state}.items():
-                got = torch.cat(found.pop((entry.name, of), [tensor[:0].reshape(-1)]))
-                assert same_bits(got, tensor.reshape(-1)), (entry.name, of)
+                got = torch.cat(found.pop((record.name, of), [tensor[:0].reshape(-1)]))
+                assert same_bits(got, tensor.reshape(-1)), (record.name, of)
         assert not found
         with pytest.raises(ZeroDivisionError):
             store.scan(["f32"], lambda *_: 1 / 0)
@@ -257,7 +257,7 @@ def trains_until_killed(path, told):
     """What the child does."""
     with engine.Store.open(path) as store, engine.Engine(store) as updates:
         os.write(told, b"x")
-        held = {entry["name"]: store.read(entry["name"])[0] for entry in store.entries()}
+        held = {record["name"]: store.read(record["name"])[0] for record in store.records()}
         step = store.step
         while True:
             step += 1

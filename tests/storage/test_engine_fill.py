@@ -1,4 +1,4 @@
-"""Tests the first values of entries: given, zeros, widened; and discarding one entry's work."""
+"""Tests the first values of records: given, zeros, widened; and discarding one record's work."""
 
 import pytest
 import torch
@@ -9,50 +9,50 @@ from memascend import engine
 from memascend.errors import ConfigError, UsageError
 
 
-def entries():
+def records():
     values = parameters()
-    made = [engine.Entry(name=name, values=tensor, state=engine.adam_state(tensor)) for name, tensor in values.items()]
+    made = [engine.Record(name=name, values=tensor, state=engine.adam_state(tensor)) for name, tensor in values.items()]
     big = torch.arange(300_000, dtype=torch.float64)
     odd = {"step": torch.tensor(7.0), "row": torch.randn(600), "moment": torch.randn(700, 600), "big": big}
-    made.append(engine.Entry(name="odd", values=torch.randn(700, 600), state=odd))
-    made.append(engine.Entry(name="bare", values=torch.randint(0, 99, (5000,)), state={}))
-    made.append(engine.Entry(name="alone", values=torch.randn(3), state={"step": torch.tensor(3)}))
+    made.append(engine.Record(name="odd", values=torch.randn(700, 600), state=odd))
+    made.append(engine.Record(name="bare", values=torch.randint(0, 99, (5000,)), state={}))
+    made.append(engine.Record(name="alone", values=torch.randn(3), state={"step": torch.tensor(3)}))
     return made
 
 
-def zeroed(entry):
-    return engine.Entry(
-        name=entry.name,
-        values=torch.zeros_like(entry.values),
-        state={of: torch.zeros_like(tensor) for of, tensor in entry.state.items()},
+def zeroed(record):
+    return engine.Record(
+        name=record.name,
+        values=torch.zeros_like(record.values),
+        state={of: torch.zeros_like(tensor) for of, tensor in record.state.items()},
     )
 
 
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_what_was_filled_is_what_was_given(tmp_path, given, chunks):
-    wanted = entries()
-    with engine.Store.create(tmp_path / "store", [zeroed(entry) for entry in wanted], chunk_elements=CHUNK) as store:
+    wanted = records()
+    with engine.Store.create(tmp_path / "store", [zeroed(record) for record in wanted], chunk_elements=CHUNK) as store:
         with engine.Engine(store, chunks=chunks, queue=20_000) as filling:
-            for entry in wanted:
-                filling.fill(entry.name, entry.values.clone(), dict(entry.state) if given else None)
+            for record in wanted:
+                filling.fill(record.name, record.values.clone(), dict(record.state) if given else None)
             filling.commit(1)
             counters = filling.counters()
             assert counters["fills"] == len(wanted)
             assert counters["state_read"] == counters["values_read"] == 0
         store.verify()
-        for entry in wanted:
-            values, state = store.read(entry.name)
-            assert same_bits(values, entry.values), entry.name
+        for record in wanted:
+            values, state = store.read(record.name)
+            assert same_bits(values, record.values), record.name
             for of, tensor in state.items():
-                begun = entry.values.float() if of == "master" else torch.zeros_like(tensor)
-                assert same_bits(tensor, entry.state[of] if given else begun), (entry.name, of)
+                begun = record.values.float() if of == "master" else torch.zeros_like(tensor)
+                assert same_bits(tensor, record.state[of] if given else begun), (record.name, of)
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
-    made = engine.Store.create(tmp_path / "store", entries(), chunk_elements=CHUNK)
+    made = engine.Store.create(tmp_path / "store", records(), chunk_elements=CHUNK)
     with made as store, engine.Engine(store) as filling:
-        with pytest.raises(ConfigError, match="no entry"):
+        with pytest.raises(ConfigError, match="no record"):
             filling.fill("nobody", torch.zeros(3))
         with pytest.raises(ConfigError, match="is float32 of shape"):
             filling.fill("bfloat16.(13,)", torch.zeros(13))
@@ -65,9 +65,9 @@ def test_what_does_not_fit_is_refused(tmp_path):
             filling.fill("alone", torch.zeros(3))
 
 
-def test_one_entry_alone_is_discarded(tmp_path):
+def test_one_record_alone_is_discarded(tmp_path):
     first = {name: torch.randn(100_000) for name in "abc"}
-    made = [engine.Entry(name=name, values=values, state={}) for name, values in first.items()]
+    made = [engine.Record(name=name, values=values, state={}) for name, values in first.items()]
     made = engine.Store.create(tmp_path / "store", made, chunk_elements=CHUNK)
     with made as store, engine.Engine(store) as filling:
         for times in range(1, 20):

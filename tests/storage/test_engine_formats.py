@@ -1,4 +1,4 @@
-"""Tests entries in the formats of few bytes: updates have the bits of memory, whatever the chunks; state in and out."""
+"""Tests records in the formats of few bytes: updates have the bits of memory, whatever the chunks; state in and out."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def _begun(form: str, dtype: torch.dtype, rule: str) -> tuple[torch.Tensor, dict
 @pytest.mark.parametrize(("form", "dtype"), FORMATS)
 def test_streamed_has_the_bits_of_memory(tmp_path: Path, form: str, dtype: torch.dtype, rule: str) -> None:
     values, state = _begun(form, dtype, rule)
-    entry = engine.Entry(name="weight", values=values, state=state, format=form)
+    record = engine.Record(name="weight", values=values, state=state, format=form)
     with (
-        engine.Store.create(tmp_path / "store", [entry], chunk_elements=4096) as store,
+        engine.Store.create(tmp_path / "store", [record], chunk_elements=4096) as store,
         engine.Engine(store, chunks=2) as updates,
     ):
-        assert store.entry("weight")["format"] == form
+        assert store.record("weight")["format"] == form
         for step in (1, 2, 3):
             gradient = _noise(10 + step).to(dtype)
             numbers = _numbers(rule, step)
@@ -111,8 +111,8 @@ def test_fill_and_stage_take_float32(tmp_path: Path, form: str, dtype: torch.dty
         given["master"] = master
     state = engine.encode_state(values, given, form)
     likes = engine.state_tensors(values, form)
-    entry = engine.Entry(name="weight", values=values, state=likes, format=form)
-    with engine.Store.create(tmp_path / "store", [entry], chunk_elements=4096, fill=False) as store:
+    record = engine.Record(name="weight", values=values, state=likes, format=form)
+    with engine.Store.create(tmp_path / "store", [record], chunk_elements=4096, fill=False) as store:
         with engine.Engine(store) as updates:
             updates.fill("weight", values, given, step=3)
             updates.commit(1)
@@ -140,7 +140,7 @@ def test_fill_and_stage_take_float32(tmp_path: Path, form: str, dtype: torch.dty
 
 def test_a_function_gets_the_items_of_its_elements(tmp_path: Path) -> None:
     values, state = _begun("compact 8bit", torch.bfloat16, "adam")
-    entry = engine.Entry(name="weight", values=values, state=state, format="compact 8bit")
+    record = engine.Record(name="weight", values=values, state=state, format="compact 8bit")
     seen = []
 
     def rewritten(chunk: engine.Chunk) -> None:
@@ -151,7 +151,7 @@ def test_a_function_gets_the_items_of_its_elements(tmp_path: Path) -> None:
         chunk.state["rounded_up"].zero_()
 
     with (
-        engine.Store.create(tmp_path / "store", [entry], chunk_elements=4096) as store,
+        engine.Store.create(tmp_path / "store", [record], chunk_elements=4096) as store,
         engine.Engine(store, chunks=2) as updates,
     ):
         updates.apply("weight", rewritten, step=1, gradient=_noise(4).bfloat16())
@@ -224,11 +224,13 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     _refused(lambda: engine.encode_state(values.bfloat16(), negative, "compact bf16"), "negative")
     state = engine.encode_state(values, {}, "bf16")
     _refused(lambda: engine.decode_state(values, state, "8bit"), "8bit")
-    other = engine.Entry(name="weight", values=values, state=state, format="8bit")
+    other = engine.Record(name="weight", values=values, state=state, format="8bit")
     _refused(lambda: engine.Store.create(tmp_path / "other", [other]), "8bit")
-    entry = engine.Entry(name="weight", values=values, state=state, format="bf16")
-    with engine.Store.create(tmp_path / "store", [entry]) as store, engine.Engine(store) as updates:
+    record = engine.Record(name="weight", values=values, state=state, format="bf16")
+    with engine.Store.create(tmp_path / "store", [record]) as store, engine.Engine(store) as updates:
         momentum = engine.Momentum(momentum=0.9, step=1)
         _refused(lambda: updates.update("weight", values, momentum), "momentum")
-        again = engine.Entry(name="weight", values=values, state=engine.encode_state(values, {}, "8bit"), format="8bit")
+        again = engine.Record(
+            name="weight", values=values, state=engine.encode_state(values, {}, "8bit"), format="8bit"
+        )
     _refused(lambda: engine.Store.create(tmp_path / "store", [again], existing="resume"), "weight")

@@ -16,12 +16,12 @@ def units(squares):
 
 
 def made(path, spill=None, **options):
-    entries = [
-        engine.Entry(name=name, values=values, state=engine.adam_state(values), spill=spill or values.dtype)
+    records = [
+        engine.Record(name=name, values=values, state=engine.adam_state(values), spill=spill or values.dtype)
         for name, values in parameters().items()
     ]
-    entries.append(engine.Entry(name="frozen", values=torch.zeros(3), state={}))
-    return engine.Store.create(path, entries, chunk_elements=CHUNK, **options)
+    records.append(engine.Record(name="frozen", values=torch.zeros(3), state={}))
+    return engine.Store.create(path, records, chunk_elements=CHUNK, **options)
 
 
 def gradient(shape, dtype):
@@ -71,7 +71,7 @@ def test_sums_norms_and_updates_have_the_bits_of_torch(tmp_path, dtype, chunks):
         assert store.info()["spill_index_bytes"] > 0
 
 
-def test_jobs_of_one_entry_run_in_their_order(tmp_path):
+def test_jobs_of_one_record_run_in_their_order(tmp_path):
     name, shape = "float32.(3, 1741)", (3, 1741)
     with made(tmp_path / "store") as store, engine.Engine(store) as updates:
         total = torch.zeros(shape)
@@ -168,14 +168,14 @@ def test_a_discard_leaves_whole_gradients_and_no_half_ones(tmp_path):
 
 
 def test_staging_memory_does_not_grow_with_what_is_spilled(tmp_path):
-    entries = [
-        engine.Entry(
+    records = [
+        engine.Record(
             name=str(index), values=values, state=engine.adam_state(values), spill=torch.float32, unit=str(index)
         )
         for index, values in enumerate(torch.zeros(20, 300_000).bfloat16())
     ]
-    with engine.Store.create(tmp_path / "store", entries) as store, engine.Engine(store) as updates:
-        wanted = engine.sizes(entries).chunk_bytes
+    with engine.Store.create(tmp_path / "store", records) as store, engine.Engine(store) as updates:
+        wanted = engine.sizes(records).chunk_bytes
         assert wanted == 86_016 * (12 + 2 + 4), "as many elements as have their state in 1 MiB"
         assert updates.staging_bytes == 12 * wanted
 
@@ -184,8 +184,8 @@ def test_staging_memory_does_not_grow_with_what_is_spilled(tmp_path):
 def test_float64_waits_and_adds_up_as_it_is(tmp_path, held):
     torch.manual_seed(4)
     total = torch.randn(3, 1741, dtype=torch.float64)
-    entry = engine.Entry(name="double", values=torch.zeros_like(total), state={}, spill=torch.float64)
-    with engine.Store.create(tmp_path / "store", [entry], chunk_elements=CHUNK) as store:
+    record = engine.Record(name="double", values=torch.zeros_like(total), state={}, spill=torch.float64)
+    with engine.Store.create(tmp_path / "store", [record], chunk_elements=CHUNK) as store:
         store.hold(["double"] if held else [])
         store.refresh(["double"] if held else [])
         with engine.Engine(store) as updates:
@@ -209,8 +209,8 @@ def test_float64_waits_and_adds_up_as_it_is(tmp_path, held):
 
 def test_the_kernel_has_no_update_by_float64(tmp_path):
     values = torch.zeros(CHUNK)
-    entry = engine.Entry(name="single", values=values, state=engine.adam_state(values), spill=torch.float64)
-    with engine.Store.create(tmp_path / "store", [entry]) as store, engine.Engine(store) as updates:
+    record = engine.Record(name="single", values=values, state=engine.adam_state(values), spill=torch.float64)
+    with engine.Store.create(tmp_path / "store", [record]) as store, engine.Engine(store) as updates:
         updates.spill("single", values.double())
         with pytest.raises(ConfigError, match="float64: float32, bfloat16 and float16 have an update"):
             updates.update_spilled("single", engine.Adam(step=1, **NUMBERS))

@@ -37,8 +37,8 @@ def wait_for(*reads):
 
 @pytest.fixture
 def made(tmp_path):
-    entries = [engine.Entry(name="weight", unit="one", values=values(0), state={})]
-    store = engine.Store.create(tmp_path / "store", entries, chunk_elements=1 << 18)
+    records = [engine.Record(name="weight", unit="one", values=values(0), state={})]
+    store = engine.Store.create(tmp_path / "store", records, chunk_elements=1 << 18)
     with store, engine.Engine(store) as updates:
         yield store, updates
 

@@ -15,25 +15,25 @@ from memascend.errors import ConfigError, CorruptionError, StorageError, UsageEr
 CHUNK = 2048
 
 
-def entry(name, values, unit, **more):
-    return engine.Entry(name=name, values=values, state=engine.adam_state(values), unit=unit, **more)
+def record(name, values, unit, **more):
+    return engine.Record(name=name, values=values, state=engine.adam_state(values), unit=unit, **more)
 
 
-def entries(device="cpu"):
+def records(device="cpu"):
     torch.manual_seed(3)
     last = torch.randn(6, 5, 9, 11).bfloat16().contiguous(memory_format=torch.channels_last)
     of = [
-        entry("embed", torch.randn(70, 90).bfloat16(), "one", spill=torch.bfloat16),
-        entry("bias", torch.randn(7), "one"),
-        entry("conv", last, "two", order=engine.order_of(last), spill=torch.float32),
-        entry("nothing", torch.zeros(0, 3), "two"),
-        engine.Entry(name="turned", values=torch.randn(40, 60).t(), state={"row": torch.randn(40)}, unit="three"),
+        record("embed", torch.randn(70, 90).bfloat16(), "one", spill=torch.bfloat16),
+        record("bias", torch.randn(7), "one"),
+        record("conv", last, "two", order=engine.order_of(last), spill=torch.float32),
+        record("nothing", torch.zeros(0, 3), "two"),
+        engine.Record(name="turned", values=torch.randn(40, 60).t(), state={"row": torch.randn(40)}, unit="three"),
     ]
-    of[-1] = engine.Entry(name="turned", values=of[-1].values, state=of[-1].state, unit="three", order=(1, 0))
+    of[-1] = engine.Record(name="turned", values=of[-1].values, state=of[-1].state, unit="three", order=(1, 0))
     if device == "meta":
         for index, one in enumerate(of):
             state = {name: tensor.to("meta") for name, tensor in one.state.items()}
-            of[index] = engine.Entry(
+            of[index] = engine.Record(
                 name=one.name,
                 values=one.values.to("meta"),
                 state=state,
@@ -45,7 +45,7 @@ def entries(device="cpu"):
 
 
 def made(path, **options):
-    return engine.Store.create(path, entries(), chunk_elements=CHUNK, **options)
+    return engine.Store.create(path, records(), chunk_elements=CHUNK, **options)
 
 
 def pages(nbytes):
@@ -63,7 +63,7 @@ def laid_out(values, order):
 
 
 def test_sizes_need_no_device_and_are_what_the_store_and_the_engine_say(tmp_path):
-    sizes = engine.sizes(entries("meta"), chunk_elements=CHUNK)
+    sizes = engine.sizes(records("meta"), chunk_elements=CHUNK)
     with made(tmp_path / "store") as store, engine.Engine(store, chunks=5) as updates:
         info = store.info()
         of_store = {name: info[name] for name in ("total_bytes", "slot_bytes", "index_bytes", "buffer_bytes")}
@@ -74,7 +74,7 @@ def test_sizes_need_no_device_and_are_what_the_store_and_the_engine_say(tmp_path
         assert store.info()["index_bytes"] == sizes.index_bytes
     assert list(sizes.unit_bytes) == ["one", "two", "three"]
     assert all(nbytes % engine.PAGE_BYTES == 0 for nbytes in sizes.unit_bytes.values())
-    several = engine.sizes(entries("meta"), chunk_elements=CHUNK, devices=3, stripe=4096)
+    several = engine.sizes(records("meta"), chunk_elements=CHUNK, devices=3, stripe=4096)
     with made([tmp_path / name for name in "abc"], stripe=4096) as store:
         assert store.info()["total_bytes"] == several.total_bytes
 
@@ -82,34 +82,34 @@ def test_sizes_need_no_device_and_are_what_the_store_and_the_engine_say(tmp_path
 def test_sizes_refuse_what_cannot_be_stored():
     for bad in [
         [],
-        [entry("same", torch.zeros(3), "one"), entry("same", torch.zeros(3), "one")],
-        [entry("order", torch.zeros(3, 4), "one", order=(0, 0))],
-        [entry("order", torch.zeros(3, 4, 5), "one", order=(0, 1))],
+        [record("same", torch.zeros(3), "one"), record("same", torch.zeros(3), "one")],
+        [record("order", torch.zeros(3, 4), "one", order=(0, 0))],
+        [record("order", torch.zeros(3, 4, 5), "one", order=(0, 1))],
     ]:
         with pytest.raises(ConfigError):
             engine.sizes(bad)
     with pytest.raises(ConfigError, match="devices"):
-        engine.sizes([entry("one", torch.zeros(3), "one")], devices=0)
+        engine.sizes([record("one", torch.zeros(3), "one")], devices=0)
 
 
 def test_tensors_come_back_with_the_strides_of_their_order(tmp_path):
     with made(tmp_path / "store") as store:
-        described = {one["name"]: one for one in store.entries()}
+        described = {one["name"]: one for one in store.records()}
         assert described["conv"]["order"] == (0, 2, 3, 1)
         assert (described["conv"]["spill"], described["bias"]["spill"]) == ("float32", None)
         assert described["embed"]["order"] is None
-        for one in entries():
+        for one in records():
             values, state = store.read(one.name)
             assert values.stride() == one.values.stride()
             assert torch.equal(values, one.values)
             for name, tensor in one.state.items():
                 assert state[name].stride() == tensor.stride()
                 assert torch.equal(state[name], tensor)
-        conv = entries()[2]
+        conv = records()[2]
         with pytest.raises(ConfigError, match="order"):
             store.stage("conv", conv.values.contiguous(), conv.state, step=1)
         with pytest.raises(ConfigError, match="contiguous"):
-            store.stage("embed", torch.zeros(90, 70).bfloat16().t(), entries()[0].state, step=1)
+            store.stage("embed", torch.zeros(90, 70).bfloat16().t(), records()[0].state, step=1)
         with engine.Engine(store) as updates, pytest.raises(ConfigError, match="order"):
             updates.update("conv", conv.values.contiguous(), engine.Adam(step=1))
 
@@ -127,39 +127,39 @@ def test_order_of_a_tensor():
 
 def test_a_store_that_is_left_unfilled_is_filled_by_its_caller(tmp_path):
     path = tmp_path / "store"
-    with engine.Store.create(path, entries("meta"), chunk_elements=CHUNK, fill=False) as store:
+    with engine.Store.create(path, records("meta"), chunk_elements=CHUNK, fill=False) as store:
         assert store.created
         assert store.info()["generation"] == 0
     with pytest.raises(StorageError, match="there is no store"):
         engine.Store.open(path)
     assert not list(tmp_path.iterdir())
     options = {"chunk_elements": CHUNK, "fill": False, "existing": "resume"}
-    with engine.Store.create(path, entries("meta"), **options) as store:
-        for one in entries():
+    with engine.Store.create(path, records("meta"), **options) as store:
+        for one in records():
             store.stage(one.name, one.values, one.state, step=0)
         assert store.commit(0) == 1
-    with engine.Store.create(path, entries("meta"), **options) as store:
+    with engine.Store.create(path, records("meta"), **options) as store:
         assert not store.created
-        assert torch.equal(store.read("embed")[0], entries()[0].values)
+        assert torch.equal(store.read("embed")[0], records()[0].values)
     with pytest.raises(ConfigError, match="meta"):
-        engine.Store.create(tmp_path / "other", entries("meta"))
+        engine.Store.create(tmp_path / "other", records("meta"))
     assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("backend", ["io_uring", "threads"])
 def test_a_unit_is_fetched_as_it_was_committed(tmp_path, backend):
-    sizes = engine.sizes(entries("meta"), chunk_elements=CHUNK)
+    sizes = engine.sizes(records("meta"), chunk_elements=CHUNK)
     with made(tmp_path / "store", backend=backend) as store:
-        held = {one.name: one.values for one in entries()}
+        held = {one.name: one.values for one in records()}
         for step in range(1, 4):
             if step > 1:
                 held["embed"] = held["embed"] + 1
-                store.stage("embed", held["embed"], entries()[0].state, step=step)
+                store.stage("embed", held["embed"], records()[0].state, step=step)
                 store.commit(step)
             for number, unit in enumerate(sizes.unit_bytes):
                 into, version = fetched(store, sizes, unit)
                 assert version == (step if unit == "one" else 1)
-                for one in store.entries():
+                for one in store.records():
                     if one["unit"] == number:
                         wanted = laid_out(held[one["name"]], one["order"])
                         at = one["unit_offset"]
@@ -171,10 +171,10 @@ def test_a_unit_is_fetched_as_it_was_committed(tmp_path, backend):
 
 
 def test_fetches_from_many_threads_and_dropped_ones(tmp_path):
-    sizes = engine.sizes(entries("meta"), chunk_elements=CHUNK)
+    sizes = engine.sizes(records("meta"), chunk_elements=CHUNK)
     with made(tmp_path / "store") as store:
         wrong = []
-        wanted = as_bytes(entries()[0].values)
+        wanted = as_bytes(records()[0].values)
 
         def reader():
             for _ in range(20):
@@ -193,7 +193,7 @@ def test_fetches_from_many_threads_and_dropped_ones(tmp_path):
 
 def test_fetches_refuse_what_does_not_fit_and_name_what_is_damaged(tmp_path):
     path = tmp_path / "store"
-    sizes = engine.sizes(entries("meta"), chunk_elements=CHUNK)
+    sizes = engine.sizes(records("meta"), chunk_elements=CHUNK)
     nbytes = sizes.unit_bytes["one"]
     store = made(path)
     for unit, into, match in [
@@ -205,7 +205,7 @@ def test_fetches_refuse_what_does_not_fit_and_name_what_is_damaged(tmp_path):
     ]:
         with pytest.raises(ConfigError, match=match):
             store.fetch(unit, into)
-    damage(path, bytes(as_bytes(entries()[0].values)[4096:4160].tolist()))
+    damage(path, bytes(as_bytes(records()[0].values)[4096:4160].tolist()))
     fetch = store.fetch("one", pages(nbytes))
     for _ in range(2):
         with pytest.raises(CorruptionError, match='chunk 1 of "embed"') as raised:

@@ -47,20 +47,20 @@ def test_values_of_any_size_beside_twenty_bytes_of_state_come_back(tmp_path, nam
     narrow = filled(getattr(torch, name), 200_000)
     wide = torch.randn(120_000)
     state = {f"state.{index}": torch.randn(120_000) for index in range(5)}
-    entries = [
-        engine.Entry(name="wide", values=wide, state=state, unit="one"),
-        engine.Entry(name="narrow", values=narrow, state={}, unit="one", buffer=True),
-        engine.Entry(name="after", values=torch.randn(7), state={}, unit="one", buffer=True),
+    records = [
+        engine.Record(name="wide", values=wide, state=state, unit="one"),
+        engine.Record(name="narrow", values=narrow, state={}, unit="one", buffer=True),
+        engine.Record(name="after", values=torch.randn(7), state={}, unit="one", buffer=True),
     ]
     path = tmp_path / "store"
-    engine.Store.create(path, entries).close()
+    engine.Store.create(path, records).close()
     with engine.Store.open(path) as store:
         store.verify()
-        for entry in entries:
-            values, found = store.read(entry.name)
-            assert values.dtype == entry.values.dtype
-            assert same_bits(values, entry.values), entry.name
-            assert all(torch.equal(found[of], tensor) for of, tensor in entry.state.items())
+        for record in records:
+            values, found = store.read(record.name)
+            assert values.dtype == record.values.dtype
+            assert same_bits(values, record.values), record.name
+            assert all(torch.equal(found[of], tensor) for of, tensor in record.state.items())
 
 
 def test_chunks_are_those_of_before_where_they_end_with_pages():
@@ -68,16 +68,16 @@ def test_chunks_are_those_of_before_where_they_end_with_pages():
         state = {f"state.{index}": torch.empty(numel, device="meta") for index in range(5)}
         of = [torch.empty(numel, dtype=dtype, device="meta") for dtype in dtypes]
         return engine.chunk_elements_of(
-            [engine.Entry(name=str(index), values=values, state=state, spill=spill) for index, values in enumerate(of)]
+            [engine.Record(name=str(index), values=values, state=state, spill=spill) for index, values in enumerate(of)]
         )
 
     assert chunk(torch.float32) == chunk(torch.bfloat16, torch.complex64) == 51_200
     assert chunk(torch.float32, torch.bool) == chunk(torch.bfloat16, spill=torch.float8_e5m2) == 49_152
     # One chunk has none behind it.
     assert chunk(torch.bool, numel=51_200) == 51_200
-    entry = engine.Entry(name="mask", values=torch.zeros(51_201, dtype=torch.bool), state={})
+    record = engine.Record(name="mask", values=torch.zeros(51_201, dtype=torch.bool), state={})
     with pytest.raises(ConfigError, match=r"ends inside a page.*multiple of 4096"):
-        engine.sizes([entry], chunk_elements=51_200)
+        engine.sizes([record], chunk_elements=51_200)
 
 
 class Masked(nn.Module):
@@ -114,7 +114,7 @@ def test_a_model_with_a_mask_trains_as_in_memory(tmp_path):
 def test_a_damaged_label_is_named_by_verify_and_repaired_by_the_next_step(tmp_path, capsys):
     path = tmp_path / "store"
     values = torch.randn(100)
-    engine.Store.create(path, [engine.Entry(name="weight", values=values, state={})]).close()
+    engine.Store.create(path, [engine.Record(name="weight", values=values, state={})]).close()
     with path.open("r+b") as file:
         file.write(b"\0" * 4096)
     assert cli.main(["store", "verify", str(path)]) == 1

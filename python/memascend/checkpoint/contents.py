@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from memascend.distributed.rows import Rows
     from memascend.storage import Part, Store
 
-    # Called with consecutive elements of an entry's values ("") or of a state tensor, and the first one's number.
+    # Called with consecutive elements of a record's values ("") or of a state tensor, and the first one's number.
     Put = Callable[[str, str, int, torch.Tensor], object]
 
 
@@ -76,7 +76,7 @@ def form_of(tensors: Mapping[str, torch.Tensor], shape: torch.Size) -> StateForm
 
 
 def plain_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The state tensors of an entry as a checkpoint has them, on meta: a master in place of a compact entry's parts."""
+    """The state tensors of a record as a checkpoint has them, on meta: a master in place of compact parts."""
     found = {}
     for of, tensor in state.items():
         if of == "rest":
@@ -87,7 +87,7 @@ def plain_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def plain_parts(values: torch.Tensor, state: Mapping[str, torch.Tensor], given: str) -> dict[str, torch.Tensor]:
-    """The state of an entry of that format, or of a part of it, as a checkpoint has it: moments as they are."""
+    """The state of a record of that format, or of a part of it, as a checkpoint has it: moments as they are."""
     plain = {of: tensor for of, tensor in state.items() if of not in _MASTER_PARTS}
     if "rest" in state:
         plain["master"] = decode_state(values, state, given)["master"]
@@ -116,7 +116,7 @@ UPDATES = "updates"
 
 @dataclass(frozen=True)
 class Content:
-    """The tensors of one entry in a checkpoint."""
+    """The tensors of one record in a checkpoint."""
 
     name: str
     values: torch.Tensor  # on meta
@@ -126,23 +126,23 @@ class Content:
 
 
 class StoreContents:
-    """The last commit of a store, as a checkpoint has it; `entries` are in the store's order."""
+    """The last commit of a store, as a checkpoint has it; `records` are in the store's order."""
 
     def __init__(self, store: Store, trained: Collection[str], *, values_alone: bool = False) -> None:
         """`trained` are the names of the parameters that the optimizer updates; `values_alone` leaves state out."""
         self._store = store
-        self._stored = store.entries()
-        self._by_name = {entry["name"]: entry for entry in self._stored}
+        self._stored = store.records()
+        self._by_name = {record["name"]: record for record in self._stored}
         self._trained = trained
         self._values_alone = values_alone
-        self.entries = [self._content(entry) for entry in self._stored]
+        self.records = [self._content(record) for record in self._stored]
 
-    def _content(self, entry: Mapping[str, Any]) -> Content:
-        name = entry["name"]
+    def _content(self, record: Mapping[str, Any]) -> Content:
+        name = record["name"]
         if self._values_alone:
-            return Content(name, _meta(entry["dtype"], entry["shape"]), {})
-        stored = {of: _meta(dtype, shape) for of, dtype, shape in entry["state"]}
-        # Instead of the rest of a compact entry, its master is written.
+            return Content(name, _meta(record["dtype"], record["shape"]), {})
+        stored = {of: _meta(dtype, shape) for of, dtype, shape in record["state"]}
+        # Instead of the rest of a compact record, its master is written.
         state = plain_tensors(stored)
         if name in self._trained:
             if UPDATES in state:
@@ -152,30 +152,32 @@ class StoreContents:
                 )
             state[UPDATES] = _meta("int64", [])
         # Blocks follow the order of elements in memory, which row-major tensors do not show.
-        in_blocks = entry["order"] is not None and any(map(is_in_blocks, stored))
-        return Content(name, _meta(entry["dtype"], entry["shape"]), state, list(entry["order"]) if in_blocks else None)
+        in_blocks = record["order"] is not None and any(map(is_in_blocks, stored))
+        return Content(
+            name, _meta(record["dtype"], record["shape"]), state, list(record["order"]) if in_blocks else None
+        )
 
     def read(self, put: Put) -> None:
-        """Read all entries."""
+        """Read all records."""
         for names in self._runs():
-            self.read_entries(names, put)
+            self.read_records(names, put)
 
     def _runs(self) -> Iterator[list[str]]:
-        """Lists of entries that are scanned together; one that is not row-major is alone in its list."""
+        """Lists of records that are scanned together; one that is not row-major is alone in its list."""
         run: list[str] = []
-        for entry in self._stored:
-            if entry["order"] is None:
-                run.append(entry["name"])
+        for record in self._stored:
+            if record["order"] is None:
+                run.append(record["name"])
                 continue
             if run:
                 yield run
-            yield [entry["name"]]
+            yield [record["name"]]
             run = []
         if run:
             yield run
 
-    def read_entries(self, names: list[str], put: Put) -> None:
-        """Read some entries that are row-major, or a single one."""
+    def read_records(self, names: list[str], put: Put) -> None:
+        """Read some records that are row-major, or a single one."""
         if self._values_alone:
             put = _without_state(put)
 
@@ -229,25 +231,25 @@ class GatheredContents:
         self._rows = rows
         self._line = line
         self._others = range(1, ranks)
-        self.entries = [_whole(entry, rows.get(entry.name)) for entry in own.entries]
+        self.records = [_whole(record, rows.get(record.name)) for record in own.records]
 
     def read(self, put: Put) -> None:
-        """Read all entries: of each parameter the rows of one rank after the other.
+        """Read all records: of each parameter the rows of one rank after the other.
 
         Raises:
             StoppedError: rows of another rank did not arrive.
         """
-        for entry in self._own.entries:
-            self._own.read_entries([entry.name], put)
-            if entry.name in self._rows:
+        for record in self._own.records:
+            self._own.read_records([record.name], put)
+            if record.name in self._rows:
                 for rank in self._others:
-                    self._read_from(rank, entry, put)
+                    self._read_from(rank, record, put)
 
-    def _read_from(self, rank: int, entry: Content, put: Put) -> None:
-        names = ["", *entry.state]
-        dtypes = [entry.values.dtype, *(tensor.dtype for tensor in entry.state.values())]
+    def _read_from(self, rank: int, record: Content, put: Put) -> None:
+        names = ["", *record.state]
+        dtypes = [record.values.dtype, *(tensor.dtype for tensor in record.state.values())]
         for piece in self._line.pieces(rank, dtypes):
-            put(entry.name, names[piece.tensor], piece.start, piece.values)
+            put(record.name, names[piece.tensor], piece.start, piece.values)
 
 
 def send_contents(own: StoreContents, rows: Mapping[str, Rows], order: Sequence[str], line: Line) -> None:
@@ -258,16 +260,16 @@ def send_contents(own: StoreContents, rows: Mapping[str, Rows], order: Sequence[
     Raises:
         StoppedError: the first rank receives no more.
     """
-    there = {entry.name: entry for entry in own.entries}
+    there = {record.name: record for record in own.records}
     for name in order:
         if name in there:
             _send(own, there[name], rows[name], line)
         line.end()
 
 
-def _send(own: StoreContents, entry: Content, rows: Rows, line: Line) -> None:
-    numbers = {of: number for number, of in enumerate(["", *entry.state])}
-    tensors = {"": entry.values, **entry.state}
+def _send(own: StoreContents, record: Content, rows: Rows, line: Line) -> None:
+    numbers = {of: number for number, of in enumerate(["", *record.state])}
+    tensors = {"": record.values, **record.state}
 
     def put(name: str, of: str, start: int, values: torch.Tensor) -> None:
         del name
@@ -276,18 +278,18 @@ def _send(own: StoreContents, entry: Content, rows: Rows, line: Line) -> None:
         if of != UPDATES and first is not None:
             line.send(numbers[of], first + start, values)
 
-    own.read_entries([entry.name], put)
+    own.read_records([record.name], put)
 
 
-def _whole(entry: Content, rows: Rows | None) -> Content:
+def _whole(record: Content, rows: Rows | None) -> Content:
     if rows is None:
-        return entry
-    values = torch.empty(rows.whole, dtype=entry.values.dtype, device="meta")
+        return record
+    values = torch.empty(rows.whole, dtype=record.values.dtype, device="meta")
     state = {
         of: torch.empty(rows.whole_of(of, tensor), dtype=tensor.dtype, device="meta")
-        for of, tensor in entry.state.items()
+        for of, tensor in record.state.items()
     }
-    return Content(entry.name, values, state, entry.order)
+    return Content(record.name, values, state, record.order)
 
 
 # The contents that a checkpoint is written from.

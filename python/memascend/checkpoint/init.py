@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from memascend.distributed.sharding import Sharding
     from memascend.optim.rules import Arithmetic
     from memascend.plan.units import Unit
-    from memascend.storage import Entry, Store
+    from memascend.storage import Record, Store
 
     # A parameter's name, values as they are stored, the optimizer's state, what there is, and how many updates made it.
     First = tuple[str, torch.Tensor, dict[str, torch.Tensor], int]
@@ -442,10 +442,10 @@ class Buffers:
         """As `state_dict()` names them. If the model drops a buffer, storage keeps its last committed values."""
         return [name for name, (module, short) in self._owners.items() if module._buffers.get(short) is not None]  # noqa: SLF001
 
-    def entries(self, entry: type[Entry]) -> list[Entry]:
+    def records(self, record: type[Record]) -> list[Record]:
         """How the store knows them."""
         return [
-            entry(name=name, values=self._tensor(name).detach(), state={}, unit="buffers", buffer=True)
+            record(name=name, values=self._tensor(name).detach(), state={}, unit="buffers", buffer=True)
             for name in self.names
         ]
 

@@ -172,7 +172,7 @@ def _malformed(manifest: dict[str, Any]) -> str | None:
 
 
 def _well(name: str, said: Any) -> bool:
-    """Whether a file lies inside the checkpoint and its entry is well-formed."""
+    """Whether a file lies inside the checkpoint and its record is well-formed."""
     parts = Path(name).parts
     inside = parts in ((name,), (FOLDER, parts[-1] if parts else "")) and ".." not in parts and parts[-1] != "/"
     kinds = {"bytes": int, "header": str, "tensors": dict}

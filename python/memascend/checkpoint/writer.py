@@ -102,9 +102,9 @@ class _CheckpointFiles:
         self._contents = contents
         order = {name: position for position, (name, _) in enumerate(model.named_parameters())}
         # The order of files does not depend on how the model was divided into units.
-        entries = sorted(contents.entries, key=lambda entry: order.get(entry.name, len(order)))
-        values = {entry.name: entry.values for entry in entries}
-        state = {state_key(entry.name, of): tensor for entry in entries for of, tensor in entry.state.items()}
+        records = sorted(contents.records, key=lambda record: order.get(record.name, len(order)))
+        values = {record.name: record.values for record in records}
+        state = {state_key(record.name, of): tensor for record in records for of, tensor in record.state.items()}
         # The metadata maps tied names to their first names, as safetensors' own save_model() does.
         self._weights = divide_into_files("model", values, {"format": "pt", **Names(model).tied})
         self._state = divide_into_files(f"{FOLDER}/state", state, {}) if state else []
@@ -114,7 +114,7 @@ class _CheckpointFiles:
             for layout in layouts
             for name in layout.tensors
         }
-        self.orders = {entry.name: entry.order for entry in entries if entry.order is not None}
+        self.orders = {record.name: record.order for record in records if record.order is not None}
         self.nbytes = sum(layout.nbytes for layout in (*self._weights, *self._state))
         # Files that are being written, and the bytes that are left to write of each.
         self._open: dict[str, TensorFile] = {}
@@ -136,7 +136,7 @@ class _CheckpointFiles:
         return self._said
 
     def _put(self, folder: Path, progress: Progress, name: str, of: str, start: int, values: torch.Tensor) -> None:
-        """Write elements of an entry's values, or of the state tensor that `of` names."""
+        """Write elements of a record's values, or of the state tensor that `of` names."""
         key = state_key(name, of) if of else name
         layout = self._layout_of[bool(of), key]
         self._file(folder, layout).write(key, start, values)

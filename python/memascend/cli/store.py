@@ -58,36 +58,36 @@ def _info(paths: list[str], *, as_json: bool) -> int:
 
 
 def _describe(store: storage.Store, *, as_json: bool) -> None:
-    info, entries = store.info(), store.entries()
+    info, records = store.info(), store.records()
     if as_json:
-        print(json.dumps({**info, "entries": entries}, indent=2))
+        print(json.dumps({**info, "records": records}, indent=2))
         return
-    print(f"{_summary(info, entries)}\n")
+    print(f"{_summary(info, records)}\n")
     rows = [
         (
-            entry["name"],
-            info["units"][entry["unit"]],
-            entry["dtype"],
-            " x ".join(map(str, entry["shape"])) or "scalar",
-            str(entry["step"]),
-            ", ".join(f"{name} ({dtype})" for name, dtype, _ in entry["state"]) or "none",
+            record["name"],
+            info["units"][record["unit"]],
+            record["dtype"],
+            " x ".join(map(str, record["shape"])) or "scalar",
+            str(record["step"]),
+            ", ".join(f"{name} ({dtype})" for name, dtype, _ in record["state"]) or "none",
         )
-        for entry in entries
+        for record in records
     ]
     print(table(("name", "unit", "dtype", "shape", "updates", "state"), rows))
 
 
-def _summary(info: dict[str, Any], entries: list[dict[str, Any]]) -> str:
-    trained = [entry for entry in entries if not entry["buffer"]]
-    elements = sum(math.prod(entry["shape"]) for entry in trained)
-    kinds = sorted({entry["dtype"] for entry in trained})
+def _summary(info: dict[str, Any], records: list[dict[str, Any]]) -> str:
+    trained = [record for record in records if not record["buffer"]]
+    elements = sum(math.prod(record["shape"]) for record in trained)
+    kinds = sorted({record["dtype"] for record in trained})
     rows = [
         ("at", f"step {info['step']} of {info['optimizer']}"),
         (
             "model",
             f"{elements:,} parameters in {len(trained)} tensors ({', '.join(kinds)}), {len(info['units'])} units",
         ),
-        ("buffers", str(len(entries) - len(trained))),
+        ("buffers", str(len(records) - len(trained))),
         ("state", f"{bytes_shown(info['slot_bytes'])}, twice: {bytes_shown(info['total_bytes'])} on storage"),
         ("storage", ", ".join(info["devices"])),
         ("memory while open", bytes_shown(info["index_bytes"] + info["buffer_bytes"])),
@@ -96,7 +96,7 @@ def _summary(info: dict[str, Any], entries: list[dict[str, Any]]) -> str:
     ]
     if info["log_steps"]:
         rows.append(
-            ("log", f"{info['log_steps']} steps of {info['log_entries']} parameters, which the next run applies")
+            ("log", f"{info['log_steps']} steps of {info['log_records']} parameters, which the next run applies")
         )
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {what}" for name, what in rows)
@@ -139,7 +139,7 @@ def _as_json(commits: list[storage.Commit], seconds: float) -> dict[str, object]
             "generation": commit.generation,
             "step": commit.step,
             "whole": commit.whole,
-            "pieces": commit.pieces,
+            "extents": commit.extents,
             "bytes": commit.nbytes,
             "damages": _damages(commit),
             "damages_left_out": commit.others,
@@ -147,7 +147,7 @@ def _as_json(commits: list[storage.Commit], seconds: float) -> dict[str, object]
         for commit in commits
     ]
     return {
-        "pieces": newest.pieces,
+        "extents": newest.extents,
         "bytes": newest.nbytes,
         "seconds": seconds,
         "step": newest.step,
@@ -161,7 +161,7 @@ def _tell(commits: list[storage.Commit], seconds: float) -> None:
     if newest.whole:
         speed = sum(commit.nbytes for commit in commits) / seconds / 1e9
         print(
-            f"step {newest.step} is whole: {newest.pieces} pieces, {bytes_shown(newest.nbytes)}, {speed:.2f} GB/s "
+            f"step {newest.step} is whole: {newest.extents} extents, {bytes_shown(newest.nbytes)}, {speed:.2f} GB/s "
             f"(generation {newest.generation}, the newest)"
         )
     else:

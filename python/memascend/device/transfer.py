@@ -14,7 +14,7 @@ import torch
 
 from memascend.device.device import failures_named
 from memascend.errors import DeviceError, UsageError
-from memascend.storage.entries import Lent
+from memascend.storage.records import Lent
 from memascend.tensors import bytes_of
 
 if TYPE_CHECKING:
@@ -340,14 +340,14 @@ class DeviceEngine:
     """An engine that is lent gradients on a device; all else is the engine's own."""
 
     def __init__(
-        self, engine: Engine, device: Device, windows: Sequence[torch.Tensor], held: Collection[str] = ()
+        self, engine: Engine, device: Device, windows: Sequence[torch.Tensor], ram_tier: Collection[str] = ()
     ) -> None:
-        """Lend gradients through two windows, and copy those of `held` entries, which wait in host memory.
+        """Lend gradients through two windows, and copy those of the `ram_tier`, which wait in host memory.
 
         The windows are pinned uint8 tensors of equal size, a multiple of what a chunk of an update takes.
         """
         self._engine = engine
-        self._held = frozenset(held)
+        self._ram_tier = frozenset(ram_tier)
         self._device = device
         self._windows = [_Window(memory) for memory in windows]
         self._bytes = windows[0].nbytes
@@ -398,7 +398,7 @@ class DeviceEngine:
             # Values that are written back: the engine reaches them.
             return gradient
         self._device.require_no_capture()
-        if name in self._held:
+        if name in self._ram_tier:
             with torch.no_grad(), failures_named(self._device):
                 host = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype, device="cpu")
                 return host.copy_(gradient.detach())

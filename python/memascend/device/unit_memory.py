@@ -35,25 +35,25 @@ class HostUnits:
         self.arena: Any = HostArena(classes)
         self.begin = store.fetch
         self._store = store
-        self._held: dict[str, torch.Tensor] = {}
+        self._ram_tier: dict[str, torch.Tensor] = {}
         self.spoil = store.spoil
 
-    def held(self, name: str) -> torch.Tensor:
+    def values_in_ram(self, name: str) -> torch.Tensor:
         """The bytes of a unit in the RAM tier."""
         with torch.inference_mode(mode=False):
-            found = self._store.held_unit(name)
-        assert found is not None, f"unit {name!r} is not held"
+            found = self._store.ram_tier_unit(name)
+        assert found is not None, f"unit {name!r} is not in RAM"
         # Tensors are found by their storage: it stays the same while the unit is held, unless user code moves it
         # (share_memory_()).
-        kept = self._held.setdefault(name, found)
+        kept = self._ram_tier.setdefault(name, found)
         if kept.data_ptr() != found.data_ptr():
-            kept = self._held[name] = found
+            kept = self._ram_tier[name] = found
         return kept
 
     @property
-    def held_epoch(self) -> int:
+    def ram_tier_epoch(self) -> int:
         """The store's count, by which bytes of the RAM tier become stale."""
-        return self._store.held_epoch
+        return self._store.ram_tier_epoch
 
     def used(self, base: torch.Tensor) -> None:
         """Nothing to order."""
@@ -75,7 +75,7 @@ class HostUnits:
 
     def close(self) -> None:
         """Release the memory."""
-        self._held.clear()
+        self._ram_tier.clear()
         self.arena.close()
 
 
@@ -83,12 +83,14 @@ class DeviceUnits:
     """Units in an arena on a device. They and their gradients pass through chunks of host memory."""
 
     # Units of the RAM tier are in host memory, and pass through the chunks from there.
-    held_epoch = 0
+    ram_tier_epoch = 0
 
-    def __init__(self, store: Store, device: Device, classes: Mapping[int, int], held: Collection[str] = ()) -> None:
-        """Take the memory on both sides, and start the thread that copies; gradients of `held` entries wait here."""
+    def __init__(
+        self, store: Store, device: Device, classes: Mapping[int, int], ram_tier: Collection[str] = ()
+    ) -> None:
+        """Take the memory on both sides, and start the thread that copies; gradients of the `ram_tier` wait here."""
         self.device = device
-        self._held = held
+        self._ram_tier = ram_tier
         self.arena: Any = DeviceArena(device, classes)
         ((chunk_bytes, count),) = CHUNKS.items()
         self._ring = memory.ChunkRing(chunk_bytes, count)
@@ -112,7 +114,7 @@ class DeviceUnits:
             # The wait for it may have been on another stream.
             self._staging.order(base)
 
-    def held(self, name: str) -> torch.Tensor:
+    def values_in_ram(self, name: str) -> torch.Tensor:
         """Never asked for: units of the RAM tier are copied to the device, too."""
         raise AssertionError(f"unit {name!r} is computed with on the device")
 
@@ -126,16 +128,16 @@ class DeviceUnits:
     def engine(self, engine: Engine) -> Any:
         """The engine, for gradients on the device."""
         ((window_bytes, count),) = WINDOWS.items()
-        self._lending = DeviceEngine(engine, self.device, _all(self._windows, window_bytes, count), self._held)
+        self._lending = DeviceEngine(engine, self.device, _all(self._windows, window_bytes, count), self._ram_tier)
         return self._lending
 
     @property
     def host(self) -> dict[str, int]:
         """Host memory that is taken, by owner."""
-        held = {"unit staging": self._ring, "gradient windows": self._windows}
+        rings = {"unit staging": self._ring, "gradient windows": self._windows}
         return {
             name: 0 if ring.region.closed else ring.region.mapped_bytes + int(ring.stats()["tables"])
-            for name, ring in held.items()
+            for name, ring in rings.items()
         }
 
     @property

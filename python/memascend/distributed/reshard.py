@@ -371,7 +371,7 @@ class EarlierValues:
     def _read(self, number: int, name: str) -> dict[str, torch.Tensor]:
         store = self.earlier.stores[number]
         values, state = store.read(name)
-        return {"": values, **state, _STEP: torch.tensor(store.entry(name)["step"])}
+        return {"": values, **state, _STEP: torch.tensor(store.record(name)["step"])}
 
 
 def _rows(rows: int, count: int, rank: int) -> tuple[int, int]:
@@ -410,11 +410,11 @@ def _description(values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> lis
 
 def _described(store: Store) -> dict[str, list[Any]]:
     found = {}
-    for entry in store.each_entry():
-        if entry["buffer"]:
+    for record in store.each_record():
+        if record["buffer"]:
             continue
-        shape, state = list(entry["shape"]), entry["state"]
+        shape, state = list(record["shape"]), record["state"]
         kinds = sorted([of, f"torch.{dtype}", list(own) == shape] for of, dtype, own in state)
-        reordered = any(is_in_blocks(of) for of, _, _ in state) and entry["order"] is not None
-        found[entry["name"]] = [f"torch.{entry['dtype']}", shape[1:], kinds, reordered]
+        reordered = any(is_in_blocks(of) for of, _, _ in state) and record["order"] is not None
+        found[record["name"]] = [f"torch.{record['dtype']}", shape[1:], kinds, reordered]
     return found

@@ -49,7 +49,7 @@ class Path:
         backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         for home in homes:
             # A unit that is always in memory is read once, whichever micro-batch uses it.
-            if home.pinned or home.held or (self.units and unit_in(self.units[-1]) == home.index):
+            if home.pinned or home.in_ram or (self.units and unit_in(self.units[-1]) == home.index):
                 continue
             use = ~home.index if backward else home.index
             self.units.append(use)

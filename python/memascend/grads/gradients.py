@@ -47,7 +47,7 @@ class Gradients:
     engine: Engine  # takes gradients where they lie
     store: Store  # of the engine
     units: ResidentUnits | None  # updates begin from values in their memory; None: they are read, and hold no unit
-    held: Container[str]  # the names of parameters whose gradients wait in memory, which holds one of each
+    ram_tier: Container[str]  # the names of parameters whose gradients wait in memory, which holds one of each
     scale: LossScale  # of losses; where it is on, every backward is begun within `scaled()`
     loop: Loop  # the detected habits of the training loop
     speculation: Speculation  # whether updates by gradients that are kept begin early
@@ -409,7 +409,7 @@ class Gradients:
                 gradient.stage_stored(factors, factor)
                 continue
             changed = gradient.handle.gradient.materialize()
-            if gradient.name in self.held:
+            if gradient.name in self.ram_tier:
                 # In place of the gradient that it was made of: memory is planned for one of them.
                 gradient.handle.gradient.assign(changed)
                 gradient.stage_stored((), factor)

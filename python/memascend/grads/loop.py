@@ -77,13 +77,13 @@ class Speculation:
     Updates wait until so many steps in a row changed no gradient (plain "ssd"); then they begin early.
     """
 
-    def __init__(self, loop: Loop, held: Container[str]) -> None:
-        """`held` are parameters whose updates wait in any case."""
+    def __init__(self, loop: Loop, ram_tier: Container[str]) -> None:
+        """`ram_tier` are parameters whose updates wait in any case."""
         # Steps some of whose updates began early, and of these the ones of which some were discarded.
         self.early = 0
         self.anew = 0
         self._loop = loop
-        self._held = held
+        self._ram_tier = ram_tier
         # Steps in a row that changed no gradient, and how many of them it takes.
         self._unchanged = 0
         self._wanted = 1
@@ -92,7 +92,7 @@ class Speculation:
 
     def may_begin(self, name: str) -> bool:
         """Whether the update of parameter `name`, whose gradient is whole, may begin."""
-        return self._unchanged >= self._wanted and name not in self._held and self._loop.speculates
+        return self._unchanged >= self._wanted and name not in self._ram_tier and self._loop.speculates
 
     def begun(self) -> None:
         """An update has begun early."""

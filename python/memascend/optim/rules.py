@@ -466,7 +466,7 @@ class Arithmetic:
             member.restore(own, undo)
 
     def committed(self) -> dict[str, Any]:
-        """The entries of each commit: the seed, where it is used, and which optimizer and group has which parameter."""
+        """The records of each commit: the seed, where it is used, and which optimizer and group has which parameter."""
         seed = {"seed": self.seed} if any(rule.draws for rule in self.rules.values()) else {}
         found = {"members": self._roster, "owners": self._owners.runs()}
         return {**seed, **{name: value for name, value in found.items() if value}}

@@ -368,7 +368,7 @@ class Residency:
 
     def fits(self, places: Iterable[Place]) -> bool:
         """Whether the units of some parameters fit into memory together."""
-        sizes = [home.slot_bytes for home in self._homes(places) if not home.held]
+        sizes = [home.slot_bytes for home in self._homes(places) if not home.in_ram]
         return all(sizes.count(size) <= self._limits.slots.get(size, 0) for size in set(sizes))
 
     @contextmanager

@@ -187,7 +187,7 @@ class ResidentUnits:
         self.home_of: dict[str, Home] = {}
         self.order = Order()
         # Indices of units in the RAM tier: they are always in memory.
-        self._held: set[int] = set()
+        self._ram_tier: set[int] = set()
         self.closed: str | None = None
         self.written: set[str] = set()
         self.counters = {"fetches": 0, "hits": 0, "adopted": 0, "evictions": 0}
@@ -195,13 +195,13 @@ class ResidentUnits:
         # The unit that is asked for right now: not to be evicted for one that comes later.
         self._current: Home | None = None
 
-    def add(self, name: str, places: list[Place], nbytes: int, *, pinned: bool, held: bool = False) -> None:
+    def add(self, name: str, places: list[Place], nbytes: int, *, pinned: bool, in_ram: bool = False) -> None:
         """Take charge of a unit of so many bytes."""
-        slot_bytes = 0 if held else next((size for size in self._classes if size >= nbytes), nbytes)
-        home = Home(len(self.homes), name, nbytes, slot_bytes, pinned=pinned, held=held, places=places)
+        slot_bytes = 0 if in_ram else next((size for size in self._classes if size >= nbytes), nbytes)
+        home = Home(len(self.homes), name, nbytes, slot_bytes, pinned=pinned, in_ram=in_ram, places=places)
         self.homes.append(home)
-        if held:
-            self._held.add(home.index)
+        if in_ram:
+            self._ram_tier.add(home.index)
         self.home_of.update((place.name, home) for place in places)
 
     def require_open(self) -> None:
@@ -217,7 +217,7 @@ class ResidentUnits:
             self.require_open()
             self._current = home
             self.order.went_to(home.index)
-            if home.held and home.is_stale(self._memory.held_epoch):
+            if home.in_ram and home.is_stale(self._memory.ram_tier_epoch):
                 self.evict(home)
             if home.base is None:
                 self._bring(home)
@@ -231,12 +231,12 @@ class ResidentUnits:
 
     def _bring(self, home: Home) -> None:
         """Have the bytes of a unit in memory; an interrupt leaves one that is brought again."""
-        if home.held:
+        if home.in_ram:
             # Read first: bytes that become stale in between are brought again.
-            epoch = self._memory.held_epoch
-            held = self._memory.held(home.name)
-            self._at[held.data_ptr()] = (home, home.version)
-            home.stand(held, epoch)
+            epoch = self._memory.ram_tier_epoch
+            values = self._memory.values_in_ram(home.name)
+            self._at[values.data_ptr()] = (home, home.version)
+            home.stand(values, epoch)
             return
         if home.state is Bytes.AWAY:
             if self._adopt(home):
@@ -272,9 +272,9 @@ class ResidentUnits:
         # Farther ones, too, where no unit has to leave for them that this step uses again: embeddings and LM heads have
         # slots of their own. The drive should not wait until they are next.
         near = self._limits.lookahead
-        if len(self._held) == len(self.homes):
+        if len(self._ram_tier) == len(self.homes):
             return
-        for count, index in enumerate(self.order.ahead(near + _FARTHER if near else 0, self._held)):
+        for count, index in enumerate(self.order.ahead(near + _FARTHER if near else 0, self._ram_tier)):
             home = self.homes[index]
             if home.bound or home.state is not Bytes.AWAY or is_useless(home, self.order) or self._adopt(home):
                 # One that is useless now is read when the commit has made its values new.
@@ -336,7 +336,7 @@ class ResidentUnits:
 
     def holders_of_room(self, home: Home, here: int) -> set[int]:
         """The other threads whose modules hold all memory for a unit; none where it has memory, or can have some."""
-        if home.held or home.base is not None or self._arena.free_slots(home.nbytes):
+        if home.in_ram or home.base is not None or self._arena.free_slots(home.nbytes):
             return set()
         if victim_for(home, self.homes, self.order, None, must=True) is not None:
             return set()
@@ -383,7 +383,7 @@ class ResidentUnits:
                 self.written.update(written)
                 home.note_written()
                 # A write to one through its storage may have reached all of them.
-                for place in home.places if home.held else ():
+                for place in home.places if home.in_ram else ():
                     self._memory.spoil(place.name)
                 self.evict(home)
                 home.forget()
@@ -400,7 +400,7 @@ class ResidentUnits:
         """Release bytes that nothing uses: updates may have been rejected because these are not of the last commit."""
         with self._lock:
             for home in self.homes:
-                if not (home.held or home.bound):
+                if not (home.in_ram or home.bound):
                     self.evict(home)
                     home.forget()
 
@@ -417,7 +417,7 @@ class ResidentUnits:
         with self._lock:
             home = self.home_of[place.name]
             # The engine has the values of the RAM tier.
-            return None if home.base is None or home.held else place.view(home.base)
+            return None if home.base is None or home.in_ram else place.view(home.base)
 
     def home_at(self, address: int) -> tuple[Home, int] | None:
         """The unit whose bytes begin at an address, and their version."""

@@ -54,7 +54,7 @@ class Home:
     the state comes last: an interrupt in it leaves the unit as it was, to be brought again.
 
     Attributes:
-        held: its values are in memory for the whole run, so that it has no place in the arena.
+        in_ram: its values are in memory for the whole run, so that it has no place in the arena.
         places: its parameters.
         state: where its bytes are.
         base: the bytes in memory; None while they are on storage or being read.
@@ -71,8 +71,8 @@ class Home:
         "_views",
         "base",
         "bound",
-        "held",
         "holders",
+        "in_ram",
         "index",
         "name",
         "nbytes",
@@ -94,7 +94,7 @@ class Home:
         slot_bytes: int,
         *,
         pinned: bool,
-        held: bool = False,
+        in_ram: bool = False,
         places: Sequence[Place] = (),
     ) -> None:
         """`slot_bytes` is the size of the arena's places that it may have."""
@@ -103,7 +103,7 @@ class Home:
         self.nbytes = nbytes
         self.slot_bytes = slot_bytes
         self.pinned = pinned
-        self.held = held
+        self.in_ram = in_ram
         self.places = places
         self.state = Bytes.AWAY
         self.base: torch.Tensor | None = None
@@ -112,7 +112,7 @@ class Home:
         self._into: torch.Tensor | None = None
         self._views: list[torch.Tensor] | None = None
         self.weak: tuple[StorageWeakRef, int] | None = None
-        # The epoch of the store from which it was taken, where it is held.
+        # The epoch of the store from which it was taken, where it is in the RAM tier.
         self._epoch = -1
         self.version = 0
         self.trained = False
@@ -160,7 +160,7 @@ class Home:
         return True
 
     def stand(self, base: torch.Tensor, epoch: int) -> None:
-        """The bytes are where they are held, as the last commit of this epoch of the store left them."""
+        """The bytes are where they are in RAM, as the last commit of this epoch of the store left them."""
         self.base, self._epoch = base, epoch
         self._move("stand")
 
@@ -174,7 +174,7 @@ class Home:
         self._move("leave")
 
     def is_stale(self, epoch: int) -> bool:
-        """Whether a step alone has changed the bytes where they are held, as of an epoch of the store."""
+        """Whether a step alone has changed the bytes where they are in RAM, as of an epoch of the store."""
         return self.state is Bytes.IN_PLACE and self._epoch != epoch
 
     # --- its values --------------------------------------------------------------------
@@ -183,7 +183,7 @@ class Home:
         """A commit has changed the values on storage: the bytes in memory are old."""
         self.version += 1
         self.trained = True
-        if self.held:
+        if self.in_ram:
             # They were updated where they lie, as by an optimizer in place: a graph that saved a view is refused.
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 for place in self.places:

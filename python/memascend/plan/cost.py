@@ -82,7 +82,7 @@ class Host:
     # for each other at the end of each operation.
     shared: bool
     link: float | None = None  # bytes a second between host and device, each way; None where the host computes
-    held_threads: int | None = None  # that share the update of the RAM tier; None: as many
+    ram_tier_threads: int | None = None  # that share the update of the RAM tier; None: as many
 
 
 # Defaults of one thread's seconds for AdamW on a parameter, and for the checksum of a byte. Measured on a server's
@@ -90,7 +90,7 @@ class Host:
 _UPDATE_SECONDS, _CHECK_SECONDS = 1.1e-9, 0.03e-9
 # The default number of threads that share the update of the RAM tier. The update moves 26 bytes for a parameter; more
 # threads would wait for the memory of a desktop.
-_HELD_THREADS = 4
+_IN_RAM_THREADS = 4
 
 
 def assumed_host(link: float | None, *, threads: int = 1, shared: bool = False) -> Host:
@@ -101,7 +101,7 @@ def assumed_host(link: float | None, *, threads: int = 1, shared: bool = False) 
         threads=threads,
         shared=shared,
         link=link,
-        held_threads=threads if shared else max(threads, _HELD_THREADS),
+        ram_tier_threads=threads if shared else max(threads, _IN_RAM_THREADS),
     )
 
 
@@ -139,17 +139,17 @@ def phases(plan: Plan, work: Work, drive: Drive, host: Host) -> list[Phase]:
     added = spilled * (times - 1)
     back_link, back_read = back * times + work.carried, backward_read * times + work.stored
     # The RAM tier waits for step() in every mode, and all threads share its update.
-    streamed = host.update * (1 - plan.held_part)
-    together = host.held_threads or host.threads
+    streamed = host.update * (1 - plan.ram_tier_part)
+    together = host.ram_tier_threads or host.threads
     # Its values are checked before the update, and have new checksums after it.
-    checked = 2 * plan.held_part * sum(unit.nbytes - unit.frozen_bytes for unit in plan.units) * host.check
+    checked = 2 * plan.ram_tier_part * sum(unit.nbytes - unit.frozen_bytes for unit in plan.units) * host.check
     in_step = {"update": (host.update - streamed + checked) / together}
-    if plan.held_part and not plan.log_steps:
+    if plan.ram_tier_part and not plan.log_steps:
         # Without a log step() writes it, too.
-        through = int(update_written * plan.held_part)
+        through = int(update_written * plan.ram_tier_part)
         update_written -= through
         in_step["disk"] = drive.seconds(0, through)
-    held = [Phase(name="step()", parts=in_step)] if plan.held_part else []
+    at_step = [Phase(name="step()", parts=in_step)] if plan.ram_tier_part else []
     to, fro = (None, None) if work.exchanged is None else (part * times for part in work.exchanged)
     speeds = _Speeds(drive, host)
     link, disk = (into * times, work.carried), (forward_read * times, work.stored)
@@ -160,17 +160,17 @@ def phases(plan: Plan, work: Work, drive: Drive, host: Host) -> list[Phase]:
         disk = (back_read + added, spilled * times)
         backward = _beside(speeds.phase("backward", work.backward * computed, link, disk), fro)
         update = speeds.phase("update", 0.0, (0, 0), (update_read, update_written), streamed)
-        return [forward, backward, update, *held]
+        return [forward, backward, update, *at_step]
     disk = (back_read + update_read, update_written)
     last = speeds.phase("backward and update", work.backward * computed, link, disk, streamed)
     # The gradient of the forward's first unit comes last: its part in all streamed updates.
-    streams = [0.0 if unit.name in plan.held_units else _trained(unit) for unit in plan.units]
+    streams = [0.0 if unit.name in plan.ram_tier_units else _trained(unit) for unit in plan.units]
     part = streams[0] / sum(streams) if any(streams) else 0.0
     tail = max(drive.seconds(update_read * part, update_written * part), streamed * part / host.threads)
     if host.shared:
         # The model has finished before the tail.
         last = replace(last, parts={**last.parts, "compute": last.parts["compute"] - streamed * part / host.threads})
-    return [forward, _beside(replace(last, tail=tail), fro), *held]
+    return [forward, _beside(replace(last, tail=tail), fro), *at_step]
 
 
 def _trained(unit: Unit) -> float:
@@ -232,7 +232,9 @@ def drive_days(written: int, step_seconds: float, endurance: float) -> float | N
 def moves(plan: Plan) -> str:
     """One line about the RAM tier, and the bytes of a step with this and with more memory."""
     moved = f"a step moves {bytes_shown(plan.moved_bytes)}"
-    if plan.held:
-        moved = f"{len(plan.held)} parameters are kept in RAM, and {moved} instead of {bytes_shown(plan.without.total)}"
+    if plan.ram_tier:
+        moved = (
+            f"{len(plan.ram_tier)} parameters are kept in RAM, and {moved} instead of {bytes_shown(plan.without.total)}"
+        )
     more = [f"{budget} ({bytes_shown(budget)}): {bytes_shown(other.total)}" for budget, other in plan.larger.items()]
     return f"{moved}; with host_memory={', '.join(more)}" if more else moved

@@ -148,18 +148,18 @@ class Requirements:
         """The values of a unit on storage, and in a lease."""
         return self.sizes.unit_bytes.get(unit.name, unit.nbytes)
 
-    def entry_bytes(self, name: str) -> tuple[int, int]:
+    def record_bytes(self, name: str) -> tuple[int, int]:
         """The values and the state of a record."""
-        return self.sizes.entry_bytes.get(name, (0, 0))
+        return self.sizes.record_bytes.get(name, (0, 0))
 
-    def sum_entries(self, names: Iterable[str]) -> tuple[int, int]:
+    def sum_records(self, names: Iterable[str]) -> tuple[int, int]:
         """The values of these records, and their state."""
-        sizes = [self.entry_bytes(name) for name in names]
+        sizes = [self.record_bytes(name) for name in names]
         return sum(values for values, _ in sizes), sum(state for _, state in sizes)
 
 
 @dataclass(frozen=True)
-class Held:
+class RamTier:
     """The RAM tier: records whose values and state are read once, and whose gradients wait in memory."""
 
     names: tuple[str, ...] = ()  # of the records
@@ -181,17 +181,17 @@ class Held:
         return self.nbytes + self.gradients
 
 
-_NOTHING = Held()
+_NOTHING = RamTier()
 
 
-def choose_held(run: Requirements, room: int | None) -> Held:
+def choose_in_ram(run: Requirements, room: int | None) -> RamTier:
     """Choose whole records for the RAM tier within `room` bytes, the first units' first; None: all of them."""
     names: list[str] = []
     by_unit: Counter[str] = Counter()
     nbytes = gradients = 0
     for unit in run.units:
         for name in unit.parameters:
-            own = sum(run.entry_bytes(name))
+            own = sum(run.record_bytes(name))
             # In "ram" mode all gradients have memory already.
             waits = 0 if run.gradients == "ram" else run.gradient_bytes.get(name, 0)
             fits = room is None or nbytes + gradients + own + waits <= room
@@ -199,12 +199,12 @@ def choose_held(run: Requirements, room: int | None) -> Held:
                 names.append(name)
                 nbytes += own
                 gradients += waits
-                by_unit[unit.name] += run.entry_bytes(name)[0]
+                by_unit[unit.name] += run.record_bytes(name)[0]
     # A device computes with units in its own memory.
     here = [] if run.staging is not None else run.units
-    update, state = run.sum_entries(name for name in names if name in run.gradient_bytes)
+    update, state = run.sum_records(name for name in names if name in run.gradient_bytes)
     logged = () if run.log is None else tuple(name for name in names if name in run.log.names)
-    return Held(
+    return RamTier(
         names=tuple(names),
         nbytes=nbytes,
         gradients=gradients,
@@ -213,7 +213,7 @@ def choose_held(run: Requirements, room: int | None) -> Held:
         update=update,
         state=state,
         logged=logged,
-        logged_bytes=(*run.sum_entries(logged), sum(run.gradient_bytes.get(name, 0) for name in logged)),
+        logged_bytes=(*run.sum_records(logged), sum(run.gradient_bytes.get(name, 0) for name in logged)),
     )
 
 
@@ -234,10 +234,10 @@ class Reads:
 class MemoryPlanner:
     """Makes splits of memory for one run."""
 
-    def __init__(self, run: Requirements, held: Held = _NOTHING) -> None:
-        """`held` is the RAM tier, beside the memory of units, updates and gradients; its whole units need no slot."""
+    def __init__(self, run: Requirements, ram_tier: RamTier = _NOTHING) -> None:
+        """`ram_tier` comes beside the memory of units, updates and gradients; its whole units need no slot."""
         self.run = run
-        self.held = held
+        self.ram_tier = ram_tier
         self.order = forward_order(run.units)
         # The comfortable queue: the largest gradient is in its update while those of one block arrive.
         counts = Counter(run.bytes_of(unit) for unit in run.units if not unit.pinned)
@@ -271,7 +271,7 @@ class MemoryPlanner:
             "whole parameters": run.whole_bytes,
             "activations": arena_bytes(run.activation_chunks),
         }
-        host |= _held_owners(self.held)
+        host |= _ram_tier_owners(self.ram_tier)
         return MemorySplit(window, chunks, queue_bytes, classes, host, device)
 
     def _by_class(self, classes: Mapping[int, int]) -> dict[int, tuple[list[Unit], int]]:
@@ -287,7 +287,7 @@ class MemoryPlanner:
             if unit.pinned:
                 left[class_of(unit)] -= 1
         for unit in self.order:
-            if unit.name not in self.held.units:
+            if unit.name not in self.ram_tier.units:
                 members[class_of(unit)].append(unit)
         return {bound: (members[bound], left[bound]) for bound in bounds}
 
@@ -295,13 +295,13 @@ class MemoryPlanner:
         """The reads of a step with these slots."""
 
         def bytes_of(unit: Unit) -> int:
-            return max(0, self.run.bytes_of(unit) - self.held.values.get(unit.name, 0))
+            return max(0, self.run.bytes_of(unit) - self.ram_tier.values.get(unit.name, 0))
 
         # A pinned unit is read again after a commit that changed it.
         pinned = [unit for unit in self.run.units if unit.pinned]
         forward = sum(bytes_of(unit) for unit in pinned if unit.frozen_bytes < unit.nbytes)
         backward = 0
-        resident = {unit.name for unit in pinned} | self.held.units
+        resident = {unit.name for unit in pinned} | self.ram_tier.units
         for members, slots in self._by_class(classes).values():
             ahead, back = count_reads(members, slots)
             for unit in {unit.name: unit for unit in members}.values():
@@ -349,8 +349,8 @@ class MemoryPlanner:
         return total(slots) - total(more)
 
 
-def _held_owners(held: Held) -> dict[str, int]:
-    owners = {"held entries": held.nbytes, "held gradients": held.gradients}
+def _ram_tier_owners(ram_tier: RamTier) -> dict[str, int]:
+    owners = {"records in RAM": ram_tier.nbytes, "gradients in RAM": ram_tier.gradients}
     return {owner: nbytes for owner, nbytes in owners.items() if nbytes}
 
 
@@ -431,21 +431,21 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
         # Activations get the rest of the budget first.
         more = (budget - chosen.host_peak) // run.group_bytes
         chosen = chosen.with_activations(chosen.activation_groups + more, run.group_bytes)
-    held, everything = choose_held(run, budget - chosen.host_peak), choose_held(run, None)
-    holding, chosen = MemoryPlanner(run, held), replace(chosen, host={**chosen.host, **_held_owners(held)})
+    ram_tier, everything = choose_in_ram(run, budget - chosen.host_peak), choose_in_ram(run, None)
+    holding, chosen = MemoryPlanner(run, ram_tier), replace(chosen, host={**chosen.host, **_ram_tier_owners(ram_tier)})
     if run.staging is None and chosen.host_peak >= comfortable.host_peak:
         chosen = holding.widened(chosen, budget)
     now = holding.count_reads(chosen.classes)
-    moved = _traffic(run, chosen, now, held)
-    log_steps, log_bytes = (0, 0) if run.log is None else run.log.plan(held.logged)
+    moved = _traffic(run, chosen, now, ram_tier)
+    log_steps, log_bytes = (0, 0) if run.log is None else run.log.plan(ram_tier.logged)
     larger = [comfortable.host_peak + everything.room * part // _PARTS for part in range(1, _PARTS + 1)]
     return Plan(
         **vars(chosen),
         units=tuple(run.units),
         gradients=run.gradients,
         resident=now.resident,
-        held=held.names,
-        held_units=held.units,
+        ram_tier=ram_tier.names,
+        ram_tier_units=ram_tier.units,
         device_budget=0 if run.staging is None else device_budget,
         device_smallest=device_smallest,
         device_comfortable=comfortable.device_peak,
@@ -454,19 +454,19 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
         smallest=smallest,
         comfortable=comfortable.host_peak,
         ample=ample.host_peak,
-        all_held=comfortable.host_peak + everything.room,
+        all_in_ram=comfortable.host_peak + everything.room,
         disk_bytes=run.sizes.total_bytes,
-        logged=held.logged,
-        logged_bytes=held.logged_bytes,
+        logged=ram_tier.logged,
+        logged_bytes=ram_tier.logged_bytes,
         log_steps=log_steps,
         log_bytes=log_bytes,
-        log_wanted=0 if run.log is None else run.log.wanted(held.logged),
+        log_wanted=0 if run.log is None else run.log.wanted(ram_tier.logged),
         read_bytes=moved.read,
         written_bytes=moved.written,
-        held_part=moved.held,
+        ram_tier_part=moved.ram_tier,
         without=_traffic_with(run, comfortable, _NOTHING),
         larger={
-            nbytes: _traffic_with(run, comfortable, choose_held(run, nbytes - comfortable.host_peak))
+            nbytes: _traffic_with(run, comfortable, choose_in_ram(run, nbytes - comfortable.host_peak))
             for nbytes in larger
             if nbytes > budget
         },
@@ -474,9 +474,9 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
     )
 
 
-def _traffic_with(run: Requirements, comfortable: MemorySplit, held: Held) -> Traffic:
-    reads = MemoryPlanner(run, held).count_reads(comfortable.classes)
-    return _traffic(run, comfortable, reads, held)
+def _traffic_with(run: Requirements, comfortable: MemorySplit, ram_tier: RamTier) -> Traffic:
+    reads = MemoryPlanner(run, ram_tier).count_reads(comfortable.classes)
+    return _traffic(run, comfortable, reads, ram_tier)
 
 
 def _require_room(
@@ -507,26 +507,26 @@ def _owners_shown(split: Mapping[str, int]) -> str:
     return ", ".join(f"{owner} {bytes_shown(nbytes)}" for owner, nbytes in ranked if nbytes)
 
 
-def _traffic(run: Requirements, chosen: MemorySplit, reads: Reads, held: Held) -> Traffic:
+def _traffic(run: Requirements, chosen: MemorySplit, reads: Reads, ram_tier: RamTier) -> Traffic:
     trained = sum(run.bytes_of(unit) - unit.frozen_bytes for unit in run.units)
     # Below the comfortable window, a unit may be evicted before its update is done.
     evicted = chosen.window < 2 or run.gradients in ("ssd", "ram")
     updates_read = run.update_values == "read" or (run.update_values == "resident" and evicted)
     state = run.sizes.slot_bytes - sum(run.sizes.unit_bytes.values())
-    waiting = sum(run.gradient_bytes.get(name, 0) for name in held.names)
+    waiting = sum(run.gradient_bytes.get(name, 0) for name in ram_tier.names)
     spilled = max(0, run.all_gradients - waiting) if run.gradients == "ssd" else 0
     read = {
         "values, forward": reads.forward,
         "values, backward": reads.backward,
-        "values, update": trained - held.update if updates_read else 0,
-        "state": state - held.state,
+        "values, update": trained - ram_tier.update if updates_read else 0,
+        "state": state - ram_tier.state,
         "gradients": spilled,
     }
-    spared = (held.update, held.state) if run.applies else (0, 0)
+    spared = (ram_tier.update, ram_tier.state) if run.applies else (0, 0)
     whole = {"values": trained - spared[0], "state": state - spared[1], "gradients": spilled}
-    written = with_log(whole, held.logged_bytes, 0 if run.log is None else run.log.plan(held.logged)[0])
+    written = with_log(whole, ram_tier.logged_bytes, 0 if run.log is None else run.log.plan(ram_tier.logged)[0])
     return Traffic(
         {kind: nbytes for kind, nbytes in read.items() if nbytes},
         {kind: nbytes for kind, nbytes in written.items() if nbytes},
-        held.update / trained if trained else 0.0,
+        ram_tier.update / trained if trained else 0.0,
     )

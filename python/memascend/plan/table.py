@@ -20,7 +20,7 @@ class Traffic:
 
     read: dict[str, int]  # by kind
     written: dict[str, int]  # by kind
-    held: float = 0.0  # the part of trained values in the RAM tier: updated in `step()`, and not as they stream
+    ram_tier: float = 0.0  # the part of trained values in the RAM tier: updated in `step()`, and not as they stream
 
     @property
     def total(self) -> int:
@@ -102,13 +102,13 @@ class Plan(MemorySplit):
     resident: frozenset[str]
     # The names of the records in the RAM tier. Their values and state stay in host memory and are read once; their
     # gradients wait there for `step()`.
-    held: tuple[str, ...]
-    held_units: frozenset[str]  # the units whose values are all there: modules compute with them in place
+    ram_tier: tuple[str, ...]
+    ram_tier_units: frozenset[str]  # the units whose values are all there: modules compute with them in place
     budget: int  # the limit in force
     smallest: int  # the smallest budget that works
     comfortable: int  # the smallest budget that keeps disk and compute busy
     ample: int  # the comfortable budget with a slot for every unit; such a budget fills the RAM tier first
-    all_held: int  # the budget that keeps all records in RAM, above which more memory saves nothing
+    all_in_ram: int  # the budget that keeps all records in RAM, above which more memory saves nothing
     # Likewise on the device; the budget is 0 where the host computes.
     device_budget: int
     device_smallest: int
@@ -118,7 +118,7 @@ class Plan(MemorySplit):
     disk_bytes: int  # the store, with both slots
     read_bytes: dict[str, int]  # per step, by kind
     written_bytes: dict[str, int]  # per step, by kind
-    held_part: float  # the part of trained values in the RAM tier
+    ram_tier_part: float  # the part of trained values in the RAM tier
     without: Traffic  # of a step without a RAM tier
     larger: dict[int, Traffic]  # of a step by larger budgets, up to the one that keeps all records in RAM
     # Records in the RAM tier whose gradients go to the log, instead of their values and state each step: their names,
@@ -152,14 +152,14 @@ class Plan(MemorySplit):
 
     def moving(self, traffic: Traffic) -> Plan:
         """The plan with other traffic."""
-        return replace(self, read_bytes=traffic.read, written_bytes=traffic.written, held_part=traffic.held)
+        return replace(self, read_bytes=traffic.read, written_bytes=traffic.written, ram_tier_part=traffic.ram_tier)
 
     def larger_budget(self, nbytes: int) -> int:
         """A budget that works where the model binds more units at once than planned: with memory for all units.
 
         A plan that has that already gets `nbytes` more, for memory that user code keeps beyond the units.
         """
-        now, most = (self.device_budget, self.device_ample) if self.device else (self.budget, self.all_held)
+        now, most = (self.device_budget, self.device_ample) if self.device else (self.budget, self.all_in_ram)
         return most if most > now else now + nbytes
 
     def with_added(self, slots: Mapping[int, int], nbytes: int) -> Plan:
@@ -186,9 +186,9 @@ class Plan(MemorySplit):
         for name in ("host_peak", "device_peak", "whole_bytes", "saved_bytes"):
             plain[name] = getattr(self, name)
         plain["classes"] = [{"bytes": nbytes, "count": count} for nbytes, count in sorted(self.classes.items())]
-        plain["held_units"] = sorted(self.held_units)
+        plain["ram_tier_units"] = sorted(self.ram_tier_units)
         plain["larger"] = [
-            {"budget": nbytes, "moved_bytes": moved.total, "held_part": moved.held}
+            {"budget": nbytes, "moved_bytes": moved.total, "ram_tier_part": moved.ram_tier}
             for nbytes, moved in self.larger.items()
         ]
         plain["without"] = {"moved_bytes": self.without.total}
@@ -270,8 +270,8 @@ def _note(plan: Plan, owner: str) -> str:
         "gradients": "all of them" if plan.gradients == "ram" else "that wait for their update",
         "activations": stay if plan.activation_groups else through,
         "whole parameters": "one is updated while the next is read" if plan.whole_next_bytes else "",
-        "held entries": f"{len(plan.held)} parameters with their state: read once",
-        "held gradients": "of those, until step()",
+        "records in RAM": f"{len(plan.ram_tier)} parameters with their state: read once",
+        "gradients in RAM": "of those, until step()",
         "unit staging": "pinned, on the way to the device",
         "gradient windows": "pinned, on the way from the device",
     }.get(owner, "")

@@ -86,10 +86,10 @@ class ModuleTree:
             if prefix + name in self.modules:
                 yield prefix + name
 
-    def claim(self, pieces: Iterable[UnitDraft]) -> None:
+    def claim(self, extents: Iterable[UnitDraft]) -> None:
         """Mark the parameters of these drafts as claimed."""
-        for piece in pieces:
-            self.claimed.update(piece.parameters)
+        for extent in extents:
+            self.claimed.update(extent.parameters)
 
     def bytes_of(self, parameters: Iterable[str]) -> int:
         """Bytes of parameters, without padding."""
@@ -104,13 +104,13 @@ class ModuleTree:
         return None if isinstance(self.modules[module], _UNCALLED) else module
 
 
-def note_ties(tree: ModuleTree, pieces: Sequence[UnitDraft]) -> None:
+def note_ties(tree: ModuleTree, extents: Sequence[UnitDraft]) -> None:
     """Note in the drafts where tied parameters are used again, and which units are bound around each use.
 
     A tied parameter is used after the unit whose parameters are registered before that place.
     """
-    unit_of = {id(tree.parameters[name]): piece for piece in pieces for name in piece.parameters}
-    bound_in = _bound_in(tree, pieces, unit_of)
+    unit_of = {id(tree.parameters[name]): extent for extent in extents for name in extent.parameters}
+    bound_in = _bound_in(tree, extents, unit_of)
     before: UnitDraft | None = None
     for name, parameter in tree.model.named_parameters(remove_duplicate=False):
         here = unit_of[id(parameter)]
@@ -125,15 +125,15 @@ def note_ties(tree: ModuleTree, pieces: Sequence[UnitDraft]) -> None:
 
 
 def _bound_in(
-    tree: ModuleTree, pieces: Sequence[UnitDraft], unit_of: Mapping[int, UnitDraft]
+    tree: ModuleTree, extents: Sequence[UnitDraft], unit_of: Mapping[int, UnitDraft]
 ) -> Callable[[str], Iterable[UnitDraft]]:
     """A function that gives the units that are bound while a module computes, by the module's name."""
     # By id: a module with several names is one module, called by any of them.
     modules = dict(tree.model.named_modules(remove_duplicate=False))
     own: dict[int, dict[UnitDraft, None]] = {}
-    for piece in pieces:
-        if piece.module is not None:
-            own.setdefault(id(tree.modules[piece.module]), {})[piece] = None
+    for extent in extents:
+        if extent.module is not None:
+            own.setdefault(id(tree.modules[extent.module]), {})[extent] = None
     for name, parameter in tree.model.named_parameters(remove_duplicate=False):
         owner = tree.owner(name)
         # A list of parameters is never called: the module that owns the list binds them.
@@ -145,7 +145,7 @@ def _bound_in(
         names = [module]
         while names[-1]:
             names.append(tree.owner(names[-1]))
-        return dict.fromkeys(piece for name in reversed(names) for piece in own.get(id(modules[name]), ()))
+        return dict.fromkeys(extent for name in reversed(names) for extent in own.get(id(modules[name]), ()))
 
     return bound_in
 
@@ -189,20 +189,20 @@ def find_units(
     """
     tree = ModuleTree(model)
     bound = max(_BOUND_BYTES, tree.largest_owner) if bytes_max is None else bytes_max
-    pieces = [UnitDraft(name, tree.below(name), tree.called(name)) for name in _checked(tree, units or ())]
-    tree.claim(pieces)
+    extents = [UnitDraft(name, tree.below(name), tree.called(name)) for name in _checked(tree, units or ())]
+    tree.claim(extents)
     blocks = list(_blocks(tree, ""))
     tree.claim(blocks)
     # Of the other modules, one that is no larger than a block stays whole.
-    limit = max([tree.bytes_of(piece.parameters) for piece in (*pieces, *blocks)], default=tree.largest_owner)
+    limit = max([tree.bytes_of(extent.parameters) for extent in (*extents, *blocks)], default=tree.largest_owner)
     leftovers = list(_leftovers(tree, "", min(limit, bound)))
     rest = _small(tree, leftovers, limit)
-    leftovers = [piece for piece in leftovers if piece not in rest]
-    for piece in (*blocks, *leftovers):
-        pieces += _divided(tree, piece, bound)
+    leftovers = [extent for extent in leftovers if extent not in rest]
+    for extent in (*blocks, *leftovers):
+        extents += _divided(tree, extent, bound)
     if rest:
-        pieces.append(UnitDraft("rest", [name for piece in rest for name in piece.parameters], None, pinned=True))
-    return _ordered(tree, pieces)
+        extents.append(UnitDraft("rest", [name for extent in rest for name in extent.parameters], None, pinned=True))
+    return _ordered(tree, extents)
 
 
 def _checked(tree: ModuleTree, names: Sequence[str]) -> Sequence[str]:
@@ -278,23 +278,23 @@ def _leftovers(tree: ModuleTree, module: str, limit: int) -> Iterator[UnitDraft]
 def _small(tree: ModuleTree, leftovers: Sequence[UnitDraft], limit: int) -> list[UnitDraft]:
     """The leftovers that are kept resident: the smallest ones, up to a bound of their sum."""
     rest, total = [], 0
-    for piece in sorted(leftovers, key=lambda piece: tree.bytes_of(piece.parameters)):
-        nbytes = tree.bytes_of(piece.parameters)
+    for extent in sorted(leftovers, key=lambda extent: tree.bytes_of(extent.parameters)):
+        nbytes = tree.bytes_of(extent.parameters)
         total += nbytes
         if nbytes * _SMALL_PART > limit or total * _REST_PART > limit:
             break
-        rest.append(piece)
+        rest.append(extent)
     return rest
 
 
-def _divided(tree: ModuleTree, piece: UnitDraft, bound: int) -> list[UnitDraft]:
+def _divided(tree: ModuleTree, extent: UnitDraft, bound: int) -> list[UnitDraft]:
     """The draft, or where it is larger than `bound` its parts, the small ones together."""
-    if tree.bytes_of(piece.parameters) <= bound:
-        return [piece]
+    if tree.bytes_of(extent.parameters) <= bound:
+        return [extent]
     parts: list[UnitDraft] = []
     packed: UnitDraft | None = None
     packed_bytes = 0
-    for part in _parts(tree, piece, bound):
+    for part in _parts(tree, extent, bound):
         nbytes = tree.bytes_of(part.parameters)
         if nbytes * _SMALL_PART > bound:
             parts.append(part)
@@ -309,50 +309,50 @@ def _divided(tree: ModuleTree, piece: UnitDraft, bound: int) -> list[UnitDraft]:
     return parts
 
 
-def _parts(tree: ModuleTree, piece: UnitDraft, bound: int) -> Iterator[UnitDraft]:
+def _parts(tree: ModuleTree, extent: UnitDraft, bound: int) -> Iterator[UnitDraft]:
     """Modules no larger than `bound`; a module's own parameters stay together, as its call binds all of them."""
     # A draft larger than the bound has the name of its module, and is that module or the parameters that it owns.
-    inside = set(piece.parameters)
-    direct = [name for name in piece.parameters if tree.owner(name) == piece.name]
-    if tree.bytes_of(piece.parameters) <= bound or len(direct) == len(piece.parameters):
-        yield piece
+    inside = set(extent.parameters)
+    direct = [name for name in extent.parameters if tree.owner(name) == extent.name]
+    if tree.bytes_of(extent.parameters) <= bound or len(direct) == len(extent.parameters):
+        yield extent
         return
     if direct:
-        yield UnitDraft(piece.name, direct, piece.module)
-    for child in tree.children(piece.name):
+        yield UnitDraft(extent.name, direct, extent.module)
+    for child in tree.children(extent.name):
         below = [name for name in tree.under[child] if name in inside]
         if below:
             yield from _parts(tree, UnitDraft(child, below, tree.called(child)), bound)
 
 
-def _ordered(tree: ModuleTree, pieces: list[UnitDraft]) -> tuple[Unit, ...]:
+def _ordered(tree: ModuleTree, extents: list[UnitDraft]) -> tuple[Unit, ...]:
     """Units in the order in which their parameters are registered, the head last."""
     head, index = _head(tree), {name: index for index, name in enumerate(tree.parameters)}
-    pieces.sort(key=lambda piece: (piece.parameters == head, min(index[name] for name in piece.parameters)))
+    extents.sort(key=lambda extent: (extent.parameters == head, min(index[name] for name in extent.parameters)))
     taken: set[str] = set()
-    for piece in pieces:
+    for extent in extents:
         # A module may be called "root" or "rest".
-        piece.name = piece.name or "root"
-        while piece.name in taken:
-            piece.name += "'"
-        taken.add(piece.name)
-    note_ties(tree, pieces)
+        extent.name = extent.name or "root"
+        while extent.name in taken:
+            extent.name += "'"
+        taken.add(extent.name)
+    note_ties(tree, extents)
     return tuple(
         Unit(
-            name=piece.name,
-            parameters=tuple(sorted(piece.parameters, key=index.__getitem__)),
-            nbytes=sum(whole_pages(tree.raw[name]) for name in piece.parameters),
-            module=piece.module,
-            pinned=piece.pinned,
-            again=tuple(piece.again),
-            around=tuple(piece.around),
-            around_again=tuple(piece.around_again),
+            name=extent.name,
+            parameters=tuple(sorted(extent.parameters, key=index.__getitem__)),
+            nbytes=sum(whole_pages(tree.raw[name]) for name in extent.parameters),
+            module=extent.module,
+            pinned=extent.pinned,
+            again=tuple(extent.again),
+            around=tuple(extent.around),
+            around_again=tuple(extent.around_again),
             frozen_bytes=sum(
-                whole_pages(tree.raw[name]) for name in piece.parameters if not tree.parameters[name].requires_grad
+                whole_pages(tree.raw[name]) for name in extent.parameters if not tree.parameters[name].requires_grad
             ),
-            elements=sum(tree.parameters[name].numel() for name in piece.parameters),
+            elements=sum(tree.parameters[name].numel() for name in extent.parameters),
         )
-        for piece in pieces
+        for extent in extents
     )
 
 

@@ -64,7 +64,7 @@ class Assembly:
                 place.unbind()
                 if place.name in subject.trained:
                     rule = subject.arithmetic.of(place.parameter)
-                    session.run.gradients.watch(place, rule, resources.store.entry(place.name)["step"])
+                    session.run.gradients.watch(place, rule, resources.store.record(place.name)["step"])
         if subject.sharding is not None:
             places = {place.name: place for home in session.run.residency.units.homes for place in home.places}
             subject.sharding.install(session.run.residency, places, session.run.gradients.heard_parts)
@@ -133,13 +133,13 @@ class Assembly:
         for unit in self.decision.plan.units:
             places = [
                 Place(
-                    self.subject.named[name], name, resources.store.entry(name)["unit_offset"], residency, self._device
+                    self.subject.named[name], name, resources.store.record(name)["unit_offset"], residency, self._device
                 )
                 for name in unit.parameters
             ]
             nbytes = self.decision.sizes.unit_bytes[unit.name]
-            held = unit.name in plan.held_units
-            residency.units.add(unit.name, places, nbytes, pinned=unit.pinned, held=held)
+            in_ram = unit.name in plan.ram_tier_units
+            residency.units.add(unit.name, places, nbytes, pinned=unit.pinned, in_ram=in_ram)
         index = {home.name: home.index for home in residency.units.homes}
         forward = [index[unit.name] for unit in forward_order(plan.units)]
         residency.units.order.expect(forward + forward[::-1])
@@ -163,17 +163,17 @@ class Assembly:
         options = subject.options
         figures = None if subject.sharding is None else subject.sharding.exchange
         loop = Loop(options.gradients, options.accumulation_steps, keeps=options.keeps, figures=figures)
-        held = frozenset(plan.held)
+        ram_tier = frozenset(plan.ram_tier)
         # With one unit in memory at a time, an update must not prevent its eviction.
         units = residency.units if plan.window > 1 and not plan.device else None
         return Gradients(
             engine=resources.units.engine(resources.engine),
             store=resources.store,
             units=units,
-            held=held,
+            ram_tier=ram_tier,
             scale=scale,
             loop=loop,
-            speculation=Speculation(loop, held),
+            speculation=Speculation(loop, ram_tier),
             norms=Norms(figures),
             residency=residency,
         )

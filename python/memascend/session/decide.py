@@ -1,4 +1,4 @@
-"""Decides units, store entries, files and the plan of a run from shapes alone; rejects models that cannot stream."""
+"""Decides units, store records, files and the plan of a run from shapes alone; rejects models that cannot stream."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from memascend.plan.options import Options
     from memascend.plan.table import Plan
     from memascend.plan.units import Unit
-    from memascend.storage import Entry, Store
+    from memascend.storage import Record, Store
 
 
 def file_of(path: str) -> Path:
@@ -304,7 +304,7 @@ class Subject:
 class Decision:
     """The layout of a run."""
 
-    entries: list[Entry]  # the parameter records of the store
+    records: list[Record]  # the parameter records of the store
     sizes: engines.Sizes  # their sizes there
     plan: Plan  # of memory
     network: Network | None = None  # the planned traffic of one of several ranks
@@ -315,8 +315,8 @@ class Decision:
         return sum(
             # "rest" is one half of a compact master, which counts whole.
             tensor.numel() * (4 if name == "rest" else tensor.element_size())
-            for entry in self.entries
-            for name, tensor in entry.state.items()
+            for record in self.records
+            for name, tensor in record.state.items()
         )
 
 
@@ -350,20 +350,20 @@ def decide(subject: Subject) -> Decision:
     options = subject.options
     sharding = subject.sharding
     units = find_units(subject.model, units=options.unit_names) if sharding is None else sharding.units()
-    entries = _entries(subject, units)
+    records = _records(subject, units)
     if subject.moves_activations and options.paths and not folders_of(options):
         raise ConfigError(
             f"the storage is a raw device: give offload(scratch=) a folder for activations={options.activations!r}"
         )
     devices = max(1, len(options.paths or ()))
-    sizes = engines.sizes(entries, optimizer=title_of(subject.original), devices=devices)
+    sizes = engines.sizes(records, optimizer=title_of(subject.original), devices=devices)
     empty = next((unit for unit in units if sizes.unit_bytes[unit.name] == 0), None)
     if empty is not None:
         raise ConfigError(
             f"{', '.join(empty.parameters)} has no elements, and stands alone: leave it out of the model, or put it "
             "into a module that has other parameters"
         )
-    wanted = _requirements(subject, units, entries, sizes)
+    wanted = _requirements(subject, units, records, sizes)
     plan = make_plan(wanted, budget=options.host_bytes, device_budget=options.device_bytes)
     if options.log_steps is not None and plan.log_steps < plan.log_wanted:
         # Only a number that was asked for is rejected; by default the log is as long as the space allows.
@@ -372,11 +372,11 @@ def decide(subject: Subject) -> Decision:
             f"there is no disk space beside the store for a gradient log of {options.log_steps} steps: {fits}; free "
             "disk space, or leave log_steps out"
         )
-    return Decision(entries=entries, sizes=sizes, plan=plan)
+    return Decision(records=records, sizes=sizes, plan=plan)
 
 
 def _requirements(
-    subject: Subject, units: tuple[Unit, ...], entries: list[Entry], sizes: engines.Sizes
+    subject: Subject, units: tuple[Unit, ...], records: list[Record], sizes: engines.Sizes
 ) -> Requirements:
     options, moves = subject.options, subject.moves_activations
     stays = moves and options.activations == "host"
@@ -394,25 +394,25 @@ def _requirements(
         gradient_bytes={name: subject.named[name].nbytes for name in subject.trained},
         streamed=subject.streamed.keys(),
         applies=subject.durability == "none",
-        log=_log(subject, entries, sizes),
+        log=_log(subject, records, sizes),
     )
 
 
-def _log(subject: Subject, entries: list[Entry], sizes: engines.Sizes) -> Log | None:
+def _log(subject: Subject, records: list[Record], sizes: engines.Sizes) -> Log | None:
     options = subject.options
     if subject.durability == "none":
         return None
     trained = {name: subject.named[name] for name in subject.trained}
     names = frozenset(name for name, one in trained.items() if subject.arithmetic.of(one).is_replayed)
-    nbytes = engines.log_bytes(entries)
+    nbytes = engines.log_bytes(records)
     # A raw device is the store's alone.
     shares = any(not Path(path).is_block_device() for path in options.paths or ())
     room = None if subject.unplaced else room_beside(options.paths, sizes.total_bytes)
     return Log(names, nbytes, options.log_steps, room, shares=shares)
 
 
-def _entries(subject: Subject, units: Sequence[Unit]) -> list[Entry]:
-    entries = []
+def _records(subject: Subject, units: Sequence[Unit]) -> list[Record]:
+    records = []
     sharding = subject.sharding
     firsts = {} if sharding is None or sharding.world_size == 1 else sharding.first_elements
     for unit in units:
@@ -420,8 +420,8 @@ def _entries(subject: Subject, units: Sequence[Unit]) -> list[Entry]:
             parameter = subject.named[name]
             trained = name in subject.trained
             meta = torch.empty_strided(parameter.shape, dense_strides(parameter), dtype=parameter.dtype, device="meta")
-            entries.append(
-                engines.Entry(
+            records.append(
+                engines.Record(
                     name=name,
                     values=meta,
                     state=subject.arithmetic.describe(parameter) if trained else {},
@@ -433,4 +433,4 @@ def _entries(subject: Subject, units: Sequence[Unit]) -> list[Entry]:
                     first_element=firsts.get(name),
                 )
             )
-    return entries + subject.buffers.entries(engines.Entry)
+    return records + subject.buffers.records(engines.Record)

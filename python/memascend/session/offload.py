@@ -213,10 +213,10 @@ def _prepared(subject: Subject, undo: contextlib.ExitStack) -> Assembly:
 
     opening = None if sharding is None else sharding.opening
     if opening is None:
-        store = open_store(subject, decision.entries)
+        store = open_store(subject, decision.records)
     else:
         earlier = None if subject.earlier is None else subject.earlier.identity
-        store, _ = opening.open(lambda _: open_store(subject, decision.entries), earlier)
+        store, _ = opening.open(lambda _: open_store(subject, decision.records), earlier)
     undo.callback(store.close)
     if store.created:
         # A failing call leaves no store behind.
@@ -239,7 +239,7 @@ def _begun(
 ) -> Assembly:
     """Fill a new store, or read the state of the run from an existing one."""
     options, plan = subject.options, decision.plan
-    store.hold(plan.held, registered=subject.device is not None)
+    store.hold(plan.ram_tier, registered=subject.device is not None)
     engine = engines.Engine(
         store,
         chunks=plan.chunks,
@@ -252,7 +252,7 @@ def _begun(
     end_log(store, engine)
     if options.resumes:
         first.prepare(created=store.created)
-    stored = first.write(engine, decision) if store.created else first.read(store, plan.held)
+    stored = first.write(engine, decision) if store.created else first.read(store, plan.ram_tier)
     subject.arithmetic.require_members(stored, f"the store at {store.info()['devices'][0]}")
     subject.arithmetic.take_seed(stored)
     groups, scheduled = subject.original.param_groups, options_set(stored)
@@ -276,7 +276,7 @@ def _resources(
     if subject.device is None:
         memory = HostUnits(store, plan.classes)
     else:
-        memory = DeviceUnits(store, subject.device, plan.classes, plan.held)
+        memory = DeviceUnits(store, subject.device, plan.classes, plan.ram_tier)
     undo.callback(memory.close)
     undo.callback(memory.stop)
     keeper = None

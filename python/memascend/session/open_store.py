@@ -106,7 +106,7 @@ def _is_at(file: str, path: str) -> bool:
 _log = logging.getLogger("memascend")
 
 
-def open_store(subject: Subject, entries: list[engines.Entry]) -> Store:
+def open_store(subject: Subject, records: list[engines.Record]) -> Store:
     """Open or make the store."""
     options = subject.options
     kind = title_of(subject.original)
@@ -114,14 +114,14 @@ def open_store(subject: Subject, entries: list[engines.Entry]) -> Store:
 
     def create(where: str | list[str]) -> Store:
         return engines.Store.create(
-            where, entries, optimizer=kind, existing=options.existing, durability=subject.durability, fill=False
+            where, records, optimizer=kind, existing=options.existing, durability=subject.durability, fill=False
         )
 
     if not paths:
         return temporary(create)
 
     def judge(store: Store) -> None:
-        difference = store.difference(entries, optimizer=kind)
+        difference = store.difference(records, optimizer=kind)
         if options.existing == "replace":
             if difference is not None:
                 raise ConfigError(
@@ -131,7 +131,7 @@ def open_store(subject: Subject, entries: list[engines.Entry]) -> Store:
                 )
             # The same lines again, as in a notebook.
             return
-        _require_format(store, entries)
+        _require_format(store, records)
         if difference is not None:
             raise ConfigError(
                 f"the store at {store.info()['devices'][0]} does not fit: {difference}; nothing was changed, and the "
@@ -148,7 +148,7 @@ def open_store(subject: Subject, entries: list[engines.Entry]) -> Store:
         if options.resumes:
             # Another format has a message of its own.
             with contextlib.suppress(StorageError), engines.Store.open(paths) as store:
-                _require_format(store, entries)
+                _require_format(store, records)
         raise
     if subject.sharding is None or subject.sharding.world_size == 1:
         _require_whole(store)
@@ -168,10 +168,10 @@ def _require_whole(store: Store) -> None:
         )
 
 
-def _require_format(store: Store, entries: list[engines.Entry]) -> None:
+def _require_format(store: Store, records: list[engines.Record]) -> None:
     """Reject a store with state in another format; the message says how to resume or convert it."""
-    there = options_of_formats(entry["format"] for entry in store.each_entry())
-    asked = options_of_formats(entry.format for entry in entries)
+    there = options_of_formats(record["format"] for record in store.each_record())
+    asked = options_of_formats(record.format for record in records)
     if there != asked:
         raise ConfigError(
             f"the store at {store.info()['devices'][0]} was made with {there}, and this call asks for {asked}: pass "
@@ -302,12 +302,12 @@ class FirstValues:
             engine.commit(source.step, user_state=source.user_state, hyperparameters=hyperparameters)
         return hyperparameters
 
-    def read(self, store: Store, held: Sequence[str]) -> dict[str, Any]:
+    def read(self, store: Store, ram_tier: Sequence[str]) -> dict[str, Any]:
         """Restore the buffers from a store, and read the RAM tier; returns the store's hyperparameters."""
         self._subject.buffers.restore(store)
-        if held:
+        if ram_tier:
             with Progress("reading parameters kept in RAM", 0) as progress:
-                store.refresh(held, progress.reached)
+                store.refresh(ram_tier, progress.reached)
         return _hyperparameters(store)
 
     def let_go(self) -> None:

@@ -69,7 +69,7 @@ class Report:
     object_bytes: int  # about the bytes of Python's and torch's objects for each parameter, which no budget limits
     read: dict[str, int]  # bytes by kind; "other" is the catalog, and values that were read out
     written: dict[str, int]  # bytes by kind; "first values" were written by `offload()` itself
-    held: int  # bytes that were taken from the RAM tier instead of being read
+    ram_tier: int  # bytes that were taken from the RAM tier instead of being read
     seconds: dict[str, float]  # by stage; stages overlap, so they do not add up to "wall"
     steps: int  # committed since `offload()` returned
     units: dict[str, int]  # how often a unit was read, was cached already, and was evicted
@@ -101,8 +101,8 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """All figures as JSON values. Some keys appear only where they apply.
 
-        "device": the host does not compute. "held" and "log": parameters are kept in RAM. "early": updates began before
-        `step()`. "ranks": there are several. "log" has "wanted" where it is shorter, and "unlogged" where that is
+        "device": the host does not compute. "ram_tier" and "log": some parameters are kept in RAM. "early": updates
+        began before `step()`. "ranks": there are several. "log" has "wanted" where it is shorter, "unlogged" where it is
         not 0.
         """
         found = {
@@ -115,8 +115,8 @@ class Report:
         }
         if self.device_torch is not None:
             found["device"] = {**_as_json(self.device, self.device_budget), "torch": asdict(self.device_torch)}
-        if self.held:
-            found["held"] = self.held
+        if self.ram_tier:
+            found["ram_tier"] = self.ram_tier
         if self.early:
             found["early"] = {"steps": self.early, "anew": self.anew}
         if self.ranks is not None:
@@ -166,9 +166,9 @@ class Report:
     def _kept_in_ram(self) -> list[str]:
         """Sentences about the RAM tier and its gradient log, where there are any."""
         said = []
-        if self.held:
-            each = f", {bytes_shown(self.held // self.steps)} for each step" if self.steps else ""
-            said.append(f"Parameters kept in RAM saved {bytes_shown(self.held)} of reads{each}.")
+        if self.ram_tier:
+            each = f", {bytes_shown(self.ram_tier // self.steps)} for each step" if self.steps else ""
+            said.append(f"Parameters kept in RAM saved {bytes_shown(self.ram_tier)} of reads{each}.")
         if self.log_steps:
             room = bytes_shown(self.log_bytes)
             less = f" (no disk space for {self.log_wanted})" if self.log_steps < self.log_wanted else ""
@@ -311,7 +311,7 @@ class Measurements:
             object_bytes=self.plan.object_bytes,
             read=read,
             written=written,
-            held=store["held_bytes"],
+            ram_tier=store["ram_tier_bytes"],
             log_steps=self.plan.log_steps,
             log_bytes=self.plan.log_bytes,
             log_wanted=self.plan.log_wanted,
@@ -371,14 +371,14 @@ class Measurements:
             "index": info["index_bytes"],
             "unaligned I/O": info["copy_bytes"],
             "whole parameters": min(staging, whole),
-            "held entries": 0 if resources.closed else self.plan.host.get("held entries", 0),
+            "records in RAM": 0 if resources.closed else self.plan.host.get("records in RAM", 0),
             "activations": 0 if resources.activations is None else resources.activations.host_bytes,
         }
         always = (*resources.units.host, "update staging", "catalog", "index")
         owners = {name: Owner(nbytes, nbytes) for name, nbytes in sizes.items() if nbytes or name in always}
-        if "held gradients" in self.plan.host:
+        if "gradients in RAM" in self.plan.host:
             # In "ram" mode these gradients are among all those that are kept.
-            owners["held gradients"] = Owner(counters["waiting"], counters["waiting_peak"])
+            owners["gradients in RAM"] = Owner(counters["waiting"], counters["waiting_peak"])
         if not self.plan.device:
             owners["gradients"] = self._gradients()
         return owners
@@ -415,14 +415,14 @@ class Measurements:
     def _in_memory(self, trained: Collection[str]) -> TorchBytes:
         """Values, gradients and state as torch has them: a compact master counts whole."""
         values = state = gradients = 0
-        for entry in self._resources.store.each_entry():
-            if entry["buffer"]:
+        for record in self._resources.store.each_record():
+            if record["buffer"]:
                 continue
-            nbytes = math.prod(entry["shape"]) * getattr(torch, entry["dtype"]).itemsize
+            nbytes = math.prod(record["shape"]) * getattr(torch, record["dtype"]).itemsize
             values += nbytes
-            if entry["name"] in trained:
+            if record["name"] in trained:
                 gradients += nbytes
-            for name, dtype, shape in entry["state"]:
+            for name, dtype, shape in record["state"]:
                 state += math.prod(shape) * (4 if name == "rest" else getattr(torch, dtype).itemsize)
         return TorchBytes(values, state, gradients)
 

@@ -54,11 +54,11 @@ class Resources:
                 # Its data is not needed any more.
                 self.store.give_up()
             else:
-                self._write_held()
+                self._write_in_ram()
         finally:
             self.store.close()
 
-    def _write_held(self) -> None:
+    def _write_in_ram(self) -> None:
         """Write the RAM tier to storage; without a log one Ctrl-C does not stop it, as all training would be lost."""
         with Progress("writing parameters kept in RAM to storage", 0) as progress:
             try:

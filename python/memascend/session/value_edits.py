@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from memascend.session.run import Run
 
 
-_PIECE_BYTES = 8 << 20
+_EXTENT_BYTES = 8 << 20
 
 
 @dataclass(eq=False)
@@ -205,8 +205,8 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     left, right = (flat(tensor).view(whole) for tensor in (one, other))
     if left.device == right.device:
         return torch.equal(left, right)
-    pieces = zip(left.split(_PIECE_BYTES), right.split(_PIECE_BYTES), strict=True)
-    return all(torch.equal(mine.cpu(), theirs.cpu()) for mine, theirs in pieces)
+    extents = zip(left.split(_EXTENT_BYTES), right.split(_EXTENT_BYTES), strict=True)
+    return all(torch.equal(mine.cpu(), theirs.cpu()) for mine, theirs in extents)
 
 
 def switch_mode(edits: Edits, mode: str) -> None:

@@ -1,10 +1,10 @@
 """Stores training state on SSD and updates it in a pipeline: the Python side of the Rust store and engine.
 
 `Store` and `Engine` are the extension's classes, with methods that read, fill and apply tensors, which needs torch.
-`entries` describes the contents of a store; `formats` converts state to and from the formats on storage.
+`records` describes the contents of a store; `formats` converts state to and from the formats on storage.
 `memascend.engine` is the public name of this package, and `_core.pyi` documents the extension's own methods.
 
-Invariant: every tensor that is passed to Rust was checked against the entry's description (device, dtype, shape, order
+Invariant: every tensor that is passed to Rust was checked against the record's description (device, dtype, shape, order
 of dimensions), and is kept alive until Rust has finished with it.
 
 Never: this package knows no model, module or optimizer of torch, makes no plan, and does not wrap methods of the
@@ -16,10 +16,11 @@ from __future__ import annotations
 from memascend._core import Checkers, Checksum, Fetch, UnitParts, checksum_of
 from memascend.memory import PAGE_BYTES
 from memascend.storage.engine import Adam, Chunk, Engine, Momentum
-from memascend.storage.entries import (
+from memascend.storage.formats import FORMATS, decode_state, encode_state, state_tensors
+from memascend.storage.records import (
     CHUNK_ELEMENTS,
-    Entry,
     Part,
+    Record,
     Sizes,
     adam_state,
     chunk_elements_of,
@@ -27,7 +28,6 @@ from memascend.storage.entries import (
     order_of,
     sizes,
 )
-from memascend.storage.formats import FORMATS, decode_state, encode_state, state_tensors
 from memascend.storage.store import (
     Commit,
     NamedCommit,
@@ -48,11 +48,11 @@ __all__ = [
     "Chunk",
     "Commit",
     "Engine",
-    "Entry",
     "Fetch",
     "Momentum",
     "NamedCommit",
     "Part",
+    "Record",
     "Sizes",
     "Store",
     "UnitParts",

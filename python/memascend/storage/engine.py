@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from memascend import _core
 from memascend.errors import ConfigError
-from memascend.storage.entries import Lent, place_of, require, stored_order
 from memascend.storage.formats import is_widened, wide_parts, wide_state
+from memascend.storage.records import Lent, place_of, require, stored_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -19,36 +19,36 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, eq=False)
 class Chunk:
-    """A part of an entry, or all of it; valid during the call alone."""
+    """A part of a record, or all of it; valid during the call alone."""
 
-    # Writable in place. One-dimensional, in the order in which it is stored; of the entry's shape where it is whole.
+    # Writable in place. One-dimensional, in the order in which it is stored; of the record's shape where it is whole.
     values: torch.Tensor
     gradient: torch.Tensor | None  # alike; None where there is none
-    # By name, writable in place; alike where it has the entry's shape, and of a format's tensors with an item for
+    # By name, writable in place; alike where it has the record's shape, and of a format's tensors with an item for
     # several elements (8 or 256), the items of these. Tensors of another shape are given as they are, the same memory
     # in every call, and are written after the last.
     state: dict[str, torch.Tensor]
     start: int  # the first element
-    count: int  # the number of elements; 0 in the one call of an entry without elements
+    count: int  # the number of elements; 0 in the one call of a record without elements
     last: bool  # whether it is the last call
 
 
 def adapter(
     function: Callable[[Chunk], object],
-    entry: Mapping[str, Any],
+    record: Mapping[str, Any],
     gradient: torch.Tensor | None,
     *,
     whole: bool,
     before: Callable[[], None] | None = None,
 ) -> Callable[[Any, Any, Sequence[Any], int, int, bool], None]:
-    """What the extension calls for an entry (as `Store.entries` has it): it makes tensors of lent memory.
+    """What the extension calls for a record (as `Store.records` has it): it makes tensors of lent memory.
 
     `before` is called each time before the gradient is read.
     """
     import torch
 
-    described = wide_state(entry) if whole and is_widened(entry) else entry["state"]
-    part_of = _parts(gradient, entry["order"], whole=whole)
+    described = wide_state(record) if whole and is_widened(record) else record["state"]
+    part_of = _parts(gradient, record["order"], whole=whole)
     threads = torch.get_num_threads()
 
     def call(values: Any, spilled: Any, state: Sequence[Any], start: int, count: int, last: bool) -> None:
@@ -57,13 +57,13 @@ def adapter(
         _take_threads(threads)
 
         def tensor(lent: Any, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-            flat, is_own = _tensor_on(lent, dtype), list(shape) == list(entry["shape"])
+            flat, is_own = _tensor_on(lent, dtype), list(shape) == list(record["shape"])
             is_part = not whole and (is_own or flat.numel() != math.prod(shape))
-            return flat if is_part else _laid(flat, shape, entry["order"] if is_own else None)
+            return flat if is_part else _laid(flat, shape, record["order"] if is_own else None)
 
         chunk = Chunk(
-            values=tensor(values, entry["dtype"], entry["shape"]),
-            gradient=part_of(start, count) if spilled is None else tensor(spilled, entry["spill"], entry["shape"]),
+            values=tensor(values, record["dtype"], record["shape"]),
+            gradient=part_of(start, count) if spilled is None else tensor(spilled, record["spill"], record["shape"]),
             state={
                 name: tensor(lent, dtype, shape) for (name, dtype, shape), lent in zip(described, state, strict=True)
             },
@@ -126,16 +126,16 @@ class Adam:
     decoupled: bool = True
     """False is Adam without the W."""
     step: int
-    """Which update of the entry it is, from 1 on."""
+    """Which update of the record it is, from 1 on."""
     grad_scale: float = 1.0
     maximize: bool = False
     seed: int = 0
-    """What is rounded by chance draws from this, the entry's name, `step` and the element's index: 0 to 2**64 - 1."""
+    """What is rounded by chance draws from this, the record's name, `step` and the element's index: 0 to 2**64 - 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Momentum:
-    """The numbers of an update of SGD with momentum, for an entry whose format says how its momentum lies."""
+    """The numbers of an update of SGD with momentum, for a record whose format says how its momentum lies."""
 
     lr: float = 1e-3
     momentum: float
@@ -143,7 +143,7 @@ class Momentum:
     nesterov: bool = False
     weight_decay: float = 0.0
     step: int
-    """Which update of the entry it is, from 1 on; the first one begins the momentum with the gradient."""
+    """Which update of the record it is, from 1 on; the first one begins the momentum with the gradient."""
     grad_scale: float = 1.0
     maximize: bool = False
     seed: int = 0
@@ -158,30 +158,30 @@ class Engine(_core.Engine):
     def fill(
         self, name: str, values: torch.Tensor, state: Mapping[str, torch.Tensor] | None = None, *, step: int = 0
     ) -> None:
-        """Queue the first values of an entry, and return when they have room in the queue.
+        """Queue the first values of a record, and return when they have room in the queue.
 
         Nothing is read. The tensors are contiguous and on the CPU; they are held until they were used, and must not
-        change meanwhile. State that is not given is zeros, or the values where it is a float32 "master" of the entry's
-        shape. What the entry's format has otherwise may be given in float32: a "master" in place of the rest, which the
-        values must be rounded from (that is found out as it is written); and moments, which are rounded to nearest.
-        `step` is the entry's count of updates, which the state is the result of.
+        change meanwhile. State that is not given is zeros, or the values where it is a float32 "master" of the record's
+        shape. What the record's format has otherwise may be given in float32: a "master" in place of the rest, which
+        the values must be rounded from (that is found out as it is written); and moments, which are rounded to nearest.
+        `step` is the record's count of updates, which the state is the result of.
 
         Raises:
             ConfigError: a tensor does not fit; nothing was begun.
             StorageError: a job of this step failed; the step can only be discarded.
         """
-        entry = self.store.entry(name)
+        record = self.store.record(name)
         given = dict(state or {})
-        require(name, values, entry["dtype"], entry["shape"], entry["order"])
-        wide = wide_parts(entry, given)
+        require(name, values, record["dtype"], record["shape"], record["order"])
+        wide = wide_parts(record, given)
         for tensor in wide:
             if tensor is not None:
-                require(name, tensor, "float32", entry["shape"], entry["order"])
+                require(name, tensor, "float32", record["shape"], record["order"])
         places = []
-        for of, dtype, shape in entry["state"]:
+        for of, dtype, shape in record["state"]:
             tensor = given.pop(of, None)
             if tensor is not None:
-                require(name, tensor, dtype, shape, stored_order(entry, shape))
+                require(name, tensor, dtype, shape, stored_order(record, shape))
             places.append(None if tensor is None else place_of(tensor))
         if given:
             raise ConfigError(f"{name!r} has no state called {next(iter(given))!r}")
@@ -202,32 +202,32 @@ class Engine(_core.Engine):
         """Queue arithmetic that is not ours, and return when its gradient has room in the queue.
 
         `function` is called on a thread of the engine's, no two at once, without gradients being recorded, with a
-        `Chunk` of an entry after the other, in order; what it writes there is staged. It must not wait for the engine.
+        `Chunk` of a record after the other, in order; what it writes there is staged. It must not wait for the engine.
         The tensors stand on the engine's memory: one of them (or a view) that is kept beyond the call fails the step,
-        so keep a `clone()`. `step` is the entry's count of updates, this one included. Gradient and values (as in
+        so keep a `clone()`. `step` is the record's count of updates, this one included. Gradient and values (as in
         `update`) are held until they were used, and must not change meanwhile; without a gradient, the one that is
         spilled is taken.
 
-        `whole` gives all of the entry in one piece, of its shape, in the memory that `Engine(whole=)` set aside. Its
+        `whole` gives all of the record in one piece, of its shape, in the memory that `Engine(whole=)` set aside. Its
         state in a format of its own is then given in float32 ("master" of 16-bit values, and moments), unless there is
         no master. It is written in its format again, and 16-bit values are their master, rounded. While the function
-        computes, other entries are read and written.
+        computes, other records are read and written.
 
-        `after_commit` calls the function once the step is committed, on the entry in memory, if the entry is held and
-        the store's durability is "none". Nothing of the entry is read or written then. What the function raises ends
+        `after_commit` calls the function once the step is committed, in memory, if the record is in RAM and the store's
+        durability is "none". Nothing of the record is read or written then. What the function raises ends
         the run, so it must be one that does not fail.
 
         Raises:
-            ConfigError: the gradient does not fit, or the entry takes more than `Engine(whole=)`; the message has both
+            ConfigError: the gradient does not fit, or the record takes more than `Engine(whole=)`; the message has both
                 numbers. Nothing was begun.
             UsageError: no gradient was given and none is spilled. Also, from a later call: the function raised; what it
                 raised is the cause, and the step can only be discarded.
         """
         given = gradient.tensor if isinstance(gradient, Lent) else gradient
         before = gradient.order if isinstance(gradient, Lent) else None
-        entry = self.store.entry(name)
-        call = adapter(function, entry, given, whole=whole, before=before)
-        how = whole, whole and is_widened(entry), after_commit
+        record = self.store.record(name)
+        call = adapter(function, record, given, whole=whole, before=before)
+        how = whole, whole and is_widened(record), after_commit
         self.apply_at(name, call, gradient, step, values, how)
 
     def commit(self, step: int, *, user_state: Any = None, hyperparameters: Any = None) -> int:

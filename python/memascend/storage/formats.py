@@ -1,4 +1,4 @@
-"""Converts optimizer state into the formats that entries are stored in, and back to float32."""
+"""Converts optimizer state into the formats that records are stored in, and back to float32."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def back(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
 
 
 def state_tensors(values: torch.Tensor, form: str, rule: Rule = "adam") -> dict[str, torch.Tensor]:
-    """The state tensors that a parameter has in a form, on the meta device, in the order of `Entry.state`.
+    """The state tensors that a parameter has in a form, on the meta device, in the order of `Record.state`.
 
     Only dtype, shape and strides of `values` count. `form` is one of `FORMATS`; `rule` is "adam" with two moments, or
     "momentum" (SGD, Muon) with one.
@@ -187,30 +187,30 @@ def _convert(
 
 
 def wide_parts(
-    entry: Mapping[str, Any], state: dict[str, torch.Tensor]
+    record: Mapping[str, Any], state: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Takes float32 tensors out of `state` that an entry's format has otherwise: master, first and second moment."""
+    """Takes float32 tensors out of `state` that a record's format has otherwise: master, first and second moment."""
     import torch
 
-    if not entry["format"]:
+    if not record["format"]:
         return None, None, None
-    described = {name: getattr(torch, dtype) for name, dtype, _ in entry["state"]}
+    described = {name: getattr(torch, dtype) for name, dtype, _ in record["state"]}
     rule: Rule = "momentum" if "momentum_buffer" in described else "adam"
     master, first, second = (*_taken(described, state, rule).values(), None)[:3]
     return master, first, second
 
 
-def is_widened(entry: Mapping[str, Any]) -> bool:
-    """Whether a whole entry's state is given in float32: its format is one of its own, and it has a master."""
-    return bool(entry["format"]) and not entry["compact"] and not entry["format"].startswith("stochastic")
+def is_widened(record: Mapping[str, Any]) -> bool:
+    """Whether a whole record's state is given in float32: its format is one of its own, and it has a master."""
+    return bool(record["format"]) and not record["compact"] and not record["format"].startswith("stochastic")
 
 
-def wide_state(entry: Mapping[str, Any]) -> list[tuple[str, str, list[int]]]:
+def wide_state(record: Mapping[str, Any]) -> list[tuple[str, str, list[int]]]:
     """Name, dtype and shape of the tensors that it is given as."""
-    names = {name for name, _, _ in entry["state"]}
+    names = {name for name, _, _ in record["state"]}
     moments = _MOMENTS["momentum" if "momentum_buffer" in names else "adam"]
-    wide = moments if entry["dtype"] == "float32" else ("master", *moments)
-    return [(name, "float32", entry["shape"]) for name in wide]
+    wide = moments if record["dtype"] == "float32" else ("master", *moments)
+    return [(name, "float32", record["shape"]) for name in wide]
 
 
 def _taken(described: Mapping[str, Any], state: dict[str, torch.Tensor], rule: Rule) -> dict[str, torch.Tensor | None]:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from memascend import _core
 from memascend.errors import ConfigError, CorruptionError, StorageError
-from memascend.storage.entries import (
+from memascend.storage.records import (
     CHUNK_ELEMENTS,
-    Entry,
     Part,
+    Record,
     chunk_elements_of,
     description,
     json_of,
@@ -79,7 +79,7 @@ class Store(_core.Store):
     def create(  # noqa: PLR0913 - options are keywords
         cls,
         paths: _Path | Sequence[_Path],
-        entries: Sequence[Entry],
+        records: Sequence[Record],
         *,
         optimizer: str = "AdamW",
         existing: Literal["refuse", "resume", "replace", "previous"] = "refuse",
@@ -93,16 +93,16 @@ class Store(_core.Store):
 
         Args:
             paths: a folder, a file or a raw block device, or several, over which it is striped.
-            entries: its contents, grouped by unit.
+            records: its contents, grouped by unit.
             optimizer: the optimizer's name; a store of another one is rejected.
             existing: what to do with an existing store: refuse it, resume its last committed step, replace it, or go
                 back to the commit before, as `open` does.
             durability: "step": commits survive a loss of power; "none": no commit survives before `close()`.
-            chunk_elements: elements of a chunk, a multiple of 2,048, and of 4,096 where an entry of more elements has
+            chunk_elements: elements of a chunk, a multiple of 2,048, and of 4,096 where a record of more elements has
                 values of one byte; None: see `chunk_elements_of`.
             stripe: consecutive bytes on one of several devices.
             backend: the way of I/O.
-            fill: False leaves a new store unfilled, at generation 0, for the caller to fill and commit; its entries may
+            fill: False leaves a new store unfilled, at generation 0, for the caller to fill and commit; its records may
                 be on the meta device. Before its first commit it cannot be opened. With "previous", False also keeps
                 the newest commit until `go_back()`; nothing can be staged before.
 
@@ -111,18 +111,18 @@ class Store(_core.Store):
             StorageError: a device is full, foreign or in use; nothing was changed.
             CorruptionError: the existing store is damaged; the message says where.
         """
-        units, described = description(entries)
+        units, described = description(records)
         if fill:
-            for entry in entries:
-                for tensor in (entry.values, *entry.state.values()):
-                    require_laid_out(entry.name, tensor, entry.order if tensor.shape == entry.values.shape else None)
-        chunk = chunk_elements_of(entries) if chunk_elements is None else chunk_elements
+            for record in records:
+                for tensor in (record.values, *record.state.values()):
+                    require_laid_out(record.name, tensor, record.order if tensor.shape == record.values.shape else None)
+        chunk = chunk_elements_of(records) if chunk_elements is None else chunk_elements
         store = cls(paths_listed(paths), described, units, optimizer, chunk, existing, durability, stripe, backend)
         if fill:
             store._settled()
         if store.created and fill:
-            for entry in entries:
-                store.stage(entry.name, entry.values, entry.state, step=0)
+            for record in records:
+                store.stage(record.name, record.values, record.state, step=0)
             store.commit(0)
         return store
 
@@ -159,10 +159,10 @@ class Store(_core.Store):
             self.close()
             raise
 
-    def difference(self, entries: Sequence[Entry], *, optimizer: str) -> str | None:
-        """How the store differs from these entries and this optimizer, in words; None if it fits."""
-        units, described = description(entries)
-        return self.difference_of(described, units, optimizer, chunk_elements_of(entries))
+    def difference(self, records: Sequence[Record], *, optimizer: str) -> str | None:
+        """How the store differs from these records and this optimizer, in words; None if it fits."""
+        units, described = description(records)
+        return self.difference_of(described, units, optimizer, chunk_elements_of(records))
 
     @property
     def user_state(self) -> Any:
@@ -182,40 +182,40 @@ class Store(_core.Store):
             what = {"user": "user_state", "hyperparameters": "the hyperparameters"}[which]
             raise not_as_written(info["devices"][0], f"{what} of step {info['step']} are no JSON: {error}") from error
 
-    def entries(self) -> list[dict[str, Any]]:
-        """Each entry: "name", "buffer", "unit", "dtype", "shape", "step", "version", "staged", "compact", "state".
+    def records(self) -> list[dict[str, Any]]:
+        """Each record: "name", "buffer", "unit", "dtype", "shape", "step", "version", "staged", "compact", "state".
 
-        Also "unit_offset", where its values begin in the bytes of its unit, and "order" and "spill" as in `Entry`.
+        Also "unit_offset", where its values begin in the bytes of its unit, and "order" and "spill" as in `Record`.
         """
-        return list(self.each_entry())
+        return list(self.each_record())
 
-    def each_entry(self) -> Iterator[dict[str, Any]]:
+    def each_record(self) -> Iterator[dict[str, Any]]:
         """The same one at a time: a list of thousands takes megabytes, which Python does not return to the system."""
-        return map(self.entry_at, range(self.count()))
+        return map(self.record_at, range(self.count()))
 
     def stage(
         self, name: str, values: torch.Tensor, state: Mapping[str, torch.Tensor] | None = None, *, step: int
     ) -> None:
-        """Stage a whole entry, as its update number `step`; `commit()` makes it live.
+        """Stage a whole record, as its update number `step`; `commit()` makes it live.
 
-        For an entry with a format, `state` is what `encode_state` takes.
+        For a record with a format, `state` is what `encode_state` takes.
         """
-        tensors = tensors_of(self.entry(name), values, state or {})
+        tensors = tensors_of(self.record(name), values, state or {})
         self.stage_at(self.index(name), step, [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
 
     def read(self, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """A copy of an entry as the last commit left it: its values, and its state by name.
+        """A copy of a record as the last commit left it: its values, and its state by name.
 
         Raises:
             CorruptionError: the bytes on storage are not those that were written.
         """
-        values, state = room_for(self.entry(name))
+        values, state = room_for(self.record(name))
         tensors = (values, *state.values())
         self.read_at(self.index(name), [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
         return values, state
 
     def scan(self, names: Sequence[str], visit: Callable[[str, list[Part]], object]) -> None:
-        """Read entries in this order, as the last commit left them, in memory that does not grow with them.
+        """Read records in this order, as the last commit left them, in memory that does not grow with them.
 
         `visit` is called with a name and the parts of a chunk: values and state of the same elements. State of another
         shape is passed in calls of its own. The memory of the parts is reused after the call. `visit` must not commit.
@@ -223,11 +223,11 @@ class Store(_core.Store):
         Raises:
             CorruptionError: the bytes on storage are not those that were written.
         """
-        entries = {self.index(name): self.entry(name) for name in names}
-        self.scan_at(list(entries), shown_to(visit, entries))
+        records = {self.index(name): self.record(name) for name in names}
+        self.scan_at(list(records), shown_to(visit, records))
 
     def commit(self, step: int, *, user_state: Any = None, hyperparameters: Any = None) -> int:
-        """Make all staged entries live at once; None keeps the committed value. Returns the generation."""
+        """Make all staged records live at once; None keeps the committed value. Returns the generation."""
         return self.make_live(self.commit_as, step, user_state, hyperparameters)
 
     def share(self, commits: Agreement) -> None:
@@ -246,7 +246,7 @@ class Store(_core.Store):
         return contextlib.nullcontext() if self._shared is None else self._shared.step()
 
     def close(self) -> None:
-        """Keep commits, drop staged entries, and close the devices. A second call does nothing.
+        """Keep commits, drop staged records, and close the devices. A second call does nothing.
 
         Raises:
             StorageError: its file was deleted, moved or replaced meanwhile; all devices are closed nevertheless.
@@ -271,7 +271,7 @@ class Commit:
 
     generation: int | None  # counts commits; None if its root is damaged
     step: int | None  # committed steps; None if its catalog is damaged
-    pieces: int  # the number of extents that are whole
+    extents: int  # the number of extents that are whole
     nbytes: int  # their bytes
     damages: tuple[str, ...]  # descriptions of the first damages
     others: int  # the number of further damages
@@ -328,7 +328,7 @@ def examine(paths: _Path | Sequence[_Path], progress: Callable[[int, int], objec
         Commit(
             generation=found["generation"],
             step=found["step"],
-            pieces=found["pieces"],
+            extents=found["extents"],
             nbytes=found["bytes"],
             damages=tuple(found["damages"]),
             others=found["others"],

@@ -1,22 +1,22 @@
-//! Runs a caller's function on the tensors of a chunk, or of a whole entry, in staging memory.
+//! Runs a caller's function on the tensors of a chunk, or of a whole record, in staging memory.
 
 use std::{cell::RefCell, sync::Arc};
 
 use memascend_mem::Wait;
-use memascend_store::{Content, Description, PAGE_BYTES, Scratch, Shared, Store, WHOLE_PIECE_BYTES};
+use memascend_store::{Content, Description, PAGE_BYTES, Scratch, Shared, Store, WHOLE_EXTENT_BYTES};
 
 use crate::{
     Cause, Counters, Error, Result,
-    held::Kept,
     job::{Call, Work},
     live::Live,
+    ram_tier::Kept,
     spill::required,
     turn::Turn,
     whole::{self, Plan},
     workbench::{Read, Workbench, Write, inside},
 };
 
-/// Entries whose tensors of other shapes are held at once: one is computed while the next one's are read.
+/// Records whose tensors of other shapes are in RAM at once: one is computed while the next one's are read.
 const OTHERS_AT_ONCE: usize = 2;
 
 /// What a function gets: memory that is its own during the call, each part exactly as long as its tensor.
@@ -25,23 +25,23 @@ pub struct Chunk {
     pub values: Shared,
     /// The spilled gradient, where that was asked for; alike.
     pub gradient: Option<Shared>,
-    /// The state as it is described, unless it is widened: alike where it has the entry's shape; the items of these elements where it has one for
+    /// The state as it is described, unless it is widened: alike where it has the record's shape; the items of these elements where it has one for
     /// several; else all of it, the same memory in each call.
     pub state: Vec<Shared>,
     /// The first element.
     pub start: usize,
     /// How many elements.
     pub count: usize,
-    /// Whether it is the entry's last call.
+    /// Whether it is the record's last call.
     pub last: bool,
 }
 
 /// Arithmetic that is not ours: computes one chunk in place, on a thread of the engine's; no two functions of an engine at
-/// once. It must not wait for the engine. Memory of the chunk that is held beyond the call is not written again, but it is
+/// once. It must not wait for the engine. Memory of the chunk that is in RAM beyond the call is not written again, but it is
 /// missing to the engine: the function has to report it.
 pub type Function = dyn Fn(Chunk) -> std::result::Result<(), Cause> + Send + Sync;
 
-/// How a function gets an entry.
+/// How a function gets a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Given {
     /// A call for each chunk.
@@ -58,33 +58,33 @@ pub struct Application {
     pub function: Box<Function>,
     /// Bytes that it holds for the caller while it waits: those of a gradient.
     pub nbytes: usize,
-    /// The entry's count of updates, this one included.
+    /// The record's count of updates, this one included.
     pub step: u64,
     /// Whether it gets the spilled gradient.
     pub spilled: bool,
-    /// How it gets the entry.
+    /// How it gets the record.
     pub given: Given,
-    /// Whether it is called after the commit, on the entry in memory, where the entry is held and nothing is to be durable
+    /// Whether it is called after the commit, on the record in memory, where the record is in RAM and nothing is to be durable
     /// before the end. So it must not fail, which would end the run. Otherwise it is called before the commit, and what it
     /// writes is staged.
     pub after_commit: bool,
 }
 
-/// Room for the tensors of other shapes than their entry's, of the entry that has the most of them.
+/// Room for the tensors of other shapes than their record's, of the record that has the most of them.
 pub(crate) fn others(description: &Description) -> Result<Option<Scratch>> {
     let bytes = largest_others(description);
     let room = (bytes > 0).then(|| Scratch::new(bytes, OTHERS_AT_ONCE, "other state"));
     Ok(room.transpose()?)
 }
 
-/// Room for one entry in one piece, and for the next one, which may have to be a smaller one; the smaller room first.
+/// Room for one record in one piece, and for the next one, which may have to be a smaller one; the smaller room first.
 pub(crate) fn wholes(whole_bytes: usize, whole_next_bytes: usize) -> Result<Vec<Scratch>> {
     let sizes = [whole_next_bytes.min(whole_bytes), whole_bytes].into_iter().filter(|&bytes| bytes > 0);
     sizes.map(|bytes| Ok(Scratch::new(bytes, 1, "whole parameters")?)).collect()
 }
 
-/// A piece of a room, if one is free.
-fn free_piece(room: &Scratch) -> Result<Option<Shared>> {
+/// An extent of a room, if one is free.
+fn free_extent(room: &Scratch) -> Result<Option<Shared>> {
     match room.lease(Wait::never()) {
         Ok(lease) => Ok(Some(Shared::new(lease))),
         Err(memascend_mem::Error::TimedOut { .. }) => Ok(None),
@@ -92,20 +92,20 @@ fn free_piece(room: &Scratch) -> Result<Option<Shared>> {
     }
 }
 
-/// Bytes that an engine holds for state of other shapes than its entries', on a store of this description.
+/// Bytes that an engine holds for state of other shapes than its records', on a store of this description.
 #[must_use]
 pub fn other_bytes(description: &Description) -> u64 {
     (largest_others(description) * OTHERS_AT_ONCE) as u64
 }
 
 fn largest_others(description: &Description) -> usize {
-    let of = |entry: usize| other_tensors(description, entry).last().map_or(0, |(at, nbytes)| paged(at + nbytes));
-    (0..description.entries.len()).map(of).max().unwrap_or(0)
+    let of = |record: usize| other_tensors(description, record).last().map_or(0, |(at, nbytes)| paged(at + nbytes));
+    (0..description.records.len()).map(of).max().unwrap_or(0)
 }
 
 /// Where each tensor of another shape lies in their memory, and its bytes.
-fn other_tensors(description: &Description, entry: usize) -> impl Iterator<Item = (usize, usize)> {
-    description.entries[entry].whole().scan(0, |at, tensor| {
+fn other_tensors(description: &Description, record: usize) -> impl Iterator<Item = (usize, usize)> {
+    description.records[record].whole().scan(0, |at, tensor| {
         let (start, nbytes) = (*at, usize::try_from(tensor.nbytes()).unwrap_or(usize::MAX));
         *at = paged(start + nbytes);
         Some((start, nbytes))
@@ -126,35 +126,35 @@ impl Application {
     }
 }
 
-/// An [`Application`] that fits its entry.
+/// An [`Application`] that fits its record.
 pub(crate) struct Apply {
     asked: Arc<Application>,
-    /// The gradient that is kept in memory instead of spilled, where the entry is held.
+    /// The gradient that is kept in memory instead of spilled, where the record is in RAM.
     kept: Option<Arc<Kept>>,
-    /// Bytes of the entry in one piece.
+    /// Bytes of the record in one piece.
     whole_bytes: usize,
     /// The values that it starts from, where the caller has them and they lie nowhere else in memory.
     live: Option<Live>,
-    /// Whether it is applied to the entry in memory, which is neither read nor staged.
+    /// Whether it is applied to the record in memory, which is neither read nor staged.
     in_memory: bool,
     /// The tensors of other shapes, once it has begun.
     others: RefCell<Option<Shared>>,
-    /// All of the entry, once it has begun, where it is wanted whole.
+    /// All of the record, once it has begun, where it is wanted whole.
     all: RefCell<Option<Shared>>,
 }
 
 impl Apply {
-    pub(crate) fn new(store: &Store, entry: usize, asked: Application, whole_bytes: usize) -> Result<Self> {
-        let described = &store.description().entries[entry];
+    pub(crate) fn new(store: &Store, record: usize, asked: Application, whole_bytes: usize) -> Result<Self> {
+        let described = &store.description().records[record];
         if let Some(tensor) = described.state.iter().find(|tensor| asked.given == Given::Whole && tensor.grain > 1) {
             let (name, of, grain) = (&described.name, &tensor.name, tensor.grain);
             return Err(Error::Invalid(format!(
                 "{of:?} of {name:?} has an item for each {grain} elements, not for each: it is not given in one piece"
             )));
         }
-        let needed = Plan::new(store, entry, asked.spilled, asked.is_wide())?.bytes;
+        let needed = Plan::new(store, record, asked.spilled, asked.is_wide())?.bytes;
         if asked.is_whole() && needed > whole_bytes {
-            let name = &store.description().entries[entry].name;
+            let name = &store.description().records[record].name;
             return Err(Error::Invalid(format!(
                 "{name:?} in one piece takes {needed} bytes, and the engine has {whole_bytes} for that; start it with whole={needed}"
             )));
@@ -174,7 +174,7 @@ impl Apply {
         Self { live, ..self }
     }
 
-    /// The same, on an entry that is held, once its step is committed.
+    /// The same, on a record that is in RAM, once its step is committed.
     pub(crate) fn in_memory(self) -> Self {
         Self { in_memory: true, ..self }
     }
@@ -190,11 +190,11 @@ impl Work for Apply {
     }
 
     /// Takes the memory that it needs beside staging chunks; `false` if that is not free.
-    fn claim(&self, bench: &Workbench<'_>, entry: usize) -> Result<bool> {
+    fn claim(&self, bench: &Workbench<'_>, record: usize) -> Result<bool> {
         let description = bench.store.description();
         let mut others = self.others.borrow_mut();
-        if let (None, Some(room), Some(_)) = (&*others, &bench.others, description.entries[entry].whole().next()) {
-            *others = free_piece(room)?;
+        if let (None, Some(room), Some(_)) = (&*others, &bench.others, description.records[record].whole().next()) {
+            *others = free_extent(room)?;
             if others.is_none() {
                 return Ok(false);
             }
@@ -204,48 +204,48 @@ impl Work for Apply {
             return Ok(true);
         }
         let mut fitting = bench.whole.iter().filter(|room| room.each >= self.whole_bytes);
-        *all = fitting.find_map(|room| free_piece(room).transpose()).transpose()?;
+        *all = fitting.find_map(|room| free_extent(room).transpose()).transpose()?;
         Ok(all.is_some())
     }
 
-    fn begin(&self, bench: &Workbench<'_>, entry: usize) -> Result<()> {
+    fn begin(&self, bench: &Workbench<'_>, record: usize) -> Result<()> {
         if self.asked.spilled && self.kept.is_none() {
-            required(bench.store, entry)?;
+            required(bench.store, record)?;
         }
-        if self.in_memory { Ok(()) } else { bench.begin(entry, self.asked.step) }
+        if self.in_memory { Ok(()) } else { bench.begin(record, self.asked.step) }
     }
 
     /// A call for each chunk, or one without elements. Whole: reads, the call, writes.
-    fn turns(&self, bench: &Workbench<'_>, entry: usize) -> u32 {
-        let chunks = bench.chunks_of(entry);
+    fn turns(&self, bench: &Workbench<'_>, record: usize) -> u32 {
+        let chunks = bench.chunks_of(record);
         if self.asked.is_whole() { 2 * chunks + 1 } else { chunks.max(1) }
     }
 
     fn reads<'a>(&self, bench: &Workbench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
-        let &Turn { entry, index, ref memory } = turn;
+        let &Turn { record, index, ref memory } = turn;
         let mut reads = Vec::new();
-        let mut pieces = if index == 0 { self.other_pieces(bench, entry)? } else { Vec::new() };
-        if index < bench.chunks_of(entry) {
-            for piece in bench.pieces_of_chunk(entry, index).skip(usize::from(self.live.is_some())) {
-                pieces.push((piece, bench.part(entry, piece, memory)?));
+        let mut extents = if index == 0 { self.other_extents(bench, record)? } else { Vec::new() };
+        if index < bench.chunks_of(record) {
+            for extent in bench.extents_of_chunk(record, index).skip(usize::from(self.live.is_some())) {
+                extents.push((extent, bench.part(record, extent, memory)?));
             }
         }
-        for (piece, part) in pieces {
+        for (extent, part) in extents {
             if self.in_memory {
-                bench.take_held(entry, piece, &part)?;
+                bench.take_ram_tier(record, extent, &part)?;
             } else {
-                reads.push(bench.read_into(entry, piece, part)?);
+                reads.push(bench.read_into(record, extent, part)?);
             }
         }
-        if index < bench.chunks_of(entry) && self.asked.spilled && self.kept.is_none() {
-            reads.push(bench.read_spill(entry, index, memory)?);
+        if index < bench.chunks_of(record) && self.asked.spilled && self.kept.is_none() {
+            reads.push(bench.read_spill(record, index, memory)?);
         }
         Ok(reads)
     }
 
     fn compute(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
-        let &Turn { entry, index, ref memory } = turn;
-        let chunks = bench.chunks_of(entry);
+        let &Turn { record, index, ref memory } = turn;
+        let chunks = bench.chunks_of(record);
         if let Some(kept) = self.kept.as_ref().filter(|_| index < chunks) {
             kept.lay(bench, turn)?;
         }
@@ -253,51 +253,51 @@ impl Work for Apply {
             live.take(bench, turn)?;
         }
         if !self.asked.is_whole() {
-            return self.calling(bench, entry, self.of_chunk(bench, turn)?)();
+            return self.calling(bench, record, self.of_chunk(bench, turn)?)();
         }
         // Without elements, it takes no memory of its own.
         if index == chunks {
-            return self.calling(bench, entry, self.in_one_piece(bench, entry, memory)?)();
+            return self.calling(bench, record, self.in_one_extent(bench, record, memory)?)();
         }
         let all = self.all.borrow();
         let all = all.as_ref().unwrap_or(memory);
-        let plan = Plan::new(bench.store, entry, self.asked.spilled, self.asked.is_wide())?;
+        let plan = Plan::new(bench.store, record, self.asked.spilled, self.asked.is_wide())?;
         if index < chunks {
-            whole::gathered(bench, (entry, index), memory, &plan, all)
+            whole::gathered(bench, (record, index), memory, &plan, all)
         } else {
-            whole::scattered(bench, (entry, index - chunks - 1), memory, &plan, all)
+            whole::scattered(bench, (record, index - chunks - 1), memory, &plan, all)
         }
     }
 
-    /// Between reads and writes of a whole entry.
-    fn called_at(&self, bench: &Workbench<'_>, entry: usize) -> Option<u32> {
-        let chunks = bench.chunks_of(entry);
+    /// Between reads and writes of a whole record.
+    fn called_at(&self, bench: &Workbench<'_>, record: usize) -> Option<u32> {
+        let chunks = bench.chunks_of(record);
         (self.asked.is_whole() && chunks > 0).then_some(chunks)
     }
 
     fn call(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<Call> {
-        Ok(self.calling(bench, turn.entry, self.in_one_piece(bench, turn.entry, &turn.memory)?))
+        Ok(self.calling(bench, turn.record, self.in_one_extent(bench, turn.record, &turn.memory)?))
     }
 
     fn writes<'a>(&self, bench: &mut Workbench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
-        let &Turn { entry, index, ref memory } = turn;
-        let chunks = bench.chunks_of(entry);
-        let mut pieces = Vec::new();
+        let &Turn { record, index, ref memory } = turn;
+        let chunks = bench.chunks_of(record);
+        let mut extents = Vec::new();
         let chunk = if self.asked.is_whole() { index.checked_sub(chunks + 1) } else { Some(index) };
         if let Some(chunk) = chunk.filter(|&chunk| chunk < chunks) {
-            for piece in bench.pieces_of_chunk(entry, chunk) {
-                pieces.push((piece, bench.part(entry, piece, memory)?));
+            for extent in bench.extents_of_chunk(record, chunk) {
+                extents.push((extent, bench.part(record, extent, memory)?));
             }
         }
-        if index + 1 == self.turns(bench, entry) {
-            pieces.extend(self.other_pieces(bench, entry)?);
+        if index + 1 == self.turns(bench, record) {
+            extents.extend(self.other_extents(bench, record)?);
         }
         let mut writes = Vec::new();
-        for (piece, part) in pieces {
+        for (extent, part) in extents {
             if self.in_memory {
-                bench.put_held(entry, piece, &part)?;
+                bench.put_in_ram(record, extent, &part)?;
             } else {
-                writes.push(bench.stage_from(entry, piece, part)?);
+                writes.push(bench.stage_from(record, extent, part)?);
             }
         }
         Ok(writes)
@@ -309,51 +309,51 @@ impl Work for Apply {
 }
 
 impl Apply {
-    fn calling(&self, bench: &Workbench<'_>, entry: usize, chunk: Chunk) -> Call {
-        let (asked, name) = (Arc::clone(&self.asked), bench.store.description().entries[entry].name.clone());
+    fn calling(&self, bench: &Workbench<'_>, record: usize, chunk: Chunk) -> Call {
+        let (asked, name) = (Arc::clone(&self.asked), bench.store.description().records[record].name.clone());
         Box::new(move || (asked.function)(chunk).map_err(|cause| Error::Function { name, cause }))
     }
 
-    fn in_one_piece(&self, bench: &Workbench<'_>, entry: usize, memory: &Shared) -> Result<Chunk> {
-        let plan = Plan::new(bench.store, entry, self.asked.spilled, self.asked.is_wide())?;
+    fn in_one_extent(&self, bench: &Workbench<'_>, record: usize, memory: &Shared) -> Result<Chunk> {
+        let plan = Plan::new(bench.store, record, self.asked.spilled, self.asked.is_wide())?;
         let (values, state, gradient) = plan.parts(self.all.borrow().as_ref().unwrap_or(memory))?;
-        let state = if self.asked.is_wide() { state } else { self.state(bench, entry, state)? };
-        let count = usize::try_from(bench.store.description().entries[entry].elements()).unwrap_or(usize::MAX);
+        let state = if self.asked.is_wide() { state } else { self.state(bench, record, state)? };
+        let count = usize::try_from(bench.store.description().records[record].elements()).unwrap_or(usize::MAX);
         Ok(Chunk { values, gradient, state, start: 0, count, last: true })
     }
 
     fn of_chunk(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<Chunk> {
-        let &Turn { entry, index: chunk, ref memory } = turn;
-        let last = chunk + 1 == self.turns(bench, entry);
-        let elements = bench.elements(entry, chunk);
+        let &Turn { record, index: chunk, ref memory } = turn;
+        let last = chunk + 1 == self.turns(bench, record);
+        let elements = bench.elements(record, chunk);
         let (start, count) = (elements.start, elements.len());
         if count == 0 {
             let nothing = inside(memory, 0, 0)?;
-            let chunked = bench.store.description().entries[entry].chunked().map(|_| nothing.clone()).collect();
+            let chunked = bench.store.description().records[record].chunked().map(|_| nothing.clone()).collect();
             let gradient = self.asked.spilled.then(|| nothing.clone());
-            let state = self.state(bench, entry, chunked)?;
+            let state = self.state(bench, record, chunked)?;
             return Ok(Chunk { values: nothing, gradient, state, start, count, last });
         }
-        let element = bench.store.description().entries[entry].dtype.bytes();
+        let element = bench.store.description().records[record].dtype.bytes();
         let used = count * usize::try_from(element).unwrap_or(1);
-        let values = inside(&bench.part(entry, chunk, memory)?, 0, used)?;
+        let values = inside(&bench.part(record, chunk, memory)?, 0, used)?;
         let gradient = if self.asked.spilled {
-            let (part, used) = bench.spill_part(entry, chunk, memory)?;
+            let (part, used) = bench.spill_part(record, chunk, memory)?;
             Some(inside(&part, 0, used)?)
         } else {
             None
         };
-        let chunked = bench.in_chunk(entry, chunk).map(|(_, at, nbytes)| inside(memory, at, nbytes));
-        let state = self.state(bench, entry, chunked.collect::<Result<_>>()?)?;
+        let chunked = bench.in_chunk(record, chunk).map(|(_, at, nbytes)| inside(memory, at, nbytes));
+        let state = self.state(bench, record, chunked.collect::<Result<_>>()?)?;
         Ok(Chunk { values, gradient, state, start, count, last })
     }
 
-    /// The state as it is described, from the parts that have the entry's shape.
-    fn state(&self, bench: &Workbench<'_>, entry: usize, chunked: Vec<Shared>) -> Result<Vec<Shared>> {
+    /// The state as it is described, from the parts that have the record's shape.
+    fn state(&self, bench: &Workbench<'_>, record: usize, chunked: Vec<Shared>) -> Result<Vec<Shared>> {
         let description = bench.store.description();
-        let described = &description.entries[entry];
+        let described = &description.records[record];
         let others = self.others.borrow();
-        let (mut chunked, mut other) = (chunked.into_iter(), other_tensors(description, entry));
+        let (mut chunked, mut other) = (chunked.into_iter(), other_tensors(description, record));
         let part = |tensor: &memascend_store::StateTensor| {
             let found = if tensor.grain > 0 {
                 chunked.next()
@@ -365,20 +365,20 @@ impl Apply {
         described.state.iter().map(part).collect()
     }
 
-    /// The pieces of the tensors of other shapes, and the memory of each.
-    fn other_pieces(&self, bench: &Workbench<'_>, entry: usize) -> Result<Vec<(u32, Shared)>> {
+    /// The extents of the tensors of other shapes, and the memory of each.
+    fn other_extents(&self, bench: &Workbench<'_>, record: usize) -> Result<Vec<(u32, Shared)>> {
         let (layout, description) = (bench.store.layout(), bench.store.description());
         let others = self.others.borrow();
         let Some(memory) = &*others else { return Ok(Vec::new()) };
-        let mut pieces = Vec::new();
-        for index in bench.first_other_piece(entry)..layout.pieces_of(entry) {
-            let piece = layout.piece(description, entry, index);
-            let Content::Whole { tensor, part } = piece.content else { continue };
-            let start = other_tensors(description, entry).nth(tensor as usize).map_or(0, |(at, _)| at);
-            let before = usize::try_from(u64::from(part) * WHOLE_PIECE_BYTES).unwrap_or(usize::MAX);
-            let bytes = usize::try_from(piece.bytes()).unwrap_or(usize::MAX);
-            pieces.push((index, inside(memory, start + before, bytes)?));
+        let mut extents = Vec::new();
+        for index in bench.first_other_extent(record)..layout.extents_of(record) {
+            let extent = layout.extent(description, record, index);
+            let Content::Whole { tensor, part } = extent.content else { continue };
+            let start = other_tensors(description, record).nth(tensor as usize).map_or(0, |(at, _)| at);
+            let before = usize::try_from(u64::from(part) * WHOLE_EXTENT_BYTES).unwrap_or(usize::MAX);
+            let bytes = usize::try_from(extent.bytes()).unwrap_or(usize::MAX);
+            extents.push((index, inside(memory, start + before, bytes)?));
         }
-        Ok(pieces)
+        Ok(extents)
     }
 }

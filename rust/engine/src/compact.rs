@@ -1,4 +1,4 @@
-//! Updates a compact entry with Adam: joins, updates and splits the master in one pass.
+//! Updates a compact record with Adam: joins, updates and splits the master in one pass.
 
 use memascend_math::{Bf16, CompactState, Floats, Scalars, adam_compact};
 
@@ -10,13 +10,13 @@ use crate::{
 
 /// The arithmetic on one chunk, whose values are there already: read, or taken from where they are resident.
 pub(crate) fn stepped(bench: &Workbench<'_>, turn: &Turn, gradient: Floats<'_>, scalars: &Scalars) -> Result<()> {
-    let &Turn { entry, index: chunk, ref memory } = turn;
-    let elements = bench.elements(entry, chunk).len();
-    let state = bench.part(entry, bench.chunks_of(entry) + chunk, memory)?;
-    let values = bench.part(entry, chunk, memory)?;
-    let mut starts = bench.in_chunk(entry, chunk).map(|(_, start, _)| start);
-    let mut next = || starts.next().ok_or_else(|| Error::Invalid("an entry without a compact state".into()));
-    // SAFETY: the tensors of a chunk lie side by side in its piece, aligned to 64 bytes; nothing else uses the chunk
+    let &Turn { record, index: chunk, ref memory } = turn;
+    let elements = bench.elements(record, chunk).len();
+    let state = bench.part(record, bench.chunks_of(record) + chunk, memory)?;
+    let values = bench.part(record, chunk, memory)?;
+    let mut starts = bench.in_chunk(record, chunk).map(|(_, start, _)| start);
+    let mut next = || starts.next().ok_or_else(|| Error::Invalid("a record without a compact state".into()));
+    // SAFETY: the tensors of a chunk lie side by side in its extent, aligned to 64 bytes; nothing else uses the chunk
     // between the end of its reads and the beginning of its writes.
     let rest = unsafe { elements_mut::<u16>(&state, next()?, elements) };
     // SAFETY: as above.

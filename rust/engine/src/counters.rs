@@ -5,11 +5,11 @@ use std::time::Duration;
 /// What the pipeline has moved, and where its thread's time went, since it was started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counters {
-    /// Entries updated.
+    /// Records updated.
     pub updates: u64,
-    /// Entries that a function was applied to.
+    /// Records that a function was applied to.
     pub applied: u64,
-    /// Entries filled with their first values.
+    /// Records filled with their first values.
     pub fills: u64,
     /// Gradients spilled or added to spilled ones.
     pub spills: u64,
@@ -29,17 +29,17 @@ pub struct Counters {
     pub spill_written: u64,
     /// Bytes of gradients written to the log.
     pub log_written: u64,
-    /// Updates whose gradients the log is for and did not take, so that their entries were written whole.
+    /// Updates whose gradients the log is for and did not take, so that their records were written whole.
     pub unlogged: u64,
     /// Bytes of callers' tensors that wait or are being used now.
     pub queued: u64,
     /// The most of them, those of first values left out.
     pub queued_peak: u64,
-    /// Bytes of gradients of held entries that wait for their step.
+    /// Bytes of gradients of records in RAM that wait for their step.
     pub waiting: u64,
     /// The most of them.
     pub waiting_peak: u64,
-    /// Applying updates to held entries in memory.
+    /// Applying updates to records in RAM.
     pub applying: Duration,
     /// Waiting for work.
     pub idle: Duration,

@@ -17,11 +17,11 @@ use crate::{
     apply::{self, Application, Apply},
     caller::Caller,
     fill::Fill,
-    held::{HeldGradients, Waiting},
     job::Job,
     live::Live,
     pipeline::{CHUNKS_DEFAULT, Pipeline, lose_spilled},
     queue::Queue,
+    ram_tier::{RamTierGradients, Waiting},
     spill::{Forget, Spill, Unspill, nothing, spill_dtype},
     turn::Leaves,
     update::{By, KernelUpdate},
@@ -41,12 +41,12 @@ pub struct Options {
     pub chunks: usize,
     /// Bytes of gradients that may wait. One larger gradient is let in alone.
     pub queue_bytes_max: usize,
-    /// Bytes for an entry in one piece, for functions that are applied to it whole.
+    /// Bytes for a record in one piece, for functions that are applied to it whole.
     pub whole_bytes: usize,
-    /// Bytes for a second such entry, which is read, or written, while the function of another computes; at most as many.
+    /// Bytes for a second such record, which is read, or written, while the function of another computes; at most as many.
     /// One that does not fit waits for the memory of the first, as all do without.
     pub whole_next_bytes: usize,
-    /// Threads that updates of held entries run on at the end of a step.
+    /// Threads that updates of records in RAM run on at the end of a step.
     pub threads: NonZeroUsize,
 }
 
@@ -65,7 +65,7 @@ impl Default for Options {
 /// Updates of a store. See the crate's description.
 pub struct Engine {
     pub(crate) shared: Arc<Shared>,
-    pub(crate) held: HeldGradients,
+    pub(crate) ram_tier: RamTierGradients,
     thread: Mutex<Option<JoinHandle<()>>>,
     staging_bytes: usize,
     whole_bytes: usize,
@@ -101,35 +101,35 @@ impl Engine {
             .name("memascend-update".into())
             .spawn(move || theirs.serve(others, wholes))
             .map_err(|error| Error::Invalid(format!("no thread could be started: {error}")))?;
-        let (held, thread) = (HeldGradients::default(), Mutex::new(Some(thread)));
+        let (ram_tier, thread) = (RamTierGradients::default(), Mutex::new(Some(thread)));
         let (whole_bytes, threads, generation) = (options.whole_bytes, options.threads, fork_generation());
-        Ok(Self { shared, held, thread, staging_bytes, whole_bytes, threads, generation })
+        Ok(Self { shared, ram_tier, thread, staging_bytes, whole_bytes, threads, generation })
     }
 
-    /// Begins the first values of an entry, whose update number is then 0. Nothing is read.
+    /// Begins the first values of a record, whose update number is then 0. Nothing is read.
     ///
     /// Returns at once, or when so many bytes of tensors no longer wait. The tensors are held until they were used.
-    pub fn fill(&self, entry: usize, first: First, mut wait: Wait<'_>) -> Result<()> {
-        self.known(entry)?;
-        let fill = Fill::new(&self.shared.store, entry, first)?;
-        self.shared.queue.push(Job::new(entry, fill), &mut wait)
+    pub fn fill(&self, record: usize, first: First, mut wait: Wait<'_>) -> Result<()> {
+        self.known(record)?;
+        let fill = Fill::new(&self.shared.store, record, first)?;
+        self.shared.queue.push(Job::new(record, fill), &mut wait)
     }
 
-    /// Begins the update of an entry by its gradient, as update number `rule.step()`.
+    /// Begins the update of a record by its gradient, as update number `rule.step()`.
     ///
-    /// Where the update starts from the entry's `values` and these are given, as the last commit left them, they are not
+    /// Where the update starts from the record's `values` and these are given, as the last commit left them, they are not
     /// read. They are held as long as the gradient, and not counted in the queue.
     ///
     /// Returns at once, or when so many bytes of gradients no longer wait. The gradient is held until it has been used.
     pub fn update(
         &self,
-        entry: usize,
+        record: usize,
         by: By,
         values: Option<Box<dyn Buffer>>,
         rule: impl Into<Rule>,
         mut wait: Wait<'_>,
     ) -> Result<()> {
-        let described = self.known(entry)?;
+        let described = self.known(record)?;
         let spilled = matches!(by, By::Spilled(_));
         if let By::Given(gradient) = &by
             && gradient.elements() != described.elements()
@@ -138,86 +138,86 @@ impl Engine {
             return Err(Error::Invalid(format!("the gradient of {name:?} has {got} elements, not {wanted}")));
         }
         let rule = rule.into();
-        let held = self.shared.store.is_held(entry);
-        // What is held is checked where it lies.
-        let values = values.filter(|_| !held);
-        if held && matches!(&by, By::Given(gradient) if !gradient.is_here()) {
-            return Err(Error::Invalid("a gradient of a held entry lies in host memory".into()));
+        let ram_tier = self.shared.store.is_in_ram(record);
+        // What is in RAM is checked where it lies.
+        let values = values.filter(|_| !ram_tier);
+        if ram_tier && matches!(&by, By::Given(gradient) if !gradient.is_here()) {
+            return Err(Error::Invalid("a gradient of a record in RAM lies in host memory".into()));
         }
-        let update = KernelUpdate::new(&self.shared.store, entry, by, values, rule)?;
+        let update = KernelUpdate::new(&self.shared.store, record, by, values, rule)?;
         if spilled {
-            self.will_be_spilled(entry)?;
+            self.will_be_spilled(record)?;
         }
-        if held {
-            let update = update.by_kept(self.held.kept(entry).filter(|_| spilled));
-            return self.wait_to_update(entry, rule.step(), update, &mut wait);
+        if ram_tier {
+            let update = update.by_kept(self.ram_tier.kept(record).filter(|_| spilled));
+            return self.wait_to_update(record, rule.step(), update, &mut wait);
         }
-        self.shared.queue.push(Job::new(entry, update), &mut wait)
+        self.shared.queue.push(Job::new(record, update), &mut wait)
     }
 
-    /// Begins the update of an entry that is not held by its gradient, which is spilled in the same turns: as
+    /// Begins the update of a record that is not in RAM by its gradient, which is spilled in the same turns: as
     /// [`Engine::spill`] and an update by what that left, but nothing is read of it, and it is in memory once.
     ///
     /// Where the job is discarded or fails, no gradient is left; where it has ended, discarding the update leaves it.
     pub fn update_spilling(
         &self,
-        entry: usize,
+        record: usize,
         gradient: Gradient,
         values: Option<Box<dyn Buffer>>,
         rule: impl Into<Rule>,
         mut wait: Wait<'_>,
     ) -> Result<()> {
-        let described = self.known(entry)?;
+        let described = self.known(record)?;
         let store = &self.shared.store;
-        if store.is_held(entry) {
+        if store.is_in_ram(record) {
             let name = &described.name;
             return Err(Error::Invalid(format!(
-                "{name:?} is held: its update waits for the step, and its gradient with it"
+                "{name:?} is in RAM: its update waits for the step, and its gradient with it"
             )));
         }
-        let update = KernelUpdate::new(store, entry, By::Spilled(Vec::new()), values, rule.into())?;
-        let update = update.spilling(Spill::new(store, entry, gradient, false)?);
-        self.shared.queue.push(Job::new(entry, update), &mut wait)
+        let update = KernelUpdate::new(store, record, By::Spilled(Vec::new()), values, rule.into())?;
+        let update = update.spilling(Spill::new(store, record, gradient, false)?);
+        self.shared.queue.push(Job::new(record, update), &mut wait)
     }
 
-    /// Begins to write a gradient to the room that its entry has for it; or to add it to what lies there, in its dtype,
+    /// Begins to write a gradient to the room that its record has for it; or to add it to what lies there, in its dtype,
     /// computed in fp32 and rounded once.
     ///
     /// Returns as [`Engine::update`] does. What is spilled is no part of a step: a commit leaves it, and nothing of it is
     /// known once the store is opened again. A job of this kind that is discarded or fails leaves nothing there.
-    pub fn spill(&self, entry: usize, gradient: Gradient, add: bool, mut wait: Wait<'_>) -> Result<()> {
-        self.known(entry)?;
+    pub fn spill(&self, record: usize, gradient: Gradient, add: bool, mut wait: Wait<'_>) -> Result<()> {
+        self.known(record)?;
         if add {
-            self.will_be_spilled(entry)?;
+            self.will_be_spilled(record)?;
         }
-        if self.shared.store.is_held(entry) {
-            Spill::require_fit(&self.shared.store, entry, &gradient)?;
-            return self.held.keep(&self.shared.store, entry, &gradient, add);
+        if self.shared.store.is_in_ram(record) {
+            Spill::require_fit(&self.shared.store, record, &gradient)?;
+            return self.ram_tier.keep(&self.shared.store, record, &gradient, add);
         }
-        let spill = Spill::new(&self.shared.store, entry, gradient, add)?;
-        self.shared.queue.push(Job::new(entry, spill), &mut wait)
+        let spill = Spill::new(&self.shared.store, record, gradient, add)?;
+        self.shared.queue.push(Job::new(record, spill), &mut wait)
     }
 
-    /// Waits for the jobs of an entry, and says what is spilled of it.
-    pub fn spilled(&self, entry: usize, mut wait: Wait<'_>) -> Result<Spilled> {
-        self.known(entry)?;
-        if let Some(kept) = self.held.kept(entry) {
+    /// Waits for the jobs of a record, and says what is spilled of it.
+    pub fn spilled(&self, record: usize, mut wait: Wait<'_>) -> Result<Spilled> {
+        self.known(record)?;
+        if let Some(kept) = self.ram_tier.kept(record) {
             return Ok(kept.spilled);
         }
-        self.shared.queue.wait(&mut wait, "work on the gradient", |state| !state.has(entry))?.failure()?;
-        let spilled = self.shared.store.spilled(entry)?;
-        spilled.ok_or_else(|| nothing(&self.shared.store, entry))
+        self.shared.queue.wait(&mut wait, "work on the gradient", |state| !state.has(record))?.failure()?;
+        let spilled = self.shared.store.spilled(record)?;
+        spilled.ok_or_else(|| nothing(&self.shared.store, record))
     }
 
     /// Reads a spilled gradient into memory that nobody else uses meanwhile, after the jobs that were begun before.
-    pub fn read_spilled(&self, entry: usize, mut into: Box<dyn Buffer>, mut wait: Wait<'_>) -> Result<()> {
-        self.known(entry)?;
-        if let Some(kept) = self.held.kept(entry) {
-            return kept.read(&self.shared.store, entry, &mut *into);
+    pub fn read_spilled(&self, record: usize, mut into: Box<dyn Buffer>, mut wait: Wait<'_>) -> Result<()> {
+        self.known(record)?;
+        if let Some(kept) = self.ram_tier.kept(record) {
+            return kept.read(&self.shared.store, record, &mut *into);
         }
-        let unspill = Unspill::new(&self.shared.store, entry, into)?;
-        self.will_be_spilled(entry)?;
-        let job = Job::new(entry, unspill);
+        let unspill = Unspill::new(&self.shared.store, record, into)?;
+        self.will_be_spilled(record)?;
+        let job = Job::new(record, unspill);
         let mark = Arc::clone(&job.mark);
         self.shared.queue.push(job, &mut wait)?;
         let mut state = self.shared.queue.wait(&mut wait, "a spilled gradient", |state| !state.holds(&mark))?;
@@ -228,53 +228,53 @@ impl Engine {
         Err(Error::Usage("the read of a spilled gradient was discarded".into()))
     }
 
-    /// Forgets what is spilled of an entry, after the jobs that were begun before.
-    pub fn drop_spilled(&self, entry: usize, mut wait: Wait<'_>) -> Result<()> {
-        self.known(entry)?;
-        self.held.forget(entry);
-        let waits = self.shared.queue.lock().has(entry);
+    /// Forgets what is spilled of a record, after the jobs that were begun before.
+    pub fn drop_spilled(&self, record: usize, mut wait: Wait<'_>) -> Result<()> {
+        self.known(record)?;
+        self.ram_tier.forget(record);
+        let waits = self.shared.queue.lock().has(record);
         if waits {
-            spill_dtype(&self.shared.store, entry)?;
-            return self.shared.queue.push(Job::new(entry, Forget), &mut wait);
+            spill_dtype(&self.shared.store, record)?;
+            return self.shared.queue.push(Job::new(record, Forget), &mut wait);
         }
-        Ok(self.shared.store.set_spilled(entry, None)?)
+        Ok(self.shared.store.set_spilled(record, None)?)
     }
 
-    /// Begins to apply a function to an entry: to a chunk after the other, or to all of it at once.
+    /// Begins to apply a function to a record: to a chunk after the other, or to all of it at once.
     ///
-    /// Returns as [`Engine::update`] does, whose `values` these are, too. State of another shape than the entry's is read
+    /// Returns as [`Engine::update`] does, whose `values` these are, too. State of another shape than the record's is read
     /// before the first call and staged after the last.
     pub fn apply(
         &self,
-        entry: usize,
+        record: usize,
         application: Application,
         values: Option<Box<dyn Buffer>>,
         mut wait: Wait<'_>,
     ) -> Result<()> {
-        self.known(entry)?;
+        self.known(record)?;
         let Application { spilled, step, after_commit, .. } = application;
-        let apply = Apply::new(&self.shared.store, entry, application, self.whole_bytes)?;
+        let apply = Apply::new(&self.shared.store, record, application, self.whole_bytes)?;
         if spilled {
-            self.will_be_spilled(entry)?;
+            self.will_be_spilled(record)?;
         }
-        if self.shared.store.is_held(entry) {
-            let apply = apply.by_kept(self.held.kept(entry).filter(|_| spilled));
+        if self.shared.store.is_in_ram(record) {
+            let apply = apply.by_kept(self.ram_tier.kept(record).filter(|_| spilled));
             let applies = after_commit && self.shared.store.applies();
             let work = Box::new(if applies { apply.in_memory() } else { apply });
-            return self.wait_for_step(Waiting { entry, step, work, applies, rule: None });
+            return self.wait_for_step(Waiting { record, step, work, applies, rule: None });
         }
-        let live = values.map(|values| Live::new(&self.shared.store, entry, values)).transpose()?.flatten();
-        self.shared.queue.push(Job::new(entry, apply.on_live(live)), &mut wait)
+        let live = values.map(|values| Live::new(&self.shared.store, record, values)).transpose()?.flatten();
+        self.shared.queue.push(Job::new(record, apply.on_live(live)), &mut wait)
     }
 
     /// Refuses what needs a spilled gradient where there is none, nor one on its way.
-    fn will_be_spilled(&self, entry: usize) -> Result<()> {
-        if self.held.kept(entry).is_some() {
+    fn will_be_spilled(&self, record: usize) -> Result<()> {
+        if self.ram_tier.kept(record).is_some() {
             return Ok(());
         }
-        let leaves = self.shared.queue.lock().leaves(entry);
+        let leaves = self.shared.queue.lock().leaves(record);
         let there = match leaves {
-            Leaves::Same => self.shared.store.spilled(entry)?.is_some(),
+            Leaves::Same => self.shared.store.spilled(record)?.is_some(),
             Leaves::Gradient => true,
             Leaves::Nothing => false,
         };
@@ -283,7 +283,7 @@ impl Engine {
         }
         // Where an error of this step lost it, that is what is to be told.
         self.shared.queue.lock().failure()?;
-        Err(nothing(&self.shared.store, entry))
+        Err(nothing(&self.shared.store, record))
     }
 
     /// Refuses in a forked child, which has none of the threads, before a lock that one of them held is waited for.
@@ -296,10 +296,10 @@ impl Engine {
         ))
     }
 
-    pub(crate) fn known(&self, entry: usize) -> Result<&memascend_store::Entry> {
+    pub(crate) fn known(&self, record: usize) -> Result<&memascend_store::Record> {
         self.here()?;
-        let entries = &self.shared.store.description().entries;
-        entries.get(entry).ok_or_else(|| Error::Invalid(format!("entry {entry} of {}", entries.len())))
+        let records = &self.shared.store.description().records;
+        records.get(record).ok_or_else(|| Error::Invalid(format!("record {record} of {}", records.len())))
     }
 
     /// What it works on.
@@ -317,21 +317,21 @@ impl Engine {
     /// Bytes of callers' tensors that wait or are being used now.
     #[must_use]
     pub fn queued_bytes(&self) -> usize {
-        self.shared.queue.lock().held_bytes
+        self.shared.queue.lock().ram_tier_bytes
     }
 
-    /// Bytes of gradients of held entries that wait for their step.
+    /// Bytes of gradients of records in RAM that wait for their step.
     #[must_use]
     pub fn waiting_bytes(&self) -> usize {
-        self.held.lock().bytes()
+        self.ram_tier.lock().bytes()
     }
 
     /// What it has done.
     #[must_use]
     pub fn counters(&self) -> Counters {
         let (waiting, waiting_peak) = {
-            let held = self.held.lock();
-            (held.bytes() as u64, held.peak() as u64)
+            let ram_tier = self.ram_tier.lock();
+            (ram_tier.bytes() as u64, ram_tier.peak() as u64)
         };
         let state = self.shared.queue.lock();
         let Counters { updates, chunks, idle, applying, unlogged, queued_peak, .. } = state.counters;
@@ -339,7 +339,7 @@ impl Engine {
         Counters {
             updates: piped.updates + updates,
             chunks: piped.chunks + chunks,
-            queued: state.held_bytes as u64,
+            queued: state.ram_tier_bytes as u64,
             queued_peak,
             waiting,
             waiting_peak,

@@ -31,7 +31,7 @@ pub enum Error {
     /// What a function that was applied failed with.
     #[error("the function applied to {name:?} failed: {cause}")]
     Function {
-        /// The entry.
+        /// The record.
         name: String,
         /// Its error.
         cause: Cause,

@@ -1,9 +1,9 @@
-//! Writes the first values of an entry, piece by piece, without reading.
+//! Writes the first values of a record, extent by extent, without reading.
 
 use std::ops::Range;
 
 use memascend_math::{Element as _, Floats, Moments, WideState, encode, widen};
-use memascend_store::{Buffer, Content, Dtype, Entry, Master, MomentForm, Shared, StateTensor, Store};
+use memascend_store::{Buffer, Content, Dtype, Master, MomentForm, Record, Shared, StateTensor, Store};
 
 use crate::{
     Counters, Error, Result,
@@ -17,17 +17,17 @@ use crate::{
 /// The name of the state tensor that begins as the values in float32.
 const MASTER: &str = "master";
 
-/// The first values of an entry's tensors. Memory is held until it was written.
+/// The first values of a record's tensors. Memory is held until it was written.
 pub struct First {
     /// The values.
     pub values: Box<dyn Buffer>,
-    /// Each state tensor, as they are described. What is not given is zeros; a float32 "master" of the entry's shape is
+    /// Each state tensor, as they are described. What is not given is zeros; a float32 "master" of the record's shape is
     /// the values.
     pub state: Vec<Option<Box<dyn Buffer>>>,
-    /// In float32, in place of tensors that the entry's format has otherwise: the master, unless it has none, which the
+    /// In float32, in place of tensors that the record's format has otherwise: the master, unless it has none, which the
     /// values are rounded from; and, of moments that are not float32, these. They are rounded to nearest.
     pub wide: WideState<Box<dyn Buffer>>,
-    /// The entry's count of updates, which the state is the result of.
+    /// The record's count of updates, which the state is the result of.
     pub step: u64,
 }
 
@@ -38,7 +38,7 @@ enum Source {
     Values,
 }
 
-/// A [`First`] that fits its entry.
+/// A [`First`] that fits its record.
 pub(crate) struct Fill {
     values: Box<dyn Buffer>,
     dtype: Dtype,
@@ -48,9 +48,9 @@ pub(crate) struct Fill {
 }
 
 impl Fill {
-    pub(crate) fn new(store: &Store, entry: usize, first: First) -> Result<Self> {
-        let described = &store.description().entries[entry];
-        let wanted = store.tensor_bytes(entry)?;
+    pub(crate) fn new(store: &Store, record: usize, first: First) -> Result<Self> {
+        let described = &store.description().records[record];
+        let wanted = store.tensor_bytes(record)?;
         let name = &described.name;
         if first.state.len() != described.state.len() {
             let (got, wanted) = (first.state.len(), described.state.len());
@@ -83,18 +83,18 @@ impl Fill {
         Ok(Self { values: first.values, dtype: described.dtype, state, wide: first.wide, step: first.step })
     }
 
-    /// The pieces of a turn.
-    fn pieces(bench: &Workbench<'_>, entry: usize, turn: u32) -> Vec<u32> {
-        match turn.checked_sub(bench.chunks_of(entry)) {
-            None => bench.pieces_of_chunk(entry, turn).collect(),
-            Some(other) => vec![bench.first_other_piece(entry) + other],
+    /// The extents of a turn.
+    fn extents(bench: &Workbench<'_>, record: usize, turn: u32) -> Vec<u32> {
+        match turn.checked_sub(bench.chunks_of(record)) {
+            None => bench.extents_of_chunk(record, turn).collect(),
+            Some(other) => vec![bench.first_other_extent(record) + other],
         }
     }
 
     /// Brings what is given in float32 into the chunk's format; the rest of it was built already.
     fn narrow(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
-        let &Turn { entry, index: chunk, ref memory } = turn;
-        let elements = bench.elements(entry, chunk);
+        let &Turn { record, index: chunk, ref memory } = turn;
+        let elements = bench.elements(record, chunk);
         let part = |given| wide_part(given, &elements);
         let WideState { master, first, second } = &self.wide;
         let wide = WideState {
@@ -117,7 +117,7 @@ impl Fill {
         if !has_master {
             return Ok(());
         }
-        let values = bench.part(entry, chunk, memory)?;
+        let values = bench.part(record, chunk, memory)?;
         let element = usize::try_from(self.dtype.bytes()).unwrap_or(1);
         // SAFETY: nothing is in flight of this chunk, which is this turn's.
         let rounded = &mut unsafe { bytes_mut(&values) }[..elements.len() * element];
@@ -128,7 +128,7 @@ impl Fill {
             rounded != given && !(is_nan(self.dtype, rounded) && is_nan(self.dtype, given))
         };
         if let Some(at) = (0..elements.len()).find(differs) {
-            let name = &bench.store.description().entries[entry].name;
+            let name = &bench.store.description().records[record].name;
             let (at, dtype) = (elements.start + at, self.dtype.name());
             return Err(Error::Invalid(format!("element {at} of {name:?} is not its master rounded to {dtype}")));
         }
@@ -137,10 +137,10 @@ impl Fill {
         Ok(())
     }
 
-    fn build(&self, bench: &Workbench<'_>, entry: usize, piece: u32, part: &Shared) -> Result<()> {
+    fn build(&self, bench: &Workbench<'_>, record: usize, extent: u32, part: &Shared) -> Result<()> {
         let (store, description) = (bench.store, bench.store.description());
-        let place = store.layout().piece(description, entry, piece);
-        let described = &description.entries[entry];
+        let place = store.layout().extent(description, record, extent);
+        let described = &description.records[record];
         let used = usize::try_from(place.used_bytes).unwrap_or(usize::MAX);
         // The sources of the tensors that lie in chunks, or by themselves.
         let sources = |chunked: bool| {
@@ -155,14 +155,14 @@ impl Fill {
                 // SAFETY: as above.
                 copied(
                     &*self.values,
-                    bench.elements(entry, chunk).start * element,
+                    bench.elements(record, chunk).start * element,
                     &mut unsafe { bytes_mut(part) }[..used],
                 );
             }
             Content::State { chunk } => {
-                let elements = bench.elements(entry, chunk);
+                let elements = bench.elements(record, chunk);
                 let mut filled = 0;
-                for ((_, at, nbytes), (tensor, source)) in bench.in_chunk(entry, chunk).zip(sources(true)) {
+                for ((_, at, nbytes), (tensor, source)) in bench.in_chunk(record, chunk).zip(sources(true)) {
                     // SAFETY: as above.
                     let bytes = unsafe { bytes_mut(part) };
                     // What lies between two tensors is nobody's, and written as zeros.
@@ -186,7 +186,7 @@ impl Fill {
                 unsafe { clear_from(part, filled) };
             }
             Content::Whole { tensor, part: index } => {
-                let before = u64::from(index) * memascend_store::WHOLE_PIECE_BYTES;
+                let before = u64::from(index) * memascend_store::WHOLE_EXTENT_BYTES;
                 // SAFETY: as above.
                 let bytes = &mut unsafe { bytes_mut(part) }[..used];
                 match sources(false).nth(tensor as usize) {
@@ -213,27 +213,27 @@ impl Work for Fill {
         false
     }
 
-    fn begin(&self, bench: &Workbench<'_>, entry: usize) -> Result<()> {
-        bench.begin(entry, self.step)
+    fn begin(&self, bench: &Workbench<'_>, record: usize) -> Result<()> {
+        bench.begin(record, self.step)
     }
 
-    /// One for each chunk, and one for each piece of a tensor of another shape.
-    fn turns(&self, bench: &Workbench<'_>, entry: usize) -> u32 {
-        bench.chunks_of(entry) + bench.store.layout().pieces_of(entry) - bench.first_other_piece(entry)
+    /// One for each chunk, and one for each extent of a tensor of another shape.
+    fn turns(&self, bench: &Workbench<'_>, record: usize) -> u32 {
+        bench.chunks_of(record) + bench.store.layout().extents_of(record) - bench.first_other_extent(record)
     }
 
     fn compute(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
-        let &Turn { entry, index, ref memory } = turn;
-        for piece in Self::pieces(bench, entry, index) {
-            self.build(bench, entry, piece, &bench.part(entry, piece, memory)?)?;
+        let &Turn { record, index, ref memory } = turn;
+        for extent in Self::extents(bench, record, index) {
+            self.build(bench, record, extent, &bench.part(record, extent, memory)?)?;
         }
         let has_wide = self.wide.master.is_some() || self.wide.first.is_some() || self.wide.second.is_some();
-        if has_wide && index < bench.chunks_of(entry) { self.narrow(bench, turn) } else { Ok(()) }
+        if has_wide && index < bench.chunks_of(record) { self.narrow(bench, turn) } else { Ok(()) }
     }
 
     fn writes<'a>(&self, bench: &mut Workbench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
-        let pieces = Self::pieces(bench, turn.entry, turn.index).into_iter();
-        pieces.map(|piece| bench.stage(turn.entry, piece, &turn.memory)).collect()
+        let extents = Self::extents(bench, turn.record, turn.index).into_iter();
+        extents.map(|extent| bench.stage(turn.record, extent, &turn.memory)).collect()
     }
 
     fn counted<'a>(&self, counters: &'a mut Counters) -> Option<&'a mut u64> {
@@ -241,8 +241,8 @@ impl Work for Fill {
     }
 }
 
-/// Refuses float32 tensors that do not fit, or that the format of the entry has as they are.
-fn require_wide(described: &Entry, wide: &WideState<Box<dyn Buffer>>) -> Result<()> {
+/// Refuses float32 tensors that do not fit, or that the format of the record has as they are.
+fn require_wide(described: &Record, wide: &WideState<Box<dyn Buffer>>) -> Result<()> {
     let name = &described.name;
     let nbytes = usize::try_from(described.elements()).unwrap_or(usize::MAX).saturating_mul(size_of::<f32>());
     let narrow = described.format.moments() != MomentForm::Single;

@@ -104,7 +104,7 @@ impl Gradient {
     pub(crate) fn memory(&self) -> Result<Arc<Host>> {
         match &self.memory {
             Memory::Here(memory) => Ok(Arc::clone(memory)),
-            Memory::Away { .. } => Err(Error::Invalid("a gradient of a held entry lies in host memory".into())),
+            Memory::Away { .. } => Err(Error::Invalid("a gradient of a record in RAM lies in host memory".into())),
         }
     }
 
@@ -122,31 +122,31 @@ impl Gradient {
     }
 
     /// `nbytes` from byte `start` on, which lie inside. Of a source, until the next call of this or another.
-    pub(crate) fn bytes(&self, store: &Store, entry: usize, start: usize, nbytes: usize) -> Result<&[u8]> {
-        let first = self.at(store, entry, start, nbytes)?;
+    pub(crate) fn bytes(&self, store: &Store, record: usize, start: usize, nbytes: usize) -> Result<&[u8]> {
+        let first = self.at(store, record, start, nbytes)?;
         // SAFETY: inside the memory, which is mapped while it is held; nobody writes to a gradient that was handed over.
         Ok(unsafe { elements(first, 0, nbytes) })
     }
 
     /// `count` elements from `start` on, which lie inside. Of a source, until the next call of this or another.
-    pub(crate) fn part(&self, store: &Store, entry: usize, start: usize, count: usize) -> Result<Floats<'_>> {
+    pub(crate) fn part(&self, store: &Store, record: usize, start: usize, count: usize) -> Result<Floats<'_>> {
         let element = usize::try_from(self.dtype.bytes()).unwrap_or(usize::MAX);
-        let first = self.at(store, entry, start * element, count * element)?;
+        let first = self.at(store, record, start * element, count * element)?;
         // SAFETY: inside the memory, which is mapped while it is held and aligned; nobody writes to a gradient that was
         // handed over.
         Ok(unsafe { floats_at(first, self.dtype, 0, count) })
     }
 
     /// As [`Gradient::part`], of a gradient of float64.
-    pub(crate) fn doubles(&self, store: &Store, entry: usize, start: usize, count: usize) -> Result<&[f64]> {
+    pub(crate) fn doubles(&self, store: &Store, record: usize, start: usize, count: usize) -> Result<&[f64]> {
         assert_eq!(self.dtype, Dtype::F64, "a gradient of another dtype");
-        let first = self.at(store, entry, start * size_of::<f64>(), count * size_of::<f64>())?;
+        let first = self.at(store, record, start * size_of::<f64>(), count * size_of::<f64>())?;
         // SAFETY: as above.
         Ok(unsafe { elements(first, 0, count) })
     }
 
     /// Where `nbytes` from byte `start` on lie.
-    fn at(&self, store: &Store, entry: usize, start: usize, nbytes: usize) -> Result<*const u8> {
+    fn at(&self, store: &Store, record: usize, start: usize, nbytes: usize) -> Result<*const u8> {
         assert!(start + nbytes <= self.nbytes(), "bytes past the end of a gradient");
         let (memory, from) = match &self.memory {
             Memory::Here(memory) => (memory.as_ptr(), 0),
@@ -155,7 +155,7 @@ impl Gradient {
                 let lent = match window.get().filter(holds) {
                     Some(lent) => lent,
                     None => source(start, nbytes).map_err(|cause| {
-                        let name = store.description().entries[entry].name.clone();
+                        let name = store.description().records[record].name.clone();
                         Error::Function { name, cause }
                     })?,
                 };

@@ -23,27 +23,27 @@ pub(crate) trait Work: Send {
         true
     }
 
-    /// Whether it is arithmetic of ours, which several threads may do on one held entry, where that lies.
+    /// Whether it is arithmetic of ours, which several threads may do on one record in RAM, where that lies.
     fn is_ours(&self) -> bool {
         true
     }
 
-    /// What it leaves in its entry's room for a gradient if it succeeds.
+    /// What it leaves in its record's room for a gradient if it succeeds.
     fn leaves(&self) -> Leaves {
         Leaves::Same
     }
 
     /// Takes the memory that it needs beside staging chunks; `false` if that is not free yet.
-    fn claim(&self, _bench: &Workbench<'_>, _entry: usize) -> Result<bool> {
+    fn claim(&self, _bench: &Workbench<'_>, _record: usize) -> Result<bool> {
         Ok(true)
     }
 
-    /// Readies the entry for the first turn.
-    fn begin(&self, bench: &Workbench<'_>, entry: usize) -> Result<()>;
+    /// Readies the record for the first turn.
+    fn begin(&self, bench: &Workbench<'_>, record: usize) -> Result<()>;
 
     /// Turns that it takes, each with a staging chunk to itself.
-    fn turns(&self, bench: &Workbench<'_>, entry: usize) -> u32 {
-        bench.chunks_of(entry)
+    fn turns(&self, bench: &Workbench<'_>, record: usize) -> u32 {
+        bench.chunks_of(record)
     }
 
     /// Begins what a turn reads. A read that was begun is waited for when it is dropped.
@@ -53,7 +53,7 @@ pub(crate) trait Work: Send {
 
     /// The one turn, if any, whose arithmetic is a call on a thread of its own: turns of other jobs are read, computed and
     /// written meanwhile. It reads and writes nothing, and the job's next turn begins after it.
-    fn called_at(&self, _bench: &Workbench<'_>, _entry: usize) -> Option<u32> {
+    fn called_at(&self, _bench: &Workbench<'_>, _record: usize) -> Option<u32> {
         None
     }
 
@@ -76,19 +76,19 @@ pub(crate) trait Work: Send {
     }
 }
 
-/// One job: what is to be done with one entry.
+/// One job: what is to be done with one record.
 pub(crate) struct Job {
     pub(crate) work: Box<dyn Work>,
     pub(crate) mark: Arc<Mark>,
 }
 
 impl Job {
-    pub(crate) fn new(entry: usize, work: impl Work + 'static) -> Self {
-        Self::boxed(entry, Box::new(work))
+    pub(crate) fn new(record: usize, work: impl Work + 'static) -> Self {
+        Self::boxed(record, Box::new(work))
     }
 
-    pub(crate) fn boxed(entry: usize, work: Box<dyn Work>) -> Self {
+    pub(crate) fn boxed(record: usize, work: Box<dyn Work>) -> Self {
         let (nbytes, leaves) = (work.nbytes(), work.leaves());
-        Self { work, mark: Arc::new(Mark::new(entry, nbytes, leaves)) }
+        Self { work, mark: Arc::new(Mark::new(record, nbytes, leaves)) }
     }
 }

@@ -1,6 +1,6 @@
 //! Takes an update's values from memory where they are resident, so that they are not read.
 
-use memascend_store::{Buffer, Dtype, Entry, Master, Store};
+use memascend_store::{Buffer, Dtype, Master, Record, Store};
 
 use crate::{
     Error, Result,
@@ -9,19 +9,19 @@ use crate::{
     workbench::{Workbench, bytes_mut, clear_from},
 };
 
-/// Whether an update starts from the entry's values: they are the master, the upper half of it, or all that
+/// Whether an update starts from the record's values: they are the master, the upper half of it, or all that
 /// there is.
-pub(crate) fn are_needed(entry: &Entry) -> bool {
-    entry.dtype == Dtype::F32 || entry.format.master() != Master::Own
+pub(crate) fn are_needed(record: &Record) -> bool {
+    record.dtype == Dtype::F32 || record.format.master() != Master::Own
 }
 
-/// An entry's values as the last commit left them, somewhere in memory.
+/// A record's values as the last commit left them, somewhere in memory.
 pub(crate) struct Live(Box<dyn Buffer>);
 
 impl Live {
     /// `None` where the update needs no values.
-    pub(crate) fn new(store: &Store, entry: usize, values: Box<dyn Buffer>) -> Result<Option<Self>> {
-        let described = &store.description().entries[entry];
+    pub(crate) fn new(store: &Store, record: usize, values: Box<dyn Buffer>) -> Result<Option<Self>> {
+        let described = &store.description().records[record];
         let wanted = described.elements() * described.dtype.bytes();
         if values.len() as u64 != wanted {
             let (name, got) = (&described.name, values.len());
@@ -33,9 +33,9 @@ impl Live {
     /// Copies a chunk of them to its part of a staging chunk, and checks them there as if they had been read: a weight
     /// that was changed in place, or is of another step, would ruin the master in silence.
     pub(crate) fn take(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
-        let &Turn { entry, index: chunk, ref memory } = turn;
-        let (part, elements) = (bench.part(entry, chunk, memory)?, bench.elements(entry, chunk));
-        let described = &bench.store.description().entries[entry];
+        let &Turn { record, index: chunk, ref memory } = turn;
+        let (part, elements) = (bench.part(record, chunk, memory)?, bench.elements(record, chunk));
+        let described = &bench.store.description().records[record];
         let element = usize::try_from(described.dtype.bytes()).unwrap_or(1);
         let (start, nbytes) = (elements.start * element, elements.len() * element);
         // SAFETY: nothing is in flight of this part, which is this turn's.
@@ -43,7 +43,7 @@ impl Live {
         copied(&*self.0, start, &mut bytes[..nbytes]);
         // SAFETY: as above; what fills the last page is written as zeros.
         unsafe { clear_from(&part, nbytes) };
-        if bench.store.holds(entry, chunk, &part)? {
+        if bench.store.holds(record, chunk, &part)? {
             return Ok(());
         }
         let name = &described.name;

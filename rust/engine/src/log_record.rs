@@ -1,4 +1,4 @@
-//! Appends the gradient of a held entry to the log, and stages the entry as it is before the step where that is due.
+//! Appends the gradient of a record in RAM to the log, and stages the record as it is before the step where that is due.
 
 use std::sync::Arc;
 
@@ -25,26 +25,26 @@ impl Logged {
     }
 }
 
-/// What is written of a held entry while the backward goes on. Its update is applied in memory after the commit.
+/// What is written of a record in RAM while the backward goes on. Its update is applied in memory after the commit.
 pub(crate) struct Keep {
     /// The gradient, whose place in the log was begun.
     pub(crate) gradient: Option<Logged>,
-    /// The entry is written whole, as memory has it.
+    /// The record is written whole, as memory has it.
     pub(crate) whole: bool,
 }
 
 impl Work for Keep {
-    fn begin(&self, bench: &Workbench<'_>, entry: usize) -> Result<()> {
+    fn begin(&self, bench: &Workbench<'_>, record: usize) -> Result<()> {
         if !self.whole {
             return Ok(());
         }
-        bench.begin_snapshot(entry)
+        bench.begin_snapshot(record)
     }
 
     fn compute(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
         let Some(gradient) = &self.gradient else { return Ok(()) };
         let (part, used) = bench.log_part(turn, gradient.dtype)?;
-        let start = bench.elements(turn.entry, turn.index).start * bytes_of(gradient.dtype);
+        let start = bench.elements(turn.record, turn.index).start * bytes_of(gradient.dtype);
         // SAFETY: nothing is in flight of this chunk, which is this turn's.
         copied(&**gradient.memory, start, &mut unsafe { bytes_mut(&part) }[..used]);
         // SAFETY: as above; what fills the last page is written as zeros.
@@ -53,22 +53,22 @@ impl Work for Keep {
     }
 
     fn writes<'a>(&self, bench: &mut Workbench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
-        let &Turn { entry, index: chunk, .. } = turn;
+        let &Turn { record, index: chunk, .. } = turn;
         let mut writes = Vec::with_capacity(3);
         if let Some(gradient) = &self.gradient {
             writes.push(bench.append(turn, gradient.dtype)?);
         }
         if self.whole {
             // What was begun is kept if one fails: dropping a write waits for it.
-            for piece in bench.pieces_of_chunk(entry, chunk) {
-                writes.push(bench.stage_held(entry, piece)?);
+            for extent in bench.extents_of_chunk(record, chunk) {
+                writes.push(bench.stage_in_ram(record, extent)?);
             }
         }
         Ok(writes)
     }
 }
 
-/// Whether updates of an entry may be logged: all of its state lies in chunks.
-pub(crate) fn may_log(store: &Store, entry: usize) -> bool {
-    store.description().entries[entry].whole().next().is_none()
+/// Whether updates of a record may be logged: all of its state lies in chunks.
+pub(crate) fn may_log(store: &Store, record: usize) -> bool {
+    store.description().records[record].whole().next().is_none()
 }

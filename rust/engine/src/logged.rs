@@ -14,13 +14,13 @@ use crate::{
 
 /// Bytes of a chunk of a gradient in the log: whole pages.
 pub(crate) fn chunk_bytes(bench: &Workbench<'_>, turn: &Turn, dtype: Dtype) -> usize {
-    paged(bench.elements(turn.entry, turn.index).len(), dtype).1
+    paged(bench.elements(turn.record, turn.index).len(), dtype).1
 }
 
-/// What a rule of the log says for an entry, which has the state for it.
-pub(crate) fn fitting(store: &Store, entry: usize, rule: &memascend_store::Rule) -> Result<(Taken, Vec<f32>)> {
+/// What a rule of the log says for a record, which has the state for it.
+pub(crate) fn fitting(store: &Store, record: usize, rule: &memascend_store::Rule) -> Result<(Taken, Vec<f32>)> {
     let (taken, factors) = rule::taken(rule)?;
-    let described = &store.description().entries[entry];
+    let described = &store.description().records[record];
     let fits = match taken {
         Taken::Single(_) => has_adam(described) && !is_reduced(described),
         Taken::Reduced(Rule::Adam(_)) => has_adam(described) && is_reduced(described),
@@ -41,7 +41,7 @@ pub(crate) fn applied(
     (rule, factors): &(Taken, Vec<f32>),
     (gradient, dtype): (&Shared, Dtype),
 ) -> Result<()> {
-    let elements = bench.elements(turn.entry, turn.index).len();
+    let elements = bench.elements(turn.record, turn.index).len();
     for &factor in factors {
         // SAFETY: it was read, and is this turn's.
         scale(unsafe { floats_mut(gradient, dtype, elements) }, factor, bench.exec);
@@ -59,8 +59,8 @@ pub fn apply_logs(store: &Store) {
     store.apply_with(|store, logged| {
         let apply = || {
             let bench = Workbench::on_chunk(store, logged.values.clone(), logged.state.clone())?;
-            let turn = Turn { entry: logged.entry, index: logged.chunk, memory: logged.gradient.clone() };
-            let rule = fitting(store, logged.entry, logged.rule)?;
+            let turn = Turn { record: logged.record, index: logged.chunk, memory: logged.gradient.clone() };
+            let rule = fitting(store, logged.record, logged.rule)?;
             applied(&bench, &turn, &rule, (&logged.gradient, logged.dtype))
         };
         apply().map_err(|error| error.to_string())

@@ -6,7 +6,7 @@ use memascend_nvme::{
     Options as VolumeOptions, Volume,
     sim::{self, Faults, SimDisk},
 };
-use memascend_store::{Commit, Create, Description, Dtype, Entry, Format, Kind};
+use memascend_store::{Commit, Create, Description, Dtype, Format, Kind, Record};
 
 use super::*;
 use crate::{
@@ -56,23 +56,23 @@ impl Work for Panicking {
         Leaves::Gradient
     }
 
-    fn claim(&self, _bench: &Workbench<'_>, _entry: usize) -> Result<bool> {
+    fn claim(&self, _bench: &Workbench<'_>, _record: usize) -> Result<bool> {
         self.reach(At::Claim);
         Ok(true)
     }
 
-    fn begin(&self, bench: &Workbench<'_>, entry: usize) -> Result<()> {
+    fn begin(&self, bench: &Workbench<'_>, record: usize) -> Result<()> {
         self.reach(At::Begin);
-        bench.begin(entry, 1)
+        bench.begin(record, 1)
     }
 
-    fn turns(&self, bench: &Workbench<'_>, entry: usize) -> u32 {
+    fn turns(&self, bench: &Workbench<'_>, record: usize) -> u32 {
         self.reach(At::Turns);
-        bench.chunks_of(entry)
+        bench.chunks_of(record)
     }
 
     fn reads<'a>(&self, bench: &Workbench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
-        let read = bench.read(turn.entry, turn.index, &turn.memory)?;
+        let read = bench.read(turn.record, turn.index, &turn.memory)?;
         // With a read in flight.
         self.reach(At::Reads);
         Ok(vec![read])
@@ -80,13 +80,13 @@ impl Work for Panicking {
 
     fn compute(&self, _bench: &Workbench<'_>, _turn: &Turn) -> Result<()> {
         self.reach(At::Compute);
-        let _held = (self.at == At::Locked).then(|| self.shared.queue.lock());
+        let _ram_tier = (self.at == At::Locked).then(|| self.shared.queue.lock());
         self.reach(At::Locked);
         Ok(())
     }
 
     fn writes<'a>(&self, bench: &mut Workbench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
-        let write = bench.stage(turn.entry, turn.index, &turn.memory)?;
+        let write = bench.stage(turn.record, turn.index, &turn.memory)?;
         self.reach(At::Writes);
         Ok(vec![write])
     }
@@ -117,7 +117,7 @@ fn volume(disk: &SimDisk) -> Volume {
 }
 
 fn filled(disk: &SimDisk) -> Engine {
-    let entry = |name: &str| Entry {
+    let record = |name: &str| Record {
         name: name.into(),
         kind: Kind::Parameter,
         unit: 0,
@@ -134,24 +134,24 @@ fn filled(disk: &SimDisk) -> Engine {
         hyperparameters_bytes_max: 0,
         optimizer: "SGD".into(),
         units: vec!["all".into()],
-        entries: ["one", "two"].map(entry).into(),
+        records: ["one", "two"].map(record).into(),
         first_elements: vec![],
     };
     let store = ok(Store::create_on(volume(disk), 8192, description, &Create::default()));
     let options =
         Options { queue_bytes_max: 30_000, whole_bytes: 1 << 16, whole_next_bytes: 1 << 16, ..Options::default() };
     let engine = ok(Engine::new(Arc::new(store), &options));
-    for entry in 0..2 {
+    for record in 0..2 {
         let first = First { values: Box::new(bytes(1.0)), state: vec![], wide: WideState::default(), step: 0 };
-        ok(engine.fill(entry, first, Wait::forever()));
+        ok(engine.fill(record, first, Wait::forever()));
     }
     ok(engine.commit(Commit::default(), Wait::forever()));
     engine
 }
 
-fn spill(engine: &Engine, entry: usize) -> Result<()> {
+fn spill(engine: &Engine, record: usize) -> Result<()> {
     let gradient = ok(Gradient::new(Box::new(bytes(2.0)), Dtype::F32));
-    engine.spill(entry, gradient, false, Wait::at_most(PATIENCE))
+    engine.spill(record, gradient, false, Wait::at_most(PATIENCE))
 }
 
 /// Everything that waits, and everything that comes later, is told by name; then all is closed, and all is well.
@@ -162,12 +162,12 @@ fn told(engine: &Engine, disk: &SimDisk, what: &str) {
     assert!(panicked(&finish), "{what}: {finish:?}");
     let commit = engine.commit(Commit { step: 1, ..Commit::default() }, patient()).map(drop);
     assert!(panicked(&commit), "{what}: {commit:?}");
-    for entry in 0..2 {
-        let spilled = engine.spilled(entry, patient()).map(drop);
+    for record in 0..2 {
+        let spilled = engine.spilled(record, patient()).map(drop);
         assert!(panicked(&spilled), "{what}: {spilled:?}");
-        let read = engine.read_spilled(entry, Box::new(bytes(0.0)), patient());
+        let read = engine.read_spilled(record, Box::new(bytes(0.0)), patient());
         assert!(matches!(read, Err(Error::Panicked(_))), "{what}: {read:?}");
-        ok(engine.discard_entry(entry, patient()));
+        ok(engine.discard_record(record, patient()));
     }
     ok(engine.discard(patient()));
     let later = spill(engine, 0);
@@ -211,7 +211,7 @@ fn a_panic_of_a_function_that_is_applied_is_told_too() {
         let disk = SimDisk::new(1 << 20);
         let engine = filled(&disk);
         // Where it is called on a thread of its own, the next one is read meanwhile.
-        for entry in 0..2 {
+        for record in 0..2 {
             let application = Application {
                 function: Box::new(|_| panic!("a fault of the caller's")),
                 nbytes: 0,
@@ -220,7 +220,7 @@ fn a_panic_of_a_function_that_is_applied_is_told_too() {
                 given,
                 after_commit: false,
             };
-            drop(engine.apply(entry, application, None, Wait::forever()));
+            drop(engine.apply(record, application, None, Wait::forever()));
         }
         told(&engine, &disk, "a fault of the caller's");
     }

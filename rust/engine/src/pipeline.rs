@@ -2,11 +2,11 @@
 //!
 //! Turns are taken in the order of the queue, across jobs. Half of the staging chunks are ahead, being read; one is being
 //! computed; the others are being written. The order of operations depends on the jobs alone, never on time, so that a
-//! run on a simulated device can be repeated. A job is begun when nothing of an earlier one of its entry is left.
+//! run on a simulated device can be repeated. A job is begun when nothing of an earlier one of its record is left.
 //!
-//! A function that gets a whole entry is called on a thread of its own. Meanwhile the last such entry is written and the
+//! A function that gets a whole record is called on a thread of its own. Meanwhile the last such record is written and the
 //! next one is read, if there is memory for two. Whether the call has ended is never asked: it is waited for where the next
-//! function is to be called, and where nothing else can be done. So no two functions run at once, and an entry's memory
+//! function is to be called, and where nothing else can be done. So no two functions run at once, and a record's memory
 //! is given back by turns that wait for nothing but earlier ones.
 
 use std::{
@@ -55,7 +55,7 @@ struct Room<'a> {
 
 impl Drop for Room<'_> {
     fn drop(&mut self) {
-        self.queue.lock().held_bytes -= self.nbytes;
+        self.queue.lock().ram_tier_bytes -= self.nbytes;
         self.queue.notify();
     }
 }
@@ -95,7 +95,7 @@ impl Drop for Running<'_> {
 pub(crate) fn lose_spilled(store: &Store, mark: &Mark) {
     if mark.leaves == Leaves::Gradient {
         // Refused only where there is no room for a gradient.
-        drop(store.set_spilled(mark.entry, None));
+        drop(store.set_spilled(mark.record, None));
     }
 }
 
@@ -228,7 +228,7 @@ impl<'a> Pipeline<'a> {
             }
             let or_wait = self.is_still();
             let Some(job) = self.next.take().or_else(|| self.queue.next(or_wait)) else { return Ok(None) };
-            if self.is_in_flight(job.mark.entry) {
+            if self.is_in_flight(job.mark.record) {
                 self.next = Some(job);
                 return Ok(None);
             }
@@ -239,30 +239,30 @@ impl<'a> Pipeline<'a> {
         }
     }
 
-    /// Whether something of an entry is being read, called or written.
-    fn is_in_flight(&self, entry: usize) -> bool {
-        self.reading.iter().any(|reading| reading.job.running.mark.entry == entry)
-            || self.calling.iter().any(|(job, _)| job.running.mark.entry == entry)
-            || self.writing.iter().any(|writing| writing.running.mark.entry == entry)
+    /// Whether something of a record is being read, called or written.
+    fn is_in_flight(&self, record: usize) -> bool {
+        self.reading.iter().any(|reading| reading.job.running.mark.record == record)
+            || self.calling.iter().any(|(job, _)| job.running.mark.record == record)
+            || self.writing.iter().any(|writing| writing.running.mark.record == record)
     }
 
     /// Begins a job, or gives it back where memory that it needs is not free yet.
     fn begin(&mut self, job: Job) -> Result<Option<Job>> {
-        let claimed = if job.mark.is_cancelled() { Ok(true) } else { job.work.claim(&self.bench, job.mark.entry) };
+        let claimed = if job.mark.is_cancelled() { Ok(true) } else { job.work.claim(&self.bench, job.mark.record) };
         if matches!(claimed, Ok(false)) && !self.is_still() {
             return Ok(Some(job));
         }
         let Job { work, mark } = job;
-        let (queue, entry) = (self.queue, mark.entry);
+        let (queue, record) = (self.queue, mark.record);
         let room = Room { queue, nbytes: mark.nbytes };
         let running = Rc::new(Running { store: self.bench.store, queue, mark, failed: Cell::new(false) });
         if running.mark.is_cancelled() {
             return Ok(None);
         }
         running.heard(claimed.and_then(|free| if free { Ok(()) } else { Err(kept()) }))?;
-        let turns = work.turns(&self.bench, entry);
+        let turns = work.turns(&self.bench, record);
         self.bench.beginning.replace(Some(Arc::clone(&running.mark)));
-        let begun = work.begin(&self.bench, entry);
+        let begun = work.begin(&self.bench, record);
         if begun.is_err() && running.mark.is_cancelled() {
             return Ok(None);
         }
@@ -272,7 +272,7 @@ impl<'a> Pipeline<'a> {
             running.mark.complete();
             return Ok(None);
         }
-        let called_at = work.called_at(&self.bench, entry);
+        let called_at = work.called_at(&self.bench, record);
         self.current = Some((Rc::new(Begun { work, turns, called_at, _room: room, running }), 0));
         Ok(None)
     }
@@ -288,7 +288,7 @@ impl<'a> Pipeline<'a> {
             memascend_mem::Error::TimedOut { .. } => kept(),
             error => error.into(),
         })?;
-        let turn = Turn { entry: job.running.mark.entry, index: turn, memory: Shared::new(lease) };
+        let turn = Turn { record: job.running.mark.record, index: turn, memory: Shared::new(lease) };
         let reads = job.work.reads(&self.bench, &turn);
         self.bench.counters.reading += began.elapsed();
         self.reading.push_back(Reading { reads: reads?, turn, job });

@@ -21,7 +21,7 @@ pub(crate) struct QueueState {
     /// Jobs that were taken and have not ended.
     running: Vec<Arc<Mark>>,
     /// Bytes of the callers' tensors that wait or are being used.
-    pub(crate) held_bytes: usize,
+    pub(crate) ram_tier_bytes: usize,
     /// The pipeline has something in hand or in flight.
     busy: bool,
     pub(crate) closing: bool,
@@ -63,24 +63,24 @@ impl QueueState {
 
     /// A job that was taken will not be begun.
     pub(crate) fn dropped(&mut self, job: &Job) {
-        self.held_bytes -= job.mark.nbytes;
+        self.ram_tier_bytes -= job.mark.nbytes;
         self.ended(&job.mark);
     }
 
-    /// Whether a job of an entry waits or runs.
-    pub(crate) fn has(&self, entry: usize) -> bool {
-        self.marks().any(|mark| mark.entry == entry)
+    /// Whether a job of a record waits or runs.
+    pub(crate) fn has(&self, record: usize) -> bool {
+        self.marks().any(|mark| mark.record == record)
     }
 
     /// Whether a job waits or runs.
     pub(crate) fn holds(&self, mark: &Arc<Mark>) -> bool {
-        self.marks().any(|held| Arc::ptr_eq(held, mark))
+        self.marks().any(|ram_tier| Arc::ptr_eq(ram_tier, mark))
     }
 
-    /// What the jobs of an entry leave in its room for a gradient, if all of them succeed.
-    pub(crate) fn leaves(&self, entry: usize) -> Leaves {
-        let of_entry = self.marks().filter(|mark| mark.entry == entry && mark.leaves != Leaves::Same);
-        of_entry.last().map_or(Leaves::Same, |mark| mark.leaves)
+    /// What the jobs of a record leave in its room for a gradient, if all of them succeed.
+    pub(crate) fn leaves(&self, record: usize) -> Leaves {
+        let of_record = self.marks().filter(|mark| mark.record == record && mark.leaves != Leaves::Same);
+        of_record.last().map_or(Leaves::Same, |mark| mark.leaves)
     }
 
     /// Jobs that run, then those that wait, in their order.
@@ -88,9 +88,12 @@ impl QueueState {
         self.running.iter().chain(self.jobs.iter().map(|job| &job.mark))
     }
 
-    /// Tells the jobs that run (of one entry alone, if one is given) to end as soon as may be.
-    pub(crate) fn cancel(&self, entry: Option<usize>) {
-        self.running.iter().filter(|mark| entry.is_none_or(|entry| mark.entry == entry)).for_each(|mark| mark.cancel());
+    /// Tells the jobs that run (of one record alone, if one is given) to end as soon as may be.
+    pub(crate) fn cancel(&self, record: Option<usize>) {
+        self.running
+            .iter()
+            .filter(|mark| record.is_none_or(|record| mark.record == record))
+            .for_each(|mark| mark.cancel());
     }
 
     /// Nobody works any more: whoever waits, and whoever comes, is told why. What waited is given back,
@@ -100,17 +103,17 @@ impl QueueState {
         let marks = self.marks().map(Arc::clone).collect();
         let dropped = self.drop_waiting(None);
         self.running.clear();
-        self.held_bytes = 0;
+        self.ram_tier_bytes = 0;
         self.busy = false;
         (dropped, marks)
     }
 
-    /// Drops what waits, of one entry alone if one is given.
-    pub(crate) fn drop_waiting(&mut self, entry: Option<usize>) -> Vec<Job> {
+    /// Drops what waits, of one record alone if one is given.
+    pub(crate) fn drop_waiting(&mut self, record: Option<usize>) -> Vec<Job> {
         let (dropped, kept): (Vec<Job>, Vec<Job>) =
-            self.jobs.drain(..).partition(|job| entry.is_none_or(|entry| job.mark.entry == entry));
+            self.jobs.drain(..).partition(|job| record.is_none_or(|record| job.mark.record == record));
         self.jobs = kept.into();
-        self.held_bytes -= dropped.iter().map(|job| job.mark.nbytes).sum::<usize>();
+        self.ram_tier_bytes -= dropped.iter().map(|job| job.mark.nbytes).sum::<usize>();
         dropped
     }
 }
@@ -162,17 +165,17 @@ impl Queue {
             state.failed.is_some()
                 || state.ended_by.is_some()
                 || state.closing
-                || state.held_bytes == 0
-                || state.held_bytes + bytes <= bytes_max
+                || state.ram_tier_bytes == 0
+                || state.ram_tier_bytes + bytes <= bytes_max
         };
         let mut state = self.wait(wait, "room in the queue", has_room)?;
         state.failure()?;
         if state.closing {
             return Err(Error::Usage("the engine has been closed".into()));
         }
-        state.held_bytes += bytes;
+        state.ram_tier_bytes += bytes;
         if job.work.is_of_a_step() {
-            state.counters.queued_peak = state.counters.queued_peak.max(state.held_bytes as u64);
+            state.counters.queued_peak = state.counters.queued_peak.max(state.ram_tier_bytes as u64);
         }
         state.jobs.push_back(job);
         drop(state);

@@ -1,7 +1,7 @@
-//! Updates an entry whose state is reduced (moments of 16 or 8 bits, a compact master, or none), or that of torch's SGD.
+//! Updates a record whose state is reduced (moments of 16 or 8 bits, a compact master, or none), or that of torch's SGD.
 
 use memascend_math::{Bf16, Codes, F16, Floats, FloatsMut, Moments, Position, Random, Reduced, Rule, Weights, update};
-use memascend_store::{BLOCK, Dtype, Entry, Format, Master, MomentForm, key_of};
+use memascend_store::{BLOCK, Dtype, Format, Master, MomentForm, Record, key_of};
 
 use crate::{
     Error, Result,
@@ -9,34 +9,34 @@ use crate::{
     workbench::{Workbench, clear_from},
 };
 
-/// Whether entries of this format are updated here, and not by one of the kernels of fp32 moments.
-pub(crate) fn is_reduced(entry: &Entry) -> bool {
-    !matches!(entry.format, Format::Plain | Format::Compact)
+/// Whether records of this format are updated here, and not by one of the kernels of fp32 moments.
+pub(crate) fn is_reduced(record: &Record) -> bool {
+    !matches!(record.format, Format::Plain | Format::Compact)
 }
 
 /// The arithmetic on one chunk, whose values are there already where it starts from them.
 pub(crate) fn stepped(bench: &Workbench<'_>, turn: &Turn, gradient: Floats<'_>, rule: &Rule) -> Result<()> {
-    let described = &bench.store.description().entries[turn.entry];
+    let described = &bench.store.description().records[turn.record];
     let state = chunk(bench, turn)?;
     let random = Random { key: key_of(&described.name, rule.seed()), step: rule.step() };
     // What is drawn depends on the place in the whole parameter.
-    let first = bench.store.first_element(turn.entry) + bench.elements(turn.entry, turn.index).start as u64;
+    let first = bench.store.first_element(turn.record) + bench.elements(turn.record, turn.index).start as u64;
     Ok(update(state, gradient, rule, Position { random, first }, bench.exec)?)
 }
 
 /// The state of a turn's chunk. What fills the last page of its values is written as zeros.
 pub(crate) fn chunk<'a>(bench: &Workbench<'_>, turn: &'a Turn) -> Result<Reduced<'a>> {
-    let &Turn { entry, index: chunk, ref memory } = turn;
-    let described = &bench.store.description().entries[entry];
-    let elements = bench.elements(entry, chunk).len();
-    let state = bench.state_piece(entry, chunk).map(|piece| bench.part(entry, piece, memory)).transpose()?;
-    let values = bench.part(entry, chunk, memory)?;
+    let &Turn { record, index: chunk, ref memory } = turn;
+    let described = &bench.store.description().records[record];
+    let elements = bench.elements(record, chunk).len();
+    let state = bench.state_extent(record, chunk).map(|extent| bench.part(record, extent, memory)).transpose()?;
+    let values = bench.part(record, chunk, memory)?;
     // SAFETY: nothing else uses the chunk between the end of its reads and the beginning of its writes.
     unsafe { clear_from(&values, elements * usize::try_from(described.dtype.bytes()).unwrap_or(1)) };
     let first = state.map_or(0, |state| state.as_ptr().as_ptr().expose_provenance());
-    let places = bench.in_chunk(entry, chunk).map(|(_, at, _)| first + at);
+    let places = bench.in_chunk(record, chunk).map(|(_, at, _)| first + at);
     let form = Form { format: described.format, dtype: described.dtype, has_momentum: described.has_momentum() };
-    // SAFETY: as above; the tensors of a chunk lie side by side in its piece, aligned to 64 bytes. The piece is mapped as
+    // SAFETY: as above; the tensors of a chunk lie side by side in its extent, aligned to 64 bytes. The extent is mapped as
     // long as the turn has its memory, or the store holds it.
     unsafe { form.at(elements, values.as_ptr().as_ptr().expose_provenance(), places) }
 }
@@ -83,7 +83,7 @@ impl Form {
                 Weights::Compact { values, rest, rounded_up }
             }
             (Master::None, values) => Weights::Stochastic(values),
-            (Master::Compact, _) => return Err(Error::Invalid("a compact entry that is not bfloat16".into())),
+            (Master::Compact, _) => return Err(Error::Invalid("a compact record that is not bfloat16".into())),
         };
         let has_second = !self.has_momentum;
         let moments = match form {
@@ -118,7 +118,7 @@ impl<I: Iterator<Item = usize>> Tensors<I> {
     }
 
     fn next<'a, T>(&mut self, count: usize) -> Result<&'a mut [T]> {
-        let lacks = || Error::Invalid("an entry whose state is not that of its format".into());
+        let lacks = || Error::Invalid("a record whose state is not that of its format".into());
         let address = self.0.next().ok_or_else(lacks)?;
         if count == 0 {
             return Ok(&mut []);

@@ -9,7 +9,7 @@ use std::{
 };
 
 use memascend_mem::Wait;
-use memascend_store::{Commit, Dtype, RecordRead, Scratch, Shared};
+use memascend_store::{Commit, Dtype, LoggedRead, Scratch, Shared};
 
 use crate::{
     Engine, Error, Result,
@@ -23,8 +23,8 @@ use crate::{
 /// Gradients of a chunk that are read ahead of the one that is applied.
 const AHEAD: usize = 4;
 
-/// One entry's part of it.
-struct EntryReplay {
+/// One record's part of it.
+struct RecordReplay {
     replay: Arc<memascend_store::Replay>,
     /// What each gradient is applied with.
     rules: Vec<(Taken, Vec<f32>)>,
@@ -35,7 +35,7 @@ struct EntryReplay {
 }
 
 impl Engine {
-    /// Applies the gradients that the log of a store holds, writes the entries that lacked them whole, and commits that as
+    /// Applies the gradients that the log of a store holds, writes the records that lacked them whole, and commits that as
     /// a part of the last step: the store has no log then. `false` where there was none. All that it reads is checked
     /// before anything is written ([`Store::check_log`]). `progress` gets bytes of gradients done and of all, and ends
     /// it by `false`: then the store is as it was.
@@ -49,15 +49,15 @@ impl Engine {
         let chunk = u64::from(store.description().chunk_elements) * Dtype::F32.bytes();
         let room = Scratch::new(usize::try_from(chunk).unwrap_or(usize::MAX), AHEAD, "gradients of the log")?;
         let room = Arc::new(room);
-        for entry in replay.entries() {
+        for record in replay.records() {
             let (mut rules, mut step) = (Vec::new(), 0);
-            for (head, record) in replay.of(entry) {
-                rules.push(fitting(&store, entry, &head.rules[record.rule as usize])?);
-                all += store.gradient_bytes(entry, record.dtype)?;
-                step = record.step;
+            for (head, logged) in replay.of(record) {
+                rules.push(fitting(&store, record, &head.rules[logged.rule as usize])?);
+                all += store.gradient_bytes(record, logged.dtype)?;
+                step = logged.step;
             }
             let (replay, room, done) = (Arc::clone(&replay), Arc::clone(&room), Arc::clone(&done));
-            jobs.push(Job::new(entry, EntryReplay { replay, rules, room, done, step }));
+            jobs.push(Job::new(record, RecordReplay { replay, rules, room, done, step }));
         }
         let mut told = || progress(done.load(Relaxed), all);
         // Staging writes over the commit before, which `existing="previous"` opens where anything of this one is damaged.
@@ -82,33 +82,33 @@ impl Engine {
     }
 }
 
-impl Work for EntryReplay {
-    fn begin(&self, bench: &Workbench<'_>, entry: usize) -> Result<()> {
-        bench.begin(entry, self.step)
+impl Work for RecordReplay {
+    fn begin(&self, bench: &Workbench<'_>, record: usize) -> Result<()> {
+        bench.begin(record, self.step)
     }
 
     fn reads<'a>(&self, bench: &Workbench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
-        let &Turn { entry, index: chunk, ref memory } = turn;
-        let values = bench.store.read_slot(entry, chunk, bench.part(entry, chunk, memory)?)?;
+        let &Turn { record, index: chunk, ref memory } = turn;
+        let values = bench.store.read_slot(record, chunk, bench.part(record, chunk, memory)?)?;
         let mut reads = vec![Read::Values(values)];
-        if let Some(state) = bench.state_piece(entry, chunk) {
-            let state = bench.store.read_slot(entry, state, bench.part(entry, state, memory)?)?;
+        if let Some(state) = bench.state_extent(record, chunk) {
+            let state = bench.store.read_slot(record, state, bench.part(record, state, memory)?)?;
             reads.push(Read::State(state));
         }
         Ok(reads)
     }
 
     fn compute(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
-        let mut records = self.replay.of(turn.entry);
-        let mut flying: VecDeque<(Dtype, RecordRead<'_, Shared>)> = VecDeque::with_capacity(AHEAD);
+        let mut logged_gradients = self.replay.of(turn.record);
+        let mut flying: VecDeque<(Dtype, LoggedRead<'_, Shared>)> = VecDeque::with_capacity(AHEAD);
         for rule in &self.rules {
             while flying.len() < AHEAD
-                && let Some((head, record)) = records.next()
+                && let Some((head, logged)) = logged_gradients.next()
             {
-                let bytes = chunk_bytes(bench, turn, record.dtype);
+                let bytes = chunk_bytes(bench, turn, logged.dtype);
                 let memory = Shared::new(self.room.lease(Wait::never())?);
-                let read = bench.store.read_record(head, record, turn.index, inside(&memory, 0, bytes)?)?;
-                flying.push_back((record.dtype, read));
+                let read = bench.store.read_logged(head, logged, turn.index, inside(&memory, 0, bytes)?)?;
+                flying.push_back((logged.dtype, read));
             }
             let Some((dtype, read)) = flying.pop_front() else { break };
             let gradient = read.wait()?;
@@ -119,8 +119,8 @@ impl Work for EntryReplay {
     }
 
     fn writes<'a>(&self, bench: &mut Workbench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
-        let &Turn { entry, index: chunk, ref memory } = turn;
-        bench.stage_chunk(entry, chunk, memory)
+        let &Turn { record, index: chunk, ref memory } = turn;
+        bench.stage_chunk(record, chunk, memory)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Encodes for the log what a gradient is applied with, and decodes it.
 
 use memascend_math::{ADAM_ARITHMETIC, Hyperparameters, Momentum, REDUCED_ARITHMETIC, Rule as Numbers, Scalars};
-use memascend_store::{Entry, Rule};
+use memascend_store::{Record, Rule};
 
 use crate::{Error, Result, reduced::is_reduced};
 
@@ -26,8 +26,8 @@ fn adam_rule(hyperparameters: &Hyperparameters, factors: &[f32]) -> Result<Rule>
     Ok(rule(ADAM, ADAM_ARITHMETIC, &scalar_numbers(&hyperparameters.scalars()?), factors))
 }
 
-/// What the log says of an update of an entry by a gradient that was multiplied by each factor in turn.
-pub fn rule_of(described: &Entry, numbers: &Numbers, factors: &[f32]) -> Result<Rule> {
+/// What the log says of an update of a record by a gradient that was multiplied by each factor in turn.
+pub fn rule_of(described: &Record, numbers: &Numbers, factors: &[f32]) -> Result<Rule> {
     match numbers {
         Numbers::Adam(numbers) if !is_reduced(described) => adam_rule(numbers, factors),
         Numbers::Adam(numbers) => Ok(rule(REDUCED_ADAM, REDUCED_ARITHMETIC, &adam_numbers(numbers), factors)),

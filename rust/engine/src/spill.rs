@@ -16,7 +16,7 @@ use crate::{
 /// The measure of a gradient without chunks.
 pub(crate) const NOTHING: Spilled = Spilled { nonfinite: false, squares: Squares::ZERO };
 
-/// A gradient on its way to the room of its entry.
+/// A gradient on its way to the room of its record.
 pub(crate) struct Spill {
     gradient: Gradient,
     /// It is added to what lies there, in its own dtype.
@@ -26,16 +26,16 @@ pub(crate) struct Spill {
 }
 
 impl Spill {
-    pub(crate) fn new(store: &Store, entry: usize, gradient: Gradient, adds: bool) -> Result<Self> {
-        Self::require_fit(store, entry, &gradient)?;
+    pub(crate) fn new(store: &Store, record: usize, gradient: Gradient, adds: bool) -> Result<Self> {
+        Self::require_fit(store, record, &gradient)?;
         Ok(Self { gradient, adds, so_far: Cell::new(NOTHING) })
     }
 
     /// That a gradient fits the room for it.
-    pub(crate) fn require_fit(store: &Store, entry: usize, gradient: &Gradient) -> Result<()> {
-        let described = &store.description().entries[entry];
+    pub(crate) fn require_fit(store: &Store, record: usize, gradient: &Gradient) -> Result<()> {
+        let described = &store.description().records[record];
         let name = &described.name;
-        let dtype = spill_dtype(store, entry)?;
+        let dtype = spill_dtype(store, record)?;
         if gradient.dtype() != dtype || gradient.elements() != described.elements() {
             let (got, elements) = (gradient.dtype().name(), gradient.elements());
             let (wanted, room) = (dtype.name(), described.elements());
@@ -56,54 +56,54 @@ impl Work for Spill {
         Leaves::Gradient
     }
 
-    fn begin(&self, bench: &Workbench<'_>, entry: usize) -> Result<()> {
+    fn begin(&self, bench: &Workbench<'_>, record: usize) -> Result<()> {
         if self.adds {
-            required(bench.store, entry)?;
+            required(bench.store, record)?;
         }
         // A gradient without chunks is whole at once.
-        let whole = (bench.chunks_of(entry) == 0).then(|| self.so_far.get());
-        Ok(bench.store.set_spilled(entry, whole)?)
+        let whole = (bench.chunks_of(record) == 0).then(|| self.so_far.get());
+        Ok(bench.store.set_spilled(record, whole)?)
     }
 
     fn reads<'a>(&self, bench: &Workbench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
-        if self.adds { Ok(vec![bench.read_spill(turn.entry, turn.index, &turn.memory)?]) } else { Ok(Vec::new()) }
+        if self.adds { Ok(vec![bench.read_spill(turn.record, turn.index, &turn.memory)?]) } else { Ok(Vec::new()) }
     }
 
     fn compute(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
-        let &Turn { entry, index: chunk, ref memory } = turn;
-        let elements = bench.elements(entry, chunk);
-        let (part, used) = bench.spill_part(entry, chunk, memory)?;
+        let &Turn { record, index: chunk, ref memory } = turn;
+        let elements = bench.elements(record, chunk);
+        let (part, used) = bench.spill_part(record, chunk, memory)?;
         let dtype = self.gradient.dtype();
         // SAFETY: nothing is in flight of this chunk, which is this turn's.
         unsafe { clear_from(&part, used) };
         if self.adds && dtype == Dtype::F64 {
-            let given = self.gradient.doubles(bench.store, entry, elements.start, elements.len())?;
+            let given = self.gradient.doubles(bench.store, record, elements.start, elements.len())?;
             // SAFETY: as above; a part begins on a page.
             add_doubles(unsafe { elements_mut(&part, 0, elements.len()) }, given)?;
         } else if self.adds {
-            let given = self.gradient.part(bench.store, entry, elements.start, elements.len())?;
+            let given = self.gradient.part(bench.store, record, elements.start, elements.len())?;
             // SAFETY: as above.
             add(unsafe { floats_mut(&part, dtype, elements.len()) }, given, bench.exec)?;
         } else {
             // SAFETY: as above.
             let bytes = unsafe { bytes_mut(&part) };
             let size = used / elements.len().max(1);
-            bytes[..used].copy_from_slice(self.gradient.bytes(bench.store, entry, elements.start * size, used)?);
+            bytes[..used].copy_from_slice(self.gradient.bytes(bench.store, record, elements.start * size, used)?);
         }
         let found = measure(&part, dtype, 0, elements.len(), bench.exec);
         let mut so_far = self.so_far.get();
         so_far.nonfinite |= found.nonfinite;
         so_far.squares.merge(&found.squares);
         self.so_far.set(so_far);
-        if chunk + 1 == bench.chunks_of(entry) {
+        if chunk + 1 == bench.chunks_of(record) {
             // A write of it that fails takes this back.
-            bench.store.set_spilled(entry, Some(so_far))?;
+            bench.store.set_spilled(record, Some(so_far))?;
         }
         Ok(())
     }
 
     fn writes<'a>(&self, bench: &mut Workbench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
-        Ok(vec![bench.write_spill(turn.entry, turn.index, &turn.memory)?])
+        Ok(vec![bench.write_spill(turn.record, turn.index, &turn.memory)?])
     }
 
     fn counted<'a>(&self, counters: &'a mut Counters) -> Option<&'a mut u64> {
@@ -123,9 +123,9 @@ unsafe impl Send for Unspill {}
 
 impl Unspill {
     /// Into memory that nobody else uses until the job has ended.
-    pub(crate) fn new(store: &Store, entry: usize, mut into: Box<dyn Buffer>) -> Result<Self> {
-        let described = &store.description().entries[entry];
-        let wanted = described.elements() * spill_dtype(store, entry)?.bytes();
+    pub(crate) fn new(store: &Store, record: usize, mut into: Box<dyn Buffer>) -> Result<Self> {
+        let described = &store.description().records[record];
+        let wanted = described.elements() * spill_dtype(store, record)?.bytes();
         if into.len() as u64 != wanted {
             let (name, got) = (&described.name, into.len());
             return Err(Error::Invalid(format!("the gradient of {name:?} has {wanted} bytes, not {got}")));
@@ -135,17 +135,17 @@ impl Unspill {
 }
 
 impl Work for Unspill {
-    fn begin(&self, bench: &Workbench<'_>, entry: usize) -> Result<()> {
-        required(bench.store, entry)
+    fn begin(&self, bench: &Workbench<'_>, record: usize) -> Result<()> {
+        required(bench.store, record)
     }
 
     fn reads<'a>(&self, bench: &Workbench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
-        Ok(vec![bench.read_spill(turn.entry, turn.index, &turn.memory)?])
+        Ok(vec![bench.read_spill(turn.record, turn.index, &turn.memory)?])
     }
 
     fn compute(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
-        let (part, used) = bench.spill_part(turn.entry, turn.index, &turn.memory)?;
-        let elements = bench.elements(turn.entry, turn.index);
+        let (part, used) = bench.spill_part(turn.record, turn.index, &turn.memory)?;
+        let elements = bench.elements(turn.record, turn.index);
         let start = elements.start * (used / elements.len().max(1));
         assert!(start + used <= self.into.len(), "a gradient past the end of its memory");
         // SAFETY: inside the memory, see above.
@@ -164,11 +164,11 @@ impl Work for Forget {
         Leaves::Nothing
     }
 
-    fn begin(&self, bench: &Workbench<'_>, entry: usize) -> Result<()> {
-        Ok(bench.store.set_spilled(entry, None)?)
+    fn begin(&self, bench: &Workbench<'_>, record: usize) -> Result<()> {
+        Ok(bench.store.set_spilled(record, None)?)
     }
 
-    fn turns(&self, _bench: &Workbench<'_>, _entry: usize) -> u32 {
+    fn turns(&self, _bench: &Workbench<'_>, _record: usize) -> u32 {
         0
     }
 
@@ -185,9 +185,9 @@ pub(crate) fn measure(memory: &dyn Buffer, dtype: Dtype, start: usize, count: us
     check(floats(memory, dtype, start, count), exec)
 }
 
-/// The dtype of gradients that an entry has room for, if it is one that can be computed with.
-pub(crate) fn spill_dtype(store: &Store, entry: usize) -> Result<Dtype> {
-    let described = &store.description().entries[entry];
+/// The dtype of gradients that a record has room for, if it is one that can be computed with.
+pub(crate) fn spill_dtype(store: &Store, record: usize) -> Result<Dtype> {
+    let described = &store.description().records[record];
     let name = &described.name;
     match described.spill {
         Some(dtype @ (Dtype::F64 | Dtype::F32 | Dtype::Bf16 | Dtype::F16)) => Ok(dtype),
@@ -200,11 +200,11 @@ pub(crate) fn spill_dtype(store: &Store, entry: usize) -> Result<Dtype> {
 }
 
 /// That a whole gradient lies there.
-pub(crate) fn required(store: &Store, entry: usize) -> Result<()> {
-    if store.spilled(entry)?.is_some() { Ok(()) } else { Err(nothing(store, entry)) }
+pub(crate) fn required(store: &Store, record: usize) -> Result<()> {
+    if store.spilled(record)?.is_some() { Ok(()) } else { Err(nothing(store, record)) }
 }
 
-pub(crate) fn nothing(store: &Store, entry: usize) -> Error {
-    let name = &store.description().entries[entry].name;
+pub(crate) fn nothing(store: &Store, record: usize) -> Error {
+    let name = &store.description().records[record].name;
     Error::Usage(format!("no gradient of {name:?} is spilled, or it was lost to an error or a discard"))
 }

@@ -1,4 +1,4 @@
-//! Commits or drops a step: begins the updates of held entries, and waits for the rest.
+//! Commits or drops a step: begins the updates of records in RAM, and waits for the rest.
 
 use std::time::Instant;
 
@@ -8,12 +8,12 @@ use memascend_store::Commit;
 use crate::{
     Engine, Error, Result,
     engine::Shared,
-    held::Waiting,
-    held_updates::Workers,
     job::Job,
     log_record::{Keep, may_log},
     pipeline::lose_spilled,
     queue::QueueState,
+    ram_tier::Waiting,
+    ram_tier_updates::Workers,
     update::KernelUpdate,
 };
 
@@ -22,11 +22,11 @@ impl Engine {
         self.shared.queue.push(job, wait)
     }
 
-    /// Lets an update of a held entry wait for its step: until then somebody computes with what it changes.
+    /// Lets an update of a record in RAM wait for its step: until then somebody computes with what it changes.
     pub(crate) fn wait_for_step(&self, waiting: Waiting) -> Result<()> {
         self.shared.queue.lock().failure()?;
-        self.held.require_none(&self.shared.store, waiting.entry)?;
-        self.held.wait(waiting);
+        self.ram_tier.require_none(&self.shared.store, waiting.record)?;
+        self.ram_tier.wait(waiting);
         Ok(())
     }
 
@@ -34,18 +34,18 @@ impl Engine {
     /// what is written of it goes on its way now.
     pub(crate) fn wait_to_update(
         &self,
-        entry: usize,
+        record: usize,
         step: u64,
         update: KernelUpdate,
         wait: &mut Wait<'_>,
     ) -> Result<()> {
         let store = &self.shared.store;
         self.shared.queue.lock().failure()?;
-        self.held.require_none(store, entry)?;
-        let logged = if store.applies() || !may_log(store, entry) { None } else { update.logged(store, entry)? };
+        self.ram_tier.require_none(store, record)?;
+        let logged = if store.applies() || !may_log(store, record) { None } else { update.logged(store, record)? };
         let logged = match logged {
-            Some((gradient, rule)) if store.begin_append(entry, gradient.dtype)? => Some((gradient, rule)),
-            Some(_) if store.is_logged(entry) => {
+            Some((gradient, rule)) if store.begin_append(record, gradient.dtype)? => Some((gradient, rule)),
+            Some(_) if store.is_logged(record) => {
                 self.shared.queue.lock().counters.unlogged += 1;
                 None
             }
@@ -53,11 +53,11 @@ impl Engine {
         };
         let applies = store.applies() || logged.is_some();
         let (gradient, rule) = logged.unzip();
-        self.held.wait(Waiting { entry, step, work: Box::new(update), applies, rule });
+        self.ram_tier.wait(Waiting { record, step, work: Box::new(update), applies, rule });
         if gradient.is_none() {
             return Ok(());
         }
-        self.push_of_step(Job::new(entry, Keep { gradient, whole: store.is_due(entry) }), wait)
+        self.push_of_step(Job::new(record, Keep { gradient, whole: store.is_due(record) }), wait)
     }
 
     /// Queues a job of the step. Where the queue does not take it, the step has failed: it would lack the job.
@@ -69,10 +69,10 @@ impl Engine {
         begun
     }
 
-    /// Queues the updates of held entries that are staged before the commit.
+    /// Queues the updates of records in RAM that are staged before the commit.
     fn begin_through(&self, wait: &mut Wait<'_>) -> Result<()> {
-        while let Some(Waiting { entry, work, .. }) = self.held.next_through() {
-            self.push_of_step(Job::boxed(entry, work), wait)?;
+        while let Some(Waiting { record, work, .. }) = self.ram_tier.next_through() {
+            self.push_of_step(Job::boxed(record, work), wait)?;
         }
         Ok(())
     }
@@ -82,10 +82,10 @@ impl Engine {
         self.begin_through(wait)?;
         self.shared.queue.wait(wait, "updates", QueueState::is_idle)?.failure()?;
         // Those without a gradient in this step.
-        for entry in self.shared.store.due() {
-            self.push_of_step(Job::new(entry, Keep { gradient: None, whole: true }), wait)?;
+        for record in self.shared.store.due() {
+            self.push_of_step(Job::new(record, Keep { gradient: None, whole: true }), wait)?;
         }
-        self.shared.queue.wait(wait, "held entries to be written", QueueState::is_idle)?.failure()
+        self.shared.queue.wait(wait, "records in RAM to be written", QueueState::is_idle)?.failure()
     }
 
     /// Waits until every update is staged. The first error of the step is raised here or by an update, once.
@@ -95,7 +95,7 @@ impl Engine {
         self.settle(wait)
     }
 
-    /// As [`Engine::finish`], but for updates of held entries, which begin with that or with the commit.
+    /// As [`Engine::finish`], but for updates of records in RAM, which begin with that or with the commit.
     pub fn settle(&self, mut wait: Wait<'_>) -> Result<()> {
         self.here()?;
         let mut state = self.shared.queue.wait(&mut wait, "updates", QueueState::is_idle)?;
@@ -114,15 +114,15 @@ impl Engine {
         self.write_all(&mut wait)?;
         let Shared { store, staging, chunks, .. } = &*self.shared;
         let workers = Workers { store, staging, threads: self.threads.get().min(*chunks) };
-        let applying = self.held.applying();
-        for &(entry, step) in &applying {
+        let applying = self.ram_tier.applying();
+        for &(record, step) in &applying {
             let keep_waiting = wait.keep_waiting.as_mut().map(|keep| &mut **keep as &mut dyn FnMut() -> bool);
-            store.announce(entry, step, Wait { timeout: wait.timeout, keep_waiting })?;
+            store.announce(record, step, Wait { timeout: wait.timeout, keep_waiting })?;
         }
         workers.check(&applying)?;
-        let generation = store.commit_agreed(Commit { log: self.held.head(), ..commit }, wait, agree)?;
+        let generation = store.commit_agreed(Commit { log: self.ram_tier.head(), ..commit }, wait, agree)?;
         let began = Instant::now();
-        let (ours, calls) = self.held.take_applying();
+        let (ours, calls) = self.ram_tier.take_applying();
         let updates = ours.len() as u64;
         let chunks = workers.apply(ours)?;
         self.call_after_commit(calls)?;
@@ -133,20 +133,20 @@ impl Engine {
         Ok(generation)
     }
 
-    /// Has functions applied to held entries in memory, by the pipeline's thread, and waits for all of them: Ctrl-C would
+    /// Has functions applied to records in RAM, by the pipeline's thread, and waits for all of them: Ctrl-C would
     /// split a step that is committed. Where one fails, the run is at its end, which the store says from then on.
     fn call_after_commit(&self, waiting: Vec<Waiting>) -> Result<()> {
-        let Some(first) = waiting.first().map(|job| job.entry) else { return Ok(()) };
+        let Some(first) = waiting.first().map(|job| job.record) else { return Ok(()) };
         let store = &self.shared.store;
         let called = || {
             let mut applications = Vec::with_capacity(waiting.len());
             for job in waiting {
-                applications.push((job.entry, store.application(job.entry)?));
-                self.shared.queue.push(Job::boxed(job.entry, job.work), &mut Wait::forever())?;
+                applications.push((job.record, store.application(job.record)?));
+                self.shared.queue.push(Job::boxed(job.record, job.work), &mut Wait::forever())?;
             }
             self.shared.queue.wait(&mut Wait::forever(), "updates", QueueState::is_idle)?.failure()?;
-            for (entry, application) in applications {
-                (0..store.layout().chunks_of(entry)).for_each(|chunk| application.chunk_applied(chunk));
+            for (record, application) in applications {
+                (0..store.layout().chunks_of(record)).for_each(|chunk| application.chunk_applied(chunk));
                 application.applied();
             }
             Ok(())
@@ -163,7 +163,7 @@ impl Engine {
     pub fn discard(&self, mut wait: Wait<'_>) -> Result<()> {
         self.here()?;
         self.cancel(None);
-        self.held.discard(None);
+        self.ram_tier.discard(None);
         let mut state = self.shared.queue.wait(&mut wait, "updates", QueueState::is_idle)?;
         state.failed = None;
         state.told = false;
@@ -171,28 +171,28 @@ impl Engine {
         Ok(self.shared.store.discard(wait)?)
     }
 
-    /// As [`Engine::discard`] for one entry alone: the others go on. A step that failed stays so.
-    pub fn discard_entry(&self, entry: usize, mut wait: Wait<'_>) -> Result<()> {
-        self.known(entry)?;
-        self.cancel(Some(entry));
-        self.held.discard(Some(entry));
-        drop(self.shared.queue.wait(&mut wait, "updates", |state| !state.has(entry))?);
-        Ok(self.shared.store.discard_entry(entry, wait)?)
+    /// As [`Engine::discard`] for one record alone: the others go on. A step that failed stays so.
+    pub fn discard_record(&self, record: usize, mut wait: Wait<'_>) -> Result<()> {
+        self.known(record)?;
+        self.cancel(Some(record));
+        self.ram_tier.discard(Some(record));
+        drop(self.shared.queue.wait(&mut wait, "updates", |state| !state.has(record))?);
+        Ok(self.shared.store.discard_record(record, wait)?)
     }
 
-    /// As [`Engine::discard_entry`], but what was begun of the entry ends first: a gradient that it spills stays.
-    pub fn take_back(&self, entry: usize, mut wait: Wait<'_>) -> Result<()> {
-        self.known(entry)?;
-        drop(self.shared.queue.wait(&mut wait, "updates", |state| !state.has(entry))?);
-        self.held.discard(Some(entry));
-        Ok(self.shared.store.discard_entry(entry, wait)?)
+    /// As [`Engine::discard_record`], but what was begun of the record ends first: a gradient that it spills stays.
+    pub fn take_back(&self, record: usize, mut wait: Wait<'_>) -> Result<()> {
+        self.known(record)?;
+        drop(self.shared.queue.wait(&mut wait, "updates", |state| !state.has(record))?);
+        self.ram_tier.discard(Some(record));
+        Ok(self.shared.store.discard_record(record, wait)?)
     }
 
-    /// Drops what waits and cancels what runs, of one entry alone if one is given.
-    pub(crate) fn cancel(&self, entry: Option<usize>) {
+    /// Drops what waits and cancels what runs, of one record alone if one is given.
+    pub(crate) fn cancel(&self, record: Option<usize>) {
         let mut state = self.shared.queue.lock();
-        let dropped = state.drop_waiting(entry);
-        state.cancel(entry);
+        let dropped = state.drop_waiting(record);
+        state.cancel(record);
         drop(state);
         self.shared.queue.notify();
         for job in &dropped {

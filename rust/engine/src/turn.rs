@@ -1,4 +1,4 @@
-//! A job and its turns, as everything else sees them: entry, progress, staging chunk.
+//! A job and its turns, as everything else sees them: record, progress, staging chunk.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
@@ -6,12 +6,12 @@ use memascend_store::Shared;
 
 /// A turn of a job: which, and the staging chunk that is its own.
 pub(crate) struct Turn {
-    pub(crate) entry: usize,
+    pub(crate) record: usize,
     pub(crate) index: u32,
     pub(crate) memory: Shared,
 }
 
-/// What a job that succeeds leaves in its entry's room for a gradient.
+/// What a job that succeeds leaves in its record's room for a gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Leaves {
     /// What was there.
@@ -23,7 +23,7 @@ pub(crate) enum Leaves {
 /// A job that waits or runs, as callers and the pipeline see it.
 #[derive(Debug)]
 pub(crate) struct Mark {
-    pub(crate) entry: usize,
+    pub(crate) record: usize,
     /// Bytes of the caller's that it holds until it has used them.
     pub(crate) nbytes: usize,
     pub(crate) leaves: Leaves,
@@ -34,8 +34,8 @@ pub(crate) struct Mark {
 }
 
 impl Mark {
-    pub(crate) fn new(entry: usize, nbytes: usize, leaves: Leaves) -> Self {
-        Self { entry, nbytes, leaves, cancelled: AtomicBool::new(false), completed: AtomicBool::new(false) }
+    pub(crate) fn new(record: usize, nbytes: usize, leaves: Leaves) -> Self {
+        Self { record, nbytes, leaves, cancelled: AtomicBool::new(false), completed: AtomicBool::new(false) }
     }
 
     pub(crate) fn cancel(&self) {

@@ -1,24 +1,24 @@
-//! Updates an entry by one of our kernels, chunk by chunk: read, compute, write.
+//! Updates a record by one of our kernels, chunk by chunk: read, compute, write.
 
 use std::sync::Arc;
 
 use memascend_math::{AdamState, Floats, FloatsMut, Rule, Scalars, adam, scale};
-use memascend_store::{Buffer, Description, Dtype, Entry, Format, StateTensor, Store};
+use memascend_store::{Buffer, Description, Dtype, Format, Record, StateTensor, Store};
 
 use crate::{
     Counters, Error, Gradient, Result, compact,
     gradient::require_update,
-    held::Kept,
     job::Work,
     live::{self, Live},
     log_record::Logged,
+    ram_tier::Kept,
     reduced, rule,
     spill::{Spill, required, spill_dtype},
     turn::{Leaves, Turn},
     workbench::{Read, Workbench, Write, clear_from, elements_mut, floats, floats_mut},
 };
 
-/// The gradient that an entry is updated by.
+/// The gradient that a record is updated by.
 pub enum By {
     /// The caller's.
     Given(Gradient),
@@ -29,7 +29,7 @@ pub enum By {
 
 pub(crate) struct KernelUpdate {
     by: By,
-    /// The gradient that is kept in memory instead of spilled, where the entry is held.
+    /// The gradient that is kept in memory instead of spilled, where the record is in RAM.
     kept: Option<Arc<Kept>>,
     /// Spills the gradient on its way here, so that nothing reads it from storage.
     spill: Option<Spill>,
@@ -41,18 +41,18 @@ pub(crate) struct KernelUpdate {
 impl KernelUpdate {
     pub(crate) fn new(
         store: &Store,
-        entry: usize,
+        record: usize,
         by: By,
         values: Option<Box<dyn Buffer>>,
         rule: Rule,
     ) -> Result<Self> {
         require_update(match &by {
             By::Given(gradient) => gradient.dtype(),
-            By::Spilled(_) => spill_dtype(store, entry)?,
+            By::Spilled(_) => spill_dtype(store, record)?,
         })?;
         let description = store.description();
-        require_state(description, entry, &rule)?;
-        let live = values.map(|values| Live::new(store, entry, values)).transpose()?.flatten();
+        require_state(description, record, &rule)?;
+        let live = values.map(|values| Live::new(store, record, values)).transpose()?.flatten();
         rule.check()?;
         Ok(Self { by, kept: None, spill: None, live, rule })
     }
@@ -69,8 +69,8 @@ impl KernelUpdate {
 
     /// What the log keeps of it: its gradient as it came, and what that is applied with. `None` where it reads a spilled
     /// gradient from storage.
-    pub(crate) fn logged(&self, store: &Store, entry: usize) -> Result<Option<(Logged, memascend_store::Rule)>> {
-        let described = &store.description().entries[entry];
+    pub(crate) fn logged(&self, store: &Store, record: usize) -> Result<Option<(Logged, memascend_store::Rule)>> {
+        let described = &store.description().records[record];
         let (logged, factors) = match (&self.by, &self.kept) {
             (By::Given(gradient), _) => (Logged::new(gradient.memory()?, gradient.dtype()), &[][..]),
             (By::Spilled(factors), Some(kept)) => (Logged::new(Arc::clone(&kept.memory), kept.dtype), &factors[..]),
@@ -97,27 +97,27 @@ impl Work for KernelUpdate {
         self.spill.as_ref().map_or(Leaves::Same, Work::leaves)
     }
 
-    fn begin(&self, bench: &Workbench<'_>, entry: usize) -> Result<()> {
+    fn begin(&self, bench: &Workbench<'_>, record: usize) -> Result<()> {
         if self.is_spilled() {
-            required(bench.store, entry)?;
+            required(bench.store, record)?;
         }
         if let Some(spill) = &self.spill {
-            spill.begin(bench, entry)?;
+            spill.begin(bench, record)?;
         }
-        bench.begin(entry, self.rule.step())
+        bench.begin(record, self.rule.step())
     }
 
     fn reads<'a>(&self, bench: &Workbench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
-        let &Turn { entry, index: chunk, ref memory } = turn;
+        let &Turn { record, index: chunk, ref memory } = turn;
         let mut reads = Vec::with_capacity(3);
-        if self.live.is_none() && live::are_needed(&bench.store.description().entries[entry]) {
-            reads.push(bench.read(entry, chunk, memory)?);
+        if self.live.is_none() && live::are_needed(&bench.store.description().records[record]) {
+            reads.push(bench.read(record, chunk, memory)?);
         }
-        if let Some(state) = bench.state_piece(entry, chunk) {
-            reads.push(bench.read(entry, state, memory)?);
+        if let Some(state) = bench.state_extent(record, chunk) {
+            reads.push(bench.read(record, state, memory)?);
         }
         if self.is_spilled() {
-            reads.push(bench.read_spill(entry, chunk, memory)?);
+            reads.push(bench.read_spill(record, chunk, memory)?);
         }
         Ok(reads)
     }
@@ -129,18 +129,18 @@ impl Work for KernelUpdate {
         if let Some(spill) = &self.spill {
             spill.compute(bench, turn)?;
         }
-        let elements = bench.elements(turn.entry, turn.index);
+        let elements = bench.elements(turn.record, turn.index);
         match &self.by {
             By::Given(gradient) => {
-                let gradient = gradient.part(bench.store, turn.entry, elements.start, elements.len())?;
+                let gradient = gradient.part(bench.store, turn.record, elements.start, elements.len())?;
                 stepped(bench, turn, gradient, &self.rule)
             }
             By::Spilled(factors) => {
                 if let Some(kept) = &self.kept {
                     kept.lay(bench, turn)?;
                 }
-                let dtype = spill_dtype(bench.store, turn.entry)?;
-                let (part, _) = bench.spill_part(turn.entry, turn.index, &turn.memory)?;
+                let dtype = spill_dtype(bench.store, turn.record)?;
+                let (part, _) = bench.spill_part(turn.record, turn.index, &turn.memory)?;
                 for factor in factors {
                     // SAFETY: nothing is in flight of this chunk, which is this turn's.
                     scale(unsafe { floats_mut(&part, dtype, elements.len()) }, *factor, bench.exec);
@@ -151,8 +151,8 @@ impl Work for KernelUpdate {
     }
 
     fn writes<'a>(&self, bench: &mut Workbench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
-        let &Turn { entry, index: chunk, ref memory } = turn;
-        let mut writes = bench.stage_chunk(entry, chunk, memory)?;
+        let &Turn { record, index: chunk, ref memory } = turn;
+        let mut writes = bench.stage_chunk(record, chunk, memory)?;
         if let Some(spill) = &self.spill {
             writes.extend(spill.writes(bench, turn)?);
         }
@@ -167,7 +167,7 @@ impl Work for KernelUpdate {
 /// The arithmetic on one chunk.
 pub(crate) fn stepped(bench: &Workbench<'_>, turn: &Turn, gradient: Floats<'_>, rule: &Rule) -> Result<()> {
     match rule {
-        Rule::Adam(numbers) if !reduced::is_reduced(&bench.store.description().entries[turn.entry]) => {
+        Rule::Adam(numbers) if !reduced::is_reduced(&bench.store.description().records[turn.record]) => {
             single(bench, turn, gradient, &numbers.scalars()?)
         }
         _ => reduced::stepped(bench, turn, gradient, rule),
@@ -176,19 +176,19 @@ pub(crate) fn stepped(bench: &Workbench<'_>, turn: &Turn, gradient: Floats<'_>, 
 
 /// The arithmetic of Adam with float32 moments.
 pub(crate) fn single(bench: &Workbench<'_>, turn: &Turn, gradient: Floats<'_>, scalars: &Scalars) -> Result<()> {
-    let &Turn { entry, index: chunk, ref memory } = turn;
-    let described = &bench.store.description().entries[entry];
+    let &Turn { record, index: chunk, ref memory } = turn;
+    let described = &bench.store.description().records[record];
     if described.is_compact() {
         return compact::stepped(bench, turn, gradient, scalars);
     }
     let dtype = described.dtype;
-    let elements = bench.elements(entry, chunk).len();
-    let state = bench.part(entry, bench.chunks_of(entry) + chunk, memory)?;
-    let values = bench.part(entry, chunk, memory)?;
-    let mut starts = bench.in_chunk(entry, chunk).map(|(_, start, _)| start);
+    let elements = bench.elements(record, chunk).len();
+    let state = bench.part(record, bench.chunks_of(record) + chunk, memory)?;
+    let values = bench.part(record, chunk, memory)?;
+    let mut starts = bench.in_chunk(record, chunk).map(|(_, start, _)| start);
     let mut next = || {
-        let start = starts.next().ok_or_else(|| Error::Invalid("an entry without Adam's state".into()))?;
-        // SAFETY: the tensors of a chunk lie side by side in its piece, aligned to 64 bytes; nothing else uses the
+        let start = starts.next().ok_or_else(|| Error::Invalid("a record without Adam's state".into()))?;
+        // SAFETY: the tensors of a chunk lie side by side in its extent, aligned to 64 bytes; nothing else uses the
         // chunk between the end of its reads and the beginning of its writes.
         Ok::<_, Error>(unsafe { elements_mut::<f32>(&state, start, elements) })
     };
@@ -203,9 +203,9 @@ pub(crate) fn single(bench: &Workbench<'_>, turn: &Turn, gradient: Floats<'_>, s
     Ok(adam(state, gradient, out, scalars, bench.exec)?)
 }
 
-/// Refuses an entry that does not have the state of a rule.
-fn require_state(description: &Description, entry: usize, rule: &Rule) -> Result<()> {
-    let described = &description.entries[entry];
+/// Refuses a record that does not have the state of a rule.
+fn require_state(description: &Description, record: usize, rule: &Rule) -> Result<()> {
+    let described = &description.records[record];
     let name = &described.name;
     match rule {
         Rule::Adam(_) if has_adam(described) => Ok(()),
@@ -224,8 +224,8 @@ fn require_state(description: &Description, entry: usize, rule: &Rule) -> Result
     }
 }
 
-/// Whether an entry has the state of torch's SGD as it is: float32 values or a master, and a momentum or none.
-pub(crate) fn has_sgd(described: &Entry) -> bool {
+/// Whether a record has the state of torch's SGD as it is: float32 values or a master, and a momentum or none.
+pub(crate) fn has_sgd(described: &Record) -> bool {
     let masters = match described.dtype {
         Dtype::F32 => 0,
         Dtype::Bf16 | Dtype::F16 => 1,
@@ -239,9 +239,9 @@ pub(crate) fn has_sgd(described: &Entry) -> bool {
         && described.state.iter().take(masters).all(|tensor| tensor.name == "master")
 }
 
-/// Whether an entry has what Adam needs: two moments, and a master unless its own values are one, all of them float32
+/// Whether a record has what Adam needs: two moments, and a master unless its own values are one, all of them float32
 /// and of its shape; or a state in a format of its own.
-pub(crate) fn has_adam(described: &Entry) -> bool {
+pub(crate) fn has_adam(described: &Record) -> bool {
     if described.format != Format::Plain {
         return !described.has_momentum();
     }

@@ -1,7 +1,7 @@
-//! Gathers a whole entry's tensors from staging chunks, and scatters them again.
+//! Gathers a whole record's tensors from staging chunks, and scatters them again.
 
 use memascend_math::{WideState, decode, encode};
-use memascend_store::{Buffer, Dtype, Entry, Master, Shared, Store};
+use memascend_store::{Buffer, Dtype, Master, Record, Shared, Store};
 
 use crate::{
     Error, Result, reduced,
@@ -13,7 +13,7 @@ use crate::{
 /// Where tensors begin.
 const ALIGN: usize = 64;
 
-/// Where the tensors of an entry lie in one piece of memory: values, state of the entry's shape, gradient.
+/// Where the tensors of a record lie in one piece of memory: values, state of the record's shape, gradient.
 ///
 /// Widened state is what [`memascend_math::WideState`] has of it: the master of 16-bit values, one moment or two, in float32.
 pub(crate) struct Plan {
@@ -26,13 +26,13 @@ pub(crate) struct Plan {
 }
 
 /// Whether a widened state has a master beside the values.
-fn has_master(described: &Entry) -> bool {
+fn has_master(described: &Record) -> bool {
     described.dtype != Dtype::F32
 }
 
 impl Plan {
-    pub(crate) fn new(store: &Store, entry: usize, spilled: bool, wide: bool) -> Result<Self> {
-        let described = &store.description().entries[entry];
+    pub(crate) fn new(store: &Store, record: usize, spilled: bool, wide: bool) -> Result<Self> {
+        let described = &store.description().records[record];
         if wide && (!reduced::is_reduced(described) || described.format.master() == Master::None) {
             let (name, format) = (&described.name, described.format.name());
             return Err(Error::Invalid(format!("{name:?} has state of the format {format:?}, which is not widened")));
@@ -46,7 +46,7 @@ impl Plan {
             dtypes.extend(described.chunked().map(|tensor| tensor.dtype));
         }
         if spilled {
-            dtypes.push(spill_dtype(store, entry)?);
+            dtypes.push(spill_dtype(store, record)?);
         }
         let mut bytes: usize = 0;
         let mut tensors = Vec::with_capacity(dtypes.len());
@@ -58,7 +58,7 @@ impl Plan {
         Ok(Self { tensors, elements, spilled, wide, bytes })
     }
 
-    /// Values, state of the entry's shape, gradient.
+    /// Values, state of the record's shape, gradient.
     pub(crate) fn parts(&self, all: &Shared) -> Result<(Shared, Vec<Shared>, Option<Shared>)> {
         let mut parts = Vec::with_capacity(self.tensors.len());
         for &(at, element) in &self.tensors {
@@ -76,7 +76,7 @@ impl Plan {
 /// Nothing is in flight of the whole, and nothing else looks at these elements while the slices live.
 #[expect(clippy::mut_from_ref, reason = "the whole is shared memory; the caller says that it is alone")]
 unsafe fn wide_parts<'a>(
-    described: &Entry,
+    described: &Record,
     plan: &Plan,
     all: &'a Shared,
     (start, count): (usize, usize),
@@ -94,29 +94,29 @@ unsafe fn wide_parts<'a>(
 /// that is not widened, gradient.
 fn staged(
     bench: &Workbench<'_>,
-    (entry, chunk): (usize, u32),
+    (record, chunk): (usize, u32),
     memory: &Shared,
     plan: &Plan,
 ) -> Result<Vec<(Shared, (usize, usize))>> {
-    let elements = bench.elements(entry, chunk).len();
+    let elements = bench.elements(record, chunk).len();
     let tensors = &plan.tensors;
-    let mut parts = vec![(inside(&bench.part(entry, chunk, memory)?, 0, elements * tensors[0].1)?, tensors[0])];
+    let mut parts = vec![(inside(&bench.part(record, chunk, memory)?, 0, elements * tensors[0].1)?, tensors[0])];
     if !plan.wide {
-        for ((_, at, nbytes), &place) in bench.in_chunk(entry, chunk).zip(&tensors[1..]) {
+        for ((_, at, nbytes), &place) in bench.in_chunk(record, chunk).zip(&tensors[1..]) {
             parts.push((inside(memory, at, nbytes)?, place));
         }
     }
     if plan.spilled {
-        let (part, used) = bench.spill_part(entry, chunk, memory)?;
+        let (part, used) = bench.spill_part(record, chunk, memory)?;
         parts.push((inside(&part, 0, used)?, tensors[tensors.len() - 1]));
     }
     Ok(parts)
 }
 
 /// A chunk's turn, and the elements that it has in the whole.
-fn turn_of(bench: &Workbench<'_>, (entry, chunk): (usize, u32), memory: &Shared) -> (Turn, (usize, usize)) {
-    let elements = bench.elements(entry, chunk);
-    (Turn { entry, index: chunk, memory: memory.clone() }, (elements.start, elements.len()))
+fn turn_of(bench: &Workbench<'_>, (record, chunk): (usize, u32), memory: &Shared) -> (Turn, (usize, usize)) {
+    let elements = bench.elements(record, chunk);
+    (Turn { record, index: chunk, memory: memory.clone() }, (elements.start, elements.len()))
 }
 
 /// Copies what was read of a chunk to its place in the whole.
@@ -136,7 +136,7 @@ pub(crate) fn gathered(
         unsafe { bytes_mut(&place) }.copy_from_slice(from);
     }
     if plan.wide {
-        let described = &bench.store.description().entries[of.0];
+        let described = &bench.store.description().records[of.0];
         // SAFETY: nothing is in flight of the whole, which is this job's.
         let wide = unsafe { wide_parts(described, plan, all, elements) };
         decode(reduced::chunk(bench, &turn)?, wide, bench.exec)?;
@@ -153,9 +153,9 @@ pub(crate) fn scattered(
     all: &Shared,
 ) -> Result<()> {
     let (turn, elements) = turn_of(bench, of, memory);
-    for piece in bench.pieces_of_chunk(of.0, of.1) {
+    for extent in bench.extents_of_chunk(of.0, of.1) {
         // SAFETY: nothing is in flight of this staging chunk, which is this turn's.
-        unsafe { clear_from(&bench.part(of.0, piece, memory)?, 0) };
+        unsafe { clear_from(&bench.part(of.0, extent, memory)?, 0) };
     }
     let mut parts = staged(bench, of, memory, plan)?;
     parts.truncate(parts.len() - usize::from(plan.spilled));
@@ -163,11 +163,11 @@ pub(crate) fn scattered(
         let place = inside(all, at + elements.0 * element, part.len())?;
         // SAFETY: nothing is in flight of the whole, which is this job's.
         let from = unsafe { bytes_mut(&place) };
-        // SAFETY: as for the pieces; the chunk is apart from the whole.
+        // SAFETY: as for the extents; the chunk is apart from the whole.
         unsafe { bytes_mut(&part) }.copy_from_slice(from);
     }
     if plan.wide {
-        let described = &bench.store.description().entries[of.0];
+        let described = &bench.store.description().records[of.0];
         // SAFETY: nothing is in flight of the whole, which is this job's.
         let WideState { master, first, second } = unsafe { wide_parts(described, plan, all, elements) };
         let wide = WideState {

@@ -5,7 +5,7 @@ use std::{cell::RefCell, num::NonZeroUsize, ops::Range, sync::Arc};
 use memascend_math::{Exec, FloatsMut};
 use memascend_mem::Wait;
 use memascend_store::{
-    Buffer, Content, Description, Dtype, PAGE_BYTES, PieceRead, Scratch, Shared, SpillRead, StepWrite, Store, Transfer,
+    Buffer, Content, Description, Dtype, ExtentRead, PAGE_BYTES, Scratch, Shared, SpillRead, StepWrite, Store, Transfer,
 };
 
 pub(crate) use crate::gradient::floats;
@@ -29,7 +29,7 @@ impl Parts {
         let (state, values) = description.staging_bytes();
         let chunk = u64::from(description.chunk_elements);
         let spills =
-            description.entries.iter().filter_map(|entry| Some(entry.spill?.bytes() * entry.elements().min(chunk)));
+            description.records.iter().filter_map(|record| Some(record.spill?.bytes() * record.elements().min(chunk)));
         let gradient = spills.max().unwrap_or(0).next_multiple_of(PAGE_BYTES);
         Self {
             values_at: size(state),
@@ -50,14 +50,14 @@ pub fn chunk_bytes(description: &Description) -> u64 {
     Parts::new(description).bytes as u64
 }
 
-/// A piece that is being read into a part of a staging chunk.
+/// An extent that is being read into a part of a staging chunk.
 pub(crate) enum Read<'a> {
-    Values(PieceRead<'a, Shared>),
-    State(PieceRead<'a, Shared>),
+    Values(ExtentRead<'a, Shared>),
+    State(ExtentRead<'a, Shared>),
     Gradient(SpillRead<'a, Shared>),
 }
 
-/// A piece that is being written from a part of a staging chunk.
+/// An extent that is being written from a part of a staging chunk.
 pub(crate) enum Write<'a> {
     Step(StepWrite<'a, Shared>),
     Gradient(Transfer<Shared>),
@@ -78,21 +78,21 @@ pub(crate) struct Workbench<'a> {
     pub(crate) parts: Parts,
     pub(crate) exec: Exec,
     pub(crate) counters: Counters,
-    /// For state of other shapes than its entry's, where there is any.
+    /// For state of other shapes than its record's, where there is any.
     pub(crate) others: Option<Scratch>,
-    /// For entries in one piece, the smaller slots first.
+    /// For records in one piece, the smaller slots first.
     pub(crate) whole: Vec<Scratch>,
     /// The job that is being begun.
     pub(crate) beginning: RefCell<Option<Arc<Mark>>>,
-    pieces: Pieces,
+    extents: Extents,
 }
 
-/// Where the pieces of an entry are that is worked on.
-enum Pieces {
+/// Where the extents of a record are that is worked on.
+enum Extents {
     /// In staging chunks.
     Staged,
-    /// Where they are held.
-    Held,
+    /// Where they are in RAM.
+    RamTier,
     /// The values and the state of the one chunk that there is.
     Given(Shared, Option<Shared>),
 }
@@ -102,27 +102,27 @@ impl<'a> Workbench<'a> {
         let parts = Parts::new(store.description());
         let exec = Exec::new(NonZeroUsize::MIN)?;
         let (counters, beginning) = (Counters::default(), RefCell::default());
-        Ok(Self { store, parts, exec, counters, others, whole, beginning, pieces: Pieces::Staged })
+        Ok(Self { store, parts, exec, counters, others, whole, beginning, extents: Extents::Staged })
     }
 
-    /// For work on held entries where they lie: what would be a part of a staging chunk is the held piece.
+    /// For work on records in RAM where they lie: what would be a part of a staging chunk is the extent in RAM.
     pub(crate) fn in_place(store: &'a Store) -> Result<Self> {
-        Ok(Self { pieces: Pieces::Held, ..Self::new(store, None, Vec::new())? })
+        Ok(Self { extents: Extents::RamTier, ..Self::new(store, None, Vec::new())? })
     }
 
-    /// For work on one chunk, whose two pieces are given.
+    /// For work on one chunk, whose two extents are given.
     pub(crate) fn on_chunk(store: &'a Store, values: Shared, state: Option<Shared>) -> Result<Self> {
-        Ok(Self { pieces: Pieces::Given(values, state), ..Self::new(store, None, Vec::new())? })
+        Ok(Self { extents: Extents::Given(values, state), ..Self::new(store, None, Vec::new())? })
     }
 
-    /// Begins to stage an entry. Somebody may read its slot for long: a job that is cancelled waits no more.
-    pub(crate) fn begin(&self, entry: usize, step: u64) -> Result<()> {
-        self.waiting(|wait| self.store.begin(entry, step, wait))
+    /// Begins to stage a record. Somebody may read its slot for long: a job that is cancelled waits no more.
+    pub(crate) fn begin(&self, record: usize, step: u64) -> Result<()> {
+        self.waiting(|wait| self.store.begin(record, step, wait))
     }
 
-    /// Begins to stage a held entry as it is.
-    pub(crate) fn begin_snapshot(&self, entry: usize) -> Result<()> {
-        self.waiting(|wait| self.store.begin_snapshot(entry, wait))
+    /// Begins to stage a record in RAM as it is.
+    pub(crate) fn begin_snapshot(&self, record: usize) -> Result<()> {
+        self.waiting(|wait| self.store.begin_snapshot(record, wait))
     }
 
     fn waiting(&self, begin: impl FnOnce(Wait<'_>) -> memascend_store::Result<()>) -> Result<()> {
@@ -130,88 +130,88 @@ impl<'a> Workbench<'a> {
         Ok(begin(Wait { timeout: None, keep_waiting: Some(&mut wanted) })?)
     }
 
-    pub(crate) fn chunks_of(&self, entry: usize) -> u32 {
-        self.store.layout().chunks_of(entry)
+    pub(crate) fn chunks_of(&self, record: usize) -> u32 {
+        self.store.layout().chunks_of(record)
     }
 
-    /// The pieces of a chunk: of its values, and of its state where it has one.
-    pub(crate) fn pieces_of_chunk(&self, entry: usize, chunk: u32) -> impl Iterator<Item = u32> + use<> {
-        std::iter::once(chunk).chain(self.state_piece(entry, chunk))
+    /// The extents of a chunk: of its values, and of its state where it has one.
+    pub(crate) fn extents_of_chunk(&self, record: usize, chunk: u32) -> impl Iterator<Item = u32> + use<> {
+        std::iter::once(chunk).chain(self.state_extent(record, chunk))
     }
 
-    /// The piece of a chunk's state, where it has any.
-    pub(crate) fn state_piece(&self, entry: usize, chunk: u32) -> Option<u32> {
-        self.has_chunked_state(entry).then_some(self.chunks_of(entry) + chunk)
+    /// The extent of a chunk's state, where it has any.
+    pub(crate) fn state_extent(&self, record: usize, chunk: u32) -> Option<u32> {
+        self.has_chunked_state(record).then_some(self.chunks_of(record) + chunk)
     }
 
-    /// The first piece of what is not cut into chunks.
-    pub(crate) fn first_other_piece(&self, entry: usize) -> u32 {
-        let chunks = self.chunks_of(entry);
-        if self.has_chunked_state(entry) { 2 * chunks } else { chunks }
+    /// The first extent of what is not cut into chunks.
+    pub(crate) fn first_other_extent(&self, record: usize) -> u32 {
+        let chunks = self.chunks_of(record);
+        if self.has_chunked_state(record) { 2 * chunks } else { chunks }
     }
 
-    fn has_chunked_state(&self, entry: usize) -> bool {
-        self.chunks_of(entry) > 0 && self.store.description().entries[entry].chunked().next().is_some()
+    fn has_chunked_state(&self, record: usize) -> bool {
+        self.chunks_of(record) > 0 && self.store.description().records[record].chunked().next().is_some()
     }
 
-    /// The elements of a chunk, in the entry's own order.
-    pub(crate) fn elements(&self, entry: usize, chunk: u32) -> Range<usize> {
+    /// The elements of a chunk, in the record's own order.
+    pub(crate) fn elements(&self, record: usize, chunk: u32) -> Range<usize> {
         let description = self.store.description();
         let start = chunk as usize * description.chunk_elements as usize;
-        start..start + description.elements_of_chunk(entry, chunk)
+        start..start + description.elements_of_chunk(record, chunk)
     }
 
-    /// The part of a staging chunk that is for a piece.
-    pub(crate) fn part(&self, entry: usize, piece: u32, memory: &Shared) -> Result<Shared> {
-        match &self.pieces {
-            Pieces::Staged => {}
-            Pieces::Held => return self.held_piece(entry, piece),
-            Pieces::Given(values, _) if piece < self.chunks_of(entry) => return Ok(values.clone()),
-            Pieces::Given(_, state) => {
+    /// The part of a staging chunk that is for an extent.
+    pub(crate) fn part(&self, record: usize, extent: u32, memory: &Shared) -> Result<Shared> {
+        match &self.extents {
+            Extents::Staged => {}
+            Extents::RamTier => return self.ram_tier_extent(record, extent),
+            Extents::Given(values, _) if extent < self.chunks_of(record) => return Ok(values.clone()),
+            Extents::Given(_, state) => {
                 let lacks = || Error::Invalid("a chunk without state".into());
                 return state.clone().ok_or_else(lacks);
             }
         }
-        let place = self.store.layout().piece(self.store.description(), entry, piece);
+        let place = self.store.layout().extent(self.store.description(), record, extent);
         let start = if matches!(place.content, Content::Values { .. }) { self.parts.values_at } else { 0 };
         let part = memory.part(start, usize::try_from(place.bytes()).unwrap_or(usize::MAX));
-        part.ok_or_else(|| Error::Invalid("a piece is larger than a staging chunk".into()))
+        part.ok_or_else(|| Error::Invalid("an extent is larger than a staging chunk".into()))
     }
 
-    /// Begins to read a piece into its part of a staging chunk.
-    pub(crate) fn read(&self, entry: usize, piece: u32, memory: &Shared) -> Result<Read<'a>> {
-        self.read_into(entry, piece, self.part(entry, piece, memory)?)
+    /// Begins to read an extent into its part of a staging chunk.
+    pub(crate) fn read(&self, record: usize, extent: u32, memory: &Shared) -> Result<Read<'a>> {
+        self.read_into(record, extent, self.part(record, extent, memory)?)
     }
 
-    /// Begins to read a piece into memory of its size.
-    pub(crate) fn read_into(&self, entry: usize, piece: u32, part: Shared) -> Result<Read<'a>> {
-        let read = self.store.read(entry, piece, part)?;
-        Ok(if piece < self.chunks_of(entry) { Read::Values(read) } else { Read::State(read) })
+    /// Begins to read an extent into memory of its size.
+    pub(crate) fn read_into(&self, record: usize, extent: u32, part: Shared) -> Result<Read<'a>> {
+        let read = self.store.read(record, extent, part)?;
+        Ok(if extent < self.chunks_of(record) { Read::Values(read) } else { Read::State(read) })
     }
 
-    /// Copies a piece from where it is held to memory of its size.
-    pub(crate) fn take_held(&self, entry: usize, piece: u32, part: &Shared) -> Result<()> {
-        let held = self.held_piece(entry, piece)?;
-        // SAFETY: nobody changes what is held but an update, and this is one.
-        let from = unsafe { bytes_mut(&held) };
-        // SAFETY: the part is the caller's, and apart from what is held.
+    /// Copies an extent from where it is in RAM to memory of its size.
+    pub(crate) fn take_ram_tier(&self, record: usize, extent: u32, part: &Shared) -> Result<()> {
+        let ram_tier = self.ram_tier_extent(record, extent)?;
+        // SAFETY: nobody changes what is in RAM but an update, and this is one.
+        let from = unsafe { bytes_mut(&ram_tier) };
+        // SAFETY: the part is the caller's, and apart from what is in RAM.
         unsafe { bytes_mut(part) }.copy_from_slice(from);
         Ok(())
     }
 
-    /// Copies a piece to where it is held.
-    pub(crate) fn put_held(&self, entry: usize, piece: u32, part: &Shared) -> Result<()> {
-        let held = self.held_piece(entry, piece)?;
+    /// Copies an extent to where it is in RAM.
+    pub(crate) fn put_in_ram(&self, record: usize, extent: u32, part: &Shared) -> Result<()> {
+        let ram_tier = self.ram_tier_extent(record, extent)?;
         // SAFETY: as above.
-        let into = unsafe { bytes_mut(&held) };
+        let into = unsafe { bytes_mut(&ram_tier) };
         // SAFETY: as above.
         into.copy_from_slice(unsafe { bytes_mut(part) });
         Ok(())
     }
 
-    fn held_piece(&self, entry: usize, piece: u32) -> Result<Shared> {
-        let held = self.store.held_piece(entry, piece);
-        held.ok_or_else(|| Error::Invalid("an entry that is not held".into()))
+    fn ram_tier_extent(&self, record: usize, extent: u32) -> Result<Shared> {
+        let extent = self.store.ram_tier_extent(record, extent);
+        extent.ok_or_else(|| Error::Invalid("a record that is not in RAM".into()))
     }
 
     /// Waits for a read, checks it, and counts it.
@@ -232,43 +232,43 @@ impl<'a> Workbench<'a> {
         Ok(())
     }
 
-    /// Begins to stage a piece from its part of a staging chunk.
-    pub(crate) fn stage(&mut self, entry: usize, piece: u32, memory: &Shared) -> Result<Write<'a>> {
-        self.stage_from(entry, piece, self.part(entry, piece, memory)?)
+    /// Begins to stage an extent from its part of a staging chunk.
+    pub(crate) fn stage(&mut self, record: usize, extent: u32, memory: &Shared) -> Result<Write<'a>> {
+        self.stage_from(record, extent, self.part(record, extent, memory)?)
     }
 
     /// Begins to stage a chunk's values and state from their parts of a staging chunk.
-    pub(crate) fn stage_chunk(&mut self, entry: usize, chunk: u32, memory: &Shared) -> Result<Vec<Write<'a>>> {
-        let state = self.state_piece(entry, chunk).map(|piece| self.stage(entry, piece, memory));
-        let values = self.stage(entry, chunk, memory);
+    pub(crate) fn stage_chunk(&mut self, record: usize, chunk: u32, memory: &Shared) -> Result<Vec<Write<'a>>> {
+        let state = self.state_extent(record, chunk).map(|extent| self.stage(record, extent, memory));
+        let values = self.stage(record, chunk, memory);
         // Both are kept if one failed: dropping a write waits for it.
         state.into_iter().chain([values]).collect()
     }
 
-    /// Begins to stage a piece from memory of its size.
-    pub(crate) fn stage_from(&mut self, entry: usize, piece: u32, part: Shared) -> Result<Write<'a>> {
+    /// Begins to stage an extent from memory of its size.
+    pub(crate) fn stage_from(&mut self, record: usize, extent: u32, part: Shared) -> Result<Write<'a>> {
         let bytes = part.len() as u64;
-        let write = self.store.stage(entry, piece, part)?;
-        self.count_written(entry, piece, bytes);
+        let write = self.store.stage(record, extent, part)?;
+        self.count_written(record, extent, bytes);
         Ok(Write::Step(write))
     }
 
-    /// Begins to stage a piece from where it is held.
-    pub(crate) fn stage_held(&mut self, entry: usize, piece: u32) -> Result<Write<'a>> {
-        let write = self.store.stage_held(entry, piece)?;
-        let bytes = self.store.layout().piece(self.store.description(), entry, piece).bytes();
-        self.count_written(entry, piece, bytes);
+    /// Begins to stage an extent from where it is in RAM.
+    pub(crate) fn stage_in_ram(&mut self, record: usize, extent: u32) -> Result<Write<'a>> {
+        let write = self.store.stage_in_ram(record, extent)?;
+        let bytes = self.store.layout().extent(self.store.description(), record, extent).bytes();
+        self.count_written(record, extent, bytes);
         Ok(Write::Step(write))
     }
 
-    fn count_written(&mut self, entry: usize, piece: u32, bytes: u64) {
-        let values = piece < self.chunks_of(entry);
+    fn count_written(&mut self, record: usize, extent: u32, bytes: u64) {
+        let values = extent < self.chunks_of(record);
         *(if values { &mut self.counters.values_written } else { &mut self.counters.state_written }) += bytes;
     }
 
     /// The part of a turn's staging chunk from which its chunk of a gradient goes to the log, and how many bytes are used.
     pub(crate) fn log_part(&self, turn: &Turn, dtype: Dtype) -> Result<(Shared, usize)> {
-        let (used, bytes) = paged(self.elements(turn.entry, turn.index).len(), dtype);
+        let (used, bytes) = paged(self.elements(turn.record, turn.index).len(), dtype);
         let part = turn.memory.part(0, bytes);
         let part = part.ok_or_else(|| Error::Invalid("a gradient is larger than a staging chunk".into()))?;
         Ok((part, used))
@@ -278,12 +278,12 @@ impl<'a> Workbench<'a> {
     pub(crate) fn append(&mut self, turn: &Turn, dtype: Dtype) -> Result<Write<'a>> {
         let (part, _) = self.log_part(turn, dtype)?;
         self.counters.log_written += part.len() as u64;
-        Ok(Write::Step(self.store.append(turn.entry, turn.index, part)?))
+        Ok(Write::Step(self.store.append(turn.record, turn.index, part)?))
     }
 
     /// The part of a staging chunk that is for a chunk of the spilled gradient, and how many of its bytes are used.
-    pub(crate) fn spill_part(&self, entry: usize, chunk: u32, memory: &Shared) -> Result<(Shared, usize)> {
-        let (used, paged) = self.store.spill_bytes(entry, chunk)?;
+    pub(crate) fn spill_part(&self, record: usize, chunk: u32, memory: &Shared) -> Result<(Shared, usize)> {
+        let (used, paged) = self.store.spill_bytes(record, chunk)?;
         let size = |bytes| usize::try_from(bytes).unwrap_or(usize::MAX);
         let part = memory.part(self.parts.gradient_at, size(paged));
         let part = part.ok_or_else(|| Error::Invalid("a gradient is larger than a staging chunk".into()))?;
@@ -291,24 +291,24 @@ impl<'a> Workbench<'a> {
     }
 
     /// Begins to read a chunk of the spilled gradient into its part of a staging chunk.
-    pub(crate) fn read_spill(&self, entry: usize, chunk: u32, memory: &Shared) -> Result<Read<'a>> {
-        let (part, _) = self.spill_part(entry, chunk, memory)?;
-        Ok(Read::Gradient(self.store.read_spill(entry, chunk, part)?))
+    pub(crate) fn read_spill(&self, record: usize, chunk: u32, memory: &Shared) -> Result<Read<'a>> {
+        let (part, _) = self.spill_part(record, chunk, memory)?;
+        Ok(Read::Gradient(self.store.read_spill(record, chunk, part)?))
     }
 
     /// Begins to write a chunk of the spilled gradient from its part of a staging chunk.
-    pub(crate) fn write_spill(&mut self, entry: usize, chunk: u32, memory: &Shared) -> Result<Write<'a>> {
-        let (part, _) = self.spill_part(entry, chunk, memory)?;
+    pub(crate) fn write_spill(&mut self, record: usize, chunk: u32, memory: &Shared) -> Result<Write<'a>> {
+        let (part, _) = self.spill_part(record, chunk, memory)?;
         let bytes = part.len() as u64;
-        let write = self.store.write_spill(entry, chunk, part)?;
+        let write = self.store.write_spill(record, chunk, part)?;
         self.counters.spill_written += bytes;
         Ok(Write::Gradient(write))
     }
 
     /// The tensors of a chunk's state, as they lie in the part of it that is for state: dtype, first byte, bytes.
-    pub(crate) fn in_chunk(&self, entry: usize, chunk: u32) -> impl Iterator<Item = (Dtype, usize, usize)> + use<'a> {
+    pub(crate) fn in_chunk(&self, record: usize, chunk: u32) -> impl Iterator<Item = (Dtype, usize, usize)> + use<'a> {
         let description = self.store.description();
-        description.in_chunk(entry, description.elements_of_chunk(entry, chunk))
+        description.in_chunk(record, description.elements_of_chunk(record, chunk))
     }
 }
 

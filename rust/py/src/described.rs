@@ -1,6 +1,6 @@
-//! Translates descriptions of stores for Python: entries in, sizes out.
+//! Translates descriptions of stores for Python: records in, sizes out.
 
-use memascend_store::{Description, Dtype, Entry, Format, Kind, Sizes, StateTensor};
+use memascend_store::{Description, Dtype, Format, Kind, Record, Sizes, StateTensor};
 use pyo3::prelude::*;
 
 use crate::errors::{config_error, store_error};
@@ -13,7 +13,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// A tensor of the description: name, dtype, shape.
 type Tensor = (String, String, Vec<u64>);
-/// An entry: whether it is a buffer, its unit, its values, its state, the order of its dimensions, the dtype of spills,
+/// A record: whether it is a buffer, its unit, its values, its state, the order of its dimensions, the dtype of spills,
 /// the format of its state, the number of its first element in a parameter of which it has rows. Without a format it is
 /// plain, or compact if it has the tensors of that.
 pub(crate) type Described = (bool, u32, Tensor, Vec<Tensor>, Vec<u8>, Option<String>, Option<String>, Option<u64>);
@@ -22,71 +22,71 @@ pub(crate) type Described = (bool, u32, Tensor, Vec<Tensor>, Vec<u8>, Option<Str
 type SizesOf = (u64, u64, u64, u64, u64, u64, Vec<u64>, Vec<(u64, u64)>);
 
 /// What a store of this description takes, in bytes: total, slot, index, buffers, a staging chunk, state of
-/// other shapes, each unit, each entry.
+/// other shapes, each unit, each record.
 #[pyfunction]
 fn store_sizes(
     py: Python<'_>,
-    entries: Vec<Described>,
+    records: Vec<Described>,
     units: Vec<String>,
     optimizer: String,
     chunk_elements: u32,
     devices: usize,
     stripe: Option<u64>,
 ) -> PyResult<SizesOf> {
-    let description = described(py, entries, units, optimizer, chunk_elements)?;
+    let description = described(py, records, units, optimizer, chunk_elements)?;
     let sizes = description.sizes(devices, stripe).map_err(|error| store_error(py, &error))?;
     let chunk_bytes = memascend_engine::chunk_bytes(&description);
     let other_bytes = memascend_engine::other_bytes(&description);
-    let Sizes { total_bytes, slot_bytes, index_bytes, buffer_bytes, unit_bytes, entry_bytes } = sizes;
-    Ok((total_bytes, slot_bytes, index_bytes, buffer_bytes, chunk_bytes, other_bytes, unit_bytes, entry_bytes))
+    let Sizes { total_bytes, slot_bytes, index_bytes, buffer_bytes, unit_bytes, record_bytes } = sizes;
+    Ok((total_bytes, slot_bytes, index_bytes, buffer_bytes, chunk_bytes, other_bytes, unit_bytes, record_bytes))
 }
 
-/// Bytes of a log of some of these entries, which are written whole every so many steps.
+/// Bytes of a log of some of these records, which are written whole every so many steps.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 fn store_log_bytes(
     py: Python<'_>,
-    entries: Vec<Described>,
+    records: Vec<Described>,
     units: Vec<String>,
     chunk_elements: u32,
     logged: Vec<usize>,
     steps: u32,
 ) -> PyResult<u64> {
-    let description = described(py, entries, units, String::new(), chunk_elements)?;
-    let spills = |&entry: &usize| Some((entry, description.entries.get(entry)?.spill?));
+    let description = described(py, records, units, String::new(), chunk_elements)?;
+    let spills = |&record: &usize| Some((record, description.records.get(record)?.spill?));
     Ok(description.log_bytes(&logged.iter().filter_map(spills).collect::<Vec<_>>(), steps))
 }
 
 pub(crate) fn described(
     py: Python<'_>,
-    entries: Vec<Described>,
+    records: Vec<Described>,
     units: Vec<String>,
     optimizer: String,
     chunk_elements: u32,
 ) -> PyResult<Description> {
-    let has_rows = entries.iter().any(|entry| entry.7.is_some());
-    let first_elements = entries.iter().filter(|_| has_rows).map(|entry| entry.7.unwrap_or(0)).collect();
-    let entries = entries.into_iter().map(|entry| described_entry(py, entry));
+    let has_rows = records.iter().any(|record| record.7.is_some());
+    let first_elements = records.iter().filter(|_| has_rows).map(|record| record.7.unwrap_or(0)).collect();
+    let records = records.into_iter().map(|record| described_record(py, record));
     Ok(Description {
         chunk_elements,
         user_bytes_max: USER_BYTES_MAX,
         hyperparameters_bytes_max: USER_BYTES_MAX,
         optimizer,
         units,
-        entries: entries.collect::<PyResult<_>>()?,
+        records: records.collect::<PyResult<_>>()?,
         first_elements,
     })
 }
 
-fn described_entry(py: Python<'_>, entry: Described) -> PyResult<Entry> {
-    let (buffer, unit, (name, of_values, shape), state, order, spill, of_state, _) = entry;
+fn described_record(py: Python<'_>, record: Described) -> PyResult<Record> {
+    let (buffer, unit, (name, of_values, shape), state, order, spill, of_state, _) = record;
     let tensor = |(name, of_tensor, of_shape): Tensor| {
-        // What has the entry's shape lies in its chunks.
+        // What has the record's shape lies in its chunks.
         let grain = u32::from(of_shape == shape);
         Ok::<_, PyErr>(StateTensor { dtype: dtype(py, &of_tensor)?, name, shape: of_shape, grain })
     };
     let state = state.into_iter().map(tensor).collect::<PyResult<_>>()?;
-    let mut entry = Entry {
+    let mut record = Record {
         name,
         kind: if buffer { Kind::Buffer } else { Kind::Parameter },
         unit,
@@ -97,23 +97,23 @@ fn described_entry(py: Python<'_>, entry: Described) -> PyResult<Entry> {
         format: Format::Plain,
         state,
     };
-    let Some(of_state) = of_state else { return Ok(entry.compact_if_so()) };
-    entry.format = format(py, &of_state)?;
-    if entry.format != Format::Plain {
-        let wanted = entry.state_in(entry.format, entry.has_momentum()).map_err(|error| store_error(py, &error))?;
-        for tensor in &mut entry.state {
+    let Some(of_state) = of_state else { return Ok(record.compact_if_so()) };
+    record.format = format(py, &of_state)?;
+    if record.format != Format::Plain {
+        let wanted = record.state_in(record.format, record.has_momentum()).map_err(|error| store_error(py, &error))?;
+        for tensor in &mut record.state {
             let same = wanted.iter().find(|wanted| wanted.name == tensor.name);
             tensor.grain = same.map_or(tensor.grain, |wanted| wanted.grain);
         }
     }
-    Ok(entry)
+    Ok(record)
 }
 
 pub(crate) fn format(py: Python<'_>, name: &str) -> PyResult<Format> {
     Format::from_name(name).ok_or_else(|| config_error(py, format!("there is no format of state called {name:?}")))
 }
 
-/// The state tensors of an entry in a format, as (name, dtype, shape): of Adam, or of SGD with momentum.
+/// The state tensors of a record in a format, as (name, dtype, shape): of Adam, or of SGD with momentum.
 #[pyfunction]
 fn store_state_in(
     py: Python<'_>,
@@ -123,8 +123,8 @@ fn store_state_in(
     momentum: bool,
 ) -> PyResult<Vec<(String, &'static str, Vec<u64>)>> {
     let values = ("values".into(), of_values.into(), shape);
-    let entry = described_entry(py, (false, 0, values, vec![], vec![], None, None, None))?;
-    let state = entry.state_in(format(py, of_state)?, momentum).map_err(|error| store_error(py, &error))?;
+    let record = described_record(py, (false, 0, values, vec![], vec![], None, None, None))?;
+    let state = record.state_in(format(py, of_state)?, momentum).map_err(|error| store_error(py, &error))?;
     Ok(state.into_iter().map(|tensor| (tensor.name, tensor.dtype.name(), tensor.shape)).collect())
 }
 

@@ -3,7 +3,7 @@
 use std::{num::NonZeroUsize, sync::Arc};
 
 use memascend_engine::{Application, By, First, Given, Hyperparameters, Momentum, Options, Rule, WideState};
-use memascend_store::{Buffer, Commit, Entry};
+use memascend_store::{Buffer, Commit, Record};
 use pyo3::{
     PyTraverseError, PyVisit,
     prelude::*,
@@ -79,7 +79,7 @@ impl Engine {
         self.store.bind(py)
     }
 
-    /// End the log that a store has which was not closed: apply its gradients, and write and commit their entries.
+    /// End the log that a store has which was not closed: apply its gradients, and write and commit their records.
     #[pyo3(signature = (progress=None))]
     fn replay(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<bool> {
         let mut replayed = None;
@@ -90,12 +90,12 @@ impl Engine {
         replayed.unwrap_or(Ok(false)).map_err(|error| engine_error(py, &error))
     }
 
-    /// Begins an entry's first values; a state tensor that is None is zeros, or the values where it is their master. In
-    /// float32, master and moments may be given that the entry's format has otherwise.
+    /// Begins a record's first values; a state tensor that is None is zeros, or the values where it is their master. In
+    /// float32, master and moments may be given that the record's format has otherwise.
     fn fill_at(
         &self,
         py: Python<'_>,
-        entry: usize,
+        record: usize,
         values: Tensor,
         state: Vec<Option<Tensor>>,
         wide: (Option<Tensor>, Option<Tensor>, Option<Tensor>),
@@ -105,7 +105,7 @@ impl Engine {
         let (master, first, second) = wide;
         let wide = WideState { master: master.map(held), first: first.map(held), second: second.map(held) };
         let first = First { values: held(values), state, wide, step };
-        waiting(py, None, |wait| self.inner.fill(entry, first, wait))?.map_err(|error| engine_error(py, &error))
+        waiting(py, None, |wait| self.inner.fill(record, first, wait))?.map_err(|error| engine_error(py, &error))
     }
 
     /// Begin the update of a parameter, and return when its gradient has room in the queue.
@@ -117,14 +117,14 @@ impl Engine {
         numbers: &Bound<'_, PyAny>,
         values: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let (py, (entry, described)) = (name.py(), self.entry(name)?);
+        let (py, (record, described)) = (name.py(), self.record(name)?);
         let (gradient, values) = (tensors::gradient(described, gradient)?, tensors::live(described, values)?);
         let rule = rule_of(numbers)?;
-        waiting(py, None, |wait| self.inner.update(entry, By::Given(gradient), values, rule, wait))?
+        waiting(py, None, |wait| self.inner.update(record, By::Given(gradient), values, rule, wait))?
             .map_err(|error| engine_error(py, &error))
     }
 
-    /// As `update`, of an entry that is not held, and as `spill`: the gradient is written as it is used.
+    /// As `update`, of a record that is not in RAM, and as `spill`: the gradient is written as it is used.
     #[pyo3(signature = (name, gradient, numbers, *, values=None))]
     fn update_spilling(
         &self,
@@ -133,10 +133,10 @@ impl Engine {
         numbers: &Bound<'_, PyAny>,
         values: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let (py, (entry, described)) = (name.py(), self.entry(name)?);
+        let (py, (record, described)) = (name.py(), self.record(name)?);
         let (gradient, values) = (tensors::gradient(described, gradient)?, tensors::live(described, values)?);
         let rule = rule_of(numbers)?;
-        waiting(py, None, |wait| self.inner.update_spilling(entry, gradient, values, rule, wait))?
+        waiting(py, None, |wait| self.inner.update_spilling(record, gradient, values, rule, wait))?
             .map_err(|error| engine_error(py, &error))
     }
 
@@ -152,42 +152,42 @@ impl Engine {
         factors: Vec<f64>,
         values: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let (py, (entry, described)) = (name.py(), self.entry(name)?);
+        let (py, (record, described)) = (name.py(), self.record(name)?);
         #[expect(clippy::cast_possible_truncation, reason = "as torch multiplies by a scalar")]
         let factors = factors.into_iter().map(|factor| factor as f32).collect();
         let (values, rule) = (tensors::live(described, values)?, rule_of(numbers)?);
-        waiting(py, None, |wait| self.inner.update(entry, By::Spilled(factors), values, rule, wait))?
+        waiting(py, None, |wait| self.inner.update(record, By::Spilled(factors), values, rule, wait))?
             .map_err(|error| engine_error(py, &error))
     }
 
     /// Queue a gradient to wait on storage; with `add`, add it to the one that is there, with the bits of `add_`.
     #[pyo3(signature = (name, gradient, *, add=false))]
     fn spill(&self, name: &Bound<'_, PyString>, gradient: &Bound<'_, PyAny>, add: bool) -> PyResult<()> {
-        let (py, (entry, described)) = (name.py(), self.entry(name)?);
+        let (py, (record, described)) = (name.py(), self.record(name)?);
         let gradient = tensors::gradient(described, gradient)?;
-        waiting(py, None, |wait| self.inner.spill(entry, gradient, add, wait))?
+        waiting(py, None, |wait| self.inner.spill(record, gradient, add, wait))?
             .map_err(|error| engine_error(py, &error))
     }
 
     /// Of the spilled gradient: whether a non-finite is in it, and the sum of its squares, not rounded.
     fn spilled<'py>(&self, name: &Bound<'py, PyString>) -> PyResult<(bool, Bound<'py, PyAny>)> {
-        let (py, (entry, _)) = (name.py(), self.entry(name)?);
-        let spilled = waiting(py, None, |wait| self.inner.spilled(entry, wait))?;
+        let (py, (record, _)) = (name.py(), self.record(name)?);
+        let spilled = waiting(py, None, |wait| self.inner.spilled(record, wait))?;
         let spilled = spilled.map_err(|error| engine_error(py, &error))?;
         Ok((spilled.nonfinite, summed(py, &spilled.squares)?))
     }
 
-    /// Read the spilled gradient into a tensor of its shape and dtype, after what is queued of the entry.
+    /// Read the spilled gradient into a tensor of its shape and dtype, after what is queued of the record.
     fn read_spilled(&self, name: &Bound<'_, PyString>, into: &Bound<'_, PyAny>) -> PyResult<()> {
-        let (py, (entry, described)) = (name.py(), self.entry(name)?);
+        let (py, (record, described)) = (name.py(), self.record(name)?);
         let into = Box::new(tensors::into_spilled(described, into)?);
-        waiting(py, None, |wait| self.inner.read_spilled(entry, into, wait))?.map_err(|error| engine_error(py, &error))
+        waiting(py, None, |wait| self.inner.read_spilled(record, into, wait))?.map_err(|error| engine_error(py, &error))
     }
 
-    /// Forget the spilled gradient, after what is queued of the entry. Fine where there is none.
+    /// Forget the spilled gradient, after what is queued of the record. Fine where there is none.
     fn drop_spilled(&self, name: &Bound<'_, PyString>) -> PyResult<()> {
-        let (py, (entry, _)) = (name.py(), self.entry(name)?);
-        waiting(py, None, |wait| self.inner.drop_spilled(entry, wait))?.map_err(|error| engine_error(py, &error))
+        let (py, (record, _)) = (name.py(), self.record(name)?);
+        waiting(py, None, |wait| self.inner.drop_spilled(record, wait))?.map_err(|error| engine_error(py, &error))
     }
 
     /// Begins to apply a function, by a gradient that it knows, or by the one that is spilled.
@@ -200,7 +200,7 @@ impl Engine {
         values: Option<&Bound<'_, PyAny>>,
         how: (bool, bool, bool),
     ) -> PyResult<()> {
-        let (py, (entry, described)) = (name.py(), self.entry(name)?);
+        let (py, (record, described)) = (name.py(), self.record(name)?);
         let nbytes = gradient.map_or(Ok(0), |gradient| tensors::kept(described, gradient))?;
         let spilled = gradient.is_none();
         let (whole, wide, after_commit) = how;
@@ -211,7 +211,7 @@ impl Engine {
         };
         let (function, values) = (applied(adapter), tensors::live(described, values)?);
         let application = Application { function, nbytes, step, spilled, given, after_commit };
-        waiting(py, None, |wait| self.inner.apply(entry, application, values, wait))?
+        waiting(py, None, |wait| self.inner.apply(record, application, values, wait))?
             .map_err(|error| engine_error(py, &error))
     }
 
@@ -220,7 +220,7 @@ impl Engine {
         waiting(py, None, |wait| self.inner.finish(wait))?.map_err(|error| engine_error(py, &error))
     }
 
-    /// As `finish`, but for updates of held entries, which begin with that or with the commit.
+    /// As `finish`, but for updates of records in RAM, which begin with that or with the commit.
     fn drain(&self, py: Python<'_>) -> PyResult<()> {
         waiting(py, None, |wait| self.inner.settle(wait))?.map_err(|error| engine_error(py, &error))
     }
@@ -242,19 +242,19 @@ impl Engine {
         })
     }
 
-    /// Forget what was staged of an entry once it has ended: unlike after `discard`, what it spilled is there.
+    /// Forget what was staged of a record once it has ended: unlike after `discard`, what it spilled is there.
     fn take_back(&self, name: &Bound<'_, PyString>) -> PyResult<()> {
-        let (py, (entry, _)) = (name.py(), self.entry(name)?);
-        waiting(py, None, |wait| self.inner.take_back(entry, wait))?.map_err(|error| engine_error(py, &error))
+        let (py, (record, _)) = (name.py(), self.record(name)?);
+        waiting(py, None, |wait| self.inner.take_back(record, wait))?.map_err(|error| engine_error(py, &error))
     }
 
-    /// Drop what waits, drain what is in flight, forget what was staged: all of it, or of one entry alone.
+    /// Drop what waits, drain what is in flight, forget what was staged: all of it, or of one record alone.
     #[pyo3(signature = (name=None))]
     fn discard(&self, py: Python<'_>, name: Option<&Bound<'_, PyString>>) -> PyResult<()> {
-        let entry = name.map(|name| self.entry(name)).transpose()?.map(|(entry, _)| entry);
-        waiting(py, None, |wait| match entry {
+        let record = name.map(|name| self.record(name)).transpose()?.map(|(record, _)| record);
+        waiting(py, None, |wait| match record {
             None => self.inner.discard(wait),
-            Some(entry) => self.inner.discard_entry(entry, wait),
+            Some(record) => self.inner.discard_record(record, wait),
         })?
         .map_err(|error| engine_error(py, &error))
     }
@@ -271,7 +271,7 @@ impl Engine {
         self.inner.queued_bytes()
     }
 
-    /// Bytes of gradients of held entries that wait for their step, "waiting" of `counters()`.
+    /// Bytes of gradients of records in RAM that wait for their step, "waiting" of `counters()`.
     #[getter]
     fn waiting_bytes(&self) -> usize {
         self.inner.waiting_bytes()
@@ -329,11 +329,11 @@ impl Engine {
 }
 
 impl Engine {
-    /// The number of an entry, and its description.
-    fn entry(&self, name: &Bound<'_, PyString>) -> PyResult<(usize, &Entry)> {
+    /// The number of a record, and its description.
+    fn record(&self, name: &Bound<'_, PyString>) -> PyResult<(usize, &Record)> {
         let store = self.store.get();
         let index = store.index(name)?;
-        Ok((index, &store.inner.description().entries[index]))
+        Ok((index, &store.inner.description().records[index]))
     }
 }
 

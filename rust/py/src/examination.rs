@@ -15,7 +15,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(store_commits, module)?)
 }
 
-/// Reads and checks both commits; `progress(done, all)` may raise. Of each: "generation", "step", "pieces", "bytes",
+/// Reads and checks both commits; `progress(done, all)` may raise. Of each: "generation", "step", "extents", "bytes",
 /// "damages", "others".
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
@@ -31,7 +31,7 @@ fn store_examine<'py>(
         let dict = PyDict::new(py);
         dict.set_item("generation", commit.generation)?;
         dict.set_item("step", commit.step)?;
-        dict.set_item("pieces", commit.whole.pieces)?;
+        dict.set_item("extents", commit.whole.extents)?;
         dict.set_item("bytes", commit.whole.bytes)?;
         dict.set_item("damages", commit.damages.iter().map(ToString::to_string).collect::<Vec<_>>())?;
         dict.set_item("others", commit.others)?;

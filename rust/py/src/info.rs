@@ -1,4 +1,4 @@
-//! Tells Python what a store knows of itself: sizes, entries, counters.
+//! Tells Python what a store knows of itself: sizes, records, counters.
 
 use memascend_store::{Dtype, Kind, Run, StateTensor, Store};
 use pyo3::{
@@ -32,7 +32,7 @@ pub(crate) fn of_store<'py>(py: Python<'py>, store: &Store) -> PyResult<Bound<'p
     dict.set_item("buffer_bytes", info.buffer_bytes)?;
     let log = store.log_state();
     dict.set_item("log_steps", log.steps)?;
-    dict.set_item("log_entries", log.entries)?;
+    dict.set_item("log_records", log.records)?;
     dict.set_item("log_bytes", log.bytes)?;
     dict.set_item("copy_bytes", store.volume().copy_bytes())?;
     dict.set_item("optimizer", &description.optimizer)?;
@@ -45,28 +45,28 @@ pub(crate) fn of_store<'py>(py: Python<'py>, store: &Store) -> PyResult<Bound<'p
 
 /// One of them, since all at once would take a kilobyte each: name, whether it is a buffer, unit, dtype, shape, order,
 /// spill, step, staged, state as (name, dtype, shape).
-pub(crate) fn of_entry<'py>(py: Python<'py>, store: &Store, index: usize) -> PyResult<Bound<'py, PyDict>> {
-    let Some(entry) = store.description().entries.get(index) else {
-        return Err(PyIndexError::new_err(format!("there is no entry {index}")));
+pub(crate) fn of_record<'py>(py: Python<'py>, store: &Store, index: usize) -> PyResult<Bound<'py, PyDict>> {
+    let Some(record) = store.description().records.get(index) else {
+        return Err(PyIndexError::new_err(format!("there is no record {index}")));
     };
-    let state = store.entry_state(index).map_err(|error| store_error(py, &error))?;
+    let state = store.record_state(index).map_err(|error| store_error(py, &error))?;
     let dict = PyDict::new(py);
-    dict.set_item("name", &entry.name)?;
-    dict.set_item("buffer", entry.kind == Kind::Buffer)?;
-    dict.set_item("unit", entry.unit)?;
-    dict.set_item("dtype", entry.dtype.name())?;
-    dict.set_item("shape", &entry.shape)?;
-    let order = (!entry.order.is_empty()).then(|| PyTuple::new(py, &entry.order)).transpose()?;
+    dict.set_item("name", &record.name)?;
+    dict.set_item("buffer", record.kind == Kind::Buffer)?;
+    dict.set_item("unit", record.unit)?;
+    dict.set_item("dtype", record.dtype.name())?;
+    dict.set_item("shape", &record.shape)?;
+    let order = (!record.order.is_empty()).then(|| PyTuple::new(py, &record.order)).transpose()?;
     dict.set_item("order", order)?;
-    dict.set_item("spill", entry.spill.map(Dtype::name))?;
-    dict.set_item("unit_offset", store.layout().in_unit(index, entry.unit as usize))?;
+    dict.set_item("spill", record.spill.map(Dtype::name))?;
+    dict.set_item("unit_offset", store.layout().in_unit(index, record.unit as usize))?;
     dict.set_item("step", state.step)?;
     dict.set_item("version", state.version)?;
     dict.set_item("staged", state.staged)?;
-    dict.set_item("compact", entry.is_compact())?;
-    dict.set_item("format", entry.format.name())?;
+    dict.set_item("compact", record.is_compact())?;
+    dict.set_item("format", record.format.name())?;
     let tensor = |tensor: &StateTensor| (tensor.name.clone(), tensor.dtype.name(), tensor.shape.clone());
-    dict.set_item("state", entry.state.iter().map(tensor).collect::<Vec<_>>())?;
+    dict.set_item("state", record.state.iter().map(tensor).collect::<Vec<_>>())?;
     Ok(dict)
 }
 
@@ -77,7 +77,7 @@ pub(crate) fn counters<'py>(py: Python<'py>, store: &Store) -> PyResult<Bound<'p
     let dict = PyDict::new(py);
     dict.set_item("fetches", counters.fetches)?;
     dict.set_item("fetched_bytes", counters.fetched_bytes)?;
-    dict.set_item("held_bytes", counters.held_bytes)?;
+    dict.set_item("ram_tier_bytes", counters.ram_tier_bytes)?;
     dict.set_item("wait_seconds", counters.waited.as_secs_f64())?;
     dict.set_item("read_bytes", moved.read.bytes)?;
     dict.set_item("written_bytes", moved.written.bytes)?;

@@ -1,4 +1,4 @@
-//! Translates `rust/store` for Python: stores, entries, units, commit, verification.
+//! Translates `rust/store` for Python: stores, records, units, commit, verification.
 //!
 //! Tensors arrive as addresses that `memascend.engine` has checked: each points to as many bytes as is said, on the CPU,
 //! alive during the call. Nothing but `memascend.engine` calls them.
@@ -43,13 +43,13 @@ const PAGE_BYTES: usize = 4096;
 pub(crate) struct Store {
     pub(crate) inner: Arc<memascend_store::Store>,
     created: bool,
-    /// The numbers of entries.
+    /// The numbers of records.
     names: HashMap<String, usize>,
 }
 
 #[pymethods]
 impl Store {
-    /// Makes a store, or opens what is there; without entries it only opens. "previous" waits for `go_back`, and "look"
+    /// Makes a store, or opens what is there; without records it only opens. "previous" waits for `go_back`, and "look"
     /// opens it to be looked at, damaged or not: nothing can be staged, and nothing is written.
     #[new]
     #[expect(clippy::too_many_arguments, reason = "a description and how to open it")]
@@ -57,7 +57,7 @@ impl Store {
     fn new(
         py: Python<'_>,
         paths: Vec<PathBuf>,
-        entries: Option<Vec<Described>>,
+        records: Option<Vec<Described>>,
         units: Vec<String>,
         optimizer: String,
         chunk_elements: u32,
@@ -88,7 +88,7 @@ impl Store {
             chosen(py, "durability", durability, &[("step", Durability::Step), ("none", Durability::None)])?;
         how.goes_back_later = true;
         let description =
-            entries.map(|entries| described(py, entries, units, optimizer, chunk_elements)).transpose()?;
+            records.map(|records| described(py, records, units, optimizer, chunk_elements)).transpose()?;
         let (inner, created) = watched(py, None, |progress| match description {
             Some(description) => memascend_store::Store::create_watched(&paths, description, &how, progress),
             None => memascend_store::Store::open_watched(&paths, &how, progress).map(|store| (store, false)),
@@ -96,16 +96,16 @@ impl Store {
         Ok(Self::found(inner, created))
     }
 
-    /// In which way it is no store of these entries; `None` where it is one.
+    /// In which way it is no store of these records; `None` where it is one.
     fn difference_of(
         &self,
         py: Python<'_>,
-        entries: Vec<Described>,
+        records: Vec<Described>,
         units: Vec<String>,
         optimizer: String,
         chunk_elements: u32,
     ) -> PyResult<Option<String>> {
-        let wanted = described(py, entries, units, optimizer, chunk_elements)?;
+        let wanted = described(py, records, units, optimizer, chunk_elements)?;
         Ok(self.inner.description().difference(&wanted))
     }
 
@@ -131,80 +131,80 @@ impl Store {
         info::of_store(py, &self.inner)
     }
 
-    /// The number of an entry.
+    /// The number of a record.
     pub(crate) fn index(&self, name: &Bound<'_, PyString>) -> PyResult<usize> {
         let found = self.names.get(&*name.to_cow()?).copied();
-        found.ok_or_else(|| config_error(name.py(), format!("the store has no entry {}", shown(name))))
+        found.ok_or_else(|| config_error(name.py(), format!("the store has no record {}", shown(name))))
     }
 
-    /// What is known of an entry: "name", "buffer", "unit", "dtype", "shape", "step", "version", "staged", "state" ...
-    fn entry<'py>(&self, name: &Bound<'py, PyString>) -> PyResult<Bound<'py, PyDict>> {
-        info::of_entry(name.py(), &self.inner, self.index(name)?)
+    /// What is known of a record: "name", "buffer", "unit", "dtype", "shape", "step", "version", "staged", "state" ...
+    fn record<'py>(&self, name: &Bound<'py, PyString>) -> PyResult<Bound<'py, PyDict>> {
+        info::of_record(name.py(), &self.inner, self.index(name)?)
     }
 
     /// The same by its number.
-    fn entry_at<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Bound<'py, PyDict>> {
-        info::of_entry(py, &self.inner, index)
+    fn record_at<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Bound<'py, PyDict>> {
+        info::of_record(py, &self.inner, index)
     }
 
-    /// Since it was opened: "fetches", `"fetched_bytes"`, `"held_bytes"`, `"wait_seconds"` in `Fetch.wait`, and all I/O.
+    /// Since it was opened: "fetches", `"fetched_bytes"`, `"ram_tier_bytes"`, `"wait_seconds"` in `Fetch.wait`, and all I/O.
     fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         info::counters(py, &self.inner)
     }
 
-    /// How many entries there are.
+    /// How many records there are.
     fn count(&self) -> usize {
-        self.inner.description().entries.len()
+        self.inner.description().records.len()
     }
 
-    /// Stages a whole entry from (address, bytes) of its values and its state tensors.
-    fn stage_at(&self, py: Python<'_>, entry: usize, step: u64, tensors: Vec<(usize, usize)>) -> PyResult<()> {
+    /// Stages a whole record from (address, bytes) of its values and its state tensors.
+    fn stage_at(&self, py: Python<'_>, record: usize, step: u64, tensors: Vec<(usize, usize)>) -> PyResult<()> {
         waiting(py, None, |wait| {
             // SAFETY: the module's contract.
             let tensors: Vec<&[u8]> =
                 tensors.into_iter().map(|(address, nbytes)| unsafe { elements(address, nbytes) }).collect();
-            self.inner.stage_entry(entry, step, &tensors, wait)
+            self.inner.stage_record(record, step, &tensors, wait)
         })?
         .map_err(|error| store_error(py, &error))
     }
 
-    /// Reads a whole live entry into (address, bytes) of its values and its state tensors.
-    fn read_at(&self, py: Python<'_>, entry: usize, tensors: Vec<(usize, usize)>) -> PyResult<u64> {
+    /// Reads a whole live record into (address, bytes) of its values and its state tensors.
+    fn read_at(&self, py: Python<'_>, record: usize, tensors: Vec<(usize, usize)>) -> PyResult<u64> {
         py.detach(|| {
             // SAFETY: the module's contract; the tensors are apart.
             let tensors = tensors.into_iter().map(|(address, nbytes)| unsafe { elements_mut(address, nbytes) });
             let mut tensors: Vec<&mut [u8]> = tensors.collect();
-            self.inner.read_entry(entry, &mut tensors)
+            self.inner.read_record(record, &mut tensors)
         })
         .map_err(|error| store_error(py, &error))
     }
 
-    /// Hold entries in memory from now on; what was held before is not any more. Nothing is read before `refresh`.
+    /// Hold records in memory from now on; what was in RAM before is not any more. Nothing is read before `refresh`.
     #[pyo3(signature = (names, *, registered=false))]
     fn hold(&self, names: &Bound<'_, PyAny>, registered: bool) -> PyResult<()> {
-        let (py, entries) = (names.py(), self.indices(names)?);
+        let (py, records) = (names.py(), self.indices(names)?);
         let pin = if registered { Pin::Auto } else { Pin::Off };
-        interruptible(py, |keep_going| self.inner.hold(&entries, pin, keep_going))?
+        interruptible(py, |keep_going| self.inner.hold(&records, pin, keep_going))?
             .map_err(|error| store_error(py, &error))
     }
 
-    /// Read what is held of some entries where it is not in memory; `progress(done, all)` hears of bytes.
+    /// Read what is in RAM of some records where it is not in memory; `progress(done, all)` hears of bytes.
     #[pyo3(signature = (names, progress=None))]
     fn refresh(&self, names: &Bound<'_, PyAny>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        let entries = self.indices(names)?;
-        watched(names.py(), progress, |progress| self.inner.refresh(&entries, progress))
+        let records = self.indices(names)?;
+        watched(names.py(), progress, |progress| self.inner.refresh(&records, progress))
     }
 
-    /// Log the gradients of held entries from now on, instead of writing them each step; how many steps find room.
+    /// Log the gradients of records in RAM from now on, instead of writing them each step; how many steps find room.
     fn keep_log(&self, names: &Bound<'_, PyAny>, steps: u32) -> PyResult<u32> {
         let py = names.py();
-        let described = &self.inner.description().entries;
-        let spills = |entry: usize| Some((entry, described.get(entry)?.spill?));
-        let entries: Vec<_> = self.indices(names)?.into_iter().filter_map(spills).collect();
-        py.detach(|| self.inner.keep_log(&entries, steps)).map_err(|error| store_error(py, &error))
+        let described = &self.inner.description().records;
+        let spills = |record: usize| Some((record, described.get(record)?.spill?));
+        let records: Vec<_> = self.indices(names)?.into_iter().filter_map(spills).collect();
+        py.detach(|| self.inner.keep_log(&records, steps)).map_err(|error| store_error(py, &error))
     }
 
-    /// Write what only memory and the log have of held entries, as a part of the last step: the log ends with it.
+    /// Write what only memory and the log have of records in RAM, as a part of the last step: the log ends with it.
     #[pyo3(signature = (progress=None))]
     fn write_applied(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         watched(py, progress, |progress| self.inner.write_applied(progress))
@@ -215,24 +215,24 @@ impl Store {
         py.detach(|| self.inner.give_up_applied());
     }
 
-    /// The values of a unit where they are held, as the last commit left them; None where not all of it is held.
-    fn held_unit<'py>(&self, unit: &Bound<'py, PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    /// The values of a unit where they are in RAM, as the last commit left them; None where not all of it is in RAM.
+    fn ram_tier_unit<'py>(&self, unit: &Bound<'py, PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
         let (py, unit) = (unit.py(), self.unit(unit)?);
-        let entries: Vec<usize> = self.inner.entries_of(unit).collect();
-        let Some(memory) = self.inner.held_unit(unit) else { return Ok(None) };
-        watched(py, None, |progress| self.inner.refresh(&entries, progress))?;
+        let records: Vec<usize> = self.inner.records_of(unit).collect();
+        let Some(memory) = self.inner.ram_tier_unit(unit) else { return Ok(None) };
+        watched(py, None, |progress| self.inner.refresh(&records, progress))?;
         let torch = py.import("torch")?;
         let options = [("dtype", torch.getattr("uint8")?)].into_py_dict(py)?;
         torch.call_method("frombuffer", (Lender::default().lend(py, memory)?,), Some(&options)).map(Some)
     }
 
-    /// While it stays the same, what `held_unit` gave is what the last commit left.
+    /// While it stays the same, what `ram_tier_unit` gave is what the last commit left.
     #[getter]
-    fn held_epoch(&self) -> u64 {
-        self.inner.held_epoch()
+    fn ram_tier_epoch(&self) -> u64 {
+        self.inner.ram_tier_epoch()
     }
 
-    /// Say that somebody wrote to the values of a held entry in memory: `refresh` reads them again.
+    /// Say that somebody wrote to the values of a record in RAM: `refresh` reads them again.
     fn spoil(&self, name: &Bound<'_, PyString>) -> PyResult<()> {
         self.inner.spoil(self.index(name)?);
         Ok(())
@@ -281,12 +281,12 @@ impl Store {
         self.inner.end();
     }
 
-    /// Forget all that is staged, or what is staged of one entry.
+    /// Forget all that is staged, or what is staged of one record.
     #[pyo3(signature = (name=None))]
     fn discard(&self, py: Python<'_>, name: Option<&Bound<'_, PyString>>) -> PyResult<()> {
-        let entry = name.map(|name| self.index(name)).transpose()?;
-        waiting(py, None, |wait| match entry {
-            Some(entry) => self.inner.discard_entry(entry, wait),
+        let record = name.map(|name| self.index(name)).transpose()?;
+        waiting(py, None, |wait| match record {
+            Some(record) => self.inner.discard_record(record, wait),
             None => self.inner.discard(wait),
         })?
         .map_err(|error| store_error(py, &error))
@@ -297,11 +297,11 @@ impl Store {
         interruptible(py, |keep_going| self.inner.check_log(keep_going))?.map_err(|error| store_error(py, &error))
     }
 
-    /// Read and check everything that is live: pieces and bytes. `progress(done, all)` hears of bytes.
+    /// Read and check everything that is live: extents and bytes. `progress(done, all)` hears of bytes.
     #[pyo3(signature = (progress=None))]
     fn verify(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<(u64, u64)> {
         let verified = watched(py, progress, |progress| self.inner.verify(progress))?;
-        Ok((verified.pieces, verified.bytes))
+        Ok((verified.extents, verified.bytes))
     }
 
     /// Damaged copies of labels and description, in words; the first commit after an open repairs them.
@@ -309,15 +309,15 @@ impl Store {
         py.detach(|| self.inner.damaged()).map_err(|error| store_error(py, &error))
     }
 
-    /// Shows live entries in parts: `visit(entry, [(tensor, first byte, memory)])`, whose memory is lent for the call.
+    /// Shows live records in parts: `visit(record, [(tensor, first byte, memory)])`, whose memory is lent for the call.
     #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
-    fn scan_at(&self, py: Python<'_>, entries: Vec<usize>, visit: Py<PyAny>) -> PyResult<()> {
+    fn scan_at(&self, py: Python<'_>, records: Vec<usize>, visit: Py<PyAny>) -> PyResult<()> {
         let mut raised = None;
         let scanned = py.detach(|| {
-            self.inner.scan(&entries, &mut |entry, parts| {
+            self.inner.scan(&records, &mut |record, parts| {
                 let told = Python::attach(|py| {
                     py.check_signals()?;
-                    show(py, &visit, entry, parts)
+                    show(py, &visit, record, parts)
                 });
                 told.map_err(|error| raised = Some(error)).is_ok()
             })
@@ -373,12 +373,12 @@ impl Store {
 impl Store {
     fn found(inner: memascend_store::Store, created: bool) -> Self {
         memascend_engine::apply_logs(&inner);
-        let entries = &inner.description().entries;
-        let names = entries.iter().enumerate().map(|(index, entry)| (entry.name.clone(), index)).collect();
+        let records = &inner.description().records;
+        let names = records.iter().enumerate().map(|(index, record)| (record.name.clone(), index)).collect();
         Self { inner: Arc::new(inner), created, names }
     }
 
-    /// The numbers of entries.
+    /// The numbers of records.
     fn indices(&self, names: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
         names.try_iter()?.map(|name| self.index(name?.cast::<PyString>()?)).collect()
     }
@@ -391,13 +391,13 @@ impl Store {
     }
 }
 
-fn show(py: Python<'_>, visit: &Py<PyAny>, entry: usize, parts: Vec<Part>) -> PyResult<()> {
+fn show(py: Python<'_>, visit: &Py<PyAny>, record: usize, parts: Vec<Part>) -> PyResult<()> {
     let lender = Lender::default();
     let lent = PyList::empty(py);
     for Part { tensor, start, memory } in parts {
         lent.append((tensor, start, lender.lend(py, memory)?))?;
     }
-    let result = visit.call1(py, (entry, &lent));
+    let result = visit.call1(py, (record, &lent));
     lent.call_method0("clear")?;
     result?;
     lender.require_back(py)

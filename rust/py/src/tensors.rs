@@ -1,7 +1,7 @@
 //! Takes tensors from Python: checks that they are what is described, and where their memory is.
 
 use memascend_engine::Gradient;
-use memascend_store::{Buffer, Entry};
+use memascend_store::{Buffer, Record};
 use pyo3::{
     prelude::*,
     types::{PyString, PyTuple},
@@ -37,7 +37,7 @@ fn refused<T>(py: Python<'_>, name: &str, what: &dyn Fn(&str) -> String) -> PyRe
     Err(config_error(py, what(&shown(&PyString::new(py, name)))))
 }
 
-/// Refuses a tensor that has gaps in the order in which the entry's dimensions are stored; without one, row-major.
+/// Refuses a tensor that has gaps in the order in which the record's dimensions are stored; without one, row-major.
 fn require_order(tensor: &Bound<'_, PyAny>, name: &str, order: &[u8]) -> PyResult<()> {
     let py = tensor.py();
     if order.is_empty() {
@@ -68,24 +68,24 @@ fn require_laid_out(tensor: &Bound<'_, PyAny>, name: &str, order: &[u8]) -> PyRe
     require_order(tensor, name, order)
 }
 
-/// The values of an entry as they are described, from which an update starts.
-pub(crate) fn live(entry: &Entry, values: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Box<dyn Buffer>>> {
+/// The values of a record as they are described, from which an update starts.
+pub(crate) fn live(record: &Record, values: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Box<dyn Buffer>>> {
     let Some(values) = values else { return Ok(None) };
-    require_laid_out(values, &entry.name, &entry.order)?;
+    require_laid_out(values, &record.name, &record.order)?;
     let (of, shape) = (dtype_of(values)?, shape_of(values)?);
-    if of != entry.dtype.name() || shape != entry.shape {
-        let (wanted, of_shape) = (entry.dtype.name(), &entry.shape);
-        return refused(values.py(), &entry.name, &|name| {
+    if of != record.dtype.name() || shape != record.shape {
+        let (wanted, of_shape) = (record.dtype.name(), &record.shape);
+        return refused(values.py(), &record.name, &|name| {
             format!("a tensor of {name} is {of} of shape {shape:?}, not {wanted} of {of_shape:?}")
         });
     }
     Ok(Some(Box::new(held(values)?)))
 }
 
-/// A gradient of an entry: a tensor, or a `memascend.storage.entries.Lent` that lends it window by window.
-pub(crate) fn gradient(entry: &Entry, given: &Bound<'_, PyAny>) -> PyResult<Gradient> {
+/// A gradient of a record: a tensor, or a `memascend.storage.records.Lent` that lends it window by window.
+pub(crate) fn gradient(record: &Record, given: &Bound<'_, PyAny>) -> PyResult<Gradient> {
     let py = given.py();
-    let tensor = checked(entry, given)?;
+    let tensor = checked(record, given)?;
     let dtype = dtype(py, &dtype_of(&tensor)?)?;
     let nbytes = nbytes_of(&tensor)?;
     let made = if is_lent(given) && nbytes > 0 {
@@ -96,20 +96,20 @@ pub(crate) fn gradient(entry: &Entry, given: &Bound<'_, PyAny>) -> PyResult<Grad
     made.map_err(|error| engine_error(py, &error))
 }
 
-/// Refuses what is no gradient of an entry, as [`gradient`] does, where Python keeps it; its bytes.
-pub(crate) fn kept(entry: &Entry, given: &Bound<'_, PyAny>) -> PyResult<usize> {
-    nbytes_of(&checked(entry, given)?)
+/// Refuses what is no gradient of a record, as [`gradient`] does, where Python keeps it; its bytes.
+pub(crate) fn kept(record: &Record, given: &Bound<'_, PyAny>) -> PyResult<usize> {
+    nbytes_of(&checked(record, given)?)
 }
 
 /// The tensor of a gradient, once it was checked.
-fn checked<'py>(entry: &Entry, given: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+fn checked<'py>(record: &Record, given: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let tensor = if is_lent(given) { given.getattr("tensor")? } else { given.clone() };
     if is_lent(given) {
-        require_order(&tensor, &entry.name, &entry.order)?;
+        require_order(&tensor, &record.name, &record.order)?;
     } else {
-        require_laid_out(&tensor, &entry.name, &entry.order)?;
+        require_laid_out(&tensor, &record.name, &record.order)?;
     }
-    require_shape(entry, &tensor)?;
+    require_shape(record, &tensor)?;
     Ok(tensor)
 }
 
@@ -117,22 +117,24 @@ fn is_lent(gradient: &Bound<'_, PyAny>) -> bool {
     gradient.is_instance_of::<PyTuple>()
 }
 
-fn require_shape(entry: &Entry, gradient: &Bound<'_, PyAny>) -> PyResult<()> {
-    let (shape, wanted) = (shape_of(gradient)?, &entry.shape);
+fn require_shape(record: &Record, gradient: &Bound<'_, PyAny>) -> PyResult<()> {
+    let (shape, wanted) = (shape_of(gradient)?, &record.shape);
     if shape == *wanted {
         return Ok(());
     }
-    refused(gradient.py(), &entry.name, &|name| format!("the gradient of {name} has shape {shape:?}, not {wanted:?}"))
+    refused(gradient.py(), &record.name, &|name| format!("the gradient of {name} has shape {shape:?}, not {wanted:?}"))
 }
 
-/// A tensor that a spilled gradient of an entry is read into.
-pub(crate) fn into_spilled(entry: &Entry, into: &Bound<'_, PyAny>) -> PyResult<TensorMemory> {
-    require_laid_out(into, &entry.name, &entry.order)?;
-    require_shape(entry, into)?;
+/// A tensor that a spilled gradient of a record is read into.
+pub(crate) fn into_spilled(record: &Record, into: &Bound<'_, PyAny>) -> PyResult<TensorMemory> {
+    require_laid_out(into, &record.name, &record.order)?;
+    require_shape(record, into)?;
     let of = dtype_of(into)?;
-    if let Some(spill) = entry.spill.filter(|spill| spill.name() != of) {
+    if let Some(spill) = record.spill.filter(|spill| spill.name() != of) {
         let wanted = spill.name();
-        return refused(into.py(), &entry.name, &|name| format!("the gradient of {name} spills as {wanted}, not {of}"));
+        return refused(into.py(), &record.name, &|name| {
+            format!("the gradient of {name} spills as {wanted}, not {of}")
+        });
     }
     held(into)
 }

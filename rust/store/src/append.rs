@@ -10,21 +10,21 @@ use crate::{
 };
 
 impl Store {
-    /// Begins to append the gradient of an entry to the step: every chunk of it has to follow before a commit that names it
+    /// Begins to append the gradient of a record to the step: every chunk of it has to follow before a commit that names it
     /// ([`StepHead`](crate::StepHead)). Begun again before that, it takes the place of the one before.
     ///
-    /// `false` where the log has no room for it, or none was made for this entry and dtype: the entry has to be staged whole, with its state after this step.
-    pub fn begin_append(&self, entry: usize, dtype: Dtype) -> Result<bool> {
-        self.known(entry)?;
-        let name = &self.description.entries[entry].name;
+    /// `false` where the log has no room for it, or none was made for this record and dtype: the record has to be staged whole, with its state after this step.
+    pub fn begin_append(&self, record: usize, dtype: Dtype) -> Result<bool> {
+        self.known(record)?;
+        let name = &self.description.records[record].name;
         let mut index = self.index.lock();
         index.writable()?;
         let log = &mut index.log;
-        if log.members.get(&entry).is_none_or(|member| member.dtype != dtype) {
+        if log.members.get(&record).is_none_or(|member| member.dtype != dtype) {
             return Ok(false);
         }
-        let chunks = self.layout.chunks_of(entry);
-        if let Some(appended) = log.appended.get_mut(&entry) {
+        let chunks = self.layout.chunks_of(record);
+        if let Some(appended) = log.appended.get_mut(&record) {
             if appended.writing > 0 {
                 return Err(Error::Usage(format!("the gradient of {name:?} is being appended already")));
             }
@@ -36,7 +36,7 @@ impl Store {
         let mut next = log.next.unwrap_or(log.live.next);
         let mut places = Vec::with_capacity(chunks as usize);
         for chunk in 0..chunks {
-            let bytes = self.chunk_of_gradient(entry, dtype, chunk);
+            let bytes = self.chunk_of_gradient(record, dtype, chunk);
             let Some(at) = log.ring.fit(oldest, next, bytes) else { return Ok(false) };
             places.push((log.ring.place(at), None));
             next = at + bytes;
@@ -46,39 +46,39 @@ impl Store {
             return Ok(false);
         }
         log.next = Some(next);
-        log.appended.insert(entry, Appended { dtype, chunks: places.into(), missing: chunks, writing: 0 });
+        log.appended.insert(record, Appended { dtype, chunks: places.into(), missing: chunks, writing: 0 });
         Ok(true)
     }
 
-    /// Whether the log is for gradients of this entry.
+    /// Whether the log is for gradients of this record.
     #[must_use]
-    pub fn is_logged(&self, entry: usize) -> bool {
-        self.index.lock().log.members.contains_key(&entry)
+    pub fn is_logged(&self, record: usize) -> bool {
+        self.index.lock().log.members.contains_key(&record)
     }
 
     /// Begins to append a chunk of a gradient that was begun: the whole pages of [`Store::gradient_chunk_bytes`], of which
     /// what fills the last one is no part.
-    pub fn append<B: Buffer>(&self, entry: usize, chunk: u32, buffer: B) -> Result<StepWrite<'_, B>> {
-        self.known(entry)?;
-        let name = &self.description.entries[entry].name;
+    pub fn append<B: Buffer>(&self, record: usize, chunk: u32, buffer: B) -> Result<StepWrite<'_, B>> {
+        self.known(record)?;
+        let name = &self.description.records[record].name;
         let unknown = || Error::Usage(format!("the gradient of {name:?} was not begun, or was discarded"));
         let (generation, dtype) = {
             let index = self.index.lock();
-            (index.generation + 1, index.log.appended.get(&entry).ok_or_else(unknown)?.dtype)
+            (index.generation + 1, index.log.appended.get(&record).ok_or_else(unknown)?.dtype)
         };
-        let (_, used, wanted) = self.part_of_gradient(entry, dtype, chunk);
-        if chunk >= self.layout.chunks_of(entry) || buffer.len() as u64 != wanted {
-            let (got, chunks) = (buffer.len(), self.layout.chunks_of(entry));
+        let (_, used, wanted) = self.part_of_gradient(record, dtype, chunk);
+        if chunk >= self.layout.chunks_of(record) || buffer.len() as u64 != wanted {
+            let (got, chunks) = (buffer.len(), self.layout.chunks_of(record));
             return Err(Error::Invalid(format!(
                 "chunk {chunk} of {chunks} of the gradient of {name:?} has {wanted} bytes, not {got}"
             )));
         }
-        let sum = self.gradient_sum((entry, chunk), generation, &bytes_of(&buffer)[..used as usize]);
+        let sum = self.gradient_sum((record, chunk), generation, &bytes_of(&buffer)[..used as usize]);
         let place = {
             let mut index = self.index.lock();
             index.writable()?;
             let is_now = index.generation + 1 == generation;
-            let appended = index.log.appended.get_mut(&entry).filter(|_| is_now).ok_or_else(unknown)?;
+            let appended = index.log.appended.get_mut(&record).filter(|_| is_now).ok_or_else(unknown)?;
             let (place, of_chunk) = &mut appended.chunks[chunk as usize];
             if of_chunk.is_some() {
                 return Err(Error::Usage(format!("chunk {chunk} of the gradient of {name:?} is appended already")));
@@ -89,35 +89,35 @@ impl Store {
             index.writing += 1;
             place
         };
-        self.write_of_step(buffer, place, entry, Self::appended)
+        self.write_of_step(buffer, place, record, Self::appended)
     }
 
     /// Bytes of a chunk of a gradient in the log: whole pages.
-    pub fn gradient_chunk_bytes(&self, entry: usize, dtype: Dtype, chunk: u32) -> Result<u64> {
-        self.known(entry)?;
-        Ok(self.chunk_of_gradient(entry, dtype, chunk))
+    pub fn gradient_chunk_bytes(&self, record: usize, dtype: Dtype, chunk: u32) -> Result<u64> {
+        self.known(record)?;
+        Ok(self.chunk_of_gradient(record, dtype, chunk))
     }
 
-    fn appended(index: &mut Index, entry: usize, is_whole: bool) {
-        if let Some(appended) = index.log.appended.get_mut(&entry) {
+    fn appended(index: &mut Index, record: usize, is_whole: bool) {
+        if let Some(appended) = index.log.appended.get_mut(&record) {
             appended.writing -= 1;
             appended.missing = appended.missing.saturating_sub(u32::from(is_whole));
         }
     }
 
     /// Where a chunk of a gradient begins in it, its bytes, and the whole pages that they lie in.
-    pub(crate) fn part_of_gradient(&self, entry: usize, dtype: Dtype, chunk: u32) -> (u64, u64, u64) {
+    pub(crate) fn part_of_gradient(&self, record: usize, dtype: Dtype, chunk: u32) -> (u64, u64, u64) {
         let start = u64::from(chunk) * u64::from(self.description.chunk_elements) * dtype.bytes();
-        let used = self.description.elements_of_chunk(entry, chunk) as u64 * dtype.bytes();
+        let used = self.description.elements_of_chunk(record, chunk) as u64 * dtype.bytes();
         (start, used, paged(used))
     }
 
-    pub(crate) fn chunk_of_gradient(&self, entry: usize, dtype: Dtype, chunk: u32) -> u64 {
-        self.part_of_gradient(entry, dtype, chunk).2
+    pub(crate) fn chunk_of_gradient(&self, record: usize, dtype: Dtype, chunk: u32) -> u64 {
+        self.part_of_gradient(record, dtype, chunk).2
     }
 
-    pub(crate) fn gradient_sum(&self, (entry, chunk): (usize, u32), generation: u64, bytes: &[u8]) -> u64 {
-        checksum(&self.uuid, Subject::Gradient, (entry as u64, u64::from(chunk)), generation, bytes)
+    pub(crate) fn gradient_sum(&self, (record, chunk): (usize, u32), generation: u64, bytes: &[u8]) -> u64 {
+        checksum(&self.uuid, Subject::Gradient, (record as u64, u64::from(chunk)), generation, bytes)
     }
 
     /// Writes the head of the commit that is being made.

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use crate::{
-    Description, Entry, StateTensor, description::elements, dtype::Dtype, fields::Malformed, format::COMPACT,
+    Description, Record, StateTensor, description::elements, dtype::Dtype, fields::Malformed, format::COMPACT,
     layout::PAGE_BYTES,
 };
 
@@ -11,9 +11,9 @@ use crate::{
 pub(crate) const NAME_BYTES_MAX: usize = 1024;
 /// Dimensions of a tensor; torch's own bound is 64, nobody is past 8.
 pub(crate) const RANK_MAX: usize = 16;
-/// Entries and units. The largest mixtures of experts have some 100,000 parameters.
-pub(crate) const ENTRIES_MAX: usize = 1 << 20;
-/// State tensors of an entry.
+/// Records and units. The largest mixtures of experts have some 100,000 parameters.
+pub(crate) const RECORDS_MAX: usize = 1 << 20;
+/// State tensors of a record.
 pub(crate) const STATES_MAX: usize = 32;
 /// Elements of a tensor.
 pub(crate) const ELEMENTS_MAX: u64 = 1 << 48;
@@ -38,34 +38,34 @@ impl Description {
                 return Err(format!("{name}_bytes_max is {bytes}: at most {TEXT_BYTES_MAX} are kept"));
             }
         }
-        if self.units.len() > ENTRIES_MAX || self.entries.is_empty() || self.entries.len() > ENTRIES_MAX {
-            let (units, entries) = (self.units.len(), self.entries.len());
-            return Err(format!("{entries} entries in {units} units: a store has 1 to {ENTRIES_MAX} of each"));
+        if self.units.len() > RECORDS_MAX || self.records.is_empty() || self.records.len() > RECORDS_MAX {
+            let (units, records) = (self.units.len(), self.records.len());
+            return Err(format!("{records} records in {units} units: a store has 1 to {RECORDS_MAX} of each"));
         }
-        let (firsts, entries) = (self.first_elements.len(), self.entries.len());
-        if firsts != 0 && firsts != entries {
-            return Err(format!("{firsts} first elements for {entries} entries"));
+        let (firsts, records) = (self.first_elements.len(), self.records.len());
+        if firsts != 0 && firsts != records {
+            return Err(format!("{firsts} first elements for {records} records"));
         }
         if let Some(first) = self.first_elements.iter().find(|&&first| first > ELEMENTS_MAX) {
-            return Err(format!("an entry begins at element {first}, and a parameter has at most {ELEMENTS_MAX}"));
+            return Err(format!("a record begins at element {first}, and a parameter has at most {ELEMENTS_MAX}"));
         }
         named("optimizer", &self.optimizer)?;
         self.units.iter().try_for_each(|name| named("unit", name))?;
-        let mut names = HashSet::with_capacity(self.entries.len());
+        let mut names = HashSet::with_capacity(self.records.len());
         let mut unit_before = 0;
-        for entry in &self.entries {
-            entry.checked(chunk)?;
-            let name = &entry.name;
+        for record in &self.records {
+            record.checked(chunk)?;
+            let name = &record.name;
             if !names.insert(name.as_str()) {
-                return Err(format!("two entries are called {name:?}"));
+                return Err(format!("two records are called {name:?}"));
             }
-            if entry.unit as usize >= self.units.len() {
-                return Err(format!("{name:?} is in unit {}, and there are {}", entry.unit, self.units.len()));
+            if record.unit as usize >= self.units.len() {
+                return Err(format!("{name:?} is in unit {}, and there are {}", record.unit, self.units.len()));
             }
-            if entry.unit < unit_before {
-                return Err(format!("{name:?} comes after entries of a later unit; order the entries by unit"));
+            if record.unit < unit_before {
+                return Err(format!("{name:?} comes after records of a later unit; order the records by unit"));
             }
-            unit_before = entry.unit;
+            unit_before = record.unit;
         }
         Ok(())
     }
@@ -82,7 +82,7 @@ fn named(what: &str, name: &str) -> std::result::Result<(), Malformed> {
     Ok(())
 }
 
-impl Entry {
+impl Record {
     pub(crate) fn checked_compact(&self) -> std::result::Result<(), Malformed> {
         let wanted = COMPACT.map(|(name, dtype)| (name, dtype, self.shape.as_slice(), 1));
         let found = self.state.iter();
@@ -94,7 +94,7 @@ impl Entry {
     }
 
     fn checked(&self, chunk: u32) -> std::result::Result<(), Malformed> {
-        named("entry", &self.name)?;
+        named("record", &self.name)?;
         let name = &self.name;
         let shapes = std::iter::once(&self.shape).chain(self.state.iter().map(|tensor| &tensor.shape));
         for shape in shapes {
@@ -141,7 +141,7 @@ impl Entry {
         Ok(())
     }
 
-    /// Chunks of an entry follow each other without gaps, so each but the last must end with a page.
+    /// Chunks of a record follow each other without gaps, so each but the last must end with a page.
     fn checked_chunks(&self, chunk: u32) -> std::result::Result<(), Malformed> {
         if self.elements() <= u64::from(chunk) {
             return Ok(());
@@ -168,14 +168,14 @@ mod tests {
     use super::*;
     use crate::{Format, Kind};
 
-    fn described(dtype: Dtype, state: &[(&str, Dtype, u64)]) -> Entry {
+    fn described(dtype: Dtype, state: &[(&str, Dtype, u64)]) -> Record {
         let tensor = |&(name, dtype, numel): &(&str, Dtype, u64)| StateTensor {
             name: name.into(),
             dtype,
             shape: vec![numel],
             grain: u32::from(numel == 5),
         };
-        Entry {
+        Record {
             name: "weight".into(),
             kind: Kind::Parameter,
             unit: 0,
@@ -197,7 +197,7 @@ mod tests {
         assert_eq!(compact.chunked().map(|tensor| tensor.dtype.bytes()).sum::<u64>(), 10);
         let mut bytes = Vec::new();
         compact.encode(&mut bytes);
-        assert_eq!(Entry::decode(&mut crate::fields::Fields::new(&bytes)), Ok(compact));
+        assert_eq!(Record::decode(&mut crate::fields::Fields::new(&bytes)), Ok(compact));
         let others = [
             described(Dtype::F16, &whole),
             described(Dtype::Bf16, &whole[..2]),
@@ -216,13 +216,13 @@ mod tests {
 
     #[test]
     fn a_chunk_that_ends_inside_a_page_is_refused_where_another_follows() {
-        let bool_of = |numel: u64| Entry { shape: vec![numel], ..described(Dtype::Bool, &[]) };
+        let bool_of = |numel: u64| Record { shape: vec![numel], ..described(Dtype::Bool, &[]) };
         // What 20 bytes of state an element used to make: 25 times 2,048.
         assert!(bool_of(51_200).checked(51_200).is_ok());
         let why = bool_of(51_201).checked(51_200);
         assert!(why.as_ref().is_err_and(|why| why.contains("multiple of 4096")), "{why:?}");
         assert!(bool_of(51_201).checked(49_152).is_ok());
-        let mut spilling = Entry { shape: vec![51_201], ..described(Dtype::F32, &[]) };
+        let mut spilling = Record { shape: vec![51_201], ..described(Dtype::F32, &[]) };
         assert!(spilling.checked(51_200).is_ok());
         spilling.spill = Some(Dtype::F8E5m2);
         assert!(spilling.checked(51_200).is_err());
@@ -231,9 +231,9 @@ mod tests {
     #[test]
     fn a_grain_says_how_many_items_there_are() {
         let with = |grain: u32, numel: u64| {
-            let mut entry = described(Dtype::Bf16, &[("scale", Dtype::F32, numel)]);
-            entry.state[0].grain = grain;
-            entry.checked(4096).is_ok()
+            let mut record = described(Dtype::Bf16, &[("scale", Dtype::F32, numel)]);
+            record.state[0].grain = grain;
+            record.checked(4096).is_ok()
         };
         assert!(with(0, 3) && with(1, 5) && with(2, 3) && with(4, 2) && with(256, 1));
         assert!(!with(1, 3) && !with(2, 2) && !with(256, 2) && !with(3, 2), "3 divides no chunk");

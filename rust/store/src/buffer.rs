@@ -85,26 +85,26 @@ pub(crate) fn bytes_of(buffer: &impl Buffer) -> &[u8] {
 pub struct Scratch {
     ring: ChunkRing,
     owner: OwnerId,
-    /// Bytes of a piece.
+    /// Bytes of an extent.
     pub each: usize,
     /// Bytes that are mapped.
     pub mapped: usize,
 }
 
 impl Scratch {
-    /// `count` pieces of `bytes` each, of which reports say that `owner` has them.
+    /// `count` extents of `bytes` each, of which reports say that `owner` has them.
     pub fn new(bytes: usize, count: usize, owner: &str) -> Result<Self> {
         let region = Region::new(bytes * count, Pin::Off, OnFork::Wipe, owner)?;
         let ring = ChunkRing::new(&region, bytes, count)?;
         Ok(Self { owner: ring.owner(owner)?, ring, each: bytes, mapped: region.bytes() })
     }
 
-    /// A piece that nobody has.
+    /// An extent that nobody has.
     pub fn lease(&self, wait: Wait<'_>) -> std::result::Result<Lease, memascend_mem::Error> {
         self.ring.lease(self.owner, wait)
     }
 
-    /// The first bytes of a piece, which waits until one is free.
+    /// The first bytes of an extent, which waits until one is free.
     pub(crate) fn part(&self, nbytes: u64) -> Result<Shared> {
         let part = Shared::new(self.lease(Wait::forever())?).part(0, nbytes as usize);
         part.ok_or_else(|| Error::Invalid(format!("{nbytes} bytes do not fit a room of {}", self.each)))

@@ -12,7 +12,7 @@ pub(crate) enum Subject {
     Description = 3,
     TablePage = 4,
     TablePages = 5,
-    Piece = 6,
+    Extent = 6,
     Spill = 7,
     Head = 8,
     Gradient = 9,
@@ -67,13 +67,13 @@ mod tests {
     fn each_thing_that_a_checksum_is_bound_to_changes_it() {
         let bytes = [7; 4096];
         let all = [
-            checksum(&[0; 16], Subject::Piece, (0, 0), 0, &bytes),
-            checksum(&[1; 16], Subject::Piece, (0, 0), 0, &bytes),
+            checksum(&[0; 16], Subject::Extent, (0, 0), 0, &bytes),
+            checksum(&[1; 16], Subject::Extent, (0, 0), 0, &bytes),
             checksum(&[0; 16], Subject::TablePage, (0, 0), 0, &bytes),
-            checksum(&[0; 16], Subject::Piece, (1, 0), 0, &bytes),
-            checksum(&[0; 16], Subject::Piece, (0, 1), 0, &bytes),
-            checksum(&[0; 16], Subject::Piece, (0, 0), 1, &bytes),
-            checksum(&[0; 16], Subject::Piece, (0, 0), 0, &bytes[1..]),
+            checksum(&[0; 16], Subject::Extent, (1, 0), 0, &bytes),
+            checksum(&[0; 16], Subject::Extent, (0, 1), 0, &bytes),
+            checksum(&[0; 16], Subject::Extent, (0, 0), 1, &bytes),
+            checksum(&[0; 16], Subject::Extent, (0, 0), 0, &bytes[1..]),
         ];
         for (index, one) in all.iter().enumerate() {
             assert!(all[index + 1..].iter().all(|other| other != one), "{index}");

@@ -45,7 +45,7 @@ pub(crate) enum Reach {
 impl Store {
     /// Makes everything that is staged live, and durable as the store's durability says. Returns the generation.
     ///
-    /// Fails, and changes nothing that a reader sees, where an entry is staged in part or a write failed: discard then.
+    /// Fails, and changes nothing that a reader sees, where a record is staged in part or a write failed: discard then.
     pub fn commit(&self, commit: Commit, wait: Wait<'_>) -> Result<u64> {
         self.commit_agreed(commit, wait, &mut || true)
     }
@@ -70,9 +70,10 @@ impl Store {
             if let Some(error) = &index.failed {
                 return Err(Error::Usage(format!("a write of this step failed, so it can only be discarded: {error}")));
             }
-            if let Some(entry) = index.entries.iter().position(|slots| slots.pending.is_staged() && slots.missing > 0) {
-                let (name, missing) = (&self.description.entries[entry].name, index.entries[entry].missing);
-                return Err(Error::Usage(format!("{name:?} is staged in part, {missing} pieces are missing")));
+            if let Some(record) = index.records.iter().position(|slots| slots.pending.is_staged() && slots.missing > 0)
+            {
+                let (name, missing) = (&self.description.records[record].name, index.records[record].missing);
+                return Err(Error::Usage(format!("{name:?} is staged in part, {missing} extents are missing")));
             }
             index.phase = Phase::Committing;
             match self.durability {
@@ -109,7 +110,7 @@ impl Store {
         let mut index = self.when(&mut wait, "writes of the step", |index| index.writing == 0)?;
         match index.phase {
             Phase::Broken(_) | Phase::Closed => {
-                index.held = None;
+                index.ram_tier = None;
                 return Ok(());
             }
             // Nothing was done with it, and the newest commit stays.
@@ -119,7 +120,7 @@ impl Store {
             }
             Phase::Open | Phase::Committing => index.writable()?,
         }
-        (0..index.entries.len()).for_each(|entry| index.forget(entry));
+        (0..index.records.len()).for_each(|record| index.forget(record));
         drop(index);
         // Elsewhere the log has it.
         if self.durability == Durability::None {
@@ -127,7 +128,7 @@ impl Store {
         }
         let mut index = self.index.lock();
         index.close();
-        index.held = None;
+        index.ram_tier = None;
         // Whoever committed nothing leaves both commits as they were found.
         if !index.root_is_unclosed || index.generation == index.found_generation {
             return Ok(());
@@ -151,7 +152,7 @@ impl Store {
     pub(crate) fn carry_out(&self, commit: Commit, reach: Reach, agree: &mut dyn FnMut() -> bool) -> Result<u64> {
         let (mut live, head) = {
             let index = self.index.lock();
-            let is_staged = |entry: usize| index.entries[entry].pending.is_staged();
+            let is_staged = |record: usize| index.records[record].pending.is_staged();
             index.log.after((index.generation + 1, commit.step), is_staged, commit.log.as_ref())?
         };
         let before = {
@@ -175,14 +176,14 @@ impl Store {
                     (index.root_is_unclosed, index.root_generation) = (reach == Reach::Unclosed, index.generation);
                 }
                 let (generation, mut stale, mut written) = (index.generation, 0, Vec::new());
-                for (entry, slots) in index.entries.iter_mut().enumerate() {
+                for (record, slots) in index.records.iter_mut().enumerate() {
                     match slots.committed(generation) {
                         Kept::Same => {}
-                        Kept::Written(before) => written.push((entry, before)),
+                        Kept::Written(before) => written.push((record, before)),
                         Kept::Older => stale += 1,
                     }
                 }
-                index.held_epoch += stale;
+                index.ram_tier_epoch += stale;
                 drop(index);
                 self.note_written(&written, generation);
                 Ok(generation)
@@ -220,12 +221,12 @@ impl Store {
         if hyperparameters {
             mark(index, sections.hyperparameters.clone());
         }
-        for entry in 0..index.entries.len() {
-            if index.entries[entry].pending.is_staged() {
-                let page = sections.page_of_entry(entry);
+        for record in 0..index.records.len() {
+            if index.records[record].pending.is_staged() {
+                let page = sections.page_of_record(record);
                 mark(index, page..page + 1);
-                let pieces = index.pieces_of(entry);
-                mark(index, sections.pages_of_sums(pieces));
+                let extents = index.extents_of(record);
+                mark(index, sections.pages_of_sums(extents));
             }
         }
     }

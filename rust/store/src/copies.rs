@@ -183,9 +183,9 @@ impl Store {
     }
 
     fn holds_bytes(&self, offset: u64, bytes: &[u8]) -> Result<bool> {
-        for (index, piece) in (0_u64..).zip(bytes.chunks(CATALOG_CHUNK_BYTES)) {
+        for (index, extent) in (0_u64..).zip(bytes.chunks(CATALOG_CHUNK_BYTES)) {
             let at = offset + index * CATALOG_CHUNK_BYTES as u64;
-            if bytes_at(&self.volume, at, piece.len() as u64)? != piece {
+            if bytes_at(&self.volume, at, extent.len() as u64)? != extent {
                 return Ok(false);
             }
         }

@@ -12,8 +12,8 @@ pub struct Counters {
     pub fetches: u64,
     /// As above.
     pub fetched_bytes: u64,
-    /// Bytes that were taken from held entries, and not read from storage.
-    pub held_bytes: u64,
+    /// Bytes that were taken from records in RAM, and not read from storage.
+    pub ram_tier_bytes: u64,
     /// Time in [`Fetch::wait`](crate::Fetch::wait): what computation lost to reads.
     pub waited: Duration,
 }
@@ -22,7 +22,7 @@ pub struct Counters {
 pub(crate) struct Counting {
     fetches: AtomicU64,
     fetched_bytes: AtomicU64,
-    held_bytes: AtomicU64,
+    ram_tier_bytes: AtomicU64,
     waited_nanoseconds: AtomicU64,
 }
 
@@ -37,9 +37,9 @@ impl Counting {
         self.fetched_bytes.fetch_add(bytes, Relaxed);
     }
 
-    /// Bytes that were held.
-    pub(crate) fn took_held(&self, bytes: u64) {
-        self.held_bytes.fetch_add(bytes, Relaxed);
+    /// Bytes that were in RAM.
+    pub(crate) fn took_in_ram(&self, bytes: u64) {
+        self.ram_tier_bytes.fetch_add(bytes, Relaxed);
     }
 
     pub(crate) fn waited(&self, time: Duration) {
@@ -50,7 +50,7 @@ impl Counting {
         Counters {
             fetches: self.fetches.load(Relaxed),
             fetched_bytes: self.fetched_bytes.load(Relaxed),
-            held_bytes: self.held_bytes.load(Relaxed),
+            ram_tier_bytes: self.ram_tier_bytes.load(Relaxed),
             waited: Duration::from_nanos(self.waited_nanoseconds.load(Relaxed)),
         }
     }

@@ -16,13 +16,13 @@ pub struct Description {
     /// The names of the units, in the order in which they lie.
     pub units: Vec<String>,
     /// Parameters and buffers, by unit.
-    pub entries: Vec<Entry>,
-    /// Of a store with rows of parameters that several ranks share: the number of each entry's first element in the whole
+    pub records: Vec<Record>,
+    /// Of a store with rows of parameters that several ranks share: the number of each record's first element in the whole
     /// parameter. Empty where the parameters are whole.
     pub first_elements: Vec<u64>,
 }
 
-/// What an entry is.
+/// What a record is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
@@ -34,12 +34,12 @@ pub enum Kind {
 
 /// A parameter or a buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Entry {
-    /// Its name, which no other entry has.
+pub struct Record {
+    /// Its name, which no other record has.
     pub name: String,
     /// What it is.
     pub kind: Kind,
-    /// The index of its unit; it never falls from one entry to the next.
+    /// The index of its unit; it never falls from one record to the next.
     pub unit: u32,
     /// The type of its values.
     pub dtype: Dtype,
@@ -55,17 +55,17 @@ pub struct Entry {
     pub state: Vec<StateTensor>,
 }
 
-/// A tensor of an entry's optimizer state. With a grain it lies in the entry's chunks, side by side with the others of
+/// A tensor of a record's optimizer state. With a grain it lies in the record's chunks, side by side with the others of
 /// that kind; without one it lies by itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StateTensor {
-    /// Its name within the entry.
+    /// Its name within the record.
     pub name: String,
     /// The type of its elements.
     pub dtype: Dtype,
     /// Its shape.
     pub shape: Vec<u64>,
-    /// How many elements of the entry share one item of it: 1 for one of the entry's own shape, 256 for a scale of each
+    /// How many elements of the record share one item of it: 1 for one of the record's own shape, 256 for a scale of each
     /// block of 256, 8 for a plane of bits packed into bytes. 0: it lies by itself.
     pub grain: u32,
 }
@@ -76,7 +76,7 @@ pub(crate) fn elements(shape: &[u64]) -> Option<u64> {
     product.filter(|&product| product <= ELEMENTS_MAX)
 }
 
-impl Entry {
+impl Record {
     /// How many elements; a description that was checked has no overflow.
     #[must_use]
     pub fn elements(&self) -> u64 {
@@ -89,7 +89,7 @@ impl Entry {
         self.format == Format::Compact
     }
 
-    /// The same, described as compact if it is a bfloat16 entry with the state tensors of [`COMPACT`].
+    /// The same, described as compact if it is a bfloat16 record with the state tensors of [`COMPACT`].
     #[must_use]
     pub fn compact_if_so(mut self) -> Self {
         if self.checked_compact().is_ok() {
@@ -116,7 +116,7 @@ impl StateTensor {
         elements(&self.shape).unwrap_or(0) * self.dtype.bytes()
     }
 
-    /// Bytes that belong to `elements` of the entry, in a chunk; none of one that lies by itself.
+    /// Bytes that belong to `elements` of the record, in a chunk; none of one that lies by itself.
     #[must_use]
     pub fn bytes_for(&self, elements: u64) -> u64 {
         if self.grain == 0 { 0 } else { elements.div_ceil(u64::from(self.grain)) * self.dtype.bytes() }

@@ -1,10 +1,10 @@
-//! Explains how a store differs from what is asked of it: missing, foreign or changed entries.
+//! Explains how a store differs from what is asked of it: missing, foreign or changed records.
 
 use std::{collections::HashMap, fmt::Debug};
 
-use crate::{Description, Entry, Kind, StateTensor};
+use crate::{Description, Kind, Record, StateTensor};
 
-/// Names, and entries that differ, that are told one by one; of the others only how many there are.
+/// Names, and records that differ, that are told one by one; of the others only how many there are.
 const TOLD_MAX: usize = 3;
 
 impl Description {
@@ -17,19 +17,19 @@ impl Description {
         let mut found: Vec<String> = Vec::new();
         found.extend(differs("the optimizer", &self.optimizer, &wanted.optimizer));
         let (there, asked) = (by_name(self), by_name(wanted));
-        let without = |entries: &[Entry], others: &HashMap<&str, &Entry>| {
-            let names = entries.iter().map(|entry| entry.name.as_str()).filter(|name| !others.contains_key(name));
+        let without = |records: &[Record], others: &HashMap<&str, &Record>| {
+            let names = records.iter().map(|record| record.name.as_str()).filter(|name| !others.contains_key(name));
             names.map(str::to_owned).collect::<Vec<_>>()
         };
-        let missing = without(&wanted.entries, &there);
+        let missing = without(&wanted.records, &there);
         if !missing.is_empty() {
             found.push(format!("it misses {}", told(&missing)));
         }
-        let extra = without(&self.entries, &asked);
+        let extra = without(&self.records, &asked);
         if !extra.is_empty() {
             found.push(format!("it has {}, which the model has not", told(&extra)));
         }
-        let others = wanted.entries.iter().filter_map(|asked| {
+        let others = wanted.records.iter().filter_map(|asked| {
             there.get(asked.name.as_str()).and_then(|there| self.difference_of(there, wanted, asked))
         });
         // Another optimizer has other state for each of them: that is said once.
@@ -45,7 +45,7 @@ impl Description {
 
     /// Whether other rows are wanted, of parameters of these shapes.
     fn difference_of_firsts(&self, wanted: &Self) -> Option<String> {
-        if self.entries != wanted.entries {
+        if self.records != wanted.records {
             return None;
         }
         match (self.first_elements.is_empty(), wanted.first_elements.is_empty()) {
@@ -58,14 +58,14 @@ impl Description {
             _ => {}
         }
         let firsts = self.first_elements.iter().zip(&wanted.first_elements);
-        let (entry, (there, asked)) = self.entries.iter().zip(firsts).find(|(_, (there, asked))| there != asked)?;
-        differs(&format!("the first element of {:?}", entry.name), there, asked)
+        let (record, (there, asked)) = self.records.iter().zip(firsts).find(|(_, (there, asked))| there != asked)?;
+        differs(&format!("the first element of {:?}", record.name), there, asked)
     }
 
-    /// The first thing in which an entry differs from the one of the same name that is wanted.
-    fn difference_of(&self, there: &Entry, wanted: &Self, asked: &Entry) -> Option<String> {
+    /// The first thing in which a record differs from the one of the same name that is wanted.
+    fn difference_of(&self, there: &Record, wanted: &Self, asked: &Record) -> Option<String> {
         let name = &there.name;
-        let unit = |of: &Self, entry: &Entry| of.units.get(entry.unit as usize).cloned();
+        let unit = |of: &Self, record: &Record| of.units.get(record.unit as usize).cloned();
         differs(&format!("the kind of {name:?}"), &kind(there), &kind(asked))
             .or_else(|| differs(&format!("the shape of {name:?}"), &there.shape, &asked.shape))
             .or_else(|| differs(&format!("the dtype of {name:?}"), &there.dtype.name(), &asked.dtype.name()))
@@ -73,15 +73,15 @@ impl Description {
             .or_else(|| differs(&format!("the order of the dimensions of {name:?}"), &there.order, &asked.order))
             .or_else(|| differs(&format!("the unit of {name:?}"), &unit(self, there), &unit(wanted, asked)))
             .or_else(|| {
-                let same = Entry { unit: asked.unit, ..there.clone() } == *asked;
+                let same = Record { unit: asked.unit, ..there.clone() } == *asked;
                 (!same).then(|| format!("{name:?} has other room for its gradient"))
             })
     }
 
-    /// What is left where the entries are alike one by one.
+    /// What is left where the records are alike one by one.
     fn difference_of_all(&self, wanted: &Self) -> Option<String> {
-        if self.units != wanted.units || self.entries != wanted.entries {
-            return Some("its units or entries come in another order than those of the model".to_owned());
+        if self.units != wanted.units || self.records != wanted.records {
+            return Some("its units or records come in another order than those of the model".to_owned());
         }
         let numbers = |of: &Self| (of.chunk_elements, of.user_bytes_max, of.hyperparameters_bytes_max);
         (numbers(self) != numbers(wanted))
@@ -89,44 +89,44 @@ impl Description {
     }
 }
 
-fn by_name(description: &Description) -> HashMap<&str, &Entry> {
-    description.entries.iter().map(|entry| (entry.name.as_str(), entry)).collect()
+fn by_name(description: &Description) -> HashMap<&str, &Record> {
+    description.records.iter().map(|record| (record.name.as_str(), record)).collect()
 }
 
-fn kind(entry: &Entry) -> &'static str {
-    match entry.kind {
+fn kind(record: &Record) -> &'static str {
+    match record.kind {
         Kind::Parameter => "parameter",
         Kind::Buffer => "buffer",
     }
 }
 
-/// The state tensors of an entry, as people name them.
-fn words(entry: &Entry) -> Vec<String> {
-    let format = entry.format.name();
+/// The state tensors of a record, as people name them.
+fn words(record: &Record) -> Vec<String> {
+    let format = record.format.name();
     let words = |of: &StateTensor| match of.grain {
         0 | 1 => format!("{} {} {:?}", of.name, of.dtype.name(), of.shape),
         grain => format!("{} {} {:?} for each {grain}", of.name, of.dtype.name(), of.shape),
     };
-    (!format.is_empty()).then(|| format.to_owned()).into_iter().chain(entry.state.iter().map(words)).collect()
+    (!format.is_empty()).then(|| format.to_owned()).into_iter().chain(record.state.iter().map(words)).collect()
 }
 
 fn differs<T: Debug + PartialEq>(what: &str, there: &T, asked: &T) -> Option<String> {
     (there != asked).then(|| format!("{what} is {there:?} in the store, and {asked:?} was asked for"))
 }
 
-/// "12 entries: \"a\", \"b\", \"c\" and 9 more".
+/// "12 records: \"a\", \"b\", \"c\" and 9 more".
 fn told(names: &[String]) -> String {
     let count = names.len();
     let first: Vec<String> = names.iter().take(TOLD_MAX).map(|name| format!("{name:?}")).collect();
     let more = if count > TOLD_MAX { format!(" and {} more", count - TOLD_MAX) } else { String::new() };
-    format!("{count} {} {}{more}", if count == 1 { "entry:" } else { "entries:" }, first.join(", "))
+    format!("{count} {} {}{more}", if count == 1 { "record:" } else { "records:" }, first.join(", "))
 }
 
 fn shortened(mut sentences: Vec<String>) -> Vec<String> {
     let more = sentences.len().saturating_sub(TOLD_MAX);
     sentences.truncate(TOLD_MAX);
     if more > 0 {
-        sentences.push(format!("{more} more entries differ"));
+        sentences.push(format!("{more} more records differ"));
     }
     sentences
 }
@@ -136,9 +136,9 @@ mod tests {
     use super::*;
     use crate::{Dtype, Format};
 
-    fn entry(name: &str, shape: &[u64]) -> Entry {
+    fn record(name: &str, shape: &[u64]) -> Record {
         let moment = StateTensor { name: "exp_avg".into(), dtype: Dtype::F32, grain: 1, shape: shape.to_vec() };
-        Entry {
+        Record {
             name: name.into(),
             kind: Kind::Parameter,
             unit: 0,
@@ -151,20 +151,20 @@ mod tests {
         }
     }
 
-    fn description(entries: Vec<Entry>) -> Description {
+    fn description(records: Vec<Record>) -> Description {
         Description {
             chunk_elements: 2048,
             user_bytes_max: 4096,
             hyperparameters_bytes_max: 4096,
             optimizer: "AdamW".into(),
             units: vec!["all".into()],
-            entries,
+            records,
             first_elements: vec![],
         }
     }
 
-    fn layers(count: usize) -> Vec<Entry> {
-        (0..count).map(|index| entry(&format!("layers.{index}.weight"), &[4, 4])).collect()
+    fn layers(count: usize) -> Vec<Record> {
+        (0..count).map(|index| record(&format!("layers.{index}.weight"), &[4, 4])).collect()
     }
 
     fn said(there: &Description, wanted: &Description) -> String {
@@ -172,33 +172,33 @@ mod tests {
     }
 
     #[test]
-    fn entries_that_are_missing_and_left_over_are_told_by_name() {
+    fn records_that_are_missing_and_left_over_are_told_by_name() {
         let mut other = layers(12);
         other.rotate_left(1);
         let names = "\"layers.8.weight\", \"layers.9.weight\", \"layers.10.weight\" and 1 more";
         let missing = said(&description(layers(8)), &description(other));
-        assert!(missing.contains(&format!("it misses 4 entries: {names}")), "{missing}");
+        assert!(missing.contains(&format!("it misses 4 records: {names}")), "{missing}");
         let extra = said(&description(layers(9)), &description(layers(8)));
-        assert_eq!(extra, "it has 1 entry: \"layers.8.weight\", which the model has not");
+        assert_eq!(extra, "it has 1 record: \"layers.8.weight\", which the model has not");
     }
 
     type Change = fn(&mut Description);
 
     #[test]
-    fn whatever_differs_is_said_and_of_many_entries_how_many() {
+    fn whatever_differs_is_said_and_of_many_records_how_many() {
         let there = description(layers(3));
         assert_eq!(there.difference(&there.clone()), None);
         let changed: [(Change, &str); 10] = [
-            (|wanted| wanted.entries.swap(0, 1), "another order"),
+            (|wanted| wanted.records.swap(0, 1), "another order"),
             (
-                |wanted| wanted.entries[0].shape = vec![8, 4],
+                |wanted| wanted.records[0].shape = vec![8, 4],
                 "shape of \"layers.0.weight\" is [4, 4] in the store, and [8,",
             ),
-            (|wanted| wanted.entries[1].dtype = Dtype::Bf16, "dtype of \"layers.1.weight\""),
-            (|wanted| wanted.entries[2].state.clear(), "layers.2.weight\" is [\"exp_avg float32 [4, 4]\"]"),
-            (|wanted| wanted.entries[1].kind = Kind::Buffer, "the kind of \"layers.1.weight\" is \"parameter\""),
-            (|wanted| wanted.entries[1].order = vec![1, 0], "order of the dimensions of \"layers.1.weight\""),
-            (|wanted| wanted.entries[1].spill = Some(Dtype::F32), "other room for its gradient"),
+            (|wanted| wanted.records[1].dtype = Dtype::Bf16, "dtype of \"layers.1.weight\""),
+            (|wanted| wanted.records[2].state.clear(), "layers.2.weight\" is [\"exp_avg float32 [4, 4]\"]"),
+            (|wanted| wanted.records[1].kind = Kind::Buffer, "the kind of \"layers.1.weight\" is \"parameter\""),
+            (|wanted| wanted.records[1].order = vec![1, 0], "order of the dimensions of \"layers.1.weight\""),
+            (|wanted| wanted.records[1].spill = Some(Dtype::F32), "other room for its gradient"),
             (|wanted| wanted.units[0] = "one".into(), "the unit of \"layers.0.weight\""),
             (|wanted| wanted.units.push("two".into()), "another order"),
             (|wanted| wanted.chunk_elements = 4096, "chunk_elements"),
@@ -208,11 +208,11 @@ mod tests {
             change(&mut wanted);
             let said = said(&there, &wanted);
             assert!(said.contains(part), "{said}");
-            assert!(!said.contains("more entries"), "{said}");
+            assert!(!said.contains("more records"), "{said}");
         }
-        let buffers = layers(7).into_iter().map(|entry| Entry { kind: Kind::Buffer, ..entry }).collect();
+        let buffers = layers(7).into_iter().map(|record| Record { kind: Kind::Buffer, ..record }).collect();
         let said = said(&description(layers(7)), &description(buffers));
-        assert!(said.ends_with("; 4 more entries differ"), "{said}");
+        assert!(said.ends_with("; 4 more records differ"), "{said}");
     }
 
     #[test]

@@ -3,16 +3,16 @@
 use crate::{
     Dtype, Format,
     bounds::{NAME_BYTES_MAX, RANK_MAX},
-    description::{Description, Entry, Kind, StateTensor},
+    description::{Description, Kind, Record, StateTensor},
     features::{self, FEATURE_BYTES_MAX, FIRSTS},
     fields::{Fields, Unread, counted, push_text, push_texts},
 };
 
 type Result<T> = std::result::Result<T, Unread>;
 
-/// The fewest bytes that a unit and an entry take: what bounds their number before room is made for them.
+/// The fewest bytes that a unit and a record take: what bounds their number before room is made for them.
 const UNIT_BYTES_MIN: usize = 2;
-const ENTRY_BYTES_MIN: usize = 12;
+const RECORD_BYTES_MIN: usize = 12;
 const STATE_BYTES_MIN: usize = 4;
 
 impl Description {
@@ -25,13 +25,13 @@ impl Description {
             self.user_bytes_max,
             self.hyperparameters_bytes_max,
             self.units.len() as u32,
-            self.entries.len() as u32,
+            self.records.len() as u32,
         ] {
             bytes.extend(number.to_le_bytes());
         }
         push_text(&mut bytes, &self.optimizer);
         self.units.iter().for_each(|name| push_text(&mut bytes, name));
-        self.entries.iter().for_each(|entry| entry.encode(&mut bytes));
+        self.records.iter().for_each(|record| record.encode(&mut bytes));
         bytes.extend(self.first_elements.iter().flat_map(|first| first.to_le_bytes()));
         bytes
     }
@@ -44,11 +44,11 @@ impl Description {
         let chunk_elements = fields.u32()?;
         let user_bytes_max = fields.u32()?;
         let hyperparameters_bytes_max = fields.u32()?;
-        let (unit_count, entry_count) = (fields.u32()? as usize, fields.u32()? as usize);
+        let (unit_count, record_count) = (fields.u32()? as usize, fields.u32()? as usize);
         let optimizer = fields.text(NAME_BYTES_MAX)?;
         let units = counted(unit_count, UNIT_BYTES_MIN, &mut fields, |fields| fields.text(NAME_BYTES_MAX))?;
-        let entries = counted(entry_count, ENTRY_BYTES_MIN, &mut fields, Entry::decode)?;
-        let first_count = if features.iter().any(|feature| feature == FIRSTS) { entry_count } else { 0 };
+        let records = counted(record_count, RECORD_BYTES_MIN, &mut fields, Record::decode)?;
+        let first_count = if features.iter().any(|feature| feature == FIRSTS) { record_count } else { 0 };
         let first_elements = counted(first_count, 8, &mut fields, Fields::u64)?;
         if fields.left() > 0 {
             return Err(format!("{} bytes are left over", fields.left()).into());
@@ -59,7 +59,7 @@ impl Description {
             hyperparameters_bytes_max,
             optimizer,
             units,
-            entries,
+            records,
             first_elements,
         };
         description.checked()?;
@@ -67,7 +67,7 @@ impl Description {
     }
 }
 
-impl Entry {
+impl Record {
     pub(crate) fn encode(&self, bytes: &mut Vec<u8>) {
         push_text(bytes, &self.name);
         bytes.push(self.kind as u8);
@@ -90,7 +90,7 @@ impl Entry {
         let kind = match fields.u8()? {
             0 => Kind::Parameter,
             1 => Kind::Buffer,
-            other => return Err(Unread::Newer(format!("entries of kind {other}"))),
+            other => return Err(Unread::Newer(format!("records of kind {other}"))),
         };
         let unit = fields.u32()?;
         let spill = match fields.u8()? {

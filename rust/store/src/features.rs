@@ -12,7 +12,7 @@ pub(crate) const LOG: &str = "gradient log";
 pub(crate) const RANKS: &str = "several ranks";
 /// What it must name beside that: its commit has an identity, and it says which rank's it is.
 pub(crate) const IDENTITY: &str = "commit identity";
-/// What a description must name to say where in whole parameters its entries begin.
+/// What a description must name to say where in whole parameters its records begin.
 pub(crate) const FIRSTS: &str = "first elements";
 
 /// Refuses the first feature that is not known here.

@@ -1,4 +1,4 @@
-//! Reads the values of a whole unit into one piece of memory, ahead of other I/O.
+//! Reads the values of a whole unit into one extent of memory, ahead of other I/O.
 
 use std::{sync::Arc, time::Instant};
 
@@ -12,14 +12,14 @@ use crate::{Buffer, Error, PartFetch, Result, Store};
 /// for the devices, and not for the caller of [`Fetch::wait`]. Dropping it waits for the devices.
 pub struct Fetch<B: Buffer + Sync> {
     version: u64,
-    /// `None` where none of the unit's entries has values.
+    /// `None` where none of the unit's records has values.
     part: Option<PartFetch<B>>,
     store: Arc<Store>,
 }
 
 impl Store {
-    /// Begins to read the values of all entries of a unit, each to [`Layout::in_unit`](crate::Layout::in_unit) in
-    /// `memory`. Entries that lie side by side in one slot are one read. All of them are of one commit.
+    /// Begins to read the values of all records of a unit, each to [`Layout::in_unit`](crate::Layout::in_unit) in
+    /// `memory`. Records that lie side by side in one slot are one read. All of them are of one commit.
     ///
     /// Memory that does not begin on a page is right, and slower.
     pub fn fetch<B: Buffer + Sync>(self: &Arc<Self>, unit: usize, memory: B) -> Result<Fetch<B>> {
@@ -41,7 +41,7 @@ impl<B: Buffer + Sync> Fetch<B> {
         self.part.as_ref().is_none_or(PartFetch::is_done)
     }
 
-    /// Waits, checks every piece, and gives the newest version among the entries: 0 where none has values. Waiting
+    /// Waits, checks every extent, and gives the newest version among the records: 0 where none has values. Waiting
     /// again says the same again.
     pub fn wait(&self, wait: Wait<'_>) -> Result<u64> {
         let began = Instant::now();

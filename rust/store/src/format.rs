@@ -1,8 +1,8 @@
-//! Defines the formats of an entry's state: where its master is, and how its moments lie.
+//! Defines the formats of a record's state: where its master is, and how its moments lie.
 
-use crate::{Dtype, Entry, Error, Result, StateTensor};
+use crate::{Dtype, Error, Record, Result, StateTensor};
 
-/// How the state of an entry is to be read.
+/// How the state of a record is to be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Format {
     /// Each tensor is what it is called.
@@ -29,7 +29,7 @@ pub enum Format {
     StochasticEightBit,
 }
 
-/// Where an entry's master is.
+/// Where a record's master is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Master {
     /// The float32 values, or a state tensor of 16-bit ones.
@@ -40,7 +40,7 @@ pub enum Master {
     None,
 }
 
-/// How an entry's moments lie.
+/// How a record's moments lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MomentForm {
     /// float32.
@@ -54,7 +54,7 @@ pub enum MomentForm {
 /// Elements that share a float32 of moments of 8 bits.
 pub const BLOCK: u32 = 256;
 
-/// The state of an entry that is compact. The sign of a second moment is no sign: it says that the value beside it was
+/// The state of a record that is compact. The sign of a second moment is no sign: it says that the value beside it was
 /// rounded up.
 pub const COMPACT: [(&str, Dtype); 3] = [("rest", Dtype::I16), ("exp_avg", Dtype::F32), ("exp_avg_sq", Dtype::F32)];
 
@@ -106,8 +106,8 @@ impl Format {
     }
 }
 
-impl Entry {
-    /// The state tensors that an entry of this dtype and shape has in a format: of Adam, or of an optimizer with momentum.
+impl Record {
+    /// The state tensors that a record of this dtype and shape has in a format: of Adam, or of an optimizer with momentum.
     pub fn state_in(&self, format: Format, momentum: bool) -> Result<Vec<StateTensor>> {
         let wanted = named_state(self.dtype, format, momentum).ok_or_else(|| {
             let (name, dtype, of) = (&self.name, self.dtype.name(), format.name());
@@ -186,8 +186,8 @@ mod tests {
     use super::*;
     use crate::Kind;
 
-    fn values(dtype: Dtype) -> Entry {
-        Entry {
+    fn values(dtype: Dtype) -> Record {
+        Record {
             name: "weight".into(),
             kind: Kind::Parameter,
             unit: 0,
@@ -200,10 +200,10 @@ mod tests {
         }
     }
 
-    /// Bytes of state for 64 elements of a large entry.
+    /// Bytes of state for 64 elements of a large record.
     fn bytes(dtype: Dtype, format: Format, momentum: bool) -> Option<u64> {
-        let entry = Entry { shape: vec![1 << 20], ..values(dtype) };
-        let state = entry.state_in(format, momentum).ok()?;
+        let record = Record { shape: vec![1 << 20], ..values(dtype) };
+        let state = record.state_in(format, momentum).ok()?;
         Some(state.iter().map(StateTensor::nbytes).sum::<u64>() >> 14)
     }
 
@@ -244,26 +244,26 @@ mod tests {
             assert_eq!(format.row().0, format);
             assert_eq!(Format::from_name(format.name()), Some(format));
             let dtype = if format.master() == Master::Own { Dtype::F32 } else { Dtype::Bf16 };
-            let mut entry = Entry { format, ..values(dtype) };
-            entry.state =
-                entry.state_in(format, format == Format::CompactSingle).unwrap_or_else(|error| panic!("{error}"));
-            assert!(entry.checked_format().is_ok());
+            let mut record = Record { format, ..values(dtype) };
+            record.state =
+                record.state_in(format, format == Format::CompactSingle).unwrap_or_else(|error| panic!("{error}"));
+            assert!(record.checked_format().is_ok());
             let mut bytes = Vec::new();
-            entry.encode(&mut bytes);
-            assert_eq!(Entry::decode(&mut crate::fields::Fields::new(&bytes)), Ok(entry.clone()));
-            let last = entry.state.len() - 1;
+            record.encode(&mut bytes);
+            assert_eq!(Record::decode(&mut crate::fields::Fields::new(&bytes)), Ok(record.clone()));
+            let last = record.state.len() - 1;
             let spoilt: [fn(&mut StateTensor); 3] = [
                 |tensor| tensor.dtype = Dtype::I32,
                 |tensor| tensor.shape = vec![7],
                 |tensor| tensor.name = "other".into(),
             ];
             for spoil in spoilt {
-                let mut other = entry.clone();
+                let mut other = record.clone();
                 spoil(&mut other.state[last]);
                 assert!(other.checked_format().is_err(), "{other:?}");
             }
-            entry.state.swap(0, last);
-            assert!(entry.checked_format().is_err());
+            record.state.swap(0, last);
+            assert!(record.checked_format().is_err());
         }
         assert_eq!(Format::from_name("4bit"), None);
     }

@@ -8,10 +8,10 @@ use crate::{
 };
 
 const MAGIC: [u8; 8] = *b"mascstep";
-/// Magic, bytes, generation, oldest, committed steps, start, head before, its checksum, rules, records.
+/// Magic, bytes, generation, oldest, committed steps, start, head before, its checksum, rules, logged gradients.
 const FIXED_BYTES: usize = 8 * 8 + 2 * 4;
-/// Entry, rule, step, dtype, chunks.
-const RECORD_BYTES: usize = 4 + 4 + 8 + 1 + 4;
+/// Record, rule, step, dtype, chunks.
+const LOGGED_BYTES: usize = 4 + 4 + 8 + 1 + 4;
 /// Offset and checksum.
 const CHUNK_BYTES: usize = 16;
 const RULE_BYTES_MIN: usize = 2 + 4 + 1 + 1;
@@ -36,10 +36,10 @@ pub struct Rule {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoggedUpdate {
     /// Whose.
-    pub entry: usize,
+    pub record: usize,
     /// Which of the step's rules it is applied with.
     pub rule: u32,
-    /// The entry's count of updates, this one included.
+    /// The record's count of updates, this one included.
     pub step: u64,
 }
 
@@ -54,12 +54,12 @@ pub struct StepHead {
 
 /// A gradient in the log.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Record {
+pub struct LoggedGradient {
     /// Whose.
-    pub entry: usize,
+    pub record: usize,
     /// Which of its head's rules it is applied with.
     pub rule: u32,
-    /// The entry's count of updates once it is applied.
+    /// The record's count of updates once it is applied.
     pub step: u64,
     /// The gradient's.
     pub dtype: Dtype,
@@ -83,7 +83,7 @@ pub struct Head {
     /// What its gradients are applied with.
     pub rules: Vec<Rule>,
     /// Its gradients.
-    pub records: Vec<Record>,
+    pub logged_gradients: Vec<LoggedGradient>,
 }
 
 impl Rule {
@@ -128,9 +128,9 @@ impl Rule {
 }
 
 /// Bytes of the head of a step with so many gradients, whose chunks are so many, and of what fills its last page.
-pub(crate) fn head_bytes_max(records: u64, chunks: u64) -> u64 {
-    let of_records = records * (RULE_BYTES_MAX + RECORD_BYTES) as u64;
-    (FIXED_BYTES as u64 + of_records + chunks * CHUNK_BYTES as u64).next_multiple_of(PAGE_BYTES)
+pub(crate) fn head_bytes_max(logged_gradients: u64, chunks: u64) -> u64 {
+    let of_logged = logged_gradients * (RULE_BYTES_MAX + LOGGED_BYTES) as u64;
+    (FIXED_BYTES as u64 + of_logged + chunks * CHUNK_BYTES as u64).next_multiple_of(PAGE_BYTES)
 }
 
 /// Its checksum, at its offset in the volume.
@@ -163,15 +163,15 @@ impl Head {
         let numbers = [0, self.generation, self.oldest, self.step, self.start, self.before.0, self.before.1];
         bytes.extend(numbers.iter().flat_map(|number: &u64| number.to_le_bytes()));
         bytes.extend((self.rules.len() as u32).to_le_bytes());
-        bytes.extend((self.records.len() as u32).to_le_bytes());
+        bytes.extend((self.logged_gradients.len() as u32).to_le_bytes());
         self.rules.iter().for_each(|rule| rule.encode(&mut bytes));
-        for record in &self.records {
-            bytes.extend((record.entry as u32).to_le_bytes());
-            bytes.extend(record.rule.to_le_bytes());
-            bytes.extend(record.step.to_le_bytes());
-            bytes.push(record.dtype as u8);
-            bytes.extend((record.chunks.len() as u32).to_le_bytes());
-            let numbers = record.chunks.iter().flat_map(|&(offset, sum)| [offset, sum]);
+        for logged in &self.logged_gradients {
+            bytes.extend((logged.record as u32).to_le_bytes());
+            bytes.extend(logged.rule.to_le_bytes());
+            bytes.extend(logged.step.to_le_bytes());
+            bytes.push(logged.dtype as u8);
+            bytes.extend((logged.chunks.len() as u32).to_le_bytes());
+            let numbers = logged.chunks.iter().flat_map(|&(offset, sum)| [offset, sum]);
             bytes.extend(numbers.flat_map(u64::to_le_bytes));
         }
         let nbytes = bytes.len() as u64;
@@ -188,10 +188,10 @@ impl Head {
         if generation == 0 || oldest == 0 || oldest > generation {
             return Err(format!("generation {generation}, which needs generation {oldest}"));
         }
-        let (rules, records) = (fields.u32()? as usize, fields.u32()? as usize);
+        let (rules, logged_gradients) = (fields.u32()? as usize, fields.u32()? as usize);
         let rules = counted(rules, RULE_BYTES_MIN, &mut fields, Rule::decode)?;
-        let records = counted(records, RECORD_BYTES, &mut fields, |fields| {
-            let (entry, rule, step) = (fields.u32()? as usize, fields.u32()?, fields.u64()?);
+        let logged_gradients = counted(logged_gradients, LOGGED_BYTES, &mut fields, |fields| {
+            let (record, rule, step) = (fields.u32()? as usize, fields.u32()?, fields.u64()?);
             let code = fields.u8()?;
             let dtype = Dtype::from_code(code).filter(|&dtype| is_gradient(dtype));
             let dtype = dtype.ok_or_else(|| format!("a gradient of dtype {code}"))?;
@@ -201,17 +201,17 @@ impl Head {
             let chunks = fields.u32()? as usize;
             let chunks =
                 counted(chunks, CHUNK_BYTES, fields, |fields| Ok::<_, Malformed>((fields.u64()?, fields.u64()?)))?;
-            Ok::<_, Malformed>(Record { entry, rule, step, dtype, chunks: chunks.into() })
+            Ok::<_, Malformed>(LoggedGradient { record, rule, step, dtype, chunks: chunks.into() })
         })?;
         if fields.left() > 0 {
             return Err(format!("{} bytes are left over", fields.left()));
         }
-        let mut entries: Vec<usize> = records.iter().map(|record| record.entry).collect();
-        entries.sort_unstable();
-        if entries.windows(2).any(|two| two[0] == two[1]) {
-            return Err("two gradients of one entry".into());
+        let mut records: Vec<usize> = logged_gradients.iter().map(|logged| logged.record).collect();
+        records.sort_unstable();
+        if records.windows(2).any(|two| two[0] == two[1]) {
+            return Err("two gradients of one record".into());
         }
-        Ok(Self { generation, oldest, step, start, before, rules, records })
+        Ok(Self { generation, oldest, step, start, before, rules, logged_gradients })
     }
 }
 
@@ -231,15 +231,15 @@ mod tests {
             numbers: vec![("eps".into(), 7), ("decay".into(), u64::MAX)],
             factors: vec![1, 2],
         };
-        let record = |entry, chunks: &[(u64, u64)]| Record {
-            entry,
+        let logged = |record, chunks: &[(u64, u64)]| LoggedGradient {
+            record,
             rule: 0,
             step: 3,
             dtype: Dtype::Bf16,
             chunks: chunks.into(),
         };
-        let records = vec![record(5, &[(4096, 1), (8192, 2)]), record(2, &[])];
-        Head { generation: 9, oldest: 7, step: 8, start: 4096, before: (12288, 4), rules: vec![rule], records }
+        let logged_gradients = vec![logged(5, &[(4096, 1), (8192, 2)]), logged(2, &[])];
+        Head { generation: 9, oldest: 7, step: 8, start: 4096, before: (12288, 4), rules: vec![rule], logged_gradients }
     }
 
     #[test]
@@ -261,9 +261,9 @@ mod tests {
             said(&head)
         };
         assert!(broken(&|head| head.oldest = 10).contains("which needs generation 10"));
-        assert!(broken(&|head| head.records[1].entry = 5).contains("two gradients of one entry"));
-        assert!(broken(&|head| head.records[0].rule = 1).contains("rule 1 of 1"));
-        assert!(broken(&|head| head.records[0].dtype = Dtype::I64).contains("a gradient of dtype 9"));
+        assert!(broken(&|head| head.logged_gradients[1].record = 5).contains("two gradients of one record"));
+        assert!(broken(&|head| head.logged_gradients[0].rule = 1).contains("rule 1 of 1"));
+        assert!(broken(&|head| head.logged_gradients[0].dtype = Dtype::I64).contains("a gradient of dtype 9"));
         assert!(broken(&|head| head.rules[0].factors = vec![0; 200]).contains("at most 512"));
         let bytes = head().encode();
         for end in 0..bytes.len() {

@@ -7,16 +7,16 @@ use std::{
 
 use crate::{Error, Result, Store, index::Index};
 
-/// A hold on one slot of an entry: nothing is staged into it meanwhile. What is needed to check bytes that were read
+/// A hold on one slot of a record: nothing is staged into it meanwhile. What is needed to check bytes that were read
 /// under it is in it, and outlives it.
 pub(crate) struct Hold<S: Deref<Target = Store>> {
     pub(crate) store: S,
-    pub(crate) entry: usize,
+    pub(crate) record: usize,
     pub(crate) slot: usize,
     pub(crate) version: u64,
     /// Only memory has this version: nothing is to be read from the slot.
     pub(crate) alone: bool,
-    /// The first of the pieces that may be checked, and their checksums.
+    /// The first of the extents that may be checked, and their checksums.
     first: u32,
     sums: Box<[u64]>,
     /// Changed under the index's lock.
@@ -24,34 +24,34 @@ pub(crate) struct Hold<S: Deref<Target = Store>> {
 }
 
 impl<S: Deref<Target = Store>> Hold<S> {
-    /// A hold on the live slot of an entry, to read some of its pieces.
-    pub(crate) fn live(store: S, index: &mut Index, entry: usize, pieces: Range<u32>) -> Self {
-        let slots = &index.entries[entry];
+    /// A hold on the live slot of a record, to read some of its extents.
+    pub(crate) fn live(store: S, index: &mut Index, record: usize, extents: Range<u32>) -> Self {
+        let slots = &index.records[record];
         let of = (slots.newest().0, slots.applied.is_some());
-        Self::on(store, index, (entry, pieces), of)
+        Self::on(store, index, (record, extents), of)
     }
 
     /// The same, of what the slot holds, though memory or the log has something newer.
-    pub(crate) fn stored(store: S, index: &mut Index, entry: usize, pieces: Range<u32>) -> Self {
-        let slots = &index.entries[entry];
+    pub(crate) fn stored(store: S, index: &mut Index, record: usize, extents: Range<u32>) -> Self {
+        let slots = &index.records[record];
         let of = (slots.versions[usize::from(slots.live)], false);
-        Self::on(store, index, (entry, pieces), of)
+        Self::on(store, index, (record, extents), of)
     }
 
-    fn on(store: S, index: &mut Index, (entry, pieces): (usize, Range<u32>), (version, alone): (u64, bool)) -> Self {
-        let slots = &mut index.entries[entry];
+    fn on(store: S, index: &mut Index, (record, extents): (usize, Range<u32>), (version, alone): (u64, bool)) -> Self {
+        let slots = &mut index.records[record];
         let slot = usize::from(slots.live);
         slots.reads[slot] += 1;
-        let (first, start) = (pieces.start, store.layout.entry(entry).first_piece);
-        let sums = pieces.map(|piece| index.sum(slot, (start + piece) as usize)).collect();
-        Self { store, entry, slot, version, alone, first, sums, open: AtomicBool::new(true) }
+        let (first, start) = (extents.start, store.layout.record(record).first_extent);
+        let sums = extents.map(|extent| index.sum(slot, (start + extent) as usize)).collect();
+        Self { store, record, slot, version, alone, first, sums, open: AtomicBool::new(true) }
     }
 
-    /// Compares a piece that was read with its checksum.
-    pub(crate) fn check(&self, piece: u32, bytes: &[u8], place: (u64, u64)) -> Result<()> {
-        let (store, entry) = (&*self.store, self.entry);
-        let wanted = self.sums[(piece - self.first) as usize];
-        let got = store.sum_of_bytes(entry, piece, self.version, bytes);
+    /// Compares an extent that was read with its checksum.
+    pub(crate) fn check(&self, extent: u32, bytes: &[u8], place: (u64, u64)) -> Result<()> {
+        let (store, record) = (&*self.store, self.record);
+        let wanted = self.sums[(extent - self.first) as usize];
+        let got = store.sum_of_bytes(record, extent, self.version, bytes);
         if got == wanted {
             return Ok(());
         }
@@ -59,14 +59,14 @@ impl<S: Deref<Target = Store>> Hold<S> {
             "its checksum is {got:016x} and the catalog says {wanted:016x}; what was written is not what is there; \
              `memascend store verify` says whether the commit before is whole, which existing=\"previous\" opens"
         );
-        Err(store.corrupt(store.named(entry, piece), place, why))
+        Err(store.corrupt(store.named(record, extent), place, why))
     }
 
     /// Lets go of the slot: it was read.
     pub(crate) fn release(&self) {
         let mut index = self.store.index.lock();
         if self.open.swap(false, Relaxed) {
-            index.entries[self.entry].reads[self.slot] -= 1;
+            index.records[self.record].reads[self.slot] -= 1;
             drop(index);
             self.store.index.notify_all();
         }
@@ -78,10 +78,10 @@ impl<S: Deref<Target = Store>> Hold<S> {
         if self.open.load(Relaxed) {
             return Ok(());
         }
-        let slots = &mut index.entries[self.entry];
+        let slots = &mut index.records[self.record];
         let stands = if self.alone { slots.newest().0 } else { slots.versions[self.slot] };
         if stands != self.version {
-            let name = &self.store.description.entries[self.entry].name;
+            let name = &self.store.description.records[self.record].name;
             return Err(Error::Usage(format!(
                 "the values of {name:?} that these parts are of were read once and are overwritten now; begin anew"
             )));

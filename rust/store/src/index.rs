@@ -1,18 +1,18 @@
-//! Indexes every entry and piece of a store, in memory.
+//! Indexes every record and extent of a store, in memory.
 //!
-//! It takes at most 64 bytes per MiB of state, and 72 bytes and a name for each entry.
+//! It takes at most 64 bytes per MiB of state, and 72 bytes and a name for each record.
 
 use std::{ops::Range, sync::Arc};
 
 use crate::{
     Description, Error, Layout, Result,
-    held::RamTier,
     log::GradientLog,
+    ram_tier::RamTier,
     root::{Beside, Run},
     table::Sections,
 };
 
-/// The two slots of an entry, and what the next commit makes of them.
+/// The two slots of a record, and what the next commit makes of them.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Slots {
     /// Which slot readers see.
@@ -20,26 +20,26 @@ pub(crate) struct Slots {
     pub(crate) pending: Pending,
     /// The generation whose commit made (or will make) each slot live.
     pub(crate) versions: [u64; 2],
-    /// The entry's own count of updates.
+    /// The record's own count of updates.
     pub(crate) steps: [u64; 2],
     /// Reads that are open, of each slot.
     pub(crate) reads: [u32; 2],
-    /// Pieces that are still to be staged.
+    /// Extents that are still to be staged.
     pub(crate) missing: u32,
-    /// Writes of its pieces in flight.
+    /// Writes of its extents in flight.
     pub(crate) writing: u32,
     /// Version and count of updates of what memory alone has: the live slot is older.
     pub(crate) applied: Option<(u64, u64)>,
 }
 
-/// What the next commit changes of an entry.
+/// What the next commit changes of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Pending {
     #[default]
     Nothing,
     /// The slot that is not live becomes live. It is being staged, or is staged.
     Staged,
-    /// The same, with what memory has of the entry before the commit; then update number `update`, if there is one, is
+    /// The same, with what memory has of the record before the commit; then update number `update`, if there is one, is
     /// applied in memory.
     Snapshot { update: Option<u64> },
     /// An update of this number is applied in memory once the commit is made.
@@ -94,7 +94,7 @@ impl Slots {
     }
 }
 
-/// What a commit made of what is in memory of an entry.
+/// What a commit made of what is in memory of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kept {
     /// What it was: of the newest version, or about to be updated.
@@ -152,16 +152,16 @@ pub(crate) struct Index {
     /// The texts as they are read, page by page.
     pub(crate) user_bytes: Vec<u8>,
     pub(crate) hyperparameters_bytes: Vec<u8>,
-    pub(crate) entries: Vec<Slots>,
+    pub(crate) records: Vec<Slots>,
     sums: [Vec<u64>; 2],
-    /// The first piece of each entry, and the end.
+    /// The first extent of each record, and the end.
     starts: Vec<u32>,
-    /// Pieces that were staged.
+    /// Extents that were staged.
     pub(crate) written: Bits,
     /// Pages in which each table slot differs from what is true.
     pub(crate) dirty: [Bits; 2],
     pub(crate) page_sums: [Vec<u64>; 2],
-    /// Writes of pieces in flight.
+    /// Writes of extents in flight.
     pub(crate) writing: u32,
     pub(crate) phase: Phase,
     /// What a write of this step failed with.
@@ -174,20 +174,20 @@ pub(crate) struct Index {
     pub(crate) run: Run,
     /// What the page of each root holds.
     pub(crate) root_pages: [Beside; 2],
-    /// Where entries are held in memory, if any are.
-    pub(crate) held: Option<Arc<RamTier>>,
+    /// Where records are kept in RAM, if any are.
+    pub(crate) ram_tier: Option<Arc<RamTier>>,
     pub(crate) log: GradientLog,
-    /// Counts what made held pieces stale.
-    pub(crate) held_epoch: u64,
+    /// Counts what made extents in RAM stale.
+    pub(crate) ram_tier_epoch: u64,
 }
 
 impl Index {
     pub(crate) fn new(description: &Description, layout: &Layout, sections: &Sections) -> Self {
-        let pieces = layout.pieces() as usize;
+        let extents = layout.extents() as usize;
         let pages = sections.pages() as usize;
-        let entries = description.entries.len();
-        let mut starts: Vec<u32> = (0..entries).map(|entry| layout.entry(entry).first_piece).collect();
-        starts.push(layout.pieces());
+        let records = description.records.len();
+        let mut starts: Vec<u32> = (0..records).map(|record| layout.record(record).first_extent).collect();
+        starts.push(layout.extents());
         Self {
             generation: 0,
             found_generation: 0,
@@ -197,10 +197,10 @@ impl Index {
             hyperparameters: String::new(),
             user_bytes: Vec::new(),
             hyperparameters_bytes: Vec::new(),
-            entries: vec![Slots::default(); entries],
-            sums: [vec![0; pieces], vec![0; pieces]],
+            records: vec![Slots::default(); records],
+            sums: [vec![0; extents], vec![0; extents]],
             starts,
-            written: Bits::new(pieces, false),
+            written: Bits::new(extents, false),
             dirty: [Bits::new(pages, true), Bits::new(pages, true)],
             page_sums: [vec![0; pages], vec![0; pages]],
             writing: 0,
@@ -210,50 +210,50 @@ impl Index {
             root_generation: 0,
             run: Run::default(),
             root_pages: [Beside::Mark; 2],
-            held: None,
+            ram_tier: None,
             log: GradientLog::default(),
-            held_epoch: 0,
+            ram_tier_epoch: 0,
         }
     }
 
     /// Heap bytes that it holds, beside the texts.
     pub(crate) fn bytes(description: &Description, layout: &Layout, sections: &Sections) -> u64 {
-        let (pieces, pages) = (u64::from(layout.pieces()), sections.pages());
-        let entries = description.entries.len() as u64;
-        let sums = (pieces + pages) * 16;
-        let bits = (pieces.div_ceil(64) + pages.div_ceil(64) * 2) * 8;
-        sums + bits + entries * size_of::<Slots>() as u64 + (entries + 1) * 4
+        let (extents, pages) = (u64::from(layout.extents()), sections.pages());
+        let records = description.records.len() as u64;
+        let sums = (extents + pages) * 16;
+        let bits = (extents.div_ceil(64) + pages.div_ceil(64) * 2) * 8;
+        sums + bits + records * size_of::<Slots>() as u64 + (records + 1) * 4
     }
 
-    pub(crate) fn piece_count(&self) -> u64 {
+    pub(crate) fn extent_count(&self) -> u64 {
         self.sums[0].len() as u64
     }
 
-    pub(crate) fn pieces_of(&self, entry: usize) -> Range<u32> {
-        self.starts[entry]..self.starts[entry + 1]
+    pub(crate) fn extents_of(&self, record: usize) -> Range<u32> {
+        self.starts[record]..self.starts[record + 1]
     }
 
-    fn entry_of(&self, piece: usize) -> usize {
-        // Entries without pieces share their start with the next: the last of them is the one.
-        self.starts.partition_point(|&start| start as usize <= piece) - 1
+    fn record_of(&self, extent: usize) -> usize {
+        // Records without extents share their start with the next: the last of them is the one.
+        self.starts.partition_point(|&start| start as usize <= extent) - 1
     }
 
-    /// The checksum that a piece has after the next commit.
-    pub(crate) fn next_sum(&self, piece: usize) -> u64 {
-        self.sums[self.entries[self.entry_of(piece)].next_slot()][piece]
+    /// The checksum that an extent has after the next commit.
+    pub(crate) fn next_sum(&self, extent: usize) -> u64 {
+        self.sums[self.records[self.record_of(extent)].next_slot()][extent]
     }
 
-    pub(crate) fn set_live_sum(&mut self, piece: usize, sum: u64) {
-        let slot = usize::from(self.entries[self.entry_of(piece)].live);
-        self.sums[slot][piece] = sum;
+    pub(crate) fn set_live_sum(&mut self, extent: usize, sum: u64) {
+        let slot = usize::from(self.records[self.record_of(extent)].live);
+        self.sums[slot][extent] = sum;
     }
 
-    pub(crate) fn sum(&self, slot: usize, piece: usize) -> u64 {
-        self.sums[slot][piece]
+    pub(crate) fn sum(&self, slot: usize, extent: usize) -> u64 {
+        self.sums[slot][extent]
     }
 
-    pub(crate) fn set_sum(&mut self, slot: usize, piece: usize, sum: u64) {
-        self.sums[slot][piece] = sum;
+    pub(crate) fn set_sum(&mut self, slot: usize, extent: usize, sum: u64) {
+        self.sums[slot][extent] = sum;
     }
 
     /// Whether staging may go on.
@@ -287,20 +287,20 @@ impl Index {
         }
     }
 
-    /// Whether memory has the only copy of the newest state of any entry.
+    /// Whether memory has the only copy of the newest state of any record.
     pub(crate) fn has_applied(&self) -> bool {
-        self.entries.iter().any(|slots| slots.applied.is_some())
+        self.records.iter().any(|slots| slots.applied.is_some())
     }
 
-    /// Forgets what was staged of an entry.
-    pub(crate) fn forget(&mut self, entry: usize) {
-        let slots = &mut self.entries[entry];
+    /// Forgets what was staged of a record.
+    pub(crate) fn forget(&mut self, record: usize) {
+        let slots = &mut self.records[record];
         slots.missing = 0;
         // Only this has written to memory.
         if std::mem::take(&mut slots.pending) == Pending::Staged {
-            self.note_stale(entry);
+            self.note_stale(record);
         }
-        self.log.appended.remove(&entry);
+        self.log.appended.remove(&record);
     }
 }
 

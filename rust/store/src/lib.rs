@@ -1,7 +1,7 @@
 //! Training state on SSD: two slots for whatever a step changes, and an atomic commit.
 //!
-//! A [`Store`] is made from a [`Description`]: entries (parameters and buffers) with their state tensors, grouped into
-//! units. Every entry is cut into *pieces*, the grain of I/O and of checksums. A step is staged piece by piece into the
+//! A [`Store`] is made from a [`Description`]: records (parameters and buffers) with their state tensors, grouped into
+//! units. Every record is cut into *extents*, the grain of I/O and of checksums. A step is staged extent by extent into the
 //! slots that are not live ([`Store::begin`], [`Store::stage`]) while readers go on seeing the live ones;
 //! [`Store::commit`] makes all of it live and durable at once, [`Store::discard`] forgets it.
 //!
@@ -29,8 +29,6 @@ mod fetch;
 mod fields;
 mod format;
 mod head;
-mod held;
-mod held_updates;
 mod holds;
 mod index;
 mod label;
@@ -42,6 +40,8 @@ mod open;
 mod parts;
 mod path;
 mod places;
+mod ram_tier;
+mod ram_tier_updates;
 mod read;
 mod replay;
 mod ring;
@@ -64,28 +64,28 @@ pub use checking::{Checkers, Checking};
 pub use checksum::{Checksum, key_of};
 pub use commit::Commit;
 pub use counters::Counters;
-pub use description::{Description, Entry, Kind, StateTensor};
+pub use description::{Description, Kind, Record, StateTensor};
 pub use dtype::Dtype;
 pub use error::{Error, Result};
 pub use examine::Examined;
 pub use fetch::Fetch;
 pub use format::{BLOCK, COMPACT, Format, Master, MomentForm};
-pub use head::{Head, LoggedUpdate, Record, Rule, StepHead};
-pub use held_updates::InMemoryUpdate;
-pub use layout::{Content, EntryLayout, Layout, PAGE_BYTES, Piece, WHOLE_PIECE_BYTES};
+pub use head::{Head, LoggedGradient, LoggedUpdate, Rule, StepHead};
+pub use layout::{Content, Extent, Layout, PAGE_BYTES, RecordLayout, WHOLE_EXTENT_BYTES};
 pub use log::LogState;
 pub use newest::Named;
 pub use newest_state::{Arithmetic, LoggedChunk};
 pub use open::{Create, Existing};
 pub use parts::{PartFetch, Parts};
-pub use read::PieceRead;
-pub use replay::{RecordRead, Replay};
+pub use ram_tier_updates::InMemoryUpdate;
+pub use read::ExtentRead;
+pub use replay::{LoggedRead, Replay};
 pub use root::Run;
 pub use scan::Part;
 pub use sizes::Sizes;
 pub use spill::{SpillRead, Spilled};
 pub use step_write::StepWrite;
-pub use store::{Durability, EntryState, Info, Store};
+pub use store::{Durability, Info, RecordState, Store};
 pub use verify::Verified;
 
 const _: () = assert!(size_of::<usize>() == 8, "the store addresses more than 4 GiB");

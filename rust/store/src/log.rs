@@ -1,6 +1,6 @@
-//! The log: gradients of entries whose newest state is in memory alone, in a ring of storage, with a head for each step.
+//! The log: gradients of records whose newest state is in memory alone, in a ring of storage, with a head for each step.
 //!
-//! An entry's newest state is what its live slot holds, and then each gradient of it in heads of the slot's generation and
+//! A record's newest state is what its live slot holds, and then each gradient of it in heads of the slot's generation and
 //! later ones, applied in order. So a slot may be written whole at any step, with the state before that step's gradient.
 
 use std::{
@@ -8,13 +8,13 @@ use std::{
     sync::Arc,
 };
 
-use crate::{Dtype, Error, Head, LoggedUpdate, Record, Replay, Result, StepHead, ring::Ring, root};
+use crate::{Dtype, Error, Head, LoggedGradient, LoggedUpdate, Replay, Result, StepHead, ring::Ring, root};
 
 /// The log as it is in memory: where it lies, who appends to it, and what was appended since the last commit.
 #[derive(Debug, Default)]
 pub(crate) struct GradientLog {
     pub(crate) ring: Ring,
-    /// The entries that may append, and the turn in which each is written whole.
+    /// The records that may append, and the turn in which each is written whole.
     pub(crate) members: BTreeMap<usize, Member>,
     /// How many steps it takes until all of them were written whole.
     pub(crate) steps: u32,
@@ -38,18 +38,18 @@ pub(crate) struct Live {
     pub(crate) heads: VecDeque<(u64, u64)>,
     /// Where the next step may begin.
     pub(crate) next: u64,
-    /// Entries whose live slot lacks gradients.
+    /// Records whose live slot lacks gradients.
     pub(crate) ahead: BTreeMap<usize, Ahead>,
 }
 
-/// What the live slot of an entry lacks.
+/// What the live slot of a record lacks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Ahead {
     /// The generation of the first head with a gradient that it lacks.
     pub(crate) since: u64,
     /// How many it lacks.
     pub(crate) count: u32,
-    /// The entry's count of updates with them.
+    /// The record's count of updates with them.
     pub(crate) step: u64,
 }
 
@@ -79,8 +79,8 @@ pub struct LogState {
     pub bytes: u64,
     /// Steps that are in it.
     pub steps: u64,
-    /// Entries whose newest state is in it.
-    pub entries: u64,
+    /// Records whose newest state is in it.
+    pub records: u64,
 }
 
 impl Live {
@@ -105,13 +105,13 @@ impl GradientLog {
         self.next = None;
     }
 
-    pub(crate) fn is_ahead(&self, entry: usize) -> bool {
-        self.live.ahead.contains_key(&entry)
+    pub(crate) fn is_ahead(&self, record: usize) -> bool {
+        self.live.ahead.contains_key(&record)
     }
 
-    /// Whether an entry is to be written whole by the next commit.
-    pub(crate) fn is_due(&self, entry: usize, member: Member) -> bool {
-        let Some(ahead) = self.live.ahead.get(&entry) else { return false };
+    /// Whether a record is to be written whole by the next commit.
+    pub(crate) fn is_due(&self, record: usize, member: Member) -> bool {
+        let Some(ahead) = self.live.ahead.get(&record) else { return false };
         let heads = self.live.heads.iter().filter(|&&(generation, _)| generation >= ahead.since).count();
         let steps = self.steps.max(1);
         heads >= steps as usize || self.turn % u64::from(steps) == u64::from(member.turn)
@@ -126,7 +126,7 @@ impl GradientLog {
         said: Option<&StepHead>,
     ) -> Result<(Live, Option<Head>)> {
         let mut live = self.live.clone();
-        live.ahead.retain(|&entry, _| !is_staged(entry));
+        live.ahead.retain(|&record, _| !is_staged(record));
         let said = said.filter(|said| !said.updates.is_empty());
         let named = said.map_or(0, |said| said.updates.len());
         if named != self.appended.len() {
@@ -140,37 +140,37 @@ impl GradientLog {
             }
             return Ok((live, None));
         };
-        let mut records = Vec::with_capacity(said.updates.len());
+        let mut logged_gradients = Vec::with_capacity(said.updates.len());
         said.rules.iter().try_for_each(|rule| rule.check().map_err(Error::Invalid))?;
-        for &LoggedUpdate { entry, rule, step } in &said.updates {
-            let Some(appended) = self.appended.get(&entry) else {
-                return Err(Error::Usage(format!("entry {entry} is named, and its gradient was not appended")));
+        for &LoggedUpdate { record, rule, step } in &said.updates {
+            let Some(appended) = self.appended.get(&record) else {
+                return Err(Error::Usage(format!("record {record} is named, and its gradient was not appended")));
             };
             if rule as usize >= said.rules.len() || step == 0 || said.rules.len() > said.updates.len() {
                 let rules = said.rules.len();
-                return Err(Error::Invalid(format!("update {step} of entry {entry} by rule {rule} of {rules}")));
+                return Err(Error::Invalid(format!("update {step} of record {record} by rule {rule} of {rules}")));
             }
             let sums: Option<_> = appended.chunks.iter().map(|&(place, sum)| Some((place, sum?))).collect();
             let Some(chunks) = sums.filter(|_| appended.missing == 0) else {
                 let missing = appended.missing;
                 return Err(Error::Usage(format!(
-                    "the gradient of entry {entry} is appended in part, {missing} chunks lack"
+                    "the gradient of record {record} is appended in part, {missing} chunks lack"
                 )));
             };
-            records.push(Record { entry, rule, step, dtype: appended.dtype, chunks });
-            let ahead = live.ahead.entry(entry).or_insert(Ahead { since: generation, count: 0, step });
+            logged_gradients.push(LoggedGradient { record, rule, step, dtype: appended.dtype, chunks });
+            let ahead = live.ahead.entry(record).or_insert(Ahead { since: generation, count: 0, step });
             (ahead.count, ahead.step) = (ahead.count + 1, step);
         }
-        records.sort_unstable_by_key(|record| record.entry);
-        if records.windows(2).any(|two| two[0].entry == two[1].entry) {
-            return Err(Error::Invalid("the step names an entry twice".into()));
+        logged_gradients.sort_unstable_by_key(|logged| logged.record);
+        if logged_gradients.windows(2).any(|two| two[0].record == two[1].record) {
+            return Err(Error::Invalid("the step names a record twice".into()));
         }
         let oldest = live.ahead.values().map(|ahead| ahead.since).min().unwrap_or(generation);
         let start = self.ring.place(self.live.next);
         live.heads.retain(|&(generation, _)| generation >= oldest);
         live.heads.push_back((generation, self.live.next));
         let before = if self.live.ahead.is_empty() { (0, 0) } else { self.live.head };
-        let head = Head { generation, oldest, step, start, before, rules: said.rules.clone(), records };
+        let head = Head { generation, oldest, step, start, before, rules: said.rules.clone(), logged_gradients };
         Ok((live, Some(head)))
     }
 

@@ -59,7 +59,7 @@ pub struct Create {
 impl Store {
     /// Makes a store, or opens the one that is there if `how.existing` says so and it fits the description.
     ///
-    /// A new store has to be filled: every entry staged, and committed. Until then it is refused by whoever opens it.
+    /// A new store has to be filled: every record staged, and committed. Until then it is refused by whoever opens it.
     /// Returns whether it is new.
     pub fn create(paths: &[impl AsRef<Path>], description: Description, how: &Create) -> Result<(Self, bool)> {
         Self::create_watched(paths, description, how, &mut |_, _| true)
@@ -302,11 +302,11 @@ impl Store {
 
     /// Writes a part of the catalog.
     pub(crate) fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        for (index, piece) in (0_u64..).zip(bytes.chunks(CATALOG_CHUNK_BYTES)) {
+        for (index, extent) in (0_u64..).zip(bytes.chunks(CATALOG_CHUNK_BYTES)) {
             let mut lease = self.scratch.lease(Wait::forever())?;
-            lease.as_mut_slice()[..piece.len()].copy_from_slice(piece);
-            let padded = piece.len().next_multiple_of(PAGE_BYTES as usize);
-            lease.as_mut_slice()[piece.len()..padded].fill(0);
+            lease.as_mut_slice()[..extent.len()].copy_from_slice(extent);
+            let padded = extent.len().next_multiple_of(PAGE_BYTES as usize);
+            lease.as_mut_slice()[extent.len()..padded].fill(0);
             let at = offset + index * CATALOG_CHUNK_BYTES as u64;
             Transfer::begun(self.volume.write(Part::new(lease, 0, padded)?, at))?.wait()?;
         }

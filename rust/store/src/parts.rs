@@ -10,7 +10,7 @@ use memascend_nvme::{Lane, Ticket};
 
 use crate::{Buffer, Error, Result, Shared, Store, buffer::bytes_of, holds::Hold};
 
-/// The values of a unit, all of one commit, cut into parts of whole pieces that are read one by one.
+/// The values of a unit, all of one commit, cut into parts of whole extents that are read one by one.
 ///
 /// Until every part was read once, or it is dropped, nothing is staged into the slots that it reads.
 pub struct Parts {
@@ -40,18 +40,18 @@ trait Flight: Send + Sync {
     fn has_ended(&self) -> bool;
 }
 
-/// Pieces that follow each other in the unit.
+/// Extents that follow each other in the unit.
 struct Cut {
     /// Where it begins in the unit.
     start: u64,
     bytes: u64,
-    pieces: Vec<CutPiece>,
+    extents: Vec<CutExtent>,
 }
 
-struct CutPiece {
+struct CutExtent {
     /// Which of the holds.
     hold: usize,
-    /// Which of the entry's.
+    /// Which of the record's.
     number: u32,
     /// Where it begins in its part.
     at: u64,
@@ -86,28 +86,28 @@ impl Store {
         let mut holds = Vec::new();
         {
             let mut index = self.index.lock();
-            let with_values = self.entries_of(unit).filter(|&entry| self.layout.chunks_of(entry) > 0);
-            let held = |entry| Hold::live(Arc::clone(self), &mut index, entry, 0..self.layout.chunks_of(entry));
-            holds.extend(with_values.map(held));
+            let with_values = self.records_of(unit).filter(|&record| self.layout.chunks_of(record) > 0);
+            let ram_tier = |record| Hold::live(Arc::clone(self), &mut index, record, 0..self.layout.chunks_of(record));
+            holds.extend(with_values.map(ram_tier));
         }
         let mut parts: Vec<Cut> = Vec::new();
         for (number, hold) in holds.iter().enumerate() {
-            let first = self.layout.piece(&self.description, hold.entry, 0).at;
-            for piece in 0..self.layout.chunks_of(hold.entry) {
-                let layout = self.layout.piece(&self.description, hold.entry, piece);
-                let (at, bytes) = (self.layout.in_unit(hold.entry, unit) + layout.at - first, layout.bytes());
+            let first = self.layout.extent(&self.description, hold.record, 0).at;
+            for extent in 0..self.layout.chunks_of(hold.record) {
+                let layout = self.layout.extent(&self.description, hold.record, extent);
+                let (at, bytes) = (self.layout.in_unit(hold.record, unit) + layout.at - first, layout.bytes());
                 if bytes > bytes_max {
                     return Err(Error::Invalid(format!(
-                        "a piece of unit {name:?} has {bytes} bytes, and parts have {bytes_max}"
+                        "an extent of unit {name:?} has {bytes} bytes, and parts have {bytes_max}"
                     )));
                 }
                 match parts.last() {
                     Some(part) if part.start + part.bytes == at && part.bytes + bytes <= bytes_max => {}
-                    _ => parts.push(Cut { start: at, bytes: 0, pieces: Vec::new() }),
+                    _ => parts.push(Cut { start: at, bytes: 0, extents: Vec::new() }),
                 }
                 if let Some(part) = parts.last_mut() {
                     let place = (self.layout.offset(&layout, hold.slot), bytes);
-                    part.pieces.push(CutPiece { hold: number, number: piece, at: part.bytes, place });
+                    part.extents.push(CutExtent { hold: number, number: extent, at: part.bytes, place });
                     part.bytes += bytes;
                 }
             }
@@ -121,7 +121,7 @@ impl Store {
 }
 
 impl Parts {
-    /// The newest version among the entries: 0 where none has values.
+    /// The newest version among the records: 0 where none has values.
     #[must_use]
     pub fn version(&self) -> u64 {
         self.reading.holds.iter().map(|hold| hold.version).max().unwrap_or(0)
@@ -143,26 +143,27 @@ impl Parts {
         }
         let (memory, parts) = (Shared::new(memory), Arc::clone(self));
         let mut flying = Flying { tickets: Vec::new(), memory, parts, index };
-        // Pieces that lie side by side in one slot are one read: where in the part, where in the volume, bytes.
+        // Extents that lie side by side in one slot are one read: where in the part, where in the volume, bytes.
         let mut runs: Vec<(u64, u64, u64)> = Vec::new();
-        let (cache, mut from_storage) = (self.store.held(), 0);
-        for piece in &part.pieces {
-            let (from, bytes) = piece.place;
-            let hold = &self.reading.holds[piece.hold];
-            let into = flying.memory.part(piece.at as usize, bytes as usize);
-            let is_held =
-                |mut into| self.store.copy_held(cache.as_deref(), (hold.entry, piece.number), hold.version, &mut into);
-            if into.is_some_and(is_held) {
+        let (cache, mut from_storage) = (self.store.ram_tier(), 0);
+        for extent in &part.extents {
+            let (from, bytes) = extent.place;
+            let hold = &self.reading.holds[extent.hold];
+            let into = flying.memory.part(extent.at as usize, bytes as usize);
+            let is_in_ram = |mut into| {
+                self.store.copy_in_ram(cache.as_deref(), (hold.record, extent.number), hold.version, &mut into)
+            };
+            if into.is_some_and(is_in_ram) {
                 continue;
             }
             if hold.alone {
-                return Err(self.store.lost(hold.entry));
+                return Err(self.store.lost(hold.record));
             }
-            self.store.not_ahead(hold.entry)?;
+            self.store.not_ahead(hold.record)?;
             from_storage += bytes;
             match runs.last_mut() {
                 Some((_, start, length)) if *start + *length == from => *length += bytes,
-                _ => runs.push((piece.at, from, bytes)),
+                _ => runs.push((extent.at, from, bytes)),
             }
         }
         // None of them ends before this one is known.
@@ -230,7 +231,7 @@ impl<B: Buffer + Sync> PartFetch<B> {
         self.state.has_ended()
     }
 
-    /// Waits, and checks every piece; waiting again says the same again. Once that succeeded, the memory is the caller's
+    /// Waits, and checks every extent; waiting again says the same again. Once that succeeded, the memory is the caller's
     /// again.
     pub fn wait(&self, mut wait: Wait<'_>) -> Result<()> {
         let deadline = wait.timeout.and_then(|timeout| Instant::now().checked_add(timeout));
@@ -266,11 +267,11 @@ impl<B: Buffer + Sync> Flying<B> {
             ticket.outcome().unwrap_or(Err(memascend_nvme::Error::Closed))?;
         }
         let bytes = bytes_of(&self.memory);
-        for piece in &self.parts.cuts[self.index].pieces {
-            let part = &bytes[piece.at as usize..(piece.at + piece.place.1) as usize];
-            let hold = &self.parts.reading.holds[piece.hold];
+        for extent in &self.parts.cuts[self.index].extents {
+            let part = &bytes[extent.at as usize..(extent.at + extent.place.1) as usize];
+            let hold = &self.parts.reading.holds[extent.hold];
             if !hold.alone {
-                hold.check(piece.number, part, piece.place)?;
+                hold.check(extent.number, part, extent.place)?;
             }
         }
         Ok(())

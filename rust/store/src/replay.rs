@@ -9,7 +9,7 @@ use std::{
 };
 
 use crate::{
-    Buffer, Dtype, Error, Head, Record, Result, Scratch, Store, Transfer, Verified,
+    Buffer, Dtype, Error, Head, LoggedGradient, Result, Scratch, Store, Transfer, Verified,
     buffer::bytes_of,
     head::{head_bytes, head_bytes_max, head_checksum},
     index::Index,
@@ -26,34 +26,34 @@ use crate::{
 pub struct Replay {
     /// The oldest first.
     heads: Vec<Head>,
-    /// Of each entry: which heads, and which of their records.
-    entries: BTreeMap<usize, Vec<(usize, usize)>>,
+    /// Of each record: which heads, and which of their logged gradients.
+    records: BTreeMap<usize, Vec<(usize, usize)>>,
     /// Whether all of it, and what it is applied to, was found whole.
     checked: AtomicBool,
 }
 
 /// A chunk of a gradient that is being read from the log. Dropping it waits.
-pub struct RecordRead<'a, B: Buffer> {
+pub struct LoggedRead<'a, B: Buffer> {
     store: &'a Store,
     transfer: Transfer<B>,
     generation: u64,
     step: u64,
-    record: &'a Record,
+    logged: &'a LoggedGradient,
     chunk: u32,
 }
 
 impl Replay {
     fn of_heads(heads: Vec<Head>, index: &Index) -> Self {
-        let mut entries: BTreeMap<usize, Vec<(usize, usize)>> = BTreeMap::new();
+        let mut records: BTreeMap<usize, Vec<(usize, usize)>> = BTreeMap::new();
         for (number, head) in heads.iter().enumerate() {
-            for (place, record) in head.records.iter().enumerate() {
-                let slots = &index.entries[record.entry];
+            for (place, logged) in head.logged_gradients.iter().enumerate() {
+                let slots = &index.records[logged.record];
                 if head.generation >= slots.versions[usize::from(slots.live)] {
-                    entries.entry(record.entry).or_default().push((number, place));
+                    records.entry(logged.record).or_default().push((number, place));
                 }
             }
         }
-        Self { heads, entries, checked: AtomicBool::new(false) }
+        Self { heads, records, checked: AtomicBool::new(false) }
     }
 
     pub(crate) fn is_checked(&self) -> bool {
@@ -64,9 +64,9 @@ impl Replay {
         self.checked.store(true, Relaxed);
     }
 
-    /// The entries that lack gradients.
-    pub fn entries(&self) -> impl Iterator<Item = usize> + '_ {
-        self.entries.keys().copied()
+    /// The records that lack gradients.
+    pub fn records(&self) -> impl Iterator<Item = usize> + '_ {
+        self.records.keys().copied()
     }
 
     /// The steps that are in the log, the oldest first.
@@ -75,15 +75,15 @@ impl Replay {
         &self.heads
     }
 
-    /// What an entry lacks, in the order in which it is applied to what its live slot holds.
-    pub fn of(&self, entry: usize) -> impl Iterator<Item = (&Head, &Record)> + '_ {
-        let places = self.entries.get(&entry).into_iter().flatten();
-        places.map(|&(head, record)| (&self.heads[head], &self.heads[head].records[record]))
+    /// What a record lacks, in the order in which it is applied to what its live slot holds.
+    pub fn of(&self, record: usize) -> impl Iterator<Item = (&Head, &LoggedGradient)> + '_ {
+        let places = self.records.get(&record).into_iter().flatten();
+        places.map(|&(head, logged)| (&self.heads[head], &self.heads[head].logged_gradients[logged]))
     }
 }
 
 impl Store {
-    /// What has to be applied before anything else, where the store was found with a log: staging each of its entries
+    /// What has to be applied before anything else, where the store was found with a log: staging each of its records
     /// whole, with the gradients applied, and committing that ends it.
     #[must_use]
     pub fn pending_replay(&self) -> Option<Arc<Replay>> {
@@ -91,17 +91,17 @@ impl Store {
     }
 
     /// Begins to read a chunk of a gradient, of a head of [`Store::pending_replay`], into a buffer of whole pages.
-    pub fn read_record<'a, B: Buffer>(
+    pub fn read_logged<'a, B: Buffer>(
         &'a self,
         head: &Head,
-        record: &'a Record,
+        logged: &'a LoggedGradient,
         chunk: u32,
         buffer: B,
-    ) -> Result<RecordRead<'a, B>> {
-        let Some(&(offset, _)) = record.chunks.get(chunk as usize) else {
-            return Err(Error::Invalid(format!("the gradient has {} chunks, not {chunk}", record.chunks.len())));
+    ) -> Result<LoggedRead<'a, B>> {
+        let Some(&(offset, _)) = logged.chunks.get(chunk as usize) else {
+            return Err(Error::Invalid(format!("the gradient has {} chunks, not {chunk}", logged.chunks.len())));
         };
-        let (_, _, wanted) = self.part_of_gradient(record.entry, record.dtype, chunk);
+        let (_, _, wanted) = self.part_of_gradient(logged.record, logged.dtype, chunk);
         if buffer.len() as u64 != wanted {
             return Err(Error::Invalid(format!(
                 "chunk {chunk} of the gradient has {wanted} bytes, not {}",
@@ -109,7 +109,7 @@ impl Store {
             )));
         }
         let transfer = Transfer::begun(self.volume.read(buffer, offset))?;
-        Ok(RecordRead { store: self, transfer, generation: head.generation, step: head.step, record, chunk })
+        Ok(LoggedRead { store: self, transfer, generation: head.generation, step: head.step, logged, chunk })
     }
 
     /// Reads and checks every gradient that live slots lack; the chain of heads was checked when it was found.
@@ -122,16 +122,16 @@ impl Store {
         let Some(replay) = self.pending_replay() else { return Ok(done) };
         let chunk = (u64::from(self.description.chunk_elements) * Dtype::F32.bytes()) as usize;
         let scratch = Scratch::new(chunk, DEPTH, "store verification")?;
-        let records = replay.entries().flat_map(|entry| replay.of(entry));
-        let chunks = records.flat_map(|(head, record)| {
-            (0..self.layout.chunks_of(record.entry)).map(move |chunk| (head, record, chunk))
+        let logged_gradients = replay.records().flat_map(|record| replay.of(record));
+        let chunks = logged_gradients.flat_map(|(head, logged)| {
+            (0..self.layout.chunks_of(logged.record)).map(move |chunk| (head, logged, chunk))
         });
         in_flight(
             DEPTH,
             chunks,
-            |(head, record, chunk)| {
-                let (_, _, bytes) = self.part_of_gradient(record.entry, record.dtype, chunk);
-                Ok((self.read_record(head, record, chunk, scratch.part(bytes)?)?, bytes))
+            |(head, logged, chunk)| {
+                let (_, _, bytes) = self.part_of_gradient(logged.record, logged.dtype, chunk);
+                Ok((self.read_logged(head, logged, chunk, scratch.part(bytes)?)?, bytes))
             },
             |(read, bytes)| {
                 match read.wait() {
@@ -167,11 +167,11 @@ impl Store {
         let mut index = self.index.lock();
         let replay = Replay::of_heads(heads, &index);
         let mut live = Live { head, ..Live::default() };
-        for &entry in replay.entries.keys() {
-            for (head, record) in replay.of(entry) {
-                let first = Ahead { since: head.generation, count: 0, step: record.step };
-                let ahead = live.ahead.entry(entry).or_insert(first);
-                (ahead.count, ahead.step) = (ahead.count + 1, record.step);
+        for &record in replay.records.keys() {
+            for (head, logged) in replay.of(record) {
+                let first = Ahead { since: head.generation, count: 0, step: logged.step };
+                let ahead = live.ahead.entry(record).or_insert(first);
+                (ahead.count, ahead.step) = (ahead.count + 1, logged.step);
             }
         }
         let heads = &replay.heads;
@@ -234,9 +234,9 @@ impl Store {
         if offset < ring.offset || offset >= end || !offset.is_multiple_of(PAGE_BYTES) {
             return Err(corrupt(PAGE_BYTES, "it lies outside the log".into()));
         }
-        let entries = &self.description.entries;
-        let chunks = (0..entries.len()).map(|entry| u64::from(self.layout.chunks_of(entry))).sum();
-        let bytes_max = head_bytes_max(entries.len() as u64, chunks).min(end - offset);
+        let records = &self.description.records;
+        let chunks = (0..records.len()).map(|record| u64::from(self.layout.chunks_of(record))).sum();
+        let bytes_max = head_bytes_max(records.len() as u64, chunks).min(end - offset);
         let page = bytes_at(&self.volume, offset, PAGE_BYTES)?;
         let nbytes = head_bytes(&page, bytes_max).map_err(|why| corrupt(PAGE_BYTES, why))?;
         let bytes = bytes_at(&self.volume, offset, nbytes)?;
@@ -244,19 +244,19 @@ impl Store {
             return Err(corrupt(nbytes, "its checksum is wrong".into()));
         }
         let head = Head::decode(&bytes).map_err(|why| corrupt(nbytes, why))?;
-        let fits = |record: &Record| {
-            record.entry < entries.len()
-                && record.chunks.len() == self.layout.chunks_of(record.entry) as usize
-                && (0..).zip(&record.chunks).all(|(chunk, &(at, _))| {
-                    let (_, _, bytes) = self.part_of_gradient(record.entry, record.dtype, chunk);
+        let fits = |logged: &LoggedGradient| {
+            logged.record < records.len()
+                && logged.chunks.len() == self.layout.chunks_of(logged.record) as usize
+                && (0..).zip(&logged.chunks).all(|(chunk, &(at, _))| {
+                    let (_, _, bytes) = self.part_of_gradient(logged.record, logged.dtype, chunk);
                     at >= ring.offset
                         && at.is_multiple_of(PAGE_BYTES)
                         && at.checked_add(bytes).is_some_and(|to| to <= end)
                 })
         };
         let starts_inside = ring.position(0, head.start).is_some() && head.start.is_multiple_of(PAGE_BYTES);
-        if !starts_inside || !head.records.iter().all(fits) {
-            return Err(corrupt(nbytes, "it names gradients that the store has no entries or no room for".into()));
+        if !starts_inside || !head.logged_gradients.iter().all(fits) {
+            return Err(corrupt(nbytes, "it names gradients that the store has no records or no room for".into()));
         }
         Ok(head)
     }
@@ -267,18 +267,18 @@ fn named(head: &Head) -> String {
     format!("the head of step {} of the log", head.step)
 }
 
-impl<B: Buffer> RecordRead<'_, B> {
+impl<B: Buffer> LoggedRead<'_, B> {
     /// Waits, checks, and gives the buffer.
     pub fn wait(self) -> Result<B> {
-        let Self { store, transfer, generation, step, record, chunk } = self;
+        let Self { store, transfer, generation, step, logged, chunk } = self;
         let buffer = transfer.wait()?;
-        let (offset, wanted) = record.chunks[chunk as usize];
-        let (_, used, bytes) = store.part_of_gradient(record.entry, record.dtype, chunk);
-        let got = store.gradient_sum((record.entry, chunk), generation, &bytes_of(&buffer)[..used as usize]);
+        let (offset, wanted) = logged.chunks[chunk as usize];
+        let (_, used, bytes) = store.part_of_gradient(logged.record, logged.dtype, chunk);
+        let got = store.gradient_sum((logged.record, chunk), generation, &bytes_of(&buffer)[..used as usize]);
         if got == wanted {
             return Ok(buffer);
         }
-        let name = &store.description.entries[record.entry].name;
+        let name = &store.description.records[logged.record].name;
         let what = format!("chunk {chunk} of the gradient of {name:?} in step {step} of the log");
         let why = format!(
             "its checksum is {got:016x} and the step's head says {wanted:016x}; `memascend store verify` says whether the \

@@ -1,4 +1,4 @@
-//! Places records one after the other in a ring of storage, each in one piece, and none over what is still needed.
+//! Places logged gradients one after the other in a ring of storage, each in one piece, and none over what is still needed.
 //!
 //! A *position* counts the bytes from the ring's beginning, round after round, and never falls.
 
@@ -36,14 +36,14 @@ impl Ring {
     }
 
     /// Bytes that hold `steps` steps, and one more that is being written, of so many bytes each, where nothing that lies
-    /// in one piece has more than `piece` bytes.
-    pub(crate) fn bytes_for(steps: u64, of_step: u64, piece: u64) -> Option<u64> {
-        steps.checked_add(1)?.checked_mul(of_step)?.checked_add(piece)
+    /// in one piece has more than `extent` bytes.
+    pub(crate) fn bytes_for(steps: u64, of_step: u64, extent: u64) -> Option<u64> {
+        steps.checked_add(1)?.checked_mul(of_step)?.checked_add(extent)
     }
 
     /// The most steps that so many bytes hold, as [`Ring::bytes_for`] counts them.
-    pub(crate) fn steps_in(bytes: u64, of_step: u64, piece: u64) -> u64 {
-        (bytes.saturating_sub(piece) / of_step.max(1)).saturating_sub(1)
+    pub(crate) fn steps_in(bytes: u64, of_step: u64, extent: u64) -> u64 {
+        (bytes.saturating_sub(extent) / of_step.max(1)).saturating_sub(1)
     }
 }
 
@@ -72,9 +72,9 @@ mod tests {
             start in 0_u64..40,
         ) {
             let of_step = pages.iter().sum::<u64>() * PAGE_BYTES;
-            let piece = pages.iter().max().copied().unwrap_or(0) * PAGE_BYTES;
-            let bytes = Ring::bytes_for(steps, of_step, piece).unwrap_or(0);
-            prop_assert_eq!(Ring::steps_in(bytes, of_step, piece), steps);
+            let extent = pages.iter().max().copied().unwrap_or(0) * PAGE_BYTES;
+            let bytes = Ring::bytes_for(steps, of_step, extent).unwrap_or(0);
+            prop_assert_eq!(Ring::steps_in(bytes, of_step, extent), steps);
             let ring = Ring { offset: 4 * PAGE_BYTES, bytes };
             let (mut next, mut starts) = (start * PAGE_BYTES, Vec::new());
             for _ in 0..30 {

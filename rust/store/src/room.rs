@@ -1,4 +1,4 @@
-//! Sizes the log, and schedules which entries are written whole so that its room suffices.
+//! Sizes the log, and schedules which records are written whole so that its room suffices.
 
 use std::{cmp::Reverse, collections::BTreeMap};
 
@@ -19,63 +19,63 @@ struct StepBytes {
     /// All of it.
     all: u64,
     /// The most of it that lies in one piece.
-    piece: u64,
+    extent: u64,
     head: u64,
 }
 
 impl Description {
-    /// Bytes of a log in which each of these entries is written whole every `steps` steps, with gradients of these dtypes.
+    /// Bytes of a log in which each of these records is written whole every `steps` steps, with gradients of these dtypes.
     #[must_use]
-    pub fn log_bytes(&self, entries: &[(usize, Dtype)], steps: u32) -> u64 {
-        let of_step = self.log_step(entries);
-        if steps == 0 { 0 } else { Ring::bytes_for(u64::from(steps), of_step.all, of_step.piece).unwrap_or(u64::MAX) }
+    pub fn log_bytes(&self, records: &[(usize, Dtype)], steps: u32) -> u64 {
+        let of_step = self.log_step(records);
+        if steps == 0 { 0 } else { Ring::bytes_for(u64::from(steps), of_step.all, of_step.extent).unwrap_or(u64::MAX) }
     }
 
-    fn log_step(&self, entries: &[(usize, Dtype)]) -> StepBytes {
-        let (mut all, mut chunks, mut piece) = (0, 0, 0);
-        for &(entry, dtype) in entries {
-            let elements = self.entries[entry].elements();
+    fn log_step(&self, records: &[(usize, Dtype)]) -> StepBytes {
+        let (mut all, mut chunks, mut extent) = (0, 0, 0);
+        for &(record, dtype) in records {
+            let elements = self.records[record].elements();
             all += paged(elements * dtype.bytes());
             chunks += elements.div_ceil(u64::from(self.chunk_elements));
-            piece = piece.max(paged(elements.min(u64::from(self.chunk_elements)) * dtype.bytes()));
+            extent = extent.max(paged(elements.min(u64::from(self.chunk_elements)) * dtype.bytes()));
         }
-        let head = head_bytes_max(entries.len() as u64, chunks);
-        StepBytes { all: all + head, piece: piece.max(head), head }
+        let head = head_bytes_max(records.len() as u64, chunks);
+        StepBytes { all: all + head, extent: extent.max(head), head }
     }
 }
 
 impl Store {
     /// Bytes of a gradient in the log: whole pages.
-    pub fn gradient_bytes(&self, entry: usize, dtype: Dtype) -> Result<u64> {
-        self.known(entry)?;
-        Ok(paged(self.description.entries[entry].elements() * dtype.bytes()))
+    pub fn gradient_bytes(&self, record: usize, dtype: Dtype) -> Result<u64> {
+        self.known(record)?;
+        Ok(paged(self.description.records[record].elements() * dtype.bytes()))
     }
 
-    /// Makes room for a log of gradients of these entries, in which each is written whole every `steps` steps; says how many
+    /// Makes room for a log of gradients of these records, in which each is written whole every `steps` steps; says how many
     /// steps there is room for: fewer where that is all, and 0 where there is none, so that they have to be written whole
     /// each step. Files grow by what is missing; a raw device has what lies behind the store.
     ///
     /// What is in the log stays, and the room that it has.
-    pub fn keep_log(&self, entries: &[(usize, Dtype)], steps: u32) -> Result<u32> {
+    pub fn keep_log(&self, records: &[(usize, Dtype)], steps: u32) -> Result<u32> {
         if self.durability == Durability::None {
             return Err(Error::Usage("with durability \"none\" a store keeps no log".into()));
         }
-        for &(entry, dtype) in entries {
-            self.known(entry)?;
+        for &(record, dtype) in records {
+            self.known(record)?;
             if !is_gradient(dtype) {
                 return Err(Error::Invalid(format!("a gradient of {} has no place in a log", dtype.name())));
             }
         }
-        let StepBytes { all: of_step, piece, head } = self.description.log_step(entries);
+        let StepBytes { all: of_step, extent, head } = self.description.log_step(records);
         let is_needed = !self.index.lock().log.live.ahead.is_empty();
         let ring = if is_needed || steps == 0 {
             self.index.lock().log.ring
         } else {
-            let wanted = Ring::bytes_for(u64::from(steps), of_step, piece);
+            let wanted = Ring::bytes_for(u64::from(steps), of_step, extent);
             let wanted = wanted.ok_or_else(|| Error::Invalid(format!("a log of {steps} steps is too large")))?;
-            self.room_for_log(wanted, Ring::bytes_for(1, of_step, piece).unwrap_or(wanted))?
+            self.room_for_log(wanted, Ring::bytes_for(1, of_step, extent).unwrap_or(wanted))?
         };
-        let steps = Ring::steps_in(ring.bytes, of_step, piece).min(u64::from(steps)) as u32;
+        let steps = Ring::steps_in(ring.bytes, of_step, extent).min(u64::from(steps)) as u32;
         let mut index = self.index.lock();
         index.writable()?;
         let log = &mut index.log;
@@ -87,17 +87,17 @@ impl Store {
             return Ok(0);
         }
         // The largest first, each to the turn that has the fewest bytes yet.
-        let mut by_bytes: Vec<(u64, usize, Dtype)> = Vec::with_capacity(entries.len());
-        for &(entry, dtype) in entries {
-            let (values, state) = self.layout.held_bytes(&self.description, entry);
-            by_bytes.push((values + state, entry, dtype));
+        let mut by_bytes: Vec<(u64, usize, Dtype)> = Vec::with_capacity(records.len());
+        for &(record, dtype) in records {
+            let (values, state) = self.layout.ram_tier_bytes(&self.description, record);
+            by_bytes.push((values + state, record, dtype));
         }
-        by_bytes.sort_by_key(|&(bytes, entry, _)| (Reverse(bytes), entry));
+        by_bytes.sort_by_key(|&(bytes, record, _)| (Reverse(bytes), record));
         let mut turns = vec![0_u64; steps as usize];
-        for (bytes, entry, dtype) in by_bytes {
+        for (bytes, record, dtype) in by_bytes {
             let turn = (0..turns.len()).min_by_key(|&turn| turns[turn]).unwrap_or(0);
             turns[turn] += bytes;
-            log.members.insert(entry, Member { dtype, turn: turn as u32 });
+            log.members.insert(record, Member { dtype, turn: turn as u32 });
         }
         Ok(steps)
     }
@@ -134,6 +134,6 @@ impl Store {
         let index = self.index.lock();
         let live = &index.log.live;
         let steps = if live.ahead.is_empty() { 0 } else { live.heads.len() as u64 };
-        LogState { offset: index.log.ring.offset, bytes: index.log.ring.bytes, steps, entries: live.ahead.len() as u64 }
+        LogState { offset: index.log.ring.offset, bytes: index.log.ring.bytes, steps, records: live.ahead.len() as u64 }
     }
 }

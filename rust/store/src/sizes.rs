@@ -24,8 +24,8 @@ pub struct Sizes {
     pub buffer_bytes: u64,
     /// The values of each unit, as they are fetched.
     pub unit_bytes: Vec<u64>,
-    /// What it takes to hold each entry in memory: its values, and its state.
-    pub entry_bytes: Vec<(u64, u64)>,
+    /// What it takes to hold each record in memory: its values, and its state.
+    pub record_bytes: Vec<(u64, u64)>,
 }
 
 impl Description {
@@ -37,13 +37,13 @@ impl Description {
             Error::Invalid(format!("a store has 1 to {} devices, not {devices}", memascend_nvme::DEVICES_MAX))
         })?;
         let layout = Layout::new(self, Devices { count, stripe_bytes: stripe_bytes.unwrap_or(STRIPE_BYTES_DEFAULT) })?;
-        let sections = Sections::new(self, layout.pieces());
+        let sections = Sections::new(self, layout.extents());
         Ok(Sizes {
             total_bytes: layout.total_bytes(),
             slot_bytes: layout.slot_bytes(),
             index_bytes: Index::bytes(self, &layout, &sections) + names_bytes(self) + Spill::bytes(self, &layout),
             buffer_bytes: buffer_bytes(self),
-            entry_bytes: (0..self.entries.len()).map(|entry| layout.held_bytes(self, entry)).collect(),
+            record_bytes: (0..self.records.len()).map(|record| layout.ram_tier_bytes(self, record)).collect(),
             unit_bytes: (0..self.units.len()).map(|unit| layout.unit_bytes(unit)).collect(),
         })
     }

@@ -1,4 +1,4 @@
-//! Tracks one write that belongs to the step: a piece that is staged, or a chunk of a gradient in the log.
+//! Tracks one write that belongs to the step: an extent that is staged, or a chunk of a gradient in the log.
 
 use memascend_nvme::Ticket;
 
@@ -8,11 +8,11 @@ use crate::{Buffer, Error, Result, Store, index::Index};
 pub struct StepWrite<'a, B: Buffer> {
     store: &'a Store,
     ticket: Option<Ticket<B>>,
-    entry: usize,
+    record: usize,
     count: Count,
 }
 
-/// Counts a write of an entry as ended in the index; whether it was whole.
+/// Counts a write of a record as ended in the index; whether it was whole.
 type Count = fn(&mut Index, usize, bool);
 
 impl Store {
@@ -21,23 +21,23 @@ impl Store {
         &self,
         buffer: B,
         place: u64,
-        entry: usize,
+        record: usize,
         count: Count,
     ) -> Result<StepWrite<'_, B>> {
         match self.volume.write(buffer, place) {
-            Ok(ticket) => Ok(StepWrite { store: self, ticket: Some(ticket), entry, count }),
+            Ok(ticket) => Ok(StepWrite { store: self, ticket: Some(ticket), record, count }),
             Err(refused) => {
                 let error = Error::from(refused.error);
-                self.written(entry, count, Err(error.clone()));
+                self.written(record, count, Err(error.clone()));
                 Err(error)
             }
         }
     }
 
-    fn written(&self, entry: usize, count: Count, result: Result<()>) {
+    fn written(&self, record: usize, count: Count, result: Result<()>) {
         let mut index = self.index.lock();
         index.writing -= 1;
-        count(&mut index, entry, result.is_ok());
+        count(&mut index, record, result.is_ok());
         if let Err(error) = result {
             index.failed.get_or_insert(error);
         }
@@ -64,7 +64,7 @@ impl<B: Buffer> StepWrite<'_, B> {
     fn settle(&mut self) -> Option<(B, Result<()>)> {
         let finished = self.ticket.take()?.wait();
         let result = finished.result.map(drop).map_err(Error::from);
-        self.store.written(self.entry, self.count, result.clone());
+        self.store.written(self.record, self.count, result.clone());
         Some((finished.buffer, result))
     }
 }

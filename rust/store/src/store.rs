@@ -66,12 +66,12 @@ pub(crate) fn buffer_bytes(description: &Description) -> u64 {
 
 /// Memory of the description.
 pub(crate) fn names_bytes(description: &Description) -> u64 {
-    description.entries.iter().map(|entry| entry.name.len() as u64 + 256).sum()
+    description.records.iter().map(|record| record.name.len() as u64 + 256).sum()
 }
 
-/// Where an entry stands.
+/// Where a record stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct EntryState {
+pub struct RecordState {
     /// Which slot is live.
     pub slot: u8,
     /// The generation whose commit wrote it.
@@ -120,7 +120,7 @@ impl Store {
         let path: Arc<Path> =
             volume.devices().first().map_or(Path::new("").into(), |device| device.path.as_path().into());
         let scratch = Scratch::new(CATALOG_CHUNK_BYTES, 2, "store catalog")?;
-        let sections = Sections::new(&description, layout.pieces());
+        let sections = Sections::new(&description, layout.extents());
         let description_checksum = checksum(&uuid, Subject::Description, (0, 0), 0, &description.encode());
         let index = Guarded::new(Index::new(&description, &layout, &sections));
         let spill = Spill::new(&description, &layout);
@@ -161,22 +161,22 @@ impl Store {
         &self.volume
     }
 
-    /// The index of the entry called `name`.
-    pub fn entry(&self, name: &str) -> Result<usize> {
-        let found = self.description.entries.iter().position(|entry| entry.name == name);
-        found.ok_or_else(|| Error::Invalid(format!("the store has no entry {name:?}")))
+    /// The index of the record called `name`.
+    pub fn record(&self, name: &str) -> Result<usize> {
+        let found = self.description.records.iter().position(|record| record.name == name);
+        found.ok_or_else(|| Error::Invalid(format!("the store has no record {name:?}")))
     }
 
-    /// Where an entry stands.
-    pub fn entry_state(&self, entry: usize) -> Result<EntryState> {
-        self.known(entry)?;
+    /// Where a record stands.
+    pub fn record_state(&self, record: usize) -> Result<RecordState> {
+        self.known(record)?;
         let index = self.index.lock();
-        let slots = &index.entries[entry];
+        let slots = &index.records[record];
         let (version, step) = slots.newest();
         // What is found with a log is newer than its slot before it is replayed, too.
-        let ahead = index.log.live.ahead.get(&entry).filter(|_| slots.applied.is_none());
+        let ahead = index.log.live.ahead.get(&record).filter(|_| slots.applied.is_none());
         let step = ahead.map_or(step, |ahead| ahead.step);
-        Ok(EntryState { slot: slots.live, version, step, staged: slots.pending.is_staged() })
+        Ok(RecordState { slot: slots.live, version, step, staged: slots.pending.is_staged() })
     }
 
     /// Identity, last commit and sizes.
@@ -206,9 +206,9 @@ impl Store {
         self.counters.read()
     }
 
-    pub(crate) fn known(&self, entry: usize) -> Result<()> {
-        let count = self.description.entries.len();
-        if entry < count { Ok(()) } else { Err(Error::Invalid(format!("entry {entry} of {count}"))) }
+    pub(crate) fn known(&self, record: usize) -> Result<()> {
+        let count = self.description.records.len();
+        if record < count { Ok(()) } else { Err(Error::Invalid(format!("record {record} of {count}"))) }
     }
 
     /// The index, once it is `ready`.
@@ -237,25 +237,25 @@ impl Store {
         self.when(&mut Wait { timeout, keep_waiting: Some(&mut settled) }, what, ready)
     }
 
-    /// The checksum of a piece.
-    pub(crate) fn sum_of(&self, entry: usize, piece: u32, version: u64, buffer: &impl Buffer) -> u64 {
-        self.sum_of_bytes(entry, piece, version, bytes_of(buffer))
+    /// The checksum of an extent.
+    pub(crate) fn sum_of(&self, record: usize, extent: u32, version: u64, buffer: &impl Buffer) -> u64 {
+        self.sum_of_bytes(record, extent, version, bytes_of(buffer))
     }
 
-    pub(crate) fn sum_of_bytes(&self, entry: usize, piece: u32, version: u64, bytes: &[u8]) -> u64 {
-        checksum(&self.uuid, Subject::Piece, (entry as u64, u64::from(piece)), version, bytes)
+    pub(crate) fn sum_of_bytes(&self, record: usize, extent: u32, version: u64, bytes: &[u8]) -> u64 {
+        checksum(&self.uuid, Subject::Extent, (record as u64, u64::from(extent)), version, bytes)
     }
 
     pub(crate) fn corrupt(&self, what: String, (offset, nbytes): (u64, u64), why: impl Into<String>) -> Error {
         Error::Corrupt { path: Arc::clone(&self.path), what, offset, nbytes, why: why.into() }
     }
 
-    /// A piece in words.
-    pub(crate) fn named(&self, entry: usize, piece: u32) -> String {
+    /// An extent in words.
+    pub(crate) fn named(&self, record: usize, extent: u32) -> String {
         use crate::Content;
-        let described = &self.description.entries[entry];
+        let described = &self.description.records[record];
         let name = &described.name;
-        match self.layout.piece(&self.description, entry, piece).content {
+        match self.layout.extent(&self.description, record, extent).content {
             Content::Values { chunk } => format!("chunk {chunk} of {name:?}"),
             Content::State { chunk } => format!("chunk {chunk} of the state of {name:?}"),
             Content::Whole { tensor, part } => {

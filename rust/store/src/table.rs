@@ -1,6 +1,6 @@
 //! The table that commits change: pages with their own checksums, of which only changed ones are written.
 //!
-//! `head | user value | hyperparameters | entries | checksums of the pieces`
+//! `head | user value | hyperparameters | records | checksums of the extents`
 
 use std::ops::Range;
 
@@ -14,9 +14,9 @@ use crate::{
 
 /// What a page holds before its checksum.
 pub(crate) const PAYLOAD_BYTES: usize = PAGE_BYTES as usize - 8;
-/// Slot, version and step of an entry.
-const ENTRY_BYTES: usize = 24;
-const ENTRIES_PER_PAGE: u64 = (PAYLOAD_BYTES / ENTRY_BYTES) as u64;
+/// Slot, version and step of a record.
+const RECORD_BYTES: usize = 24;
+const RECORDS_PER_PAGE: u64 = (PAYLOAD_BYTES / RECORD_BYTES) as u64;
 const SUMS_PER_PAGE: u64 = (PAYLOAD_BYTES / 8) as u64;
 
 /// Which pages hold what.
@@ -24,37 +24,37 @@ const SUMS_PER_PAGE: u64 = (PAYLOAD_BYTES / 8) as u64;
 pub(crate) struct Sections {
     pub(crate) user: Range<u64>,
     pub(crate) hyperparameters: Range<u64>,
-    pub(crate) entries: Range<u64>,
+    pub(crate) records: Range<u64>,
     pub(crate) sums: Range<u64>,
 }
 
 impl Sections {
-    pub(crate) fn new(description: &Description, pieces: u32) -> Self {
+    pub(crate) fn new(description: &Description, extents: u32) -> Self {
         let text = |bytes_max: u32| (4 + u64::from(bytes_max)).div_ceil(PAYLOAD_BYTES as u64);
         let user = 1..1 + text(description.user_bytes_max);
         let hyperparameters = user.end..user.end + text(description.hyperparameters_bytes_max);
-        let entries = description.entries.len() as u64;
-        let entries = hyperparameters.end..hyperparameters.end + entries.div_ceil(ENTRIES_PER_PAGE);
-        let sums = entries.end..entries.end + u64::from(pieces).div_ceil(SUMS_PER_PAGE);
-        Self { user, hyperparameters, entries, sums }
+        let records = description.records.len() as u64;
+        let records = hyperparameters.end..hyperparameters.end + records.div_ceil(RECORDS_PER_PAGE);
+        let sums = records.end..records.end + u64::from(extents).div_ceil(SUMS_PER_PAGE);
+        Self { user, hyperparameters, records, sums }
     }
 
     pub(crate) fn pages(&self) -> u64 {
         self.sums.end
     }
 
-    /// The page that an entry stands in.
-    pub(crate) fn page_of_entry(&self, entry: usize) -> u64 {
-        self.entries.start + entry as u64 / ENTRIES_PER_PAGE
+    /// The page that a record stands in.
+    pub(crate) fn page_of_record(&self, record: usize) -> u64 {
+        self.records.start + record as u64 / RECORDS_PER_PAGE
     }
 
-    /// The pages that the checksums of some pieces stand in.
-    pub(crate) fn pages_of_sums(&self, pieces: Range<u32>) -> Range<u64> {
-        if pieces.is_empty() {
+    /// The pages that the checksums of some extents stand in.
+    pub(crate) fn pages_of_sums(&self, extents: Range<u32>) -> Range<u64> {
+        if extents.is_empty() {
             return 0..0;
         }
-        let page = |piece: u32| self.sums.start + u64::from(piece) / SUMS_PER_PAGE;
-        page(pieces.start)..page(pieces.end - 1) + 1
+        let page = |extent: u32| self.sums.start + u64::from(extent) / SUMS_PER_PAGE;
+        page(extents.start)..page(extents.end - 1) + 1
     }
 
     /// Fills a page as it is after the commit that is being made, checksum included, and returns that.
@@ -67,19 +67,19 @@ impl Sections {
             put_text(payload, &index.user, page - self.user.start);
         } else if self.hyperparameters.contains(&page) {
             put_text(payload, &index.hyperparameters, page - self.hyperparameters.start);
-        } else if self.entries.contains(&page) {
-            let first = ((page - self.entries.start) * ENTRIES_PER_PAGE) as usize;
-            for (at, entry) in index.entries.iter().skip(first).take(ENTRIES_PER_PAGE as usize).enumerate() {
-                let slot = entry.next_slot();
-                for (field, value) in [slot as u64, entry.versions[slot], entry.steps[slot]].into_iter().enumerate() {
-                    put(payload, at * ENTRY_BYTES + field * 8, value);
+        } else if self.records.contains(&page) {
+            let first = ((page - self.records.start) * RECORDS_PER_PAGE) as usize;
+            for (at, record) in index.records.iter().skip(first).take(RECORDS_PER_PAGE as usize).enumerate() {
+                let slot = record.next_slot();
+                for (field, value) in [slot as u64, record.versions[slot], record.steps[slot]].into_iter().enumerate() {
+                    put(payload, at * RECORD_BYTES + field * 8, value);
                 }
             }
         } else {
             let first = (page - self.sums.start) * SUMS_PER_PAGE;
-            let last = (first + SUMS_PER_PAGE).min(index.piece_count());
-            for (at, piece) in (first..last).enumerate() {
-                put(payload, at * 8, index.next_sum(piece as usize));
+            let last = (first + SUMS_PER_PAGE).min(index.extent_count());
+            for (at, extent) in (first..last).enumerate() {
+                put(payload, at * 8, index.next_sum(extent as usize));
             }
         }
         let sum = checksum(uuid, Subject::TablePage, (page, 0), 0, payload);
@@ -102,23 +102,23 @@ impl Sections {
             take_text(&mut index.user_bytes, payload, page - self.user.start)?;
         } else if self.hyperparameters.contains(&page) {
             take_text(&mut index.hyperparameters_bytes, payload, page - self.hyperparameters.start)?;
-        } else if self.entries.contains(&page) {
-            let first = ((page - self.entries.start) * ENTRIES_PER_PAGE) as usize;
+        } else if self.records.contains(&page) {
+            let first = ((page - self.records.start) * RECORDS_PER_PAGE) as usize;
             let generation = index.generation;
-            for entry in index.entries.iter_mut().skip(first).take(ENTRIES_PER_PAGE as usize) {
+            for record in index.records.iter_mut().skip(first).take(RECORDS_PER_PAGE as usize) {
                 let (slot, version, step) = (fields.u64()?, fields.u64()?, fields.u64()?);
                 if slot > 1 || version > generation {
-                    return Err(format!("slot {slot} and version {version} of an entry at generation {generation}"));
+                    return Err(format!("slot {slot} and version {version} of a record at generation {generation}"));
                 }
-                entry.live = slot as u8;
-                entry.versions[slot as usize] = version;
-                entry.steps[slot as usize] = step;
+                record.live = slot as u8;
+                record.versions[slot as usize] = version;
+                record.steps[slot as usize] = step;
             }
         } else {
             let first = (page - self.sums.start) * SUMS_PER_PAGE;
-            let last = (first + SUMS_PER_PAGE).min(index.piece_count());
-            for piece in first..last {
-                index.set_live_sum(piece as usize, fields.u64()?);
+            let last = (first + SUMS_PER_PAGE).min(index.extent_count());
+            for extent in first..last {
+                index.set_live_sum(extent as usize, fields.u64()?);
             }
         }
         Ok(sum)

@@ -1,71 +1,72 @@
-//! Verifies a store: reads and checks every live piece.
+//! Verifies a store: reads and checks every live extent.
 
 use std::collections::VecDeque;
 
-use crate::{Error, PieceRead, Result, Scratch, Shared, Store};
+use crate::{Error, ExtentRead, Result, Scratch, Shared, Store};
 
-/// Pieces in flight, or chunks of the log.
+/// Extents in flight, or chunks of the log.
 pub(crate) const DEPTH: usize = 4;
 
 /// What a verification found to be whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Verified {
-    /// Pieces.
-    pub pieces: u64,
+    /// Extents.
+    pub extents: u64,
     /// Their bytes.
     pub bytes: u64,
 }
 
 impl Store {
-    /// Reads every live piece and checks it. `progress` gets bytes done and of all, and ends it by `false`.
+    /// Reads every live extent and checks it. `progress` gets bytes done and of all, and ends it by `false`.
     pub fn verify(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<Verified> {
         let verified = self.verify_each(progress, &mut Err)?;
         self.pending_replay().iter().for_each(|replay| replay.note_checked());
         Ok(verified)
     }
 
-    /// The same; `damaged` gets each piece that is not whole, or cannot be read, and says whether to go on.
+    /// The same; `damaged` gets each extent that is not whole, or cannot be read, and says whether to go on.
     pub(crate) fn verify_each(
         &self,
         progress: &mut dyn FnMut(u64, u64) -> bool,
         damaged: &mut dyn FnMut(Error) -> Result<()>,
     ) -> Result<Verified> {
-        let entries = 0..self.description.entries.len();
+        let records = 0..self.description.records.len();
         let all = self.layout.slot_bytes();
-        let pieces = self.verify_slots(entries, &mut |done| progress(done, all), damaged)?;
+        let extents = self.verify_slots(records, &mut |done| progress(done, all), damaged)?;
         // The log is not counted: how much of it is needed is not known before.
         let logged = self.verify_log(&mut || progress(all, all), damaged)?;
-        Ok(Verified { pieces: pieces.pieces + logged.pieces, bytes: pieces.bytes + logged.bytes })
+        Ok(Verified { extents: extents.extents + logged.extents, bytes: extents.bytes + logged.bytes })
     }
 
     /// Reads and checks what [`Store::pending_replay`] is applied to, and all that it applies; once, here or by [`Store::verify`]. Whoever replays has to
     /// have done this before it stages anything: it writes over the commit before, which is all that is left of the run
-    /// where this is damaged. `keep_going` is asked after each piece.
+    /// where this is damaged. `keep_going` is asked after each extent.
     pub fn check_log(&self, keep_going: &mut dyn FnMut() -> bool) -> Result<()> {
         let Some(replay) = self.pending_replay().filter(|replay| !replay.is_checked()) else { return Ok(()) };
-        self.verify_slots(replay.entries(), &mut |_| keep_going(), &mut Err)?;
+        self.verify_slots(replay.records(), &mut |_| keep_going(), &mut Err)?;
         self.verify_log(keep_going, &mut Err)?;
         replay.note_checked();
         Ok(())
     }
 
-    /// Reads and checks the live slots of entries; `progress` gets bytes done.
+    /// Reads and checks the live slots of records; `progress` gets bytes done.
     fn verify_slots(
         &self,
-        entries: impl Iterator<Item = usize>,
+        records: impl Iterator<Item = usize>,
         progress: &mut dyn FnMut(u64) -> bool,
         damaged: &mut dyn FnMut(Error) -> Result<()>,
     ) -> Result<Verified> {
         let (state, values) = self.description.staging_bytes();
         let chunk = state.max(values).max(1) as usize;
         let scratch = Scratch::new(chunk, DEPTH, "store verification")?;
-        let pieces = entries.flat_map(|entry| (0..self.layout.pieces_of(entry)).map(move |piece| (entry, piece)));
+        let extents =
+            records.flat_map(|record| (0..self.layout.extents_of(record)).map(move |extent| (record, extent)));
         let (mut done, mut read_bytes) = (Verified::default(), 0);
-        let begin = |(entry, piece)| {
-            let bytes = self.layout.piece(&self.description, entry, piece).bytes();
-            Ok((self.read_slot(entry, piece, scratch.part(bytes)?)?, bytes))
+        let begin = |(record, extent)| {
+            let bytes = self.layout.extent(&self.description, record, extent).bytes();
+            Ok((self.read_slot(record, extent, scratch.part(bytes)?)?, bytes))
         };
-        in_flight(DEPTH, pieces, begin, |(read, bytes): (PieceRead<'_, Shared>, u64)| {
+        in_flight(DEPTH, extents, begin, |(read, bytes): (ExtentRead<'_, Shared>, u64)| {
             match read.wait() {
                 Ok(_) => done.add(bytes),
                 Err(error) => damaged(error)?,
@@ -78,9 +79,9 @@ impl Store {
 }
 
 impl Verified {
-    /// One more piece.
+    /// One more extent.
     pub(crate) fn add(&mut self, bytes: u64) {
-        self.pieces += 1;
+        self.extents += 1;
         self.bytes += bytes;
     }
 }

@@ -8,26 +8,26 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use memascend_nvme::sim::{Rng, SimDisk};
 use memascend_store::{
-    EntryState, Error, Info, Store, parse_description, parse_head_fields, parse_label, parse_root, parse_root_fields,
+    Error, Info, RecordState, Store, parse_description, parse_head_fields, parse_label, parse_root, parse_root_fields,
 };
 use model::{check, commit, many, ok, side_by_side, size};
 use proptest::prelude::*;
 
-/// A store at step 2, on one device, and where its live pieces lie.
+/// A store at step 2, on one device, and where its live extents lie.
 fn trained() -> (Vec<u8>, Vec<(usize, u64, u64)>, u64) {
     let disks = model::disks(1);
     let store = model::trained(&disks, 2);
-    let (mut pieces, mut first) = (Vec::new(), u64::MAX);
-    for entry in 0..store.description().entries.len() {
-        let slot = usize::from(ok(store.entry_state(entry)).slot);
-        for piece in 0..store.layout().pieces_of(entry) {
-            let layout = store.layout().piece(store.description(), entry, piece);
+    let (mut extents, mut first) = (Vec::new(), u64::MAX);
+    for record in 0..store.description().records.len() {
+        let slot = usize::from(ok(store.record_state(record)).slot);
+        for extent in 0..store.layout().extents_of(record) {
+            let layout = store.layout().extent(store.description(), record, extent);
             let offsets = [0, 1].map(|of| store.layout().offset_in(&layout, of));
             first = first.min(offsets[0]).min(offsets[1]);
-            pieces.push((entry, offsets[slot], layout.bytes()));
+            extents.push((record, offsets[slot], layout.bytes()));
         }
     }
-    (disks[0].bytes(), pieces, first)
+    (disks[0].bytes(), extents, first)
 }
 
 /// What opening and reading everything says: the step, or the error's text.
@@ -42,9 +42,9 @@ fn found_on(disk: &SimDisk) -> Result<u64, String> {
 }
 
 /// All that a store says of itself.
-fn known(store: &Store) -> (Info, Vec<EntryState>) {
-    let entries = 0..store.description().entries.len();
-    (store.info(), entries.map(|entry| ok(store.entry_state(entry))).collect())
+fn known(store: &Store) -> (Info, Vec<RecordState>) {
+    let records = 0..store.description().records.len();
+    (store.info(), records.map(|record| ok(store.record_state(record))).collect())
 }
 
 fn named(error: &Error) -> String {
@@ -91,7 +91,7 @@ fn every_byte_of_the_catalog() {
                     assert_eq!(store.noted_damage().len(), usize::from(copy.is_some()), "byte {at}");
                     let named = |name: &&str| store.noted_damage()[0].starts_with(*name);
                     assert!(copy.is_none_or(named), "byte {at}: {:?}", store.noted_damage());
-                    // The checksums that it knows are right if the pieces pass.
+                    // The checksums that it knows are right if the extents pass.
                     if at % 257 == 0 {
                         assert_eq!(check(&store, "flipped"), 2, "byte {at}");
                     }
@@ -110,32 +110,32 @@ fn every_byte_of_the_catalog() {
 
 #[test]
 fn every_byte_of_some_chunks() {
-    let (bytes, pieces, _) = trained();
-    let chosen: Vec<_> = pieces.iter().step_by(5).collect();
+    let (bytes, extents, _) = trained();
+    let chosen: Vec<_> = extents.iter().step_by(5).collect();
     side_by_side(0..chosen.len() as u64, |number| {
-        let &(entry, offset, nbytes) = chosen[size(number)];
+        let &(record, offset, nbytes) = chosen[size(number)];
         let disk = SimDisk::of(bytes.clone());
         for at in (offset..offset + nbytes).step_by(many(7, 61)) {
             let byte = size(at);
             disk.flip(byte, 0x10);
             let why = found_on(&disk).map_err(|why| why.contains("damaged") && why.contains("checksum"));
             disk.flip(byte, 0x10);
-            assert_eq!(why, Err(true), "entry {entry}, byte {at}");
+            assert_eq!(why, Err(true), "record {record}, byte {at}");
         }
     });
 }
 
 #[test]
 fn a_write_that_was_lost_or_went_elsewhere_is_found() {
-    let (bytes, pieces, _) = trained();
+    let (bytes, extents, _) = trained();
     let range = |offset: u64, nbytes: u64| size(offset)..size(offset + nbytes);
-    for pair in pieces.windows(2).filter(|pair| pair[0].2 == pair[1].2) {
+    for pair in extents.windows(2).filter(|pair| pair[0].2 == pair[1].2) {
         let mut swapped = bytes.clone();
         let (one, two) = (range(pair[0].1, pair[0].2), range(pair[1].1, pair[1].2));
         swapped.copy_within(one, two.start);
         assert!(outcome(swapped).is_err());
     }
-    for &(_, offset, nbytes) in &pieces {
+    for &(_, offset, nbytes) in &extents {
         let mut lost = bytes.clone();
         lost[range(offset, nbytes)].fill(0);
         assert!(outcome(lost).is_err());
@@ -187,7 +187,7 @@ fn a_flipped_bit_in_what_the_root_names_of_the_log_is_named_and_any_other_is_not
     (1..=6).for_each(|step| ok(commit(&store, step)));
     drop(store);
     let log = ok(model::open(&found, &model::how())).log_state();
-    assert!(log.steps >= 4 && log.entries == 5, "{log:?}");
+    assert!(log.steps >= 4 && log.records == 5, "{log:?}");
     let (begin, end) = (log.offset, log.offset + log.bytes);
     let (mut gradients, mut heads, mut unseen) = (0, 0_u64, 0);
     for page in (begin..end.min(begin + (240 << 10))).step_by(4096) {

@@ -6,18 +6,18 @@ mod model;
 
 use memascend_mem::Wait;
 use memascend_nvme::sim::{Faults, Rng, SimDisk};
-use memascend_store::{Commit, Description, Dtype, Entry, Store};
+use memascend_store::{Commit, Description, Dtype, Record, Store};
 use model::{ok, size};
 
-fn described(chunk_elements: u32, entries: Vec<Entry>) -> Description {
-    let entries = entries.into_iter().map(|entry| Entry { unit: 0, ..entry }).collect();
-    Description { chunk_elements, units: vec!["all".into()], entries, ..model::description() }
+fn described(chunk_elements: u32, records: Vec<Record>) -> Description {
+    let records = records.into_iter().map(|record| Record { unit: 0, ..record }).collect();
+    Description { chunk_elements, units: vec!["all".into()], records, ..model::description() }
 }
 
 /// What 8-bit moments look like, with a plane of bits and a tensor that lies by itself.
-fn blocks(name: &str, numel: u64) -> Entry {
-    let mut entry = model::entry(name, 0, Dtype::Bf16, &[numel], &[]);
-    entry.state = vec![
+fn blocks(name: &str, numel: u64) -> Record {
+    let mut record = model::record(name, 0, Dtype::Bf16, &[numel], &[]);
+    record.state = vec![
         model::tensor("exp_avg", Dtype::U8, &[numel], 1),
         model::tensor("exp_avg.absmax", Dtype::F32, &[numel.div_ceil(256)], 256),
         model::tensor("signs", Dtype::U8, &[numel.div_ceil(8)], 8),
@@ -25,35 +25,35 @@ fn blocks(name: &str, numel: u64) -> Entry {
         model::tensor("wide", Dtype::C128, &[numel], 1),
         model::tensor("nibbles", Dtype::U8, &[1, numel.div_ceil(2)], 2),
     ];
-    entry
+    record
 }
 
-fn tensors(store: &Store, entry: usize, seed: u64) -> Vec<Vec<u8>> {
+fn tensors(store: &Store, record: usize, seed: u64) -> Vec<Vec<u8>> {
     let mut rng = Rng::new(seed);
     let of = |nbytes: usize, rng: &mut Rng| (0..nbytes).map(|_| rng.bits().to_le_bytes()[0]).collect();
-    ok(store.tensor_bytes(entry)).into_iter().map(|nbytes| of(nbytes, &mut rng)).collect()
+    ok(store.tensor_bytes(record)).into_iter().map(|nbytes| of(nbytes, &mut rng)).collect()
 }
 
 fn staged(store: &Store, step: u64) {
-    for entry in 0..store.description().entries.len() {
-        let tensors = tensors(store, entry, step << 8 | entry as u64);
+    for record in 0..store.description().records.len() {
+        let tensors = tensors(store, record, step << 8 | record as u64);
         let parts: Vec<&[u8]> = tensors.iter().map(Vec::as_slice).collect();
-        ok(store.stage_entry(entry, step, &parts, Wait::forever()));
+        ok(store.stage_record(record, step, &parts, Wait::forever()));
     }
     ok(store.commit(Commit { step, ..Commit::default() }, Wait::forever()));
 }
 
 fn require(store: &Store, step: u64) {
     ok(store.verify(&mut |_, _| true));
-    for entry in 0..store.description().entries.len() {
-        let wanted = tensors(store, entry, step << 8 | entry as u64);
+    for record in 0..store.description().records.len() {
+        let wanted = tensors(store, record, step << 8 | record as u64);
         let mut got: Vec<Vec<u8>> = wanted.iter().map(|bytes| vec![0; bytes.len()]).collect();
         let mut parts: Vec<&mut [u8]> = got.iter_mut().map(Vec::as_mut_slice).collect();
-        ok(store.read_entry(entry, &mut parts));
-        assert!(got == wanted, "entry {entry} at step {step}");
+        ok(store.read_record(record, &mut parts));
+        assert!(got == wanted, "record {record} at step {step}");
         // And part by part, of the same bytes.
         let mut scanned: Vec<Vec<u8>> = wanted.iter().map(|bytes| vec![0; bytes.len()]).collect();
-        ok(store.scan(&[entry], &mut |_, parts| {
+        ok(store.scan(&[record], &mut |_, parts| {
             for part in parts {
                 use memascend_store::Buffer;
                 // SAFETY: nothing uses the memory during the call.
@@ -62,7 +62,7 @@ fn require(store: &Store, step: u64) {
             }
             true
         }));
-        assert!(scanned == wanted, "entry {entry} at step {step}, scanned");
+        assert!(scanned == wanted, "record {record} at step {step}, scanned");
     }
 }
 
@@ -74,14 +74,14 @@ fn round_trip(description: &Description) {
         let volume = model::volume(&disks, &Faults::default());
         let store = ok(Store::create_on(volume, model::STRIPE, description.clone(), &model::how()));
         assert_eq!(store.volume().size_bytes(), store.info().total_bytes, "no byte too many");
-        // No two pieces of a slot share a byte, and what a staging chunk holds holds each of them.
+        // No two extents of a slot share a byte, and what a staging chunk holds holds each of them.
         let mut extents = Vec::new();
-        for entry in 0..description.entries.len() {
-            for piece in 0..store.layout().pieces_of(entry) {
-                let piece = store.layout().piece(description, entry, piece);
+        for record in 0..description.records.len() {
+            for extent in 0..store.layout().extents_of(record) {
+                let extent = store.layout().extent(description, record, extent);
                 let (state, values) = description.staging_bytes();
-                assert!(piece.bytes() <= state.max(values));
-                extents.extend((0..2).map(|slot| (store.layout().offset_in(&piece, slot), piece.bytes())));
+                assert!(extent.bytes() <= state.max(values));
+                extents.extend((0..2).map(|slot| (store.layout().offset_in(&extent, slot), extent.bytes())));
             }
         }
         extents.sort_unstable();
@@ -101,20 +101,20 @@ fn round_trip(description: &Description) {
 #[test]
 fn one_byte_values_beside_wide_state_come_back() {
     let names = ["a", "b", "c", "d", "e"];
-    let wide = model::entry("wide", 0, Dtype::F32, &[60_000], &names);
-    let of = |(name, dtype): (&str, Dtype)| model::entry(name, 0, dtype, &[120_000], &[]);
+    let wide = model::record("wide", 0, Dtype::F32, &[60_000], &names);
+    let of = |(name, dtype): (&str, Dtype)| model::record(name, 0, dtype, &[120_000], &[]);
     let narrow = [("bool", Dtype::Bool), ("int8", Dtype::I8), ("fp8", Dtype::F8E5m2fnuz), ("complex", Dtype::C64)];
-    let entries: Vec<Entry> = std::iter::once(wide).chain(narrow.map(of)).collect();
+    let records: Vec<Record> = std::iter::once(wide).chain(narrow.map(of)).collect();
     // What 20 bytes of state made the chunk: not laid out any more, and refused with what works.
-    let refused = described(51_200, entries.clone()).sizes(1, None).map(drop).map_err(|error| error.to_string());
+    let refused = described(51_200, records.clone()).sizes(1, None).map(drop).map_err(|error| error.to_string());
     assert!(refused.as_ref().is_err_and(|why| why.contains("ends inside a page")), "{refused:?}");
-    round_trip(&described(49_152, entries));
+    round_trip(&described(49_152, records));
 }
 
 #[test]
 fn state_with_grains_comes_back() {
     let sizes = [1, 7, 8, 255, 256, 257, 4095, 4096, 4097, 12_288, 12_289, 20_000, 0];
-    let entries = sizes.iter().map(|&numel| blocks(&format!("of {numel}"), numel)).collect();
-    round_trip(&described(4096, entries));
+    let records = sizes.iter().map(|&numel| blocks(&format!("of {numel}"), numel)).collect();
+    round_trip(&described(4096, records));
     round_trip(&described(6144, vec![blocks("odd chunks", 20_001)]));
 }

@@ -1,4 +1,4 @@
-//! Tests the log of gradients: entries whose slots are old, and what opening makes of them.
+//! Tests the log of gradients: records whose slots are old, and what opening makes of them.
 
 use memascend_mem::Wait;
 use memascend_nvme::sim::SimDisk;
@@ -24,7 +24,7 @@ fn what_was_logged_is_there_after_a_crash_at_any_commit() {
                 assert_eq!(check(&found, &name), number, "{name}");
                 ok(found.verify(&mut |_, _| true));
             }
-            assert!(store.log_state().entries > 0);
+            assert!(store.log_state().records > 0);
         }
     }
 }
@@ -37,7 +37,7 @@ fn less_room_is_fewer_steps_and_none_is_none() {
         let store = model::trained(&disks, 0);
         let steps = ok(store.keep_log(&LOGGED, 16));
         seen.push(steps);
-        // An entry without room is written whole.
+        // A record without room is written whole.
         (1..=30).for_each(|number| ok(commit(&store, number)));
         assert_eq!(store.log_state().steps > 0, steps > 0, "{steps} steps");
         drop(store);
@@ -50,26 +50,27 @@ fn less_room_is_fewer_steps_and_none_is_none() {
 }
 
 #[test]
-fn a_ring_whose_entries_are_not_written_whole_fills_up_and_keeps_what_is_needed() {
+fn a_ring_whose_records_are_not_written_whole_fills_up_and_keeps_what_is_needed() {
     let disks = large_disks(1);
     let store = model::trained(&disks, 0);
     let mut state = after(0).clone();
     assert_eq!(ok(store.keep_log(&LOGGED[..1], 2)), 2);
-    let (entry, dtype) = LOGGED[0];
+    let (record, dtype) = LOGGED[0];
     let mut refused = 0;
     for step in 1..8 {
-        let gradient = model::gradient(&store, entry, dtype, step);
-        let Some(writes) = ok(model::append(&store, entry, dtype, &gradient)) else {
+        let gradient = model::gradient(&store, record, dtype, step);
+        let Some(writes) = ok(model::append(&store, record, dtype, &gradient)) else {
             refused += 1;
             continue;
         };
         for write in writes {
             ok(write.wait());
         }
-        let held = state.entry(entry).or_insert_with(|| unreachable!());
+        let held = state.entry(record).or_insert_with(|| unreachable!());
         model::update(held, &gradient, 1);
         let rule = Rule { name: "toy".into(), arithmetic: 1, numbers: vec![("factor".into(), 1)], factors: vec![] };
-        let log = Some(StepHead { rules: vec![rule], updates: vec![LoggedUpdate { entry, rule: 0, step: held.step }] });
+        let log =
+            Some(StepHead { rules: vec![rule], updates: vec![LoggedUpdate { record, rule: 0, step: held.step }] });
         ok(store.commit(Commit { step, log, ..Commit::default() }, Wait::forever()));
         assert!(!store.due().is_empty() || step < 2);
     }
@@ -82,38 +83,38 @@ fn a_ring_whose_entries_are_not_written_whole_fills_up_and_keeps_what_is_needed(
 fn what_is_wrong_is_refused_and_changes_nothing() {
     let disks = large_disks(1);
     let store = model::trained(&disks, 0);
-    let (entry, dtype) = LOGGED[0];
-    assert!(!ok(store.begin_append(entry, dtype)), "there is no log yet");
-    assert!(store.keep_log(&[(entry, Dtype::I32)], 2).is_err_and(|error| error.to_string().contains("int32")));
+    let (record, dtype) = LOGGED[0];
+    assert!(!ok(store.begin_append(record, dtype)), "there is no log yet");
+    assert!(store.keep_log(&[(record, Dtype::I32)], 2).is_err_and(|error| error.to_string().contains("int32")));
     ok(store.keep_log(&LOGGED, 2));
     ok(commit(&store, 1));
     let said = |error: Result<u64, Error>| error.err().map(|error| error.to_string()).unwrap_or_default();
     let refused =
         |log: StepHead| said(store.commit(Commit { step: 2, log: Some(log), ..Commit::default() }, Wait::forever()));
     let rule = Rule { name: "toy".into(), ..Rule::default() };
-    let update = |entry| LoggedUpdate { entry, rule: 0, step: 2 };
-    let head = StepHead { rules: vec![rule.clone()], updates: vec![update(entry)] };
+    let update = |record| LoggedUpdate { record, rule: 0, step: 2 };
+    let head = StepHead { rules: vec![rule.clone()], updates: vec![update(record)] };
     assert!(refused(head.clone()).contains("0 gradients were appended, and the step names 1"));
-    assert!(!ok(store.begin_append(entry, Dtype::F32)), "a log for other gradients");
-    assert!(ok(store.begin_append(entry, dtype)));
+    assert!(!ok(store.begin_append(record, Dtype::F32)), "a log for other gradients");
+    assert!(ok(store.begin_append(record, dtype)));
     assert!(
-        store.append(entry, 0, vec![0; 512]).is_err_and(|error| error.to_string().contains("has 4096 bytes, not 512"))
+        store.append(record, 0, vec![0; 512]).is_err_and(|error| error.to_string().contains("has 4096 bytes, not 512"))
     );
-    ok(ok(store.append(entry, 0, vec![0; 4096])).wait());
-    assert!(store.append(entry, 0, vec![0; 4096]).is_err_and(|error| error.to_string().contains("appended already")));
+    ok(ok(store.append(record, 0, vec![0; 4096])).wait());
+    assert!(store.append(record, 0, vec![0; 4096]).is_err_and(|error| error.to_string().contains("appended already")));
     assert!(refused(head.clone()).contains("appended in part, 2 chunks lack"));
     for chunk in 1..3 {
-        ok(ok(store.append(entry, chunk, vec![0; 4096])).wait());
+        ok(ok(store.append(record, chunk, vec![0; 4096])).wait());
     }
     assert!(refused(StepHead::default()).contains("1 gradients were appended, and the step names 0"));
     let other = StepHead { updates: vec![update(1)], ..head.clone() };
-    assert!(refused(other).contains("entry 1 is named, and its gradient was not appended"));
-    let other = StepHead { updates: vec![LoggedUpdate { rule: 1, ..update(entry) }], ..head.clone() };
+    assert!(refused(other).contains("record 1 is named, and its gradient was not appended"));
+    let other = StepHead { updates: vec![LoggedUpdate { rule: 1, ..update(record) }], ..head.clone() };
     assert!(refused(other).contains("by rule 1 of 1"));
     let long = Rule { numbers: vec![("x".repeat(60), 0); 10], ..rule };
     assert!(refused(StepHead { rules: vec![long], ..head }).contains("at most 512"));
-    // What its slot holds is not what the entry is.
-    let read = store.read(entry, 0, vec![0; 4096]).map(drop);
+    // What its slot holds is not what the record is.
+    let read = store.read(record, 0, vec![0; 4096]).map(drop);
     assert!(read.is_err_and(|error| error.to_string().contains("replay that first")));
     ok(store.discard(Wait::forever()));
     assert_eq!((store.log_state().steps, store.info().step), (1, 1));

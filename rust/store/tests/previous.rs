@@ -52,7 +52,7 @@ fn damage_root(disk: &SimDisk, page: usize) {
 /// Where the pages of the table lie that differ between two commits, of which the first begins after the description.
 fn tables(disk: &SimDisk) -> [std::ops::Range<usize>; 2] {
     let store = ok(model::open(slice::from_ref(disk), &newest()));
-    let values = size(store.layout().offset_in(&store.layout().piece(store.description(), 0, 0), 0));
+    let values = size(store.layout().offset_in(&store.layout().extent(store.description(), 0, 0), 0));
     let half = (values - 3 * PAGE - PAGE) / 2;
     [values - 2 * half..values - half, values - half..values]
 }
@@ -352,7 +352,7 @@ fn both_commits_are_examined_and_nothing_is_written() {
     };
     assert_eq!(said(&trained(0, false)), [(Some(1), Some(0), 0)]);
     assert_eq!(said(&trained(3, false)), [(Some(4), Some(3), 0), (Some(3), Some(2), 0)]);
-    // The three chunks of the entry that the next step staged, and of its state.
+    // The three chunks of the record that the next step staged, and of its state.
     assert_eq!(said(&trained(3, true)), [(Some(4), Some(3), 0), (Some(3), Some(2), 6)]);
     let disk = trained(3, false);
     damage_root(&disk, pages(3).0);

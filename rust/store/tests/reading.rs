@@ -26,11 +26,11 @@ fn room(store: &Store, unit: usize) -> Vec<u8> {
 /// What a unit holds after a commit.
 fn expected(store: &Store, unit: usize, commit: u64) -> Vec<u8> {
     let mut bytes = vec![0; room(store, unit).len()];
-    for entry in store.entries_of(unit) {
-        let mut at = size(store.layout().in_unit(entry, unit));
-        for piece in &model::after(commit)[&entry].pieces[..store.layout().chunks_of(entry) as usize] {
-            bytes[at..at + piece.len()].copy_from_slice(piece);
-            at += piece.len();
+    for record in store.records_of(unit) {
+        let mut at = size(store.layout().in_unit(record, unit));
+        for extent in &model::after(commit)[&record].extents[..store.layout().chunks_of(record) as usize] {
+            bytes[at..at + extent.len()].copy_from_slice(extent);
+            at += extent.len();
         }
     }
     bytes
@@ -43,7 +43,7 @@ fn a_unit_is_what_was_committed_last_and_its_version_says_so() {
         for unit in 0..3 {
             let memory = Seen::new(store.layout().unit_bytes(unit));
             let fetch = ok(store.fetch(unit, memory.clone()));
-            // Generation 1 is step 0; unit 1 has entries of several versions.
+            // Generation 1 is step 0; unit 1 has records of several versions.
             let version = ok(fetch.wait(Wait::forever()));
             assert_eq!((version, fetch.is_done()), (5, true), "unit {unit}");
             assert_eq!(fetch.wait(Wait::forever()).unwrap_or(0), 5);
@@ -115,12 +115,12 @@ fn parts_hold_their_slots_until_each_was_read_once() {
 }
 
 #[test]
-fn a_changed_byte_is_named_with_its_entry_and_a_failed_device_is_an_error() {
+fn a_changed_byte_is_named_with_its_record_and_a_failed_device_is_an_error() {
     let disks = model::disks(1);
     let store = trained(&disks, 1);
-    let piece = store.layout().piece(store.description(), 4, 1);
-    let slot = store.entry_state(4).map_or(0, |state| state.slot);
-    disks[0].flip(size(store.layout().offset_in(&piece, slot.into())) + 17, 4);
+    let extent = store.layout().extent(store.description(), 4, 1);
+    let slot = store.record_state(4).map_or(0, |state| state.slot);
+    disks[0].flip(size(store.layout().offset_in(&extent, slot.into())) + 17, 4);
     let fetch = ok(store.fetch(1, room(&store, 1)));
     for _ in 0..2 {
         let found = fetch.wait(Wait::forever());
@@ -181,7 +181,7 @@ fn sizes_come_from_the_description_alone() {
 
 // --- parts that other threads check -------------------------------------------------------
 
-/// The smallest parts there are: the largest piece of the unit.
+/// The smallest parts there are: the largest extent of the unit.
 fn smallest_parts(store: &Arc<Store>, unit: usize) -> Arc<Parts> {
     let bytes = (12..40).map(|power| 1 << power);
     let parts = bytes.map(|bytes| store.parts(unit, bytes)).find_map(Result::ok);
@@ -285,11 +285,11 @@ fn what_is_dropped_is_let_go_and_what_was_handed_over_is_checked() {
     }
 }
 
-// --- entries that are held in memory ------------------------------------------------------
+// --- records that are kept in RAM ------------------------------------------------------
 
-fn hold(store: &Store, entries: &[usize]) {
-    ok(store.hold(entries, Pin::Off, &mut || true));
-    ok(store.refresh(entries, &mut |_, _| true));
+fn hold(store: &Store, records: &[usize]) {
+    ok(store.hold(records, Pin::Off, &mut || true));
+    ok(store.refresh(records, &mut |_, _| true));
 }
 
 fn read_bytes(store: &Store) -> u64 {
@@ -305,20 +305,20 @@ fn fetched(store: &Arc<Store>, unit: usize) -> Vec<u8> {
 }
 
 #[test]
-fn what_is_held_is_read_once() {
+fn what_is_in_ram_is_read_once() {
     let disks = model::disks(2);
     let store = model::trained(&disks, 0);
-    let all: Vec<usize> = (0..store.description().entries.len()).collect();
+    let all: Vec<usize> = (0..store.description().records.len()).collect();
     let before = read_bytes(&store);
     hold(&store, &all);
     let once = read_bytes(&store) - before;
-    assert!(once > 0, "it was read when it was held");
+    assert!(once > 0, "it was read when it was in RAM");
     assert_eq!(check(&store, "from memory"), 0);
     for step in 1..4 {
         ok(commit(&store, step));
         assert_eq!(check(&store, "from memory"), step);
     }
-    assert_eq!(read_bytes(&store) - before, once, "all of it was held");
+    assert_eq!(read_bytes(&store) - before, once, "all of it was in RAM");
     let store = Arc::new(store);
     for unit in 0..3 {
         let from_memory = fetched(&store, unit);
@@ -326,7 +326,7 @@ fn what_is_held_is_read_once() {
         assert_eq!(from_memory, fetched(&store, unit), "unit {unit}");
         hold(&store, &all);
     }
-    assert!(store.counters().held_bytes > 0);
+    assert!(store.counters().ram_tier_bytes > 0);
     // Every write went to storage, too, and a verification looks there.
     let before = read_bytes(&store);
     let verified = ok(store.verify(&mut |_, _| true));
@@ -360,9 +360,9 @@ fn what_was_fresh_is_stale_after_a_discard() {
     for of_one in [false, true] {
         ok(model::stage(&store, 0, &model::contents(&store, 0, 0xbeef, 1)));
         // Whoever looks now finds in memory what is staged, and remembers when.
-        let epoch = store.held_epoch();
-        ok(if of_one { store.discard_entry(0, Wait::forever()) } else { store.discard(Wait::forever()) });
-        assert_ne!(store.held_epoch(), epoch, "what memory has is no version's");
+        let epoch = store.ram_tier_epoch();
+        ok(if of_one { store.discard_record(0, Wait::forever()) } else { store.discard(Wait::forever()) });
+        assert_ne!(store.ram_tier_epoch(), epoch, "what memory has is no version's");
         ok(store.refresh(&[0], &mut |_, _| true));
         assert_eq!(check(&store, "read again"), 0);
     }
@@ -378,8 +378,8 @@ fn random_lives_agree_with_a_store_that_holds_nothing() {
         for _ in 0..20 {
             match rng.below(6) {
                 0 => {
-                    let entries: Vec<usize> = (0..8).filter(|_| rng.below(2) == 0).collect();
-                    hold(&store, &entries);
+                    let records: Vec<usize> = (0..8).filter(|_| rng.below(2) == 0).collect();
+                    hold(&store, &records);
                 }
                 1 => ok(model::abandon(&store, step + 1)),
                 2 => {
@@ -400,10 +400,10 @@ fn random_lives_agree_with_a_store_that_holds_nothing() {
 }
 
 #[test]
-fn what_cannot_be_held_is_refused_and_nothing_is_held() {
+fn what_cannot_be_in_ram_is_refused_and_nothing_is_in_ram() {
     let store = model::trained(&model::disks(1), 0);
     assert!(matches!(store.hold(&[99], Pin::Off, &mut || true), Err(Error::Invalid(_))));
-    assert_eq!(check(&store, "nothing held"), 0);
+    assert_eq!(check(&store, "nothing in RAM"), 0);
     ok(store.close(Wait::forever()));
     assert!(matches!(store.hold(&[0], Pin::Off, &mut || true), Err(Error::Usage(_))));
 }

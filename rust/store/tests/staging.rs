@@ -15,23 +15,27 @@ fn committed(store: &Store, step: u64) -> Result<u64, Error> {
 }
 
 #[test]
-fn a_commit_with_one_piece_missing_is_refused_and_changes_nothing() {
+fn a_commit_with_one_extent_missing_is_refused_and_changes_nothing() {
     let store = model::trained(&model::disks(2), 2);
     let mut refused = 0;
-    for entry in 0..store.description().entries.len() {
-        for missing in 0..store.layout().pieces_of(entry) {
-            ok(store.begin(entry, 3, Wait::forever()));
+    for record in 0..store.description().records.len() {
+        for missing in 0..store.layout().extents_of(record) {
+            ok(store.begin(record, 3, Wait::forever()));
             assert!(
-                store.begin(entry, 3, Wait::forever()).is_err_and(|why| why.to_string().contains("staged already"))
+                store.begin(record, 3, Wait::forever()).is_err_and(|why| why.to_string().contains("staged already"))
             );
-            for piece in (0..store.layout().pieces_of(entry)).filter(|&piece| piece != missing) {
-                ok(ok(store.stage(entry, piece, vec![0xaa; model::piece_bytes(&store, entry, piece)])).wait());
+            for extent in (0..store.layout().extents_of(record)).filter(|&extent| extent != missing) {
+                ok(ok(store.stage(record, extent, vec![0xaa; model::extent_bytes(&store, record, extent)])).wait());
             }
             let Err(Error::Usage(message)) = committed(&store, 3) else {
-                panic!("entry {entry} was committed without its piece {missing}")
+                panic!("record {record} was committed without its extent {missing}")
             };
-            assert!(message.contains("1 pieces are missing"), "{message}");
-            ok(if missing == 0 { store.discard_entry(entry, Wait::forever()) } else { store.discard(Wait::forever()) });
+            assert!(message.contains("1 extents are missing"), "{message}");
+            ok(if missing == 0 {
+                store.discard_record(record, Wait::forever())
+            } else {
+                store.discard(Wait::forever())
+            });
             assert_eq!(check(&store, "after a commit in part"), 2);
             refused += 1;
         }
@@ -42,14 +46,14 @@ fn a_commit_with_one_piece_missing_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn a_step_of_which_a_write_failed_is_not_committed_without_the_entry_either() {
+fn a_step_of_which_a_write_failed_is_not_committed_without_the_record_either() {
     let disks = model::disks(1);
     let garbage = model::contents(&model::trained(&disks, 2), 0, 9, 3);
     let faults = Faults { errors: vec![(Action::Write, libc::EIO, 1000)], ..Faults::default() };
     let store = ok(Store::open_on(model::volume(&disks, &faults), model::STRIPE, &model::how()));
     assert!(matches!(model::stage(&store, 0, &garbage), Err(Error::Storage(_))));
     // The others of the step would come without it.
-    ok(store.discard_entry(0, Wait::forever()));
+    ok(store.discard_record(0, Wait::forever()));
     let Err(Error::Usage(message)) = committed(&store, 3) else { panic!("the failure was forgotten") };
     assert!(message.contains("a write of this step failed"), "{message}");
     drop(store);
@@ -59,18 +63,18 @@ fn a_step_of_which_a_write_failed_is_not_committed_without_the_entry_either() {
 #[test]
 fn a_slot_is_not_staged_into_while_a_read_of_it_is_open() {
     let store = model::trained(&model::disks(1), 1);
-    let open = ok(store.read(0, 0, vec![0; model::piece_bytes(&store, 0, 0)]));
+    let open = ok(store.read(0, 0, vec![0; model::extent_bytes(&store, 0, 0)]));
     // Staging goes to the other slot, and the read goes on being of version 2 after the commit.
     ok(model::commit(&store, 2));
     let refused = store.begin(0, 3, Wait::never());
     assert!(matches!(refused, Err(Error::TimedOut(_))), "{refused:?}");
-    assert_eq!(ok(open.wait()), (model::after(1)[&0].pieces[0].clone(), 2));
+    assert_eq!(ok(open.wait()), (model::after(1)[&0].extents[0].clone(), 2));
     ok(model::commit(&store, 3));
     assert_eq!(check(&store, "after the read"), 3);
 }
 
 #[test]
-fn an_entry_whose_update_is_announced_is_not_staged_too() {
+fn an_record_whose_update_is_announced_is_not_staged_too() {
     let mut how = model::how();
     how.durability = memascend_store::Durability::None;
     let store = model::created_as(&model::disks(1), &how);
@@ -84,27 +88,27 @@ fn an_entry_whose_update_is_announced_is_not_staged_too() {
     assert_eq!(check(&store, "discarded and staged"), 1);
 }
 
-/// Entries of which the table has three pages, and one on each.
+/// Records of which the table has three pages, and one on each.
 const COUNT: usize = 400;
 const ON_PAGES: [usize; 3] = [0, 200, 399];
 
-fn stage_one(store: &Store, entry: usize, update: u64) {
-    ok(model::stage(store, entry, &Contents { pieces: vec![content(entry, 0, update, 4096)], step: update }));
+fn stage_one(store: &Store, record: usize, update: u64) {
+    ok(model::stage(store, record, &Contents { extents: vec![content(record, 0, update, 4096)], step: update }));
 }
 
 #[test]
 fn a_page_of_the_table_that_one_commit_changed_is_in_the_table_of_the_next_one() {
     let disks = [SimDisk::new(8 << 20)];
-    let entries = (0..COUNT).map(|number| model::entry(&format!("entry {number}"), 0, Dtype::F32, &[1], &[]));
-    let entries = entries.map(|entry| memascend_store::Entry { spill: None, ..entry }).collect();
-    let description = Description { units: vec!["all".into()], entries, ..model::description() };
+    let records = (0..COUNT).map(|number| model::record(&format!("record {number}"), 0, Dtype::F32, &[1], &[]));
+    let records = records.map(|record| memascend_store::Record { spill: None, ..record }).collect();
+    let description = Description { units: vec!["all".into()], records, ..model::description() };
     let volume = model::volume(&disks, &Faults::default());
     let store = ok(Store::create_on(volume, model::STRIPE, description, &model::how()));
-    (0..COUNT).for_each(|entry| stage_one(&store, entry, 0));
+    (0..COUNT).for_each(|record| stage_one(&store, record, 0));
     ok(committed(&store, 0));
     let mut expected = vec![0; COUNT];
     for step in 1..=12 {
-        let [given_up, entry] = [0, 1].map(|next| ON_PAGES[model::size((step + next) % 3)]);
+        let [given_up, record] = [0, 1].map(|next| ON_PAGES[model::size((step + next) % 3)]);
         if step > 6 {
             // Others do not agree to a commit: the pages that it wrote are written again.
             stage_one(&store, given_up, 100 + step);
@@ -112,14 +116,14 @@ fn a_page_of_the_table_that_one_commit_changed_is_in_the_table_of_the_next_one()
             assert!(store.commit_agreed(commit, Wait::forever(), &mut || false).is_err());
             ok(store.discard(Wait::forever()));
         }
-        expected[entry] = step;
-        stage_one(&store, entry, step);
+        expected[record] = step;
+        stage_one(&store, record, step);
         ok(committed(&store, step));
         let found = ok(model::open(&disks, &model::how()));
-        for (entry, &update) in expected.iter().enumerate() {
-            assert_eq!(ok(found.entry_state(entry)).step, update, "entry {entry}");
-            let (bytes, _) = ok(ok(found.read(entry, 0, vec![0; 4096])).wait());
-            assert!(bytes == content(entry, 0, update, 4096), "entry {entry}");
+        for (record, &update) in expected.iter().enumerate() {
+            assert_eq!(ok(found.record_state(record)).step, update, "record {record}");
+            let (bytes, _) = ok(ok(found.read(record, 0, vec![0; 4096])).wait());
+            assert!(bytes == content(record, 0, update, 4096), "record {record}");
         }
     }
 }

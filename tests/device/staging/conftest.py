@@ -23,15 +23,15 @@ def device(request):
 
 @pytest.fixture
 def store(tmp_path):
-    entries = []
+    records = []
     for number, unit in enumerate(UNITS):
         values = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(number))
         for part, of in enumerate(values.chunk(2)):
-            entries.append(
-                engine.Entry(name=f"{unit}.{part}", values=of.contiguous(), state=engine.adam_state(of), unit=unit)
+            records.append(
+                engine.Record(name=f"{unit}.{part}", values=of.contiguous(), state=engine.adam_state(of), unit=unit)
             )
     # Pieces of 8 KiB, so that a part has several.
-    made = engine.Store.create(tmp_path / "run.store", entries, chunk_elements=2048)
+    made = engine.Store.create(tmp_path / "run.store", records, chunk_elements=2048)
     yield made
     made.close()
 

@@ -27,7 +27,7 @@ def test_parts_are_the_unit(store, bytes_max):
 
 
 def test_parts_that_cannot_be(store):
-    with pytest.raises(ConfigError, match='a piece of unit "first" has 8192 bytes, and parts have 4096'):
+    with pytest.raises(ConfigError, match='an extent of unit "first" has 8192 bytes, and parts have 4096'):
         store.parts("first", 4096)
     with pytest.raises(ConfigError, match="no unit 'third'"):
         store.parts("third", 1 << 20)

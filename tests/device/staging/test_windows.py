@@ -11,7 +11,7 @@ from support.staged_units import EITHER, ELEMENTS, pages
 from memascend import engine
 from memascend.device.transfer import WINDOWS, DeviceEngine
 from memascend.errors import DeviceError, UsageError
-from memascend.storage.entries import CHUNK_ELEMENTS
+from memascend.storage.records import CHUNK_ELEMENTS
 
 
 @EITHER
@@ -19,9 +19,9 @@ def test_gradients_are_lent_in_windows(store, device, tmp_path):
     """Five windows a gradient, and the bits of one that is in memory."""
     gradient = torch.randn(ELEMENTS // 2)
     values = store.read("first.0")[0]
-    entry = engine.Entry(name="first.0", values=values, state=engine.adam_state(values))
+    record = engine.Record(name="first.0", values=values, state=engine.adam_state(values))
     with (
-        engine.Store.create(tmp_path / "other.store", [entry], chunk_elements=2048) as other,
+        engine.Store.create(tmp_path / "other.store", [record], chunk_elements=2048) as other,
         engine.Engine(other) as plain,
         engine.Engine(store) as updates,
     ):
@@ -62,10 +62,10 @@ def test_python_is_asked_for_few_windows(device, tmp_path):
     """Of a step's time on the engine's thread, windows are to be little: 7 B parameters have 14 GB of them."""
     elements = 2_600_000
     values = torch.zeros(elements, dtype=torch.bfloat16)
-    entry = engine.Entry(name="large", values=values, state=engine.adam_state(values))
+    record = engine.Record(name="large", values=values, state=engine.adam_state(values))
     ((window_bytes, count),) = WINDOWS.items()
     asked = []
-    with engine.Store.create(tmp_path / "large.store", [entry]) as store, engine.Engine(store) as updates:
+    with engine.Store.create(tmp_path / "large.store", [record]) as store, engine.Engine(store) as updates:
         lent = DeviceEngine(updates, device, [pages(window_bytes) for _ in range(count)])
         window = lent._window
         lent._window = lambda *where: asked.append(where) or window(*where)

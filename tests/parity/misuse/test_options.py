@@ -242,10 +242,10 @@ def test_an_unclosed_store_that_was_not_made_to_survive_is_refused_by_name(tmp_p
 
 def test_a_store_whose_first_write_did_not_finish_is_refused_by_name(offloaded, tmp_path, unchanged):
     storage = tmp_path / "run.store"
-    entries = [memascend.engine.Entry(name="weight", values=torch.empty(64, 64, device="meta"), state={})]
+    records = [memascend.engine.Record(name="weight", values=torch.empty(64, 64, device="meta"), state={})]
     # The store of a new file has no name before its first commit.
     storage.touch()
-    memascend.engine.Store.create(storage, entries, optimizer="AdamW", fill=False).close()
+    memascend.engine.Store.create(storage, records, optimizer="AdamW", fill=False).close()
     model = Stack()
     optimizer = adamw(model)
     check = unchanged(model, optimizer, storage)
@@ -273,14 +273,14 @@ def test_a_store_of_another_model_says_which_parameters(offloaded, tmp_path, unc
     names = [name for name, _ in model.named_parameters()]
     new = [name for name in names if name not in dict(there.named_parameters())]
     words = said(model)
-    assert f'it misses {len(new)} entries: "{new[0]}", "{new[1]}", "{new[2]}" and {len(new) - 3} more' in words
+    assert f'it misses {len(new)} records: "{new[0]}", "{new[1]}", "{new[2]}" and {len(new) - 3} more' in words
     assert names[0] not in words
-    assert re.search(r'it has \d+ entries: "blocks\.2\..*" and \d+ more, which the model has not', said(Stack(depth=2)))
+    assert re.search(r'it has \d+ records: "blocks\.2\..*" and \d+ more, which the model has not', said(Stack(depth=2)))
     model = Stack()
     model.head = nn.Linear(model.head.in_features, 2 * model.head.out_features)
     assert re.search(r'the shape of "head.weight" is \[\d+, \d+\] in the store, and \[\d+, \d+\] was', said(model))
     words = said(Stack().bfloat16())
     assert 'the dtype of "' in words
-    assert "more entries differ" in words
+    assert "more records differ" in words
     assert len(words) < 1000
     assert offloaded(existing="resume").optimizer.steps == 1

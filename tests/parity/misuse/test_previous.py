@@ -215,7 +215,7 @@ def test_verify_names_what_is_damaged_where(offloaded, tmp_path, capsys):
     path = tmp_path / "run.store"
     trained(offloaded, 1)
     with engine.Store.open(path) as store:
-        values = store.read(store.entries()[0]["name"])[0]
+        values = store.read(store.records()[0]["name"])[0]
     raw = path.read_bytes()
     at = raw.find(values.contiguous().view(torch.uint8).numpy().tobytes())
     assert at > 0
@@ -262,7 +262,7 @@ def test_info_shows_what_can_be_shown(offloaded, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["step"] == 2
     assert path.read_bytes() == before
     with engine.look(path) as store:
-        name = store.entries()[0]["name"]
+        name = store.records()[0]["name"]
         values, state = store.read(name)
         with pytest.raises(memascend.UsageError, match="closed"):
             store.stage(name, values, state, step=9)

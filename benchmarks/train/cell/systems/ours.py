@@ -94,7 +94,7 @@ def held_budget(model: Any, optimizer: Any, options: dict[str, Any], percent: in
     from memascend.session.decide import planned
 
     plan = planned(model, optimizer, Options(**{**options, "host_memory": None})).plan
-    return plan.comfortable + (plan.all_held - plan.comfortable) * percent // 100
+    return plan.comfortable + (plan.all_in_ram - plan.comfortable) * percent // 100
 
 
 class Ours:

@@ -267,7 +267,7 @@ def forecast_of(question: Question, found: Answer) -> Forecast | None:
     if question.drive is None:
         return None
     return Forecast(
-        now=estimated(Traffic(plan.read_bytes, plan.written_bytes, plan.held_part)),
+        now=estimated(Traffic(plan.read_bytes, plan.written_bytes, plan.ram_tier_part)),
         without=estimated(plan.without),
         larger={budget: estimated(traffic) for budget, traffic in plan.larger.items()},
     )

@@ -137,7 +137,7 @@ def _moved(question: Question, found: Answer) -> list[Row]:
 
 
 def _time(question: Question, found: Answer, speeds: Mapping[str, float]) -> list[Row]:
-    rows = [_disk(question, found, speeds), *_held(question, found)]
+    rows = [_disk(question, found, speeds), *_ram_tier(question, found)]
     if found.phases is None or found.seconds is None:
         return [*rows, ("a step", "not known", _unknown(question))]
     for phase in found.phases:
@@ -165,7 +165,7 @@ def _in_turn(question: Question, now: float) -> list[Row]:
     return [(what, seconds_shown(other.seconds), note)]
 
 
-def _held(question: Question, found: Answer) -> list[Row]:
+def _ram_tier(question: Question, found: Answer) -> list[Row]:
     """The seconds without parameters kept in RAM, and with larger budgets."""
     plan, seconds = found.plan, forecast_of(question, found)
     if seconds is None:
@@ -178,7 +178,7 @@ def _held(question: Question, found: Answer) -> list[Row]:
             continue
         instead = f"{what} instead of {seconds_shown(seconds.now)}, {bytes_shown(plan.larger[budget].total)}"
         rows.append((f"  host_memory={budget} ({bytes_shown(budget)})", seconds_shown(took), instead))
-    return rows if plan.held else rows[1:]
+    return rows if plan.ram_tier else rows[1:]
 
 
 def _disk(question: Question, found: Answer, speeds: Mapping[str, float]) -> Row:

@@ -1,4 +1,4 @@
-//! Benchmarks a step of `AdamW` on SSD, entry after entry, with medians.
+//! Benchmarks a step of `AdamW` on SSD, record after record, with medians.
 //!
 //! Beside it: the same bytes moved through the same kind of volume without arithmetic or checksums, and fio where it is
 //! installed.
@@ -26,7 +26,7 @@ use memascend_store::{Buffer, Commit, Dtype, Store};
 use crate::{
     fio::Huge,
     pure::Pure,
-    subject::{Borrowed, ENTRIES, Layout, VALUE_BYTES, filled, hyperparameters, values},
+    subject::{Borrowed, Layout, RECORDS, VALUE_BYTES, filled, hyperparameters, values},
 };
 
 type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
@@ -35,7 +35,7 @@ fn asked(name: &str, default: &str) -> String {
     std::env::var(name).unwrap_or_else(|_| default.into())
 }
 
-/// Seconds of each entry in each round, one after the other; of commits, of each round.
+/// Seconds of each record in each round, one after the other; of commits, of each round.
 #[derive(Default)]
 struct Seconds {
     update: Vec<f64>,
@@ -60,8 +60,8 @@ struct Case {
 
 impl Case {
     fn new(folder: &Path, layout: Layout, (elements, staged): (usize, usize), parameters: usize) -> Outcome<Self> {
-        let chunks_each = (parameters / ENTRIES / elements).max(1);
-        let (numel, chunks) = (chunks_each * elements, chunks_each * ENTRIES);
+        let chunks_each = (parameters / RECORDS / elements).max(1);
+        let (numel, chunks) = (chunks_each * elements, chunks_each * RECORDS);
         std::fs::create_dir(folder)?;
         let store = Arc::new(filled(&folder.join("store"), numel as u64, u32::try_from(elements)?, layout)?);
         let mut options = Options::default();
@@ -73,36 +73,36 @@ impl Case {
         Ok(Self { layout, elements, staged, parameters, store, engine, gradient, pure, seconds: Seconds::default() })
     }
 
-    /// Bytes that the update of one entry moves.
+    /// Bytes that the update of one record moves.
     fn bytes_each(&self) -> usize {
         let (read, written) = self.layout.moved_bytes();
-        self.parameters / ENTRIES * (read + written)
+        self.parameters / RECORDS * (read + written)
     }
 
-    /// The update of an entry, staged and not committed.
-    fn update(&self, entry: usize, step: u64, live: &Arc<Vec<u8>>) -> Outcome<f64> {
+    /// The update of a record, staged and not committed.
+    fn update(&self, record: usize, step: u64, live: &Arc<Vec<u8>>) -> Outcome<f64> {
         let began = Instant::now();
         let gradient = Gradient::new(Box::new(Borrowed(Arc::clone(&self.gradient))), Dtype::Bf16)?;
         let values = self.layout.is_resident.then(|| Box::new(Borrowed(Arc::clone(live))) as Box<dyn Buffer>);
-        self.engine.update(entry, By::Given(gradient), values, hyperparameters(step), Wait::forever())?;
+        self.engine.update(record, By::Given(gradient), values, hyperparameters(step), Wait::forever())?;
         self.engine.finish(Wait::forever())?;
         Ok(began.elapsed().as_secs_f64())
     }
 
-    /// A step, in which each entry is updated in every way before the next: what a disk does drifts within seconds. The
+    /// A step, in which each record is updated in every way before the next: what a disk does drifts within seconds. The
     /// first two steps write each slot for the first time, which is slower, and are not counted.
     fn round(&mut self, step: u64, with_fio: bool, huge: Option<&Huge>) -> Outcome<()> {
-        // All entries began alike and have the same gradients, so the values of one are those of all.
+        // All records began alike and have the same gradients, so the values of one are those of all.
         let live = if self.layout.is_resident { values(&self.store)? } else { Arc::default() };
-        for entry in 0..ENTRIES {
-            let update = self.update(entry, step, &live)?;
+        for record in 0..RECORDS {
+            let update = self.update(record, step, &live)?;
             self.seconds.update.push(update);
             let began = Instant::now();
-            self.pure.entry(entry, usize::from(step % 2 == 1))?;
+            self.pure.record(record, usize::from(step % 2 == 1))?;
             self.seconds.pure.push(began.elapsed().as_secs_f64());
             if with_fio {
-                self.seconds.fio_default.extend(self.fio(entry, None)?);
-                self.seconds.fio.extend(if huge.is_some() { self.fio(entry, huge)? } else { None });
+                self.seconds.fio_default.extend(self.fio(record, None)?);
+                self.seconds.fio.extend(if huge.is_some() { self.fio(record, huge)? } else { None });
             }
         }
         let began = Instant::now();
@@ -114,11 +114,11 @@ impl Case {
         Ok(())
     }
 
-    /// fio in the place where the entry lies in the file of pure I/O.
-    fn fio(&self, entry: usize, huge: Option<&Huge>) -> Outcome<Option<f64>> {
+    /// fio in the place where the record lies in the file of pure I/O.
+    fn fio(&self, record: usize, huge: Option<&Huge>) -> Outcome<Option<f64>> {
         let (read, written) = self.layout.moved_bytes();
-        let part = self.pure.bytes() / ENTRIES;
-        let place = (entry * part, part);
+        let part = self.pure.bytes() / RECORDS;
+        let place = (record * part, part);
         fio::seconds((&self.pure.path, place), self.bytes_each(), (read, read + written), self.staged, huge)
     }
 
@@ -126,11 +126,11 @@ impl Case {
     #[expect(clippy::cast_precision_loss, reason = "figures for people")]
     fn print(&self) {
         let Seconds { update, pure, commit, fio, fio_default } = &self.seconds;
-        let (parameters, bytes) = (self.parameters as f64 / 1e6, (self.bytes_each() * ENTRIES) as f64 / 1e9);
+        let (parameters, bytes) = (self.parameters as f64 / 1e6, (self.bytes_each() * RECORDS) as f64 / 1e9);
         let (name, elements) = (self.layout.name(), self.elements);
         let line = |what: &str, seconds: &[f64]| {
             if !seconds.is_empty() {
-                let (middle, ratio) = (median(seconds) * ENTRIES as f64, ratio(seconds, update));
+                let (middle, ratio) = (median(seconds) * RECORDS as f64, ratio(seconds, update));
                 println!("  {what:24} {middle:7.3} s  {:5.2} GB/s  the update is {ratio:.3} of it", bytes / middle);
             }
         };
@@ -138,7 +138,7 @@ impl Case {
             "update of {parameters:.0} M {name} parameters, {elements} a chunk, {} chunks, {bytes:.2} GB a step",
             self.staged
         );
-        let whole = median(update) * ENTRIES as f64;
+        let whole = median(update) * RECORDS as f64;
         println!("  {:24} {whole:7.3} s  {:5.2} GB/s", "update", bytes / whole);
         line("pure I/O", pure);
         line("fio, huge pages", fio);

@@ -8,7 +8,7 @@ use memascend_store::Shared;
 
 use crate::{
     Outcome,
-    subject::{ENTRIES, Layout, VALUE_BYTES},
+    subject::{Layout, RECORDS, VALUE_BYTES},
 };
 
 type Moving = (Shared, Ticket<Shared>, Option<Ticket<Shared>>);
@@ -49,9 +49,9 @@ impl Pure {
         2 * self.chunks * self.elements * (self.layout.state_bytes() + VALUE_BYTES)
     }
 
-    /// Reads the state of each chunk of an entry and writes its state and values to the other slot: as many in flight,
+    /// Reads the state of each chunk of a record and writes its state and values to the other slot: as many in flight,
     /// nothing computed.
-    pub(crate) fn entry(&self, entry: usize, slot: usize) -> Outcome<()> {
+    pub(crate) fn record(&self, record: usize, slot: usize) -> Outcome<()> {
         let Self { volume, ring, chunks, elements, staged, layout, .. } = self;
         let (chunks, elements, staged) = (*chunks, *elements, *staged);
         let owner = ring.owner("pure")?;
@@ -63,8 +63,8 @@ impl Pure {
         };
         let mut reading: VecDeque<(usize, Moving)> = VecDeque::new();
         let mut writing: VecDeque<[Ticket<Shared>; 2]> = VecDeque::new();
-        let each = chunks / ENTRIES;
-        let (mut begun, end) = (entry * each, (entry + 1) * each);
+        let each = chunks / RECORDS;
+        let (mut begun, end) = (record * each, (record + 1) * each);
         while begun < end || !reading.is_empty() {
             while begun < end && reading.len() < staged.div_ceil(2) {
                 if reading.len() + writing.len() == staged {

@@ -1,19 +1,19 @@
-//! Creates the store that is updated: equal entries in one of the layouts.
+//! Creates the store that is updated: equal records in one of the layouts.
 
 use std::{path::Path, sync::Arc};
 
 use memascend_engine::Hyperparameters;
 use memascend_mem::Wait;
 use memascend_store::{
-    Buffer, COMPACT, Commit, Create, Description, Dtype, Entry, Existing, Format, Kind, StateTensor, Store,
+    Buffer, COMPACT, Commit, Create, Description, Dtype, Existing, Format, Kind, Record, StateTensor, Store,
 };
 
 use crate::Outcome;
 
-pub(crate) const ENTRIES: usize = 8;
+pub(crate) const RECORDS: usize = 8;
 pub(crate) const VALUE_BYTES: usize = 2;
 
-/// How an entry's state is stored, and whether an update is given the values.
+/// How a record's state is stored, and whether an update is given the values.
 #[derive(Clone, Copy)]
 pub(crate) struct Layout {
     state: [(&'static str, Dtype); 3],
@@ -59,7 +59,7 @@ impl Layout {
 
 fn description(numel: u64, chunk_elements: u32, layout: Layout) -> Description {
     let tensor = |(name, dtype): (&str, Dtype)| StateTensor { name: name.into(), dtype, shape: vec![numel], grain: 1 };
-    let entry = |index: usize| Entry {
+    let record = |index: usize| Record {
         name: format!("weight.{index}"),
         kind: Kind::Parameter,
         unit: 0,
@@ -76,7 +76,7 @@ fn description(numel: u64, chunk_elements: u32, layout: Layout) -> Description {
         hyperparameters_bytes_max: 64 << 10,
         optimizer: "AdamW".into(),
         units: vec!["all".into()],
-        entries: (0..ENTRIES).map(entry).collect(),
+        records: (0..RECORDS).map(record).collect(),
         first_elements: vec![],
     }
 }
@@ -96,7 +96,7 @@ pub(crate) fn hyperparameters(step: u64) -> Hyperparameters {
     }
 }
 
-/// A gradient that all entries share: the engine only reads it.
+/// A gradient that all records share: the engine only reads it.
 pub(crate) struct Borrowed(pub(crate) Arc<Vec<u8>>);
 
 // SAFETY: the vector lives as long as any clone, and nobody writes to it.
@@ -119,16 +119,16 @@ pub(crate) fn filled(path: &Path, numel: u64, chunk_elements: u32, layout: Layou
     let (store, _) = Store::create(&[path], description(numel, chunk_elements, layout), &how)?;
     let tensors: Vec<Vec<u8>> = store.tensor_bytes(0)?.into_iter().map(|bytes| vec![0; bytes]).collect();
     let tensors: Vec<&[u8]> = tensors.iter().map(Vec::as_slice).collect();
-    for entry in 0..ENTRIES {
-        store.stage_entry(entry, 0, &tensors, Wait::forever())?;
+    for record in 0..RECORDS {
+        store.stage_record(record, 0, &tensors, Wait::forever())?;
     }
     store.commit(Commit::default(), Wait::forever())?;
     Ok(store)
 }
 
-/// The values of the first entry.
+/// The values of the first record.
 pub(crate) fn values(store: &Store) -> Outcome<Arc<Vec<u8>>> {
     let mut tensors: Vec<Vec<u8>> = store.tensor_bytes(0)?.into_iter().map(|bytes| vec![0; bytes]).collect();
-    store.read_entry(0, &mut tensors.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>())?;
+    store.read_record(0, &mut tensors.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>())?;
     Ok(Arc::new(tensors.swap_remove(0)))
 }

@@ -9,7 +9,7 @@ use memascend_nvme::{
     Action, Options as VolumeOptions, Volume,
     sim::{self, Faults, Rng, SimDisk},
 };
-use memascend_store::{Buffer, COMPACT, Commit, Create, Description, Dtype, Entry, Format, Store};
+use memascend_store::{Buffer, COMPACT, Commit, Create, Description, Dtype, Format, Record, Store};
 
 use crate::setup::{MASTER_AND_MOMENTS, MOMENTS, adam, description, ok, parameter, size};
 
@@ -20,18 +20,18 @@ const SIZES: [u64; 6] = [1, 13, 2048, 2049, 6151, 0];
 const DTYPES: [Dtype; 3] = [Dtype::Bf16, Dtype::F16, Dtype::F32];
 
 fn kernels() -> Description {
-    let entry = |(dtype, numel): (Dtype, u64)| {
+    let record = |(dtype, numel): (Dtype, u64)| {
         let state: &[(&str, Dtype)] = if dtype == Dtype::F32 { &MOMENTS } else { &MASTER_AND_MOMENTS };
-        Entry { spill: None, ..parameter(&format!("{}.{numel}", dtype.name()), dtype, numel, Format::Plain, state) }
+        Record { spill: None, ..parameter(&format!("{}.{numel}", dtype.name()), dtype, numel, Format::Plain, state) }
     };
     let compact = |numel: u64| {
         let name = format!("compact.{numel}");
-        Entry { spill: None, ..parameter(&name, Dtype::Bf16, numel, Format::Compact, &COMPACT) }
+        Record { spill: None, ..parameter(&name, Dtype::Bf16, numel, Format::Compact, &COMPACT) }
     };
-    let plain = DTYPES.into_iter().flat_map(|dtype| SIZES.map(|numel| entry((dtype, numel))));
-    let entries: Vec<Entry> = plain.chain(SIZES.map(compact)).collect();
-    let each = entries.len();
-    description(entries, each)
+    let plain = DTYPES.into_iter().flat_map(|dtype| SIZES.map(|numel| record((dtype, numel))));
+    let records: Vec<Record> = plain.chain(SIZES.map(compact)).collect();
+    let each = records.len();
+    description(records, each)
 }
 
 /// A parameter in memory: master, moments, values.
@@ -47,11 +47,11 @@ fn number(rng: &mut Rng) -> f32 {
     f32::from(u16::try_from(rng.below(65_536)).unwrap_or(0)) / 32_768.0 - 1.0
 }
 
-fn begun(entry: &Entry, rng: &mut Rng) -> InMemory {
-    let numel = size(entry.elements());
+fn begun(record: &Record, rng: &mut Rng) -> InMemory {
+    let numel = size(record.elements());
     let master: Vec<f32> = (0..numel).map(|_| number(rng)).collect();
     // The values of the others are not looked at before their first update.
-    let half = master.iter().map(|&value| if entry.is_compact() { Bf16::from_f32(value).0 } else { 0 }).collect();
+    let half = master.iter().map(|&value| if record.is_compact() { Bf16::from_f32(value).0 } else { 0 }).collect();
     InMemory { master, exp_avg: vec![0.0; numel], exp_avg_sq: vec![0.0; numel], half }
 }
 
@@ -59,22 +59,22 @@ fn bytes(floats: &[f32]) -> Vec<u8> {
     floats.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
-/// What a piece of an entry must hold.
-fn piece(store: &Store, entry: usize, index: u32, held: &InMemory) -> Vec<u8> {
-    let (description, chunks) = (store.description(), store.layout().chunks_of(entry));
+/// What an extent of a record must hold.
+fn extent(store: &Store, record: usize, index: u32, held: &InMemory) -> Vec<u8> {
+    let (description, chunks) = (store.description(), store.layout().chunks_of(record));
     let chunk = index % chunks;
-    let elements = description.elements_of_chunk(entry, chunk);
+    let elements = description.elements_of_chunk(record, chunk);
     let here = chunk as usize * 2048..chunk as usize * 2048 + elements;
-    let full = size(store.layout().piece(description, entry, index).bytes());
-    let mut piece = vec![0; full];
-    let dtype = description.entries[entry].dtype;
+    let full = size(store.layout().extent(description, record, index).bytes());
+    let mut extent = vec![0; full];
+    let dtype = description.records[record].dtype;
     if index < chunks {
         let values = match dtype {
             Dtype::F32 => bytes(&held.master[here]),
             _ => held.half[here].iter().flat_map(|value| value.to_le_bytes()).collect(),
         };
-        piece[..values.len()].copy_from_slice(&values);
-    } else if description.entries[entry].is_compact() {
+        extent[..values.len()].copy_from_slice(&values);
+    } else if description.records[record].is_compact() {
         // Of each master the lower half, and in the sign of the second moment whether its upper half was rounded up.
         let master = &held.master[here.clone()];
         let rest = master.iter().flat_map(|value| value.to_le_bytes()[..2].to_vec()).collect();
@@ -82,50 +82,50 @@ fn piece(store: &Store, entry: usize, index: u32, held: &InMemory) -> Vec<u8> {
         let signed = held.exp_avg_sq[here.clone()].iter().zip(master);
         let signed: Vec<f32> = signed.map(|(&moment, &value)| if went_up(value) { -moment } else { moment }).collect();
         let tensors = [rest, bytes(&held.exp_avg[here]), bytes(&signed)];
-        for ((_, start, nbytes), tensor) in description.in_chunk(entry, elements).zip(tensors) {
-            piece[start..start + nbytes].copy_from_slice(&tensor);
+        for ((_, start, nbytes), tensor) in description.in_chunk(record, elements).zip(tensors) {
+            extent[start..start + nbytes].copy_from_slice(&tensor);
         }
     } else {
         let all = [&held.master, &held.exp_avg, &held.exp_avg_sq];
         let tensors = &all[usize::from(dtype == Dtype::F32)..];
-        for ((_, start, nbytes), tensor) in description.in_chunk(entry, elements).zip(tensors) {
-            piece[start..start + nbytes].copy_from_slice(&bytes(&tensor[here.clone()]));
+        for ((_, start, nbytes), tensor) in description.in_chunk(record, elements).zip(tensors) {
+            extent[start..start + nbytes].copy_from_slice(&bytes(&tensor[here.clone()]));
         }
     }
-    piece
+    extent
 }
 
 fn fill(store: &Store, all: &[InMemory]) {
-    for (entry, held) in all.iter().enumerate() {
-        ok(store.begin(entry, 0, Wait::forever()));
-        for index in 0..store.layout().pieces_of(entry) {
-            let write = store.stage(entry, index, piece(store, entry, index, held));
+    for (record, held) in all.iter().enumerate() {
+        ok(store.begin(record, 0, Wait::forever()));
+        for index in 0..store.layout().extents_of(record) {
+            let write = store.stage(record, index, extent(store, record, index, held));
             ok(write.and_then(memascend_store::StepWrite::wait));
         }
     }
     ok(store.commit(Commit::default(), Wait::forever()));
 }
 
-/// Where two states differ: entries whose pieces are not what they must be.
+/// Where two states differ: records whose extents are not what they must be.
 fn differing(store: &Store, all: &[InMemory]) -> Vec<String> {
     let mut differing = Vec::new();
-    for (entry, held) in all.iter().enumerate() {
-        for index in 0..store.layout().pieces_of(entry) {
-            let wanted = piece(store, entry, index, held);
-            let read = store.read(entry, index, vec![0; wanted.len()]).and_then(memascend_store::PieceRead::wait);
+    for (record, held) in all.iter().enumerate() {
+        for index in 0..store.layout().extents_of(record) {
+            let wanted = extent(store, record, index, held);
+            let read = store.read(record, index, vec![0; wanted.len()]).and_then(memascend_store::ExtentRead::wait);
             let (got, _) = ok(read);
-            // What lies between the tensors of a state piece and after them is nobody's.
+            // What lies between the tensors of a state extent and after them is nobody's.
             if got != wanted {
-                differing.push(format!("{} piece {index}", store.description().entries[entry].name));
+                differing.push(format!("{} extent {index}", store.description().records[record].name));
             }
         }
     }
     differing
 }
 
-/// The gradient of an entry, as bytes of its own dtype.
-fn gradient(entry: usize, dtype: Dtype, numel: usize, step: u64) -> Vec<u8> {
-    let mut rng = Rng::new(step * 1000 + entry as u64);
+/// The gradient of a record, as bytes of its own dtype.
+fn gradient(record: usize, dtype: Dtype, numel: usize, step: u64) -> Vec<u8> {
+    let mut rng = Rng::new(step * 1000 + record as u64);
     let values: Vec<f32> = (0..numel).map(|_| number(&mut rng)).collect();
     let half = |round: fn(f32) -> u16| values.iter().flat_map(|&value| round(value).to_le_bytes()).collect();
     match dtype {
@@ -167,12 +167,12 @@ fn reference(held: &mut InMemory, dtype: Dtype, grad: &[u8], step: u64) {
     ok(result);
 }
 
-/// Which entries a step touches, and as which update: experts idle, some are frozen.
-fn touched(entry: usize, step: u64) -> Option<u64> {
-    match entry % 4 {
+/// Which records a step touches, and as which update: experts idle, some are frozen.
+fn touched(record: usize, step: u64) -> Option<u64> {
+    match record % 4 {
         0 | 3 => Some(step),
         1 => step.is_multiple_of(3).then_some(step / 3),
-        _ => (entry != 2).then_some(step),
+        _ => (record != 2).then_some(step),
     }
 }
 
@@ -202,7 +202,7 @@ fn training(disks: &[SimDisk], chunks: usize) -> Training {
     let volume = striped(disks, &Faults::default());
     let store = Arc::new(ok(Store::create_on(volume, 8192, kernels(), &Create::default())));
     let mut rng = Rng::new(3);
-    let held: Vec<InMemory> = store.description().entries.iter().map(|entry| begun(entry, &mut rng)).collect();
+    let held: Vec<InMemory> = store.description().records.iter().map(|record| begun(record, &mut rng)).collect();
     fill(&store, &held);
     Training { engine: engine(store, chunks), held }
 }
@@ -211,17 +211,17 @@ impl Training {
     /// Queues the updates of a step.
     fn backward(&self, step: u64) -> memascend_engine::Result<()> {
         let store = Arc::clone(self.engine.store());
-        for (entry, described) in store.description().entries.iter().enumerate() {
-            let Some(update) = touched(entry, step) else { continue };
+        for (record, described) in store.description().records.iter().enumerate() {
+            let Some(update) = touched(record, step) else { continue };
             let numel = size(described.elements());
-            let bytes = gradient(entry, described.dtype, numel, step);
+            let bytes = gradient(record, described.dtype, numel, step);
             let gradient = Gradient::new(Box::new(bytes), described.dtype)?;
             // Every other time from where they are resident.
             let live = (described.is_compact() && step.is_multiple_of(2)).then(|| {
-                let halves: Vec<u8> = self.held[entry].half.iter().flat_map(|half| half.to_le_bytes()).collect();
+                let halves: Vec<u8> = self.held[record].half.iter().flat_map(|half| half.to_le_bytes()).collect();
                 Box::new(halves) as Box<dyn Buffer>
             });
-            self.engine.update(entry, By::Given(gradient), live, adam(1e-2, update), Wait::forever())?;
+            self.engine.update(record, By::Given(gradient), live, adam(1e-2, update), Wait::forever())?;
         }
         self.engine.finish(Wait::forever())
     }
@@ -234,10 +234,10 @@ impl Training {
 
     /// What the step makes of the parameters in memory.
     fn advance(&mut self, step: u64) {
-        for (entry, described) in kernels().entries.iter().enumerate() {
-            let Some(update) = touched(entry, step) else { continue };
-            let bytes = gradient(entry, described.dtype, size(described.elements()), step);
-            reference(&mut self.held[entry], described.dtype, &bytes, update);
+        for (record, described) in kernels().records.iter().enumerate() {
+            let Some(update) = touched(record, step) else { continue };
+            let bytes = gradient(record, described.dtype, size(described.elements()), step);
+            reference(&mut self.held[record], described.dtype, &bytes, update);
         }
     }
 }
@@ -310,12 +310,12 @@ fn a_failed_step_is_told_once_and_the_next_one_is_exact() {
 #[test]
 fn what_cannot_be_updated_is_refused_by_name() {
     let training = training(&disks(), 2);
-    let update = |entry: usize, bytes: usize, dtype| {
+    let update = |record: usize, bytes: usize, dtype| {
         let gradient = Gradient::new(Box::new(vec![0_u8; bytes]), dtype)?;
-        training.engine.update(entry, By::Given(gradient), None, adam(1e-2, 1), Wait::forever())
+        training.engine.update(record, By::Given(gradient), None, adam(1e-2, 1), Wait::forever())
     };
     let text = |result: memascend_engine::Result<()>| result.err().map(|error| error.to_string()).unwrap_or_default();
-    assert!(text(update(99, 2, Dtype::Bf16)).contains("entry 99"));
+    assert!(text(update(99, 2, Dtype::Bf16)).contains("record 99"));
     assert!(text(update(1, 2, Dtype::Bf16)).contains("has 1 elements, not 13"));
     assert!(text(update(1, 26, Dtype::I16)).contains("int16"));
     training.engine.close();

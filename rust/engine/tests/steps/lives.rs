@@ -1,4 +1,4 @@
-//! Tests runs that hold entries, and keep a log or nothing: the bits of streamed ones, through crashes and replays.
+//! Tests runs that hold records, and keep a log or nothing: the bits of streamed ones, through crashes and replays.
 
 use std::{sync::Arc, sync::atomic::Ordering::Relaxed};
 
@@ -11,10 +11,10 @@ use crate::setup::{ALL, Life, Way, begun, contents, gradient, halving, ok, opene
 
 /// Ends a run: closed, interrupted in that, or as a kill or a loss of power leaves it.
 fn ended(life: Life, way: &Way, by: usize, seed: u64) -> SimDisk {
-    for entry in 0..3 {
+    for record in 0..3 {
         // What nobody committed is no part of it.
-        let count = ok(life.store().entry_state(entry)).step + 1;
-        ok(life.engine.update(entry, By::Given(gradient(entry, seed)), None, rule(entry, count), Wait::forever()));
+        let count = ok(life.store().record_state(record)).step + 1;
+        ok(life.engine.update(record, By::Given(gradient(record, seed)), None, rule(record, count), Wait::forever()));
     }
     life.engine.close();
     let store = Arc::clone(life.store());
@@ -126,9 +126,9 @@ fn power_that_fails_at_any_request_leaves_a_whole_step() {
     assert!(died > 10, "{died}");
 }
 
-/// Writes to the first values of a unit where they are held.
+/// Writes to the first values of a unit where they are in RAM.
 fn scribble(store: &Store, unit: usize) {
-    let memory = store.held_unit(unit).unwrap_or_else(|| panic!("all of it is held"));
+    let memory = store.ram_tier_unit(unit).unwrap_or_else(|| panic!("all of it is in RAM"));
     // SAFETY: nothing computes with it now.
     unsafe { memory.as_ptr().as_ptr().write(0xAB) };
 }
@@ -141,10 +141,10 @@ fn values_that_somebody_wrote_to_are_put_together_anew_from_slot_and_log() {
         ok(random_step(&life.engine, number));
     }
     let (store, before) = (life.store(), life.contents());
-    assert!(store.log_state().entries > 3);
+    assert!(store.log_state().records > 3);
     (0..2).for_each(|unit| scribble(store, unit));
-    for entry in ALL {
-        store.spoil(entry);
+    for record in ALL {
+        store.spoil(record);
     }
     ok(store.refresh(&ALL, &mut |_, _| true));
     assert!(life.contents() == before);
@@ -177,24 +177,24 @@ fn values_that_somebody_wrote_to_are_refused_before_the_commit_and_read_again_wh
         } else {
             let mut tensors: Vec<Vec<u8>> = newest[0].1.clone();
             let mut tensors: Vec<&mut [u8]> = tensors.iter_mut().map(Vec::as_mut_slice).collect();
-            let lost = store.read_entry(0, &mut tensors);
+            let lost = store.read_record(0, &mut tensors);
             assert!(lost.is_err_and(|error| error.to_string().contains("no other copy")));
         }
     }
 }
 
 #[test]
-fn a_step_of_what_is_all_held_reads_nothing_and_writes_only_what_is_durable() {
+fn a_step_of_what_is_all_in_ram_reads_nothing_and_writes_only_what_is_durable() {
     for (durability, log_steps) in [(Durability::Step, 4), (Durability::None, 0)] {
         let life = Life::new(&Way::held(durability, log_steps));
         let store = life.store();
-        let gradients: u64 = ALL.iter().map(|&entry| gradient(entry, 1).nbytes() as u64).sum();
+        let gradients: u64 = ALL.iter().map(|&record| gradient(record, 1).nbytes() as u64).sum();
         let mut written = Vec::new();
         for number in 1..=16 {
             let before = store.volume().stats();
-            for entry in ALL {
-                let rule = rule(entry, number);
-                ok(life.engine.update(entry, By::Given(gradient(entry, number)), None, rule, Wait::forever()));
+            for record in ALL {
+                let rule = rule(record, number);
+                ok(life.engine.update(record, By::Given(gradient(record, number)), None, rule, Wait::forever()));
             }
             assert_eq!(life.engine.counters().waiting, gradients, "gradients wait");
             ok(life.commit(number));
@@ -208,10 +208,14 @@ fn a_step_of_what_is_all_held_reads_nothing_and_writes_only_what_is_durable() {
             assert_eq!(later, 0);
             continue;
         }
-        let whole: u64 =
-            ALL.iter().map(|&entry| store.layout().held_bytes(store.description(), entry)).map(|(v, s)| v + s).sum();
-        let spill = |entry: usize| store.description().entries[entry].spill.map(|dtype| (entry, dtype));
-        let pages = ALL.iter().filter_map(|&entry| spill(entry)).map(|(of, dtype)| ok(store.gradient_bytes(of, dtype)));
+        let whole: u64 = ALL
+            .iter()
+            .map(|&record| store.layout().ram_tier_bytes(store.description(), record))
+            .map(|(v, s)| v + s)
+            .sum();
+        let spill = |record: usize| store.description().records[record].spill.map(|dtype| (record, dtype));
+        let pages =
+            ALL.iter().filter_map(|&record| spill(record)).map(|(of, dtype)| ok(store.gradient_bytes(of, dtype)));
         // The gradient and a part of the rest; beside them a head, pages of the table and a root.
         let expected = 12 * pages.sum::<u64>() + 3 * whole;
         assert!(later >= expected && later < expected + 12 * 9 * 4096, "{later} {expected} {written:?}");
@@ -257,5 +261,5 @@ fn an_update_waits_for_reads_of_what_it_changes() {
     assert!(life.engine.commit(memascend_store::Commit::default(), patience).is_err(), "a unit is being read");
     drop(parts);
     ok(life.commit(2));
-    assert_eq!(ok(life.store().entry_state(0)).step, 2);
+    assert_eq!(ok(life.store().record_state(0)).step, 2);
 }

@@ -1,5 +1,5 @@
-//! Tests steps through the engine on simulated devices: kernels' bits, held entries, the log and its replay, spilled
-//! gradients, whole entries.
+//! Tests steps through the engine on simulated devices: kernels' bits, records in RAM, the log and its replay, spilled
+//! gradients, whole records.
 
 mod exact;
 mod lives;

@@ -1,4 +1,4 @@
-//! Tests that a log is replayed to the bits of a run whose entries were updated and written each step.
+//! Tests that a log is replayed to the bits of a run whose records were updated and written each step.
 
 use std::collections::BTreeSet;
 
@@ -16,8 +16,8 @@ fn killed(way: &Way) -> (SimDisk, Vec<Contents>) {
     let mut left = vec![life.contents()];
     for step in 1..=STEPS {
         ok(life.update_all(step));
-        for entry in ALL.into_iter().filter(|&entry| (step + entry as u64) % 5 == 2) {
-            ok(life.engine.discard_entry(entry, memascend_mem::Wait::forever()));
+        for record in ALL.into_iter().filter(|&record| (step + record as u64) % 5 == 2) {
+            ok(life.engine.discard_record(record, memascend_mem::Wait::forever()));
         }
         ok(life.commit(step));
         left.push(life.contents());
@@ -55,18 +55,18 @@ fn previous_is_whole(disk: &SimDisk) -> bool {
     examined.last().is_some_and(|older| older.damages.is_empty())
 }
 
-/// Where what a replay needs begins, by its kind: pieces of slots that it starts from, gradients and heads of the log.
+/// Where what a replay needs begins, by its kind: extents of slots that it starts from, gradients and heads of the log.
 fn needed(disk: &SimDisk) -> Vec<(&'static str, u64)> {
     let engine = ok(found(disk, &Faults::default()));
     let store = engine.store();
     let replay = store.pending_replay().unwrap_or_default();
     let mut places = Vec::new();
-    for entry in replay.entries() {
-        let slot = ok(store.entry_state(entry)).slot;
-        let chunks = store.layout().chunks_of(entry);
-        for piece in 0..store.layout().pieces_of(entry) {
-            let kind = if piece < chunks { "values" } else { "state" };
-            let place = store.layout().piece(store.description(), entry, piece);
+    for record in replay.records() {
+        let slot = ok(store.record_state(record)).slot;
+        let chunks = store.layout().chunks_of(record);
+        for extent in 0..store.layout().extents_of(record) {
+            let kind = if extent < chunks { "values" } else { "state" };
+            let place = store.layout().extent(store.description(), record, extent);
             places.push((kind, store.layout().offset_in(&place, usize::from(slot))));
         }
     }

@@ -19,7 +19,7 @@ use memascend_nvme::{
     sim::{self, Faults, Rng, SimDisk},
 };
 use memascend_store::{
-    Buffer, COMPACT, Commit, Create, Description, Dtype, Durability, Entry, Format, Kind, Spilled, StateTensor, Store,
+    Buffer, COMPACT, Commit, Create, Description, Dtype, Durability, Format, Kind, Record, Spilled, StateTensor, Store,
 };
 
 pub(crate) const MOMENTS: [(&str, Dtype); 2] = [("exp_avg", Dtype::F32), ("exp_avg_sq", Dtype::F32)];
@@ -36,10 +36,10 @@ pub(crate) fn size(bytes: u64) -> usize {
 // --- stores ------------------------------------------------------------------------------
 
 /// A parameter of one dimension, whose gradients spill in its own dtype.
-pub(crate) fn parameter(name: &str, dtype: Dtype, numel: u64, format: Format, state: &[(&str, Dtype)]) -> Entry {
+pub(crate) fn parameter(name: &str, dtype: Dtype, numel: u64, format: Format, state: &[(&str, Dtype)]) -> Record {
     let tensor =
         |&(name, dtype): &(&str, Dtype)| StateTensor { name: name.into(), dtype, shape: vec![numel], grain: 1 };
-    Entry {
+    Record {
         name: name.into(),
         kind: Kind::Parameter,
         unit: 0,
@@ -52,18 +52,18 @@ pub(crate) fn parameter(name: &str, dtype: Dtype, numel: u64, format: Format, st
     }
 }
 
-/// A store of units of so many entries.
-pub(crate) fn description(entries: Vec<Entry>, each: usize) -> Description {
-    let units = (0..entries.len().div_ceil(each)).map(|number| format!("unit {number}"));
-    let placed = entries.into_iter().enumerate();
+/// A store of units of so many records.
+pub(crate) fn description(records: Vec<Record>, each: usize) -> Description {
+    let units = (0..records.len().div_ceil(each)).map(|number| format!("unit {number}"));
+    let placed = records.into_iter().enumerate();
     Description {
         chunk_elements: 2048,
         user_bytes_max: 0,
         hyperparameters_bytes_max: 0,
         optimizer: "AdamW".into(),
         units: units.collect(),
-        entries: placed
-            .map(|(number, entry)| Entry { unit: u32::try_from(number / each).unwrap_or(0), ..entry })
+        records: placed
+            .map(|(number, record)| Record { unit: u32::try_from(number / each).unwrap_or(0), ..record })
             .collect(),
         first_elements: vec![],
     }
@@ -73,7 +73,7 @@ pub(crate) fn volume(disks: &[SimDisk], faults: &Faults) -> Volume {
     ok(sim::open(disks, faults, &VolumeOptions::default()))
 }
 
-/// First values of an entry, whose state of so many tensors is zeros.
+/// First values of a record, whose state of so many tensors is zeros.
 pub(crate) fn first(values: Vec<u8>, tensors: usize, step: u64) -> First {
     let state = std::iter::repeat_with(|| None).take(tensors).collect();
     First { values: Box::new(values), state, wide: WideState::default(), step }
@@ -94,16 +94,17 @@ pub(crate) fn adam(lr: f64, step: u64) -> Hyperparameters {
     }
 }
 
-/// Of each entry its count of updates and its tensors.
+/// Of each record its count of updates and its tensors.
 pub(crate) type Contents = Vec<(u64, Vec<Vec<u8>>)>;
 
 pub(crate) fn contents(store: &Store) -> Contents {
-    let of = |entry| {
-        let mut tensors: Vec<Vec<u8>> = ok(store.tensor_bytes(entry)).into_iter().map(|bytes| vec![0; bytes]).collect();
-        ok(store.read_entry(entry, &mut tensors.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>()));
-        (ok(store.entry_state(entry)).step, tensors)
+    let of = |record| {
+        let mut tensors: Vec<Vec<u8>> =
+            ok(store.tensor_bytes(record)).into_iter().map(|bytes| vec![0; bytes]).collect();
+        ok(store.read_record(record, &mut tensors.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>()));
+        (ok(store.record_state(record)).step, tensors)
     };
-    (0..store.description().entries.len()).map(of).collect()
+    (0..store.description().records.len()).map(of).collect()
 }
 
 /// A function that does something first, and then changes every float32 that it gets.
@@ -140,10 +141,10 @@ const FLOATS: [usize; 3] = [0, 7, 8];
 pub(crate) fn kinds() -> Description {
     let momentum = [("momentum_buffer", Dtype::F32)];
     let in_format = |name, numel, format, momentum| {
-        let entry = parameter(name, Dtype::Bf16, numel, format, &[]);
-        Entry { state: ok(entry.state_in(format, momentum)), ..entry }
+        let record = parameter(name, Dtype::Bf16, numel, format, &[]);
+        Record { state: ok(record.state_in(format, momentum)), ..record }
     };
-    let entries = vec![
+    let records = vec![
         parameter("float32", Dtype::F32, 5000, Format::Plain, &MOMENTS),
         parameter("compact", Dtype::Bf16, 6151, Format::Compact, &COMPACT),
         parameter("float16", Dtype::F16, 2049, Format::Plain, &MASTER_AND_MOMENTS),
@@ -154,12 +155,12 @@ pub(crate) fn kinds() -> Description {
         parameter("SGD", Dtype::F32, 4100, Format::Plain, &momentum),
         parameter("no state", Dtype::F32, 2100, Format::Plain, &[]),
         parameter("a master", Dtype::F16, 13, Format::Plain, &MASTER_AND_MOMENTS[..1]),
-        Entry {
+        Record {
             spill: Some(Dtype::F32),
             ..parameter("Nesterov's", Dtype::Bf16, 2049, Format::Plain, &[MASTER_AND_MOMENTS[0], momentum[0]])
         },
     ];
-    description(entries, 3)
+    description(records, 3)
 }
 
 /// Numbers around one, of a dtype.
@@ -176,34 +177,34 @@ fn numbers(seed: u64, dtype: Dtype, count: u64) -> Vec<u8> {
     (0..count).flat_map(|_| one()).collect()
 }
 
-fn values(entry: usize, seed: u64) -> Vec<u8> {
-    let described = &kinds().entries[entry];
-    numbers(seed << 8 | entry as u64, described.dtype, described.elements())
+fn values(record: usize, seed: u64) -> Vec<u8> {
+    let described = &kinds().records[record];
+    numbers(seed << 8 | record as u64, described.dtype, described.elements())
 }
 
-pub(crate) fn gradient(entry: usize, seed: u64) -> Gradient {
-    let described = &kinds().entries[entry];
+pub(crate) fn gradient(record: usize, seed: u64) -> Gradient {
+    let described = &kinds().records[record];
     let dtype = described.spill.unwrap_or(described.dtype);
-    ok(Gradient::new(Box::new(numbers(seed << 8 | entry as u64, dtype, described.elements())), dtype))
+    ok(Gradient::new(Box::new(numbers(seed << 8 | record as u64, dtype, described.elements())), dtype))
 }
 
-/// What an entry is updated by: Adam, or SGD with momentum or without.
-pub(crate) fn rule(entry: usize, step: u64) -> Rule {
+/// What a record is updated by: Adam, or SGD with momentum or without.
+pub(crate) fn rule(record: usize, step: u64) -> Rule {
     let lr = 1e-2 / f64::from(u32::try_from(step).unwrap_or(1));
-    if !SGD.contains(&entry) {
+    if !SGD.contains(&record) {
         return adam(lr, step).into();
     }
     // What is kept of a momentum stays as it is where a step has none.
-    let has_momentum = MOMENTUM.contains(&entry) && (entry == 4 || step != 4);
+    let has_momentum = MOMENTUM.contains(&record) && (record == 4 || step != 4);
     Momentum {
         lr,
         momentum: if has_momentum { 0.9 } else { 0.0 },
-        dampening: if entry == NESTEROV { 0.0 } else { 0.1 },
-        weight_decay: if entry == 9 { 0.0 } else { 0.1 },
-        nesterov: entry == NESTEROV && has_momentum,
+        dampening: if record == NESTEROV { 0.0 } else { 0.1 },
+        weight_decay: if record == 9 { 0.0 } else { 0.1 },
+        nesterov: record == NESTEROV && has_momentum,
         step,
         grad_scale: 0.25,
-        maximize: entry == 8,
+        maximize: record == 8,
         seed: 11,
     }
     .into()
@@ -218,12 +219,12 @@ pub(crate) struct Way {
 }
 
 impl Way {
-    /// Every step is durable, and nothing is held.
+    /// Every step is durable, and nothing is in RAM.
     pub(crate) fn streamed() -> Self {
         Self { durability: Durability::Step, held: vec![], log_steps: 0 }
     }
 
-    /// All is held.
+    /// All is in RAM.
     pub(crate) fn held(durability: Durability, log_steps: u32) -> Self {
         Self { durability, held: ALL.to_vec(), log_steps }
     }
@@ -245,7 +246,7 @@ pub(crate) fn opened(disk: &SimDisk, faults: &Faults, durability: Durability) ->
     Store::open_on(volume(slice::from_ref(disk), faults), 8192, &how(durability))
 }
 
-/// An engine on a store, as a run begins: what its log has is replayed, and what is held is read.
+/// An engine on a store, as a run begins: what its log has is replayed, and what is in RAM is read.
 pub(crate) fn begun(store: Store, way: &Way) -> memascend_engine::Result<Engine> {
     let mut options = Options::default();
     options.threads = NonZeroUsize::new(3).unwrap_or(NonZeroUsize::MIN);
@@ -256,9 +257,9 @@ pub(crate) fn begun(store: Store, way: &Way) -> memascend_engine::Result<Engine>
     engine.replay(&mut |_, _| true)?;
     store.refresh(&way.held, &mut |_, _| true)?;
     if way.durability != Durability::None && way.log_steps > 0 {
-        let spill = |&entry: &usize| Some((entry, store.description().entries[entry].spill?));
-        let entries: Vec<_> = way.held.iter().filter_map(spill).collect();
-        assert_eq!(store.keep_log(&entries, way.log_steps)?, way.log_steps);
+        let spill = |&record: &usize| Some((record, store.description().records[record].spill?));
+        let records: Vec<_> = way.held.iter().filter_map(spill).collect();
+        assert_eq!(store.keep_log(&records, way.log_steps)?, way.log_steps);
     }
     Ok(engine)
 }
@@ -269,8 +270,8 @@ impl Life {
         let volume = volume(slice::from_ref(&disk), &Faults::default());
         let store = ok(Store::create_on(volume, 8192, kinds(), &how(way.durability)));
         let engine = ok(begun(store, &Way { log_steps: 0, ..way.clone() }));
-        for entry in ALL {
-            ok(engine.fill(entry, first(values(entry, 0), kinds().entries[entry].state.len(), 0), Wait::forever()));
+        for record in ALL {
+            ok(engine.fill(record, first(values(record, 0), kinds().records[record].state.len(), 0), Wait::forever()));
         }
         ok(engine.commit(Commit::default(), Wait::forever()));
         drop(engine);
@@ -296,32 +297,32 @@ impl Life {
         contents(self.store())
     }
 
-    /// What is spilled of each entry.
+    /// What is spilled of each record.
     pub(crate) fn spilled(&self) -> Vec<Option<Spilled>> {
-        ALL.map(|entry| self.engine.spilled(entry, Wait::forever()).ok()).into()
+        ALL.map(|record| self.engine.spilled(record, Wait::forever()).ok()).into()
     }
 
     pub(crate) fn commit(&self, step: u64) -> memascend_engine::Result<u64> {
         self.engine.commit(Commit { step, ..Commit::default() }, Wait::forever())
     }
 
-    /// Begins an update of every entry, by a gradient that is given or spilled before.
+    /// Begins an update of every record, by a gradient that is given or spilled before.
     pub(crate) fn update_all(&self, step: u64) -> memascend_engine::Result<()> {
-        for entry in ALL {
-            let by = if (step + entry as u64).is_multiple_of(4) {
-                self.engine.spill(entry, gradient(entry, step), false, Wait::forever())?;
+        for record in ALL {
+            let by = if (step + record as u64).is_multiple_of(4) {
+                self.engine.spill(record, gradient(record, step), false, Wait::forever())?;
                 By::Spilled(vec![0.3, 1.7])
             } else {
-                By::Given(gradient(entry, step))
+                By::Given(gradient(record, step))
             };
-            let count = self.store().entry_state(entry)?.step + 1;
-            self.engine.update(entry, by, None, rule(entry, count), Wait::forever())?;
+            let count = self.store().record_state(record)?.step + 1;
+            self.engine.update(record, by, None, rule(record, count), Wait::forever())?;
         }
         Ok(())
     }
 }
 
-/// Halves all of an entry, in chunks or whole, before the commit or after it; how often it was called.
+/// Halves all of a record, in chunks or whole, before the commit or after it; how often it was called.
 pub(crate) fn halving(step: u64, (whole, after_commit): (bool, bool)) -> (Application, Arc<AtomicUsize>) {
     let calls = Arc::<AtomicUsize>::default();
     let counted = Arc::clone(&calls);
@@ -337,38 +338,38 @@ pub(crate) fn halving(step: u64, (whole, after_commit): (bool, bool)) -> (Applic
 /// What one step does, the same in each life: updates, sums that are spilled, functions, loads, discards.
 pub(crate) fn random_step(engine: &Engine, number: u64) -> memascend_engine::Result<()> {
     let (store, mut rng, mut touched) = (engine.store(), Rng::new(number << 16), Vec::new());
-    for entry in ALL {
-        engine.drop_spilled(entry, Wait::forever())?;
-        let count = store.entry_state(entry)?.step + 1;
-        let given = |seed: u64| By::Given(gradient(entry, number * 2 + seed));
+    for record in ALL {
+        engine.drop_spilled(record, Wait::forever())?;
+        let count = store.record_state(record)?.step + 1;
+        let given = |seed: u64| By::Given(gradient(record, number * 2 + seed));
         match rng.below(9) {
             // An idle one.
             0 => continue,
-            1..=3 => engine.update(entry, given(0), None, rule(entry, count), Wait::forever())?,
+            1..=3 => engine.update(record, given(0), None, rule(record, count), Wait::forever())?,
             4 => {
                 // It is dropped, and comes anew, or not.
-                engine.update(entry, given(1), None, rule(entry, count), Wait::forever())?;
-                engine.discard_entry(entry, Wait::forever())?;
+                engine.update(record, given(1), None, rule(record, count), Wait::forever())?;
+                engine.discard_record(record, Wait::forever())?;
                 if rng.below(2) == 0 {
-                    engine.update(entry, given(0), None, rule(entry, count), Wait::forever())?;
+                    engine.update(record, given(0), None, rule(record, count), Wait::forever())?;
                 }
             }
             5 => {
-                engine.spill(entry, gradient(entry, number), false, Wait::forever())?;
-                engine.spill(entry, gradient(entry, number + 1), true, Wait::forever())?;
-                engine.update(entry, By::Spilled(vec![0.3, 0.7]), None, rule(entry, count), Wait::forever())?;
+                engine.spill(record, gradient(record, number), false, Wait::forever())?;
+                engine.spill(record, gradient(record, number + 1), true, Wait::forever())?;
+                engine.update(record, By::Spilled(vec![0.3, 0.7]), None, rule(record, count), Wait::forever())?;
             }
-            6 | 7 if FLOATS.contains(&entry) => {
+            6 | 7 if FLOATS.contains(&record) => {
                 let how = (rng.below(2) == 0, rng.below(2) == 0);
-                engine.apply(entry, halving(count, how).0, None, Wait::forever())?;
+                engine.apply(record, halving(count, how).0, None, Wait::forever())?;
             }
             _ => {
                 // As a load does.
-                let tensors = store.description().entries[entry].state.len();
-                engine.fill(entry, first(values(entry, number), tensors, count), Wait::forever())?;
+                let tensors = store.description().records[record].state.len();
+                engine.fill(record, first(values(record, number), tensors, count), Wait::forever())?;
             }
         }
-        touched.push(entry);
+        touched.push(record);
     }
     let ends = rng.below(7);
     if ends < 2 {
@@ -377,8 +378,8 @@ pub(crate) fn random_step(engine: &Engine, number: u64) -> memascend_engine::Res
     if ends == 0 {
         return engine.discard(Wait::forever());
     }
-    if let (1, Some(&entry)) = (ends, touched.first()) {
-        engine.discard_entry(entry, Wait::forever())?;
+    if let (1, Some(&record)) = (ends, touched.first()) {
+        engine.discard_record(record, Wait::forever())?;
     }
     engine.commit(Commit { step: number, ..Commit::default() }, Wait::forever()).map(drop)
 }

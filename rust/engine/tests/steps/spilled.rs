@@ -16,8 +16,8 @@ const NUMEL: u64 = 5000;
 const NAMES: [&str; 2] = ["one", "two"];
 
 fn description() -> Description {
-    let entry = |name: &str| parameter(name, Dtype::F32, NUMEL, Format::Plain, &MOMENTS);
-    setup::description(NAMES.map(entry).into(), NAMES.len())
+    let record = |name: &str| parameter(name, Dtype::F32, NUMEL, Format::Plain, &MOMENTS);
+    setup::description(NAMES.map(record).into(), NAMES.len())
 }
 
 fn engine(store: Store) -> Engine {
@@ -34,49 +34,49 @@ fn filled() -> Vec<Vec<u8>> {
     let disks = vec![SimDisk::new(1 << 20)];
     let store = ok(Store::create_on(volume(&disks, &Faults::default()), 8192, description(), &Create::default()));
     let engine = engine(store);
-    for entry in 0..NAMES.len() {
-        ok(engine.fill(entry, first(bytes(1.0), 2, 0), Wait::forever()));
+    for record in 0..NAMES.len() {
+        ok(engine.fill(record, first(bytes(1.0), 2, 0), Wait::forever()));
     }
     ok(engine.commit(Commit::default(), Wait::forever()));
     drop(engine);
     disks.iter().map(SimDisk::bytes).collect()
 }
 
-fn spill(engine: &Engine, entry: usize, value: f32, add: bool) -> memascend_engine::Result<()> {
-    engine.spill(entry, Gradient::new(Box::new(bytes(value)), Dtype::F32)?, add, Wait::forever())
+fn spill(engine: &Engine, record: usize, value: f32, add: bool) -> memascend_engine::Result<()> {
+    engine.spill(record, Gradient::new(Box::new(bytes(value)), Dtype::F32)?, add, Wait::forever())
 }
 
 fn numbers(step: u64) -> Hyperparameters {
     Hyperparameters { weight_decay: 0.0, grad_scale: 1.0, ..adam(1e-2, step) }
 }
 
-/// Three sums of each entry, then an update by them.
+/// Three sums of each record, then an update by them.
 fn step(engine: &Engine) -> memascend_engine::Result<()> {
-    for entry in 0..NAMES.len() {
-        spill(engine, entry, 1.0, false)?;
+    for record in 0..NAMES.len() {
+        spill(engine, record, 1.0, false)?;
     }
     for value in [2.0, 3.0] {
-        for entry in 0..NAMES.len() {
-            spill(engine, entry, value, true)?;
+        for record in 0..NAMES.len() {
+            spill(engine, record, value, true)?;
         }
     }
-    for entry in 0..NAMES.len() {
-        engine.update(entry, By::Spilled(vec![0.5]), None, numbers(1), Wait::forever())?;
+    for record in 0..NAMES.len() {
+        engine.update(record, By::Spilled(vec![0.5]), None, numbers(1), Wait::forever())?;
     }
     engine.commit(Commit { step: 1, ..Commit::default() }, Wait::forever())?;
     Ok(())
 }
 
-/// What an entry holds is a whole sum or nothing.
+/// What a record holds is a whole sum or nothing.
 fn whole_or_nothing(engine: &Engine, what: &str) {
-    for entry in 0..NAMES.len() {
-        match engine.spilled(entry, Wait::forever()) {
+    for record in 0..NAMES.len() {
+        match engine.spilled(record, Wait::forever()) {
             Ok(found) => {
                 let sums = [1.0, 9.0, 36.0_f64];
                 let elements = f64::from(u32::try_from(NUMEL).unwrap_or(0));
                 let is = |sum: &f64| (found.squares.value() - sum * elements).abs() < 1.0;
                 assert!(sums.iter().any(is), "{what}: {found:?}");
-                let read = engine.read_spilled(entry, Box::new(bytes(0.0)), Wait::forever());
+                let read = engine.read_spilled(record, Box::new(bytes(0.0)), Wait::forever());
                 read.unwrap_or_else(|error| panic!("{what}: {error}"));
             }
             Err(error) => assert!(error.to_string().contains("no gradient of"), "{what}: {error}"),
@@ -119,8 +119,8 @@ fn a_read_or_write_that_fails_leaves_whole_sums_or_nothing() {
                 continue;
             }
             // The first error may be of this too, so only what can be known is looked at.
-            for entry in 0..NAMES.len() {
-                if let Ok(found) = engine.spilled(entry, Wait::forever()) {
+            for record in 0..NAMES.len() {
+                if let Ok(found) = engine.spilled(record, Wait::forever()) {
                     let sums = [1.0, 9.0, 36.0].map(|sum| sum * 5000.0);
                     assert!(sums.iter().any(|sum| (found.squares.value() - sum).abs() < 1.0), "seed {seed}: {found:?}");
                 }
@@ -173,11 +173,11 @@ fn discarded_at_any_moment_it_holds_whole_sums_or_nothing() {
     for round in 0..40 {
         let disks: Vec<SimDisk> = image.iter().cloned().map(SimDisk::of).collect();
         let engine = engine(ok(Store::open_on(volume(&disks, &Faults::default()), 8192, &Create::default())));
-        for entry in 0..NAMES.len() {
-            ok(spill(&engine, entry, 1.0, false));
-            ok(spill(&engine, entry, 2.0, true));
+        for record in 0..NAMES.len() {
+            ok(spill(&engine, record, 1.0, false));
+            ok(spill(&engine, record, 2.0, true));
             if round % 4 < 2 {
-                ok(engine.discard_entry(round % 2, Wait::forever()));
+                ok(engine.discard_record(round % 2, Wait::forever()));
             }
         }
         if round % 4 > 1 {
@@ -204,8 +204,8 @@ fn power_lost_at_any_point_leaves_a_whole_step_and_no_spill() {
             assert!(!done || store.info().step == 1, "point {points}");
             ok(store.verify(&mut |_, _| true));
             let engine = engine(store);
-            for entry in 0..NAMES.len() {
-                let spilled = engine.spilled(entry, Wait::forever());
+            for record in 0..NAMES.len() {
+                let spilled = engine.spilled(record, Wait::forever());
                 assert!(spilled.is_err_and(|error| error.to_string().contains("no gradient of")), "point {points}");
             }
         }
@@ -217,9 +217,9 @@ fn power_lost_at_any_point_leaves_a_whole_step_and_no_spill() {
     assert!(points > 60, "{points}");
 }
 
-fn spilling(engine: &Engine, entry: usize, value: f32, step: u64) -> memascend_engine::Result<()> {
+fn spilling(engine: &Engine, record: usize, value: f32, step: u64) -> memascend_engine::Result<()> {
     let gradient = Gradient::new(Box::new(bytes(value)), Dtype::F32)?;
-    engine.update_spilling(entry, gradient, None, numbers(step), Wait::forever())
+    engine.update_spilling(record, gradient, None, numbers(step), Wait::forever())
 }
 
 fn fresh(image: &[Vec<u8>], faults: &Faults) -> Engine {
@@ -227,15 +227,15 @@ fn fresh(image: &[Vec<u8>], faults: &Faults) -> Engine {
     engine(ok(Store::open_on(volume(&disks, faults), 8192, &Create::default())))
 }
 
-/// What an entry has once its step is committed.
+/// What a record has once its step is committed.
 fn committed(engine: &Engine, step: u64) -> Vec<u8> {
     ok(engine.commit(Commit { step, ..Commit::default() }, Wait::forever()));
     let store = engine.store();
     let mut all = Vec::new();
-    for piece in 0..store.layout().pieces_of(0) {
-        let place = store.layout().piece(store.description(), 0, piece);
+    for extent in 0..store.layout().extents_of(0) {
+        let place = store.layout().extent(store.description(), 0, extent);
         let room = vec![0; usize::try_from(place.bytes()).unwrap_or(0)];
-        all.extend(ok(ok(store.read(0, piece, room)).wait()).0);
+        all.extend(ok(ok(store.read(0, extent, room)).wait()).0);
     }
     all
 }
@@ -280,7 +280,7 @@ fn an_update_that_spills_leaves_its_whole_gradient_or_nothing_where_it_is_discar
         let engine = fresh(&image, &Faults::default());
         ok(spilling(&engine, 0, 0.3, 1));
         std::thread::sleep(pause);
-        ok(engine.discard_entry(0, Wait::forever()));
+        ok(engine.discard_record(0, Wait::forever()));
         if let Ok(found) = engine.spilled(0, Wait::forever()) {
             assert!((found.squares.value() - 0.09 * elements).abs() < 1.0, "{found:?}");
             ok(engine.read_spilled(0, Box::new(bytes(0.0)), Wait::forever()));

@@ -1,4 +1,4 @@
-//! Tests functions of whole entries: the next one is read and the last one written meanwhile, in an order that no time changes.
+//! Tests functions of whole records: the next one is read and the last one written meanwhile, in an order that no time changes.
 
 use std::{
     slice,
@@ -22,14 +22,14 @@ use crate::setup::{self, Contents, MOMENTS, changing, contents, first, ok, param
 
 /// The last one takes twice the memory of the others.
 const NUMELS: [u64; 6] = [5000, 5000, 4097, 5000, 5000, 10_000];
-/// The entry at which the pipeline is stopped until all jobs are there.
+/// The record at which the pipeline is stopped until all jobs are there.
 const GATE: usize = 0;
 const EACH: usize = 3 * 4 * 5056;
 const PATIENCE: Duration = Duration::from_secs(30);
 
 fn description() -> Description {
-    let entry = |(number, &numel)| parameter(&format!("{number}"), Dtype::F32, numel, Format::Plain, &MOMENTS);
-    setup::description(NUMELS.iter().enumerate().map(entry).collect(), 2)
+    let record = |(number, &numel)| parameter(&format!("{number}"), Dtype::F32, numel, Format::Plain, &MOMENTS);
+    setup::description(NUMELS.iter().enumerate().map(record).collect(), 2)
 }
 
 fn bytes(numel: u64) -> Vec<u8> {
@@ -42,8 +42,8 @@ fn engine_on(disk: &SimDisk, chunks: usize, (whole, next): (usize, usize)) -> En
     let mut options = Options::default();
     (options.chunks, options.whole_bytes, options.whole_next_bytes) = (chunks, whole, next);
     let engine = ok(Engine::new(Arc::new(ok(store)), &options));
-    for (entry, &numel) in NUMELS.iter().enumerate() {
-        ok(engine.fill(entry, first(bytes(numel), 2, 0), Wait::forever()));
+    for (record, &numel) in NUMELS.iter().enumerate() {
+        ok(engine.fill(record, first(bytes(numel), 2, 0), Wait::forever()));
     }
     ok(engine.commit(Commit::default(), Wait::forever()));
     engine
@@ -55,13 +55,13 @@ fn engine(chunks: usize, slots: (usize, usize)) -> Engine {
 
 fn apply(
     engine: &Engine,
-    (entry, step, whole): (usize, u64, bool),
+    (record, step, whole): (usize, u64, bool),
     before: impl Fn() -> Result<(), Cause> + Send + Sync + 'static,
 ) {
     let function = changing(before, |number| 1.0 + number);
     let given = if whole { Given::Whole } else { Given::InChunks };
     let application = Application { function, nbytes: 0, step, spilled: false, given, after_commit: false };
-    ok(engine.apply(entry, application, None, Wait::at_most(PATIENCE)));
+    ok(engine.apply(record, application, None, Wait::at_most(PATIENCE)));
 }
 
 /// Calls with nothing before.
@@ -83,7 +83,7 @@ fn soon(what: &str, is_so: impl Fn() -> bool) -> Result<(), Cause> {
     Ok(())
 }
 
-/// Holds the pipeline at the gate's entry until what is begun meanwhile is in its queue.
+/// Holds the pipeline at the gate's record until what is begun meanwhile is in its queue.
 fn at_once(engine: &Engine, step: u64, begin: impl FnOnce()) {
     let gate = Arc::new((AtomicBool::new(false), AtomicBool::new(false)));
     let waits = Arc::clone(&gate);
@@ -105,10 +105,10 @@ fn moved(store: &Store) -> (u64, u64) {
     (stats.read.bytes, stats.written.bytes)
 }
 
-/// Bytes that are read of an entry, and written; what a commit writes is not among them.
-fn of_entry(engine: &Engine, entry: usize) -> (u64, u64) {
+/// Bytes that are read of a record, and written; what a commit writes is not among them.
+fn of_record(engine: &Engine, record: usize) -> (u64, u64) {
     let before = moved(engine.store());
-    apply(engine, (entry, 1, true), NOTHING);
+    apply(engine, (record, 1, true), NOTHING);
     ok(engine.finish(Wait::at_most(PATIENCE)));
     let after = moved(engine.store());
     ok(engine.discard(Wait::at_most(PATIENCE)));
@@ -116,18 +116,18 @@ fn of_entry(engine: &Engine, entry: usize) -> (u64, u64) {
 }
 
 #[test]
-fn the_next_entry_is_read_and_the_last_one_written_while_a_function_computes() {
+fn the_next_record_is_read_and_the_last_one_written_while_a_function_computes() {
     for chunks in [2, 3, 4, 12] {
         let engine = engine(chunks, (2 * EACH, EACH));
-        let (gate, each) = (of_entry(&engine, GATE), [1, 2, 3, 4].map(|entry| of_entry(&engine, entry)));
+        let (gate, each) = (of_record(&engine, GATE), [1, 2, 3, 4].map(|record| of_record(&engine, record)));
         let store = Arc::clone(engine.store());
         let (reads, writes) = moved(&store);
         at_once(&engine, 1, || {
             let (mut read, mut written) = (reads + gate.0 + each[0].0, writes + gate.1);
-            for (number, entry) in (1..5).enumerate() {
+            for (number, record) in (1..5).enumerate() {
                 read += each.get(number + 1).map_or(0, |next| next.0);
                 let (store, reads, writes) = (Arc::clone(&store), read, written);
-                apply(&engine, (entry, 1, true), move || {
+                apply(&engine, (record, 1, true), move || {
                     soon("read and written", || moved(&store).0 >= reads && moved(&store).1 >= writes)
                 });
                 written += each[number].1;
@@ -140,7 +140,7 @@ fn the_next_entry_is_read_and_the_last_one_written_while_a_function_computes() {
 #[test]
 fn with_memory_for_one_nothing_of_the_next_is_read_but_other_jobs_go_on() {
     let engine = engine(4, (2 * EACH, 0));
-    let (gate, each) = (of_entry(&engine, GATE), [1, 2, 3].map(|entry| of_entry(&engine, entry)));
+    let (gate, each) = (of_record(&engine, GATE), [1, 2, 3].map(|record| of_record(&engine, record)));
     let store = Arc::clone(engine.store());
     let before = moved(&store).0 + gate.0 + each[0].0;
     at_once(&engine, 1, || {
@@ -166,17 +166,17 @@ fn trained(chunks: usize, slots: (usize, usize), patience: u64) -> Contents {
     let engine = engine(chunks, slots);
     for step in 1..4 {
         at_once(&engine, step, || {
-            for entry in 1..NUMELS.len() {
-                let time = Duration::from_millis(patience * (entry as u64 % 3));
+            for record in 1..NUMELS.len() {
+                let time = Duration::from_millis(patience * (record as u64 % 3));
                 // One by chunks is among them.
-                apply(&engine, (entry, step, entry != 3), move || {
+                apply(&engine, (record, step, record != 3), move || {
                     sleep(time);
                     Ok(())
                 });
             }
         });
         if step == 2 {
-            ok(engine.discard_entry(5, Wait::at_most(PATIENCE)));
+            ok(engine.discard_record(5, Wait::at_most(PATIENCE)));
             apply(&engine, (5, step, true), NOTHING);
         }
         commit(&engine, step);
@@ -189,7 +189,7 @@ fn what_is_stored_depends_on_no_slots() {
     let wanted = trained(12, (2 * EACH, 0), 0);
     assert!(wanted.iter().all(|(step, _)| *step == 3));
     assert_eq!(wanted[1].1[0][..4], 3.0_f32.to_le_bytes());
-    // The second: none, one for all but the last entry, for all.
+    // The second: none, one for all but the last record, for all.
     for chunks in [2, 4, 12] {
         for next in [0, EACH, 2 * EACH] {
             for patience in [0, 7] {
@@ -205,9 +205,9 @@ fn operations(slots: (usize, usize), patience: u64) -> Vec<(Action, u64)> {
     let engine = engine_on(&disk, 4, slots);
     let mut before = 0;
     at_once(&engine, 1, || {
-        for entry in 1..NUMELS.len() {
-            let time = Duration::from_millis(patience * (entry as u64 % 3));
-            apply(&engine, (entry, 1, entry != 3), move || {
+        for record in 1..NUMELS.len() {
+            let time = Duration::from_millis(patience * (record as u64 % 3));
+            apply(&engine, (record, 1, record != 3), move || {
                 sleep(time);
                 Ok(())
             });
@@ -236,11 +236,11 @@ fn a_function_that_fails_ends_the_step_whatever_else_goes_on() {
     for fails_at in 1..NUMELS.len() {
         let calls = Arc::new(AtomicUsize::new(0));
         at_once(&engine, 1, || {
-            for entry in 1..NUMELS.len() {
+            for record in 1..NUMELS.len() {
                 let counted = Arc::clone(&calls);
-                apply(&engine, (entry, 1, true), move || {
+                apply(&engine, (record, 1, true), move || {
                     counted.fetch_add(1, Relaxed);
-                    if entry == fails_at { failing("told to") } else { Ok(()) }
+                    if record == fails_at { failing("told to") } else { Ok(()) }
                 });
             }
         });
@@ -253,7 +253,7 @@ fn a_function_that_fails_ends_the_step_whatever_else_goes_on() {
         assert_eq!(engine.queued_bytes(), 0);
     }
     // Its memory is free.
-    at_once(&engine, 1, || (1..NUMELS.len()).for_each(|entry| apply(&engine, (entry, 1, true), NOTHING)));
+    at_once(&engine, 1, || (1..NUMELS.len()).for_each(|record| apply(&engine, (record, 1, true), NOTHING)));
     commit(&engine, 1);
 }
 
@@ -264,9 +264,9 @@ fn what_is_discarded_at_any_moment_is_whole() {
     let mut counts = [0_u64; NUMELS.len()];
     for round in 1..40 {
         let calls = Arc::new(AtomicUsize::new(0));
-        for (entry, count) in counts.iter().enumerate() {
+        for (record, count) in counts.iter().enumerate() {
             let calls = Arc::clone(&calls);
-            apply(&engine, (entry, count + 1, entry != 3), move || {
+            apply(&engine, (record, count + 1, record != 3), move || {
                 calls.fetch_add(1, Relaxed);
                 sleep(Duration::from_micros(500));
                 Ok(())
@@ -277,15 +277,15 @@ fn what_is_discarded_at_any_moment_is_whole() {
         if dropped == NUMELS.len() {
             ok(engine.discard(Wait::at_most(PATIENCE)));
         } else {
-            ok(engine.discard_entry(dropped, Wait::at_most(PATIENCE)));
-            counts.iter_mut().enumerate().filter(|(entry, _)| *entry != dropped).for_each(|(_, count)| *count += 1);
+            ok(engine.discard_record(dropped, Wait::at_most(PATIENCE)));
+            counts.iter_mut().enumerate().filter(|(record, _)| *record != dropped).for_each(|(_, count)| *count += 1);
         }
         commit(&engine, round);
-        for (entry, (step, tensors)) in contents(engine.store()).into_iter().enumerate() {
-            assert_eq!(step, counts[entry], "round {round}, entry {entry}");
+        for (record, (step, tensors)) in contents(engine.store()).into_iter().enumerate() {
+            assert_eq!(step, counts[record], "round {round}, record {record}");
             #[expect(clippy::cast_precision_loss, reason = "a small number")]
             let wanted = (step as f32).to_le_bytes();
-            assert!(tensors[1].chunks_exact(4).all(|number| number == wanted), "round {round}, entry {entry}");
+            assert!(tensors[1].chunks_exact(4).all(|number| number == wanted), "round {round}, record {record}");
         }
     }
 }
@@ -304,9 +304,9 @@ fn an_engine_that_is_closed_waits_for_the_function_and_commits_nothing() {
         Ok(())
     });
     let later = Arc::new(AtomicUsize::new(0));
-    for entry in 2..NUMELS.len() {
+    for record in 2..NUMELS.len() {
         let later = Arc::clone(&later);
-        apply(&engine, (entry, 1, true), move || {
+        apply(&engine, (record, 1, true), move || {
             later.fetch_add(1, Relaxed);
             Ok(())
         });
@@ -323,9 +323,9 @@ fn an_engine_that_is_closed_waits_for_the_function_and_commits_nothing() {
 fn a_function_runs_on_one_thread_of_its_own_and_cannot_wait_for_its_engine() {
     let engine = Arc::new(engine(4, (2 * EACH, EACH)));
     let seen = Arc::new(Mutex::new(Vec::new()));
-    for entry in 1..NUMELS.len() {
+    for record in 1..NUMELS.len() {
         let (theirs, seen) = (Arc::downgrade(&engine), Arc::clone(&seen));
-        apply(&engine, (entry, 1, true), move || {
+        apply(&engine, (record, 1, true), move || {
             let name = thread::current().name().map(str::to_owned);
             let waited =
                 theirs.upgrade().map(|engine| engine.finish(Wait::forever()).map_err(|error| error.to_string()));

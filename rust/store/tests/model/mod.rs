@@ -24,19 +24,19 @@ use memascend_nvme::{
     sim::{self, Faults, Rng, SimDisk},
 };
 use memascend_store::{
-    COMPACT, Commit, Create, Description, Dtype, Entry, Error, Existing, Format, Kind, LoggedUpdate, Rule, StateTensor,
-    StepHead, StepWrite, Store,
+    COMPACT, Commit, Create, Description, Dtype, Error, Existing, Format, Kind, LoggedUpdate, Record, Rule,
+    StateTensor, StepHead, StepWrite, Store,
 };
 
 pub(crate) const STRIPE: u64 = 8192;
 pub(crate) const UUID: [u8; 16] = *b"0123456789abcdef";
 /// The last commit that is known.
 pub(crate) const COMMITS: u64 = 80;
-/// Entries whose gradients may be logged, and the dtype of these: several chunks, one element, other dtypes than the
+/// Records whose gradients may be logged, and the dtype of these: several chunks, one element, other dtypes than the
 /// values', no elements, a compact one.
 pub(crate) const LOGGED: [(usize, Dtype); 5] =
     [(0, Dtype::Bf16), (1, Dtype::F32), (3, Dtype::F32), (5, Dtype::Bf16), (7, Dtype::Bf16)];
-/// Entries that each step writes whole.
+/// Records that each step writes whole.
 const STREAMED: [usize; 2] = [4, 6];
 
 pub(crate) fn ok<T, E: std::fmt::Display>(result: Result<T, E>) -> T {
@@ -53,22 +53,22 @@ pub(crate) fn tensor(name: &str, dtype: Dtype, shape: &[u64], grain: u32) -> Sta
     StateTensor { name: name.into(), dtype, shape: shape.into(), grain }
 }
 
-pub(crate) fn entry(name: &str, unit: u32, dtype: Dtype, shape: &[u64], state: &[&str]) -> Entry {
+pub(crate) fn record(name: &str, unit: u32, dtype: Dtype, shape: &[u64], state: &[&str]) -> Record {
     let state = state.iter().map(|name| tensor(name, Dtype::F32, shape, 1)).collect();
     let spill = Some(Dtype::F32);
     let (name, shape, order, format) = (name.into(), shape.into(), vec![], Format::Plain);
-    Entry { name, kind: Kind::Parameter, unit, dtype, shape, order, spill, format, state }
+    Record { name, kind: Kind::Parameter, unit, dtype, shape, order, spill, format, state }
 }
 
-/// Every kind of entry: several chunks, one element, no state, odd state, a buffer, nothing at all.
+/// Every kind of record: several chunks, one element, no state, odd state, a buffer, nothing at all.
 pub(crate) fn description() -> Description {
     let adam = ["master", "exp_avg", "exp_avg_sq"];
-    let mut odd = entry("odd", 1, Dtype::Bf16, &[30, 70], &["exp_avg"]);
+    let mut odd = record("odd", 1, Dtype::Bf16, &[30, 70], &["exp_avg"]);
     odd.state.push(tensor("row", Dtype::F32, &[30], 0));
     odd.state.push(tensor("column", Dtype::F64, &[70], 0));
-    let mut buffer = entry("running_mean", 2, Dtype::F32, &[3], &[]);
+    let mut buffer = record("running_mean", 2, Dtype::F32, &[3], &[]);
     buffer.kind = Kind::Buffer;
-    let mut compact = entry("compact", 2, Dtype::Bf16, &[40, 60], &[]);
+    let mut compact = record("compact", 2, Dtype::Bf16, &[40, 60], &[]);
     compact.state = COMPACT.map(|(name, dtype)| tensor(name, dtype, &[40, 60], 1)).to_vec();
     Description {
         chunk_elements: 2048,
@@ -76,13 +76,13 @@ pub(crate) fn description() -> Description {
         hyperparameters_bytes_max: 5000,
         optimizer: "AdamW".into(),
         units: vec!["embed".into(), "block".into(), "head".into()],
-        entries: vec![
-            entry("weight", 0, Dtype::Bf16, &[5, 1000], &adam),
-            entry("scale", 0, Dtype::F32, &[], &["momentum"]),
-            entry("frozen", 1, Dtype::Bf16, &[100], &[]),
-            entry("expert", 1, Dtype::F16, &[2049], &adam),
+        records: vec![
+            record("weight", 0, Dtype::Bf16, &[5, 1000], &adam),
+            record("scale", 0, Dtype::F32, &[], &["momentum"]),
+            record("frozen", 1, Dtype::Bf16, &[100], &[]),
+            record("expert", 1, Dtype::F16, &[2049], &adam),
             odd,
-            entry("nothing", 1, Dtype::Bf16, &[0, 4], &adam),
+            record("nothing", 1, Dtype::Bf16, &[0, 4], &adam),
             buffer,
             compact.compact_if_so(),
         ],
@@ -90,24 +90,24 @@ pub(crate) fn description() -> Description {
     }
 }
 
-/// An entry: its pieces, whole pages of each, and its count of updates.
+/// A record: its extents, whole pages of each, and its count of updates.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Contents {
-    pub(crate) pieces: Vec<Vec<u8>>,
+    pub(crate) extents: Vec<Vec<u8>>,
     pub(crate) step: u64,
 }
 
-/// All entries.
+/// All records.
 pub(crate) type State = BTreeMap<usize, Contents>;
 
 /// What a commit does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Act {
-    /// A step: most entries have a gradient.
+    /// A step: most records have a gradient.
     Step,
     /// Values are written, without a step.
     Written,
-    /// A step without any gradient of a logged entry.
+    /// A step without any gradient of a logged record.
     Idle,
 }
 
@@ -119,18 +119,18 @@ fn act(commit: u64) -> Act {
     }
 }
 
-fn has_gradient(entry: usize, commit: u64) -> bool {
-    act(commit) == Act::Step && (entry == 0 || !(commit + entry as u64).is_multiple_of(3))
+fn has_gradient(record: usize, commit: u64) -> bool {
+    act(commit) == Act::Step && (record == 0 || !(commit + record as u64).is_multiple_of(3))
 }
 
 /// Who is written whole by a commit without a step.
-fn is_written(entry: usize, commit: u64) -> bool {
-    [0, 4].contains(&entry) || commit.is_multiple_of(2) && entry == 7
+fn is_written(record: usize, commit: u64) -> bool {
+    [0, 4].contains(&record) || commit.is_multiple_of(2) && record == 7
 }
 
 /// Bytes that these numbers say.
-pub(crate) fn content(entry: usize, piece: u32, salt: u64, nbytes: usize) -> Vec<u8> {
-    let mut rng = Rng::new(salt << 32 ^ (entry as u64) << 16 ^ u64::from(piece));
+pub(crate) fn content(record: usize, extent: u32, salt: u64, nbytes: usize) -> Vec<u8> {
+    let mut rng = Rng::new(salt << 32 ^ (record as u64) << 16 ^ u64::from(extent));
     let mut bytes: Vec<u8> = Vec::with_capacity(nbytes + 8);
     while bytes.len() < nbytes {
         bytes.extend(rng.bits().to_le_bytes());
@@ -139,15 +139,15 @@ pub(crate) fn content(entry: usize, piece: u32, salt: u64, nbytes: usize) -> Vec
     bytes
 }
 
-pub(crate) fn gradient(store: &Store, entry: usize, dtype: Dtype, commit: u64) -> Vec<u8> {
-    content(entry, 77, commit, size(store.description().entries[entry].elements() * dtype.bytes()))
+pub(crate) fn gradient(store: &Store, record: usize, dtype: Dtype, commit: u64) -> Vec<u8> {
+    content(record, 77, commit, size(store.description().records[record].elements() * dtype.bytes()))
 }
 
 /// The arithmetic of an update: what comes out depends on the order.
 pub(crate) fn update(contents: &mut Contents, gradient: &[u8], factor: u8) {
     contents.step += 1;
-    for piece in &mut contents.pieces {
-        for (byte, place) in piece.iter_mut().zip(0..) {
+    for extent in &mut contents.extents {
+        for (byte, place) in extent.iter_mut().zip(0..) {
             let of: u8 = gradient.get(place % gradient.len().max(1)).copied().unwrap_or(1);
             *byte = byte.wrapping_mul(31) ^ of.wrapping_mul(factor);
         }
@@ -158,33 +158,33 @@ fn factor(commit: u64) -> u8 {
     (commit % 250) as u8 | 1
 }
 
-/// The pieces of an entry, with bytes that the salt says.
-pub(crate) fn contents(store: &Store, entry: usize, salt: u64, step: u64) -> Contents {
-    let of = |piece| content(entry, piece, salt, piece_bytes(store, entry, piece));
-    Contents { pieces: (0..store.layout().pieces_of(entry)).map(of).collect(), step }
+/// The extents of a record, with bytes that the salt says.
+pub(crate) fn contents(store: &Store, record: usize, salt: u64, step: u64) -> Contents {
+    let of = |extent| content(record, extent, salt, extent_bytes(store, record, extent));
+    Contents { extents: (0..store.layout().extents_of(record)).map(of).collect(), step }
 }
 
-pub(crate) fn piece_bytes(store: &Store, entry: usize, piece: u32) -> usize {
-    size(store.layout().piece(store.description(), entry, piece).bytes())
+pub(crate) fn extent_bytes(store: &Store, record: usize, extent: u32) -> usize {
+    size(store.layout().extent(store.description(), record, extent).bytes())
 }
 
 fn states() -> Vec<State> {
     let store = created(&disks(1));
-    let entries = 0..store.description().entries.len();
-    let mut states: Vec<State> = vec![entries.map(|entry| (entry, contents(&store, entry, 0, 0))).collect()];
+    let records = 0..store.description().records.len();
+    let mut states: Vec<State> = vec![records.map(|record| (record, contents(&store, record, 0, 0))).collect()];
     for commit in 1..=COMMITS {
         let mut state = states[states.len() - 1].clone();
-        for (&entry, of) in &mut state {
-            let dtype = LOGGED.iter().find(|(logged, _)| *logged == entry).map(|(_, dtype)| *dtype);
+        for (&record, of) in &mut state {
+            let dtype = LOGGED.iter().find(|(logged, _)| *logged == record).map(|(_, dtype)| *dtype);
             match dtype {
-                _ if act(commit) == Act::Written && is_written(entry, commit) => {
-                    *of = contents(&store, entry, commit << 20, of.step);
+                _ if act(commit) == Act::Written && is_written(record, commit) => {
+                    *of = contents(&store, record, commit << 20, of.step);
                 }
-                Some(dtype) if has_gradient(entry, commit) => {
-                    update(of, &gradient(&store, entry, dtype, commit), factor(commit));
+                Some(dtype) if has_gradient(record, commit) => {
+                    update(of, &gradient(&store, record, dtype, commit), factor(commit));
                 }
-                None if act(commit) != Act::Written && STREAMED.contains(&entry) => {
-                    *of = contents(&store, entry, commit, of.step + 1);
+                None if act(commit) != Act::Written && STREAMED.contains(&record) => {
+                    *of = contents(&store, record, commit, of.step + 1);
                 }
                 _ => {}
             }
@@ -194,7 +194,7 @@ fn states() -> Vec<State> {
     states
 }
 
-/// What all entries hold after a commit.
+/// What all records hold after a commit.
 pub(crate) fn after(commit: u64) -> &'static State {
     static STATES: OnceLock<Vec<State>> = OnceLock::new();
     &STATES.get_or_init(states)[size(commit)]
@@ -206,12 +206,12 @@ fn user(commit: u64) -> String {
 
 // --- what is done with it ----------------------------------------------------------------
 
-/// Stages an entry whole.
-pub(crate) fn stage(store: &Store, entry: usize, contents: &Contents) -> Result<(), Error> {
-    store.begin(entry, contents.step, Wait::forever())?;
+/// Stages a record whole.
+pub(crate) fn stage(store: &Store, record: usize, contents: &Contents) -> Result<(), Error> {
+    store.begin(record, contents.step, Wait::forever())?;
     let mut writes = Vec::new();
-    for (piece, bytes) in (0..).zip(&contents.pieces) {
-        writes.push(store.stage(entry, piece, bytes.clone())?);
+    for (extent, bytes) in (0..).zip(&contents.extents) {
+        writes.push(store.stage(record, extent, bytes.clone())?);
     }
     writes.into_iter().try_for_each(|write| write.wait().map(drop))
 }
@@ -219,11 +219,11 @@ pub(crate) fn stage(store: &Store, entry: usize, contents: &Contents) -> Result<
 /// Appends a gradient; `None` where there is no room.
 pub(crate) fn append<'a>(
     store: &'a Store,
-    entry: usize,
+    record: usize,
     dtype: Dtype,
     bytes: &[u8],
 ) -> Result<Option<Vec<StepWrite<'a, Vec<u8>>>>, Error> {
-    if !store.begin_append(entry, dtype)? {
+    if !store.begin_append(record, dtype)? {
         return Ok(None);
     }
     let chunk_bytes = store.description().chunk_elements as usize * size(dtype.bytes());
@@ -231,42 +231,42 @@ pub(crate) fn append<'a>(
         let mut part = part.to_vec();
         // What fills the last page is anything.
         part.resize(part.len().next_multiple_of(4096), 0xaa);
-        store.append(entry, chunk, part)
+        store.append(record, chunk, part)
     };
     (0..).zip(bytes.chunks(chunk_bytes)).map(write).collect::<Result<_, _>>().map(Some)
 }
 
-/// Carries out a commit on a store that holds what the one before left. An entry without room in the log is written whole.
+/// Carries out a commit on a store that holds what the one before left. A record without room in the log is written whole.
 pub(crate) fn commit(store: &Store, commit: u64) -> Result<(), Error> {
     let (before, after) = (after(commit.saturating_sub(1)), after(commit));
     let hyperparameters = Some("x".repeat(size(commit * 700 % 5000)));
     let mut said = Commit { step: commit, user: Some(user(commit)), hyperparameters, ..Commit::default() };
     match act(commit) {
-        _ if commit == 0 => after.iter().try_for_each(|(&entry, contents)| stage(store, entry, contents))?,
+        _ if commit == 0 => after.iter().try_for_each(|(&record, contents)| stage(store, record, contents))?,
         Act::Written => {
-            for (&entry, contents) in after.iter().filter(|(entry, _)| is_written(**entry, commit)) {
-                stage(store, entry, contents)?;
+            for (&record, contents) in after.iter().filter(|(record, _)| is_written(**record, commit)) {
+                stage(store, record, contents)?;
             }
         }
         Act::Idle | Act::Step => {
             let numbers = vec![("factor".into(), u64::from(factor(commit)))];
             let rule = Rule { name: "toy".into(), arithmetic: 1, numbers, factors: vec![1.0_f32.to_bits()] };
             let (mut updates, mut writes, mut whole) = (Vec::new(), Vec::new(), STREAMED.to_vec());
-            for (entry, dtype) in LOGGED.into_iter().filter(|&(entry, _)| has_gradient(entry, commit)) {
-                match append(store, entry, dtype, &gradient(store, entry, dtype, commit))? {
-                    Some(of_entry) => {
-                        writes.extend(of_entry);
-                        updates.push(LoggedUpdate { entry, rule: 0, step: before[&entry].step + 1 });
+            for (record, dtype) in LOGGED.into_iter().filter(|&(record, _)| has_gradient(record, commit)) {
+                match append(store, record, dtype, &gradient(store, record, dtype, commit))? {
+                    Some(of_record) => {
+                        writes.extend(of_record);
+                        updates.push(LoggedUpdate { record, rule: 0, step: before[&record].step + 1 });
                     }
-                    None => whole.push(entry),
+                    None => whole.push(record),
                 }
             }
-            for &entry in &whole {
-                stage(store, entry, &after[&entry])?;
+            for &record in &whole {
+                stage(store, record, &after[&record])?;
             }
-            for entry in store.due() {
-                if !whole.contains(&entry) {
-                    stage(store, entry, &before[&entry])?;
+            for record in store.due() {
+                if !whole.contains(&record) {
+                    stage(store, record, &before[&record])?;
                 }
             }
             writes.into_iter().try_for_each(|write| write.wait().map(drop))?;
@@ -278,11 +278,11 @@ pub(crate) fn commit(store: &Store, commit: u64) -> Result<(), Error> {
 
 /// Begins some of a step and forgets it, as a skipped step does.
 pub(crate) fn abandon(store: &Store, at: u64) -> Result<(), Error> {
-    for (entry, dtype) in [LOGGED[0], LOGGED[2]] {
-        let garbage = vec![0x55; gradient(store, entry, dtype, at).len()];
-        match append(store, entry, dtype, &garbage)? {
+    for (record, dtype) in [LOGGED[0], LOGGED[2]] {
+        let garbage = vec![0x55; gradient(store, record, dtype, at).len()];
+        match append(store, record, dtype, &garbage)? {
             Some(writes) => writes.into_iter().try_for_each(|write| write.wait().map(drop))?,
-            None => stage(store, entry, &contents(store, entry, at ^ 0xdead, at))?,
+            None => stage(store, record, &contents(store, record, at ^ 0xdead, at))?,
         }
     }
     stage(store, 7, &contents(store, 7, at ^ 0xdead, at))?;
@@ -300,42 +300,42 @@ pub(crate) fn check(store: &Store, name: &str) -> u64 {
         assert!(found == *wanted, "{name}: commit {}", info.step);
         return info.step;
     }
-    for (&entry, contents) in wanted {
-        let state = store.entry_state(entry).unwrap_or_else(|error| panic!("{name}: {error}"));
-        assert_eq!(state.step, contents.step, "{name}: entry {entry} at commit {}", info.step);
-        for (piece, bytes) in (0..).zip(&contents.pieces) {
-            let read = store.read(entry, piece, vec![0; bytes.len()]).and_then(memascend_store::PieceRead::wait);
+    for (&record, contents) in wanted {
+        let state = store.record_state(record).unwrap_or_else(|error| panic!("{name}: {error}"));
+        assert_eq!(state.step, contents.step, "{name}: record {record} at commit {}", info.step);
+        for (extent, bytes) in (0..).zip(&contents.extents) {
+            let read = store.read(record, extent, vec![0; bytes.len()]).and_then(memascend_store::ExtentRead::wait);
             let (found, _) = read.unwrap_or_else(|error| panic!("{name}: {error}"));
-            assert!(found == *bytes, "{name}: entry {entry}, piece {piece}");
+            assert!(found == *bytes, "{name}: record {record}, extent {extent}");
         }
     }
     info.step
 }
 
-/// Reads every entry as it is found, and applies what the log has of it.
+/// Reads every record as it is found, and applies what the log has of it.
 pub(crate) fn replayed(store: &Store) -> Result<State, Error> {
     let replay = store.pending_replay().unwrap_or_default();
     let mut state = State::new();
-    for entry in 0..store.description().entries.len() {
-        let mut pieces = Vec::new();
-        for piece in 0..store.layout().pieces_of(entry) {
-            pieces.push(store.read_slot(entry, piece, vec![0; piece_bytes(store, entry, piece)])?.wait()?.0);
+    for record in 0..store.description().records.len() {
+        let mut extents = Vec::new();
+        for extent in 0..store.layout().extents_of(record) {
+            extents.push(store.read_slot(record, extent, vec![0; extent_bytes(store, record, extent)])?.wait()?.0);
         }
-        let step = store.entry_state(entry)?.step - replay.of(entry).count() as u64;
-        let mut contents = Contents { pieces, step };
-        for (head, logged) in replay.of(entry) {
+        let step = store.record_state(record)?.step - replay.of(record).count() as u64;
+        let mut contents = Contents { extents, step };
+        for (head, logged) in replay.of(record) {
             let mut bytes = Vec::new();
-            for chunk in 0..store.layout().chunks_of(entry) {
-                let used = store.description().elements_of_chunk(entry, chunk) * size(logged.dtype.bytes());
-                let read = store.read_record(head, logged, chunk, vec![0; used.next_multiple_of(4096)])?.wait()?;
+            for chunk in 0..store.layout().chunks_of(record) {
+                let used = store.description().elements_of_chunk(record, chunk) * size(logged.dtype.bytes());
+                let read = store.read_logged(head, logged, chunk, vec![0; used.next_multiple_of(4096)])?.wait()?;
                 bytes.extend(&read[..used]);
             }
             let rule = &head.rules[logged.rule as usize];
             assert_eq!((rule.name.as_str(), rule.arithmetic, rule.numbers.len()), ("toy", 1, 1));
             update(&mut contents, &bytes, u8::try_from(rule.numbers[0].1).unwrap_or(0));
-            assert_eq!(contents.step, logged.step, "entry {entry}");
+            assert_eq!(contents.step, logged.step, "record {record}");
         }
-        state.insert(entry, contents);
+        state.insert(record, contents);
     }
     Ok(state)
 }
@@ -344,8 +344,8 @@ pub(crate) fn replayed(store: &Store) -> Result<State, Error> {
 pub(crate) fn settle(store: &Store) -> Result<(), Error> {
     let Some(replay) = store.pending_replay() else { return Ok(()) };
     let state = replayed(store)?;
-    for entry in replay.entries() {
-        stage(store, entry, &state[&entry])?;
+    for record in replay.records() {
+        stage(store, record, &state[&record])?;
     }
     store.commit(Commit { step: store.info().step, ..Commit::default() }, Wait::forever()).map(drop)
 }
@@ -491,7 +491,7 @@ pub(crate) fn many<T>(all: T, few: T) -> T {
     if std::env::var_os("MEMASCEND_TEST_LONG").is_some() { all } else { few }
 }
 
-/// How many pieces of work go on at a time: most of their time they wait for a simulated device.
+/// How many extents of work go on at a time: most of their time they wait for a simulated device.
 const LANES: usize = 4;
 
 /// Does the work of every number in a range, several at a time; a panic of any of them is a panic of this.

@@ -95,7 +95,7 @@ def mapped_by_owner():
 
 
 @pytest.mark.parametrize(("gradients", "budget"), covered(["fused", "ssd", "ram", "auto"], ["smallest", None, "64MiB"]))
-def test_what_is_held_is_what_the_plan_says(disk, gradients, budget):
+def test_what_is_in_ram_is_what_the_plan_says(disk, gradients, budget):
     gc.collect()
     before = mapped_by_owner()
     model = blocks(width=256)
@@ -120,15 +120,15 @@ def test_what_is_held_is_what_the_plan_says(disk, gradients, budget):
             "catalog": info["buffer_bytes"],
             "index": info["index_bytes"],
         }
-        if plan.held:
-            held["held entries"] = mapped["held entries"]
-            assert host["owners"]["held entries"]["bytes"] == mapped["held entries"]
-        assert bool(plan.held) == (budget == "64MiB")
+        if plan.ram_tier:
+            held["records in RAM"] = mapped["records in RAM"]
+            assert host["owners"]["records in RAM"]["bytes"] == mapped["records in RAM"]
+        assert bool(plan.ram_tier) == (budget == "64MiB")
         for owner, nbytes in held.items():
             assert nbytes == pytest.approx(plan.host[owner], rel=0.01), owner
             assert nbytes <= plan.host[owner], owner
         # Nothing is mapped that no owner answers for.
-        answered = held["units"] + held["update staging"] + held["catalog"] + held.get("held entries", 0)
+        answered = held["units"] + held["update staging"] + held["catalog"] + held.get("records in RAM", 0)
         assert sum(mapped.values()) <= answered
         assert host["peak"] <= plan.host_peak <= host["budget"] == plan.budget
     assert mapped_by_owner().get("units", 0) == before.get("units", 0)

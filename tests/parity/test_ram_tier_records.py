@@ -1,10 +1,10 @@
-"""Tests what is held in memory: never read again, computed with where it lies, refused where it is written to."""
+"""Tests what is kept in RAM: never read again, computed with where it lies, refused where it is written to."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from parity.harness import PARTS, held_budget
+from parity.harness import PARTS, ram_tier_budget
 from parity.test_resume import in_one_go
 from parity.zoo_loops import stack
 
@@ -17,16 +17,16 @@ def training(tmp_path, part="all", **options):
     torch.manual_seed(1)
     model = case.model()
     options = {"storage": tmp_path / "run.store", **options}
-    budget = held_budget(case, part, **options)
+    budget = ram_tier_budget(case, part, **options)
     model, optimizer = memascend.offload(model, case.optimizer(model), host_memory=budget, **options)
-    held = len(optimizer.plan.held)
+    held = len(optimizer.plan.ram_tier)
     assert part == ("none" if not held else "all" if held >= len(list(model.parameters())) else "some")
     return case, model, optimizer, case.batches(torch.Generator().manual_seed(2))
 
 
 @pytest.mark.parametrize("durability", ["step", "none"])
 @pytest.mark.parametrize("part", PARTS)
-def test_what_is_held_is_never_read(part, durability, tmp_path):
+def test_what_is_in_ram_is_never_read(part, durability, tmp_path):
     case, model, optimizer, batches = training(tmp_path, part, durability=durability)
     with optimizer:
         for batch in batches:
@@ -37,15 +37,15 @@ def test_what_is_held_is_never_read(part, durability, tmp_path):
     assert report.peak <= report.budget
     reads = {kind: report.read[kind] for kind in ("values", "values, update", "state")}
     if part == "none":
-        assert report.held == 0
+        assert report.ram_tier == 0
         assert reads["values"] > 0
         return
-    assert report.owners["held entries"].bytes > 0
-    assert report.owners["held gradients"].peak > 0
+    assert report.owners["records in RAM"].bytes > 0
+    assert report.owners["gradients in RAM"].peak > 0
     if part == "some":
         assert sum(reads.values()) > 0
         return
-    # Not even once: they are held as they are written first.
+    # Not even once: they are in RAM as they are written first.
     assert reads == {"values": 0, "values, update": 0, "state": 0}
     if durability == "none":
         assert report.written["values"] == report.written["state"] == 0
@@ -95,7 +95,7 @@ def test_a_graph_that_kept_a_weight_over_a_step_is_refused(tmp_path):
             kept.backward()
 
 
-def test_what_is_held_is_computed_with_where_it_lies(tmp_path):
+def test_what_is_in_ram_is_computed_with_where_it_lies(tmp_path):
     case, model, optimizer, batches = training(tmp_path)
     with optimizer:
         seen = set()
@@ -115,7 +115,7 @@ def test_what_is_held_is_computed_with_where_it_lies(tmp_path):
         assert report.read["values"] == report.read["state"] == 0
 
 
-def test_parameters_that_were_on_meta_are_held_one_by_one(tmp_path):
+def test_parameters_that_were_on_meta_are_in_ram_one_by_one(tmp_path):
     """Where they are away they are made of one tensor; what a step does to one is not what somebody does to another."""
     torch.manual_seed(8)
     trained = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(4)))
@@ -132,7 +132,7 @@ def test_parameters_that_were_on_meta_are_held_one_by_one(tmp_path):
         host_memory="64MiB",
     )
     with streamed:
-        assert len(streamed.plan.held) == 4
+        assert len(streamed.plan.ram_tier) == 4
         for step in range(3):
             for model, optimizer in ((plain, in_memory), (trained, streamed)):
                 for half in range(2):

@@ -1,4 +1,4 @@
-"""Tests which entries a plan holds in memory, and what a step then reads."""
+"""Tests which records a plan holds in memory, and what a step then reads."""
 
 import dataclasses
 
@@ -11,116 +11,116 @@ from memascend.plan.memory_plan import Requirements, make_plan
 
 def run_of(units, update_values="resident", **more):
     # Values of two bytes, and five times as much state.
-    entries = {name: (each.nbytes, 5 * each.nbytes) for each in units for name in each.parameters}
-    sizes = dataclasses.replace(sizes_of(units), entry_bytes=entries)
-    gradients = {name: values for name, (values, _) in entries.items()}
+    records = {name: (each.nbytes, 5 * each.nbytes) for each in units for name in each.parameters}
+    sizes = dataclasses.replace(sizes_of(units), record_bytes=records)
+    gradients = {name: values for name, (values, _) in records.items()}
     given = {"gradients": "fused", "update_values": update_values, **more}
     return Requirements(units=units, sizes=sizes, gradient_bytes=gradients, **given)
 
 
-def held_bytes(run, plan):
-    return sum(map(sum, (run.sizes.entry_bytes[name] for name in plan.held)))
+def ram_tier_bytes(run, plan):
+    return sum(map(sum, (run.sizes.record_bytes[name] for name in plan.ram_tier)))
 
 
 def waiting_bytes(run, plan):
-    return sum(run.gradient_bytes.get(name, 0) for name in plan.held)
+    return sum(run.gradient_bytes.get(name, 0) for name in plan.ram_tier)
 
 
-def test_nothing_is_held_unasked():
+def test_nothing_is_in_ram_unasked():
     run = run_of(model())
     plan = make_plan(run)
-    assert plan.held == ()
-    assert "held entries" not in plan.host
-    assert make_plan(run, budget=plan.smallest).held == ()
-    assert make_plan(run, budget=plan.comfortable).held == ()
+    assert plan.ram_tier == ()
+    assert "records in RAM" not in plan.host
+    assert make_plan(run, budget=plan.smallest).ram_tier == ()
+    assert make_plan(run, budget=plan.comfortable).ram_tier == ()
 
 
 def test_what_a_budget_has_left_holds_the_first_units():
     run = run_of(model())
     first = make_plan(run)
-    nbytes = sum(run.sizes.entry_bytes["embedding.weight"])
+    nbytes = sum(run.sizes.record_bytes["embedding.weight"])
     waits = run.gradient_bytes["embedding.weight"]
     plan = make_plan(run, budget=first.comfortable + nbytes + waits)
-    assert plan.held == ("embedding.weight",)
-    assert plan.held_units == {"embedding"}
-    assert (plan.host["held entries"], plan.host["held gradients"]) == (nbytes, waits)
+    assert plan.ram_tier == ("embedding.weight",)
+    assert plan.ram_tier_units == {"embedding"}
+    assert (plan.host["records in RAM"], plan.host["gradients in RAM"]) == (nbytes, waits)
     assert plan.host_peak <= plan.budget
     # It is computed with where it lies: what the others need is as it was.
     assert plan.classes == first.classes
-    # One byte less, and what fits is held instead, in the same order; more slots come after that.
+    # One byte less, and what fits is in RAM instead, in the same order; more slots come after that.
     fewer = make_plan(run, budget=first.comfortable + nbytes + waits - 1)
-    assert fewer.held[0] == "layers.0.weight"
-    assert held_bytes(run, fewer) == fewer.host["held entries"] < nbytes
+    assert fewer.ram_tier[0] == "layers.0.weight"
+    assert ram_tier_bytes(run, fewer) == fewer.host["records in RAM"] < nbytes
 
 
 def test_where_all_gradients_are_kept_they_have_their_room():
     run = dataclasses.replace(run_of(model()), gradients="ram")
     first = make_plan(run)
-    plan = make_plan(run, budget=first.all_held)
-    assert set(plan.held) == set(run.sizes.entry_bytes)
-    assert "held gradients" not in plan.host
-    assert first.all_held - first.comfortable == held_bytes(run, plan)
+    plan = make_plan(run, budget=first.all_in_ram)
+    assert set(plan.ram_tier) == set(run.sizes.record_bytes)
+    assert "gradients in RAM" not in plan.host
+    assert first.all_in_ram - first.comfortable == ram_tier_bytes(run, plan)
 
 
 @pytest.mark.parametrize("applies", [False, True])
 def test_bytes_of_a_step_fall_on_a_line(applies):
     run = dataclasses.replace(run_of(model()), applies=applies)
     first = make_plan(run)
-    saved = first.moved_bytes - make_plan(run, budget=first.all_held).moved_bytes
+    saved = first.moved_bytes - make_plan(run, budget=first.all_in_ram).moved_bytes
     for part in range(6):
-        budget = first.comfortable + (first.all_held - first.comfortable) * part // 5
+        budget = first.comfortable + (first.all_in_ram - first.comfortable) * part // 5
         plan = make_plan(run, budget=budget)
-        room = held_bytes(run, plan) + waiting_bytes(run, plan)
-        line = first.moved_bytes - saved * room / (first.all_held - first.comfortable)
+        room = ram_tier_bytes(run, plan) + waiting_bytes(run, plan)
+        line = first.moved_bytes - saved * room / (first.all_in_ram - first.comfortable)
         assert abs(plan.moved_bytes - line) <= 0.05 * first.moved_bytes
     assert plan.moved_bytes == (0 if applies else sum(first.written_bytes.values()))
 
 
 @pytest.mark.parametrize("update_values", ["resident", "read", "never"])
-def test_each_byte_of_a_budget_reads_less_until_all_is_held(update_values):
+def test_each_byte_of_a_budget_reads_less_until_all_is_in_ram(update_values):
     run = run_of(model(), update_values)
     first = make_plan(run)
     reads = []
     for part in range(6):
-        plan = make_plan(run, budget=first.comfortable + (first.all_held - first.comfortable) * part // 5)
-        assert held_bytes(run, plan) == plan.host.get("held entries", 0) <= plan.budget
+        plan = make_plan(run, budget=first.comfortable + (first.all_in_ram - first.comfortable) * part // 5)
+        assert ram_tier_bytes(run, plan) == plan.host.get("records in RAM", 0) <= plan.budget
         reads.append(sum(plan.read_bytes.values()))
         # What is written does not change.
         assert plan.written_bytes == first.written_bytes
     assert reads == sorted(reads, reverse=True)
     assert reads[-1] == 0
     assert len(set(reads)) == len(reads)
-    everything = make_plan(run, budget=first.all_held)
-    assert set(everything.held) == set(run.sizes.entry_bytes)
+    everything = make_plan(run, budget=first.all_in_ram)
+    assert set(everything.ram_tier) == set(run.sizes.record_bytes)
     assert everything.larger == {}
-    assert make_plan(run, budget=first.all_held - 1).held != everything.held
+    assert make_plan(run, budget=first.all_in_ram - 1).ram_tier != everything.ram_tier
 
 
-def test_the_table_says_what_is_held_and_what_more_would_move():
+def test_the_table_says_what_is_in_ram_and_what_more_would_move():
     run = run_of(model())
     first = make_plan(run)
-    assert list(first.larger)[-1] == first.all_held
+    assert list(first.larger)[-1] == first.all_in_ram
     for budget, moved in first.larger.items():
         assert make_plan(run, budget=budget).moved_bytes <= moved.total
         assert f"host_memory={budget}" in str(first)
         assert f"{budget} (" in moves(first)
-    everything = make_plan(run, budget=first.all_held)
-    assert "held entries" in str(everything)
+    everything = make_plan(run, budget=first.all_in_ram)
+    assert "records in RAM" in str(everything)
     assert "a larger budget would save nothing" in str(everything)
-    assert moves(everything).startswith(f"{len(everything.held)} parameters are kept in RAM")
-    assert everything.to_dict()["held_units"] == sorted(each.name for each in run.units)
+    assert moves(everything).startswith(f"{len(everything.ram_tier)} parameters are kept in RAM")
+    assert everything.to_dict()["ram_tier_units"] == sorted(each.name for each in run.units)
     assert everything.saved_bytes == first.moved_bytes - everything.moved_bytes
 
 
-def test_frozen_values_are_held_too():
+def test_frozen_values_are_in_ram_too():
     units = model(frozen=True)
     run = run_of(units)
-    entries = {name: (nbytes, 0) for name, (nbytes, _) in run.sizes.entry_bytes.items()}
-    sizes = dataclasses.replace(run.sizes, entry_bytes=entries)
+    records = {name: (nbytes, 0) for name, (nbytes, _) in run.sizes.record_bytes.items()}
+    sizes = dataclasses.replace(run.sizes, record_bytes=records)
     run = dataclasses.replace(run, sizes=sizes, gradient_bytes={})
     first = make_plan(run)
-    assert first.all_held - first.comfortable == sum(each.nbytes for each in units) >= PAGE
-    plan = make_plan(run, budget=first.all_held)
+    assert first.all_in_ram - first.comfortable == sum(each.nbytes for each in units) >= PAGE
+    plan = make_plan(run, budget=first.all_in_ram)
     assert plan.read_bytes.get("values, forward", 0) + plan.read_bytes.get("values, backward", 0) == 0
 
 
@@ -148,10 +148,10 @@ def test_seconds_of_larger_budgets_are_those_of_their_plans(applies):
         assert last == pytest.approx((elements * host.update + 2 * values * host.check) / 2)
 
 
-def test_what_is_streamed_is_held_by_no_budget():
+def test_what_is_streamed_is_in_ram_by_no_budget():
     run = run_of(model())
     name = run.units[0].parameters[0]
     first = make_plan(dataclasses.replace(run, streamed={name}))
     everything = make_plan(dataclasses.replace(run, streamed={name}), budget=1 << 40)
-    assert set(everything.held) == set(run.sizes.entry_bytes) - {name}
-    assert first.all_held == make_plan(run).all_held - sum(run.sizes.entry_bytes[name]) - run.gradient_bytes[name]
+    assert set(everything.ram_tier) == set(run.sizes.record_bytes) - {name}
+    assert first.all_in_ram == make_plan(run).all_in_ram - sum(run.sizes.record_bytes[name]) - run.gradient_bytes[name]

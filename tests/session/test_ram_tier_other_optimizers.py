@@ -54,7 +54,7 @@ def made(tmp_path, kind, gradients="fused", **options):
     options = {"durability": "none", **options}
     plain, theirs, model, ours = twins(tmp_path, gradients, three, 1e-2, kind, **options)
     streams = kind is Watched and options["durability"] == "none"
-    assert len(ours.plan.held) == (0 if streams else len(list(plain.parameters())))
+    assert len(ours.plan.ram_tier) == (0 if streams else len(list(plain.parameters())))
     return plain, theirs, model, ours
 
 

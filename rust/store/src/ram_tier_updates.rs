@@ -1,6 +1,6 @@
-//! Applies updates to held entries in memory once a commit has made them; `close` writes these entries.
+//! Applies updates to records in RAM once a commit has made them; `close` writes these records.
 //!
-//! An update is announced before its commit, and applied after it. Then memory has the only copy of the entry until
+//! An update is announced before its commit, and applied after it. Then memory has the only copy of the record until
 //! [`Store::write_applied`] writes that to the slot that is not live.
 
 use std::{collections::VecDeque, sync::Arc};
@@ -11,73 +11,73 @@ use crate::{
     Commit, Durability, Error, Result, Shared, StepWrite, Store,
     buffer::bytes_of,
     commit::Reach,
-    held::RamTier,
     index::{Index, Pending},
+    ram_tier::RamTier,
 };
 
-/// Pieces that are written at once.
+/// Extents that are written at once.
 const DEPTH: usize = 16;
 
-/// An entry whose update a commit has made, and which is in memory as it was before: whoever has this applies it.
+/// A record whose update a commit has made, and which is in memory as it was before: whoever has this applies it.
 pub struct InMemoryUpdate<'a> {
     store: &'a Store,
-    held: Arc<RamTier>,
-    entry: usize,
+    ram_tier: Arc<RamTier>,
+    record: usize,
     version: u64,
 }
 
 impl Store {
-    /// Whether updates of held entries are applied in memory: where nothing is to be durable before the end.
+    /// Whether updates of records in RAM are applied in memory: where nothing is to be durable before the end.
     #[must_use]
     pub fn applies(&self) -> bool {
         self.durability == Durability::None
     }
 
-    /// Announces that the next commit makes update number `step` of a held entry, which is applied after it. What is stale
-    /// in memory is read; reads of the entry that are open are waited for. Again is fine.
-    pub fn announce(&self, entry: usize, step: u64, wait: Wait<'_>) -> Result<()> {
-        self.known(entry)?;
-        self.refresh(&[entry], &mut |_, _| true)?;
-        let free = |index: &Index| index.entries[entry].reads == [0, 0] || index.writable().is_err();
-        let mut index = self.when_read(wait, "the end of reads of what is held", free)?;
+    /// Announces that the next commit makes update number `step` of a record in RAM, which is applied after it. What is stale
+    /// in memory is read; reads of the record that are open are waited for. Again is fine.
+    pub fn announce(&self, record: usize, step: u64, wait: Wait<'_>) -> Result<()> {
+        self.known(record)?;
+        self.refresh(&[record], &mut |_, _| true)?;
+        let free = |index: &Index| index.records[record].reads == [0, 0] || index.writable().is_err();
+        let mut index = self.when_read(wait, "the end of reads of what is in RAM", free)?;
         index.writable()?;
-        let slots = &mut index.entries[entry];
+        let slots = &mut index.records[record];
         slots.pending = match slots.pending {
             Pending::Nothing | Pending::InMemory { .. } => Pending::InMemory { update: step },
             Pending::Snapshot { .. } => Pending::Snapshot { update: Some(step) },
             Pending::Staged => {
-                let name = &self.description.entries[entry].name;
+                let name = &self.description.records[record].name;
                 return Err(Error::Usage(format!("{name:?} is staged already; commit or discard that first")));
             }
         };
         Ok(())
     }
 
-    /// Checks that nobody wrote to a chunk of the values of a held entry in memory.
-    pub fn check_values(&self, entry: usize, chunk: u32) -> Result<()> {
-        match self.held() {
-            Some(held) => self.check_held(&held, entry, chunk),
+    /// Checks that nobody wrote to a chunk of the values of a record in RAM.
+    pub fn check_values(&self, record: usize, chunk: u32) -> Result<()> {
+        match self.ram_tier() {
+            Some(ram_tier) => self.check_in_ram(&ram_tier, record, chunk),
             None => Ok(()),
         }
     }
 
-    /// The memory of a piece that is held.
+    /// The memory of an extent that is in RAM.
     #[must_use]
-    pub fn held_piece(&self, entry: usize, piece: u32) -> Option<Shared> {
-        let held = self.held()?;
-        (self.is_held(entry) && piece < self.layout.pieces_of(entry)).then(|| held.part(self, entry, piece))
+    pub fn ram_tier_extent(&self, record: usize, extent: u32) -> Option<Shared> {
+        let ram_tier = self.ram_tier()?;
+        (self.is_in_ram(record) && extent < self.layout.extents_of(record)).then(|| ram_tier.part(self, record, extent))
     }
 
-    /// The update of an entry that was announced, once its commit was made.
-    pub fn application(&self, entry: usize) -> Result<InMemoryUpdate<'_>> {
-        let version = self.entry_state(entry)?.version;
-        let held = self.held().ok_or_else(|| Error::Usage("nothing is held".into()))?;
-        Ok(InMemoryUpdate { store: self, held, entry, version })
+    /// The update of a record that was announced, once its commit was made.
+    pub fn application(&self, record: usize) -> Result<InMemoryUpdate<'_>> {
+        let version = self.record_state(record)?.version;
+        let ram_tier = self.ram_tier().ok_or_else(|| Error::Usage("nothing is in RAM".into()))?;
+        Ok(InMemoryUpdate { store: self, ram_tier, record, version })
     }
 
     /// Says that an update could not be applied: what memory has of it is of no step.
-    pub fn fail_application(&self, entry: usize, why: &str) {
-        let name = &self.description.entries[entry].name;
+    pub fn fail_application(&self, record: usize, why: &str) {
+        let name = &self.description.records[record].name;
         let error = Error::Usage(format!(
             "the update of {name:?} in memory was not applied to its end ({why}): {}",
             if self.applies() {
@@ -90,7 +90,7 @@ impl Store {
         self.index.notify_all();
     }
 
-    /// Writes the entries of which memory has the newest copy, and commits that as a part of the last step; the log ends
+    /// Writes the records of which memory has the newest copy, and commits that as a part of the last step; the log ends
     /// with it. What else is staged is dropped. `progress` gets bytes done and of all, and ends it by `false`; called
     /// again, it goes on where it was.
     pub fn write_applied(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<()> {
@@ -106,38 +106,38 @@ impl Store {
         self.commit(Commit { step, ..Commit::default() }, Wait::forever()).map(drop)
     }
 
-    /// Stages the entries of which memory has the newest copy.
+    /// Stages the records of which memory has the newest copy.
     fn stage_applied(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<()> {
         let alone: Vec<usize> = {
             let index = self.index.lock();
-            (0..index.entries.len()).filter(|&entry| index.entries[entry].applied.is_some()).collect()
+            (0..index.records.len()).filter(|&record| index.records[record].applied.is_some()).collect()
         };
-        let bytes = |entry: usize| {
-            let (values, state) = self.layout.held_bytes(&self.description, entry);
+        let bytes = |record: usize| {
+            let (values, state) = self.layout.ram_tier_bytes(&self.description, record);
             values + state
         };
-        let (all, mut done) = (alone.iter().map(|&entry| bytes(entry)).sum(), 0);
+        let (all, mut done) = (alone.iter().map(|&record| bytes(record)).sum(), 0);
         let mut flying: VecDeque<(StepWrite<'_, Shared>, u64)> = VecDeque::with_capacity(DEPTH);
-        for &entry in &alone {
-            if self.is_written(entry) {
-                done += bytes(entry);
+        for &record in &alone {
+            if self.is_written(record) {
+                done += bytes(record);
                 continue;
             }
-            self.index.lock().forget(entry);
-            self.refresh(&[entry], &mut |_, _| true)?;
-            self.begin_snapshot(entry, Wait::forever())?;
-            for piece in 0..self.layout.pieces_of(entry) {
-                let nbytes = self.layout.piece(&self.description, entry, piece).bytes();
+            self.index.lock().forget(record);
+            self.refresh(&[record], &mut |_, _| true)?;
+            self.begin_snapshot(record, Wait::forever())?;
+            for extent in 0..self.layout.extents_of(record) {
+                let nbytes = self.layout.extent(&self.description, record, extent).bytes();
                 if flying.len() == DEPTH
                     && let Some((write, nbytes)) = flying.pop_front()
                 {
                     write.wait()?;
                     done += nbytes;
                     if !progress(done, all) {
-                        return Err(Error::Interrupted("writing what is held"));
+                        return Err(Error::Interrupted("writing what is in RAM"));
                     }
                 }
-                flying.push_back((self.stage_held(entry, piece)?, nbytes));
+                flying.push_back((self.stage_in_ram(record, extent)?, nbytes));
             }
         }
         flying.into_iter().try_for_each(|(write, _)| write.wait().map(drop))
@@ -147,10 +147,10 @@ impl Store {
     fn drop_others(&self) -> Result<()> {
         let mut index = self.when(&mut Wait::forever(), "writes of the step", |index| index.writing == 0)?;
         index.writable()?;
-        for entry in 0..index.entries.len() {
-            match &mut index.entries[entry].pending {
+        for record in 0..index.records.len() {
+            match &mut index.records[record].pending {
                 Pending::Snapshot { update } => *update = None,
-                _ => index.forget(entry),
+                _ => index.forget(record),
             }
         }
         index.log.discard();
@@ -158,9 +158,9 @@ impl Store {
         Ok(())
     }
 
-    /// Whether all of an entry is staged from memory.
-    fn is_written(&self, entry: usize) -> bool {
-        let slots = &self.index.lock().entries[entry];
+    /// Whether all of a record is staged from memory.
+    fn is_written(&self, record: usize) -> bool {
+        let slots = &self.index.lock().records[record];
         slots.pending.is_snapshot() && slots.missing == 0
     }
 
@@ -185,20 +185,20 @@ impl Store {
 }
 
 impl InMemoryUpdate<'_> {
-    /// The memory of a piece, which is the caller's until [`InMemoryUpdate::applied`].
+    /// The memory of an extent, which is the caller's until [`InMemoryUpdate::applied`].
     #[must_use]
-    pub fn part(&self, piece: u32) -> Shared {
-        self.held.part(self.store, self.entry, piece)
+    pub fn part(&self, extent: u32) -> Shared {
+        self.ram_tier.part(self.store, self.record, extent)
     }
 
     /// A chunk was updated, values and state.
     pub fn chunk_applied(&self, chunk: u32) {
-        let sum = self.store.sum_of_bytes(self.entry, chunk, self.version, bytes_of(&self.part(chunk)));
-        self.held.now(self.entry).sums[chunk as usize] = sum;
+        let sum = self.store.sum_of_bytes(self.record, chunk, self.version, bytes_of(&self.part(chunk)));
+        self.ram_tier.now(self.record).sums[chunk as usize] = sum;
     }
 
     /// All of it was.
     pub fn applied(self) {
-        self.held.now(self.entry).versions.fill(self.version);
+        self.ram_tier.now(self.record).versions.fill(self.version);
     }
 }

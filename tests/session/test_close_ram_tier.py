@@ -17,7 +17,7 @@ def begun(store, **options):
 
 def stepped(store):
     model, optimizer = begun(store, host_memory="64MiB")
-    assert len(optimizer.plan.held) == 32
+    assert len(optimizer.plan.ram_tier) == 32
     train(model, optimizer, range(2))
     return values(model), optimizer
 

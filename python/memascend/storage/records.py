@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    # An entry, as the extension takes it.
+    # A record, as the extension takes it.
     Tensor = tuple[str, str, list[int]]
     Described = tuple[bool, int, Tensor, list[Tensor], list[int], str | None, str | None, int | None]
 
@@ -37,9 +37,9 @@ def place_of(tensor: torch.Tensor) -> tuple[int, int, object]:
     return tensor.data_ptr(), tensor.nbytes, tensor.untyped_storage()
 
 
-def stored_order(entry: Mapping[str, Any], shape: Sequence[int]) -> tuple[int, ...] | None:
-    """The order of dimensions in which a tensor of an entry is stored: state of its shape has that of the values."""
-    return entry["order"] if list(shape) == entry["shape"] else None
+def stored_order(record: Mapping[str, Any], shape: Sequence[int]) -> tuple[int, ...] | None:
+    """The order of dimensions in which a tensor of a record is stored: state of its shape has that of the values."""
+    return record["order"] if list(shape) == record["shape"] else None
 
 
 def require_laid_out(name: str, tensor: torch.Tensor, order: Sequence[int] | None) -> None:
@@ -79,22 +79,22 @@ _CHUNK_GRAIN = 2_048
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class Record:
     """A parameter or a persistent buffer, with the values and the state that a new store begins with.
 
     Attributes:
-        name: its name, which no other entry has.
+        name: its name, which no other record has.
         values: a CPU tensor without gaps, or one on the meta device as a description.
         state: its state tensors by name, of the same kind.
-        unit: the name of its unit; entries of a unit follow each other.
+        unit: the name of its unit; records of a unit follow each other.
         buffer: a persistent buffer and not a parameter.
         order: its dimensions from the largest stride to the smallest, as `order_of` returns them; None: row-major.
             Bytes are stored in that order: values, gradients and state of its shape have these strides, other state is
             row-major.
         spill: the dtype of gradients that may be spilled; None reserves no space for them.
         format: the format of its state, a name of `memascend.engine.FORMATS`, with the tensors of `state_tensors`.
-            None: the tensors are what their names say; an entry with the tensors of a compact one is compact.
-        first_element: if the entry has rows of a parameter, the number of its first element there; None: it is whole.
+            None: the tensors are what their names say; a record with the tensors of a compact one is compact.
+        first_element: if the record has rows of a parameter, the number of its first element there; None: it is whole.
     """
 
     name: str
@@ -117,14 +117,14 @@ class Sizes:
     index_bytes: int  # memory of an open store that grows with the state
     buffer_bytes: int  # memory of an open store that does not depend on its contents
     chunk_bytes: int  # memory of one staging chunk of an `Engine`
-    other_bytes: int  # memory of an `Engine` for state of other shapes than its entries'
+    other_bytes: int  # memory of an `Engine` for state of other shapes than its records'
     unit_bytes: dict[str, int]  # the values of each unit, as `Store.fetch` returns them
-    # Values and state of each entry, the memory that `Store.hold` needs for it.
-    entry_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    # Values and state of each record, the memory that `Store.hold` needs for it.
+    record_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def sizes(
-    entries: Sequence[Entry],
+    records: Sequence[Record],
     *,
     optimizer: str = "AdamW",
     chunk_elements: int | None = None,
@@ -136,9 +136,9 @@ def sizes(
     Raises:
         ConfigError: they cannot be stored; the message says why.
     """
-    units, described = description(entries)
-    chunk = chunk_elements_of(entries) if chunk_elements is None else chunk_elements
-    *all_bytes, of_units, of_entries = _core.store_sizes(described, units, optimizer, chunk, devices, stripe)
+    units, described = description(records)
+    chunk = chunk_elements_of(records) if chunk_elements is None else chunk_elements
+    *all_bytes, of_units, of_records = _core.store_sizes(described, units, optimizer, chunk, devices, stripe)
     total, slot, index, buffer, chunk, other = all_bytes
     return Sizes(
         total_bytes=total,
@@ -148,15 +148,15 @@ def sizes(
         chunk_bytes=chunk,
         other_bytes=other,
         unit_bytes=dict(zip(units, of_units, strict=True)),
-        entry_bytes={entry.name: nbytes for entry, nbytes in zip(entries, of_entries, strict=True)},
+        record_bytes={record.name: nbytes for record, nbytes in zip(records, of_records, strict=True)},
     )
 
 
-def log_bytes(entries: Sequence[Entry]) -> Callable[[Sequence[str], int], int]:
-    """A function that returns the bytes of a gradient log, for the names of some entries and a number of steps."""
-    units, described = description(entries)
-    chunk = chunk_elements_of(entries)
-    numbers = {entry.name: number for number, entry in enumerate(entries)}
+def log_bytes(records: Sequence[Record]) -> Callable[[Sequence[str], int], int]:
+    """A function that returns the bytes of a gradient log, for the names of some records and a number of steps."""
+    units, described = description(records)
+    chunk = chunk_elements_of(records)
+    numbers = {record.name: number for number, record in enumerate(records)}
 
     def taken(names: Sequence[str], steps: int) -> int:
         return _core.store_log_bytes(described, units, chunk, [numbers[name] for name in names], steps)
@@ -164,11 +164,11 @@ def log_bytes(entries: Sequence[Entry]) -> Callable[[Sequence[str], int], int]:
     return taken
 
 
-def chunk_elements_of(entries: Sequence[Entry]) -> int:
+def chunk_elements_of(records: Sequence[Record]) -> int:
     """The default elements of a chunk: as many as have their state in one request, at most 98,304."""
     widths = [
-        sum(tensor.element_size() for tensor in entry.state.values() if tensor.shape == entry.values.shape)
-        for entry in entries
+        sum(tensor.element_size() for tensor in record.state.values() if tensor.shape == record.values.shape)
+        for record in records
     ]
 
     def fitting(grain: int) -> int:
@@ -178,9 +178,9 @@ def chunk_elements_of(entries: Sequence[Entry]) -> int:
     # chunks that it was made with.
     chunk = fitting(_CHUNK_GRAIN)
     ends_inside_a_page = any(
-        entry.values.numel() > chunk and chunk * size % PAGE_BYTES
-        for entry in entries
-        for size in (entry.values.element_size(), *([entry.spill.itemsize] if entry.spill is not None else []))
+        record.values.numel() > chunk and chunk * size % PAGE_BYTES
+        for record in records
+        for size in (record.values.element_size(), *([record.spill.itemsize] if record.spill is not None else []))
     )
     return fitting(PAGE_BYTES) if ends_inside_a_page else chunk
 
@@ -207,19 +207,19 @@ def adam_state(values: torch.Tensor) -> dict[str, torch.Tensor]:
     return zeros if values.dtype == torch.float32 else {"master": values.float(), **zeros}
 
 
-def description(entries: Sequence[Entry]) -> tuple[list[str], list[Described]]:
-    """The names of the units, and the entries, as the extension takes them."""
+def description(records: Sequence[Record]) -> tuple[list[str], list[Described]]:
+    """The names of the units, and the records, as the extension takes them."""
     numbers: dict[str, int] = {}
     described: list[Described] = []
-    for entry in entries:
-        order = list(entry.order or ())
+    for record in records:
+        order = list(record.order or ())
         # Row-major order is left out, so that equal tensors have equal descriptions.
-        order = [] if order == list(range(entry.values.dim())) else order
-        spill = None if entry.spill is None else str(entry.spill).removeprefix("torch.")
-        state = [_described(name, tensor) for name, tensor in entry.state.items()]
-        unit = numbers.setdefault(entry.unit, len(numbers))
-        values = _described(entry.name, entry.values)
-        described.append((entry.buffer, unit, values, state, order, spill, entry.format, entry.first_element))
+        order = [] if order == list(range(record.values.dim())) else order
+        spill = None if record.spill is None else str(record.spill).removeprefix("torch.")
+        state = [_described(name, tensor) for name, tensor in record.state.items()]
+        unit = numbers.setdefault(record.unit, len(numbers))
+        values = _described(record.name, record.values)
+        described.append((record.buffer, unit, values, state, order, spill, record.format, record.first_element))
     return list(numbers), described
 
 
@@ -227,35 +227,37 @@ def _described(name: str, tensor: torch.Tensor) -> tuple[str, str, list[int]]:
     return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
 
 
-def tensors_of(entry: Mapping[str, Any], values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """All tensors of an entry in the order in which they are stored; state may be given in float32 and is encoded."""
-    name = entry["name"]
-    if entry["format"]:
-        state = encode_state(values, state, entry["format"])
-    wanted = [of for of, _, _ in entry["state"]]
+def tensors_of(
+    record: Mapping[str, Any], values: torch.Tensor, state: Mapping[str, torch.Tensor]
+) -> list[torch.Tensor]:
+    """All tensors of a record in the order in which they are stored; state may be given in float32 and is encoded."""
+    name = record["name"]
+    if record["format"]:
+        state = encode_state(values, state, record["format"])
+    wanted = [of for of, _, _ in record["state"]]
     if sorted(state) != sorted(wanted):
         raise ConfigError(f"the state of {name!r} is {wanted}, not {list(state)}")
     tensors = [values, *(state[of] for of in wanted)]
-    described = [(entry["dtype"], entry["shape"]), *((dtype, shape) for _, dtype, shape in entry["state"])]
+    described = [(record["dtype"], record["shape"]), *((dtype, shape) for _, dtype, shape in record["state"])]
     for tensor, (dtype, shape) in zip(tensors, described, strict=True):
-        require(name, tensor, dtype, shape, stored_order(entry, shape))
+        require(name, tensor, dtype, shape, stored_order(record, shape))
     return tensors
 
 
-def room_for(entry: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Tensors for an entry's values and state, in the order of dimensions in which they are stored."""
+def room_for(record: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Tensors for a record's values and state, in the order of dimensions in which they are stored."""
     import torch
 
     def empty(dtype: str, shape: list[int]) -> torch.Tensor:
-        order = stored_order(entry, shape) or tuple(range(len(shape)))
+        order = stored_order(record, shape) or tuple(range(len(shape)))
         laid_out = torch.empty([shape[dim] for dim in order], dtype=getattr(torch, dtype), device="cpu")
         return laid_out.permute([order.index(dim) for dim in range(len(shape))])
 
-    return empty(entry["dtype"], entry["shape"]), {of: empty(dtype, shape) for of, dtype, shape in entry["state"]}
+    return empty(record["dtype"], record["shape"]), {of: empty(dtype, shape) for of, dtype, shape in record["state"]}
 
 
 class Part(NamedTuple):
-    """A part of a tensor of an entry, in the order in which it is stored."""
+    """A part of a tensor of a record, in the order in which it is stored."""
 
     of: str  # the state tensor's name; "" is the values
     start: int  # its first element
@@ -263,14 +265,14 @@ class Part(NamedTuple):
 
 
 def shown_to(
-    visit: Callable[[str, list[Part]], object], entries: Mapping[int, Mapping[str, Any]]
+    visit: Callable[[str, list[Part]], object], records: Mapping[int, Mapping[str, Any]]
 ) -> Callable[[int, list[tuple[int, int, Any]]], None]:
-    """A function that passes memory which the extension lends to `visit`, as tensors; `entries` by their numbers."""
+    """A function that passes memory which the extension lends to `visit`, as tensors; `records` by their numbers."""
     import torch
 
     tensors = {
-        index: [("", entry["dtype"]), *((of, dtype) for of, dtype, _ in entry["state"])]
-        for index, entry in entries.items()
+        index: [("", record["dtype"]), *((of, dtype) for of, dtype, _ in record["state"])]
+        for index, record in records.items()
     }
 
     def show(index: int, lent: list[tuple[int, int, Any]]) -> None:
@@ -279,6 +281,6 @@ def shown_to(
             of, dtype = tensors[index][tensor]
             values = torch.frombuffer(memory, dtype=getattr(torch, dtype))
             parts.append(Part(of, first // values.itemsize, values))
-        visit(entries[index]["name"], parts)
+        visit(records[index]["name"], parts)
 
     return show

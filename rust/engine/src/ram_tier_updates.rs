@@ -1,4 +1,4 @@
-//! Applies updates to held entries in memory, once their step is committed: arithmetic alone, which cannot fail half-way.
+//! Applies updates to records in RAM, once their step is committed: arithmetic alone, which cannot fail half-way.
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -13,7 +13,7 @@ use std::{
 use memascend_mem::{Wait, locked};
 use memascend_store::{InMemoryUpdate, Scratch, Shared, Store};
 
-use crate::{Error, Result, engine::said, held::Waiting, turn::Turn, workbench::Workbench};
+use crate::{Error, Result, engine::said, ram_tier::Waiting, turn::Turn, workbench::Workbench};
 
 /// Nothing else uses staging chunks by then.
 const LEASE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -21,7 +21,7 @@ const LEASE_TIMEOUT: Duration = Duration::from_secs(10);
 /// What works on chunks at once.
 pub(crate) struct Workers<'a> {
     pub(crate) store: &'a Store,
-    /// Each has a staging chunk for what it computes beside the entry's own memory.
+    /// Each has a staging chunk for what it computes beside the record's own memory.
     pub(crate) staging: &'a Scratch,
     pub(crate) threads: usize,
 }
@@ -29,17 +29,17 @@ pub(crate) struct Workers<'a> {
 /// Updates, as several threads see them.
 struct SharedUpdates<'a>(Vec<(Waiting, InMemoryUpdate<'a>)>);
 
-// SAFETY: they are only read: a gradient of a held entry is host memory that nobody writes to (`Gradient::memory`).
+// SAFETY: they are only read: a gradient of a record in RAM is host memory that nobody writes to (`Gradient::memory`).
 unsafe impl Sync for SharedUpdates<'_> {}
 
 impl Workers<'_> {
     /// Refuses values that somebody wrote to, before anything is done with them.
-    pub(crate) fn check(&self, entries: &[(usize, u64)]) -> Result<()> {
-        let chunks = self.chunks(entries.iter().map(|&(entry, _)| entry));
+    pub(crate) fn check(&self, records: &[(usize, u64)]) -> Result<()> {
+        let chunks = self.chunks(records.iter().map(|&(record, _)| record));
         let failed = Mutex::new(None);
         self.each(chunks.len(), &|next| {
-            while let Some(&(_, entry, chunk)) = chunks.get(next.fetch_add(1, Relaxed)) {
-                if let Err(error) = self.store.check_values(entry, chunk) {
+            while let Some(&(_, record, chunk)) = chunks.get(next.fetch_add(1, Relaxed)) {
+                if let Err(error) = self.store.check_values(record, chunk) {
                     locked(&failed).get_or_insert(error);
                     break;
                 }
@@ -52,7 +52,7 @@ impl Workers<'_> {
 
     /// Applies updates whose commit was made. Where that fails, the run is at its end, which the store says from then on.
     pub(crate) fn apply(&self, waiting: Vec<Waiting>) -> Result<u64> {
-        let Some(first) = waiting.first().map(|job| job.entry) else { return Ok(0) };
+        let Some(first) = waiting.first().map(|job| job.record) else { return Ok(0) };
         let applied = catch_unwind(AssertUnwindSafe(|| self.applied(waiting)));
         let error = match applied {
             Ok(Ok(chunks)) => return Ok(chunks),
@@ -64,17 +64,17 @@ impl Workers<'_> {
     }
 
     fn applied(&self, waiting: Vec<Waiting>) -> Result<u64> {
-        let updates = waiting.into_iter().map(|job| Ok((self.store.application(job.entry)?, job)));
+        let updates = waiting.into_iter().map(|job| Ok((self.store.application(job.record)?, job)));
         let updates = updates.map(|found: Result<_>| found.map(|(application, job)| (job, application)));
         let updates = SharedUpdates(updates.collect::<Result<Vec<_>>>()?);
-        let chunks = self.chunks(updates.0.iter().map(|(job, _)| job.entry));
+        let chunks = self.chunks(updates.0.iter().map(|(job, _)| job.record));
         let seen = &updates;
         self.each(chunks.len(), &|next| {
             let bench = Workbench::in_place(self.store)?;
-            while let Some(&(update, entry, index)) = chunks.get(next.fetch_add(1, Relaxed)) {
+            while let Some(&(update, record, index)) = chunks.get(next.fetch_add(1, Relaxed)) {
                 let (job, application) = &seen.0[update];
                 let lease = self.staging.lease(Wait::at_most(LEASE_TIMEOUT)).map_err(memascend_store::Error::from)?;
-                job.work.compute(&bench, &Turn { entry, index, memory: Shared::new(lease) })?;
+                job.work.compute(&bench, &Turn { record, index, memory: Shared::new(lease) })?;
                 application.chunk_applied(index);
             }
             Ok(())
@@ -85,10 +85,11 @@ impl Workers<'_> {
         Ok(chunks.len() as u64)
     }
 
-    /// All chunks: the entry's number among them, the entry, the chunk.
-    fn chunks(&self, entries: impl Iterator<Item = usize>) -> Vec<(usize, usize, u32)> {
-        let of = |(number, entry)| (0..self.store.layout().chunks_of(entry)).map(move |chunk| (number, entry, chunk));
-        entries.enumerate().flat_map(of).collect()
+    /// All chunks: the record's number among them, the record, the chunk.
+    fn chunks(&self, records: impl Iterator<Item = usize>) -> Vec<(usize, usize, u32)> {
+        let of =
+            |(number, record)| (0..self.store.layout().chunks_of(record)).map(move |chunk| (number, record, chunk));
+        records.enumerate().flat_map(of).collect()
     }
 
     /// Runs `work` on as many threads as there are, and chunks for; each takes the next number until there are no more.
@@ -105,7 +106,7 @@ impl Workers<'_> {
         };
         thread::scope(|scope| {
             for _ in 1..threads {
-                if thread::Builder::new().name("memascend-held".into()).spawn_scoped(scope, worker).is_err() {
+                if thread::Builder::new().name("memascend-ram".into()).spawn_scoped(scope, worker).is_err() {
                     break;
                 }
             }

@@ -1,6 +1,6 @@
-"""Tests all models, loops and optimizers with some and all of their state held: the bits of training in RAM.
+"""Tests all models, loops and optimizers with some and all of their state in RAM: the bits of training in RAM.
 
-With nothing held they are those of the other tests of models and loops.
+With nothing in RAM they are those of the other tests of models and loops.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from parity.zoo_loops import LOOPS, OPTIMIZERS
 from parity.zoo_plain import PLAIN
 from parity.zoo_transformers import TRANSFORMERS
 
-# These run in the fast set: all held and nothing durable, where most of what is held happens, and some under the log.
+# These run in the fast set: all in RAM and nothing durable, where most of it happens, and some under the log.
 FAST = {
     ("lora", "all", "none"),
     ("scheduler", "all", "none"),
@@ -25,7 +25,7 @@ FAST = {
     ("8bit-bf16", "some", "step"),
     ("fp16-dynamic", "all", "step"),
 }
-# One in which every entry is written whole at each step, and one that no run here gets to the end of.
+# One in which every record is written whole at each step, and one that no run here gets to the end of.
 LOG_STEPS = (1, 2, 3, None)
 PARTS = ("some", "all")
 
@@ -33,7 +33,7 @@ OF_ONE_PARAMETER = {"sparse-adam"}
 
 
 def held():
-    """Each case under the log with some and with all held, and once where nothing is durable.
+    """Each case under the log with some and with all in RAM, and once where nothing is durable.
 
     The ways to keep gradients that it has and the numbers of steps of a log go round over these.
     """
@@ -55,5 +55,5 @@ def held():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("case", "mode"), list(held()))
-def test_a_run_with_held_entries_equals_itself_in_ram(case, mode, tmp_path):
+def test_a_run_with_in_ram_records_equals_itself_in_ram(case, mode, tmp_path):
     check(case, mode, tmp_path)

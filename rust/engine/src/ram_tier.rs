@@ -1,4 +1,4 @@
-//! Gradients of held entries: they wait in memory until a step is committed, also those that others would spill.
+//! Gradients of records in RAM: they wait in memory until a step is committed, also those that others would spill.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -21,10 +21,10 @@ use crate::{
     workbench::{Workbench, bytes_mut, floats},
 };
 
-/// An update of a held entry that waits for its step.
+/// An update of a record in RAM that waits for its step.
 pub(crate) struct Waiting {
-    pub(crate) entry: usize,
-    /// The entry's count of updates, this one included.
+    pub(crate) record: usize,
+    /// The record's count of updates, this one included.
     pub(crate) step: u64,
     pub(crate) work: Box<dyn Work>,
     /// It is applied in memory once the step is committed; else it goes through the pipeline before.
@@ -33,15 +33,15 @@ pub(crate) struct Waiting {
     pub(crate) rule: Option<Rule>,
 }
 
-/// What waits of held entries.
+/// What waits of records in RAM.
 #[derive(Default)]
-pub(crate) struct HeldGradients(Mutex<WaitingUpdates>);
+pub(crate) struct RamTierGradients(Mutex<WaitingUpdates>);
 
 #[derive(Default)]
 pub(crate) struct WaitingUpdates {
     jobs: Vec<Waiting>,
-    /// The entries of these: one of thousands is looked for with each gradient.
-    entries: HashSet<usize>,
+    /// The records of these: one of thousands is looked for with each gradient.
+    records: HashSet<usize>,
     kept: BTreeMap<usize, Arc<Kept>>,
     /// Bytes of gradients of both, kept as they come and go for the same reason.
     bytes: usize,
@@ -76,15 +76,15 @@ impl WaitingUpdates {
 
     fn went(&mut self, job: &Waiting) {
         self.bytes -= job.work.nbytes();
-        self.entries.remove(&job.entry);
+        self.records.remove(&job.record);
     }
 
-    /// Keeps the gradient of an entry, or none; the one that was kept.
-    fn replace_kept(&mut self, entry: usize, kept: Option<Kept>) -> Option<Arc<Kept>> {
+    /// Keeps the gradient of a record, or none; the one that was kept.
+    fn replace_kept(&mut self, record: usize, kept: Option<Kept>) -> Option<Arc<Kept>> {
         let bytes = kept.as_ref().map_or(0, |kept| kept.memory.len());
         let replaced = match kept {
-            Some(kept) => self.kept.insert(entry, Arc::new(kept)),
-            None => self.kept.remove(&entry),
+            Some(kept) => self.kept.insert(record, Arc::new(kept)),
+            None => self.kept.remove(&record),
         };
         self.bytes -= replaced.as_ref().map_or(0, |replaced| replaced.memory.len());
         self.add_bytes(bytes);
@@ -92,15 +92,15 @@ impl WaitingUpdates {
     }
 }
 
-impl HeldGradients {
+impl RamTierGradients {
     pub(crate) fn lock(&self) -> MutexGuard<'_, WaitingUpdates> {
         locked(&self.0)
     }
 
-    /// Refuses an entry of which an update waits.
-    pub(crate) fn require_none(&self, store: &Store, entry: usize) -> Result<()> {
-        if self.lock().entries.contains(&entry) {
-            let name = &store.description().entries[entry].name;
+    /// Refuses a record of which an update waits.
+    pub(crate) fn require_none(&self, store: &Store, record: usize) -> Result<()> {
+        if self.lock().records.contains(&record) {
+            let name = &store.description().records[record].name;
             return Err(Error::Usage(format!("{name:?} is staged already; commit or discard that first")));
         }
         Ok(())
@@ -110,21 +110,21 @@ impl HeldGradients {
     pub(crate) fn wait(&self, waiting: Waiting) {
         let mut state = self.lock();
         state.add_bytes(waiting.work.nbytes());
-        state.entries.insert(waiting.entry);
+        state.records.insert(waiting.record);
         state.jobs.push(waiting);
     }
 
     /// What the log says of the updates whose gradients are appended there, if there are any.
     pub(crate) fn head(&self) -> Option<StepHead> {
         let (mut head, mut numbers) = (StepHead::default(), HashMap::new());
-        for Waiting { entry, step, rule, .. } in &self.lock().jobs {
+        for Waiting { record, step, rule, .. } in &self.lock().jobs {
             let Some(rule) = rule else { continue };
             let next = u32::try_from(head.rules.len()).unwrap_or(u32::MAX);
             let number = *numbers.entry(rule.clone()).or_insert(next);
             if number == next {
                 head.rules.push(rule.clone());
             }
-            head.updates.push(LoggedUpdate { entry: *entry, rule: number, step: *step });
+            head.updates.push(LoggedUpdate { record: *record, rule: number, step: *step });
         }
         (!head.updates.is_empty()).then_some(head)
     }
@@ -140,7 +140,7 @@ impl HeldGradients {
 
     /// Those that are applied in memory, which stay until they are taken.
     pub(crate) fn applying(&self) -> Vec<(usize, u64)> {
-        self.lock().jobs.iter().filter(|job| job.applies).map(|job| (job.entry, job.step)).collect()
+        self.lock().jobs.iter().filter(|job| job.applies).map(|job| (job.record, job.step)).collect()
     }
 
     /// Takes these: those of our own arithmetic, and calls of a function.
@@ -149,9 +149,9 @@ impl HeldGradients {
         applying.into_iter().partition(|job| job.work.is_ours())
     }
 
-    /// Drops what waits, of one entry alone if one is given. What is kept stays.
-    pub(crate) fn discard(&self, entry: Option<usize>) {
-        let dropped = self.lock().take(|job| entry.is_none_or(|entry| job.entry == entry));
+    /// Drops what waits, of one record alone if one is given. What is kept stays.
+    pub(crate) fn discard(&self, record: Option<usize>) {
+        let dropped = self.lock().take(|job| record.is_none_or(|record| job.record == record));
         // A caller's memory is let go without the lock.
         drop(dropped);
     }
@@ -159,19 +159,19 @@ impl HeldGradients {
     // --- gradients that others would spill ------------------------------------------
 
     /// Keeps a gradient, or adds it to the one that is kept, in its dtype, computed in fp32 and rounded once.
-    pub(crate) fn keep(&self, store: &Store, entry: usize, gradient: &Gradient, adds: bool) -> Result<()> {
-        let dtype = spill_dtype(store, entry)?;
+    pub(crate) fn keep(&self, store: &Store, record: usize, gradient: &Gradient, adds: bool) -> Result<()> {
+        let dtype = spill_dtype(store, record)?;
         let given = gradient.memory()?;
-        let memory = if adds { Host::new(self.sum(store, entry, &**given, dtype)?) } else { given };
-        let spilled = measured(store, entry, &**memory, dtype)?;
-        let replaced = self.lock().replace_kept(entry, Some(Kept { memory, dtype, spilled }));
+        let memory = if adds { Host::new(self.sum(store, record, &**given, dtype)?) } else { given };
+        let spilled = measured(store, record, &**memory, dtype)?;
+        let replaced = self.lock().replace_kept(record, Some(Kept { memory, dtype, spilled }));
         drop(replaced);
         Ok(())
     }
 
     /// The sum of what is kept and what is given. What is kept may be the caller's, so it stays as it is.
-    fn sum(&self, store: &Store, entry: usize, given: &dyn Buffer, dtype: Dtype) -> Result<Box<Own>> {
-        let kept = self.kept(entry).ok_or_else(|| crate::spill::nothing(store, entry))?;
+    fn sum(&self, store: &Store, record: usize, given: &dyn Buffer, dtype: Dtype) -> Result<Box<Own>> {
+        let kept = self.kept(record).ok_or_else(|| crate::spill::nothing(store, record))?;
         let mut own = Own::copy_of(&**kept.memory);
         let count = own.len() / usize::try_from(dtype.bytes()).unwrap_or(1);
         if dtype == Dtype::F64 {
@@ -182,12 +182,12 @@ impl HeldGradients {
         Ok(Box::new(own))
     }
 
-    pub(crate) fn kept(&self, entry: usize) -> Option<Arc<Kept>> {
-        self.lock().kept.get(&entry).map(Arc::clone)
+    pub(crate) fn kept(&self, record: usize) -> Option<Arc<Kept>> {
+        self.lock().kept.get(&record).map(Arc::clone)
     }
 
-    pub(crate) fn forget(&self, entry: usize) {
-        let dropped = self.lock().replace_kept(entry, None);
+    pub(crate) fn forget(&self, record: usize) {
+        let dropped = self.lock().replace_kept(record, None);
         drop(dropped);
     }
 }
@@ -202,18 +202,18 @@ pub(crate) struct Kept {
 impl Kept {
     /// Copies a chunk to where a staging chunk has what was read of a spilled gradient.
     pub(crate) fn lay(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
-        let (part, used) = bench.spill_part(turn.entry, turn.index, &turn.memory)?;
+        let (part, used) = bench.spill_part(turn.record, turn.index, &turn.memory)?;
         let element = usize::try_from(self.dtype.bytes()).unwrap_or(1);
-        let start = bench.elements(turn.entry, turn.index).start * element;
+        let start = bench.elements(turn.record, turn.index).start * element;
         // SAFETY: nothing is in flight of this chunk, which is this turn's.
         copied(&**self.memory, start, &mut unsafe { bytes_mut(&part) }[..used]);
         Ok(())
     }
 
     /// Copies all of it to memory that nobody else uses.
-    pub(crate) fn read(&self, store: &Store, entry: usize, into: &mut dyn Buffer) -> Result<()> {
+    pub(crate) fn read(&self, store: &Store, record: usize, into: &mut dyn Buffer) -> Result<()> {
         if into.len() != self.memory.len() {
-            let (name, wanted, got) = (&store.description().entries[entry].name, self.memory.len(), into.len());
+            let (name, wanted, got) = (&store.description().records[record].name, self.memory.len(), into.len());
             return Err(Error::Invalid(format!("the gradient of {name:?} has {wanted} bytes, not {got}")));
         }
         // SAFETY: both are mapped while they are held, and of one length; `into` is the caller's.
@@ -223,11 +223,11 @@ impl Kept {
 }
 
 /// As a spilled gradient is measured: chunk by chunk.
-fn measured(store: &Store, entry: usize, memory: &dyn Buffer, dtype: Dtype) -> Result<Spilled> {
+fn measured(store: &Store, record: usize, memory: &dyn Buffer, dtype: Dtype) -> Result<Spilled> {
     let (mut found, exec) = (NOTHING, Exec::new(NonZeroUsize::MIN)?);
     let mut start = 0;
-    for chunk in 0..store.layout().chunks_of(entry) {
-        let count = store.description().elements_of_chunk(entry, chunk);
+    for chunk in 0..store.layout().chunks_of(record) {
+        let count = store.description().elements_of_chunk(record, chunk);
         let of_chunk = measure(memory, dtype, start, count, exec);
         found.nonfinite |= of_chunk.nonfinite;
         found.squares.merge(&of_chunk.squares);
