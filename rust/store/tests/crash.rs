@@ -11,7 +11,7 @@ use memascend_nvme::{
     sim::{Faults, Rng, SimDisk},
 };
 use memascend_store::{Durability, Error, Existing, Store};
-use model::{COMMITS, LOGGED, STRIPE, check, commit, copies, many, ok, side_by_side};
+use model::{COMMITS, EIO, LOGGED, STRIPE, check, commit, copies, many, ok, side_by_side};
 
 /// How a run ends that nothing cuts short.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -248,7 +248,7 @@ fn life(seed: u64) {
             seed: rng.bits(),
             short: 30,
             temporary: 30,
-            errors: vec![(Action::Write, libc::EIO, 5), (Action::Flush, libc::EIO, 15)],
+            errors: vec![(Action::Write, EIO, 5), (Action::Flush, EIO, 15)],
             reorder: true,
             dies_after: rng.chance(650).then(|| 40 + rng.below(400) as u64),
             ..Faults::default()

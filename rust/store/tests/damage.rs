@@ -22,7 +22,7 @@ fn trained() -> (Vec<u8>, Vec<(usize, u64, u64)>, u64) {
         let slot = usize::from(ok(store.record_state(record)).slot);
         for extent in 0..store.layout().extents_of(record) {
             let layout = store.layout().extent(store.description(), record, extent);
-            let offsets = [0, 1].map(|of| store.layout().offset_in(&layout, of));
+            let offsets = [0, 1].map(|of| store.layout().offset(&layout, of));
             first = first.min(offsets[0]).min(offsets[1]);
             extents.push((record, offsets[slot], layout.bytes()));
         }
