@@ -486,7 +486,7 @@ class Store:
         """Give the newest commit up for good, where the one before it was opened without that."""
 
     def info(self) -> dict[str, Any]:
-        """Identity, last commit and sizes in bytes: "uuid", "generation", "step", "optimizer", "units", "devices" and more.
+        """Identity, last commit, sizes in bytes: "uuid", "generation", "step", "optimizer", "units", "devices", more.
 
         Of a store of several ranks also "run", "common" and "identity": the run's id, the commit's number and what
         tells it from that of another continuation, the same on all ranks; and "rank" of "ranks".

@@ -386,5 +386,5 @@ impl Shared {
 }
 
 #[cfg(test)]
-#[path = "panics.rs"]
+#[path = "../tests/inside/panics.rs"]
 mod panics;

@@ -125,7 +125,7 @@ impl Store {
         self.inner.info().step
     }
 
-    /// Identity, last commit and sizes in bytes: "uuid", "generation", "step", "optimizer", "units", "devices" and more.
+    /// Identity, last commit, sizes in bytes: "uuid", "generation", "step", "optimizer", "units", "devices", more.
     fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         info::of_store(py, &self.inner)
     }
