@@ -33,6 +33,11 @@ pub(crate) fn size(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
+/// How many cases: all of them only where that is asked for.
+pub(crate) fn many<T>(all: T, few: T) -> T {
+    if std::env::var_os("MEMASCEND_TEST_LONG").is_some() { all } else { few }
+}
+
 // --- stores ------------------------------------------------------------------------------
 
 /// A parameter of one dimension, whose gradients spill in its own dtype.
