@@ -120,7 +120,7 @@ test-all: test test-slow test-posing test-valgrind test-oldest test-clients docs
 
 .PHONY: test-slow
 test-slow: setup ## The tests that take longer than a push can wait
-	MEMASCEND_TEST_LONG=1 cargo test --quiet --locked -p memascend-store
+	MEMASCEND_TEST_LONG=1 cargo test --quiet --locked -p memascend-store -p memascend-engine
 	$(BIN)/pytest $(PYTEST_OPTIONS) -m "slow and not soak"
 	cargo test --quiet --locked --release -p memascend-math --lib -- --ignored
 

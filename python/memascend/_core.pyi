@@ -156,14 +156,6 @@ class Arena:
             ConfigError: no class is large enough.
         """
 
-    @property
-    def in_use_bytes(self) -> int:
-        """Bytes of the slots that are taken now, "in_use" of `stats()`."""
-
-    @property
-    def table_bytes(self) -> int:
-        """Bytes of the arena's own records, "tables" of `stats()`."""
-
     def stats(self) -> dict[str, Any]:
         """What is held and was waited for.
 
@@ -206,15 +198,7 @@ class HostArena:
         """How many slots are free that `lease(nbytes)` may take."""
 
     @property
-    def in_use_bytes(self) -> int:
-        """Bytes of the slots that are taken now."""
-
-    @property
-    def table_bytes(self) -> int:
-        """Bytes of the arenas' own records."""
-
-    @property
-    def ram_tier_bytes(self) -> int:
+    def held_bytes(self) -> int:
         """All memory that is held, 0 once it was closed."""
 
     def close(self) -> None:
@@ -502,7 +486,7 @@ class Store:
         """Give the newest commit up for good, where the one before it was opened without that."""
 
     def info(self) -> dict[str, Any]:
-        """What is known of it: "uuid", "generation", "step", "optimizer", "units", "devices" and sizes in bytes.
+        """Identity, last commit, sizes in bytes: "uuid", "generation", "step", "optimizer", "units", "devices", more.
 
         Of a store of several ranks also "run", "common" and "identity": the run's id, the commit's number and what
         tells it from that of another continuation, the same on all ranks; and "rank" of "ranks".
@@ -919,10 +903,6 @@ class Engine:
     @property
     def queued_bytes(self) -> int:
         """Bytes of gradients that wait or are being used now, "queued" of `counters()`."""
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of gradients of records in RAM that wait for their step, "waiting" of `counters()`."""
 
     def counters(self) -> dict[str, Any]:
         """Jobs and chunks, bytes by kind, bytes "queued" and the most of them, and "seconds" by what its thread did."""

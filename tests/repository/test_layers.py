@@ -15,7 +15,7 @@ CRATES = {
     "memascend-mem": ({}, {"libc", "rustix", "thiserror"}),
     "memascend-math": ({}, {"thiserror"}),
     "memascend-nvme": ({"memascend-mem"}, {"io-uring", "libc", "rustix", "thiserror"}),
-    "memascend-store": ({"memascend-math", "memascend-mem", "memascend-nvme"}, {"libc", "thiserror", "twox-hash"}),
+    "memascend-store": ({"memascend-math", "memascend-mem", "memascend-nvme"}, {"rustix", "thiserror", "twox-hash"}),
     "memascend-engine": ({"memascend-math", "memascend-mem", "memascend-store"}, {"thiserror"}),
     "memascend-py": (
         {"memascend-engine", "memascend-math", "memascend-mem", "memascend-nvme", "memascend-store"},

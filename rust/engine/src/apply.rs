@@ -16,7 +16,7 @@ use crate::{
     workbench::{Read, Workbench, Write, inside},
 };
 
-/// Records whose tensors of other shapes are in RAM at once: one is computed while the next one's are read.
+/// Records whose tensors of other shapes are in memory at once: one is computed while the next one's are read.
 const OTHERS_AT_ONCE: usize = 2;
 
 /// What a function gets: memory that is its own during the call, each part exactly as long as its tensor.
@@ -37,7 +37,7 @@ pub struct Chunk {
 }
 
 /// Arithmetic that is not ours: computes one chunk in place, on a thread of the engine's; no two functions of an engine at
-/// once. It must not wait for the engine. Memory of the chunk that is in RAM beyond the call is not written again, but it is
+/// once. It must not wait for the engine. Memory of the chunk that is held beyond the call is not written again, but it is
 /// missing to the engine: the function has to report it.
 pub type Function = dyn Fn(Chunk) -> std::result::Result<(), Cause> + Send + Sync;
 
@@ -83,8 +83,8 @@ pub(crate) fn wholes(whole_bytes: usize, whole_next_bytes: usize) -> Result<Vec<
     sizes.map(|bytes| Ok(Scratch::new(bytes, 1, "whole parameters")?)).collect()
 }
 
-/// An extent of a room, if one is free.
-fn free_extent(room: &Scratch) -> Result<Option<Shared>> {
+/// A slot of a room, if one is free.
+fn free_slot(room: &Scratch) -> Result<Option<Shared>> {
     match room.lease(Wait::never()) {
         Ok(lease) => Ok(Some(Shared::new(lease))),
         Err(memascend_mem::Error::TimedOut { .. }) => Ok(None),
@@ -106,14 +106,14 @@ fn largest_others(description: &Description) -> usize {
 /// Where each tensor of another shape lies in their memory, and its bytes.
 fn other_tensors(description: &Description, record: usize) -> impl Iterator<Item = (usize, usize)> {
     description.records[record].whole().scan(0, |at, tensor| {
-        let (start, nbytes) = (*at, usize::try_from(tensor.nbytes()).unwrap_or(usize::MAX));
+        let (start, nbytes) = (*at, tensor.nbytes() as usize);
         *at = paged(start + nbytes);
         Some((start, nbytes))
     })
 }
 
 fn paged(bytes: usize) -> usize {
-    bytes.next_multiple_of(usize::try_from(PAGE_BYTES).unwrap_or(1))
+    bytes.next_multiple_of(PAGE_BYTES as usize)
 }
 
 impl Application {
@@ -194,7 +194,7 @@ impl Work for Apply {
         let description = bench.store.description();
         let mut others = self.others.borrow_mut();
         if let (None, Some(room), Some(_)) = (&*others, &bench.others, description.records[record].whole().next()) {
-            *others = free_extent(room)?;
+            *others = free_slot(room)?;
             if others.is_none() {
                 return Ok(false);
             }
@@ -204,7 +204,7 @@ impl Work for Apply {
             return Ok(true);
         }
         let mut fitting = bench.whole.iter().filter(|room| room.each >= self.whole_bytes);
-        *all = fitting.find_map(|room| free_extent(room).transpose()).transpose()?;
+        *all = fitting.find_map(|room| free_slot(room).transpose()).transpose()?;
         Ok(all.is_some())
     }
 
@@ -257,7 +257,7 @@ impl Work for Apply {
         }
         // Without elements, it takes no memory of its own.
         if index == chunks {
-            return self.calling(bench, record, self.in_one_extent(bench, record, memory)?)();
+            return self.calling(bench, record, self.in_one_piece(bench, record, memory)?)();
         }
         let all = self.all.borrow();
         let all = all.as_ref().unwrap_or(memory);
@@ -276,7 +276,7 @@ impl Work for Apply {
     }
 
     fn call(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<Call> {
-        Ok(self.calling(bench, turn.record, self.in_one_extent(bench, turn.record, &turn.memory)?))
+        Ok(self.calling(bench, turn.record, self.in_one_piece(bench, turn.record, &turn.memory)?))
     }
 
     fn writes<'a>(&self, bench: &mut Workbench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
@@ -314,11 +314,11 @@ impl Apply {
         Box::new(move || (asked.function)(chunk).map_err(|cause| Error::Function { name, cause }))
     }
 
-    fn in_one_extent(&self, bench: &Workbench<'_>, record: usize, memory: &Shared) -> Result<Chunk> {
+    fn in_one_piece(&self, bench: &Workbench<'_>, record: usize, memory: &Shared) -> Result<Chunk> {
         let plan = Plan::new(bench.store, record, self.asked.spilled, self.asked.is_wide())?;
         let (values, state, gradient) = plan.parts(self.all.borrow().as_ref().unwrap_or(memory))?;
         let state = if self.asked.is_wide() { state } else { self.state(bench, record, state)? };
-        let count = usize::try_from(bench.store.description().records[record].elements()).unwrap_or(usize::MAX);
+        let count = bench.store.description().records[record].elements() as usize;
         Ok(Chunk { values, gradient, state, start: 0, count, last: true })
     }
 
@@ -335,7 +335,7 @@ impl Apply {
             return Ok(Chunk { values: nothing, gradient, state, start, count, last });
         }
         let element = bench.store.description().records[record].dtype.bytes();
-        let used = count * usize::try_from(element).unwrap_or(1);
+        let used = count * element as usize;
         let values = inside(&bench.part(record, chunk, memory)?, 0, used)?;
         let gradient = if self.asked.spilled {
             let (part, used) = bench.spill_part(record, chunk, memory)?;
@@ -375,8 +375,8 @@ impl Apply {
             let extent = layout.extent(description, record, index);
             let Content::Whole { tensor, part } = extent.content else { continue };
             let start = other_tensors(description, record).nth(tensor as usize).map_or(0, |(at, _)| at);
-            let before = usize::try_from(u64::from(part) * WHOLE_EXTENT_BYTES).unwrap_or(usize::MAX);
-            let bytes = usize::try_from(extent.bytes()).unwrap_or(usize::MAX);
+            let before = (u64::from(part) * WHOLE_EXTENT_BYTES) as usize;
+            let bytes = extent.bytes() as usize;
             extents.push((index, inside(memory, start + before, bytes)?));
         }
         Ok(extents)

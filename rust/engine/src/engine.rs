@@ -1,21 +1,20 @@
 //! The engine: owns the pipeline's thread and memory, and takes jobs from callers.
 
 use std::{
-    any::Any,
     num::NonZeroUsize,
-    panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, Mutex},
     thread::JoinHandle,
 };
 
-use memascend_math::Rule;
-use memascend_mem::{Wait, fork_generation, locked};
-use memascend_store::{Buffer, Scratch, Spilled, Store};
+use memascend_math::{Check, Rule};
+use memascend_mem::{Maker, Wait, caught, locked};
+use memascend_store::{Buffer, Scratch, Store};
 
 use crate::{
     Counters, Error, First, Gradient, Result,
     apply::{self, Application, Apply},
     caller::Caller,
+    error::contained,
     fill::Fill,
     job::Job,
     live::Live,
@@ -70,8 +69,8 @@ pub struct Engine {
     staging_bytes: usize,
     whole_bytes: usize,
     pub(crate) threads: NonZeroUsize,
-    /// The process that it works in, as far as forks are concerned.
-    generation: u32,
+    /// The process that it works in.
+    maker: Maker,
 }
 
 pub(crate) struct Shared {
@@ -102,8 +101,8 @@ impl Engine {
             .spawn(move || theirs.serve(others, wholes))
             .map_err(|error| Error::Invalid(format!("no thread could be started: {error}")))?;
         let (ram_tier, thread) = (RamTierGradients::default(), Mutex::new(Some(thread)));
-        let (whole_bytes, threads, generation) = (options.whole_bytes, options.threads, fork_generation());
-        Ok(Self { shared, ram_tier, thread, staging_bytes, whole_bytes, threads, generation })
+        let (whole_bytes, threads, maker) = (options.whole_bytes, options.threads, Maker::here());
+        Ok(Self { shared, ram_tier, thread, staging_bytes, whole_bytes, threads, maker })
     }
 
     /// Begins the first values of a record, whose update number is then 0. Nothing is read.
@@ -199,7 +198,7 @@ impl Engine {
     }
 
     /// Waits for the jobs of a record, and says what is spilled of it.
-    pub fn spilled(&self, record: usize, mut wait: Wait<'_>) -> Result<Spilled> {
+    pub fn spilled(&self, record: usize, mut wait: Wait<'_>) -> Result<Check> {
         self.known(record)?;
         if let Some(kept) = self.ram_tier.kept(record) {
             return Ok(kept.spilled);
@@ -288,12 +287,11 @@ impl Engine {
 
     /// Refuses in a forked child, which has none of the threads, before a lock that one of them held is waited for.
     pub(crate) fn here(&self) -> Result<()> {
-        if self.generation == fork_generation() {
-            return Ok(());
+        if self.maker.is_elsewhere() {
+            let why = "this engine belongs to the process that made it, and this process is a fork of it: update there";
+            return Err(Error::Usage(why.into()));
         }
-        Err(Error::Usage(
-            "this engine belongs to the process that made it, and this process is a fork of it: update there".into(),
-        ))
+        Ok(())
     }
 
     pub(crate) fn known(&self, record: usize) -> Result<&memascend_store::Record> {
@@ -317,13 +315,7 @@ impl Engine {
     /// Bytes of callers' tensors that wait or are being used now.
     #[must_use]
     pub fn queued_bytes(&self) -> usize {
-        self.shared.queue.lock().ram_tier_bytes
-    }
-
-    /// Bytes of gradients of records in RAM that wait for their step.
-    #[must_use]
-    pub fn waiting_bytes(&self) -> usize {
-        self.ram_tier.lock().bytes()
+        self.shared.queue.lock().queued_bytes
     }
 
     /// What it has done.
@@ -339,7 +331,7 @@ impl Engine {
         Counters {
             updates: piped.updates + updates,
             chunks: piped.chunks + chunks,
-            queued: state.ram_tier_bytes as u64,
+            queued: state.queued_bytes as u64,
             queued_peak,
             waiting,
             waiting_peak,
@@ -376,33 +368,23 @@ impl Shared {
     fn serve(&self, others: Option<Scratch>, wholes: Vec<Scratch>) {
         self.queue.work_here();
         // Unwinding drops what is in flight, which waits for the devices: no memory goes that the kernel still has.
-        let served = catch_unwind(AssertUnwindSafe(|| {
+        let served = contained(|| {
             let bench = Workbench::new(&self.store, others, wholes)?;
             let caller = Caller::default();
             Pipeline::new(&self.queue, &self.staging, bench, caller, self.chunks).serve();
             Ok(())
-        }));
-        let error = match served {
-            Ok(Ok(())) => return,
-            Ok(Err(error)) => error,
-            Err(panic) => Error::Panicked(said(&*panic)),
-        };
+        });
+        let Err(error) = served else { return };
         let (dropped, marks) = self.queue.lock().end_by(error);
         for mark in &marks {
             lose_spilled(&self.store, mark);
         }
         self.queue.notify();
         // A caller's memory is let go by what may panic, too; whoever waits has been told before.
-        drop(catch_unwind(AssertUnwindSafe(|| drop(dropped))));
+        drop(caught(|| drop(dropped)));
     }
 }
 
-/// What a panic said.
-pub(crate) fn said(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a panic without words".into())
-}
-
 #[cfg(test)]
-#[path = "panics.rs"]
+#[path = "../tests/inside/panics.rs"]
 mod panics;

@@ -54,3 +54,8 @@ impl From<memascend_mem::Error> for Error {
         Self::Memory(Arc::new(error))
     }
 }
+
+/// Does work whose panic is an error for whoever waits for it.
+pub(crate) fn contained<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    memascend_mem::caught(work).unwrap_or_else(|said| Err(Error::Panicked(said)))
+}

@@ -69,7 +69,7 @@ impl Fill {
                 && tensor.shape == described.shape
                 && matches!(described.dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16)
         };
-        let element = usize::try_from(described.dtype.bytes()).unwrap_or(1);
+        let element = described.dtype.bytes() as usize;
         if !first.values.is_empty() && !first.values.as_ptr().addr().is_multiple_of(element) {
             return Err(Error::Invalid(format!("the values of {name:?} are not aligned for their dtype")));
         }
@@ -118,7 +118,7 @@ impl Fill {
             return Ok(());
         }
         let values = bench.part(record, chunk, memory)?;
-        let element = usize::try_from(self.dtype.bytes()).unwrap_or(1);
+        let element = self.dtype.bytes() as usize;
         // SAFETY: nothing is in flight of this chunk, which is this turn's.
         let rounded = &mut unsafe { bytes_mut(&values) }[..elements.len() * element];
         let mut given = vec![0; rounded.len()];
@@ -141,7 +141,7 @@ impl Fill {
         let (store, description) = (bench.store, bench.store.description());
         let place = store.layout().extent(description, record, extent);
         let described = &description.records[record];
-        let used = usize::try_from(place.used_bytes).unwrap_or(usize::MAX);
+        let used = place.used_bytes as usize;
         // The sources of the tensors that lie in chunks, or by themselves.
         let sources = |chunked: bool| {
             let of = move |(tensor, _): &(&StateTensor, &Source)| (tensor.grain > 0) == chunked;
@@ -151,7 +151,7 @@ impl Fill {
         unsafe { clear_from(part, used) };
         match place.content {
             Content::Values { chunk } => {
-                let element = usize::try_from(described.dtype.bytes()).unwrap_or(1);
+                let element = described.dtype.bytes() as usize;
                 // SAFETY: as above.
                 copied(
                     &*self.values,
@@ -170,7 +170,7 @@ impl Fill {
                     filled = at + nbytes;
                     match source {
                         Source::Given(given) => {
-                            let before = usize::try_from(tensor.bytes_for(elements.start as u64)).unwrap_or(usize::MAX);
+                            let before = tensor.bytes_for(elements.start as u64) as usize;
                             copied(&**given, before, &mut bytes[at..filled]);
                         }
                         Source::Zeros => bytes[at..filled].fill(0),
@@ -186,12 +186,12 @@ impl Fill {
                 unsafe { clear_from(part, filled) };
             }
             Content::Whole { tensor, part: index } => {
-                let before = u64::from(index) * memascend_store::WHOLE_EXTENT_BYTES;
+                let before = (u64::from(index) * memascend_store::WHOLE_EXTENT_BYTES) as usize;
                 // SAFETY: as above.
                 let bytes = &mut unsafe { bytes_mut(part) }[..used];
                 match sources(false).nth(tensor as usize) {
                     Some((_, Source::Given(given))) => {
-                        copied(&**given, usize::try_from(before).unwrap_or(usize::MAX), bytes);
+                        copied(&**given, before, bytes);
                     }
                     _ => bytes.fill(0),
                 }
@@ -244,7 +244,7 @@ impl Work for Fill {
 /// Refuses float32 tensors that do not fit, or that the format of the record has as they are.
 fn require_wide(described: &Record, wide: &WideState<Box<dyn Buffer>>) -> Result<()> {
     let name = &described.name;
-    let nbytes = usize::try_from(described.elements()).unwrap_or(usize::MAX).saturating_mul(size_of::<f32>());
+    let nbytes = described.elements() as usize * size_of::<f32>();
     let narrow = described.format.moments() != MomentForm::Single;
     let master = described.format.master() == Master::Compact;
     let given = [

@@ -130,7 +130,7 @@ impl Gradient {
 
     /// `count` elements from `start` on, which lie inside. Of a source, until the next call of this or another.
     pub(crate) fn part(&self, store: &Store, record: usize, start: usize, count: usize) -> Result<Floats<'_>> {
-        let element = usize::try_from(self.dtype.bytes()).unwrap_or(usize::MAX);
+        let element = self.dtype.bytes() as usize;
         let first = self.at(store, record, start * element, count * element)?;
         // SAFETY: inside the memory, which is mapped while it is held and aligned; nobody writes to a gradient that was
         // handed over.
@@ -174,7 +174,7 @@ fn require_float(dtype: Dtype) -> Result<usize> {
     if dtype != Dtype::F64 {
         require_update(dtype)?;
     }
-    Ok(usize::try_from(dtype.bytes()).unwrap_or(usize::MAX))
+    Ok(dtype.bytes() as usize)
 }
 
 /// Refuses a gradient of a dtype that the kernels do not update by.

@@ -4,6 +4,8 @@
 //! at once, unless so many bytes of gradients wait already that it has to be slower. [`Engine::finish`] waits until all
 //! is staged; [`Engine::commit`] makes the step live, [`Engine::discard`] forgets it.
 
+#![expect(clippy::cast_possible_truncation, reason = "sizes of 64 bits are those of memory, whose usize has as many")]
+
 mod apply;
 mod caller;
 mod compact;
@@ -37,8 +39,7 @@ pub use error::{Cause, Error, Result};
 pub use fill::First;
 pub use gradient::{Gradient, Source, Window};
 pub use logged::apply_logs;
-pub use memascend_math::{Hyperparameters, Momentum, Rule, WideState};
-pub use memascend_store::Spilled;
+pub use memascend_math::{Check, Hyperparameters, Momentum, Rule, WideState};
 pub use pipeline::CHUNKS_DEFAULT;
 pub use reduced::Form;
 pub use rule::rule_of;

@@ -36,7 +36,7 @@ impl Live {
         let &Turn { record, index: chunk, ref memory } = turn;
         let (part, elements) = (bench.part(record, chunk, memory)?, bench.elements(record, chunk));
         let described = &bench.store.description().records[record];
-        let element = usize::try_from(described.dtype.bytes()).unwrap_or(1);
+        let element = described.dtype.bytes() as usize;
         let (start, nbytes) = (elements.start * element, elements.len() * element);
         // SAFETY: nothing is in flight of this part, which is this turn's.
         let bytes = unsafe { bytes_mut(&part) };

@@ -18,7 +18,7 @@ pub(crate) fn chunk_bytes(bench: &Workbench<'_>, turn: &Turn, dtype: Dtype) -> u
 }
 
 /// What a rule of the log says for a record, which has the state for it.
-pub(crate) fn fitting(store: &Store, record: usize, rule: &memascend_store::Rule) -> Result<(Taken, Vec<f32>)> {
+pub(crate) fn fitting(store: &Store, record: usize, rule: &memascend_store::LoggedRule) -> Result<(Taken, Vec<f32>)> {
     let (taken, factors) = rule::taken(rule)?;
     let described = &store.description().records[record];
     let fits = match taken {

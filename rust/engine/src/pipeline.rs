@@ -55,7 +55,7 @@ struct Room<'a> {
 
 impl Drop for Room<'_> {
     fn drop(&mut self) {
-        self.queue.lock().ram_tier_bytes -= self.nbytes;
+        self.queue.lock().queued_bytes -= self.nbytes;
         self.queue.notify();
     }
 }

@@ -21,7 +21,7 @@ pub(crate) struct QueueState {
     /// Jobs that were taken and have not ended.
     running: Vec<Arc<Mark>>,
     /// Bytes of the callers' tensors that wait or are being used.
-    pub(crate) ram_tier_bytes: usize,
+    pub(crate) queued_bytes: usize,
     /// The pipeline has something in hand or in flight.
     busy: bool,
     pub(crate) closing: bool,
@@ -63,7 +63,7 @@ impl QueueState {
 
     /// A job that was taken will not be begun.
     pub(crate) fn dropped(&mut self, job: &Job) {
-        self.ram_tier_bytes -= job.mark.nbytes;
+        self.queued_bytes -= job.mark.nbytes;
         self.ended(&job.mark);
     }
 
@@ -74,7 +74,7 @@ impl QueueState {
 
     /// Whether a job waits or runs.
     pub(crate) fn holds(&self, mark: &Arc<Mark>) -> bool {
-        self.marks().any(|ram_tier| Arc::ptr_eq(ram_tier, mark))
+        self.marks().any(|known| Arc::ptr_eq(known, mark))
     }
 
     /// What the jobs of a record leave in its room for a gradient, if all of them succeed.
@@ -96,14 +96,14 @@ impl QueueState {
             .for_each(|mark| mark.cancel());
     }
 
-    /// Nobody works any more: whoever waits, and whoever comes, is told why. What waited is given back,
-    /// and what is known of it and of what ran.
+    /// Nobody works any more: whoever waits, and whoever comes, is told why. Gives the jobs back that waited, and the marks
+    /// of all.
     pub(crate) fn end_by(&mut self, error: Error) -> (Vec<Job>, Vec<Arc<Mark>>) {
         self.ended_by = Some(error);
         let marks = self.marks().map(Arc::clone).collect();
         let dropped = self.drop_waiting(None);
         self.running.clear();
-        self.ram_tier_bytes = 0;
+        self.queued_bytes = 0;
         self.busy = false;
         (dropped, marks)
     }
@@ -113,7 +113,7 @@ impl QueueState {
         let (dropped, kept): (Vec<Job>, Vec<Job>) =
             self.jobs.drain(..).partition(|job| record.is_none_or(|record| job.mark.record == record));
         self.jobs = kept.into();
-        self.ram_tier_bytes -= dropped.iter().map(|job| job.mark.nbytes).sum::<usize>();
+        self.queued_bytes -= dropped.iter().map(|job| job.mark.nbytes).sum::<usize>();
         dropped
     }
 }
@@ -165,17 +165,17 @@ impl Queue {
             state.failed.is_some()
                 || state.ended_by.is_some()
                 || state.closing
-                || state.ram_tier_bytes == 0
-                || state.ram_tier_bytes + bytes <= bytes_max
+                || state.queued_bytes == 0
+                || state.queued_bytes + bytes <= bytes_max
         };
         let mut state = self.wait(wait, "room in the queue", has_room)?;
         state.failure()?;
         if state.closing {
             return Err(Error::Usage("the engine has been closed".into()));
         }
-        state.ram_tier_bytes += bytes;
+        state.queued_bytes += bytes;
         if job.work.is_of_a_step() {
-            state.counters.queued_peak = state.counters.queued_peak.max(state.ram_tier_bytes as u64);
+            state.counters.queued_peak = state.counters.queued_peak.max(state.queued_bytes as u64);
         }
         state.jobs.push_back(job);
         drop(state);

@@ -7,16 +7,16 @@ use std::{
     sync::{Arc, Mutex, MutexGuard},
 };
 
-use memascend_math::{Exec, FloatsMut, add, add_doubles};
+use memascend_math::{Check, Exec, FloatsMut, add, add_doubles};
 use memascend_mem::locked;
-use memascend_store::{Buffer, Dtype, LoggedUpdate, Rule, Spilled, StepHead, Store};
+use memascend_store::{Buffer, Dtype, LoggedRule, LoggedUpdate, StepHead, Store};
 
 use crate::{
     Error, Gradient, Result,
     fill::copied,
     gradient::{Host, doubles},
     job::Work,
-    spill::{NOTHING, measure, spill_dtype},
+    spill::{measure, spill_dtype},
     turn::Turn,
     workbench::{Workbench, bytes_mut, floats},
 };
@@ -30,7 +30,7 @@ pub(crate) struct Waiting {
     /// It is applied in memory once the step is committed; else it goes through the pipeline before.
     pub(crate) applies: bool,
     /// What the log says of it, where its gradient is appended there.
-    pub(crate) rule: Option<Rule>,
+    pub(crate) rule: Option<LoggedRule>,
 }
 
 /// What waits of records in RAM.
@@ -173,7 +173,7 @@ impl RamTierGradients {
     fn sum(&self, store: &Store, record: usize, given: &dyn Buffer, dtype: Dtype) -> Result<Box<Own>> {
         let kept = self.kept(record).ok_or_else(|| crate::spill::nothing(store, record))?;
         let mut own = Own::copy_of(&**kept.memory);
-        let count = own.len() / usize::try_from(dtype.bytes()).unwrap_or(1);
+        let count = own.len() / dtype.bytes() as usize;
         if dtype == Dtype::F64 {
             add_doubles(own.doubles(), doubles(given, 0, count))?;
             return Ok(Box::new(own));
@@ -196,14 +196,14 @@ impl RamTierGradients {
 pub(crate) struct Kept {
     pub(crate) memory: Arc<Host>,
     pub(crate) dtype: Dtype,
-    pub(crate) spilled: Spilled,
+    pub(crate) spilled: Check,
 }
 
 impl Kept {
     /// Copies a chunk to where a staging chunk has what was read of a spilled gradient.
     pub(crate) fn lay(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
         let (part, used) = bench.spill_part(turn.record, turn.index, &turn.memory)?;
-        let element = usize::try_from(self.dtype.bytes()).unwrap_or(1);
+        let element = self.dtype.bytes() as usize;
         let start = bench.elements(turn.record, turn.index).start * element;
         // SAFETY: nothing is in flight of this chunk, which is this turn's.
         copied(&**self.memory, start, &mut unsafe { bytes_mut(&part) }[..used]);
@@ -223,14 +223,12 @@ impl Kept {
 }
 
 /// As a spilled gradient is measured: chunk by chunk.
-fn measured(store: &Store, record: usize, memory: &dyn Buffer, dtype: Dtype) -> Result<Spilled> {
-    let (mut found, exec) = (NOTHING, Exec::new(NonZeroUsize::MIN)?);
+fn measured(store: &Store, record: usize, memory: &dyn Buffer, dtype: Dtype) -> Result<Check> {
+    let (mut found, exec) = (Check::NOTHING, Exec::new(NonZeroUsize::MIN)?);
     let mut start = 0;
     for chunk in 0..store.layout().chunks_of(record) {
         let count = store.description().elements_of_chunk(record, chunk);
-        let of_chunk = measure(memory, dtype, start, count, exec);
-        found.nonfinite |= of_chunk.nonfinite;
-        found.squares.merge(&of_chunk.squares);
+        found.merge(&measure(memory, dtype, start, count, exec));
         start += count;
     }
     Ok(found)
@@ -258,7 +256,7 @@ impl Own {
     }
 
     fn floats(&mut self, dtype: Dtype, count: usize) -> FloatsMut<'_> {
-        let (first, bytes) = (self.words.as_mut_ptr(), usize::try_from(dtype.bytes()).unwrap_or(1));
+        let (first, bytes) = (self.words.as_mut_ptr(), dtype.bytes() as usize);
         assert!(count * bytes <= self.nbytes, "elements past the end of a gradient");
         match dtype {
             // SAFETY: inside the memory, which is aligned for any of the three and ours alone; any bits are a float.

@@ -1,7 +1,6 @@
 //! Applies updates to records in RAM, once their step is committed: arithmetic alone, which cannot fail half-way.
 
 use std::{
-    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Mutex,
         atomic::{AtomicUsize, Ordering::Relaxed},
@@ -13,7 +12,7 @@ use std::{
 use memascend_mem::{Wait, locked};
 use memascend_store::{InMemoryUpdate, Scratch, Shared, Store};
 
-use crate::{Error, Result, engine::said, ram_tier::Waiting, turn::Turn, workbench::Workbench};
+use crate::{Result, error::contained, ram_tier::Waiting, turn::Turn, workbench::Workbench};
 
 /// Nothing else uses staging chunks by then.
 const LEASE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -36,37 +35,25 @@ impl Workers<'_> {
     /// Refuses values that somebody wrote to, before anything is done with them.
     pub(crate) fn check(&self, records: &[(usize, u64)]) -> Result<()> {
         let chunks = self.chunks(records.iter().map(|&(record, _)| record));
-        let failed = Mutex::new(None);
         self.each(chunks.len(), &|next| {
             while let Some(&(_, record, chunk)) = chunks.get(next.fetch_add(1, Relaxed)) {
-                if let Err(error) = self.store.check_values(record, chunk) {
-                    locked(&failed).get_or_insert(error);
-                    break;
-                }
+                self.store.check_values(record, chunk)?;
             }
             Ok(())
-        })?;
-        let failed = locked(&failed).take();
-        failed.map_or(Ok(()), |error| Err(error.into()))
+        })
     }
 
     /// Applies updates whose commit was made. Where that fails, the run is at its end, which the store says from then on.
     pub(crate) fn apply(&self, waiting: Vec<Waiting>) -> Result<u64> {
         let Some(first) = waiting.first().map(|job| job.record) else { return Ok(0) };
-        let applied = catch_unwind(AssertUnwindSafe(|| self.applied(waiting)));
-        let error = match applied {
-            Ok(Ok(chunks)) => return Ok(chunks),
-            Ok(Err(error)) => error,
-            Err(panic) => Error::Panicked(said(&*panic)),
-        };
-        self.store.fail_application(first, &error.to_string());
-        Err(error)
+        let applied = contained(|| self.applied(waiting));
+        applied.inspect_err(|error| self.store.fail_application(first, &error.to_string()))
     }
 
     fn applied(&self, waiting: Vec<Waiting>) -> Result<u64> {
-        let updates = waiting.into_iter().map(|job| Ok((self.store.application(job.record)?, job)));
-        let updates = updates.map(|found: Result<_>| found.map(|(application, job)| (job, application)));
-        let updates = SharedUpdates(updates.collect::<Result<Vec<_>>>()?);
+        let with_memory =
+            |job: Waiting| Ok(self.store.application(job.record).map(|application| (job, application))?);
+        let updates = SharedUpdates(waiting.into_iter().map(with_memory).collect::<Result<Vec<_>>>()?);
         let chunks = self.chunks(updates.0.iter().map(|(job, _)| job.record));
         let seen = &updates;
         self.each(chunks.len(), &|next| {
@@ -98,9 +85,7 @@ impl Workers<'_> {
         let threads = self.threads.min(count).max(1);
         let failed = Mutex::new(None);
         let worker = || {
-            let done = catch_unwind(AssertUnwindSafe(|| work(&next)));
-            let done = done.unwrap_or_else(|panic| Err(Error::Panicked(said(&*panic))));
-            if let Err(error) = done {
+            if let Err(error) = contained(|| work(&next)) {
                 locked(&failed).get_or_insert(error);
             }
         };

@@ -32,7 +32,7 @@ pub(crate) fn chunk<'a>(bench: &Workbench<'_>, turn: &'a Turn) -> Result<Reduced
     let state = bench.state_extent(record, chunk).map(|extent| bench.part(record, extent, memory)).transpose()?;
     let values = bench.part(record, chunk, memory)?;
     // SAFETY: nothing else uses the chunk between the end of its reads and the beginning of its writes.
-    unsafe { clear_from(&values, elements * usize::try_from(described.dtype.bytes()).unwrap_or(1)) };
+    unsafe { clear_from(&values, elements * described.dtype.bytes() as usize) };
     let first = state.map_or(0, |state| state.as_ptr().as_ptr().expose_provenance());
     let places = bench.in_chunk(record, chunk).map(|(_, at, _)| first + at);
     let form = Form { format: described.format, dtype: described.dtype, has_momentum: described.has_momentum() };

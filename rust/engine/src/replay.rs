@@ -47,7 +47,7 @@ impl Engine {
         let mut jobs = Vec::new();
         let (done, mut all) = (Arc::new(AtomicU64::new(0)), 0);
         let chunk = u64::from(store.description().chunk_elements) * Dtype::F32.bytes();
-        let room = Scratch::new(usize::try_from(chunk).unwrap_or(usize::MAX), AHEAD, "gradients of the log")?;
+        let room = Scratch::new(chunk as usize, AHEAD, "gradients of the log")?;
         let room = Arc::new(room);
         for record in replay.records() {
             let (mut rules, mut step) = (Vec::new(), 0);

@@ -1,7 +1,7 @@
 //! Encodes for the log what a gradient is applied with, and decodes it.
 
-use memascend_math::{ADAM_ARITHMETIC, Hyperparameters, Momentum, REDUCED_ARITHMETIC, Rule as Numbers, Scalars};
-use memascend_store::{Record, Rule};
+use memascend_math::{ADAM_ARITHMETIC, Hyperparameters, Momentum, REDUCED_ARITHMETIC, Rule, Scalars};
+use memascend_store::{LoggedRule, Record};
 
 use crate::{Error, Result, reduced::is_reduced};
 
@@ -17,30 +17,35 @@ const REDUCED_MOMENTUM: &str = "momentum in a format";
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Taken {
     Single(Scalars),
-    Reduced(Numbers),
+    Reduced(Rule),
     Momentum(Momentum),
 }
 
 /// What a gradient is applied with whose update has these hyperparameters, after it was multiplied by each factor in turn.
-fn adam_rule(hyperparameters: &Hyperparameters, factors: &[f32]) -> Result<Rule> {
+fn adam_rule(hyperparameters: &Hyperparameters, factors: &[f32]) -> Result<LoggedRule> {
     Ok(rule(ADAM, ADAM_ARITHMETIC, &scalar_numbers(&hyperparameters.scalars()?), factors))
 }
 
 /// What the log says of an update of a record by a gradient that was multiplied by each factor in turn.
-pub fn rule_of(described: &Record, numbers: &Numbers, factors: &[f32]) -> Result<Rule> {
+pub fn rule_of(described: &Record, numbers: &Rule, factors: &[f32]) -> Result<LoggedRule> {
     match numbers {
-        Numbers::Adam(numbers) if !is_reduced(described) => adam_rule(numbers, factors),
-        Numbers::Adam(numbers) => Ok(rule(REDUCED_ADAM, REDUCED_ARITHMETIC, &adam_numbers(numbers), factors)),
-        Numbers::Momentum(numbers) => {
+        Rule::Adam(numbers) if !is_reduced(described) => adam_rule(numbers, factors),
+        Rule::Adam(numbers) => Ok(rule(REDUCED_ADAM, REDUCED_ARITHMETIC, &adam_numbers(numbers), factors)),
+        Rule::Momentum(numbers) => {
             let name = if is_reduced(described) { REDUCED_MOMENTUM } else { MOMENTUM };
             Ok(rule(name, REDUCED_ARITHMETIC, &momentum_numbers(numbers), factors))
         }
     }
 }
 
-fn rule(name: &str, arithmetic: u32, numbers: &[(&str, u64)], factors: &[f32]) -> Rule {
+fn rule(name: &str, arithmetic: u32, numbers: &[(&str, u64)], factors: &[f32]) -> LoggedRule {
     let numbers = numbers.iter().map(|&(name, number)| (name.into(), number)).collect();
-    Rule { name: name.into(), arithmetic, numbers, factors: factors.iter().map(|factor| factor.to_bits()).collect() }
+    LoggedRule {
+        name: name.into(),
+        arithmetic,
+        numbers,
+        factors: factors.iter().map(|factor| factor.to_bits()).collect(),
+    }
 }
 
 /// A number as the log has it: its bits.
@@ -72,7 +77,7 @@ numbers! {
 }
 
 /// A number of a rule, by its name.
-fn number<N: Number>(rule: &Rule, name: &str) -> Result<N> {
+fn number<N: Number>(rule: &LoggedRule, name: &str) -> Result<N> {
     let kernel = &rule.name;
     let found = rule.numbers.iter().find(|(known, _)| known == name);
     let lacks = || Error::Invalid(format!("the store's log says nothing of {name:?} for {kernel:?}"));
@@ -88,7 +93,7 @@ macro_rules! named_numbers {
             vec![$((stringify!($field), of.$field.to_log())),*]
         }
 
-        fn $decode(rule: &Rule) -> Result<$of> {
+        fn $decode(rule: &LoggedRule) -> Result<$of> {
             Ok($of { $($field: number(rule, stringify!($field))?),* })
         }
     };
@@ -114,7 +119,7 @@ named_numbers!(
 );
 
 /// What a rule says, and its factors; an error where it is none that is known here.
-pub(crate) fn taken(rule: &Rule) -> Result<(Taken, Vec<f32>)> {
+pub(crate) fn taken(rule: &LoggedRule) -> Result<(Taken, Vec<f32>)> {
     let taken = match (rule.name.as_str(), rule.arithmetic) {
         (ADAM, ADAM_ARITHMETIC) => Taken::Single(scalars(rule)?),
         (REDUCED_ADAM, REDUCED_ARITHMETIC) => Taken::Reduced(adam(rule)?.into()),
@@ -158,7 +163,7 @@ mod tests {
         seed: 7,
     };
 
-    fn reduced(name: &str, numbers: &[(&str, u64)]) -> Rule {
+    fn reduced(name: &str, numbers: &[(&str, u64)]) -> LoggedRule {
         rule(name, REDUCED_ARITHMETIC, numbers, &[0.5, -3.0])
     }
 
@@ -177,12 +182,12 @@ mod tests {
     #[test]
     fn what_is_not_known_is_refused_by_its_name() -> Result<()> {
         let rule = adam_rule(&ADAM_NUMBERS, &[])?;
-        let other = Rule { arithmetic: 2, ..rule.clone() };
+        let other = LoggedRule { arithmetic: 2, ..rule.clone() };
         assert!(taken(&other).is_err_and(|error| error.to_string().contains("\"adam\" with arithmetic 2")));
-        let other = Rule { numbers: rule.numbers[1..].to_vec(), ..rule.clone() };
+        let other = LoggedRule { numbers: rule.numbers[1..].to_vec(), ..rule.clone() };
         assert!(taken(&other).is_err_and(|error| error.to_string().contains("nothing of \"grad_factor\"")));
         let numbers = rule.numbers.iter().map(|(name, bits)| (name.clone(), bits | 1 << 40)).collect();
-        assert!(taken(&Rule { numbers, ..rule }).is_err_and(|error| error.to_string().contains("no float32")));
+        assert!(taken(&LoggedRule { numbers, ..rule }).is_err_and(|error| error.to_string().contains("no float32")));
         Ok(())
     }
 

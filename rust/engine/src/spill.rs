@@ -2,8 +2,8 @@
 
 use std::{cell::Cell, ptr::NonNull};
 
-use memascend_math::{Check, Exec, Squares, add, add_doubles, check, check_doubles};
-use memascend_store::{Buffer, Dtype, Spilled, Store};
+use memascend_math::{Check, Exec, add, add_doubles, check, check_doubles};
+use memascend_store::{Buffer, Dtype, Store};
 
 use crate::{
     Counters, Error, Gradient, Result,
@@ -13,22 +13,19 @@ use crate::{
     workbench::{Read, Workbench, Write, bytes_mut, clear_from, elements_mut, floats, floats_mut},
 };
 
-/// The measure of a gradient without chunks.
-pub(crate) const NOTHING: Spilled = Spilled { nonfinite: false, squares: Squares::ZERO };
-
 /// A gradient on its way to the room of its record.
 pub(crate) struct Spill {
     gradient: Gradient,
     /// It is added to what lies there, in its own dtype.
     adds: bool,
     /// Of the chunks that were computed.
-    so_far: Cell<Spilled>,
+    so_far: Cell<Check>,
 }
 
 impl Spill {
     pub(crate) fn new(store: &Store, record: usize, gradient: Gradient, adds: bool) -> Result<Self> {
         Self::require_fit(store, record, &gradient)?;
-        Ok(Self { gradient, adds, so_far: Cell::new(NOTHING) })
+        Ok(Self { gradient, adds, so_far: Cell::new(Check::NOTHING) })
     }
 
     /// That a gradient fits the room for it.
@@ -90,10 +87,8 @@ impl Work for Spill {
             let size = used / elements.len().max(1);
             bytes[..used].copy_from_slice(self.gradient.bytes(bench.store, record, elements.start * size, used)?);
         }
-        let found = measure(&part, dtype, 0, elements.len(), bench.exec);
         let mut so_far = self.so_far.get();
-        so_far.nonfinite |= found.nonfinite;
-        so_far.squares.merge(&found.squares);
+        so_far.merge(&measure(&part, dtype, 0, elements.len(), bench.exec));
         self.so_far.set(so_far);
         if chunk + 1 == bench.chunks_of(record) {
             // A write of it that fails takes this back.

@@ -151,12 +151,7 @@ impl Engine {
             }
             Ok(())
         };
-        let called = called();
-        if let Err(error) = &called {
-            let error: &Error = error;
-            store.fail_application(first, &error.to_string());
-        }
-        called
+        called().inspect_err(|error: &Error| store.fail_application(first, &error.to_string()))
     }
 
     /// Drops what waits, drains what is in flight, and forgets what was staged. A step that failed is over.

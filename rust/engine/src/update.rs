@@ -69,7 +69,7 @@ impl KernelUpdate {
 
     /// What the log keeps of it: its gradient as it came, and what that is applied with. `None` where it reads a spilled
     /// gradient from storage.
-    pub(crate) fn logged(&self, store: &Store, record: usize) -> Result<Option<(Logged, memascend_store::Rule)>> {
+    pub(crate) fn logged(&self, store: &Store, record: usize) -> Result<Option<(Logged, memascend_store::LoggedRule)>> {
         let described = &store.description().records[record];
         let (logged, factors) = match (&self.by, &self.kept) {
             (By::Given(gradient), _) => (Logged::new(gradient.memory()?, gradient.dtype()), &[][..]),
@@ -193,7 +193,7 @@ pub(crate) fn single(bench: &Workbench<'_>, turn: &Turn, gradient: Floats<'_>, s
         Ok::<_, Error>(unsafe { elements_mut::<f32>(&state, start, elements) })
     };
     // SAFETY: as above; what fills the last page of the values is written as zeros.
-    unsafe { clear_from(&values, elements * usize::try_from(dtype.bytes()).unwrap_or(1)) };
+    unsafe { clear_from(&values, elements * dtype.bytes() as usize) };
     // SAFETY: as above.
     let (master, out) = match unsafe { floats_mut(&values, dtype, elements) } {
         FloatsMut::F32(master) => (master, None),

@@ -37,7 +37,7 @@ impl Plan {
             let (name, format) = (&described.name, described.format.name());
             return Err(Error::Invalid(format!("{name:?} has state of the format {format:?}, which is not widened")));
         }
-        let elements = usize::try_from(described.elements()).unwrap_or(usize::MAX);
+        let elements = described.elements() as usize;
         let mut dtypes = vec![described.dtype];
         if wide {
             let moments = if described.has_momentum() { 1 } else { 2 };
@@ -51,7 +51,7 @@ impl Plan {
         let mut bytes: usize = 0;
         let mut tensors = Vec::with_capacity(dtypes.len());
         for dtype in dtypes {
-            let element = usize::try_from(dtype.bytes()).unwrap_or(1);
+            let element = dtype.bytes() as usize;
             tensors.push((bytes, element));
             bytes = bytes.saturating_add(elements.saturating_mul(element).next_multiple_of(ALIGN));
         }

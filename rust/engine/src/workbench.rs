@@ -25,16 +25,15 @@ pub(crate) struct Parts {
 
 impl Parts {
     pub(crate) fn new(description: &Description) -> Self {
-        let size = |bytes| usize::try_from(bytes).unwrap_or(usize::MAX);
         let (state, values) = description.staging_bytes();
         let chunk = u64::from(description.chunk_elements);
         let spills =
             description.records.iter().filter_map(|record| Some(record.spill?.bytes() * record.elements().min(chunk)));
         let gradient = spills.max().unwrap_or(0).next_multiple_of(PAGE_BYTES);
         Self {
-            values_at: size(state),
-            gradient_at: size(state + values),
-            bytes: size(state + values + gradient).max(1),
+            values_at: state as usize,
+            gradient_at: (state + values) as usize,
+            bytes: ((state + values + gradient) as usize).max(1),
         }
     }
 
@@ -174,7 +173,7 @@ impl<'a> Workbench<'a> {
         }
         let place = self.store.layout().extent(self.store.description(), record, extent);
         let start = if matches!(place.content, Content::Values { .. }) { self.parts.values_at } else { 0 };
-        let part = memory.part(start, usize::try_from(place.bytes()).unwrap_or(usize::MAX));
+        let part = memory.part(start, place.bytes() as usize);
         part.ok_or_else(|| Error::Invalid("an extent is larger than a staging chunk".into()))
     }
 
@@ -284,10 +283,9 @@ impl<'a> Workbench<'a> {
     /// The part of a staging chunk that is for a chunk of the spilled gradient, and how many of its bytes are used.
     pub(crate) fn spill_part(&self, record: usize, chunk: u32, memory: &Shared) -> Result<(Shared, usize)> {
         let (used, paged) = self.store.spill_bytes(record, chunk)?;
-        let size = |bytes| usize::try_from(bytes).unwrap_or(usize::MAX);
-        let part = memory.part(self.parts.gradient_at, size(paged));
+        let part = memory.part(self.parts.gradient_at, paged as usize);
         let part = part.ok_or_else(|| Error::Invalid("a gradient is larger than a staging chunk".into()))?;
-        Ok((part, size(used)))
+        Ok((part, used as usize))
     }
 
     /// Begins to read a chunk of the spilled gradient into its part of a staging chunk.
@@ -319,13 +317,13 @@ pub(crate) fn inside(memory: &Shared, start: usize, nbytes: usize) -> Result<Sha
 }
 
 pub(crate) fn bytes_of(dtype: Dtype) -> usize {
-    usize::try_from(dtype.bytes()).unwrap_or(usize::MAX)
+    dtype.bytes() as usize
 }
 
 /// Bytes of so many elements, and the whole pages that they lie in.
 pub(crate) fn paged(elements: usize, dtype: Dtype) -> (usize, usize) {
     let used = elements * bytes_of(dtype);
-    (used, used.next_multiple_of(usize::try_from(PAGE_BYTES).unwrap_or(1)))
+    (used, used.next_multiple_of(PAGE_BYTES as usize))
 }
 
 /// All bytes of a part of a staging chunk.

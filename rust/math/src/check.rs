@@ -41,6 +41,17 @@ pub struct Check {
     pub squares: Squares,
 }
 
+impl Check {
+    /// Of nothing.
+    pub const NOTHING: Self = Self { nonfinite: false, squares: Squares::ZERO };
+
+    /// Adds what was found in other elements.
+    pub fn merge(&mut self, other: &Self) {
+        self.nonfinite |= other.nonfinite;
+        self.squares.merge(&other.squares);
+    }
+}
+
 /// Reads `data` once.
 #[must_use]
 pub fn check(data: Floats<'_>, exec: Exec) -> Check {

@@ -126,13 +126,6 @@ impl Arena {
         &self.shared.layout
     }
 
-    /// Bytes of the slots leased now.
-    #[must_use]
-    pub fn in_use_bytes(&self) -> usize {
-        let Shared { layout, classes, .. } = &*self.shared;
-        layout.classes().iter().zip(classes).map(|(planned, class)| planned.bytes * class.in_use.load(Relaxed)).sum()
-    }
-
     /// Bytes of the arena's own tables, on the heap.
     #[must_use]
     pub fn table_bytes(&self) -> usize {

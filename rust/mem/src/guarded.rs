@@ -1,6 +1,7 @@
 //! Guards state by a lock, and waits for it to change: the one wait loop of all crates.
 
 use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU32, Ordering::Relaxed},
@@ -131,6 +132,14 @@ impl<T> Guarded<T> {
             }
         }
     }
+}
+
+/// Does work. A panic of it is no end of what waits for it, but an error with what the panic said.
+pub fn caught<T>(work: impl FnOnce() -> T) -> Result<T, String> {
+    catch_unwind(AssertUnwindSafe(work)).map_err(|panic| {
+        let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+        text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a panic without words".into())
+    })
 }
 
 /// The data of a mutex that no panic can leave half-written: whoever catches the panic tells those who wait.

@@ -136,7 +136,7 @@ fn occupy(occupied: &mut Vec<usize>) {
     let end = || unsafe { libc::sbrk(0) } as usize;
     let top = end();
     let mut bytes = HOLE_BYTES_MAX;
-    // What no hole serves is mapped, so that its address tells.
+    // An allocation that no hole serves becomes a mapping, whose address is not below the end of the heap.
     set_thresholds(HOLE_BYTES.into(), NEVER);
     // A heap that grows says that the process has as many mappings as it may.
     while bytes >= HOLE_BYTES.into() && end() == top {

@@ -35,12 +35,23 @@ pub(crate) fn living() -> MutexGuard<'static, Living> {
     locked(&LIVING)
 }
 
-/// How many forks lie between this process and the one that loaded the library: what was made under another value
-/// belongs to a parent.
-#[must_use]
-pub fn fork_generation() -> u32 {
-    watch_forks();
-    GENERATION.load(Ordering::Relaxed)
+/// The process that made something: how many forks lie between it and the one that loaded the library.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Maker(u32);
+
+impl Maker {
+    /// This process.
+    #[must_use]
+    pub fn here() -> Self {
+        watch_forks();
+        Self(GENERATION.load(Ordering::Relaxed))
+    }
+
+    /// Whether this process is a fork of it.
+    #[must_use]
+    pub fn is_elsewhere(self) -> bool {
+        self != Self::here()
+    }
 }
 
 fn watch_forks() {

@@ -14,7 +14,7 @@ use crate::{
     cuda::{Registration, Search},
     guarded::locked,
     limits::memory_limits,
-    living::{fork_generation, living},
+    living::{Maker, living},
     mapping::{HugePages, KeepGoing, Mapping, huge_pages, page_bytes},
     users::Users,
 };
@@ -82,8 +82,7 @@ pub(crate) struct Inner {
     bytes: usize,
     pinned: Pinned,
     why_not: Option<String>,
-    /// The fork generation that made it.
-    generation: u32,
+    maker: Maker,
     users: Users,
     /// `None` once unmapped.
     pages: Mutex<Option<Pages>>,
@@ -116,7 +115,7 @@ impl Region {
         owner: &str,
         keep_going: KeepGoing<'_>,
     ) -> Result<Self> {
-        let generation = fork_generation();
+        let maker = Maker::here();
         let bytes = nbytes
             .checked_next_multiple_of(page_bytes())
             .filter(|&bytes| bytes > 0 && isize::try_from(bytes).is_ok())
@@ -141,7 +140,7 @@ impl Region {
             bytes,
             pinned,
             why_not,
-            generation,
+            maker,
             users: Users::new(),
             pages: Mutex::new(Some(Pages { registration, mapping })),
             arena: Mutex::new(Weak::new()),
@@ -267,7 +266,7 @@ impl Inner {
 
     /// Whether this process is a fork of the one that made the region.
     pub(crate) fn forked(&self) -> bool {
-        self.generation != fork_generation()
+        self.maker.is_elsewhere()
     }
 
     /// Counts one more lease, unless the region is closed.

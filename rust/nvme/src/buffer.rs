@@ -1,10 +1,8 @@
 //! Defines the memory that an operation may own.
 
-use std::ptr::NonNull;
+use std::{ptr::NonNull, sync::Arc};
 
 use memascend_mem::Lease;
-
-use crate::{Error, Result};
 
 /// Memory that goes into an operation by value and comes back when the kernel is done with it.
 ///
@@ -55,41 +53,65 @@ unsafe impl Buffer for Vec<u8> {
     }
 }
 
-/// A range of a buffer, for operations on a part of it.
+/// A range of a lease that is shared. Clones and parts are the same memory.
 #[derive(Debug)]
-pub struct Part<B> {
-    buffer: B,
-    start: usize,
+pub struct Shared<B = Lease> {
+    memory: Arc<B>,
+    /// Of this part.
+    first: NonNull<u8>,
     bytes: usize,
 }
 
-impl<B: Buffer> Part<B> {
-    /// `nbytes` of `buffer` from `start` on.
-    pub fn new(buffer: B, start: usize, nbytes: usize) -> Result<Self> {
-        if start.checked_add(nbytes).is_none_or(|end| end > buffer.len()) {
-            let len = buffer.len();
-            return Err(Error::Invalid(format!("{nbytes} bytes from {start} on are not in a buffer of {len} bytes")));
-        }
-        Ok(Self { buffer, start, bytes: nbytes })
-    }
+// SAFETY: the memory may go to other threads and be shared by them, and `first` is a place in it.
+unsafe impl<B: Send + Sync> Send for Shared<B> {}
+// SAFETY: as above.
+unsafe impl<B: Send + Sync> Sync for Shared<B> {}
 
-    /// The whole buffer again.
-    #[must_use]
-    pub fn into_inner(self) -> B {
-        self.buffer
+impl<B> Clone for Shared<B> {
+    fn clone(&self) -> Self {
+        Self { memory: Arc::clone(&self.memory), first: self.first, bytes: self.bytes }
     }
 }
 
-// SAFETY: the range lies inside the buffer, whose own promise this is.
-unsafe impl<B: Buffer> Buffer for Part<B> {
+impl<B: Buffer + Sync> Shared<B> {
+    /// The whole of a lease.
+    #[must_use]
+    pub fn new(mut memory: B) -> Self {
+        // Taken while it is ours alone, so that it is one to write to.
+        let (first, bytes) = (memory.as_mut_ptr(), memory.len());
+        Self { memory: Arc::new(memory), first, bytes }
+    }
+
+    /// `nbytes` from `start` on; `None` where that is not inside.
+    #[must_use]
+    pub fn part(&self, start: usize, nbytes: usize) -> Option<Self> {
+        let end = start.checked_add(nbytes)?;
+        if end > self.bytes {
+            return None;
+        }
+        // SAFETY: inside the memory, where this part is.
+        let first = unsafe { self.first.add(start) };
+        Some(Self { memory: Arc::clone(&self.memory), first, bytes: nbytes })
+    }
+}
+
+impl<B> Shared<B> {
+    /// The first byte.
+    #[must_use]
+    pub fn as_ptr(&self) -> NonNull<u8> {
+        self.first
+    }
+}
+
+// SAFETY: the memory stays where it is until its last part is dropped. Parts that overlap are the business of
+// whoever made them: parts that are read into are disjoint, and nothing looks at a part before its read is done.
+unsafe impl<B: Buffer + Sync> Buffer for Shared<B> {
     fn as_ptr(&self) -> *const u8 {
-        // SAFETY: `start` is at most the buffer's length.
-        unsafe { self.buffer.as_ptr().add(self.start) }
+        self.first.as_ptr()
     }
 
     fn as_mut_ptr(&mut self) -> NonNull<u8> {
-        // SAFETY: as above.
-        unsafe { self.buffer.as_mut_ptr().add(self.start) }
+        self.first
     }
 
     fn len(&self) -> usize {

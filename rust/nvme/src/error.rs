@@ -2,7 +2,7 @@
 
 use std::{fmt, io, path::Path, sync::Arc, time::Duration};
 
-use memascend_mem::Ended;
+use memascend_mem::{Ended, caught};
 
 /// The result of everything in this crate that can fail.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -146,10 +146,7 @@ pub enum Error {
 
 /// Does a thread's work; a panic of it is an error for whoever waits, and not the end of what waits.
 pub(crate) fn contained(work: impl FnOnce() -> Result<()>) -> Result<()> {
-    std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).unwrap_or_else(|panic| {
-        let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-        Err(Error::Panicked(text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default()))
-    })
+    caught(work).unwrap_or_else(|text| Err(Error::Panicked(text)))
 }
 
 impl Error {

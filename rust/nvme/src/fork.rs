@@ -12,8 +12,6 @@ use std::{
     },
 };
 
-use crate::{Error, Result};
-
 /// Descriptors that are closed in children. Devices, rings and eventfds of all volumes; past it a child merely keeps
 /// what does not fit.
 const DESCRIPTORS_MAX: usize = 1024;
@@ -27,7 +25,7 @@ extern "C" fn in_child() {
         let descriptor = slot.swap(FREE, Ordering::Relaxed);
         if descriptor != FREE {
             // SAFETY: close is allowed between fork and exec; what still holds the number here is never used or
-            // dropped again, see `Owned`.
+            // dropped again, see `Maker`.
             unsafe { libc::close(descriptor) };
         }
     }
@@ -58,23 +56,5 @@ impl Drop for NotInChildren {
         if let Some(slot) = self.slot {
             DESCRIPTORS[slot].store(FREE, Ordering::Relaxed);
         }
-    }
-}
-
-/// The process that made something, as far as forks are concerned.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Owned(u32);
-
-impl Owned {
-    pub(crate) fn here() -> Self {
-        Self(memascend_mem::fork_generation())
-    }
-
-    pub(crate) fn elsewhere(self) -> bool {
-        self != Self::here()
-    }
-
-    pub(crate) fn check(self) -> Result<()> {
-        if self.elsewhere() { Err(Error::Forked) } else { Ok(()) }
     }
 }

@@ -51,7 +51,7 @@ mod volume;
 pub mod sim;
 
 pub use backend::{BackendChoice, BackendKind};
-pub use buffer::{Buffer, Part};
+pub use buffer::{Buffer, Shared};
 pub use claim::Claim;
 pub use device::DeviceKind;
 pub use error::{Action, Error, Result};

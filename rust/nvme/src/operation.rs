@@ -10,13 +10,12 @@ use std::{
     },
 };
 
-use memascend_mem::{Guarded, Wait, locked};
+use memascend_mem::{Guarded, Maker, Wait, locked};
 
 use crate::{
     Error, Result, VolumeStats,
     align::Alignment,
     error::Action,
-    fork::Owned,
     stripe::Striping,
     traffic::{Begun, Hold, Traffic},
 };
@@ -64,7 +63,7 @@ pub enum Lane {
 /// What all operations of a volume share.
 #[derive(Debug)]
 pub(crate) struct Context {
-    pub(crate) owned: Owned,
+    pub(crate) maker: Maker,
     pub(crate) paths: Box<[Arc<Path>]>,
     pub(crate) striping: Striping,
     /// What offsets and lengths on a device must be multiples of.
@@ -101,7 +100,7 @@ impl Address {
 impl Context {
     pub(crate) fn new(paths: Vec<Arc<Path>>, striping: Striping, alignment: Alignment) -> Arc<Self> {
         Arc::new(Self {
-            owned: Owned::here(),
+            maker: Maker::here(),
             paths: paths.into(),
             striping,
             block_bytes: alignment.block,
@@ -111,6 +110,11 @@ impl Context {
             unclaimed: Mutex::default(),
             flush_failed: Mutex::default(),
         })
+    }
+
+    /// Refuses to work in a forked child.
+    pub(crate) fn check_process(&self) -> Result<()> {
+        if self.maker.is_elsewhere() { Err(Error::Forked) } else { Ok(()) }
     }
 }
 
@@ -287,7 +291,7 @@ impl Operation {
 
     /// Waits for the end, however it is.
     pub(crate) fn wait(&self, wait: &mut Wait<'_>) -> Result<()> {
-        self.context.owned.check()?;
+        self.context.check_process()?;
         let what = || match self.kind {
             Kind::Flush => "a flush".into(),
             kind => format!("the {} of {} bytes at offset {}", kind.action(), self.units, self.offset),

@@ -41,7 +41,7 @@ impl<B: Buffer> Ticket<B> {
     /// Whether the operation has ended, well or not. Never waits.
     #[must_use]
     pub fn is_done(&self) -> bool {
-        self.operation.context.owned.elsewhere() || self.operation.is_done()
+        self.operation.context.maker.is_elsewhere() || self.operation.is_done()
     }
 
     /// Waits for the end. `Ok` says that there is an [`outcome`](Self::outcome), not that it is a good one.
@@ -53,7 +53,7 @@ impl<B: Buffer> Ticket<B> {
     #[must_use]
     #[expect(clippy::cast_possible_truncation, reason = "the length of a buffer is a usize")]
     pub fn outcome(&self) -> Option<Result<usize>> {
-        if self.operation.context.owned.elsewhere() {
+        if self.operation.context.maker.is_elsewhere() {
             return Some(Err(Error::Forked));
         }
         self.operation.outcome().map(|outcome| outcome.map(|()| self.operation.units as usize))
@@ -92,7 +92,7 @@ impl<B> fmt::Debug for Ticket<B> {
 impl<B> Drop for Ticket<B> {
     fn drop(&mut self) {
         // In a forked child the lock may have been copied in the middle of a hold.
-        if !self.operation.context.owned.elsewhere() {
+        if !self.operation.context.maker.is_elsewhere() {
             self.operation.ticket_dropped();
         }
     }

@@ -161,7 +161,7 @@ impl Volume {
     /// dropped is reported here as well, once.
     pub fn flush(&self, mut wait: Wait<'_>) -> Result<()> {
         let context = &self.context;
-        context.owned.check()?;
+        context.check_process()?;
         context.traffic.wait_for_writes(&mut wait)?;
         if let Some(error) = locked(&context.flush_failed).clone() {
             return Err(error);
@@ -187,7 +187,7 @@ impl Volume {
     /// Ends new operations, waits for those in flight, ends the threads and lets go of the devices. Closing again is
     /// fine, also after an interrupted wait. A write that failed after its ticket was dropped is reported here.
     pub fn close(&self, mut wait: Wait<'_>) -> Result<()> {
-        self.context.owned.check()?;
+        self.context.check_process()?;
         self.context.traffic.close();
         self.context.traffic.wait_for_all(&mut wait)?;
         drop(self.running.write().unwrap_or_else(PoisonError::into_inner).take());
@@ -197,7 +197,7 @@ impl Volume {
     /// Whether it was closed.
     #[must_use]
     pub fn is_closed(&self) -> bool {
-        self.context.owned.elsewhere() || self.running().is_none()
+        self.context.maker.is_elsewhere() || self.running().is_none()
     }
 
     /// What it holds.
@@ -274,7 +274,7 @@ impl Volume {
     /// What it has done.
     #[must_use]
     pub fn stats(&self) -> VolumeStats {
-        if self.context.owned.elsewhere() {
+        if self.context.maker.is_elsewhere() {
             // In a forked child the locks may have been copied in the middle of a hold.
             return VolumeStats::default();
         }
@@ -287,7 +287,7 @@ impl Volume {
         mut buffer: B,
         offset: u64,
     ) -> std::result::Result<Ticket<B>, NotBegun<B>> {
-        if let Err(error) = self.context.owned.check() {
+        if let Err(error) = self.context.check_process() {
             return Err(NotBegun { buffer, error });
         }
         let running = self.running();
@@ -344,7 +344,7 @@ impl Volume {
 impl Drop for Volume {
     fn drop(&mut self) {
         let running = self.running.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        if self.context.owned.elsewhere() {
+        if self.context.maker.is_elsewhere() {
             // The threads, the ring and the operations are the parent's; the descriptors are closed here already.
             std::mem::forget(running);
             return;

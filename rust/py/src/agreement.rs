@@ -1,7 +1,12 @@
 //! Lets Python end a commit of several ranks: `agree` is called when all is flushed.
 
+use std::cell::RefCell;
+
+use memascend_mem::Wait;
 use memascend_store::Run;
 use pyo3::prelude::*;
+
+use crate::{errors::Raised, waiting::calling};
 
 /// The id of a run of several ranks, the number and the identity of a commit that they share; whose it is, of how many.
 pub(crate) type SharedRun = ([u8; 16], u64, [u8; 16], u32, u32);
@@ -15,20 +20,17 @@ pub(crate) fn named_run(run: Run) -> SharedRun {
     (run.id, run.commit, run.identity, run.rank, run.ranks)
 }
 
-/// Work that asks `agree`, which ends it by raising: what it raised is raised then.
-#[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
-pub(crate) fn agreed<T>(
+/// A commit that asks `agree`, which ends it by raising: what it raised is raised then.
+pub(crate) fn agreed<E: Raised + Send>(
     py: Python<'_>,
     agree: Option<Py<PyAny>>,
-    work: impl FnOnce(Python<'_>, &mut (dyn FnMut() -> bool + Send)) -> PyResult<PyResult<T>>,
-) -> PyResult<T> {
-    let mut raised = None;
-    let done = work(py, &mut || {
-        let Some(agree) = &agree else { return true };
-        Python::attach(|py| agree.call0(py).map(drop)).map_err(|error| raised = Some(error)).is_ok()
-    });
-    match raised {
-        Some(raised) => Err(raised),
-        None => done?,
-    }
+    commit: impl FnOnce(Wait<'_>, &mut dyn FnMut() -> bool) -> Result<u64, E> + Send,
+) -> PyResult<u64> {
+    calling(py, move |calls| {
+        let calls = RefCell::new(calls);
+        let mut keep_waiting = || calls.borrow_mut().keep_going();
+        let ask = |agree: &Py<PyAny>| calls.borrow_mut().call(|py| agree.call0(py).map(drop));
+        let wait = Wait { timeout: None, keep_waiting: Some(&mut keep_waiting) };
+        commit(wait, &mut || agree.as_ref().is_none_or(ask))
+    })
 }

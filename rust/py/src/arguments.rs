@@ -1,4 +1,4 @@
-//! Checks numbers from Python: a bad one is a `ConfigError` that names the argument.
+//! Checks numbers and choices from Python: a bad one is a `ConfigError` that names the argument.
 
 use std::time::Duration;
 
@@ -47,6 +47,13 @@ impl<'py> FromPyObject<'_, 'py> for Seconds {
             }
         }
     }
+}
+
+/// The choice that is called so.
+pub(crate) fn chosen<T: Copy>(py: Python<'_>, name: &str, asked: &str, choices: &[(&str, T)]) -> PyResult<T> {
+    let names: Vec<&str> = choices.iter().map(|(name, _)| *name).collect();
+    let found = choices.iter().find(|(choice, _)| *choice == asked).map(|(_, value)| *value);
+    found.ok_or_else(|| config_error(py, format!("{name} must be one of {names:?}, not {asked:?}")))
 }
 
 /// A value as Python shows it.

@@ -3,7 +3,7 @@
 use memascend_store::{Description, Dtype, Format, Kind, Record, Sizes, StateTensor};
 use pyo3::prelude::*;
 
-use crate::errors::{config_error, store_error};
+use crate::errors::{OrRaise as _, config_error};
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(store_state_in, module)?)?;
@@ -34,7 +34,7 @@ fn store_sizes(
     stripe: Option<u64>,
 ) -> PyResult<SizesOf> {
     let description = described(py, records, units, optimizer, chunk_elements)?;
-    let sizes = description.sizes(devices, stripe).map_err(|error| store_error(py, &error))?;
+    let sizes = description.sizes(devices, stripe).or_raise(py)?;
     let chunk_bytes = memascend_engine::chunk_bytes(&description);
     let other_bytes = memascend_engine::other_bytes(&description);
     let Sizes { total_bytes, slot_bytes, index_bytes, buffer_bytes, unit_bytes, record_bytes } = sizes;
@@ -100,7 +100,7 @@ fn described_record(py: Python<'_>, record: Described) -> PyResult<Record> {
     let Some(of_state) = of_state else { return Ok(record.compact_if_so()) };
     record.format = format(py, &of_state)?;
     if record.format != Format::Plain {
-        let wanted = record.state_in(record.format, record.has_momentum()).map_err(|error| store_error(py, &error))?;
+        let wanted = record.state_in(record.format, record.has_momentum()).or_raise(py)?;
         for tensor in &mut record.state {
             let same = wanted.iter().find(|wanted| wanted.name == tensor.name);
             tensor.grain = same.map_or(tensor.grain, |wanted| wanted.grain);
@@ -124,7 +124,7 @@ fn store_state_in(
 ) -> PyResult<Vec<(String, &'static str, Vec<u64>)>> {
     let values = ("values".into(), of_values.into(), shape);
     let record = described_record(py, (false, 0, values, vec![], vec![], None, None, None))?;
-    let state = record.state_in(format(py, of_state)?, momentum).map_err(|error| store_error(py, &error))?;
+    let state = record.state_in(format(py, of_state)?, momentum).or_raise(py)?;
     Ok(state.into_iter().map(|tensor| (tensor.name, tensor.dtype.name(), tensor.shape)).collect())
 }
 

@@ -12,15 +12,14 @@ use pyo3::{
 
 use crate::{
     agreement::{SharedRun, agreed, shared},
-    errors::engine_error,
-    examination::watched,
+    errors::OrRaise as _,
     function::applied,
     kernels::summed,
     nvme::TensorMemory,
     slow_drop::Detached,
     store::Store,
     tensors,
-    waiting::waiting,
+    waiting::{waiting, watched},
 };
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -70,7 +69,7 @@ impl Engine {
         options.threads = threads;
         let updated = Arc::clone(&store.get().inner);
         let inner = py.detach(|| memascend_engine::Engine::new(updated, &options));
-        Ok(Self { inner: Detached::new(inner.map_err(|error| engine_error(py, &error))?), store })
+        Ok(Self { inner: Detached::new(inner.or_raise(py)?), store })
     }
 
     /// What it updates.
@@ -82,12 +81,7 @@ impl Engine {
     /// End the log that a store has which was not closed: apply its gradients, and write and commit their records.
     #[pyo3(signature = (progress=None))]
     fn replay(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<bool> {
-        let mut replayed = None;
-        watched(py, progress, |progress| {
-            replayed = Some(self.inner.replay(progress));
-            Ok(())
-        })?;
-        replayed.unwrap_or(Ok(false)).map_err(|error| engine_error(py, &error))
+        watched(py, progress, |progress| self.inner.replay(progress))
     }
 
     /// Begins a record's first values; a state tensor that is None is zeros, or the values where it is their master. In
@@ -105,7 +99,7 @@ impl Engine {
         let (master, first, second) = wide;
         let wide = WideState { master: master.map(held), first: first.map(held), second: second.map(held) };
         let first = First { values: held(values), state, wide, step };
-        waiting(py, None, |wait| self.inner.fill(record, first, wait))?.map_err(|error| engine_error(py, &error))
+        waiting(py, None, |wait| self.inner.fill(record, first, wait))
     }
 
     /// Begin the update of a parameter, and return when its gradient has room in the queue.
@@ -120,8 +114,7 @@ impl Engine {
         let (py, (record, described)) = (name.py(), self.record(name)?);
         let (gradient, values) = (tensors::gradient(described, gradient)?, tensors::live(described, values)?);
         let rule = rule_of(numbers)?;
-        waiting(py, None, |wait| self.inner.update(record, By::Given(gradient), values, rule, wait))?
-            .map_err(|error| engine_error(py, &error))
+        waiting(py, None, |wait| self.inner.update(record, By::Given(gradient), values, rule, wait))
     }
 
     /// As `update`, of a record that is not in RAM, and as `spill`: the gradient is written as it is used.
@@ -136,8 +129,7 @@ impl Engine {
         let (py, (record, described)) = (name.py(), self.record(name)?);
         let (gradient, values) = (tensors::gradient(described, gradient)?, tensors::live(described, values)?);
         let rule = rule_of(numbers)?;
-        waiting(py, None, |wait| self.inner.update_spilling(record, gradient, values, rule, wait))?
-            .map_err(|error| engine_error(py, &error))
+        waiting(py, None, |wait| self.inner.update_spilling(record, gradient, values, rule, wait))
     }
 
     /// As `update`, by the gradient that is spilled, which stays there; multiplied by each of `factors` in turn first.
@@ -156,8 +148,7 @@ impl Engine {
         #[expect(clippy::cast_possible_truncation, reason = "as torch multiplies by a scalar")]
         let factors = factors.into_iter().map(|factor| factor as f32).collect();
         let (values, rule) = (tensors::live(described, values)?, rule_of(numbers)?);
-        waiting(py, None, |wait| self.inner.update(record, By::Spilled(factors), values, rule, wait))?
-            .map_err(|error| engine_error(py, &error))
+        waiting(py, None, |wait| self.inner.update(record, By::Spilled(factors), values, rule, wait))
     }
 
     /// Queue a gradient to wait on storage; with `add`, add it to the one that is there, with the bits of `add_`.
@@ -165,15 +156,13 @@ impl Engine {
     fn spill(&self, name: &Bound<'_, PyString>, gradient: &Bound<'_, PyAny>, add: bool) -> PyResult<()> {
         let (py, (record, described)) = (name.py(), self.record(name)?);
         let gradient = tensors::gradient(described, gradient)?;
-        waiting(py, None, |wait| self.inner.spill(record, gradient, add, wait))?
-            .map_err(|error| engine_error(py, &error))
+        waiting(py, None, |wait| self.inner.spill(record, gradient, add, wait))
     }
 
     /// Of the spilled gradient: whether a non-finite is in it, and the sum of its squares, not rounded.
     fn spilled<'py>(&self, name: &Bound<'py, PyString>) -> PyResult<(bool, Bound<'py, PyAny>)> {
         let (py, (record, _)) = (name.py(), self.record(name)?);
         let spilled = waiting(py, None, |wait| self.inner.spilled(record, wait))?;
-        let spilled = spilled.map_err(|error| engine_error(py, &error))?;
         Ok((spilled.nonfinite, summed(py, &spilled.squares)?))
     }
 
@@ -181,13 +170,13 @@ impl Engine {
     fn read_spilled(&self, name: &Bound<'_, PyString>, into: &Bound<'_, PyAny>) -> PyResult<()> {
         let (py, (record, described)) = (name.py(), self.record(name)?);
         let into = Box::new(tensors::into_spilled(described, into)?);
-        waiting(py, None, |wait| self.inner.read_spilled(record, into, wait))?.map_err(|error| engine_error(py, &error))
+        waiting(py, None, |wait| self.inner.read_spilled(record, into, wait))
     }
 
     /// Forget the spilled gradient, after what is queued of the record. Fine where there is none.
     fn drop_spilled(&self, name: &Bound<'_, PyString>) -> PyResult<()> {
         let (py, (record, _)) = (name.py(), self.record(name)?);
-        waiting(py, None, |wait| self.inner.drop_spilled(record, wait))?.map_err(|error| engine_error(py, &error))
+        waiting(py, None, |wait| self.inner.drop_spilled(record, wait))
     }
 
     /// Begins to apply a function, by a gradient that it knows, or by the one that is spilled.
@@ -211,18 +200,17 @@ impl Engine {
         };
         let (function, values) = (applied(adapter), tensors::live(described, values)?);
         let application = Application { function, nbytes, step, spilled, given, after_commit };
-        waiting(py, None, |wait| self.inner.apply(record, application, values, wait))?
-            .map_err(|error| engine_error(py, &error))
+        waiting(py, None, |wait| self.inner.apply(record, application, values, wait))
     }
 
     /// Wait until every update is staged.
     fn finish(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, None, |wait| self.inner.finish(wait))?.map_err(|error| engine_error(py, &error))
+        waiting(py, None, |wait| self.inner.finish(wait))
     }
 
     /// As `finish`, but for updates of records in RAM, which begin with that or with the commit.
     fn drain(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, None, |wait| self.inner.settle(wait))?.map_err(|error| engine_error(py, &error))
+        waiting(py, None, |wait| self.inner.settle(wait))
     }
 
     /// Commits, with the values as JSON; `agree` is called when all is flushed, and ends it by raising.
@@ -236,16 +224,13 @@ impl Engine {
         agree: Option<Py<PyAny>>,
     ) -> PyResult<u64> {
         let commit = Commit { step, user, hyperparameters, run: Some(shared(run)), ..Commit::default() };
-        agreed(py, agree, |py, agree| {
-            Ok(waiting(py, None, |wait| self.inner.commit_agreed(commit, wait, agree))?
-                .map_err(|error| engine_error(py, &error)))
-        })
+        agreed(py, agree, |wait, agree| self.inner.commit_agreed(commit, wait, agree))
     }
 
     /// Forget what was staged of a record once it has ended: unlike after `discard`, what it spilled is there.
     fn take_back(&self, name: &Bound<'_, PyString>) -> PyResult<()> {
         let (py, (record, _)) = (name.py(), self.record(name)?);
-        waiting(py, None, |wait| self.inner.take_back(record, wait))?.map_err(|error| engine_error(py, &error))
+        waiting(py, None, |wait| self.inner.take_back(record, wait))
     }
 
     /// Drop what waits, drain what is in flight, forget what was staged: all of it, or of one record alone.
@@ -255,8 +240,7 @@ impl Engine {
         waiting(py, None, |wait| match record {
             None => self.inner.discard(wait),
             Some(record) => self.inner.discard_record(record, wait),
-        })?
-        .map_err(|error| engine_error(py, &error))
+        })
     }
 
     /// Bytes of host memory that it holds, beside the gradients in its queue.
@@ -269,12 +253,6 @@ impl Engine {
     #[getter]
     fn queued_bytes(&self) -> usize {
         self.inner.queued_bytes()
-    }
-
-    /// Bytes of gradients of records in RAM that wait for their step, "waiting" of `counters()`.
-    #[getter]
-    fn waiting_bytes(&self) -> usize {
-        self.inner.waiting_bytes()
     }
 
     /// Jobs and chunks, bytes by kind, bytes "queued" and the most of them, and "seconds" by what its thread did.

@@ -15,19 +15,39 @@ use pyo3::{
 
 static ERRORS: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
 
-/// An exception of the class that `memascend.errors` calls `class`, with its attributes as keywords.
-fn exception(py: Python<'_>, class: &str, message: String, attributes: &[(&str, Option<usize>)]) -> PyErr {
-    let keywords = PyDict::new(py);
-    match attributes.iter().try_for_each(|(name, value)| keywords.set_item(name, value)) {
-        Ok(()) => exception_with(py, class, message, &keywords),
-        Err(error) => error,
+/// An error of a crate, in Python's words.
+pub(crate) trait Raised {
+    fn raised(&self, py: Python<'_>) -> PyErr;
+}
+
+/// Raises the error of a result.
+pub(crate) trait OrRaise<T> {
+    fn or_raise(self, py: Python<'_>) -> PyResult<T>;
+}
+
+impl<T, E: Raised> OrRaise<T> for Result<T, E> {
+    fn or_raise(self, py: Python<'_>) -> PyResult<T> {
+        self.map_err(|error| error.raised(py))
     }
 }
 
-fn exception_with(py: Python<'_>, class: &str, message: String, keywords: &Bound<'_, PyDict>) -> PyErr {
+/// An exception of the class that `memascend.errors` calls `class`.
+fn exception(py: Python<'_>, class: &str, message: String) -> PyErr {
+    exception_with(py, class, message, |_| Ok(()))
+}
+
+/// The same with attributes, which are keywords.
+fn exception_with(
+    py: Python<'_>,
+    class: &str,
+    message: String,
+    attributes: impl FnOnce(&Bound<'_, PyDict>) -> PyResult<()>,
+) -> PyErr {
     let make = || -> PyResult<PyErr> {
+        let keywords = PyDict::new(py);
+        attributes(&keywords)?;
         let module = ERRORS.get_or_try_init(py, || PyModule::import(py, "memascend.errors").map(Bound::unbind))?;
-        let error = module.bind(py).getattr(class)?.call((message,), Some(keywords))?;
+        let error = module.bind(py).getattr(class)?.call((message,), Some(&keywords))?;
         Ok(PyErr::from_value(error))
     };
     make().unwrap_or_else(|error| error)
@@ -42,141 +62,134 @@ fn is_a(py: Python<'_>, raised: &PyErr, class: &str) -> bool {
 
 /// A wrong option.
 pub(crate) fn config_error(py: Python<'_>, message: String) -> PyErr {
-    exception(py, "ConfigError", message, &[])
+    exception(py, "ConfigError", message)
 }
 
 /// A call that cannot be made now.
 pub(crate) fn usage_error(py: Python<'_>, message: &str) -> PyErr {
-    exception(py, "UsageError", message.into(), &[])
+    exception(py, "UsageError", message.into())
 }
 
-/// What `rust/mem` says, in Python's words.
-pub(crate) fn memory_error(py: Python<'_>, error: &MemoryError) -> PyErr {
-    let message = error.to_string();
-    match *error {
-        MemoryError::RegionTooSmall { needed_bytes, .. } => {
-            exception(py, "BudgetError", message, &[("smallest", Some(needed_bytes))])
-        }
-        MemoryError::OutOfMemory { needed_bytes, available_bytes, .. } => exception(
-            py,
-            "MemoryLimitError",
-            message,
-            &[("needed", Some(needed_bytes)), ("available", Some(available_bytes))],
-        ),
-        MemoryError::System { nbytes, .. } => {
-            exception(py, "MemoryLimitError", message, &[("needed", Some(nbytes)), ("available", None)])
-        }
-        MemoryError::TimedOut { .. } => exception(py, "TimeoutExpired", message, &[]),
-        MemoryError::Closed | MemoryError::Forked | MemoryError::RegionTaken | MemoryError::Interrupted { .. } => {
-            exception(py, "UsageError", message, &[])
-        }
-        // Invalid, PinRefused, NoSuchClass, TooManyOwners: an argument was wrong.
-        _ => config_error(py, message),
-    }
-}
-
-/// What `rust/nvme` says, in Python's words.
-pub(crate) fn nvme_error(py: Python<'_>, error: &NvmeError) -> PyErr {
-    let message = error.to_string();
-    match error {
-        NvmeError::Device { path, offset, nbytes, errno, .. } => {
-            storage_error(py, message, Some(*errno), path, Some((*offset, *nbytes)))
-        }
-        NvmeError::Ended { path, offset, nbytes, .. } => {
-            storage_error(py, message, None, path, Some((*offset, *nbytes)))
-        }
-        NvmeError::Refused { path, errno, .. } => storage_error(py, message, *errno, path, None),
-        NvmeError::Memory(error) => memory_error(py, error),
-        NvmeError::Panicked(_) => exception(py, "MemascendError", message, &[]),
-        NvmeError::TimedOut { .. } => exception(py, "TimeoutExpired", message, &[]),
-        NvmeError::Closed | NvmeError::Forked | NvmeError::TooMany { .. } | NvmeError::Interrupted { .. } => {
-            exception(py, "UsageError", message, &[])
-        }
-        // Invalid, PastTheEnd, NoBackend: an argument was wrong.
-        _ => config_error(py, message),
-    }
-}
-
-/// What `rust/store` says, in Python's words.
-pub(crate) fn store_error(py: Python<'_>, error: &StoreError) -> PyErr {
-    let message = error.to_string();
-    match error {
-        StoreError::Refused { path, .. } | StoreError::Unfilled { path } => {
-            storage_error(py, message, None, path, None)
-        }
-        StoreError::Corrupt { path, offset, nbytes, .. } => {
-            let place = Some((*offset, usize::try_from(*nbytes).unwrap_or(usize::MAX)));
-            storage_error_of(py, "CorruptionError", message, (None, path, place))
-        }
-        StoreError::Storage(error) => nvme_error(py, error),
-        StoreError::Memory(error) => memory_error(py, error),
-        StoreError::TimedOut(_) => exception(py, "TimeoutExpired", message, &[]),
-        StoreError::Broken(cause) => match &**cause {
-            StoreError::Storage(NvmeError::Device { path, offset, nbytes, errno, .. }) => {
-                storage_error(py, message, Some(*errno), path, Some((*offset, *nbytes)))
+impl Raised for MemoryError {
+    fn raised(&self, py: Python<'_>) -> PyErr {
+        let message = self.to_string();
+        match *self {
+            MemoryError::RegionTooSmall { needed_bytes, .. } => {
+                exception_with(py, "BudgetError", message, |of| of.set_item("smallest", needed_bytes))
             }
-            _ => exception(py, "StorageError", message, &[]),
-        },
-        StoreError::Usage(_) | StoreError::Interrupted(_) => exception(py, "UsageError", message, &[]),
-        // Invalid: an argument was wrong, or does not fit.
-        _ => config_error(py, message),
-    }
-}
-
-/// What `rust/engine` says, in Python's words.
-pub(crate) fn engine_error(py: Python<'_>, error: &EngineError) -> PyErr {
-    match error {
-        EngineError::Store(error) => store_error(py, error),
-        EngineError::Memory(error) => memory_error(py, error),
-        EngineError::Math(error) => math_error(py, error),
-        EngineError::Function { cause, .. } => {
-            let cause = cause.downcast_ref::<PyErr>();
-            // That the device failed which computes is nobody's usage.
-            let lost = cause.filter(|cause| is_a(py, cause, "DeviceError"));
-            let raised = match lost {
-                Some(lost) => exception(py, "DeviceError", lost.value(py).to_string(), &[]),
-                None => exception(py, "UsageError", error.to_string(), &[]),
-            };
-            raised.set_cause(py, cause.map(|cause| cause.clone_ref(py)));
-            raised
+            MemoryError::OutOfMemory { needed_bytes, available_bytes, .. } => {
+                memory_limit(py, message, needed_bytes, Some(available_bytes))
+            }
+            MemoryError::System { nbytes, .. } => memory_limit(py, message, nbytes, None),
+            MemoryError::TimedOut { .. } => exception(py, "TimeoutExpired", message),
+            MemoryError::Closed | MemoryError::Forked | MemoryError::RegionTaken | MemoryError::Interrupted { .. } => {
+                exception(py, "UsageError", message)
+            }
+            // Invalid, PinRefused, NoSuchClass, TooManyOwners: an argument was wrong.
+            _ => config_error(py, message),
         }
-        EngineError::Usage(_) => exception(py, "UsageError", error.to_string(), &[]),
-        EngineError::Panicked(_) => exception(py, "MemascendError", error.to_string(), &[]),
-        _ => config_error(py, error.to_string()),
     }
 }
 
-fn storage_error(
-    py: Python<'_>,
-    message: String,
-    errno: Option<i32>,
-    path: &Path,
-    place: Option<(u64, usize)>,
-) -> PyErr {
-    storage_error_of(py, "StorageError", message, (errno, path, place))
+impl Raised for NvmeError {
+    fn raised(&self, py: Python<'_>) -> PyErr {
+        let message = self.to_string();
+        match self {
+            NvmeError::Device { path, offset, nbytes, errno, .. } => {
+                storage_error(py, "StorageError", message, (Some(*errno), path, Some((*offset, *nbytes))))
+            }
+            NvmeError::Ended { path, offset, nbytes, .. } => {
+                storage_error(py, "StorageError", message, (None, path, Some((*offset, *nbytes))))
+            }
+            NvmeError::Refused { path, errno, .. } => storage_error(py, "StorageError", message, (*errno, path, None)),
+            NvmeError::Memory(error) => error.raised(py),
+            NvmeError::Panicked(_) => exception(py, "MemascendError", message),
+            NvmeError::TimedOut { .. } => exception(py, "TimeoutExpired", message),
+            NvmeError::Closed | NvmeError::Forked | NvmeError::TooMany { .. } | NvmeError::Interrupted { .. } => {
+                exception(py, "UsageError", message)
+            }
+            // Invalid, PastTheEnd, NoBackend: an argument was wrong.
+            _ => config_error(py, message),
+        }
+    }
 }
 
-fn storage_error_of(
+impl Raised for StoreError {
+    fn raised(&self, py: Python<'_>) -> PyErr {
+        let message = self.to_string();
+        match self {
+            StoreError::Refused { path, .. } | StoreError::Unfilled { path } => {
+                storage_error(py, "StorageError", message, (None, path, None))
+            }
+            StoreError::Corrupt { path, offset, nbytes, .. } => {
+                let place = Some((*offset, usize::try_from(*nbytes).unwrap_or(usize::MAX)));
+                storage_error(py, "CorruptionError", message, (None, path, place))
+            }
+            StoreError::Storage(error) => error.raised(py),
+            StoreError::Memory(error) => error.raised(py),
+            StoreError::TimedOut(_) => exception(py, "TimeoutExpired", message),
+            StoreError::Broken(cause) => match &**cause {
+                StoreError::Storage(NvmeError::Device { path, offset, nbytes, errno, .. }) => {
+                    storage_error(py, "StorageError", message, (Some(*errno), path, Some((*offset, *nbytes))))
+                }
+                _ => exception(py, "StorageError", message),
+            },
+            StoreError::Usage(_) | StoreError::Interrupted(_) => exception(py, "UsageError", message),
+            // Invalid: an argument was wrong, or does not fit.
+            _ => config_error(py, message),
+        }
+    }
+}
+
+impl Raised for EngineError {
+    fn raised(&self, py: Python<'_>) -> PyErr {
+        match self {
+            EngineError::Store(error) => error.raised(py),
+            EngineError::Memory(error) => error.raised(py),
+            EngineError::Math(error) => error.raised(py),
+            EngineError::Function { cause, .. } => {
+                let cause = cause.downcast_ref::<PyErr>();
+                // That the device failed which computes is nobody's usage.
+                let lost = cause.filter(|cause| is_a(py, cause, "DeviceError"));
+                let raised = match lost {
+                    Some(lost) => exception(py, "DeviceError", lost.value(py).to_string()),
+                    None => exception(py, "UsageError", self.to_string()),
+                };
+                raised.set_cause(py, cause.map(|cause| cause.clone_ref(py)));
+                raised
+            }
+            EngineError::Usage(_) => exception(py, "UsageError", self.to_string()),
+            EngineError::Panicked(_) => exception(py, "MemascendError", self.to_string()),
+            _ => config_error(py, self.to_string()),
+        }
+    }
+}
+
+fn memory_limit(py: Python<'_>, message: String, needed: usize, available: Option<usize>) -> PyErr {
+    exception_with(py, "MemoryLimitError", message, |of| {
+        of.set_item("needed", needed)?;
+        of.set_item("available", available)
+    })
+}
+
+/// With the error number of the system, the file or device, and what of it, as (offset, bytes).
+fn storage_error(
     py: Python<'_>,
     class: &str,
     message: String,
     (errno, path, place): (Option<i32>, &Path, Option<(u64, usize)>),
 ) -> PyErr {
-    let keywords = PyDict::new(py);
-    let filled = || -> PyResult<()> {
-        keywords.set_item("errno", errno)?;
+    exception_with(py, class, message, |of| {
+        of.set_item("errno", errno)?;
         // Text as everywhere in Python, undecodable bytes as surrogates, and no Path object.
-        keywords.set_item("path", path.as_os_str())?;
-        keywords.set_item("offset", place.map(|(offset, _)| offset))?;
-        keywords.set_item("nbytes", place.map(|(_, nbytes)| nbytes))
-    };
-    match filled() {
-        Ok(()) => exception_with(py, class, message, &keywords),
-        Err(error) => error,
-    }
+        of.set_item("path", path.as_os_str())?;
+        of.set_item("offset", place.map(|(offset, _)| offset))?;
+        of.set_item("nbytes", place.map(|(_, nbytes)| nbytes))
+    })
 }
 
-/// What `rust/math` says: each of its errors is an argument or an option that was wrong.
-pub(crate) fn math_error(py: Python<'_>, error: &MathError) -> PyErr {
-    config_error(py, error.to_string())
+impl Raised for MathError {
+    fn raised(&self, py: Python<'_>) -> PyErr {
+        config_error(py, self.to_string())
+    }
 }

@@ -2,12 +2,14 @@
 
 use std::path::PathBuf;
 
-use memascend_store::{Create, Error, Examined};
+use memascend_store::{Create, Examined};
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
     agreement::{SharedRun, named_run},
-    errors::store_error,
+    errors::OrRaise as _,
+    nvme::backend_of,
+    waiting::watched,
 };
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -47,7 +49,7 @@ fn store_examine<'py>(
 fn store_commits(py: Python<'_>, paths: Vec<PathBuf>, backend: &str) -> PyResult<Option<(Vec<Named>, Option<String>)>> {
     let how = how(py, backend)?;
     let found = py.detach(|| memascend_store::Store::commits(&paths, &how));
-    let found = found.map_err(|error| store_error(py, &error))?;
+    let found = found.or_raise(py)?;
     let named = |one: memascend_store::Named| (one.generation, named_run(one.run), one.kept);
     Ok(found.map(|(commits, damage)| (commits.into_iter().map(named).collect(), damage.map(|error| error.to_string()))))
 }
@@ -57,30 +59,6 @@ type Named = (u64, SharedRun, bool);
 
 fn how(py: Python<'_>, backend: &str) -> PyResult<Create> {
     let mut how = Create::default();
-    how.volume.backend = crate::nvme::chosen(py, backend)?;
+    how.volume.backend = backend_of(py, backend)?;
     Ok(how)
-}
-
-/// Work without the GIL that tells of bytes done and of all: to `progress(done, all)`, if there is one, and to whoever
-/// asks for an end with Ctrl-C. What either raises ends the work.
-pub(crate) fn watched<T: Send>(
-    py: Python<'_>,
-    progress: Option<&Bound<'_, PyAny>>,
-    work: impl FnOnce(&mut dyn FnMut(u64, u64) -> bool) -> Result<T, Error> + Send,
-) -> PyResult<T> {
-    let progress = progress.map(|progress| progress.clone().unbind());
-    let mut raised = None;
-    let done = py.detach(|| {
-        work(&mut |done, all| {
-            let told = Python::attach(|py| {
-                py.check_signals()?;
-                progress.as_ref().map_or(Ok(()), |progress| progress.call1(py, (done, all)).map(drop))
-            });
-            told.map_err(|error| raised = Some(error)).is_ok()
-        })
-    });
-    match raised {
-        Some(raised) => Err(raised),
-        None => done.map_err(|error| store_error(py, &error)),
-    }
 }

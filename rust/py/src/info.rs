@@ -7,7 +7,7 @@ use pyo3::{
     types::{PyDict, PyTuple},
 };
 
-use crate::errors::store_error;
+use crate::errors::OrRaise as _;
 
 pub(crate) fn of_store<'py>(py: Python<'py>, store: &Store) -> PyResult<Bound<'py, PyDict>> {
     let info = store.info();
@@ -49,7 +49,7 @@ pub(crate) fn of_record<'py>(py: Python<'py>, store: &Store, index: usize) -> Py
     let Some(record) = store.description().records.get(index) else {
         return Err(PyIndexError::new_err(format!("there is no record {index}")));
     };
-    let state = store.record_state(index).map_err(|error| store_error(py, &error))?;
+    let state = store.record_state(index).or_raise(py)?;
     let dict = PyDict::new(py);
     dict.set_item("name", &record.name)?;
     dict.set_item("buffer", record.kind == Kind::Buffer)?;

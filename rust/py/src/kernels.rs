@@ -12,7 +12,7 @@ use pyo3::{
     types::{PyBytes, PyFloat, PyInt},
 };
 
-use crate::errors::math_error;
+use crate::errors::OrRaise as _;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(kernel_simd, module)?)?;
@@ -30,7 +30,7 @@ type ScalarFields = (f32, f32, f32, f32, bool, f32, f32, f32, f32, f32);
 /// The instruction set that the kernels run on.
 #[pyfunction]
 fn kernel_simd(py: Python<'_>) -> PyResult<&'static str> {
-    Simd::chosen().map(Simd::name).map_err(|error| math_error(py, &error))
+    Simd::chosen().map(Simd::name).or_raise(py)
 }
 
 /// The scalars of an Adam step, for `memascend.kernels.scalars.Scalars`.
@@ -59,7 +59,7 @@ fn kernel_scalars(
         maximize,
         seed: 0,
     };
-    let s = group.scalars().map_err(|error| math_error(py, &error))?;
+    let s = group.scalars().or_raise(py)?;
     Ok((
         s.grad_factor,
         s.decay,
@@ -92,19 +92,16 @@ fn kernel_check(
 ) -> PyResult<(bool, Bound<'_, PyAny>)> {
     let exec = exec(py, threads)?;
     let checked = py.detach(|| {
-        let mut found = false;
-        let mut squares = math::Squares::ZERO;
+        let mut found = math::Check::NOTHING;
         for (address, dtype, numel) in grads {
             // SAFETY: the module's contract.
             let grad = unsafe { floats_mut((address, dtype), numel) };
-            let one = math::check_and_unscale(grad, inv_scale, exec)?;
-            found |= one.nonfinite;
-            squares.merge(&one.squares);
+            found.merge(&math::check_and_unscale(grad, inv_scale, exec)?);
         }
-        Ok((found, squares))
+        Ok::<_, math::Error>(found)
     });
-    let (found, squares) = checked.map_err(|error| math_error(py, &error))?;
-    Ok((found, summed(py, &squares)?))
+    let found = checked.or_raise(py)?;
+    Ok((found.nonfinite, summed(py, &found.squares)?))
 }
 
 /// One step of `AdamW` or `Adam`.
@@ -149,11 +146,11 @@ fn kernel_adam(
         let out = out16.map(|place| unsafe { floats_mut(place, numel) });
         math::adam(state, grad, out, &scalars, exec)
     })
-    .map_err(|error| math_error(py, &error))
+    .or_raise(py)
 }
 
 pub(crate) fn exec(py: Python<'_>, threads: NonZeroUsize) -> PyResult<Exec> {
-    Exec::new(threads).map_err(|error| math_error(py, &error))
+    Exec::new(threads).or_raise(py)
 }
 
 /// # Safety

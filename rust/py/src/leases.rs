@@ -16,7 +16,7 @@ use pyo3::{
 
 use crate::{
     arguments::{Seconds, shown},
-    errors::{config_error, memory_error, usage_error},
+    errors::{config_error, usage_error},
     slow_drop::Detached,
     waiting::waiting,
 };
@@ -236,6 +236,6 @@ pub(crate) fn leased(
     seconds: Option<Seconds>,
     lease: impl FnOnce(Wait<'_>) -> mem::Result<mem::Lease> + Send,
 ) -> PyResult<Lease> {
-    let lease = waiting(py, seconds, lease)?.map_err(|error| memory_error(py, &error))?;
+    let lease = waiting(py, seconds, lease)?;
     Ok(Lease { nbytes: lease.len(), inner: Mutex::new(Some(Arc::new(lease))) })
 }

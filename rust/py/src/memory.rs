@@ -15,7 +15,7 @@ use pyo3::{
 
 use crate::{
     arguments::{Seconds, shown, size},
-    errors::{config_error, memory_error},
+    errors::{OrRaise as _, config_error},
     leases::{Lease, fill, leased},
     slow_drop::Detached,
     waiting::interruptible,
@@ -122,7 +122,7 @@ impl Region {
 impl Region {
     fn mapped(py: Python<'_>, nbytes: usize, pin: Pin, on_fork: OnFork, owner: &str) -> PyResult<Self> {
         let made = interruptible(py, |keep_going| mem::Region::interruptible(nbytes, pin, on_fork, owner, keep_going))?;
-        Ok(Self { inner: Detached::new(made.map_err(|error| memory_error(py, &error))?) })
+        Ok(Self { inner: Detached::new(made) })
     }
 }
 
@@ -140,7 +140,7 @@ impl Arena {
     #[new]
     fn new(py: Python<'_>, region: &Region, classes: &Bound<'_, PyAny>) -> PyResult<Self> {
         let inner = mem::Arena::new(&region.inner, &planned(classes)?);
-        Ok(Self { inner: Detached::new(inner.map_err(|error| memory_error(py, &error))?) })
+        Ok(Self { inner: Detached::new(inner.or_raise(py)?) })
     }
 
     /// Take `nbytes`, waiting up to `timeout` seconds (None: until there are). Ctrl-C ends the wait.
@@ -148,25 +148,13 @@ impl Arena {
     fn lease(&self, nbytes: &Bound<'_, PyAny>, timeout: Option<Seconds>, owner: &str) -> PyResult<Lease> {
         let py = nbytes.py();
         let nbytes = size("nbytes", nbytes)?;
-        let owner = self.inner.owner(owner).map_err(|error| memory_error(py, &error))?;
+        let owner = self.inner.owner(owner).or_raise(py)?;
         leased(py, timeout, |wait| self.inner.lease(nbytes, owner, wait))
     }
 
     /// How many slots are free that `lease(nbytes)` may take: at 0 it would wait.
     fn free_slots(&self, py: Python<'_>, nbytes: usize) -> PyResult<usize> {
-        self.inner.free_slots(nbytes).map_err(|error| memory_error(py, &error))
-    }
-
-    /// Bytes of the slots that are taken now, `"in_use"` of `stats()`.
-    #[getter]
-    fn in_use_bytes(&self) -> usize {
-        self.inner.in_use_bytes()
-    }
-
-    /// Bytes of the arena's own records, "tables" of `stats()`.
-    #[getter]
-    fn table_bytes(&self) -> usize {
-        self.inner.table_bytes()
+        self.inner.free_slots(nbytes).or_raise(py)
     }
 
     /// What is held and was waited for: "capacity", "reserved", `"in_use"`, "bytes", "peak", "classes", "owners" and more.
@@ -187,12 +175,12 @@ impl HostArena {
     fn new(classes: &Bound<'_, PyAny>) -> PyResult<Self> {
         let (py, classes) = (classes.py(), planned(classes)?);
         let made = interruptible(py, |keep_going| mem::GrowingArena::new(&classes, keep_going))?;
-        Ok(Self { inner: Detached::new(made.map_err(|error| memory_error(py, &error))?) })
+        Ok(Self { inner: Detached::new(made) })
     }
 
     /// Take memory for one more lease of `nbytes`; how many bytes that took.
     fn add(&self, py: Python<'_>, nbytes: usize) -> PyResult<usize> {
-        interruptible(py, |keep_going| self.inner.add(nbytes, keep_going))?.map_err(|error| memory_error(py, &error))
+        interruptible(py, |keep_going| self.inner.add(nbytes, keep_going))
     }
 
     /// The slots beyond the planned ones, {bytes: count}.
@@ -215,19 +203,7 @@ impl HostArena {
 
     /// How many slots are free that `lease(nbytes)` may take.
     fn free_slots(&self, py: Python<'_>, nbytes: usize) -> PyResult<usize> {
-        self.inner.free_slots(nbytes).map_err(|error| memory_error(py, &error))
-    }
-
-    /// Bytes of the slots that are taken now.
-    #[getter]
-    fn in_use_bytes(&self) -> usize {
-        self.inner.in_use_bytes()
-    }
-
-    /// Bytes of the arenas' own records.
-    #[getter]
-    fn table_bytes(&self) -> usize {
-        self.inner.table_bytes()
+        self.inner.free_slots(nbytes).or_raise(py)
     }
 
     /// All memory that is held, 0 once it was closed.
@@ -263,17 +239,17 @@ impl ChunkRing {
     fn new(chunk_bytes: &Bound<'_, PyAny>, count: &Bound<'_, PyAny>, pin: PinWish) -> PyResult<Self> {
         let py = count.py();
         let (chunk_bytes, count) = (size("chunk_bytes", chunk_bytes)?, size("count", count)?);
-        let layout = Layout::unbounded(&[(chunk_bytes, count)]).map_err(|error| memory_error(py, &error))?;
+        let layout = Layout::unbounded(&[(chunk_bytes, count)]).or_raise(py)?;
         let region = Region::mapped(py, layout.reserved_bytes(), pin.0, OnFork::Wipe, "chunk ring")?;
         let inner = mem::ChunkRing::new(&region.inner, chunk_bytes, count);
-        let inner = Detached::new(inner.map_err(|error| memory_error(py, &error))?);
+        let inner = Detached::new(inner.or_raise(py)?);
         Ok(Self { inner, region: Py::new(py, region)? })
     }
 
     /// Take a chunk; waiting and errors as `Arena.lease`.
     #[pyo3(signature = (timeout=None, owner="user"))]
     fn lease(&self, py: Python<'_>, timeout: Option<Seconds>, owner: &str) -> PyResult<Lease> {
-        let owner = self.inner.owner(owner).map_err(|error| memory_error(py, &error))?;
+        let owner = self.inner.owner(owner).or_raise(py)?;
         leased(py, timeout, |wait| self.inner.lease(owner, wait))
     }
 
@@ -312,7 +288,7 @@ impl FileMemory {
         // SAFETY: not negative; the caller has it open, and the kernel refuses one that is not.
         let file = unsafe { BorrowedFd::borrow_raw(raw) };
         let inner = mem::FileMemory::new(file, size("nbytes", nbytes)?);
-        Ok(Self { inner: Detached::new(inner.map_err(|error| memory_error(py, &error))?) })
+        Ok(Self { inner: Detached::new(inner.or_raise(py)?) })
     }
 
     /// # Safety
@@ -356,7 +332,7 @@ impl LayoutBytes {
 /// What an arena of `classes` ({bytes: count}) takes: `Region(layout(classes).reserved)` fits it.
 #[pyfunction]
 fn layout(classes: &Bound<'_, PyAny>) -> PyResult<LayoutBytes> {
-    let layout = Layout::unbounded(&planned(classes)?).map_err(|error| memory_error(classes.py(), &error))?;
+    let layout = Layout::unbounded(&planned(classes)?).or_raise(classes.py())?;
     Ok(LayoutBytes { asked: layout.asked_bytes(), reserved: layout.reserved_bytes() })
 }
 

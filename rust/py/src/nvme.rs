@@ -10,8 +10,8 @@ use pyo3::{
 };
 
 use crate::{
-    arguments::{Seconds, size as number},
-    errors::{config_error, nvme_error},
+    arguments::{Seconds, chosen, size as number},
+    errors::{OrRaise as _, Raised as _, config_error},
     slow_drop::Detached,
     waiting::waiting,
 };
@@ -50,9 +50,9 @@ impl Volume {
         options.size_bytes = whole("size", size)?.map(|nbytes| nbytes as u64);
         options.queue_depth = whole("queue_depth", queue_depth)?;
         options.stripe_bytes = whole("stripe", stripe)?.map(|nbytes| nbytes as u64);
-        options.backend = chosen(py, backend)?;
+        options.backend = backend_of(py, backend)?;
         let inner = py.detach(|| nvme::Volume::open(&paths, &options));
-        Ok(Self { inner: Detached::new(inner.map_err(|error| nvme_error(py, &error))?), paths })
+        Ok(Self { inner: Detached::new(inner.or_raise(py)?), paths })
     }
 
     /// The paths of its devices, as they were given.
@@ -80,12 +80,12 @@ impl Volume {
     /// Make every write that was begun before survive a loss of power, on every device. Waits for them first.
     #[pyo3(signature = (timeout=None))]
     fn flush(&self, py: Python<'_>, timeout: Option<Seconds>) -> PyResult<()> {
-        waiting(py, timeout, |wait| self.inner.flush(wait))?.map_err(|error| nvme_error(py, &error))
+        waiting(py, timeout, |wait| self.inner.flush(wait))
     }
 
     /// Wait for what is in flight, then let go of the devices. Twice is fine. Does not flush.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, None, |wait| self.inner.close(wait))?.map_err(|error| nvme_error(py, &error))
+        waiting(py, None, |wait| self.inner.close(wait))
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
@@ -176,7 +176,7 @@ impl Volume {
 }
 
 fn begun(py: Python<'_>, begun: Result<nvme::Ticket<TensorMemory>, NotBegun<TensorMemory>>) -> PyResult<Ticket> {
-    begun.map(|inner| Ticket { inner }).map_err(|NotBegun { error, .. }| nvme_error(py, &error))
+    begun.map(|inner| Ticket { inner }).map_err(|NotBegun { error, .. }| error.raised(py))
 }
 
 /// Memory of a Python object.
@@ -287,10 +287,10 @@ impl Ticket {
     /// Wait for the end, without the GIL, up to `timeout` seconds; the bytes moved, which is all of them.
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<Seconds>) -> PyResult<usize> {
-        waiting(py, timeout, |wait| self.inner.wait_until(wait))?.map_err(|error| nvme_error(py, &error))?;
+        waiting(py, timeout, |wait| self.inner.wait_until(wait))?;
         self.let_go();
         let outcome = self.inner.outcome().unwrap_or(Err(nvme::Error::Closed));
-        outcome.map_err(|error| nvme_error(py, &error))
+        outcome.or_raise(py)
     }
 
     /// Whether it has ended, well or not; `wait()` then returns or raises at once.
@@ -317,16 +317,10 @@ fn io_uring_why_not(py: Python<'_>) -> Option<String> {
 }
 
 /// The backend that is called so.
-pub(crate) fn chosen(py: Python<'_>, backend: &str) -> PyResult<BackendChoice> {
-    match backend {
-        "auto" => Ok(BackendChoice::Auto),
-        "io_uring" => Ok(BackendChoice::IoUring),
-        "threads" => Ok(BackendChoice::Threads),
-        other => {
-            let message = format!("backend must be \"auto\", \"io_uring\" or \"threads\", not {other:?}");
-            Err(config_error(py, message))
-        }
-    }
+pub(crate) fn backend_of(py: Python<'_>, name: &str) -> PyResult<BackendChoice> {
+    let choices =
+        [("auto", BackendChoice::Auto), ("io_uring", BackendChoice::IoUring), ("threads", BackendChoice::Threads)];
+    chosen(py, "backend", name, &choices)
 }
 
 fn kind(kind: DeviceKind) -> &'static str {

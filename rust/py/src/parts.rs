@@ -6,7 +6,7 @@ use memascend_store::Buffer;
 use pyo3::{exceptions::PyIndexError, prelude::*};
 
 use crate::{
-    errors::{config_error, store_error},
+    errors::{OrRaise as _, config_error},
     nvme::TensorMemory,
     slow_drop::Detached,
     tensors::bytes_into,
@@ -47,14 +47,12 @@ impl UnitParts {
         if Buffer::len(&memory) as u64 != nbytes {
             return Err(config_error(py, refusal()));
         }
-        let begun = py.detach(|| {
-            let part = self.inner.begin(index, memory)?;
-            Ok(match &self.checkers {
-                Some(checkers) => checkers.get().inner.check(part),
-                None => memascend_store::Checking::from(part),
-            })
-        });
-        Ok(PartFetch { inner: Detached::new(begun.map_err(|error| store_error(py, &error))?) })
+        let part = py.detach(|| self.inner.begin(index, memory)).or_raise(py)?;
+        let checking = match &self.checkers {
+            Some(checkers) => checkers.get().inner.check(part),
+            None => memascend_store::Checking::from(part),
+        };
+        Ok(PartFetch { inner: Detached::new(checking) })
     }
 }
 
@@ -96,7 +94,7 @@ struct PartFetch {
 impl PartFetch {
     /// Wait for the device, and check every byte, as `Fetch.wait` does.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, None, |wait| self.inner.wait(wait))?.map_err(|error| store_error(py, &error))
+        waiting(py, None, |wait| self.inner.wait(wait))
     }
 
     /// Whether the device is done with it, well or not. Never waits.

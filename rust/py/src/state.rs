@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 use crate::{
     described::{dtype, format},
     engine::{Numbers, rule},
-    errors::{engine_error, math_error},
+    errors::OrRaise as _,
     kernels::{TypedAddress, elements, elements_mut, exec, floats},
 };
 
@@ -50,7 +50,7 @@ fn state_convert(
         let [master, first, second] = wide.map(|place| place.map(|place| unsafe { elements::<f32>(place, numel) }));
         py.detach(|| math::encode(WideState { master, first, second }, reduced, exec))
     }
-    .map_err(|error| math_error(py, &error))
+    .or_raise(py)
 }
 
 /// One step, of elements from number `first` of the parameter `name` on.
@@ -77,7 +77,7 @@ fn state_update(
     let reduced = unsafe { reduced(py, (of_state, of_values, momentum), values, state, numel)? };
     // SAFETY: the module's contract.
     let grad = unsafe { floats(grad, numel) };
-    py.detach(|| math::update(reduced, grad, &rule, place, exec)).map_err(|error| math_error(py, &error))
+    py.detach(|| math::update(reduced, grad, &rule, place, exec)).or_raise(py)
 }
 
 /// # Safety
@@ -91,5 +91,5 @@ unsafe fn reduced<'a>(
 ) -> PyResult<Reduced<'a>> {
     let form = Form { format: format(py, of_state)?, dtype: dtype(py, of_values)?, has_momentum };
     // SAFETY: the caller's.
-    unsafe { form.at(numel, values, state.into_iter()) }.map_err(|error| engine_error(py, &error))
+    unsafe { form.at(numel, values, state.into_iter()) }.or_raise(py)
 }

@@ -15,18 +15,17 @@ use pyo3::{
 
 use crate::{
     agreement::{SharedRun, agreed, shared},
-    arguments::shown,
+    arguments::{chosen, shown},
     described::{Described, described},
-    errors::{config_error, nvme_error, store_error},
-    examination::watched,
+    errors::{OrRaise as _, config_error},
     function::Lender,
     info,
     kernels::{elements, elements_mut},
-    nvme::TensorMemory,
+    nvme::{TensorMemory, backend_of},
     parts::{Checkers, UnitParts},
     slow_drop::Detached,
     tensors::bytes_into,
-    waiting::{interruptible, waiting},
+    waiting::{calling, interruptible, waiting, watched},
 };
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -68,10 +67,10 @@ impl Store {
     ) -> PyResult<Self> {
         let mut how = Create::default();
         how.volume.stripe_bytes = stripe;
-        how.volume.backend = crate::nvme::chosen(py, backend)?;
+        how.volume.backend = backend_of(py, backend)?;
         if existing == "look" {
             let found = py.detach(|| memascend_store::Store::look(&paths, &how));
-            return Ok(Self::found(found.map_err(|error| store_error(py, &error))?, false));
+            return Ok(Self::found(found.or_raise(py)?, false));
         }
         how.existing = chosen(
             py,
@@ -111,7 +110,7 @@ impl Store {
 
     /// Give the newest commit up for good, where the one before it was opened without that.
     fn go_back(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.inner.go_back()).map_err(|error| store_error(py, &error))
+        py.detach(|| self.inner.go_back()).or_raise(py)
     }
 
     /// Whether it was made now.
@@ -126,7 +125,7 @@ impl Store {
         self.inner.info().step
     }
 
-    /// What is known of it: "uuid", "generation", "step", "optimizer", "units", "devices" and sizes in bytes.
+    /// Identity, last commit, sizes in bytes: "uuid", "generation", "step", "optimizer", "units", "devices", more.
     fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         info::of_store(py, &self.inner)
     }
@@ -137,7 +136,7 @@ impl Store {
         found.ok_or_else(|| config_error(name.py(), format!("the store has no record {}", shown(name))))
     }
 
-    /// What is known of a record: "name", "buffer", "unit", "dtype", "shape", "step", "version", "staged", "state" ...
+    /// A record as it is described, and its counts: "name", "buffer", "unit", "dtype", "shape", "step", "version", "staged", "state" ...
     fn record<'py>(&self, name: &Bound<'py, PyString>) -> PyResult<Bound<'py, PyDict>> {
         info::of_record(name.py(), &self.inner, self.index(name)?)
     }
@@ -164,8 +163,7 @@ impl Store {
             let tensors: Vec<&[u8]> =
                 tensors.into_iter().map(|(address, nbytes)| unsafe { elements(address, nbytes) }).collect();
             self.inner.stage_record(record, step, &tensors, wait)
-        })?
-        .map_err(|error| store_error(py, &error))
+        })
     }
 
     /// Reads a whole live record into (address, bytes) of its values and its state tensors.
@@ -176,7 +174,7 @@ impl Store {
             let mut tensors: Vec<&mut [u8]> = tensors.collect();
             self.inner.read_record(record, &mut tensors)
         })
-        .map_err(|error| store_error(py, &error))
+        .or_raise(py)
     }
 
     /// Hold records in memory from now on; what was in RAM before is not any more. Nothing is read before `refresh`.
@@ -184,8 +182,7 @@ impl Store {
     fn hold(&self, names: &Bound<'_, PyAny>, registered: bool) -> PyResult<()> {
         let (py, records) = (names.py(), self.indices(names)?);
         let pin = if registered { Pin::Auto } else { Pin::Off };
-        interruptible(py, |keep_going| self.inner.hold(&records, pin, keep_going))?
-            .map_err(|error| store_error(py, &error))
+        interruptible(py, |keep_going| self.inner.hold(&records, pin, keep_going))
     }
 
     /// Read what is in RAM of some records where it is not in memory; `progress(done, all)` hears of bytes.
@@ -201,7 +198,7 @@ impl Store {
         let described = &self.inner.description().records;
         let spills = |record: usize| Some((record, described.get(record)?.spill?));
         let records: Vec<_> = self.indices(names)?.into_iter().filter_map(spills).collect();
-        py.detach(|| self.inner.keep_log(&records, steps)).map_err(|error| store_error(py, &error))
+        py.detach(|| self.inner.keep_log(&records, steps)).or_raise(py)
     }
 
     /// Write what only memory and the log have of records in RAM, as a part of the last step: the log ends with it.
@@ -246,7 +243,7 @@ impl Store {
             let message = format!("the memory that a unit is fetched into must begin on a page of {PAGE_BYTES} bytes");
             return Err(config_error(py, message));
         }
-        let inner = py.detach(|| self.inner.fetch(unit, memory)).map_err(|error| store_error(py, &error))?;
+        let inner = py.detach(|| self.inner.fetch(unit, memory)).or_raise(py)?;
         Ok(Fetch { inner: Detached::new(inner) })
     }
 
@@ -254,7 +251,7 @@ impl Store {
     #[pyo3(signature = (unit, bytes_max, checkers=None))]
     fn parts(&self, unit: &Bound<'_, PyString>, bytes_max: u64, checkers: Option<Py<Checkers>>) -> PyResult<UnitParts> {
         let (py, unit) = (unit.py(), self.unit(unit)?);
-        let parts = py.detach(|| self.inner.parts(unit, bytes_max)).map_err(|error| store_error(py, &error))?;
+        let parts = py.detach(|| self.inner.parts(unit, bytes_max)).or_raise(py)?;
         Ok(UnitParts::new(parts, checkers))
     }
 
@@ -270,10 +267,7 @@ impl Store {
         agree: Option<Py<PyAny>>,
     ) -> PyResult<u64> {
         let commit = Commit { step, user, hyperparameters, run: Some(shared(run)), ..Commit::default() };
-        agreed(py, agree, |py, agree| {
-            Ok(waiting(py, None, |wait| self.inner.commit_agreed(commit, wait, agree))?
-                .map_err(|error| store_error(py, &error)))
-        })
+        agreed(py, agree, |wait, agree| self.inner.commit_agreed(commit, wait, agree))
     }
 
     /// Have nothing written any more, by `close()` either: what is committed stays as it is.
@@ -288,13 +282,12 @@ impl Store {
         waiting(py, None, |wait| match record {
             Some(record) => self.inner.discard_record(record, wait),
             None => self.inner.discard(wait),
-        })?
-        .map_err(|error| store_error(py, &error))
+        })
     }
 
     /// Check what `Engine.replay` reads, which does it too: where others have to know it before any of them writes.
     fn check_log(&self, py: Python<'_>) -> PyResult<()> {
-        interruptible(py, |keep_going| self.inner.check_log(keep_going))?.map_err(|error| store_error(py, &error))
+        interruptible(py, |keep_going| self.inner.check_log(keep_going))
     }
 
     /// Read and check everything that is live: extents and bytes. `progress(done, all)` hears of bytes.
@@ -306,26 +299,20 @@ impl Store {
 
     /// Damaged copies of labels and description, in words; the first commit after an open repairs them.
     fn damaged(&self, py: Python<'_>) -> PyResult<Vec<String>> {
-        py.detach(|| self.inner.damaged()).map_err(|error| store_error(py, &error))
+        py.detach(|| self.inner.damaged()).or_raise(py)
     }
 
     /// Shows live records in parts: `visit(record, [(tensor, first byte, memory)])`, whose memory is lent for the call.
     #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
     fn scan_at(&self, py: Python<'_>, records: Vec<usize>, visit: Py<PyAny>) -> PyResult<()> {
-        let mut raised = None;
-        let scanned = py.detach(|| {
+        calling(py, |calls| {
             self.inner.scan(&records, &mut |record, parts| {
-                let told = Python::attach(|py| {
+                calls.call(|py| {
                     py.check_signals()?;
                     show(py, &visit, record, parts)
-                });
-                told.map_err(|error| raised = Some(error)).is_ok()
+                })
             })
-        });
-        match raised {
-            Some(raised) => Err(raised),
-            None => scanned.map_err(|error| store_error(py, &error)),
-        }
+        })
     }
 
     /// The first file that its path does not name any more, and what became of it: "deleted", "moved" or "replaced".
@@ -353,11 +340,9 @@ impl Store {
     /// Keep what was committed, drop what is only staged, and let go of the devices. Twice is fine.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         // The devices are let go even where the last words could not be written to them.
-        let said =
-            waiting(py, None, |wait| self.inner.close(wait)).map(|said| said.map_err(|error| store_error(py, &error)));
-        let closed = waiting(py, None, |wait| self.inner.volume().close(wait))?.map_err(|error| nvme_error(py, &error));
-        said??;
-        closed
+        let said = waiting(py, None, |wait| self.inner.close(wait));
+        let closed = waiting(py, None, |wait| self.inner.volume().close(wait));
+        said.and(closed)
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
@@ -416,17 +401,11 @@ pub(crate) struct Fetch {
 impl Fetch {
     /// Wait for the device, without the GIL, and check every byte. Ctrl-C ends the wait, not the read.
     fn wait(&self, py: Python<'_>) -> PyResult<u64> {
-        waiting(py, None, |wait| self.inner.wait(wait))?.map_err(|error| store_error(py, &error))
+        waiting(py, None, |wait| self.inner.wait(wait))
     }
 
     /// Whether the device is done with it, well or not. Never waits.
     fn done(&self) -> bool {
         self.inner.is_done()
     }
-}
-
-fn chosen<T: Copy>(py: Python<'_>, name: &str, asked: &str, choices: &[(&str, T)]) -> PyResult<T> {
-    let names: Vec<&str> = choices.iter().map(|(name, _)| *name).collect();
-    let found = choices.iter().find(|(choice, _)| *choice == asked).map(|(_, value)| *value);
-    found.ok_or_else(|| config_error(py, format!("{name} must be one of {names:?}, not {asked:?}")))
 }

@@ -10,7 +10,7 @@ use pyo3::{
 use crate::{
     arguments::shown,
     described::dtype,
-    errors::{config_error, engine_error},
+    errors::{OrRaise as _, config_error},
     nvme::TensorMemory,
     source::lending,
 };
@@ -93,7 +93,7 @@ pub(crate) fn gradient(record: &Record, given: &Bound<'_, PyAny>) -> PyResult<Gr
     } else {
         Gradient::new(Box::new(held(&tensor)?), dtype)
     };
-    made.map_err(|error| engine_error(py, &error))
+    made.or_raise(py)
 }
 
 /// Refuses what is no gradient of a record, as [`gradient`] does, where Python keeps it; its bytes.

@@ -6,7 +6,7 @@ use std::{
     thread::{self, JoinHandle},
 };
 
-use memascend_mem::{Guarded, Wait, fork_generation};
+use memascend_mem::{Guarded, Maker, Wait};
 
 use crate::{Buffer, Error, PartFetch, Result};
 
@@ -16,8 +16,8 @@ use crate::{Buffer, Error, PartFetch, Result};
 pub struct Checkers<B: Buffer + Sync> {
     line: Arc<CheckQueue<B>>,
     threads: Vec<JoinHandle<()>>,
-    /// The process that has the threads, as far as forks are concerned.
-    generation: u32,
+    /// The process that has the threads.
+    maker: Maker,
 }
 
 struct CheckQueue<B: Buffer + Sync> {
@@ -50,7 +50,7 @@ impl<B: Buffer + Sync + 'static> Checkers<B> {
             let line = Arc::clone(&line);
             thread::Builder::new().name("memascend-check".into()).spawn(move || line.serve()).ok()
         });
-        Self { threads: begun.collect(), line, generation: fork_generation() }
+        Self { threads: begun.collect(), line, maker: Maker::here() }
     }
 
     /// Threads that were begun.
@@ -91,7 +91,7 @@ impl<B: Buffer + Sync> CheckQueue<B> {
 
 impl<B: Buffer + Sync> Drop for Checkers<B> {
     fn drop(&mut self) {
-        if self.generation != fork_generation() {
+        if self.maker.is_elsewhere() {
             return;
         }
         self.line.state.lock().closing = true;

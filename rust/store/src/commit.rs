@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use memascend_mem::Wait;
-use memascend_nvme::Part;
 
 use crate::{
     Durability, Error, Head, Result, StepHead, Store, Transfer,
+    buffer::first,
     features::{IDENTITY, LOG, RANKS},
-    index::{Index, Kept, Phase},
+    index::{AfterCommit, Index, Phase},
     layout::PAGE_BYTES,
     log::Live,
     root::{Beside, Root, Run},
@@ -120,7 +120,7 @@ impl Store {
             }
             Phase::Open | Phase::Committing => index.writable()?,
         }
-        (0..index.records.len()).for_each(|record| index.forget(record));
+        index.forget_step();
         drop(index);
         // Elsewhere the log has it.
         if self.durability == Durability::None {
@@ -178,9 +178,9 @@ impl Store {
                 let (generation, mut stale, mut written) = (index.generation, 0, Vec::new());
                 for (record, slots) in index.records.iter_mut().enumerate() {
                     match slots.committed(generation) {
-                        Kept::Same => {}
-                        Kept::Written(before) => written.push((record, before)),
-                        Kept::Older => stale += 1,
+                        AfterCommit::Same => {}
+                        AfterCommit::Written(before) => written.push((record, before)),
+                        AfterCommit::Older => stale += 1,
                     }
                 }
                 index.ram_tier_epoch += stale;
@@ -315,7 +315,7 @@ impl Store {
                 (start, page - start)
             };
             if count > 0 {
-                let part = Part::new(lease, 0, (count * PAGE_BYTES) as usize)?;
+                let part = first(lease, count * PAGE_BYTES)?;
                 let offset = self.layout.places.table[slot] + start * PAGE_BYTES;
                 Transfer::begun(self.volume.write(part, offset))?.wait()?;
                 let mut index = self.index.lock();
@@ -334,11 +334,8 @@ impl Store {
 
     /// Writes what stands in the page of a root.
     pub(crate) fn write_root_page(&self, slot: u64, page: &[u8]) -> Result<()> {
-        let mut lease = self.scratch.lease(Wait::forever())?;
-        lease.as_mut_slice()[..PAGE_BYTES as usize].copy_from_slice(page);
-        let part = Part::new(lease, 0, PAGE_BYTES as usize)?;
         let offset = self.layout.devices.root_offset(slot);
-        Transfer::begun(self.volume.write_durable(part, offset))?.wait().map(drop)
+        Transfer::begun(self.volume.write_durable(self.padded(page)?, offset))?.wait().map(drop)
     }
 }
 

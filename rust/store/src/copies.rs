@@ -4,6 +4,7 @@ use std::{ops::Range, path::Path, sync::Arc};
 
 use memascend_mem::locked;
 use memascend_nvme::{Action, Volume};
+use rustix::io::Errno;
 
 use crate::{
     Description, Error, Result, Store,
@@ -52,7 +53,7 @@ pub(crate) fn labelled(volume: &Volume, devices: Devices) -> Result<Uuid> {
             }
             _ => {
                 let Some(why) = why else { return refused(path, "there is no store") };
-                return Err(corrupt(path, "the label", (devices.label_offset(index), PAGE_BYTES), why));
+                return Err(Error::corrupt(path, "the label", (devices.label_offset(index), PAGE_BYTES), why));
             }
         }
     }
@@ -84,20 +85,16 @@ fn found_at(volume: &Volume, offset: u64) -> Result<std::result::Result<Found, S
 
 /// Tells a place that a device cannot read from a device that does not answer.
 fn readable<T>(read: Result<T>) -> Result<std::result::Result<T, String>> {
-    const MEDIUM: [i32; 4] = [libc::EIO, libc::ENODATA, libc::EILSEQ, libc::EREMOTEIO];
+    const MEDIUM: [Errno; 4] = [Errno::IO, Errno::NODATA, Errno::ILSEQ, Errno::REMOTEIO];
     match read {
         Ok(read) => Ok(Ok(read)),
         Err(Error::Storage(memascend_nvme::Error::Device { action: Action::Read, errno, .. }))
-            if MEDIUM.contains(&errno) =>
+            if MEDIUM.contains(&Errno::from_raw_os_error(errno)) =>
         {
             Ok(Err(format!("it cannot be read: {}", std::io::Error::from_raw_os_error(errno))))
         }
         Err(error) => Err(error),
     }
-}
-
-fn corrupt(path: &Path, what: &str, (offset, nbytes): (u64, u64), why: String) -> Error {
-    Error::Corrupt { path: Arc::from(path), what: what.into(), offset, nbytes, why }
 }
 
 /// The description that a root names, from its first copy or from the second.
@@ -108,7 +105,7 @@ pub(crate) fn described(volume: &Volume, root: &Root, path: &Path) -> Result<Des
         match description_at(volume, root, place)? {
             Ok(bytes) => {
                 return Description::decode(&bytes).map_err(|unread| match unread {
-                    Unread::Malformed(why) => corrupt(path, "the description", place, why),
+                    Unread::Malformed(why) => Error::corrupt(path, "the description", place, why),
                     Unread::Newer(what) => Error::Refused { path: Arc::from(path), why: newer(&what) },
                 });
             }
@@ -118,7 +115,7 @@ pub(crate) fn described(volume: &Volume, root: &Root, path: &Path) -> Result<Des
         }
     }
     let (place, why) = first.unwrap_or_default();
-    Err(corrupt(path, "the description", place, format!("{why}, and its second copy is damaged too")))
+    Err(Error::corrupt(path, "the description", place, format!("{why}, and its second copy is damaged too")))
 }
 
 fn description_at(

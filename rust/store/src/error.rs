@@ -78,6 +78,27 @@ pub enum Error {
 }
 
 impl Error {
+    /// That what lies at a place, as (offset, bytes), is damaged.
+    pub(crate) fn corrupt(
+        path: &Path,
+        what: impl Into<String>,
+        (offset, nbytes): (u64, u64),
+        why: impl Into<String>,
+    ) -> Self {
+        Self::Corrupt { path: path.into(), what: what.into(), offset, nbytes, why: why.into() }
+    }
+
+    /// The same error with more about damage or a refusal.
+    pub(crate) fn adding(self, more: &str) -> Self {
+        match self {
+            Self::Corrupt { path, what, offset, nbytes, why } => {
+                Self::Corrupt { path, what, offset, nbytes, why: why + more }
+            }
+            Self::Refused { path, why } => Self::Refused { path, why: why + more },
+            error => error,
+        }
+    }
+
     /// What ended a wait for `what`.
     #[must_use]
     pub fn of_wait(ended: Ended, what: &'static str) -> Self {

@@ -21,7 +21,7 @@ const NAME_BYTES_MAX: usize = 64;
 
 /// What a gradient is applied with: a kernel by its name, and all numbers that it computes with beside state and gradient.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
-pub struct Rule {
+pub struct LoggedRule {
     /// The kernel's.
     pub name: String,
     /// Which arithmetic it has: with the same number, the same bits come out.
@@ -47,7 +47,7 @@ pub struct LoggedUpdate {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct StepHead {
     /// What gradients are applied with; equal ones are named once.
-    pub rules: Vec<Rule>,
+    pub rules: Vec<LoggedRule>,
     /// One for each gradient that was appended.
     pub updates: Vec<LoggedUpdate>,
 }
@@ -81,12 +81,12 @@ pub struct Head {
     /// Where the head before it lies, and its checksum; zeros where there is none.
     pub(crate) before: (u64, u64),
     /// What its gradients are applied with.
-    pub rules: Vec<Rule>,
+    pub rules: Vec<LoggedRule>,
     /// Its gradients.
     pub logged_gradients: Vec<LoggedGradient>,
 }
 
-impl Rule {
+impl LoggedRule {
     fn bytes(&self) -> usize {
         let numbers: usize = self.numbers.iter().map(|(name, _)| 2 + name.len() + 8).sum();
         2 + self.name.len() + 4 + 1 + numbers + 1 + 4 * self.factors.len()
@@ -189,7 +189,7 @@ impl Head {
             return Err(format!("generation {generation}, which needs generation {oldest}"));
         }
         let (rules, logged_gradients) = (fields.u32()? as usize, fields.u32()? as usize);
-        let rules = counted(rules, RULE_BYTES_MIN, &mut fields, Rule::decode)?;
+        let rules = counted(rules, RULE_BYTES_MIN, &mut fields, LoggedRule::decode)?;
         let logged_gradients = counted(logged_gradients, LOGGED_BYTES, &mut fields, |fields| {
             let (record, rule, step) = (fields.u32()? as usize, fields.u32()?, fields.u64()?);
             let code = fields.u8()?;
@@ -225,7 +225,7 @@ mod tests {
     use super::*;
 
     fn head() -> Head {
-        let rule = Rule {
+        let rule = LoggedRule {
             name: "adam".into(),
             arithmetic: 1,
             numbers: vec![("eps".into(), 7), ("decay".into(), u64::MAX)],

@@ -51,7 +51,7 @@ impl<S: Deref<Target = Store>> Hold<S> {
     pub(crate) fn check(&self, extent: u32, bytes: &[u8], place: (u64, u64)) -> Result<()> {
         let (store, record) = (&*self.store, self.record);
         let wanted = self.sums[(extent - self.first) as usize];
-        let got = store.sum_of_bytes(record, extent, self.version, bytes);
+        let got = store.sum_of(record, extent, self.version, bytes);
         if got == wanted {
             return Ok(());
         }

@@ -65,7 +65,7 @@ impl Slots {
     }
 
     /// A commit was made, of this generation.
-    pub(crate) fn committed(&mut self, generation: u64) -> Kept {
+    pub(crate) fn committed(&mut self, generation: u64) -> AfterCommit {
         let (before, _) = self.newest();
         let pending = std::mem::take(&mut self.pending);
         let was_alone = self.applied.is_some();
@@ -74,13 +74,13 @@ impl Slots {
             self.applied = None;
         }
         match pending {
-            Pending::Staged if was_alone => Kept::Older,
-            Pending::Snapshot { update: None } => Kept::Written(before),
+            Pending::Staged if was_alone => AfterCommit::Older,
+            Pending::Snapshot { update: None } => AfterCommit::Written(before),
             Pending::Snapshot { update: Some(update) } | Pending::InMemory { update } => {
                 self.applied = Some((generation, update));
-                Kept::Same
+                AfterCommit::Same
             }
-            Pending::Staged | Pending::Nothing => Kept::Same,
+            Pending::Staged | Pending::Nothing => AfterCommit::Same,
         }
     }
 
@@ -96,7 +96,7 @@ impl Slots {
 
 /// What a commit made of what is in memory of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kept {
+pub(crate) enum AfterCommit {
     /// What it was: of the newest version, or about to be updated.
     Same,
     /// It is what was written now, and had this version before.
@@ -149,9 +149,6 @@ pub(crate) struct Index {
     pub(crate) next_step: u64,
     pub(crate) user: String,
     pub(crate) hyperparameters: String,
-    /// The texts as they are read, page by page.
-    pub(crate) user_bytes: Vec<u8>,
-    pub(crate) hyperparameters_bytes: Vec<u8>,
     pub(crate) records: Vec<Slots>,
     sums: [Vec<u64>; 2],
     /// The first extent of each record, and the end.
@@ -195,8 +192,6 @@ impl Index {
             next_step: 0,
             user: String::new(),
             hyperparameters: String::new(),
-            user_bytes: Vec::new(),
-            hyperparameters_bytes: Vec::new(),
             records: vec![Slots::default(); records],
             sums: [vec![0; extents], vec![0; extents]],
             starts,
@@ -301,6 +296,13 @@ impl Index {
             self.note_stale(record);
         }
         self.log.appended.remove(&record);
+    }
+
+    /// Forgets everything that was staged, and the failure of it.
+    pub(crate) fn forget_step(&mut self) {
+        (0..self.records.len()).for_each(|record| self.forget(record));
+        self.log.discard();
+        self.failed = None;
     }
 }
 

@@ -281,13 +281,9 @@ impl Layout {
         unreachable!("a record has {} extents", place.extents)
     }
 
-    /// Where an extent lies in `slot`, for tools that look at a store from outside.
+    /// Where an extent lies in the volume, in slot 0 or 1.
     #[must_use]
-    pub fn offset_in(&self, extent: &Extent, slot: usize) -> u64 {
-        self.offset(extent, slot.min(1))
-    }
-
-    pub(crate) fn offset(&self, extent: &Extent, slot: usize) -> u64 {
+    pub fn offset(&self, extent: &Extent, slot: usize) -> u64 {
         let area =
             if matches!(extent.content, Content::Values { .. }) { &self.places.values } else { &self.places.state };
         area[slot] + extent.at

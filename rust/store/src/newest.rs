@@ -108,13 +108,9 @@ impl Roots {
     pub(crate) fn any(&self) -> Result<Root> {
         match (self.whole().first(), self.damaged()) {
             (Some(root), _) => Ok(root.clone()),
-            (None, Some((_, error))) => Err(match error.clone() {
-                Error::Corrupt { path, what, offset, nbytes, why } => {
-                    let why = format!("{why}; the other root is not whole either, so no commit is found: {KEEP}");
-                    Error::Corrupt { path, what, offset, nbytes, why }
-                }
-                error => error,
-            }),
+            (None, Some((_, error))) => Err(error
+                .clone()
+                .adding(&format!("; the other root is not whole either, so no commit is found: {KEEP}"))),
             (None, None) => Err(Error::Unfilled { path: Arc::clone(&self.path) }),
         }
     }
@@ -162,9 +158,8 @@ fn lost(pages: &[Page; 2]) -> Option<(usize, String)> {
     Some((slot, format!("it is blank, where {was} was when the other root was written: what was there is lost")))
 }
 
-fn damaged_page(devices: Devices, slot: u64, path: &Arc<Path>, why: String) -> Page {
-    let (path, what, offset) = (Arc::clone(path), "the root".into(), devices.root_offset(slot));
-    Page::Damaged(Error::Corrupt { path, what, offset, nbytes: PAGE_BYTES, why })
+fn damaged_page(devices: Devices, slot: u64, path: &Path, why: String) -> Page {
+    Page::Damaged(Error::corrupt(path, "the root", (devices.root_offset(slot), PAGE_BYTES), why))
 }
 
 /// A commit as its root names it.
@@ -230,15 +225,11 @@ impl Store {
         self.load_table(&root)?;
         fits(&self.description)?;
         let step = self.index.lock().step;
-        self.verify(progress).map_err(|error| match error {
-            Error::Corrupt { path, what, offset, nbytes, why } => {
-                let why = format!(
-                    "{why}; it belongs to the commit before, step {step}, which the step after the newest commit begins \
-                     to overwrite: existing=\"previous\" cannot open it, and nothing was changed"
-                );
-                Error::Corrupt { path, what, offset, nbytes, why }
-            }
-            error => error,
+        self.verify(progress).map_err(|error| {
+            error.adding(&format!(
+                "; it belongs to the commit before, step {step}, which the step after the newest commit begins to \
+                 overwrite: existing=\"previous\" cannot open it, and nothing was changed"
+            ))
         })?;
         // Nothing of it may be in a cache alone when the other root goes.
         self.volume.flush(Wait::forever())?;
@@ -268,13 +259,7 @@ impl Store {
             ),
             Err(_) => "; no other commit is whole".into(),
         };
-        match error {
-            Error::Corrupt { path, what, offset, nbytes, why } => {
-                Error::Corrupt { path, what, offset, nbytes, why: why + &advice }
-            }
-            Error::Refused { path, why } => Error::Refused { path, why: why + &advice },
-            error => error,
-        }
+        error.adding(&advice)
     }
 
     /// Takes the catalog of another commit than before.

@@ -5,7 +5,8 @@
 use std::sync::{Arc, MutexGuard};
 
 use crate::{
-    Dtype, Error, Replay, Result, Rule, Scratch, Shared, Store, buffer::bytes_of, ram_tier::Now, ram_tier::RamTier,
+    Dtype, Error, LoggedRule, Replay, Result, Scratch, Shared, Store, buffer::bytes_of, ram_tier::Now,
+    ram_tier::RamTier,
 };
 
 /// Applies one gradient of the log to a chunk, by arithmetic that the store does not have; or why it cannot.
@@ -19,7 +20,7 @@ pub struct LoggedChunk<'a> {
     /// Which.
     pub chunk: u32,
     /// What the gradient is applied with.
-    pub rule: &'a Rule,
+    pub rule: &'a LoggedRule,
     /// The extents of values and state, which are the callee's, as is the gradient.
     pub values: Shared,
     /// As above; none of a record whose chunks have no state.
@@ -91,7 +92,7 @@ impl Store {
             let values = ram_tier.part(self, record, chunk);
             let state = has_state.then(|| ram_tier.part(self, record, count + chunk));
             self.read_newest(&replay, (record, chunk), (&values, state.as_ref()), &room)?;
-            now.sums[chunk as usize] = self.sum_of_bytes(record, chunk, version, bytes_of(&values));
+            now.sums[chunk as usize] = self.sum_of(record, chunk, version, bytes_of(&values));
             now.versions[chunk as usize] = version;
             if has_state {
                 now.versions[(count + chunk) as usize] = version;

@@ -8,10 +8,11 @@ use std::{
 };
 
 use memascend_mem::Wait;
-use memascend_nvme::{Claim, Missing, Options, Part, Privacy, STRIPE_BYTES_DEFAULT, Volume};
+use memascend_nvme::{Claim, Missing, Options, Privacy, STRIPE_BYTES_DEFAULT, Volume};
 
 use crate::{
-    Description, Durability, Error, Layout, Result, Scratch, Store, Transfer,
+    Description, Durability, Error, Layout, Result, Scratch, Shared, Store, Transfer,
+    buffer::{bytes_of, first},
     checksum::Uuid,
     copies::{described, labelled},
     fields::Malformed,
@@ -223,13 +224,6 @@ impl Store {
     fn prepare(volume: Volume, devices: Devices, how: &Create) -> Result<(Self, Roots)> {
         let path: Arc<Path> =
             volume.devices().first().map_or(Path::new("").into(), |device| device.path.as_path().into());
-        let corrupt = |what: &str, (offset, nbytes): (u64, u64), why: Malformed| Error::Corrupt {
-            path: Arc::clone(&path),
-            what: what.into(),
-            offset,
-            nbytes,
-            why,
-        };
         let uuid = labelled(&volume, devices)?;
         let (size, roots_end) = (volume.size_bytes(), devices.root_offset(1) + PAGE_BYTES);
         if size < roots_end {
@@ -237,7 +231,7 @@ impl Store {
                 "{size} bytes of it are there, and its roots end at {roots_end}: it was truncated, and no commit is \
                  found: {KEEP}"
             );
-            return Err(corrupt("the store", (size, roots_end - size), why));
+            return Err(Error::corrupt(&path, "the store", (size, roots_end - size), why));
         }
         let roots = Roots::read(&volume, devices, &uuid, &path);
         let root = roots.any()?;
@@ -245,12 +239,13 @@ impl Store {
             return refused(&path, &Malformed::from(unread));
         }
         let description = described(&volume, &root, &path)?;
-        let layout = Layout::placed(&description, devices, root.places)?
-            .map_err(|why| corrupt("the root", (devices.root_offset(root.generation & 1), PAGE_BYTES), why))?;
+        let layout = Layout::placed(&description, devices, root.places)?.map_err(|why| {
+            Error::corrupt(&path, "the root", (devices.root_offset(root.generation & 1), PAGE_BYTES), why)
+        })?;
         if volume.size_bytes() < layout.end() {
             let (needed, size) = (layout.end(), volume.size_bytes());
             let why = format!("the store has {needed} bytes, and {size} are there: it was truncated");
-            return Err(corrupt("the store", (size, needed - size), why));
+            return Err(Error::corrupt(&path, "the store", (size, needed - size), why));
         }
         Ok((Self::new(volume, uuid, description, layout, how)?, roots))
     }
@@ -263,22 +258,21 @@ impl Store {
         let whole = (self.layout.places.table[slot], pages * PAGE_BYTES);
         if root.table_bytes != whole.1 {
             let why = format!("it has {} bytes by the root, and {} by the description", root.table_bytes, whole.1);
-            return Err(self.corrupt("the table".into(), whole, why));
+            return Err(self.corrupt("the table", whole, why));
         }
         let mut index = self.index.lock();
         (index.generation, index.found_generation) = (root.generation, root.generation);
         (index.root_is_unclosed, index.root_generation, index.run) = (root.is_unclosed, root.generation, root.run);
-        index.user_bytes = Vec::with_capacity(self.description.user_bytes_max as usize);
-        index.hyperparameters_bytes = Vec::with_capacity(self.description.hyperparameters_bytes_max as usize);
+        let Description { user_bytes_max, hyperparameters_bytes_max, .. } = self.description;
+        let mut texts = [user_bytes_max, hyperparameters_bytes_max].map(|room| Vec::with_capacity(room as usize));
         let pages_at_once = CATALOG_CHUNK_BYTES as u64 / PAGE_BYTES;
         for start in (0..pages).step_by(pages_at_once as usize) {
-            let lease = self.scratch.lease(Wait::forever())?;
-            let nbytes = ((pages - start).min(pages_at_once) * PAGE_BYTES) as usize;
+            let into = self.scratch.part((pages - start).min(pages_at_once) * PAGE_BYTES)?;
             let from = self.layout.places.table[slot] + start * PAGE_BYTES;
-            let lease = Transfer::begun(self.volume.read(Part::new(lease, 0, nbytes)?, from))?.wait()?.into_inner();
-            for (page, bytes) in (start..).zip(lease.as_slice()[..nbytes].chunks_exact(PAGE_BYTES as usize)) {
+            let read = Transfer::begun(self.volume.read(into, from))?.wait()?;
+            for (page, bytes) in (start..).zip(bytes_of(&read).chunks_exact(PAGE_BYTES as usize)) {
                 let place = (self.layout.places.table[slot] + page * PAGE_BYTES, PAGE_BYTES);
-                let sum = self.sections.decode(&mut index, page, &self.uuid, bytes);
+                let sum = self.sections.decode(&mut index, &mut texts, page, (&self.uuid, bytes));
                 let sum = sum.map_err(|why| self.corrupt(format!("page {page} of the table"), place, why))?;
                 index.page_sums[slot][page as usize] = sum;
                 index.dirty[slot].set(page as usize, false);
@@ -287,13 +281,12 @@ impl Store {
         let sum = table_checksum(&self.uuid, root.generation, &index.page_sums[slot]);
         if sum != root.table_checksum {
             let why = "its pages are not those that the root was written for";
-            return Err(self.corrupt("the table".into(), whole, why));
+            return Err(self.corrupt("the table", whole, why));
         }
         let text = |bytes: Vec<u8>, what: &str| {
-            String::from_utf8(bytes).map_err(|_| self.corrupt(what.into(), whole, "it is not UTF-8"))
+            String::from_utf8(bytes).map_err(|_| self.corrupt(what, whole, "it is not UTF-8"))
         };
-        let (user, hyperparameters) =
-            (std::mem::take(&mut index.user_bytes), std::mem::take(&mut index.hyperparameters_bytes));
+        let [user, hyperparameters] = texts;
         index.user = text(user, "the user's value")?;
         index.hyperparameters = text(hyperparameters, "the hyperparameters")?;
         drop(index);
@@ -302,15 +295,21 @@ impl Store {
 
     /// Writes a part of the catalog.
     pub(crate) fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        for (index, extent) in (0_u64..).zip(bytes.chunks(CATALOG_CHUNK_BYTES)) {
-            let mut lease = self.scratch.lease(Wait::forever())?;
-            lease.as_mut_slice()[..extent.len()].copy_from_slice(extent);
-            let padded = extent.len().next_multiple_of(PAGE_BYTES as usize);
-            lease.as_mut_slice()[extent.len()..padded].fill(0);
+        for (index, chunk) in (0_u64..).zip(bytes.chunks(CATALOG_CHUNK_BYTES)) {
             let at = offset + index * CATALOG_CHUNK_BYTES as u64;
-            Transfer::begun(self.volume.write(Part::new(lease, 0, padded)?, at))?.wait()?;
+            Transfer::begun(self.volume.write(self.padded(chunk)?, at))?.wait()?;
         }
         Ok(())
+    }
+
+    /// A chunk of the catalog in memory that it is written from: whole pages.
+    pub(crate) fn padded(&self, chunk: &[u8]) -> Result<Shared> {
+        let mut lease = self.scratch.lease(Wait::forever())?;
+        let padded = chunk.len().next_multiple_of(PAGE_BYTES as usize);
+        let (used, rest) = lease.as_mut_slice()[..padded].split_at_mut(chunk.len());
+        used.copy_from_slice(chunk);
+        rest.fill(0);
+        first(lease, padded as u64)
     }
 }
 
@@ -373,9 +372,8 @@ pub(crate) fn bytes_at(volume: &Volume, offset: u64, nbytes: u64) -> Result<Vec<
         let from = offset + bytes.len() as u64;
         let wanted = (nbytes - bytes.len() as u64).min(CATALOG_CHUNK_BYTES as u64);
         let whole = wanted.next_multiple_of(PAGE_BYTES).min(volume.size_bytes().saturating_sub(from));
-        let part = Part::new(scratch.lease(Wait::forever())?, 0, whole.max(wanted) as usize)?;
-        let read = Transfer::begun(volume.read(part, from))?.wait()?;
-        bytes.extend_from_slice(&read.into_inner().as_slice()[..wanted as usize]);
+        let read = Transfer::begun(volume.read(scratch.part(whole.max(wanted))?, from))?.wait()?;
+        bytes.extend_from_slice(&bytes_of(&read)[..wanted as usize]);
     }
     Ok(bytes)
 }

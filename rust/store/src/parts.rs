@@ -87,8 +87,8 @@ impl Store {
         {
             let mut index = self.index.lock();
             let with_values = self.records_of(unit).filter(|&record| self.layout.chunks_of(record) > 0);
-            let ram_tier = |record| Hold::live(Arc::clone(self), &mut index, record, 0..self.layout.chunks_of(record));
-            holds.extend(with_values.map(ram_tier));
+            let live = |record| Hold::live(Arc::clone(self), &mut index, record, 0..self.layout.chunks_of(record));
+            holds.extend(with_values.map(live));
         }
         let mut parts: Vec<Cut> = Vec::new();
         for (number, hold) in holds.iter().enumerate() {

@@ -9,6 +9,10 @@ use std::{
 };
 
 use memascend_nvme::Claim;
+use rustix::{
+    fs::{FsWord, statfs},
+    io::Errno,
+};
 
 use crate::{
     Error, Result,
@@ -24,10 +28,10 @@ const FILE_NAME: &str = "memascend.store";
 /// How much of either end must be blank where there is no label.
 const EDGE_BYTES: u64 = 1 << 20;
 /// File systems in memory: `statfs` says so.
-const TMPFS_MAGIC: i64 = 0x0102_1994;
-const RAMFS_MAGIC: i64 = 0x8584_58f6;
+const TMPFS_MAGIC: FsWord = 0x0102_1994;
+const RAMFS_MAGIC: FsWord = 0x8584_58f6;
 /// File systems that show the state of the kernel.
-const KERNEL_MAGICS: [i64; 10] = [
+const KERNEL_MAGICS: [FsWord; 10] = [
     0x9fa0,      // proc
     0x6265_6572, // sysfs
     0x0027_e0eb, // cgroup
@@ -200,7 +204,9 @@ fn look_at(path: &Path) -> Result<Found> {
     };
     let page = match edge(0, bytes.min(PAGE_BYTES)) {
         // A page that the device has lost: the second label may be whole.
-        Err(error) if error.raw_os_error() == Some(libc::EIO) => return Ok(Found::Damaged(error.to_string())),
+        Err(error) if error.raw_os_error() == Some(Errno::IO.raw_os_error()) => {
+            return Ok(Found::Damaged(error.to_string()));
+        }
         page => page.map_err(read)?,
     };
     match label::read(&page) {
@@ -294,14 +300,16 @@ pub(crate) fn check_place(path: &Path, in_folder: bool) -> Result<()> {
     if !place.exists() {
         return refused(path, &format!("the folder {} does not exist", folder.display()));
     }
-    if KERNEL_MAGICS.contains(&file_system(place)) {
+    // Where there is no answer it is none of these.
+    let file_system = statfs(place).map_or(0, |answer| answer.f_type);
+    if KERNEL_MAGICS.contains(&file_system) {
         return refused(
             path,
             "a store cannot be there, as this file system shows the state of the kernel and holds no files (procfs, \
              sysfs, cgroup or the like); choose a folder on a disk",
         );
     }
-    if [TMPFS_MAGIC, RAMFS_MAGIC].contains(&file_system(place)) && !is_device(path) {
+    if [TMPFS_MAGIC, RAMFS_MAGIC].contains(&file_system) && !is_device(path) {
         return refused(
             path,
             "it is on a file system in memory, which would hold the state in the memory that it is to \
@@ -315,19 +323,6 @@ fn is_device(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device())
 }
 
-/// `f_type` of `statfs`; 0 where there is no answer.
-fn file_system(path: &Path) -> i64 {
-    use std::os::unix::ffi::OsStrExt;
-    let Ok(name) = std::ffi::CString::new(path.as_os_str().as_bytes()) else { return 0 };
-    let mut answer = std::mem::MaybeUninit::<libc::statfs>::uninit();
-    // SAFETY: a text that ends in zero, and room for the answer.
-    if unsafe { libc::statfs(name.as_ptr(), answer.as_mut_ptr()) } != 0 {
-        return 0;
-    }
-    // SAFETY: the call succeeded, so it filled the answer.
-    unsafe { answer.assume_init() }.f_type
-}
-
 /// Why nothing is resumed from an empty file: whoever lost a store must not begin another one unawares.
 pub(crate) fn emptied<T>(path: &Path) -> Result<T> {
     let bytes = fs::metadata(path).map_or(0, |there| there.len());
@@ -336,7 +331,7 @@ pub(crate) fn emptied<T>(path: &Path) -> Result<T> {
         "{found}: what it held is lost, or its first write did not finish, so its run never began: bring back a copy of \
          it, or give existing=\"replace\" to begin anew"
     );
-    Err(Error::Corrupt { path: Arc::from(path), what: "the store".into(), offset: 0, nbytes: bytes, why })
+    Err(Error::corrupt(path, "the store", (0, bytes), why))
 }
 
 pub(crate) fn refused<T>(path: &Path, why: &str) -> Result<T> {

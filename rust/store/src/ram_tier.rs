@@ -10,7 +10,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard},
 };
 
-use memascend_mem::{Arena, KeepGoing, OnFork, Pin, Region, Wait, fork_generation, locked};
+use memascend_mem::{Arena, KeepGoing, Maker, OnFork, Pin, Region, Wait, locked};
 
 use crate::{
     Buffer, Content, Description, Error, Layout, Result, Shared, Store,
@@ -32,7 +32,7 @@ pub(crate) struct RamTier {
     /// Where the values of each unit lie of which all records are in RAM.
     units: BTreeMap<usize, Range<usize>>,
     /// The process that has it: a forked child sees zeros there.
-    generation: u32,
+    maker: Maker,
 }
 
 #[derive(Debug)]
@@ -117,7 +117,7 @@ impl Store {
         let region = Region::interruptible(end, pin, OnFork::Wipe, "records in RAM", keep_going)?;
         let arena = Arena::new(&region, &[(end, 1)])?;
         let memory = Shared::new(arena.lease(end, arena.owner("records in RAM")?, Wait::never())?);
-        Ok(Some(RamTier { memory, records: ram_tier, units, generation: fork_generation() }))
+        Ok(Some(RamTier { memory, records: ram_tier, units, maker: Maker::here() }))
     }
 
     /// Whether a record is in RAM.
@@ -197,7 +197,7 @@ impl Store {
     /// That values in memory, the only ones, were written to; or are another process's.
     pub(crate) fn lost(&self, record: usize) -> Error {
         let name = &self.description.records[record].name;
-        if self.index.lock().ram_tier.as_ref().is_some_and(|ram_tier| ram_tier.generation != fork_generation()) {
+        if self.index.lock().ram_tier.as_ref().is_some_and(|ram_tier| ram_tier.maker.is_elsewhere()) {
             return Error::Usage(format!(
                 "{name:?} is in the memory of the process that opened the store, and this one was forked from it: use it there"
             ));
@@ -255,7 +255,7 @@ impl Store {
 
     /// Where records are kept now. Nowhere in a forked child, which reads storage then, and is refused.
     pub(crate) fn ram_tier(&self) -> Option<Arc<RamTier>> {
-        self.index.lock().ram_tier.clone().filter(|ram_tier| ram_tier.generation == fork_generation())
+        self.index.lock().ram_tier.clone().filter(|ram_tier| !ram_tier.maker.is_elsewhere())
     }
 
     /// That an extent of values in memory is what its version was left as.
@@ -270,7 +270,7 @@ impl Store {
         let now = ram_tier.now(record);
         let wanted = stored.unwrap_or(now.sums[chunk as usize]);
         drop(now);
-        if self.sum_of_bytes(record, chunk, version, bytes_of(&ram_tier.part(self, record, chunk))) == wanted {
+        if self.sum_of(record, chunk, version, bytes_of(&ram_tier.part(self, record, chunk))) == wanted {
             return Ok(());
         }
         self.spoil(record);

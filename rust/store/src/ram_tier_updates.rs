@@ -193,7 +193,7 @@ impl InMemoryUpdate<'_> {
 
     /// A chunk was updated, values and state.
     pub fn chunk_applied(&self, chunk: u32) {
-        let sum = self.store.sum_of_bytes(self.record, chunk, self.version, bytes_of(&self.part(chunk)));
+        let sum = self.store.sum_of(self.record, chunk, self.version, bytes_of(&self.part(chunk)));
         self.ram_tier.now(self.record).sums[chunk as usize] = sum;
     }
 

@@ -70,7 +70,8 @@ impl Store {
         Ok(ExtentRead { source, hold, extent, place })
     }
 
-    fn fitting_extent(&self, record: usize, extent: u32, nbytes: usize) -> Result<Extent> {
+    /// Where an extent of a record lies that a buffer of so many bytes is for.
+    pub(crate) fn fitting_extent(&self, record: usize, extent: u32, nbytes: usize) -> Result<Extent> {
         self.known(record)?;
         let name = &self.description.records[record].name;
         if extent >= self.layout.extents_of(record) {
@@ -104,7 +105,7 @@ impl Store {
             let live = usize::from(slots.live);
             (slots.versions[live], index.sum(live, number))
         };
-        Ok(buffer.len() as u64 == place.bytes() && self.sum_of(record, extent, version, buffer) == wanted)
+        Ok(buffer.len() as u64 == place.bytes() && self.sum_of(record, extent, version, bytes_of(buffer)) == wanted)
     }
 
     /// The records of a unit.

@@ -160,7 +160,7 @@ impl Store {
                 ring.bytes, ring.offset
             );
             let place = (self.layout.devices.root_offset(root.generation & 1), PAGE_BYTES);
-            return Err(self.corrupt("the root".into(), place, why));
+            return Err(self.corrupt("the root", place, why));
         }
         let head = (said.head_offset, said.head_checksum);
         let heads = self.chain(root.generation, head, ring)?;
@@ -210,7 +210,7 @@ impl Store {
             let newer = heads.last().map_or(newest + 1, |head| head.generation);
             if head.generation >= newer {
                 let why = format!("it is of generation {}, before one of {newer}", head.generation);
-                return Err(self.corrupt("the head of a step of the log".into(), (place.0, PAGE_BYTES), why));
+                return Err(self.corrupt("the head of a step of the log", (place.0, PAGE_BYTES), why));
             }
             let oldest = heads.first().map_or(head.oldest, |newest| newest.oldest);
             let (generation, before) = (head.generation, head.before);
@@ -228,8 +228,7 @@ impl Store {
     }
 
     fn head_at(&self, (offset, sum): (u64, u64), ring: Ring) -> Result<Head> {
-        let corrupt =
-            |nbytes: u64, why: String| self.corrupt("the head of a step of the log".into(), (offset, nbytes), why);
+        let corrupt = |nbytes: u64, why: String| self.corrupt("the head of a step of the log", (offset, nbytes), why);
         let end = ring.offset + ring.bytes;
         if offset < ring.offset || offset >= end || !offset.is_multiple_of(PAGE_BYTES) {
             return Err(corrupt(PAGE_BYTES, "it lies outside the log".into()));

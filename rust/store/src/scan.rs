@@ -41,8 +41,8 @@ impl Store {
             versions.push(self.record_state(record)?.version);
         }
         let (state, values) = self.description.staging_bytes();
-        let values_at = usize::try_from(state).unwrap_or(usize::MAX);
-        let chunk = usize::try_from(state + values).unwrap_or(usize::MAX).max(1);
+        let values_at = state as usize;
+        let chunk = ((state + values) as usize).max(1);
         let scratch = Scratch::new(chunk, DEPTH, "store scan")?;
         let mut flying: VecDeque<(Turn<'_>, u64)> = VecDeque::with_capacity(DEPTH);
         let room = self.pending_replay().map(|_| self.log_room()).transpose()?;
@@ -62,7 +62,7 @@ impl Store {
                 for &extent in &extents {
                     let at = if extent < self.layout.chunks_of(record) { values_at } else { 0 };
                     let bytes = self.layout.extent(&self.description, record, extent).bytes();
-                    let part = memory.part(at, usize::try_from(bytes).unwrap_or(usize::MAX));
+                    let part = memory.part(at, bytes as usize);
                     let part = part.ok_or_else(|| Error::Invalid("an extent is larger than a chunk".into()))?;
                     parts.push(part);
                 }

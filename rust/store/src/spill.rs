@@ -4,7 +4,7 @@
 
 use std::sync::{Mutex, MutexGuard};
 
-use memascend_math::Squares;
+use memascend_math::Check;
 use memascend_mem::locked;
 
 use crate::{
@@ -14,22 +14,13 @@ use crate::{
     layout::PAGE_BYTES,
 };
 
-/// A measure of a whole spilled gradient.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Spilled {
-    /// An infinity or a NaN is in it.
-    pub nonfinite: bool,
-    /// The sum of its squares; infinity or NaN where one of them is.
-    pub squares: Squares,
-}
-
 /// The room of one record.
 #[derive(Debug)]
 struct Room {
     /// Its first checksum.
     first: u32,
-    /// What lies there whole; `None` while it is written, and where nothing is.
-    whole: Option<Spilled>,
+    /// What the gradient that lies there whole has in it; `None` while it is written, and where nothing is.
+    whole: Option<Check>,
 }
 
 #[derive(Debug)]
@@ -112,13 +103,13 @@ impl Store {
     }
 
     /// What lies in the room of a record; `None` where nothing does, or not the whole of it.
-    pub fn spilled(&self, record: usize) -> Result<Option<Spilled>> {
+    pub fn spilled(&self, record: usize) -> Result<Option<Check>> {
         self.spills(record)?;
         Ok(self.spill.lock().rooms[record].whole)
     }
 
     /// Says that all chunks of a record's gradient are written, or that what lies there is nothing any more.
-    pub fn set_spilled(&self, record: usize, whole: Option<Spilled>) -> Result<()> {
+    pub fn set_spilled(&self, record: usize, whole: Option<Check>) -> Result<()> {
         self.spills(record)?;
         self.spill.lock().rooms[record].whole = whole;
         Ok(())

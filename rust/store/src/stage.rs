@@ -55,21 +55,10 @@ impl Store {
     /// Begins to write an extent of a record whose staging was begun. The buffer holds whole pages; what fills the last
     /// one should be zeros.
     pub fn stage<B: Buffer>(&self, record: usize, extent: u32, buffer: B) -> Result<StepWrite<'_, B>> {
-        self.known(record)?;
+        let place = self.fitting_extent(record, extent, buffer.len())?;
         let name = &self.description.records[record].name;
-        if extent >= self.layout.extents_of(record) {
-            return Err(Error::Invalid(format!(
-                "{name:?} has {} extents, not {extent}",
-                self.layout.extents_of(record)
-            )));
-        }
-        let place = self.layout.extent(&self.description, record, extent);
-        if buffer.len() as u64 != place.bytes() {
-            let (got, wanted) = (buffer.len(), place.bytes());
-            return Err(Error::Invalid(format!("extent {extent} of {name:?} has {wanted} bytes, not {got}")));
-        }
         let version = self.index.lock().generation + 1;
-        let sum = self.sum_of(record, extent, version, &buffer);
+        let sum = self.sum_of(record, extent, version, bytes_of(&buffer));
         let number = (self.layout.record(record).first_extent + extent) as usize;
         let (slot, ram_tier) = {
             let mut index = self.index.lock();
@@ -98,9 +87,7 @@ impl Store {
     pub fn discard(&self, mut wait: Wait<'_>) -> Result<()> {
         let mut index = self.when(&mut wait, "writes of the step", |index| index.writing == 0)?;
         index.writable()?;
-        (0..index.records.len()).for_each(|record| index.forget(record));
-        index.log.discard();
-        index.failed = None;
+        index.forget_step();
         Ok(())
     }
 

@@ -10,7 +10,6 @@ use memascend_nvme::Volume;
 
 use crate::{
     Arithmetic, Counters, Create, Description, Error, Layout, Result, Scratch,
-    buffer::{Buffer, bytes_of},
     checksum::{Subject, Uuid, checksum},
     copies::Damage,
     counters::Counting,
@@ -238,16 +237,12 @@ impl Store {
     }
 
     /// The checksum of an extent.
-    pub(crate) fn sum_of(&self, record: usize, extent: u32, version: u64, buffer: &impl Buffer) -> u64 {
-        self.sum_of_bytes(record, extent, version, bytes_of(buffer))
-    }
-
-    pub(crate) fn sum_of_bytes(&self, record: usize, extent: u32, version: u64, bytes: &[u8]) -> u64 {
+    pub(crate) fn sum_of(&self, record: usize, extent: u32, version: u64, bytes: &[u8]) -> u64 {
         checksum(&self.uuid, Subject::Extent, (record as u64, u64::from(extent)), version, bytes)
     }
 
-    pub(crate) fn corrupt(&self, what: String, (offset, nbytes): (u64, u64), why: impl Into<String>) -> Error {
-        Error::Corrupt { path: Arc::clone(&self.path), what, offset, nbytes, why: why.into() }
+    pub(crate) fn corrupt(&self, what: impl Into<String>, place: (u64, u64), why: impl Into<String>) -> Error {
+        Error::corrupt(&self.path, what, place, why)
     }
 
     /// An extent in words.

@@ -87,8 +87,15 @@ impl Sections {
         sum
     }
 
-    /// Takes a page that was read into the index, whose live slots are known from the pages before.
-    pub(crate) fn decode(&self, index: &mut Index, page: u64, uuid: &Uuid, bytes: &[u8]) -> Result<u64, Malformed> {
+    /// Takes a page that was read into the index, whose live slots are known from the pages before; and what it has of the
+    /// user's value and of the hyperparameters, of which neither gets more than the room that it has.
+    pub(crate) fn decode(
+        &self,
+        index: &mut Index,
+        [user, hyperparameters]: &mut [Vec<u8>; 2],
+        page: u64,
+        (uuid, bytes): (&Uuid, &[u8]),
+    ) -> Result<u64, Malformed> {
         let (payload, sum_bytes) = bytes.split_at(PAYLOAD_BYTES);
         let sum = checksum(uuid, Subject::TablePage, (page, 0), 0, payload);
         if sum.to_le_bytes() != sum_bytes {
@@ -99,9 +106,9 @@ impl Sections {
             index.step = fields.u64()?;
             index.next_step = index.step;
         } else if self.user.contains(&page) {
-            take_text(&mut index.user_bytes, payload, page - self.user.start)?;
+            take_text(user, payload, page - self.user.start)?;
         } else if self.hyperparameters.contains(&page) {
-            take_text(&mut index.hyperparameters_bytes, payload, page - self.hyperparameters.start)?;
+            take_text(hyperparameters, payload, page - self.hyperparameters.start)?;
         } else if self.records.contains(&page) {
             let first = ((page - self.records.start) * RECORDS_PER_PAGE) as usize;
             let generation = index.generation;

@@ -4,7 +4,11 @@ use std::ops::Range;
 
 use memascend_mem::Wait;
 
-use crate::{Buffer as _, Content, Error, Part, Result, Scratch, Shared, Store, buffer::bytes_of, layout::Extent};
+use crate::{
+    Buffer as _, Content, Error, Part, Result, Scratch, Store,
+    buffer::{bytes_of, first},
+    layout::Extent,
+};
 
 /// Where bytes of an extent belong: which tensor (0 is the values), its bytes, and where in the extent they are.
 pub(crate) type TensorRun = (usize, Range<usize>, usize);
@@ -33,9 +37,7 @@ impl Store {
             for (tensor, from, at) in self.runs(record, &extent) {
                 bytes[at..at + from.len()].copy_from_slice(&tensors[tensor][from]);
             }
-            let part = Shared::new(lease).part(0, extent.bytes() as usize);
-            let part = part.ok_or_else(|| Error::Invalid("an extent is larger than its room".into()))?;
-            self.stage(record, index, part)?.wait()?;
+            self.stage(record, index, first(lease, extent.bytes())?)?.wait()?;
         }
         Ok(())
     }

@@ -11,7 +11,7 @@ use memascend_nvme::{
     sim::{Faults, Rng, SimDisk},
 };
 use memascend_store::{Durability, Error, Existing, Store};
-use model::{COMMITS, LOGGED, STRIPE, check, commit, copies, many, ok, side_by_side};
+use model::{COMMITS, EIO, LOGGED, STRIPE, check, commit, copies, many, ok, side_by_side};
 
 /// How a run ends that nothing cuts short.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -168,8 +168,8 @@ fn a_run_is_cut_short_at_every_point() {
         let mut uncut = known;
         let points = uncut.live(&copies(&begun), &Faults::default(), &last);
         assert!(points > 20, "story {number}: {points}");
-        // After every change every other point, which ones is for the number of the story to say.
-        let stride = many(1, 2);
+        // Every point, or every third; which ones, the number of the story says.
+        let stride = many(1, 3);
         side_by_side(0..points / stride + 1, |turn| {
             let point = turn * stride + number as u64 % stride;
             let disks = copies(&begun);
@@ -248,7 +248,7 @@ fn life(seed: u64) {
             seed: rng.bits(),
             short: 30,
             temporary: 30,
-            errors: vec![(Action::Write, libc::EIO, 5), (Action::Flush, libc::EIO, 15)],
+            errors: vec![(Action::Write, EIO, 5), (Action::Flush, EIO, 15)],
             reorder: true,
             dies_after: rng.chance(650).then(|| 40 + rng.below(400) as u64),
             ..Faults::default()
@@ -273,5 +273,5 @@ fn life(seed: u64) {
 
 #[test]
 fn random_lives() {
-    model::lives(many(1000, 120), life);
+    model::lives(many(1000, 80), life);
 }

@@ -22,7 +22,7 @@ fn trained() -> (Vec<u8>, Vec<(usize, u64, u64)>, u64) {
         let slot = usize::from(ok(store.record_state(record)).slot);
         for extent in 0..store.layout().extents_of(record) {
             let layout = store.layout().extent(store.description(), record, extent);
-            let offsets = [0, 1].map(|of| store.layout().offset_in(&layout, of));
+            let offsets = [0, 1].map(|of| store.layout().offset(&layout, of));
             first = first.min(offsets[0]).min(offsets[1]);
             extents.push((record, offsets[slot], layout.bytes()));
         }
@@ -70,7 +70,7 @@ fn every_byte_of_the_catalog() {
         .chain(copies[2..].iter().flat_map(|(at, _)| at / 512..at / 512 + 8))
         .map(|sector| sector * 512)
         .collect();
-    let stride = many(1, 7);
+    let stride = many(1, 11);
     let errors = AtomicUsize::new(0);
     side_by_side(0..sectors.len() as u64, |number| {
         let disk = SimDisk::of(bytes.clone());
@@ -233,7 +233,7 @@ fn a_page_that_is_cut_short_is_refused() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: many(3000, 400), ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: many(3000, 200), ..ProptestConfig::default() })]
 
     #[test]
     fn parsers_take_anything(bytes in proptest::collection::vec(any::<u8>(), 0..9000)) {

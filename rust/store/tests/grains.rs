@@ -81,7 +81,7 @@ fn round_trip(description: &Description) {
                 let extent = store.layout().extent(description, record, extent);
                 let (state, values) = description.staging_bytes();
                 assert!(extent.bytes() <= state.max(values));
-                extents.extend((0..2).map(|slot| (store.layout().offset_in(&extent, slot), extent.bytes())));
+                extents.extend((0..2).map(|slot| (store.layout().offset(&extent, slot), extent.bytes())));
             }
         }
         extents.sort_unstable();

@@ -2,7 +2,7 @@
 
 use memascend_mem::Wait;
 use memascend_nvme::sim::SimDisk;
-use memascend_store::{Commit, Dtype, Error, LoggedUpdate, Rule, StepHead, Store};
+use memascend_store::{Commit, Dtype, Error, LoggedRule, LoggedUpdate, StepHead, Store};
 
 mod model;
 
@@ -68,7 +68,8 @@ fn a_ring_whose_records_are_not_written_whole_fills_up_and_keeps_what_is_needed(
         }
         let held = state.entry(record).or_insert_with(|| unreachable!());
         model::update(held, &gradient, 1);
-        let rule = Rule { name: "toy".into(), arithmetic: 1, numbers: vec![("factor".into(), 1)], factors: vec![] };
+        let rule =
+            LoggedRule { name: "toy".into(), arithmetic: 1, numbers: vec![("factor".into(), 1)], factors: vec![] };
         let log =
             Some(StepHead { rules: vec![rule], updates: vec![LoggedUpdate { record, rule: 0, step: held.step }] });
         ok(store.commit(Commit { step, log, ..Commit::default() }, Wait::forever()));
@@ -91,7 +92,7 @@ fn what_is_wrong_is_refused_and_changes_nothing() {
     let said = |error: Result<u64, Error>| error.err().map(|error| error.to_string()).unwrap_or_default();
     let refused =
         |log: StepHead| said(store.commit(Commit { step: 2, log: Some(log), ..Commit::default() }, Wait::forever()));
-    let rule = Rule { name: "toy".into(), ..Rule::default() };
+    let rule = LoggedRule { name: "toy".into(), ..LoggedRule::default() };
     let update = |record| LoggedUpdate { record, rule: 0, step: 2 };
     let head = StepHead { rules: vec![rule.clone()], updates: vec![update(record)] };
     assert!(refused(head.clone()).contains("0 gradients were appended, and the step names 1"));
@@ -111,7 +112,7 @@ fn what_is_wrong_is_refused_and_changes_nothing() {
     assert!(refused(other).contains("record 1 is named, and its gradient was not appended"));
     let other = StepHead { updates: vec![LoggedUpdate { rule: 1, ..update(record) }], ..head.clone() };
     assert!(refused(other).contains("by rule 1 of 1"));
-    let long = Rule { numbers: vec![("x".repeat(60), 0); 10], ..rule };
+    let long = LoggedRule { numbers: vec![("x".repeat(60), 0); 10], ..rule };
     assert!(refused(StepHead { rules: vec![long], ..head }).contains("at most 512"));
     // What its slot holds is not what the record is.
     let read = store.read(record, 0, vec![0; 4096]).map(drop);

@@ -52,7 +52,7 @@ fn damage_root(disk: &SimDisk, page: usize) {
 /// Where the pages of the table lie that differ between two commits, of which the first begins after the description.
 fn tables(disk: &SimDisk) -> [std::ops::Range<usize>; 2] {
     let store = ok(model::open(slice::from_ref(disk), &newest()));
-    let values = size(store.layout().offset_in(&store.layout().extent(store.description(), 0, 0), 0));
+    let values = size(store.layout().offset(&store.layout().extent(store.description(), 0, 0), 0));
     let half = (values - 3 * PAGE - PAGE) / 2;
     [values - 2 * half..values - half, values - half..values]
 }
@@ -272,7 +272,7 @@ fn a_device_that_fails_on_the_way_changes_nothing() {
     for seed in 0..60 {
         let disk = SimDisk::of(image.bytes());
         let errors =
-            vec![(Action::Read, libc::EIO, 30), (Action::Write, libc::EIO, 500), (Action::Flush, libc::EIO, 300)];
+            vec![(Action::Read, model::EIO, 30), (Action::Write, model::EIO, 500), (Action::Flush, model::EIO, 300)];
         let faults = Faults { seed, errors, ..Faults::default() };
         let volume = model::volume(slice::from_ref(&disk), &faults);
         match Store::open_on(volume, model::STRIPE, &previous()) {
@@ -298,7 +298,7 @@ fn a_root_that_cannot_be_read_counts_as_damaged() {
     let mut opened_previous = 0;
     for seed in 0..model::many(200, 60) {
         let disk = trained(3, false);
-        let faults = Faults { seed, errors: vec![(Action::Read, libc::EIO, 40)], ..Faults::default() };
+        let faults = Faults { seed, errors: vec![(Action::Read, model::EIO, 40)], ..Faults::default() };
         let volume = model::volume(slice::from_ref(&disk), &faults);
         if let Ok(store) = Store::open_on(volume, model::STRIPE, &previous()) {
             let step = store.info().step;

@@ -120,7 +120,7 @@ fn a_changed_byte_is_named_with_its_record_and_a_failed_device_is_an_error() {
     let store = trained(&disks, 1);
     let extent = store.layout().extent(store.description(), 4, 1);
     let slot = store.record_state(4).map_or(0, |state| state.slot);
-    disks[0].flip(size(store.layout().offset_in(&extent, slot.into())) + 17, 4);
+    disks[0].flip(size(store.layout().offset(&extent, slot.into())) + 17, 4);
     let fetch = ok(store.fetch(1, room(&store, 1)));
     for _ in 0..2 {
         let found = fetch.wait(Wait::forever());

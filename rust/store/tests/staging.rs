@@ -49,7 +49,7 @@ fn a_commit_with_one_extent_missing_is_refused_and_changes_nothing() {
 fn a_step_of_which_a_write_failed_is_not_committed_without_the_record_either() {
     let disks = model::disks(1);
     let garbage = model::contents(&model::trained(&disks, 2), 0, 9, 3);
-    let faults = Faults { errors: vec![(Action::Write, libc::EIO, 1000)], ..Faults::default() };
+    let faults = Faults { errors: vec![(Action::Write, model::EIO, 1000)], ..Faults::default() };
     let store = ok(Store::open_on(model::volume(&disks, &faults), model::STRIPE, &model::how()));
     assert!(matches!(model::stage(&store, 0, &garbage), Err(Error::Storage(_))));
     // The others of the step would come without it.

@@ -7,10 +7,10 @@ use memascend_mem::Wait;
 use memascend_nvme::sim::{Faults, Rng, SimDisk};
 use memascend_store::{Durability, Store};
 
-use crate::setup::{ALL, Life, Way, begun, contents, gradient, halving, ok, opened, random_step, rule, size};
+use crate::setup::{ALL, Life, RunPlan, begun, contents, gradient, halving, ok, opened, random_step, rule, size};
 
 /// Ends a run: closed, interrupted in that, or as a kill or a loss of power leaves it.
-fn ended(life: Life, way: &Way, by: usize, seed: u64) -> SimDisk {
+fn ended(life: Life, plan: &RunPlan, by: usize, seed: u64) -> SimDisk {
     for record in 0..3 {
         // What nobody committed is no part of it.
         let count = ok(life.store().record_state(record)).step + 1;
@@ -20,7 +20,7 @@ fn ended(life: Life, way: &Way, by: usize, seed: u64) -> SimDisk {
     let store = Arc::clone(life.store());
     let disk = life.killed();
     match by {
-        _ if way.durability == Durability::None => ok(store.close(Wait::forever())),
+        _ if plan.durability == Durability::None => ok(store.close(Wait::forever())),
         0 => {
             ok(store.write_applied(&mut |_, _| true));
             ok(store.close(Wait::forever()));
@@ -45,7 +45,7 @@ fn ended(life: Life, way: &Way, by: usize, seed: u64) -> SimDisk {
 #[test]
 fn random_lives_have_the_bits_of_a_streamed_one_however_they_end() {
     const STEPS: u64 = 26;
-    let streamed = Life::new(&Way::streamed());
+    let streamed = Life::new(&RunPlan::streamed());
     let mut left = vec![(streamed.contents(), streamed.spilled())];
     for number in 1..=STEPS {
         ok(random_step(&streamed.engine, number));
@@ -54,12 +54,12 @@ fn random_lives_have_the_bits_of_a_streamed_one_however_they_end() {
     let (mut logged, mut ends) = (0, [0; 4]);
     for seed in 0..10 {
         let mut rng = Rng::new(seed);
-        let mut way = || Way {
+        let mut plan = || RunPlan {
             durability: if rng.below(3) > 0 { Durability::Step } else { Durability::None },
             held: ALL.into_iter().filter(|_| rng.below(4) > 0).collect(),
             log_steps: u32::try_from(rng.below(5)).unwrap_or(0),
         };
-        let mut now = way();
+        let mut now = plan();
         let mut life = Life::new(&now);
         let mut chance = Rng::new(1000 + seed);
         for number in 1..=STEPS {
@@ -75,7 +75,7 @@ fn random_lives_have_the_bits_of_a_streamed_one_however_they_end() {
                 let by = chance.below(4);
                 ends[by] += 1;
                 let disk = ended(life, &now, by, seed << 8 | number);
-                now = way();
+                now = plan();
                 // Somebody only looks.
                 let looked = ok(opened(&disk, &Faults::default(), Durability::Step));
                 memascend_engine::apply_logs(&looked);
@@ -93,11 +93,11 @@ fn random_lives_have_the_bits_of_a_streamed_one_however_they_end() {
 #[test]
 fn power_that_fails_at_any_request_leaves_a_whole_step() {
     const STEPS: u64 = 8;
-    let way = Way::held(Durability::Step, 3);
-    let first = Life::new(&way);
+    let plan = RunPlan::held(Durability::Step, 3);
+    let first = Life::new(&plan);
     let mut left = vec![first.contents()];
-    let begin = ended(first, &way, 2, 1);
-    let calm = Life::opened(begin.after_power_loss(0), &way);
+    let begin = ended(first, &plan, 2, 1);
+    let calm = Life::opened(begin.after_power_loss(0), &plan);
     for number in 1..=STEPS {
         ok(random_step(&calm.engine, number));
         left.push(calm.contents());
@@ -107,11 +107,11 @@ fn power_that_fails_at_any_request_leaves_a_whole_step() {
         let disk = begin.after_power_loss(0);
         let faults = Faults { dies_after: Some(point), ..Faults::default() };
         let lived = (|| {
-            let engine = begun(opened(&disk, &faults, way.durability).ok()?, &way).ok()?;
+            let engine = begun(opened(&disk, &faults, plan.durability).ok()?, &plan).ok()?;
             let failed = (1..=STEPS).find(|&number| random_step(&engine, number).is_err());
             failed.map_or(Some(STEPS), |failed| Some(failed - 1))
         })();
-        let found = Life::opened(disk.after_power_loss(point), &way);
+        let found = Life::opened(disk.after_power_loss(point), &plan);
         let contents = found.contents();
         let said = lived.unwrap_or(0);
         // What was said to be committed is there, or the commit whose answer never came.
@@ -135,8 +135,8 @@ fn scribble(store: &Store, unit: usize) {
 
 #[test]
 fn values_that_somebody_wrote_to_are_put_together_anew_from_slot_and_log() {
-    let way = Way::held(Durability::Step, 4);
-    let life = Life::new(&way);
+    let plan = RunPlan::held(Durability::Step, 4);
+    let life = Life::new(&plan);
     for number in 1..=6 {
         ok(random_step(&life.engine, number));
     }
@@ -149,14 +149,14 @@ fn values_that_somebody_wrote_to_are_put_together_anew_from_slot_and_log() {
     ok(store.refresh(&ALL, &mut |_, _| true));
     assert!(life.contents() == before);
     ok(random_step(&life.engine, 7));
-    let other = Life::opened(ended(life, &way, 2, 5), &way);
+    let other = Life::opened(ended(life, &plan, 2, 5), &plan);
     assert_eq!(other.store().log_state().steps, 0);
 }
 
 #[test]
 fn values_that_somebody_wrote_to_are_refused_before_the_commit_and_read_again_where_they_are() {
     for durability in [Durability::Step, Durability::None] {
-        let life = Life::new(&Way::held(durability, 0));
+        let life = Life::new(&RunPlan::held(durability, 0));
         let (store, before) = (life.store(), life.contents());
         ok(life.update_all(1));
         scribble(store, 0);
@@ -186,7 +186,7 @@ fn values_that_somebody_wrote_to_are_refused_before_the_commit_and_read_again_wh
 #[test]
 fn a_step_of_what_is_all_in_ram_reads_nothing_and_writes_only_what_is_durable() {
     for (durability, log_steps) in [(Durability::Step, 4), (Durability::None, 0)] {
-        let life = Life::new(&Way::held(durability, log_steps));
+        let life = Life::new(&RunPlan::held(durability, log_steps));
         let store = life.store();
         let gradients: u64 = ALL.iter().map(|&record| gradient(record, 1).nbytes() as u64).sum();
         let mut written = Vec::new();
@@ -224,7 +224,7 @@ fn a_step_of_what_is_all_in_ram_reads_nothing_and_writes_only_what_is_durable() 
 
 #[test]
 fn a_function_that_comes_after_the_commit_moves_nothing_and_others_are_staged() {
-    let life = Life::new(&Way::held(Durability::None, 0));
+    let life = Life::new(&RunPlan::held(Durability::None, 0));
     ok(life.update_all(1));
     ok(life.commit(1));
     for (whole, after_commit) in [(false, true), (true, true), (false, false), (true, false)] {
@@ -252,7 +252,7 @@ fn a_function_that_comes_after_the_commit_moves_nothing_and_others_are_staged() 
 
 #[test]
 fn an_update_waits_for_reads_of_what_it_changes() {
-    let life = Life::new(&Way::held(Durability::None, 0));
+    let life = Life::new(&RunPlan::held(Durability::None, 0));
     ok(life.update_all(1));
     ok(life.commit(1));
     let parts = ok(life.store().parts(0, 1 << 20));

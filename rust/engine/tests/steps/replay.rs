@@ -6,13 +6,13 @@ use memascend_engine::Engine;
 use memascend_nvme::sim::{Faults, SimDisk};
 use memascend_store::{Create, Durability, Existing, Store};
 
-use crate::setup::{ALL, Contents, Life, Way, begun, contents, ok, opened, size, volume};
+use crate::setup::{ALL, Contents, Life, RunPlan, begun, contents, many, ok, opened, size, volume};
 
 const STEPS: u64 = 9;
 
 /// A run that was killed after some steps, and what each of them left.
-fn killed(way: &Way) -> (SimDisk, Vec<Contents>) {
-    let life = Life::new(way);
+fn killed(plan: &RunPlan) -> (SimDisk, Vec<Contents>) {
+    let life = Life::new(plan);
     let mut left = vec![life.contents()];
     for step in 1..=STEPS {
         ok(life.update_all(step));
@@ -26,7 +26,7 @@ fn killed(way: &Way) -> (SimDisk, Vec<Contents>) {
 }
 
 fn logged(steps: u32) -> (SimDisk, Vec<Contents>) {
-    killed(&Way::held(Durability::Step, steps))
+    killed(&RunPlan::held(Durability::Step, steps))
 }
 
 /// An engine on a store whose log was not replayed yet.
@@ -67,7 +67,7 @@ fn needed(disk: &SimDisk) -> Vec<(&'static str, u64)> {
         for extent in 0..store.layout().extents_of(record) {
             let kind = if extent < chunks { "values" } else { "state" };
             let place = store.layout().extent(store.description(), record, extent);
-            places.push((kind, store.layout().offset_in(&place, usize::from(slot))));
+            places.push((kind, store.layout().offset(&place, usize::from(slot))));
         }
     }
     let log = store.log_state();
@@ -81,7 +81,7 @@ fn needed(disk: &SimDisk) -> Vec<(&'static str, u64)> {
 
 #[test]
 fn it_gives_the_bits_of_a_run_that_wrote_them() {
-    let (_, left) = killed(&Way::streamed());
+    let (_, left) = killed(&RunPlan::streamed());
     let last = &left[size(STEPS)];
     for steps in [1, 3, 16] {
         let (disk, logged) = logged(steps);
@@ -115,7 +115,7 @@ fn whoever_ends_it_or_dies_in_it_leaves_the_log() {
         let faults = Faults { dies_after: Some(point), ..Faults::default() };
         let done = found(&dying, &faults).is_ok_and(|engine| engine.replay(&mut |_, _| true).is_ok());
         let store = ok(opened(&dying.after_power_loss(point), &Faults::default(), Durability::Step));
-        let again = ok(begun(store, &Way::streamed()));
+        let again = ok(begun(store, &RunPlan::streamed()));
         assert!(contents(again.store()) == left[size(STEPS)], "point {point}");
         if done {
             break;
@@ -131,9 +131,8 @@ fn what_is_damaged_is_refused_before_anything_is_written() {
     let (newest, before) = (&left[size(STEPS)], &left[size(STEPS - 1)]);
     let whole = whole.bytes();
     let (mut refused, mut gone_back) = (BTreeSet::new(), BTreeSet::new());
-    let long = std::env::var_os("MEMASCEND_TEST_LONG").is_some();
     for (number, (kind, offset)) in needed(&SimDisk::of(whole.clone())).into_iter().enumerate() {
-        if !(long || kind == "head" || number % 5 == 0) {
+        if kind != "head" && number % many(1, 5) > 0 {
             continue;
         }
         let disk = SimDisk::of(whole.clone());

@@ -10,7 +10,7 @@ use std::{
 };
 
 use memascend_engine::{
-    Application, By, Cause, Engine, First, Function, Given, Gradient, Hyperparameters, Momentum, Options, Rule,
+    Application, By, Cause, Check, Engine, First, Function, Given, Gradient, Hyperparameters, Momentum, Options, Rule,
     WideState,
 };
 use memascend_mem::{Pin, Wait};
@@ -19,7 +19,7 @@ use memascend_nvme::{
     sim::{self, Faults, Rng, SimDisk},
 };
 use memascend_store::{
-    Buffer, COMPACT, Commit, Create, Description, Dtype, Durability, Format, Kind, Record, Spilled, StateTensor, Store,
+    Buffer, COMPACT, Commit, Create, Description, Dtype, Durability, Format, Kind, Record, StateTensor, Store,
 };
 
 pub(crate) const MOMENTS: [(&str, Dtype); 2] = [("exp_avg", Dtype::F32), ("exp_avg_sq", Dtype::F32)];
@@ -31,6 +31,11 @@ pub(crate) fn ok<T, E: std::fmt::Display>(result: Result<T, E>) -> T {
 
 pub(crate) fn size(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
+}
+
+/// How many cases: all of them only where that is asked for.
+pub(crate) fn many<T>(all: T, few: T) -> T {
+    if std::env::var_os("MEMASCEND_TEST_LONG").is_some() { all } else { few }
 }
 
 // --- stores ------------------------------------------------------------------------------
@@ -212,13 +217,13 @@ pub(crate) fn rule(record: usize, step: u64) -> Rule {
 
 /// What a run is begun with.
 #[derive(Debug, Clone)]
-pub(crate) struct Way {
+pub(crate) struct RunPlan {
     pub(crate) durability: Durability,
     pub(crate) held: Vec<usize>,
     pub(crate) log_steps: u32,
 }
 
-impl Way {
+impl RunPlan {
     /// Every step is durable, and nothing is in RAM.
     pub(crate) fn streamed() -> Self {
         Self { durability: Durability::Step, held: vec![], log_steps: 0 }
@@ -247,40 +252,40 @@ pub(crate) fn opened(disk: &SimDisk, faults: &Faults, durability: Durability) ->
 }
 
 /// An engine on a store, as a run begins: what its log has is replayed, and what is in RAM is read.
-pub(crate) fn begun(store: Store, way: &Way) -> memascend_engine::Result<Engine> {
+pub(crate) fn begun(store: Store, plan: &RunPlan) -> memascend_engine::Result<Engine> {
     let mut options = Options::default();
     options.threads = NonZeroUsize::new(3).unwrap_or(NonZeroUsize::MIN);
     (options.whole_bytes, options.whole_next_bytes) = (1 << 17, 1 << 17);
     let store = Arc::new(store);
-    store.hold(&way.held, Pin::Off, &mut || true)?;
+    store.hold(&plan.held, Pin::Off, &mut || true)?;
     let engine = Engine::new(Arc::clone(&store), &options)?;
     engine.replay(&mut |_, _| true)?;
-    store.refresh(&way.held, &mut |_, _| true)?;
-    if way.durability != Durability::None && way.log_steps > 0 {
+    store.refresh(&plan.held, &mut |_, _| true)?;
+    if plan.durability != Durability::None && plan.log_steps > 0 {
         let spill = |&record: &usize| Some((record, store.description().records[record].spill?));
-        let records: Vec<_> = way.held.iter().filter_map(spill).collect();
-        assert_eq!(store.keep_log(&records, way.log_steps)?, way.log_steps);
+        let records: Vec<_> = plan.held.iter().filter_map(spill).collect();
+        assert_eq!(store.keep_log(&records, plan.log_steps)?, plan.log_steps);
     }
     Ok(engine)
 }
 
 impl Life {
-    pub(crate) fn new(way: &Way) -> Self {
+    pub(crate) fn new(plan: &RunPlan) -> Self {
         let disk = SimDisk::new(4 << 20);
         let volume = volume(slice::from_ref(&disk), &Faults::default());
-        let store = ok(Store::create_on(volume, 8192, kinds(), &how(way.durability)));
-        let engine = ok(begun(store, &Way { log_steps: 0, ..way.clone() }));
+        let store = ok(Store::create_on(volume, 8192, kinds(), &how(plan.durability)));
+        let engine = ok(begun(store, &RunPlan { log_steps: 0, ..plan.clone() }));
         for record in ALL {
             ok(engine.fill(record, first(values(record, 0), kinds().records[record].state.len(), 0), Wait::forever()));
         }
         ok(engine.commit(Commit::default(), Wait::forever()));
         drop(engine);
-        Self::opened(disk, way)
+        Self::opened(disk, plan)
     }
 
-    pub(crate) fn opened(disk: SimDisk, way: &Way) -> Self {
-        let store = ok(opened(&disk, &Faults::default(), way.durability));
-        Self { engine: ok(begun(store, way)), disk }
+    pub(crate) fn opened(disk: SimDisk, plan: &RunPlan) -> Self {
+        let store = ok(opened(&disk, &Faults::default(), plan.durability));
+        Self { engine: ok(begun(store, plan)), disk }
     }
 
     /// Ends it as a kill does.
@@ -298,7 +303,7 @@ impl Life {
     }
 
     /// What is spilled of each record.
-    pub(crate) fn spilled(&self) -> Vec<Option<Spilled>> {
+    pub(crate) fn spilled(&self) -> Vec<Option<Check>> {
         ALL.map(|record| self.engine.spilled(record, Wait::forever()).ok()).into()
     }
 

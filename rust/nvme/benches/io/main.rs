@@ -15,8 +15,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use memascend_mem::{ChunkRing, HugePages, Lease, OnFork, Pin, Region, Wait, huge_pages, page_bytes};
-use memascend_nvme::{BackendChoice, Options, Part, Ticket, Volume};
+use memascend_mem::{ChunkRing, HugePages, OnFork, Pin, Region, Wait, huge_pages, page_bytes};
+use memascend_nvme::{BackendChoice, Options, Shared, Ticket, Volume};
 
 use crate::{
     fio::Fio,
@@ -164,18 +164,18 @@ fn run(
         for piece in lease.as_mut_slice()[way.shift..].chunks_exact_mut(MARK.len()) {
             piece.copy_from_slice(MARK);
         }
-        idle.push(lease);
+        idle.push(Shared::new(lease).part(way.shift, block).ok_or("a chunk is smaller than a block")?);
     }
-    let mut flying: VecDeque<(Instant, Ticket<Part<Lease>>)> = VecDeque::new();
+    let mut flying: VecDeque<(Instant, Ticket<Shared>)> = VecDeque::new();
     let mut latencies = Vec::new();
     let (began, cpu) = (Instant::now(), cpu_seconds());
     for index in 0..blocks {
         if idle.is_empty() {
-            let (lease, latency) = next(&mut flying)?;
-            idle.push(lease);
+            let (part, latency) = next(&mut flying)?;
+            idle.push(part);
             latencies.push(latency);
         }
-        let part = Part::new(idle.pop().ok_or("no lease")?, way.shift, block)?;
+        let part = idle.pop().ok_or("no lease")?;
         let offset = index * block as u64;
         let writes = pattern == Pattern::Write || pattern == Pattern::Mixed && index % 2 == 1;
         let asked = Instant::now();
@@ -199,12 +199,12 @@ fn run(
 }
 
 /// The buffer of one that has ended, else of the oldest, and the milliseconds that it took.
-fn next(flying: &mut VecDeque<(Instant, Ticket<Part<Lease>>)>) -> Result<(Lease, f64), Box<dyn Error>> {
+fn next(flying: &mut VecDeque<(Instant, Ticket<Shared>)>) -> Result<(Shared, f64), Box<dyn Error>> {
     let ended = flying.iter().position(|(_, ticket)| ticket.is_done()).unwrap_or(0);
     let (asked, ticket) = flying.remove(ended).ok_or("nothing in flight")?;
     let finished = ticket.wait();
     finished.result?;
-    Ok((finished.buffer.into_inner(), asked.elapsed().as_secs_f64() * 1e3))
+    Ok((finished.buffer, asked.elapsed().as_secs_f64() * 1e3))
 }
 
 fn cpu_seconds() -> f64 {

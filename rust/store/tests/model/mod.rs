@@ -24,10 +24,12 @@ use memascend_nvme::{
     sim::{self, Faults, Rng, SimDisk},
 };
 use memascend_store::{
-    COMPACT, Commit, Create, Description, Dtype, Error, Existing, Format, Kind, LoggedUpdate, Record, Rule,
+    COMPACT, Commit, Create, Description, Dtype, Error, Existing, Format, Kind, LoggedRule, LoggedUpdate, Record,
     StateTensor, StepHead, StepWrite, Store,
 };
 
+/// The error of a device.
+pub(crate) const EIO: i32 = 5;
 pub(crate) const STRIPE: u64 = 8192;
 pub(crate) const UUID: [u8; 16] = *b"0123456789abcdef";
 /// The last commit that is known.
@@ -250,7 +252,7 @@ pub(crate) fn commit(store: &Store, commit: u64) -> Result<(), Error> {
         }
         Act::Idle | Act::Step => {
             let numbers = vec![("factor".into(), u64::from(factor(commit)))];
-            let rule = Rule { name: "toy".into(), arithmetic: 1, numbers, factors: vec![1.0_f32.to_bits()] };
+            let rule = LoggedRule { name: "toy".into(), arithmetic: 1, numbers, factors: vec![1.0_f32.to_bits()] };
             let (mut updates, mut writes, mut whole) = (Vec::new(), Vec::new(), STREAMED.to_vec());
             for (record, dtype) in LOGGED.into_iter().filter(|&(record, _)| has_gradient(record, commit)) {
                 match append(store, record, dtype, &gradient(store, record, dtype, commit))? {

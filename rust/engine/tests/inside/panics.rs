@@ -80,7 +80,7 @@ impl Work for Panicking {
 
     fn compute(&self, _bench: &Workbench<'_>, _turn: &Turn) -> Result<()> {
         self.reach(At::Compute);
-        let _ram_tier = (self.at == At::Locked).then(|| self.shared.queue.lock());
+        let _locked = (self.at == At::Locked).then(|| self.shared.queue.lock());
         self.reach(At::Locked);
         Ok(())
     }
