@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from collections import Counter
@@ -122,7 +123,6 @@ class _Counts:
             found = _storage_of(tensor)
             if found is not None:
                 self._memory.setdefault(found._cdata, _Memory(tensor)).tensors.add(id(tensor))  # noqa: SLF001
-        self._alone = _uses(torch.empty(1, device="cpu"))
         self._one = _holders(torch.empty(1, device="cpu"))
         self._views = Counter(id(base) for base in map(_base_of, self._known) if base is not None)
 
@@ -131,7 +131,7 @@ class _Counts:
         memory = self._of(tensor)
         if memory is None:
             return False
-        return _uses(memory.tensor) > self._alone + len(memory.tensors) - 1 or self._is_exported(tensor)
+        return uses(memory.tensor) > uses_of_one() + len(memory.tensors) - 1 or self._is_exported(tensor)
 
     def _is_exported(self, tensor: torch.Tensor) -> bool:
         """Whether C++ holds the very tensor, as DLPack does; one that is trained it takes as detach() alone."""
@@ -152,12 +152,18 @@ class _Counts:
         return None if storage is None else self._memory.get(storage._cdata)  # noqa: SLF001
 
 
-def _uses(tensor: torch.Tensor) -> int:
+def uses(tensor: torch.Tensor) -> int:
     """How many tensors and storages of C++ have its memory, and how many hold the object that is its storage."""
-    storage = _storage_of(tensor)
-    assert storage is not None
-    uses: int = torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001
-    return uses + sys.getrefcount(storage)
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        storage = tensor.untyped_storage()
+    count: int = torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001
+    return count + sys.getrefcount(storage)
+
+
+@functools.cache
+def uses_of_one() -> int:
+    """The uses of memory that one tensor has and no other code; they depend on torch's version."""
+    return uses(torch.empty(1, device="cpu"))
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
