@@ -72,17 +72,15 @@ def overlapping(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] 
         if torch.ops.aten.is_non_overlapping_and_dense(tensor):
             begin = tensor.data_ptr()
             spans.append((begin, begin + tensor.nbytes, name, isinstance(tensor, torch.nn.Parameter)))
-    spans.sort()
-    parameter: tuple[int, str] = (0, "")
-    other: tuple[int, str] = (0, "")
-    for begin, end, name, owned in spans:
-        for before in (parameter, other if owned else (0, "")):
-            if begin < before[0]:
-                return before[1], name
-        if owned:
+    # Where the memory ends that was come to last: of parameters, and of any.
+    parameter = anything = (0, "")
+    for begin, end, name, is_parameter in sorted(spans):
+        before = anything if is_parameter else parameter
+        if begin < before[0]:
+            return before[1], name
+        anything = max(anything, (end, name))
+        if is_parameter:
             parameter = max(parameter, (end, name))
-        else:
-            other = max(other, (end, name))
     return None
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memascend.errors import BudgetError, TimeoutExpired, UsageError
-from memascend.params.threads import FORKED
+from memascend.params.threads import OwnProcess
 from memascend.params.unit import Bytes, Home, alive
 from memascend.text import bytes_shown, size_option
 
@@ -181,7 +180,7 @@ class CachedUnits:
         self._limits = limits
         self._classes = sorted(limits.slots)
         self._lock = lock
-        self._process = os.getpid()
+        self._process = OwnProcess()
         self._engine = engine
         self.homes: list[Home] = []
         self.home_of: dict[str, Home] = {}
@@ -206,8 +205,9 @@ class CachedUnits:
 
     def require_open(self) -> None:
         """Reject calls after the end, and calls of a forked child."""
-        if self.closed or os.getpid() != self._process:
-            raise UsageError(self.closed or FORKED)
+        if self.closed:
+            raise UsageError(self.closed)
+        self._process.require_here()
 
     # --- reading ------------------------------------------------------------------------
 

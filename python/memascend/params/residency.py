@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from memascend.errors import UsageError
 from memascend.params.cached_units import CachedUnits
 from memascend.params.threads import ProcessLock, Turns, current, others_alive
+from memascend.params.unit import view_of
 from memascend.params.weight_access import WeightCopies, filed_copy, unseen
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 
 _CHECKPOINT = "torch.utils.checkpoint"
+_Taken = TypeVar("_Taken")
 
 
 class Note(NamedTuple):
@@ -133,19 +135,12 @@ class SavedTensorHooks:
 
     def _tensor(self, note: Note) -> torch.Tensor:
         storage = self._residency.storage_of(note.home, note.version)
-        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            # Elsewhere, as in most backwards, there is nothing to leave.
-            with torch.inference_mode(mode=False), torch.no_grad():
-                return _viewed(storage, note)
-        return _viewed(storage, note)
-
-
-def _viewed(storage: torch.UntypedStorage, note: Note) -> torch.Tensor:
-    tensor = torch.empty(0, dtype=note.dtype, device=storage.device)
-    tensor.set_(storage, note.offset // note.dtype.itemsize, note.size, note.stride)
-    if note.conjugate:
-        tensor = tensor.conj()
-    return torch._neg_view(tensor) if note.negative else tensor  # noqa: SLF001
+        tensor = view_of(storage, note.dtype, note.offset // note.dtype.itemsize, note.size, note.stride)
+        if not (note.conjugate or note.negative):
+            return tensor
+        with torch.inference_mode(mode=False), torch.no_grad():
+            tensor = tensor.conj() if note.conjugate else tensor
+            return torch._neg_view(tensor) if note.negative else tensor  # noqa: SLF001
 
 
 class _Saved:
@@ -380,21 +375,19 @@ class Residency:
 
     def copy_of(self, place: Place) -> torch.Tensor:
         """A parameter's values in an unlinked file, as a tensor that nothing else sees."""
-        found: list[torch.Tensor] = []
-        self.read_into(place, lambda values: found.append(self.filed(place, values)))
-        return found[0]
+        return self.read_into(place, lambda values: self.filed(place, values))
 
     def filed(self, place: Place, values: torch.Tensor) -> torch.Tensor:
         """A copy of such values, which are laid out as the parameter's, in an unlinked file."""
         return filed_copy(place, values, self._scratch)
 
-    def read_into(self, place: Place, take: Callable[[torch.Tensor], None]) -> None:
-        """Let `take` have a parameter's values, for as long as it runs."""
+    def read_into(self, place: Place, take: Callable[[torch.Tensor], _Taken]) -> _Taken:
+        """What `take` makes of a parameter's values, which it has for as long as it runs."""
         home = self.units.home_of[place.name]
         self.materialize(home)
         try:
             assert home.base is not None
-            take(place.view(home.base))
+            return take(place.view(home.base))
         finally:
             self.offload(home)
 

@@ -165,7 +165,7 @@ class Home:
 
     @property
     def written(self) -> list[str]:
-        """The parameters that were written to in place since they were last given memory, or none: views outlive both."""
+        """The parameters written to in place since they were last given memory, or none: views outlive both."""
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             return [
                 place.name

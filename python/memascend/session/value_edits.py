@@ -57,10 +57,10 @@ class Edits:
             self.edit(with_buffers=True) as edit,
         ):
             self.run.require_quiet(loads=changes_buffers)
-            before = self._buffers() if changes_buffers else {}
-            edit.undo.callback(self._restore_buffers, before)
+            buffers, targets = self.run.record.buffers, self.run.record.buffers.target
+            before = {name: targets(name).clone() for name in buffers.names} if changes_buffers else {}
+            edit.undo.callback(lambda: [targets(name).copy_(values) for name, values in before.items()])
             yield edit
-            targets = self.run.record.buffers.target
             changed = bool(edit.names) or not all(same_bits(one, targets(name)) for name, one in before.items())
             if changed if exchange is None else any(exchange.everyone(changed)):
                 with self.run.residency.turns.alone():
@@ -98,9 +98,7 @@ class Edits:
             )
         if tuple(values.shape) == place.shape and checksum(values, place) == begun:
             return
-        now: list[str] = []
-        self.run.residency.read_into(place, lambda stored: now.append(checksum(stored, place)))
-        if now != [begun]:
+        if self.run.residency.read_into(place, lambda stored: checksum(stored, place)) != begun:
             raise UsageError(
                 f"{place.name!r} was changed by a step, a load or another edit() within edit(), whose values are "
                 "older; they were dropped: let each edit() end before the next change"
@@ -154,9 +152,7 @@ class Edits:
                 f"{place.name!r} has shape {list(place.shape)}, and was given {list(values.shape)}: give its shape"
             )
         given = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="cpu").copy_(values.detach())
-        is_same: list[bool] = []
-        self.run.residency.read_into(place, lambda stored: is_same.append(_same_values(stored, given)))
-        if not is_same[0]:
+        if not self.run.residency.read_into(place, lambda stored: _same_values(stored, given)):
             # The name first: values that an interrupt leaves half staged are dropped, too.
             edit.names.append(place.name)
             self.run.gradients.rewrite(place.name, given)
@@ -182,15 +178,6 @@ class Edits:
             if edit.with_buffers:
                 buffers.stage(run.resources.store, step)
             run.resources.engine.commit(step, user_state=user_state, hyperparameters=hyperparameters)
-
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        buffers = self.run.record.buffers
-        return {name: buffers.target(name).clone() for name in buffers.names}
-
-    def _restore_buffers(self, before: dict[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for name, values in before.items():
-                self.run.record.buffers.target(name).copy_(values)
 
 
 def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
