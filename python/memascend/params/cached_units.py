@@ -223,7 +223,7 @@ class CachedUnits:
                 self._bring(home)
             else:
                 self.counters["hits"] += 1
-            self._look_ahead()
+            self.look_ahead()
             base = home.base
             assert base is not None
             self._memory.used(base)
@@ -265,15 +265,13 @@ class CachedUnits:
     def look_ahead(self) -> None:
         """Begin to fetch the next units, where memory is free now."""
         with self._lock:
-            if not self.closed:
+            if not self.closed and len(self._ram_tier) < len(self.homes):
                 self._look_ahead()
 
     def _look_ahead(self) -> None:
         # Farther ones, too, where no unit has to leave for them that this step uses again: embeddings and LM heads have
         # slots of their own. The drive should not wait until they are next.
         near = self._limits.lookahead
-        if len(self._ram_tier) == len(self.homes):
-            return
         for count, index in enumerate(self.order.ahead(near + _FARTHER if near else 0, self._ram_tier)):
             home = self.homes[index]
             if home.holders or home.state is not Bytes.OFFLOADED or is_useless(home, self.order) or self._adopt(home):
@@ -414,7 +412,7 @@ class CachedUnits:
         """Learn the order in which units were used, and begin to fetch the first of the next step."""
         with self._lock:
             self.order.end()
-            self._look_ahead()
+            self.look_ahead()
 
     # --- looking ------------------------------------------------------------------------
 

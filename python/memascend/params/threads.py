@@ -159,9 +159,8 @@ class Turns:
         self.lock = lock
         # Notified of every change of the following attributes.
         self._turn = threading.Condition(lock)
-        # The thread that changes values or waits to, how deep, and whether the others have stopped; see `alone`.
+        # The thread that changes values or waits to, and whether the others have stopped; see `alone`.
         self._changer: int | None = None
-        self._changes = 0
         self._changing = False
         # Threads that carry out one operation on a parameter, with how often.
         self._touching: dict[int, int] = {}
@@ -233,8 +232,7 @@ class Turns:
         here = current()
         with self.lock:
             self._turn.wait_for(lambda: self._changer in (None, here))
-            self._changer = here
-            self._changes += 1
+            is_outermost, self._changer = self._changer is None, here
         try:
             with self.lock:
                 # An operation that has begun continues, also where it materializes more; no other begins.
@@ -242,9 +240,8 @@ class Turns:
                 self._changing = True
             yield
         finally:
-            with self.lock:
-                self._changes -= 1
-                if self._changes == 0:
+            if is_outermost:
+                with self.lock:
                     self._changer, self._changing = None, False
                     self._turn.notify_all()
 

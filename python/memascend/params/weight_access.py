@@ -4,8 +4,8 @@ Where the bytes of a weight can be. No row but the first is ever read back, exce
 
 | where | whose memory | who may write | what ends it |
 |---|---|---|---|
-| on storage | the store's slots | the engine, into the slot that is not valid | the commit that makes it valid |
-| `Bytes.READING` | a lease of the arena | the read | its end, verified (`CACHED`), or an error (offloaded) |
+| `Bytes.OFFLOADED` | on storage: the store's slots | the engine, into the slot that is not valid | the commit that makes it valid |
+| `Bytes.READING` | a lease of the arena | the read | its end, verified (`CACHED`), or an error (`OFFLOADED`) |
 | `Bytes.CACHED` | a lease of the arena | nobody: torch's counter tells, `step()` refuses | eviction, a commit |
 | `Bytes.IN_PLACE` | the store's RAM tier | the engine at a commit; nobody else, as above | `close()` |
 | `HandedOut`, a view (`.data`, `detach()`) | a file | nobody: its checksum tells | user code, before a commit |
