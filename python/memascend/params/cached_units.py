@@ -264,23 +264,26 @@ class CachedUnits:
 
     def look_ahead(self) -> None:
         """Begin to fetch the next units, where memory is free now."""
-        with self._lock:
-            if not self.closed and len(self._ram_tier) < len(self.homes):
-                self._look_ahead()
-
-    def _look_ahead(self) -> None:
         # Farther ones, too, where no unit has to leave for them that this step uses again: embeddings and LM heads have
         # slots of their own. The drive should not wait until they are next.
         near = self._limits.lookahead
-        for count, index in enumerate(self.order.ahead(near + _FARTHER if near else 0, self._ram_tier)):
-            home = self.homes[index]
-            if home.holders or home.state is not Bytes.OFFLOADED or is_useless(home, self.order) or self._adopt(home):
-                # One that is useless now is read when the commit has made its values new.
-                # One that is materialized without bytes of ours has copies, within materialized().
-                continue
-            room = count < near or self._arena.free_slots(home.nbytes) or self._has_useless(home)
-            if room and not self._start(home, must=False):
+        with self._lock:
+            if self.closed or len(self._ram_tier) == len(self.homes):
                 return
+            for number, index in enumerate(self.order.ahead(near + _FARTHER if near else 0, self._ram_tier)):
+                home = self.homes[index]
+                if (
+                    home.holders
+                    or home.state is not Bytes.OFFLOADED
+                    or is_useless(home, self.order)
+                    or self._adopt(home)
+                ):
+                    # One that is useless now is read when the commit has made its values new.
+                    # One that is materialized without bytes of ours has copies, within materialized().
+                    continue
+                room = number < near or self._arena.free_slots(home.nbytes) or self._has_useless(home)
+                if room and not self._start(home, must=False):
+                    return
 
     def _has_useless(self, home: Home) -> bool:
         """Whether a cached unit of the same class can leave without being read again."""

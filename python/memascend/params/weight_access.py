@@ -4,7 +4,7 @@ Where the bytes of a weight can be. No row but the first is ever read back, exce
 
 | where | whose memory | who may write | what ends it |
 |---|---|---|---|
-| `Bytes.OFFLOADED` | on storage: the store's slots | the engine, into the slot that is not valid | the commit that makes it valid |
+| `Bytes.OFFLOADED` | the store's slots, on storage | the engine, into the slot that is not valid | its commit |
 | `Bytes.READING` | a lease of the arena | the read | its end, verified (`CACHED`), or an error (`OFFLOADED`) |
 | `Bytes.CACHED` | a lease of the arena | nobody: torch's counter tells, `step()` refuses | eviction, a commit |
 | `Bytes.IN_PLACE` | the store's RAM tier | the engine at a commit; nobody else, as above | `close()` |
@@ -190,22 +190,18 @@ class WeightCopies:
         """Let parameters have such copies inside, for a function whose graph leads to them."""
         residency = self._residency
         values = [self.of(place) for place in places]
-        with residency.turns.alone():
+        with residency.turns.alone(), contextlib.ExitStack() as undo:
             if any(residency.units.home_of[place.name].holders for place in places):
                 raise UsageError(
                     "another thread computes the model, which may evict the weights of a view: take views in that "
                     "thread, or afterwards"
                 )
-            pushed = residency.hooks.push()
-            try:
-                for place, one in zip(places, values, strict=True):
-                    place.materialize(one)
-                yield
-            finally:
-                if pushed:
-                    residency.hooks.pop()
-                for place in places:
-                    place.offload()
+            if residency.hooks.push():
+                undo.callback(residency.hooks.pop)
+            for place, one in zip(places, values, strict=True):
+                undo.callback(place.offload)
+                place.materialize(one)
+            yield
 
     def duplicate(self, place: Place) -> torch.nn.Parameter:
         """A plain parameter of another model, with a copy of the values in a file of its own."""
