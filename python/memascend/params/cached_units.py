@@ -272,14 +272,11 @@ class CachedUnits:
                 return
             for number, index in enumerate(self.order.ahead(near + _FARTHER if near else 0, self._ram_tier)):
                 home = self.homes[index]
-                if (
-                    home.holders
-                    or home.state is not Bytes.OFFLOADED
-                    or is_useless(home, self.order)
-                    or self._adopt(home)
-                ):
-                    # One that is useless now is read when the commit has made its values new.
+                if home.holders or home.state is not Bytes.OFFLOADED:
                     # One that is materialized without bytes of ours has copies, within materialized().
+                    continue
+                if is_useless(home, self.order) or self._adopt(home):
+                    # One that is useless now is read when the commit has made its values new.
                     continue
                 room = number < near or self._arena.free_slots(home.nbytes) or self._has_useless(home)
                 if room and not self._start(home, must=False):
