@@ -1,9 +1,12 @@
 """Provides a small offloaded model for one test, and closes it."""
 
+import contextlib
+
 import pytest
 import torch
 from parity.harness import adamw
 from parity.zoo_plain import Stack, next_token, tokens
+from support.bits import same_states
 
 import memascend
 
@@ -27,6 +30,13 @@ class Training:
         """The committed weights, copied."""
         with memascend.materialized(self.model):
             return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    @contextlib.contextmanager
+    def keeps_weights(self):
+        """What is done inside changes no committed weight."""
+        before = self.weights()
+        yield
+        assert same_states(before, self.weights())
 
 
 @pytest.fixture
