@@ -217,10 +217,10 @@ def _borrow(
 
 def _stand_in(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function on copies of the parameters."""
-    instead = {id(place.parameter): place.source.copies.stand_in(place) for place in places}
-    own = {id(instead[id(place.parameter)]): place.parameter for place in places}
+    instead = {place: place.source.copies.stand_in(place) for place in places}
+    own = {id(copy): place.parameter for place, copy in instead.items()}
     given, options = tree_map(
-        lambda leaf: instead[id(leaf._memascend.parameter)] if isinstance(leaf, Placeholder) else leaf,  # noqa: SLF001
+        lambda leaf: instead[leaf._memascend] if isinstance(leaf, Placeholder) else leaf,  # noqa: SLF001
         (args, kwargs),
     )
     found = func(*given, **options)
