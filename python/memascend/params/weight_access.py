@@ -120,7 +120,7 @@ class HandedOut:
         self.seen = checksum(values, place)
         # No view of another tensor, which would count as an owner of the memory.
         self.values = view_of(
-            values.untyped_storage(), values.dtype, values.storage_offset(), values.shape, values.stride()
+            values.untyped_storage(), values.dtype, int(values.storage_offset()), values.shape, values.stride()
         )
 
     @property
@@ -357,10 +357,10 @@ class Outlived:
         self.place = place
         self.seen = checksum(values, place)
         weak = StorageWeakRef(values.untyped_storage())
-        self._memory = (weak, values.dtype, values.storage_offset(), values.shape, values.stride())
+        self._memory = (weak, values.dtype, int(values.storage_offset()), values.shape, values.stride())
 
     def checksum(self) -> str | None:
         """Of its values now; None where the memory is gone."""
-        weak, *shape = self._memory
+        weak, dtype, offset, shape, stride = self._memory
         storage = alive(weak)
-        return None if storage is None else checksum(view_of(storage, *shape), self.place)
+        return None if storage is None else checksum(view_of(storage, dtype, offset, shape, stride), self.place)

@@ -59,14 +59,14 @@ class ProcessHooks:
 
 def _install(undo: contextlib.ExitStack) -> None:
     registrations = torch.nn.modules.module
-    for register, hook in (
-        (registrations.register_module_module_registration_hook, refuse_wrapper),
-        (registrations.register_module_module_registration_hook, _note_registration),
-        (registrations.register_module_parameter_registration_hook, refuse_moved),
-        (registrations.register_module_parameter_registration_hook, _note_registration),
-        (register_optimizer_step_pre_hook, _refuse_foreign_step),
+    for handle in (
+        registrations.register_module_module_registration_hook(refuse_wrapper),
+        registrations.register_module_module_registration_hook(_note_registration),
+        registrations.register_module_parameter_registration_hook(refuse_moved),
+        registrations.register_module_parameter_registration_hook(_note_registration),
+        register_optimizer_step_pre_hook(_refuse_foreign_step),
     ):
-        undo.callback(register(hook).remove)
+        undo.callback(handle.remove)
     # torch picks list kernels by exact type, and on a GPU a list's norm has other bits than a tensor's.
     _LISTED.append(GradientHandle)
     undo.callback(_LISTED.remove, GradientHandle)

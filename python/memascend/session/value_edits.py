@@ -141,9 +141,13 @@ class Edits:
             edit = Edit(with_buffers, undo)
             if with_buffers:
                 undo.callback(run.record.buffers.unstage, run.resources.store)
-            undo.callback(lambda: [run.resources.engine.discard(name) for name in edit.names])
+            undo.callback(self._discard, edit)
             yield edit
             undo.pop_all()
+
+    def _discard(self, edit: Edit) -> None:
+        for name in edit.names:
+            self.run.resources.engine.discard(name)
 
     def stage(self, edit: Edit, place: Place, values: torch.Tensor) -> None:
         """Stage other values of a parameter, and a master that equals them. Where no bit differs nothing is staged."""

@@ -204,7 +204,7 @@ def test_a_write_that_torch_does_not_count_is_found(offloaded, way, when, budget
     with training.keeps_weights():
         with getattr(training.model.blocks[1].up, when)(lambda module, *_: (write(module.weight), None)[1]):
             training.loss(1).backward()
-        with pytest.raises(UsageError, match=r"blocks\.1\.up\.weight.* was written to .*optimizer\.edit"):
+        with pytest.raises(UsageError, match=r"blocks\.1\.up\.weight.* (was|were) written to .*optimizer\.edit"):
             training.optimizer.step()
         training.optimizer.zero_grad()
         assert torch.equal(training.loss(1), expected)
