@@ -290,16 +290,6 @@ def test_a_view_that_is_kept_over_another_change_is_refused_before_it(training, 
     one_step(model, offloaded, torch.float32)
 
 
-@pytest.mark.parametrize("gradients", ["fused", "ssd"])
-def test_a_staged_step_refuses_writes_and_stays(training, gradients):
-    model, offloaded = training(units=2, gradients=gradients)
-    model(batch()).square().mean().backward()
-    with torch.no_grad(), pytest.raises(UsageError, match=r"'1\.weight' is offloaded"):
-        model[1].weight.zero_()
-    offloaded.step()
-    assert offloaded.steps == 2
-
-
 @pytest.mark.parametrize("budget", [None, "64MiB"])
 @pytest.mark.parametrize("door", ["edit", "load"])
 def test_a_graph_from_before_a_change_is_refused(training, budget, door):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from memascend.params.resident_units import Order, victim_for
+from memascend.params.cached_units import Order, victim_for
 from memascend.params.unit import Bytes, Home
 
 SLOT = 4096
@@ -26,7 +26,7 @@ def cached(home):
 
 
 def units(count=4):
-    """Resident units of one size, which a step uses one after the other."""
+    """Cached units of one size, which a step uses one after the other."""
     order = Order()
     order.expect(range(count))
     homes = [Home(index, f"unit {index}", SLOT, SLOT, pinned=False) for index in range(count)]
@@ -41,11 +41,11 @@ def test_the_one_whose_next_use_is_farthest_leaves():
 
 
 @pytest.mark.parametrize("must", [True, False])
-@pytest.mark.parametrize("why", ["bound", "pinned", "current", "of another size"])
+@pytest.mark.parametrize("why", ["materialized", "pinned", "current", "of another size"])
 def test_one_that_is_in_use_stays_though_it_is_used_last(must, why):
     homes, order = units()
     last = homes[3]
-    if why == "bound":
+    if why == "materialized":
         last.count(1, 1)
     elif why == "pinned":
         last.pinned = True
@@ -72,7 +72,7 @@ def test_one_that_is_used_before_it_leaves_only_if_it_must():
 
 # What a unit may do, by what it is.
 ALLOWED = {
-    Bytes.AWAY: {"begin_read", "adopt", "stand", "leave"},
+    Bytes.OFFLOADED: {"begin_read", "adopt", "stand", "leave"},
     Bytes.READING: {"arrive", "leave"},
     Bytes.CACHED: {"leave"},
     Bytes.IN_PLACE: {"leave"},
@@ -80,10 +80,10 @@ ALLOWED = {
 
 
 def unit_that_is(state):
-    """A unit in a state, with bytes of its version that somebody keeps where it is away."""
+    """A unit in a state, with bytes of its version that somebody keeps where it is offloaded."""
     home = Home(0, "unit", 0, SLOT, pinned=False)
     base = torch.empty(0)
-    if state is Bytes.AWAY:
+    if state is Bytes.OFFLOADED:
         cached(home)
         kept = home.base
         home.leave()
@@ -106,7 +106,7 @@ def test_a_unit_moves_as_its_state_allows(state, move):
     if move in ALLOWED[state]:
         moved = getattr(home, move)(*given)
         assert moved is not False
-        assert (home.state is state) == (state is Bytes.AWAY and move == "leave")
+        assert (home.state is state) == (state is Bytes.OFFLOADED and move == "leave")
         assert (home.base is not None) == (home.state in {Bytes.CACHED, Bytes.IN_PLACE})
     elif move == "adopt":
         assert home.adopt() is False
@@ -128,14 +128,14 @@ def test_a_read_that_fails_leaves_nothing():
     home.begin_read(FailingRead(), torch.empty(0))
     with pytest.raises(ValueError, match="checksum"):
         home.arrive()
-    assert home.state is Bytes.AWAY
+    assert home.state is Bytes.OFFLOADED
     assert home.read is None
     home.begin_read(Read(), torch.empty(0))
 
 
 def test_bytes_of_older_values_are_not_taken_again():
     for end in (Home.train, Home.forget):
-        home, kept = unit_that_is(Bytes.AWAY)
+        home, kept = unit_that_is(Bytes.OFFLOADED)
         end(home)
         assert not home.adopt()
         del kept

@@ -1,6 +1,7 @@
 """Tests aliases of weights at random, beside the same in memory: torch's bits, or an error that names the door.
 
-Aliases are taken before offload(), between forwards and inside of them; they are read, written to, kept and released.
+Aliases are taken between forwards and inside of them; they are read, written to, kept and released. What is taken
+before offload() is refused there: `tests/session/test_aliases.py`.
 """
 
 import contextlib
@@ -103,33 +104,6 @@ def smallest(side, folder, options):
     raise AssertionError
 
 
-def refused_first(ours, drawn, folder, options):
-    """Aliases of before the call: it names one of their parameters, or there are none."""
-    numbers = {drawn.randrange(2 * UNITS) for _ in range(drawn.choice((0, 1, 3)))}
-    for number in numbers:
-        ours.take(number, drawn.choice(list(KINDS)))
-    before = [p.detach().clone() for p in ours.model.parameters()]
-    if numbers:
-        names = [name for name, _ in ours.model.named_parameters()]
-        with pytest.raises(memascend.ConfigError, match="|".join(names[number] for number in numbers)):
-            memascend.offload(ours.model, ours.optimizer, storage=folder, **options)
-        if drawn.random() < 0.5:
-            # What was refused is as it was: written through, the model has it.
-            value = drawn.random()
-            part = ours.write(0, value)
-            del part
-            assert not all(map(same_bits, before, ours.model.parameters()))
-            with torch.no_grad():
-                for parameter, values in zip(ours.model.parameters(), before, strict=True):
-                    parameter.copy_(values)
-        assert all(map(same_bits, before, ours.model.parameters()))
-        ours.release()
-        for parameter in ours.model.parameters():
-            # torch cannot tell memory on which numpy() was called from numpy's own.
-            parameter.data = parameter.data.clone()
-    ours.model, ours.optimizer = memascend.offload(ours.model, ours.optimizer, storage=folder, **options)
-
-
 NAMED = re.compile(
     r"optimizer\.edit\(parameter\)|is about to change, and your code holds .*p\.detach\(\)\.clone\(\)", re.DOTALL
 )
@@ -199,7 +173,7 @@ def twins(drawn, folder):
         options["host_memory"] = drawn.choice((smallest(ours, folder, options), "64MiB"))
     elif drawn.random() < 0.5:
         options["units"] = [str(number) for number in range(UNITS)]
-    refused_first(ours, drawn, folder, options)
+    ours.model, ours.optimizer = memascend.offload(ours.model, ours.optimizer, storage=folder, **options)
     return Twins(plain, ours, plain.values())
 
 

@@ -149,6 +149,23 @@ def test_a_step_within_an_edit_is_not_undone_by_it(tmp_path):
         assert all(map(same_bits, model.parameters(), plain.parameters()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_frozen_weight_that_was_edited_thaws_with_the_edited_values(tmp_path, dtype):
+    model, optimizer = made(tmp_path, dtype, **({} if dtype == torch.float32 else {"master_dtype": None}))
+    plain = chain(3, bias=True, dtype=dtype)
+    theirs = FUSED(plain.parameters(), lr=1e-2)
+    with optimizer:
+        for index in range(4):
+            for one, own in ((plain, theirs), (model, optimizer)):
+                one[0].weight.requires_grad_(index != 1)
+                step(one, own, index)
+            if index == 1:
+                with torch.no_grad(), optimizer.edit(model[0].weight) as values:
+                    values.mul_(0.5)
+                    plain[0].weight.mul_(0.5)
+        assert all(map(same_bits, model.parameters(), plain.parameters()))
+
+
 PROGRAM = """
     import torch, memascend
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))

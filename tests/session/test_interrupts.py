@@ -93,6 +93,6 @@ def test_after_an_interrupt_at_any_line_the_next_step_is_as_in_memory(tmp_path, 
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_at_any_line_of_binding_leaves_nothing_half_bound(tmp_path):
-    binding = {"count", "_bring", "bind", "unbind", "_take_away"}
-    assert goes_on(tmp_path, "each", "fused", itertools.count(1), binding) > 50
+def test_an_interrupt_at_any_line_of_materializing_leaves_nothing_half_done(tmp_path):
+    materializing = {"count", "_bring", "materialize", "offload", "_make_placeholders"}
+    assert goes_on(tmp_path, "each", "fused", itertools.count(1), materializing) > 50

@@ -118,7 +118,7 @@ def test_an_exception_leaves_nothing_bound(tmp_path):
     stopped = []
 
     def nothing_is_bound():
-        return not any(home.bound for home in residency.units.homes) and (
+        return not any(home.holders for home in residency.units.homes) and (
             torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         )
 
@@ -137,28 +137,28 @@ def test_an_exception_leaves_nothing_bound(tmp_path):
         assert nothing_is_bound()
 
 
-def test_a_module_that_cannot_have_all_of_its_units_binds_none(tmp_path, monkeypatch):
+def test_a_module_that_cannot_have_all_of_its_units_materializes_none(tmp_path, monkeypatch):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     model[1].weight = model[0].weight  # so that the second needs both units
     model, optimizer = chains.offloaded(tmp_path / "run.store", model, torch.optim.SGD, units=["0", "1"])
     residency = optimizer._session.run.residency
-    bind, bound = residency.bind, []
+    materialize, done = residency.materialize, []
 
     def fails_second(home):
-        if bound:
+        if done:
             raise memascend.StorageError("no second one")
-        bound.append(home.name)
-        bind(home)
+        done.append(home.name)
+        materialize(home)
 
     with optimizer:
         expected = model[1](x())
         with monkeypatch.context() as patch:
-            patch.setattr(residency, "bind", fails_second)
+            patch.setattr(residency, "materialize", fails_second)
             with pytest.raises(memascend.StorageError, match="no second"):
                 model[1](x())
-        assert bound
-        assert not any(home.bound for home in residency.units.homes)
+        assert done
+        assert not any(home.holders for home in residency.units.homes)
         assert torch.equal(model[1](x()), expected)
 
 

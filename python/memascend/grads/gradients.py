@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from memascend.optim.rules import Rule
     from memascend.params.offloaded_param import Place
     from memascend.params.residency import Residency
-    from memascend.params.resident_units import ResidentUnits
+    from memascend.params.cached_units import CachedUnits
     from memascend.storage import Chunk, Engine, Store
 
     # Gradients, each with what stands in `p.grad`.
@@ -46,7 +46,7 @@ class Gradients:
 
     engine: Engine  # takes gradients where they lie
     store: Store  # of the engine
-    units: ResidentUnits | None  # updates begin from values in their memory; None: they are read, and hold no unit
+    units: CachedUnits | None  # updates begin from values in their memory; None: they are read, and hold no unit
     ram_tier: Container[str]  # the names of parameters whose gradients wait in memory, which holds one of each
     scale: LossScale  # of losses; where it is on, every backward is begun within `scaled()`
     loop: Loop  # the detected habits of the training loop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from collections import Counter
@@ -71,17 +72,15 @@ def overlapping(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] 
         if torch.ops.aten.is_non_overlapping_and_dense(tensor):
             begin = tensor.data_ptr()
             spans.append((begin, begin + tensor.nbytes, name, isinstance(tensor, torch.nn.Parameter)))
-    spans.sort()
-    parameter: tuple[int, str] = (0, "")
-    other: tuple[int, str] = (0, "")
-    for begin, end, name, owned in spans:
-        for before in (parameter, other if owned else (0, "")):
-            if begin < before[0]:
-                return before[1], name
-        if owned:
+    # Where the memory ends that was come to last: of parameters, and of any.
+    parameter = anything = (0, "")
+    for begin, end, name, is_parameter in sorted(spans):
+        before = anything if is_parameter else parameter
+        if begin < before[0]:
+            return before[1], name
+        anything = max(anything, (end, name))
+        if is_parameter:
             parameter = max(parameter, (end, name))
-        else:
-            other = max(other, (end, name))
     return None
 
 
@@ -122,7 +121,6 @@ class _Counts:
             found = _storage_of(tensor)
             if found is not None:
                 self._memory.setdefault(found._cdata, _Memory(tensor)).tensors.add(id(tensor))  # noqa: SLF001
-        self._alone = _uses(torch.empty(1, device="cpu"))
         self._one = _holders(torch.empty(1, device="cpu"))
         self._views = Counter(id(base) for base in map(_base_of, self._known) if base is not None)
 
@@ -131,7 +129,7 @@ class _Counts:
         memory = self._of(tensor)
         if memory is None:
             return False
-        return _uses(memory.tensor) > self._alone + len(memory.tensors) - 1 or self._is_exported(tensor)
+        return uses(memory.tensor) > uses_of_one() + len(memory.tensors) - 1 or self._is_exported(tensor)
 
     def _is_exported(self, tensor: torch.Tensor) -> bool:
         """Whether C++ holds the very tensor, as DLPack does; one that is trained it takes as detach() alone."""
@@ -152,12 +150,18 @@ class _Counts:
         return None if storage is None else self._memory.get(storage._cdata)  # noqa: SLF001
 
 
-def _uses(tensor: torch.Tensor) -> int:
+def uses(tensor: torch.Tensor) -> int:
     """How many tensors and storages of C++ have its memory, and how many hold the object that is its storage."""
-    storage = _storage_of(tensor)
-    assert storage is not None
-    uses: int = torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001
-    return uses + sys.getrefcount(storage)
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        storage = tensor.untyped_storage()
+    count: int = torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001
+    return count + sys.getrefcount(storage)
+
+
+@functools.cache
+def uses_of_one() -> int:
+    """The uses of memory that one tensor has and no other code; they depend on torch's version."""
+    return uses(torch.empty(1, device="cpu"))
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import sys
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 
     from memascend.params.residency import Residency
     from memascend.params.unit import Home
-
-
-_local = threading.local()
-# Later than that, nothing of torch can be called.
-_exiting = False
 
 
 def let_go() -> None:
@@ -45,24 +40,31 @@ class _End:
         let_go()
 
 
-def note_thread() -> None:
-    """A backward may begin in this thread: look after its queue when it ends."""
-    if not hasattr(_local, "end") and not _exiting:
-        _register()
-        _local.end = _End()
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self._end: _End | None = None
+
+    def watch(self) -> None:
+        """A backward may begin in this thread: look after its queue when it ends."""
+        if not _exiting:
+            self._end = self._end or _End()
+
+    def end(self) -> None:
+        """It is the first one, which ends with the process."""
+        self._end = None
 
 
-@functools.cache
-def _register() -> None:
-    """Once in a process."""
-    atexit.register(_exit)
+_thread = _Thread()
+note_thread = _thread.watch
+# Later than that, nothing of torch can be called.
+_exiting = False
 
 
+@atexit.register
 def _exit() -> None:
     global _exiting  # noqa: PLW0603
     _exiting = True
-    # Of the first thread.
-    _local.__dict__.pop("end", None)
+    _thread.end()
 
 
 _KEY = "memascend"
@@ -70,21 +72,21 @@ _KEY = "memascend"
 _SCRIPT = "__prepare_scriptable__"
 
 
+# A module's own table of parameters, the name there, and the parameter.
+_Owned = tuple[dict[str, Any], str, torch.nn.Parameter]
+
+
+@dataclass(eq=False, slots=True)
 class Gate:
-    """The state of a module's hooks: the units to bind, and how often the module is being computed."""
+    """The state of a module's hooks: the units to materialize, and how often the module is being computed."""
 
-    __slots__ = ("frames", "homes", "open", "owned", "residency", "root")
-
-    def __init__(
-        self, homes: tuple[Home, ...], owned: tuple[_Owned, ...], residency: Residency, frames: Frames, *, root: bool
-    ) -> None:
-        self.homes = homes
-        # The parameters that are bound, and where their modules keep them.
-        self.owned = owned
-        self.residency = residency
-        self.frames = frames
-        self.root = root
-        self.open = 0
+    homes: tuple[Home, ...]
+    # The parameters of these units, and where their modules keep them.
+    owned: tuple[_Owned, ...]
+    residency: Residency
+    frames: Frames
+    root: bool
+    open: int = 0
 
     def count(self, module: torch.nn.Module) -> None:
         """Count how often the module is being computed: anew, since an interrupt may have left it behind the stacks."""
@@ -92,56 +94,53 @@ class Gate:
             self.open = sum(frame.module is module for _, stack in self.frames.stacks for frame in stack)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UsageError(COPIED)
-
-
-# A module's own table of parameters, the name there, and the parameter.
-_Owned = tuple[dict[str, Any], str, torch.nn.Parameter]
+        raise UsageError(
+            "an offloaded model cannot be copied or pickled: its values are on storage; do it within "
+            "memascend.materialized(model), or save model.state_dict()"
+        )
 
 
 class _Frame:
-    """A module that is being computed: the units bound and the hooks pushed for it."""
+    """A module that is being computed: the units materialized and the hooks pushed for it."""
 
-    __slots__ = ("_bound", "_pushed", "_task", "again", "caller", "module")
+    __slots__ = ("_homes", "_pushed", "_task", "caller", "module")
 
     def __init__(self, module: torch.nn.Module, caller: FrameType | None) -> None:
         """`caller`, of the outermost one, is the Python frame that computes it, which is on the stack until then."""
         self.module = module
         self.caller = caller
-        self._bound: list[Home] = []
+        self._homes: list[Home] = []
         self._pushed = False
         # The backward in which they were pushed; see `end`.
         self._task = torch._C._current_graph_task_id()  # noqa: SLF001
-        # Calls of the module from inside itself.
-        self.again = 0
 
     def begin(self, gate: Gate) -> None:
-        """Bind the units of the module, and push the hooks; after an exception `end` undoes it."""
+        """Materialize the units of the module, and push the hooks; after an exception `end` undoes it."""
         residency = gate.residency
         for home in gate.homes:
-            residency.bind(home)
-            self._bound.append(home)
-        if self._bound or (gate.root and residency.hooks.keeper is not None):
+            residency.materialize(home)
+            self._homes.append(home)
+        if self._homes or (gate.root and residency.hooks.keeper is not None):
             self._pushed = residency.hooks.push()
 
     def end(self, residency: Residency, holder: int | None = None) -> None:
-        """Undo `begin`; `holder`: the thread of `begin`, where that is another."""
+        """Undo `begin`; `holder`: the thread of `begin`, where that is another, which ended, and its hooks with it."""
         if self._pushed:
             self._pushed = False
             # Autograd itself removes hooks that are pushed within a backward, with each node that it computes: outside
             # of it, the hooks that are on top are others'.
-            if self._task == torch._C._current_graph_task_id():  # noqa: SLF001
+            if holder is None and self._task == torch._C._current_graph_task_id():  # noqa: SLF001
                 residency.hooks.pop()
-        while self._bound:
-            residency.unbind(self._bound.pop(), holder)
+        while self._homes:
+            residency.offload(self._homes.pop(), holder)
 
-    def lose_hooks(self) -> None:
-        """Its thread ended, and the hooks with it."""
-        self._pushed = False
 
-    def repeat(self, more: int) -> None:
-        """The module was called from inside itself, or is back from there."""
-        self.again += more
+class _Stack(threading.local):
+    """The modules that a thread is computing."""
+
+    def __init__(self, frames: Frames) -> None:
+        self.frames: list[_Frame] = []
+        frames.begin_thread(self.frames)
 
 
 class Frames:
@@ -153,39 +152,41 @@ class Frames:
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
-        self._local = threading.local()
         self.stacks: list[tuple[threading.Thread, list[_Frame]]] = []
+        self._own = _Stack(self)
 
     @property
     def stack(self) -> list[_Frame]:
         """This thread's."""
-        if not hasattr(self._local, "stack"):
-            self._local.stack = []
-            note_thread()
-            self.stacks = [(thread, stack) for thread, stack in self.stacks if stack or thread.is_alive()]
-            self.stacks.append((threading.current_thread(), self._local.stack))
-        stack: list[_Frame] = self._local.stack
-        return stack
+        return self._own.frames
+
+    def begin_thread(self, own: list[_Frame]) -> None:
+        """Another thread may compute modules, whose stack this is."""
+        note_thread()
+        self.stacks = [(thread, stack) for thread, stack in self.stacks if stack or thread.is_alive()]
+        self.stacks.append((threading.current_thread(), own))
 
     def enter(self, module: torch.nn.Module, gate: Gate) -> None:
-        """Bind the units of a module: all of them or, with an exception, none."""
+        """Materialize the units of a module: all of them or, with an exception, none."""
         self._residency.units.require_open()
         if not gate.homes:
-            # Binding does it otherwise.
+            # Materializing does it otherwise.
             self._residency.turns.note_thread()
         _refuse_wrappers()
         for table, name, parameter in gate.owned:
             if table.get(name) is not parameter:
-                raise _replaced(name)
+                raise UsageError(
+                    f"parameter {name!r} of a module is not the one that was offloaded: it was deleted, replaced or "
+                    "tied to another after offload(), or torch.func.functional_call put another there for a call. Undo "
+                    "that; or save(), do it in a plain model with those weights, and offload() anew. Values are "
+                    "changed within memascend.materialized(model, modify=True)"
+                )
         stack = self.stack
         if gate.root:
             self.unwind()
         if self._residency.stages is not None:
             self._residency.stages.arrive(gate.homes)
         self._residency.session.entered(module, outermost=not stack)
-        if stack and stack[-1].module is module:
-            stack[-1].repeat(1)
-            return
         frame = _Frame(module, None if stack else _caller())
         # First, so that `unwind` finds it after an interrupt between any two lines.
         stack.append(frame)
@@ -204,9 +205,6 @@ class Frames:
             self._announce(gate, result)
         stack = self.stack
         if not stack or stack[-1].module is not module:
-            return
-        if stack[-1].again:
-            stack[-1].repeat(-1)
             return
         stack[-1].end(self._residency)
         stack.pop()
@@ -235,16 +233,14 @@ class Frames:
         if all_of_it or not self.inside:
             self._end(self.stack)
             if works_for_another():
-                # Units that are bound here are bound for all micro-batches of a call.
+                # Units that are materialized here are so for all micro-batches of a call.
                 return
-            # And units and hooks without a frame: an interrupt came while they were bound or pushed.
-            self._residency.release(threading.get_ident())
+            # And units and hooks without a frame: an interrupt came while they were materialized or pushed.
+            self._residency.offload_all(threading.get_ident())
             self._residency.turns.release()
             self._residency.hooks.pop_left()
         for thread, stack in self.stacks:
             if stack and not thread.is_alive():
-                for frame in stack:
-                    frame.lose_hooks()
                 self._end(stack, thread.ident)
 
     def _end(self, stack: list[_Frame], holder: int | None = None) -> None:
@@ -323,11 +319,11 @@ def _before(module: torch.nn.Module, args: Any) -> None:
         raise _hooks_moved(module, "")
     residency = gate.residency
     if gate.open > 0 or gate.root or residency.turns.several or residency.stages is not None:
-        # The module calls itself, or another thread or micro-batch may have bound the units.
+        # The module calls itself, or another thread or micro-batch may have materialized the units.
         _enter(module, gate)
         return
     for home in gate.homes:
-        if home.bound == 0:
+        if not home.holders:
             _enter(module, gate)
             return
 
@@ -361,12 +357,6 @@ def _refuse_wrappers() -> None:
         )
 
 
-COPIED = (
-    "an offloaded model cannot be copied or pickled: its values are on storage; do it within "
-    "memascend.materialized(model), or save model.state_dict()"
-)
-
-
 def _refuse_script() -> Any:
     raise UsageError("torch.jit.script would record placeholders, which have no values: script copy.deepcopy(model)")
 
@@ -376,15 +366,6 @@ def _hooks_moved(module: torch.nn.Module, name: str) -> UsageError:
     return UsageError(
         f"{whose} was given the hooks of an offloaded module, as fuse_modules() moves them: fuse before offload(), or "
         "a copy.deepcopy() of the model, which is a plain one"
-    )
-
-
-def _replaced(name: str) -> UsageError:
-    return UsageError(
-        f"parameter {name!r} of a module is not the one that was offloaded: it was deleted, replaced or tied to "
-        "another after offload(), or torch.func.functional_call put another there for a call. Undo that; or save(), do "
-        "it in a plain model with those weights, and offload() anew. Values are changed within "
-        "memascend.materialized(model, modify=True)"
     )
 
 

@@ -1,4 +1,4 @@
-"""Placeholder of a parameter whose values are on storage: binds and unbinds values; loads them or raises an error."""
+"""A parameter whose values are on storage: its placeholder reads them for each operation, or raises an error."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memascend.errors import ConfigError, UsageError
+from memascend.params.unit import view_of
 from memascend.params.weight_access import DOORS
 from memascend.tensors import strides_of
 
@@ -34,20 +35,14 @@ def _metadata() -> frozenset[Any]:
         "register_post_accumulate_grad_hook", "retain_grad", "__len__", "__hash__", "is_inference", "is_conj", "is_neg",
         "has_names", "_is_view", "dim_order", "is_distributed", "is_shared",
     )  # fmt: skip
-    found: set[Any] = set()
-    for name in attributes:
-        attribute = getattr(torch.Tensor, name, None)
-        if attribute is not None and hasattr(attribute, "__get__"):
-            found.add(attribute.__get__)
-    for name in ("requires_grad", "grad", "_grad", "names", "_backward_hooks", "_post_accumulate_grad_hooks"):
-        attribute = getattr(torch.Tensor, name, None)
-        for setter in ("__set__", "__delete__"):
-            if hasattr(attribute, setter):
-                found.add(getattr(attribute, setter))
-    found |= {getattr(torch.Tensor, name) for name in methods if hasattr(torch.Tensor, name)}
-    found |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_conj, torch.is_neg, torch.is_signed}
-    found |= {torch.is_inference, torch.is_same_size}
-    found.add(torch._has_compatible_shallow_copy_type)  # noqa: SLF001
+    of_torch = (
+        "is_floating_point", "is_complex", "numel", "is_conj", "is_neg", "is_signed", "is_inference", "is_same_size",
+        "_has_compatible_shallow_copy_type",
+    )  # fmt: skip
+    found = {getattr(torch.Tensor, name) for name in methods if hasattr(torch.Tensor, name)}
+    found |= {getattr(torch, name) for name in of_torch}
+    for attribute in (getattr(torch.Tensor, name) for name in attributes if hasattr(torch.Tensor, name)):
+        found |= {getattr(attribute, of) for of in ("__get__", "__set__", "__delete__") if hasattr(attribute, of)}
     return frozenset(found)
 
 
@@ -62,7 +57,7 @@ HANDED_OUT = (
 )  # fmt: skip
 
 
-class Away:
+class Placeholder:
     """Mixed into a parameter's class while it is offloaded."""
 
     _memascend: Place
@@ -80,7 +75,7 @@ class Away:
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 return func(*args, **kwargs)
-        places = find_away(args, kwargs)
+        places = placeholders_in(args, kwargs)
         if all(place.source.holds(place) for place in places):
             # Of this thread, and real: as a plain parameter does it.
             if func == _GET_DATA or getattr(func, "__name__", "") in HANDED_OUT:
@@ -123,29 +118,25 @@ class Away:
         return place.source.copies.stand_in(place).__reduce_ex__(protocol)
 
 
-# Not the methods of plain parameters, which watch bound ones: here each comes through __torch_function__.
+# Not the methods of plain parameters, which watch materialized ones: here each comes through __torch_function__.
 for _name in HANDED_OUT:
-    setattr(Away, _name, getattr(torch.Tensor, _name))
+    setattr(Placeholder, _name, getattr(torch.Tensor, _name))
 
 
-_CLASSES: dict[type, type] = {}
-
-
-def away_class(kind: type) -> type:
+@functools.cache
+def placeholder_class(kind: type) -> type:
     """The class that parameters of a class have while they are offloaded."""
-    if kind not in _CLASSES:
-        _CLASSES[kind] = type(kind.__name__, (Away, kind), {"__module__": kind.__module__})
-    return _CLASSES[kind]
+    return type(kind.__name__, (Placeholder, kind), {"__module__": kind.__module__})
 
 
-def find_away(*trees: Any) -> list[Place]:
+def placeholders_in(*trees: Any) -> list[Place]:
     """The offloaded parameters in `trees`."""
-    return [leaf._memascend for leaf in tree_leaves(trees) if isinstance(leaf, Away)]  # noqa: SLF001
+    return [leaf._memascend for leaf in tree_leaves(trees) if isinstance(leaf, Placeholder)]  # noqa: SLF001
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """The strides with which a tensor is stored: its own where it is dense, else row-major ones."""
-    if isinstance(tensor, Away):
+    if isinstance(tensor, Placeholder):
         return tensor._memascend.stride  # noqa: SLF001
     if torch.ops.aten.is_non_overlapping_and_dense(tensor) and tensor.numel() > 1:
         return tuple(tensor.stride())
@@ -193,7 +184,7 @@ def _apply(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...],
             return found
         if tracked:
             # A view in a graph: its gradient is the parameter's own.
-            with source.copies.bound(places):
+            with source.copies.materialized(places):
                 return func(*args, **kwargs)
     return _stand_in(func, places, args, kwargs)
 
@@ -218,19 +209,18 @@ def _borrow(
             # A device has no memory for a second copy of values that a graph needs.
             found = found if tracked and places[0].device.type != "cpu" else _NOTHING
     # Such as relu(inplace=True), whose name does not say so; the bytes were dropped.
-    written = source.units.written - before
+    written = source.units.forget_written(before)
     if written:
-        source.units.written -= written
         raise refused_write(min(written), f"written to by {getattr(func, '__name__', 'a function')}()")
     return found
 
 
 def _stand_in(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function on copies of the parameters."""
-    instead = {id(place.parameter): place.source.copies.stand_in(place) for place in places}
-    own = {id(instead[id(place.parameter)]): place.parameter for place in places}
+    instead = {place: place.source.copies.stand_in(place) for place in places}
+    own = {id(copy): place.parameter for place, copy in instead.items()}
     given, options = tree_map(
-        lambda leaf: instead[id(leaf._memascend.parameter)] if isinstance(leaf, Away) else leaf,  # noqa: SLF001
+        lambda leaf: instead[leaf._memascend] if isinstance(leaf, Placeholder) else leaf,  # noqa: SLF001
         (args, kwargs),
     )
     found = func(*given, **options)
@@ -239,9 +229,9 @@ def _stand_in(func: Callable[..., Any], places: list[Place], args: tuple[Any, ..
 
 def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Place]:
     """The parameters that a function writes to."""
-    written = find_away(kwargs.get("out"))
+    written = placeholders_in(kwargs.get("out"))
     if is_in_place(func):
-        written += find_away(args[0] if args else kwargs)
+        written += placeholders_in(args[0] if args else kwargs)
     return written
 
 
@@ -263,7 +253,7 @@ _MAKES_PARAMETER = torch.nn.Parameter.__new__.__code__
 def _refuse(how: str) -> Callable[..., Any]:
     def refuse(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
         del func
-        places = find_away(tensor, args, kwargs)
+        places = placeholders_in(tensor, args, kwargs)
         raise _refused(places[0], how)
 
     return refuse
@@ -276,23 +266,12 @@ def _data_set(func: Callable[..., Any], tensor: Any, values: Any) -> None:
         raise refused_write(tensor._memascend.name, "given other memory through .data")  # noqa: SLF001
 
 
-def _stride(func: Callable[..., Any], tensor: Any, dim: int | None = None) -> Any:
-    del func
-    stride = tensor._memascend.stride  # noqa: SLF001
-    return stride if dim is None else stride[dim]
-
-
 def _on_meta(place: Place) -> torch.Tensor:
     return torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="meta")
 
 
-def _is_contiguous(func: Callable[..., Any], tensor: Any, **kwargs: Any) -> bool:
-    return bool(func(_on_meta(tensor._memascend), **kwargs))  # noqa: SLF001
-
-
-def _storage_offset(func: Callable[..., Any], tensor: Any) -> int:
-    del func, tensor
-    return 0
+def _of_layout(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(_on_meta(tensor._memascend), *args, **kwargs)  # noqa: SLF001
 
 
 def _detach(func: Callable[..., Any], tensor: Any) -> Any:
@@ -309,9 +288,9 @@ def _detach(func: Callable[..., Any], tensor: Any) -> Any:
 
 
 def _copy(func: Callable[..., Any], tensor: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(tensor, Away) and tensor._memascend.source.loaded(tensor._memascend, values):  # noqa: SLF001
+    if isinstance(tensor, Placeholder) and tensor._memascend.source.loaded(tensor._memascend, values):  # noqa: SLF001
         return tensor
-    return _apply(func, find_away(tensor, values), (tensor, values, *args), kwargs)
+    return _apply(func, placeholders_in(tensor, values), (tensor, values, *args), kwargs)
 
 
 def _is_laid_out(place: Place, layout: torch.memory_format) -> bool:
@@ -322,7 +301,7 @@ def _is_laid_out(place: Place, layout: torch.memory_format) -> bool:
 
 def _cast(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """The result of `to()` and similar methods: the parameter itself where nothing changes."""
-    if not isinstance(tensor, Away):
+    if not isinstance(tensor, Placeholder):
         # `other.to(parameter)` asks for its dtype and device alone.
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             return func(tensor, *args, **kwargs)
@@ -369,9 +348,7 @@ _MEMORY: dict[Any, str] = {
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.data.__set__: _data_set,  # type: ignore[attr-defined]
-    _T.stride: _stride,
-    _T.is_contiguous: _is_contiguous,
-    _T.storage_offset: _storage_offset,
+    **dict.fromkeys((_T.stride, _T.is_contiguous, _T.storage_offset), _of_layout),
     _T.detach: _detach,
     torch.detach: _detach,
     _T.copy_: _copy,
@@ -400,15 +377,15 @@ class Place:
     """One parameter: where its bytes lie in its unit, and its placeholder while it is offloaded."""
 
     __slots__ = (
-        "away",
-        "bound_version",
         "device",
         "dtype",
         "kind",
+        "known_version",
         "name",
         "nothing",
         "offset",
         "parameter",
+        "placeholder",
         "shape",
         "source",
         "stride",
@@ -433,28 +410,35 @@ class Place:
         self.dtype = parameter.dtype
         self.stride = dense_strides(parameter)
         self.kind = type(parameter)
-        self.away = away_class(self.kind)
+        self.placeholder = placeholder_class(self.kind)
         self.nothing = _nothing(self.shape, self.stride, self.dtype, device)
-        self.bound_version: int | None = None
+        # The version of the parameter up to which all writes to it are known.
+        self.known_version = 0
         # `torch.utils.swap_tensors` rejects a tensor with a weak reference: a swapped parameter would be lost.
         self.unswapped: weakref.ref[torch.nn.Parameter] | None = None
 
     def view(self, base: torch.Tensor) -> torch.Tensor:
         """The values in the bytes of the unit."""
-        with torch.inference_mode(mode=False), torch.no_grad():
-            values = torch.empty(0, dtype=self.dtype, device=base.device)
-            return values.set_(base.untyped_storage(), self.offset // self.dtype.itemsize, self.shape, self.stride)
+        return view_of(base.untyped_storage(), self.dtype, self.offset // self.dtype.itemsize, self.shape, self.stride)
 
-    def unbind(self) -> None:
+    def plain(self, values: torch.Tensor) -> torch.nn.Parameter:
+        """A plain parameter of its class, which has other memory."""
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            wanted = self.parameter.requires_grad
+        with torch.inference_mode(mode=False), torch.no_grad():
+            made: torch.nn.Parameter = torch.Tensor._make_subclass(self.kind, values, wanted)  # noqa: SLF001
+            return made
+
+    def offload(self) -> None:
         """Make the parameter a placeholder."""
         parameter = self.parameter
         if self.unswapped is None:
             self.unswapped = weakref.ref(parameter)
         parameter._memascend = self  # type: ignore[attr-defined] # noqa: SLF001
-        parameter.__class__ = self.away
+        parameter.__class__ = self.placeholder
         self._set_data(self.nothing)
 
-    def bind(self, values: torch.Tensor, *, guarded: bool = False) -> None:
+    def materialize(self, values: torch.Tensor, *, guarded: bool = False) -> None:
         """Let the parameter have its values.
 
         Args:
@@ -470,11 +454,11 @@ class Place:
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             # Past the property that parameters have while any model is offloaded.
             torch.Tensor.data.__set__(self.parameter, values)  # type: ignore[attr-defined]
-            self.bound_version = self.parameter._version  # noqa: SLF001
+            self.known_version = self.parameter._version  # noqa: SLF001
 
     def release(self, values: torch.Tensor) -> None:
-        """Make the parameter a plain one, which knows nothing of this, until `unbind`."""
-        self.bind(values)
+        """Make the parameter a plain one, which knows nothing of this, until `offload`."""
+        self.materialize(values)
         self.parameter.__dict__.pop("_memascend", None)
         self.unswapped = None
 
@@ -485,7 +469,7 @@ class Place:
         """All writes to the parameter up to here are known."""
         # Through the class of placeholders the query takes five times as long.
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            self.bound_version = self.parameter._version  # noqa: SLF001
+            self.known_version = self.parameter._version  # noqa: SLF001
 
 
 @functools.lru_cache(maxsize=_KINDS_MAX)
@@ -499,7 +483,7 @@ def _nothing(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
             nothing = torch.empty_strided(shape, stride, dtype=dtype, device=device)
             nothing.untyped_storage().resize_(0)
         # It has no memory from here on. What asks torch's core for it (DLPack, a custom kernel, a thread that found
-        # the parameter bound a moment ago) gets this error, and no number.
+        # the parameter materialized a moment ago) gets this error, and no number.
         whose = f"a parameter of {list(shape)} {str(dtype).removeprefix('torch.')}"
         torch._C._set_storage_access_error_msg(nothing, said(whose, "read past the parameter's class"))  # noqa: SLF001
     return nothing

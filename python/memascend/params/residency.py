@@ -1,21 +1,23 @@
-"""Binds parameters to their bytes for modules, single operations and backwards, and unbinds them."""
+"""Materializes parameters for modules, single operations and backwards, and makes them placeholders again."""
 
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from memascend.errors import UsageError
-from memascend.params.resident_units import ResidentUnits
+from memascend.params.cached_units import CachedUnits
 from memascend.params.threads import ProcessLock, Turns, current, others_alive
-from memascend.params.weight_access import WeightCopies, unseen
+from memascend.params.unit import view_of
+from memascend.params.weight_access import WeightCopies, filed_copy, unseen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
 
     from memascend.activations.activations import Activations
     from memascend.device.unit_memory import UnitMemory
@@ -23,12 +25,12 @@ if TYPE_CHECKING:
     from memascend.grads.microbatches import PartialSums
     from memascend.params.offloaded_param import Place
     from memascend.params.unit import Home, Limits
-    from memascend.params.weight_access import Copies
     from memascend.session.session import Session
     from memascend.storage import Engine
 
 
 _CHECKPOINT = "torch.utils.checkpoint"
+_Taken = TypeVar("_Taken")
 
 
 class Note(NamedTuple):
@@ -115,7 +117,7 @@ class SavedTensorHooks:
             return None
         found, start = self._residency.units.home_at(address), 0
         if found is None and _is_offloaded(tensor):
-            # It has a copy for a moment, see `WeightCopies.bound`: the unit has the same values.
+            # It has a copy for a moment, see `WeightCopies.materialized`: the unit has the same values.
             place: Place = tensor._memascend  # type: ignore[attr-defined] # noqa: SLF001
             home = self._residency.units.home_of[place.name]
             found, start = (home, home.version), place.offset
@@ -133,19 +135,12 @@ class SavedTensorHooks:
 
     def _tensor(self, note: Note) -> torch.Tensor:
         storage = self._residency.storage_of(note.home, note.version)
-        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            # Elsewhere, as in most backwards, there is nothing to leave.
-            with torch.inference_mode(mode=False), torch.no_grad():
-                return _viewed(storage, note)
-        return _viewed(storage, note)
-
-
-def _viewed(storage: torch.UntypedStorage, note: Note) -> torch.Tensor:
-    tensor = torch.empty(0, dtype=note.dtype, device=storage.device)
-    tensor.set_(storage, note.offset // note.dtype.itemsize, note.size, note.stride)
-    if note.conjugate:
-        tensor = tensor.conj()
-    return torch._neg_view(tensor) if note.negative else tensor  # noqa: SLF001
+        tensor = view_of(storage, note.dtype, note.offset // note.dtype.itemsize, note.size, note.stride)
+        if not (note.conjugate or note.negative):
+            return tensor
+        with torch.inference_mode(mode=False), torch.no_grad():
+            tensor = tensor.conj() if note.conjugate else tensor
+            return torch._neg_view(tensor) if note.negative else tensor  # noqa: SLF001
 
 
 class _Saved:
@@ -228,7 +223,7 @@ def _owner(pack: Callable[..., Any]) -> SavedTensorHooks | None:
 
 
 class Residency:
-    """Binds and unbinds the parameters of units. All of it runs under one lock; compute does not.
+    """Materializes the parameters of units, and offloads them. All of it runs under one lock; compute does not.
 
     Attributes:
         units: the units and their bytes.
@@ -246,23 +241,23 @@ class Residency:
         memory: UnitMemory,
         limits: Limits,
         engine: Engine,
-        files: Copies,
+        scratch: Path | None,
         *,
         keeper: Activations | None = None,
     ) -> None:
         """Begin with nothing in memory. `serve` is called before the first use.
 
-        `engine` has the updates, which may hold units until they are done. `files` has copies of weights. `keeper`
-        keeps saved tensors that lie in no unit.
+        `engine` has the updates, which may hold units until they are done. `scratch` is the folder for copies of
+        weights; None: none was named. `keeper` keeps saved tensors that lie in no unit.
         """
         self._memory = memory
         self._limits = limits
-        self._files = files
+        self._scratch = scratch
         self.lock = ProcessLock()
         self.turns = Turns(self.lock)
-        self.units = ResidentUnits(memory, limits, self.lock, engine)
+        self.units = CachedUnits(memory, limits, self.lock, engine)
         self.hooks = SavedTensorHooks(self, keeper)
-        self.copies = WeightCopies(self, files)
+        self.copies = WeightCopies(self)
         self.stages: Recorder | PartialSums | None = None
         # Takes the values that a state dict has for a parameter, while one is being loaded.
         self._load: Callable[[Place, torch.Tensor], None] | None = None
@@ -280,87 +275,73 @@ class Residency:
         """Belong to a session, which is made of this object, and so comes later."""
         self.session = session
 
-    @property
-    def computes(self) -> bool:
-        """Whether this thread is inside of the model's forward."""
-        return self.session.run.frames.inside
+    # --- materializing ---------------------------------------------------------
 
-    # --- binding ---------------------------------------------------------------
-
-    def bind(self, home: Home) -> None:
-        """Bind a unit's parameters. Every call is ended by `unbind`."""
+    def materialize(self, home: Home) -> None:
+        """Let a unit's parameters have their values in this thread. Every call is ended by `offload`."""
         self._memory.require_usable()
         here = current()
         with self.lock:
-            self.turns.wait_to_bind(partial(self.units.holders_of_room, home, here))
-            if home.bound == 0:
-                # Through views that were taken while the model computed.
-                self.units.find_written((home,))
-                with unseen():
-                    self.units.use(home)
-                    try:
-                        home.bind(here, guarded=self.turns.several or others_alive(self.turns.first))
-                    except BaseException:
-                        self.unbind(home)
-                        raise
-            else:
+            self.turns.wait_to_materialize(partial(self.units.holders_of_room, home, here))
+            if home.holders:
                 home.count(here, 1)
+                return
+            # Through views that were taken while the model computed.
+            self.units.find_written((home,))
+            with unseen():
+                self.units.use(home)
+                try:
+                    home.materialize(here, guarded=self.turns.several or others_alive(self.turns.first))
+                except BaseException:
+                    self.offload(home)
+                    raise
 
-    def unbind(self, home: Home, holder: int | None = None) -> None:
-        """Undo `bind`; `holder`: the thread of `bind`, where that is another."""
+    def offload(self, home: Home, holder: int | None = None) -> None:
+        """Undo `materialize`; `holder`: its thread, where that is another."""
         here = current() if holder is None else holder
         with self.lock:
             if here not in home.holders:
-                # close() or `release` have ended it already.
+                # close() or `offload_all` have ended it already.
                 return
-            if home.bound > 1:
-                home.count(here, -1)
-                return
-            self._take_away(home)
+            is_last = sum(home.holders.values()) == 1
+            if is_last:
+                self._make_placeholders(home)
             home.count(here, -1)
-            self.turns.note_release()
+            if is_last:
+                self.turns.note_release()
 
-    def release(self, holder: int) -> None:
-        """Unbind all units of a thread: it computes nothing, and interrupts may come between any two lines."""
+    def offload_all(self, holder: int) -> None:
+        """Offload all units of a thread: it computes nothing, and interrupts may come between any two lines."""
         with self.lock:
             for home in self.units.homes:
-                if not (home.bound or home.holders):
+                if holder not in home.holders:
                     continue
-                if home.holders.keys() <= {holder}:
-                    self._take_away(home)
-                # Not the sum: an interrupt may have come between the two.
-                home.count(holder, -home.holders.get(holder, 0))
+                if len(home.holders) == 1:
+                    self._make_placeholders(home)
+                home.count(holder, -home.holders[holder])
             self.turns.note_release()
 
-    def _take_away(self, home: Home) -> None:
+    def _make_placeholders(self, home: Home) -> None:
         """Make the parameters of a unit placeholders; a repeated call after an interrupt completes it."""
         self.units.find_written((home,))
-        home.unbind()
+        home.offload()
 
     def holds(self, place: Place) -> bool:
-        """Whether this thread has bound a parameter that asks."""
+        """Whether a parameter that asks is materialized in this thread."""
         return current() in self.units.home_of[place.name].holders
 
     @contextmanager
     def borrowed(self, places: Iterable[Place]) -> Iterator[None]:
-        """Bind the units of some parameters for one operation."""
+        """Materialize the units of some parameters for one operation."""
         self.units.require_open()
         self.session.run.gradients.touched(places)
-        homes = self._homes(places)
-        bound: list[Home] = []
-        pushed = False
-        with self.turns.touching():
-            try:
-                for home in homes:
-                    self.bind(home)
-                    bound.append(home)
-                pushed = self.hooks.push()
-                yield
-            finally:
-                if pushed:
-                    self.hooks.pop()
-                for home in reversed(bound):
-                    self.unbind(home)
+        with self.turns.touching(), ExitStack() as undo:
+            for home in self._homes(places):
+                self.materialize(home)
+                undo.callback(self.offload, home)
+            if self.hooks.push():
+                undo.callback(self.hooks.pop)
+            yield
 
     def _homes(self, places: Iterable[Place]) -> list[Home]:
         """The units of some parameters, each once."""
@@ -394,28 +375,26 @@ class Residency:
 
     def copy_of(self, place: Place) -> torch.Tensor:
         """A parameter's values in an unlinked file, as a tensor that nothing else sees."""
-        found: list[torch.Tensor] = []
-        self.read_into(place, lambda values: found.append(self.filed(place, values)))
-        return found[0]
+        return self.read_into(place, lambda values: self.filed(place, values))
 
     def filed(self, place: Place, values: torch.Tensor) -> torch.Tensor:
         """A copy of such values, which are laid out as the parameter's, in an unlinked file."""
-        return self._files.of_values(place, values)
+        return filed_copy(place, values, self._scratch)
 
-    def read_into(self, place: Place, take: Callable[[torch.Tensor], None]) -> None:
-        """Let `take` have a parameter's values, for as long as it runs."""
+    def read_into(self, place: Place, take: Callable[[torch.Tensor], _Taken]) -> _Taken:
+        """What `take` makes of a parameter's values, which it has for as long as it runs."""
         home = self.units.home_of[place.name]
-        self.bind(home)
+        self.materialize(home)
         try:
             assert home.base is not None
-            take(place.view(home.base))
+            return take(place.view(home.base))
         finally:
-            self.unbind(home)
+            self.offload(home)
 
     def require_idle(self, call: str) -> None:
         """Refuse a call that may not come while units are in use, in whichever thread."""
         with self.lock:
-            used = next((home.name for home in self.units.homes if home.bound), None)
+            used = next((home.name for home in self.units.homes if home.holders), None)
         if used is not None:
             raise UsageError(
                 f"unit {used!r} is in use: call {call} outside of the model's forward and of materialized()"
@@ -425,8 +404,8 @@ class Residency:
         """Release everything; afterwards a use of a parameter raises `UsageError(why)`."""
         with self.lock:
             for home in self.units.homes:
-                if home.bound or home.holders:
-                    self._take_away(home)
+                if home.holders:
+                    self._make_placeholders(home)
                     home.abandon()
             self.units.close(why)
             self.copies.close()

@@ -20,27 +20,35 @@ if TYPE_CHECKING:
 
 # Threads of these packages carry out their own work, and never touch a model: progress bars, loaders, debuggers.
 _HELPERS = ("torch", "tqdm", "multiprocessing", "ipykernel", "execnet", "memascend")
-_local = threading.local()
+
+
+class _Thread(threading.local):
+    """A thread, and the one that it works for."""
+
+    works_for = 0
+
+    @contextmanager
+    def working_for(self, thread: int) -> Iterator[None]:
+        """Inside, units that this thread materializes are so for another one, which waits."""
+        self.works_for = thread
+        try:
+            yield
+        finally:
+            self.works_for = 0
+
+
+_thread = _Thread()
+working_for = _thread.working_for
 
 
 def current() -> int:
     """The thread that uses parameters here: this one, or the one that it works for, which waits meanwhile."""
-    return getattr(_local, "works_for", 0) or threading.get_ident()
+    return _thread.works_for or threading.get_ident()
 
 
 def works_for_another() -> bool:
     """Whether this thread computes a micro-batch for another one, as others do by turns."""
-    return hasattr(_local, "works_for")
-
-
-@contextmanager
-def working_for(thread: int) -> Iterator[None]:
-    """Inside, units that this thread binds are bound for another one, which waits."""
-    _local.works_for = thread
-    try:
-        yield
-    finally:
-        del _local.works_for
+    return bool(_thread.works_for)
 
 
 def is_autograds() -> bool:
@@ -151,13 +159,12 @@ class Turns:
         self.lock = lock
         # Notified of every change of the following attributes.
         self._turn = threading.Condition(lock)
-        # The thread that changes values or waits to, how deep, and whether the others have stopped; see `alone`.
+        # The thread that changes values or waits to, and whether the others have stopped; see `alone`.
         self._changer: int | None = None
-        self._changes = 0
         self._changing = False
         # Threads that carry out one operation on a parameter, with how often.
         self._touching: dict[int, int] = {}
-        # More than one thread has bound units: a unit that one has bound is not bound for another.
+        # More than one thread has materialized units: a unit that one has materialized is not so for another.
         self.several = False
         # The first one that used them.
         self.first: int | None = None
@@ -165,14 +172,14 @@ class Turns:
         self._waiting: set[int] = set()
 
     def note_thread(self) -> None:
-        """A thread is about to use parameters: it must not rely on units that another thread has bound."""
+        """A thread is about to use parameters: it must not rely on units that another has materialized."""
         thread = current()
         if self.first is None:
             self.first = thread
         elif thread != self.first and not is_autograds():
             self.several = True
 
-    def wait_to_bind(self, holders: Callable[[], set[int]]) -> None:
+    def wait_to_materialize(self, holders: Callable[[], set[int]]) -> None:
         """Under the lock: let another thread that changes values end, and others release the memory that is needed."""
         self.note_thread()
         self.wait_to_read(holders)
@@ -205,12 +212,12 @@ class Turns:
         with self.lock:
             if here not in self._touching:
                 self._turn.wait_for(lambda: self._changer in (None, here))
-            count_here(self._touching, 1)
+            count(self._touching, here, 1)
         try:
             yield
         finally:
             with self.lock:
-                count_here(self._touching, -1)
+                count(self._touching, here, -1)
                 self._turn.notify_all()
 
     def release(self) -> None:
@@ -221,29 +228,28 @@ class Turns:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let the operations of other threads on parameters end, and no other thread bind anything inside."""
+        """Let the operations of other threads on parameters end, and no other thread materialize anything inside."""
         here = current()
         with self.lock:
             self._turn.wait_for(lambda: self._changer in (None, here))
-            self._changer = here
-            self._changes += 1
+            is_outermost, self._changer = self._changer is None, here
         try:
             with self.lock:
-                # An operation that has begun continues, also where it binds more; no other begins.
+                # An operation that has begun continues, also where it materializes more; no other begins.
                 self._turn.wait_for(lambda: not self._touching.keys() - {here}, timeout=_TOUCH_SECONDS)
                 self._changing = True
             yield
         finally:
-            with self.lock:
-                self._changes -= 1
-                if self._changes == 0:
+            if is_outermost:
+                with self.lock:
                     self._changer, self._changing = None, False
                     self._turn.notify_all()
 
 
-def count_here(threads: dict[int, int], more: int) -> None:
-    """Count for this thread; a thread whose count is zero has no entry."""
-    thread = current()
-    counted = threads.pop(thread, 0) + more
+def count(threads: dict[int, int], thread: int, more: int) -> None:
+    """Count for a thread; one whose count is zero has no item. An interrupt in here leaves a thread that is found."""
+    counted = threads.get(thread, 0) + more
     if counted > 0:
         threads[thread] = counted
+    else:
+        threads.pop(thread, None)

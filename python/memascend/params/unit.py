@@ -1,13 +1,15 @@
-"""Tracks one unit in memory: its parameters, where its bytes are, and which threads have bound it."""
+"""Tracks one unit: its parameters, where its bytes are, and which threads have it materialized."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from memascend.params.threads import count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from memascend.storage import Fetch
 
 
-# The holder of units that are bound for all threads; no thread has this number.
+# The holder of units that are materialized for all threads; no thread has this number.
 NOBODY = 0
 
 
@@ -25,7 +27,7 @@ class Bytes(Enum):
     """Where the bytes of a unit are."""
 
     # On storage. A view may keep the last bytes in memory alive: `Home.adopt` finds them.
-    AWAY = auto()
+    OFFLOADED = auto()
     # Being read into memory of the arena.
     READING = auto()
     # In memory of the arena.
@@ -39,85 +41,52 @@ class Bytes(Enum):
 
 Move = Literal["read", "arrive", "adopt", "stand", "leave"]
 _MOVES: dict[Move, dict[Bytes, Bytes]] = {
-    "read": {Bytes.AWAY: Bytes.READING},
+    "read": {Bytes.OFFLOADED: Bytes.READING},
     "arrive": {Bytes.READING: Bytes.CACHED},
-    "adopt": {Bytes.AWAY: Bytes.CACHED},
-    "stand": {Bytes.AWAY: Bytes.IN_PLACE},
-    "leave": dict.fromkeys(Bytes, Bytes.AWAY),
+    "adopt": {Bytes.OFFLOADED: Bytes.CACHED},
+    "stand": {Bytes.OFFLOADED: Bytes.IN_PLACE},
+    "leave": dict.fromkeys(Bytes, Bytes.OFFLOADED),
 }
 
 
+@dataclass(eq=False, slots=True)
 class Home:
-    """One unit at run time: its parameters, where its bytes are now, and which threads have bound it.
+    """One unit at run time: its parameters, where its bytes are now, and which threads have it materialized.
 
     Only its methods write its attributes, each of which is one of `_MOVES`, a change of its values or a use. In each
     the state comes last: an interrupt in it leaves the unit as it was, to be brought again.
-
-    Attributes:
-        in_ram: its values are in memory for the whole run, so that it has no place in the arena.
-        places: its parameters.
-        state: where its bytes are.
-        base: the bytes in memory; None while they are on storage or being read.
-        read: the read that is under way; None in other states.
-        weak: the storage that was leased last, which views that others hold may keep alive, and the version there.
-        version: counts the values that it had.
-        trained: a step has changed its values, so the next one will.
-        holders: the threads that have bound it, with how often; `bound` is the sum.
     """
 
-    __slots__ = (
-        "_epoch",
-        "_into",
-        "_views",
-        "base",
-        "bound",
-        "holders",
-        "in_ram",
-        "index",
-        "name",
-        "nbytes",
-        "pinned",
-        "places",
-        "read",
-        "slot_bytes",
-        "state",
-        "trained",
-        "version",
-        "weak",
-    )
-
-    def __init__(
-        self,
-        index: int,
-        name: str,
-        nbytes: int,
-        slot_bytes: int,
-        *,
-        pinned: bool,
-        in_ram: bool = False,
-        places: Sequence[Place] = (),
-    ) -> None:
-        """`slot_bytes` is the size of the arena's places that it may have."""
-        self.index = index
-        self.name = name
-        self.nbytes = nbytes
-        self.slot_bytes = slot_bytes
-        self.pinned = pinned
-        self.in_ram = in_ram
-        self.places = places
-        self.state = Bytes.AWAY
-        self.base: torch.Tensor | None = None
-        self.read: Fetch | Staged | None = None
-        # What `read` fills, and the values of the parameters in `base`.
-        self._into: torch.Tensor | None = None
-        self._views: list[torch.Tensor] | None = None
-        self.weak: tuple[StorageWeakRef, int] | None = None
-        # The epoch of the store from which it was taken, where it is in the RAM tier.
-        self._epoch = -1
-        self.version = 0
-        self.trained = False
-        self.bound = 0
-        self.holders: dict[int, int] = {}
+    index: int
+    name: str
+    nbytes: int
+    # The size of the arena's places that it may have.
+    slot_bytes: int
+    _: KW_ONLY
+    pinned: bool
+    # Its values are in memory for the whole run, so that it has no place in the arena.
+    in_ram: bool = False
+    # Its parameters.
+    places: Sequence[Place] = ()
+    # Where its bytes are.
+    state: Bytes = Bytes.OFFLOADED
+    # The bytes in memory; None while they are on storage or being read.
+    base: torch.Tensor | None = None
+    # The read that is under way, None in other states; and what it fills.
+    read: Fetch | Staged | None = None
+    _into: torch.Tensor | None = None
+    # The values of the parameters in `base`.
+    _views: list[torch.Tensor] | None = None
+    # The storage that was leased last, which views that others hold may keep alive, and the version there.
+    weak: tuple[StorageWeakRef, int] | None = None
+    # The epoch of the store from which it was taken, where it is in the RAM tier.
+    _epoch: int = -1
+    # Counts the values that it had.
+    version: int = 0
+    # A step has changed its values, so the next one will.
+    trained: bool = False
+    # The threads that have it materialized, with how often.
+    holders: dict[int, int] = field(default_factory=dict)
 
     def _move(self, move: Move) -> None:
         after = _MOVES[move].get(self.state)
@@ -149,13 +118,12 @@ class Home:
 
     def adopt(self) -> bool:
         """Take living bytes of the current version again; whether there are any."""
-        if self.state is not Bytes.AWAY or self.weak is None or self.weak[1] != self.version:
+        if self.state is not Bytes.OFFLOADED or self.weak is None or self.weak[1] != self.version:
             return False
         storage = alive(self.weak[0])
         if storage is None:
             return False
-        with torch.inference_mode(mode=False):
-            self.base = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (self.nbytes,), (1,))
+        self.base = view_of(storage, torch.uint8, 0, (self.nbytes,), (1,))
         self._move("adopt")
         return True
 
@@ -188,8 +156,7 @@ class Home:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 for place in self.places:
                     torch.autograd.graph.increment_version(place.parameter)
-                    if place.bound_version is not None:
-                        place.note_version()
+                    place.note_version()
 
     def forget(self) -> None:
         """Release bytes that are no step's: they are not adopted again."""
@@ -198,52 +165,45 @@ class Home:
 
     @property
     def written(self) -> list[str]:
-        """The parameters that were written to in place since they were bound, or unbound: views outlive both."""
+        """The parameters written to in place since they were last given memory, or none: views outlive both."""
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             return [
                 place.name
                 for place in self.places
-                if place.bound_version is not None and place.parameter._version != place.bound_version  # noqa: SLF001
+                if place.parameter._version != place.known_version  # noqa: SLF001
             ]
 
     def note_written(self) -> None:
         """Writes in place were reported: count from now on."""
         for place in self.places:
-            if place.bound_version is not None:
-                place.note_version()
+            place.note_version()
 
     # --- its users ---------------------------------------------------------------------
 
     def count(self, holder: int, more: int) -> None:
-        """Count how often a thread has bound it. An interrupt in here leaves a holder that is found."""
-        counted = self.holders.get(holder, 0) + more
-        if counted > 0:
-            self.holders[holder] = counted
-        else:
-            self.holders.pop(holder, None)
-        self.bound = sum(self.holders.values())
+        """Count how often a thread has it materialized. An interrupt in here leaves a holder that is found."""
+        count(self.holders, holder, more)
 
-    def bind(self, holder: int, *, guarded: bool) -> None:
-        """Let the parameters have their values, for a thread; `guarded`: they ask each thread whether it bound them.
+    def materialize(self, holder: int, *, guarded: bool) -> None:
+        """Let the parameters have their values, for a thread; `guarded`: they ask each thread whether it holds them.
 
-        What an interrupt leaves half bound is counted, and so found.
+        What an interrupt leaves half done is counted, and so found.
         """
         assert self.base is not None, f"unit {self.name!r} has no bytes"
         if self._views is None:
             self._views = [place.view(self.base) for place in self.places]
         self.count(holder, 1)
         for place, values in zip(self.places, self._views, strict=True):
-            place.bind(values, guarded=guarded)
-
-    def unbind(self) -> None:
-        """Make the parameters placeholders; a repeated call after an interrupt completes it."""
-        for place in self.places:
-            place.unbind()
+            place.materialize(values, guarded=guarded)
 
     def abandon(self) -> None:
         """Forget all holders."""
         self.holders.clear()
-        self.bound = 0
+
+    def offload(self) -> None:
+        """Make the parameters placeholders; a repeated call after an interrupt completes it."""
+        for place in self.places:
+            place.offload()
 
 
 def alive(weak: StorageWeakRef) -> torch.UntypedStorage | None:
@@ -251,6 +211,14 @@ def alive(weak: StorageWeakRef) -> torch.UntypedStorage | None:
     if weak.expired():
         return None
     return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)  # noqa: SLF001
+
+
+def view_of(
+    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """A tensor on memory, which is a view of no other tensor; `offset` counts elements."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,8 @@ Where the bytes of a weight can be. No row but the first is ever read back, exce
 
 | where | whose memory | who may write | what ends it |
 |---|---|---|---|
-| on storage | the store's slots | the engine, into the slot that is not valid | the commit that makes it valid |
-| `Bytes.READING` | a lease of the arena | the read | its end, verified (`CACHED`), or an error (`AWAY`) |
+| `Bytes.OFFLOADED` | the store's slots, on storage | the engine, into the slot that is not valid | its commit |
+| `Bytes.READING` | a lease of the arena | the read | its end, verified (`CACHED`), or an error (`OFFLOADED`) |
 | `Bytes.CACHED` | a lease of the arena | nobody: torch's counter tells, `step()` refuses | eviction, a commit |
 | `Bytes.IN_PLACE` | the store's RAM tier | the engine at a commit; nobody else, as above | `close()` |
 | `HandedOut`, a view (`.data`, `detach()`) | a file | nobody: its checksum tells | user code, before a commit |
@@ -15,17 +15,15 @@ Where the bytes of a weight can be. No row but the first is ever read back, exce
 
 A copy that is taken inside of a forward or a backward is a snapshot, too.
 
-Here are the files, and what was handed out. What is in units is in `unit` and `resident_units`; the doors are in
+Here are the files, and what was handed out. What is in units is in `unit` and `cached_units`; the doors are in
 `session.value_edits` and `session.materialize`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -39,7 +37,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memascend.errors import ConfigError, StorageError, UsageError
 from memascend.memory import file_memory
-from memascend.params.unit import alive
+from memascend.params.aliases import uses, uses_of_one
+from memascend.params.unit import alive, view_of
 from memascend.storage import checksum_of
 from memascend.tensors import bytes_of, memory_of
 
@@ -55,82 +54,38 @@ if TYPE_CHECKING:
 _WRITE_BYTES = 8 << 20
 
 
-class Copies:
-    """Where copies lie: a file for each parameter, which nothing else sees and which is gone with its tensor."""
+def filed_copy(place: Place, values: torch.Tensor, folder: Path | None) -> torch.Tensor:
+    """A copy of values of a parameter, laid out as it is, in a file that nothing else sees and that ends with it.
 
-    def __init__(self, folder: Path | None) -> None:
-        """`folder` is where they lie; None where none was named and the storage is no folder."""
-        self._given = folder
-
-    def of_values(self, place: Place, values: torch.Tensor) -> torch.Tensor:
-        """A copy of values of a parameter, which have its strides."""
-        nbytes, folder = place.nothing.nbytes, self._folder
-        with _unlinked(folder) as descriptor:
-            try:
-                _write(descriptor, bytes_of(values), folder)
-            finally:
-                # The traceback of an error would hold them, and with them their unit's place in memory.
-                del values
-            if nbytes == 0:
-                return torch.empty(place.shape, dtype=place.dtype, device="cpu")
-            return file_memory(descriptor, nbytes).view(place.dtype).as_strided(place.shape, place.stride)
-
-    @property
-    def _folder(self) -> Path:
-        if self._given is None:
-            raise ConfigError("the storage is a raw device: give offload(scratch=) a folder for copies of the weights")
-        return self._given
-
-
-@contextlib.contextmanager
-def _unlinked(folder: Path) -> Iterator[int]:
+    `folder` is where the file lies; None where none was named and the storage is no folder.
+    """
+    if folder is None:
+        raise ConfigError("the storage is a raw device: give offload(scratch=) a folder for copies of the weights")
+    nbytes = place.nothing.nbytes
+    if nbytes == 0:
+        return torch.empty(place.shape, dtype=place.dtype, device="cpu")
+    values = part = on_host = bytes_of(values)
     try:
-        descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError:
-        descriptor = _named_for_a_moment(folder)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _named_for_a_moment(folder: Path) -> int:
-    """For file systems without O_TMPFILE."""
-    try:
-        descriptor, name = tempfile.mkstemp(prefix=".memascend-copy-", dir=folder)
+        with tempfile.TemporaryFile(prefix=".memascend-copy-", dir=folder) as file:
+            for part in values.split(_WRITE_BYTES):
+                on_host = part.cpu()
+                file.write(memory_of(on_host))
+            file.flush()
+            if nbytes > _WRITE_BYTES:
+                # The page cache goes behind it.
+                os.fdatasync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            return file_memory(file.fileno(), nbytes).view(place.dtype).as_strided(place.shape, place.stride)
     except OSError as error:
-        raise _no_copy(folder, error) from error
-    os.unlink(name)  # noqa: PTH108
-    return descriptor
-
-
-def _no_copy(folder: Path, error: OSError) -> StorageError:
-    return StorageError(
-        f"{folder}: no disk space for a copy of the weights: {error.strerror}; give offload(scratch=) another folder",
-        errno=error.errno,
-        path=str(folder),
-    )
-
-
-def _write(descriptor: int, values: torch.Tensor, folder: Path) -> None:
-    """Write bytes to a file, and let the page cache go behind it."""
-    nbytes = values.nbytes
-    for start in range(0, nbytes, _WRITE_BYTES):
-        length = min(_WRITE_BYTES, nbytes - start)
-        # A piece at a time is in host memory where they lie on a device.
-        piece = values[start : start + length].cpu()
-        part = memory_of(piece)
-        at = 0
-        while at < length:
-            try:
-                at += os.pwrite(descriptor, part[at:], start + at)
-            except OSError as error:
-                # The traceback would hold the values, and with them their place in memory.
-                del values, piece, part
-                raise _no_copy(folder, error) from error
-    if nbytes > _WRITE_BYTES:
-        os.fdatasync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        raise StorageError(
+            f"{folder}: no disk space for a copy of the weights: {error.strerror}; give offload(scratch=) another "
+            "folder",
+            errno=error.errno,
+            path=str(folder),
+        ) from error
+    finally:
+        # The traceback of an error would hold them, and with them their unit's place in memory.
+        del values, part, on_host
 
 
 # --- what was handed out -----------------------------------------------------------------
@@ -163,17 +118,15 @@ class HandedOut:
         self.place = place
         self.is_snapshot = is_snapshot
         self.seen = checksum(values, place)
-        with torch.inference_mode(mode=False), torch.no_grad():
-            # No view of another tensor, which would count as an owner of the memory.
-            self.values = torch.empty(0, dtype=values.dtype, device=values.device).set_(
-                values.untyped_storage(), values.storage_offset(), tuple(values.shape), values.stride()
-            )
+        # No view of another tensor, which would count as an owner of the memory.
+        self.values = view_of(
+            values.untyped_storage(), values.dtype, int(values.storage_offset()), values.shape, values.stride()
+        )
 
     @property
     def is_held(self) -> bool:
         """Whether other code has the memory, too."""
-        of_torch, of_python = _uses_of_one()
-        return _uses(self.values) != (of_torch + self._alike - 1, of_python)
+        return uses(self.values) > uses_of_one() + self._alike - 1
 
     def compare(self) -> bool:
         """Whether its values are others now, which is said once."""
@@ -184,10 +137,8 @@ class HandedOut:
 class WeightCopies:
     """The copies of one model's weights that were handed out, each until it was compared and nobody has it."""
 
-    def __init__(self, residency: Residency, files: Copies) -> None:
-        """`files` is where they lie."""
+    def __init__(self, residency: Residency) -> None:
         self._residency = residency
-        self._files = files
         # Copies of present values, which are handed out again; and others that somebody still has.
         self._now: dict[tuple[str, For], HandedOut] = {}
         self._older: list[HandedOut] = []
@@ -197,7 +148,7 @@ class WeightCopies:
     @property
     def computes(self) -> bool:
         """Whether this thread is inside of a forward or a backward."""
-        return bool(torch._C._current_graph_task_id() != -1) or self._residency.computes  # noqa: SLF001
+        return bool(torch._C._current_graph_task_id() != -1) or self._residency.session.run.frames.inside  # noqa: SLF001
 
     # --- handing out ----------------------------------------------------------------------
 
@@ -226,49 +177,37 @@ class WeightCopies:
 
     @property
     def _purpose(self) -> For:
-        if is_making_state_dict():
+        if state_dicts.being_made:
             return "state dict"
         return "inside" if self.computes else "view"
 
-    def stand_in(self, place: Place) -> torch.Tensor:
+    def stand_in(self, place: Place) -> torch.nn.Parameter:
         """A plain parameter on such a copy, for a function that is called on the offloaded one."""
-        values = self.of(place)
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            wanted = place.parameter.requires_grad
-        with torch.inference_mode(mode=False), torch.no_grad():
-            return torch.Tensor._make_subclass(place.kind, values, wanted)  # noqa: SLF001
+        return place.plain(self.of(place))
 
     @contextlib.contextmanager
-    def bound(self, places: list[Place]) -> Iterator[None]:
+    def materialized(self, places: list[Place]) -> Iterator[None]:
         """Let parameters have such copies inside, for a function whose graph leads to them."""
         residency = self._residency
         values = [self.of(place) for place in places]
-        with residency.turns.alone():
-            if any(residency.units.home_of[place.name].bound for place in places):
+        with residency.turns.alone(), contextlib.ExitStack() as undo:
+            if any(residency.units.home_of[place.name].holders for place in places):
                 raise UsageError(
                     "another thread computes the model, which may evict the weights of a view: take views in that "
                     "thread, or afterwards"
                 )
-            pushed = residency.hooks.push()
-            try:
-                for place, one in zip(places, values, strict=True):
-                    place.bind(one)
-                yield
-            finally:
-                if pushed:
-                    residency.hooks.pop()
-                for place in places:
-                    place.unbind()
+            if residency.hooks.push():
+                undo.callback(residency.hooks.pop)
+            for place, one in zip(places, values, strict=True):
+                undo.callback(place.offload)
+                place.materialize(one)
+            yield
 
     def duplicate(self, place: Place) -> torch.nn.Parameter:
         """A plain parameter of another model, with a copy of the values in a file of its own."""
         self._residency.units.require_open()
         with torch.inference_mode(mode=False), torch.no_grad():
-            values = self._residency.copy_of(place).to(place.device)
-            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-                wanted = place.parameter.requires_grad
-            made: torch.nn.Parameter = torch.Tensor._make_subclass(place.kind, values, wanted)  # noqa: SLF001
-            return made
+            return place.plain(self._residency.copy_of(place).to(place.device))
 
     def keep(self, kept: Sequence[tuple[Place, torch.Tensor]], *, is_snapshot: bool) -> None:
         """User code keeps memory that parameters had while they were real, which may be parts of one vector."""
@@ -382,22 +321,22 @@ def unseen() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes() if is_any else contextlib.nullcontext()
 
 
-_local = threading.local()
-
-
-def is_making_state_dict() -> bool:
+class _StateDicts(threading.local):
     """Whether this thread makes a state dict, whose copies no later step changes."""
-    return getattr(_local, "makes", False)
+
+    being_made = False
+
+    @contextlib.contextmanager
+    def making(self) -> Iterator[None]:
+        """Inside, a weight that is detached is copied for a state dict."""
+        self.being_made = True
+        try:
+            yield
+        finally:
+            self.being_made = False
 
 
-@contextlib.contextmanager
-def making_state_dict() -> Iterator[None]:
-    """Inside, a weight that is detached is copied for a state dict."""
-    _local.makes = True
-    try:
-        yield
-    finally:
-        _local.makes = False
+state_dicts = _StateDicts()
 
 
 def checksum(values: torch.Tensor, place: Place) -> str:
@@ -409,35 +348,19 @@ def checksum(values: torch.Tensor, place: Place) -> str:
         return checksum_of(bytes_of(values).cpu())
 
 
-def _uses(values: torch.Tensor) -> tuple[int, int]:
-    """How often the memory of a tensor is referred to, from torch and from Python."""
-    storage = values.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)  # noqa: SLF001
-
-
-@functools.cache
-def _uses_of_one() -> tuple[int, int]:
-    """The references to memory that one tensor has and no other code; they depend on torch's version."""
-    return _uses(torch.zeros(1, device="cpu"))
-
-
 class Outlived:
     """Memory that user code keeps, for as long as it does."""
 
-    __slots__ = ("_shape", "_weak", "place", "seen")
+    __slots__ = ("_memory", "place", "seen")
 
     def __init__(self, place: Place, values: torch.Tensor) -> None:
         self.place = place
         self.seen = checksum(values, place)
-        self._weak = StorageWeakRef(values.untyped_storage())
-        self._shape = (values.dtype, values.storage_offset(), tuple(values.shape), values.stride())
+        weak = StorageWeakRef(values.untyped_storage())
+        self._memory = (weak, values.dtype, int(values.storage_offset()), values.shape, values.stride())
 
     def checksum(self) -> str | None:
         """Of its values now; None where the memory is gone."""
-        storage = alive(self._weak)
-        if storage is None:
-            return None
-        dtype, offset, shape, stride = self._shape
-        with torch.inference_mode(mode=False), torch.no_grad():
-            values = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
-            return checksum(values, self.place)
+        weak, dtype, offset, shape, stride = self._memory
+        storage = alive(weak)
+        return None if storage is None else checksum(view_of(storage, dtype, offset, shape, stride), self.place)

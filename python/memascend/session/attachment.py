@@ -146,7 +146,7 @@ class Attachment:
         gates: list[tuple[torch.nn.Module, tuple[Home, ...]]],
         run: Run,
     ) -> None:
-        """`gates` are the modules with hooks, and the units that each binds."""
+        """`gates` are the modules with hooks, and the units that each materializes."""
         self.model = model
         self._gates = gates
         self._run = run

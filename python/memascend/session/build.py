@@ -18,7 +18,6 @@ from memascend.params.module_hooks import Frames
 from memascend.params.offloaded_param import Place
 from memascend.params.residency import Residency
 from memascend.params.unit import Limits
-from memascend.params.weight_access import Copies
 from memascend.plan.units import forward_order
 from memascend.session import original_state
 from memascend.session.attachment import Attachment, AutocastWatch, Newcomers
@@ -61,7 +60,7 @@ class Assembly:
                 if not torch._has_compatible_shallow_copy_type(place.parameter, place.nothing):  # noqa: SLF001
                     # The parameter is on meta, or on a device whose tensors are of another kind.
                     embody(place.parameter, place.nothing)
-                place.unbind()
+                place.offload()
                 if place.name in subject.trained:
                     rule = subject.arithmetic.of(place.parameter)
                     session.run.gradients.watch(place, rule, resources.store.record(place.name)["step"])
@@ -128,8 +127,7 @@ class Assembly:
             larger=plan.larger_budget,
             add=resources.units.arena.add if self._grows else None,
         )
-        copies = Copies(self.scratch)
-        residency = Residency(resources.units, limits, resources.engine, copies, keeper=resources.activations)
+        residency = Residency(resources.units, limits, resources.engine, self.scratch, keeper=resources.activations)
         for unit in self.decision.plan.units:
             places = [
                 Place(
@@ -179,9 +177,9 @@ class Assembly:
         )
 
     def _gates(self, residency: Residency) -> list[tuple[torch.nn.Module, tuple[Home, ...]]]:
-        """Each module that owns a parameter or is a whole unit, with the units that it binds."""
+        """Each module that owns a parameter or is a whole unit, with the units that it materializes."""
         if self.subject.sharding is not None:
-            # A gather binds its parameters, and only while it copies.
+            # A gather materializes its parameters, and only while it copies.
             return [(self.subject.model, ())]
         homes = {home.name: home for home in residency.units.homes}
         home_of = {id(place.parameter): home for home in homes.values() for place in home.places}

@@ -141,7 +141,7 @@ def _release(residency: Residency, homes: list[Home]) -> None:
         while homes:
             home = homes[-1]
             for place in home.places:
-                place.unbind()
+                place.offload()
             home.count(NOBODY, -1)
             homes.pop()
 

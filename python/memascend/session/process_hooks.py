@@ -15,15 +15,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from memascend.errors import UsageError
 from memascend.grads.lazy_grad import GradientHandle
 from memascend.params.module_hooks import refuse_moved, refuse_wrapper
-from memascend.params.offloaded_param import HANDED_OUT, Away, refused_write
-from memascend.params.weight_access import is_making_state_dict, making_state_dict
+from memascend.params.offloaded_param import HANDED_OUT, Placeholder, refused_write
+from memascend.params.weight_access import state_dicts
 from memascend.session.attachment import Newcomers, copy_module
 from memascend.session.optimizer import OffloadedOptimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch.utils.hooks import RemovableHandle
 
     from memascend.params.residency import Residency
 
@@ -41,51 +39,52 @@ class ProcessHooks:
     """One run's share in the hooks: the first run installs them, and the last one removes them."""
 
     _lock = threading.Lock()
-    _runs = 0
-    _handles: ClassVar[list[RemovableHandle]] = []
+    _shares: ClassVar[set[ProcessHooks]] = set()
+    _undo = contextlib.ExitStack()
 
     def __init__(self) -> None:
-        self._held = True
         with self._lock:
-            self._count(1)
-            if self._runs == 1:
-                self._handles.extend(
-                    (
-                        torch.nn.modules.module.register_module_module_registration_hook(refuse_wrapper),
-                        torch.nn.modules.module.register_module_module_registration_hook(_note_registration),
-                        torch.nn.modules.module.register_module_parameter_registration_hook(refuse_moved),
-                        torch.nn.modules.module.register_module_parameter_registration_hook(_note_registration),
-                        register_optimizer_step_pre_hook(_refuse_foreign_step),
-                    )
-                )
-                # torch picks list kernels by exact type, and on a GPU a list's norm has other bits than a tensor's.
-                _LISTED.append(GradientHandle)
-                _Module.__deepcopy__ = copy_module
-                _Module.state_dict, _Module.load_state_dict = _make_state_dict, _load_state_dict
-                for name in HANDED_OUT:
-                    setattr(_Parameter, name, _of_a_copy(getattr(torch.Tensor, name)))
-                _Parameter.data = property(_of_a_copy(_TENSOR_DATA.__get__), _set_data)
-
-    @classmethod
-    def _count(cls, more: int) -> None:
-        cls._runs += more
+            if not self._shares:
+                _install(self._undo)
+            self._shares.add(self)
 
     def release(self) -> None:
         """The run is over. Twice is fine."""
         with self._lock:
-            if not self._held:
-                return
-            self._held = False
-            self._count(-1)
-            if self._runs == 0:
-                for handle in self._handles:
-                    handle.remove()
-                self._handles.clear()
-                _LISTED.remove(GradientHandle)
-                del _Module.__deepcopy__
-                _Module.state_dict, _Module.load_state_dict = _STATE_DICT, _LOAD_STATE_DICT
-                for name in ("data", *HANDED_OUT):
-                    delattr(_Parameter, name)
+            if self in self._shares:
+                self._shares.remove(self)
+                if not self._shares:
+                    self._undo.close()
+
+
+def _install(undo: contextlib.ExitStack) -> None:
+    registrations = torch.nn.modules.module
+    for handle in (
+        registrations.register_module_module_registration_hook(refuse_wrapper),
+        registrations.register_module_module_registration_hook(_note_registration),
+        registrations.register_module_parameter_registration_hook(refuse_moved),
+        registrations.register_module_parameter_registration_hook(_note_registration),
+        register_optimizer_step_pre_hook(_refuse_foreign_step),
+    ):
+        undo.callback(handle.remove)
+    # torch picks list kernels by exact type, and on a GPU a list's norm has other bits than a tensor's.
+    _LISTED.append(GradientHandle)
+    undo.callback(_LISTED.remove, GradientHandle)
+    _patch(undo, _Module, "__deepcopy__", copy_module)
+    _patch(undo, _Module, "state_dict", _make_state_dict)
+    _patch(undo, _Module, "load_state_dict", _load_state_dict)
+    for name in HANDED_OUT:
+        _patch(undo, _Parameter, name, _of_a_copy(getattr(torch.Tensor, name)))
+    _patch(undo, _Parameter, "data", property(_of_a_copy(_TENSOR_DATA.__get__), _set_data))
+
+
+def _patch(undo: contextlib.ExitStack, owner: type, name: str, value: Any) -> None:
+    """Give a class of torch another attribute, and back what it had."""
+    if name in vars(owner):
+        undo.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        undo.callback(delattr, owner, name)
+    setattr(owner, name, value)
 
 
 def _of_a_copy(method: Callable[..., Any]) -> Any:
@@ -98,7 +97,7 @@ def _of_a_copy(method: Callable[..., Any]) -> Any:
     def given(parameter: torch.nn.Parameter, *args: Any, **options: Any) -> Any:
         place: Any = parameter.__dict__.get("_memascend")
         # A placeholder decides itself; rows that ranks share have another one.
-        is_real = place is not None and place.parameter is parameter and not isinstance(parameter, Away)
+        is_real = place is not None and place.parameter is parameter and not isinstance(parameter, Placeholder)
         if is_real and not sys._getframe(1).f_globals.get("__name__", "").startswith(_COMPILERS):  # noqa: SLF001
             parameter = place.source.copies.stand_in(place)
         return method(parameter, *args, **options)
@@ -127,9 +126,9 @@ def _residencies(module: torch.nn.Module) -> list[Residency]:
 
 def _make_state_dict(module: torch.nn.Module, *args: Any, **options: Any) -> Any:
     """Torch's `state_dict()`; the values are copies that no later step changes."""
-    if options.get("keep_vars") or is_making_state_dict():
+    if options.get("keep_vars") or state_dicts.being_made:
         return _STATE_DICT(module, *args, **options)
-    with making_state_dict():
+    with state_dicts.making():
         found = _STATE_DICT(module, *args, **options)
     for residency in _residencies(module):
         residency.session.run.resources.unread = False

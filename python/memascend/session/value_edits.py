@@ -10,7 +10,7 @@ import torch
 
 from memascend.errors import ConfigError, UsageError
 from memascend.params.weight_access import checksum
-from memascend.tensors import flat
+from memascend.tensors import bytes_of, same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from memascend.session.run import Run
 
 
-_EXTENT_BYTES = 8 << 20
+_PART_BYTES = 8 << 20
 
 
 @dataclass(eq=False)
@@ -29,11 +29,10 @@ class Edit:
 
     # Persistent buffers are committed with the edit, so that new weights never stand beside old statistics.
     with_buffers: bool
+    # Undoes what was changed and staged, until it is committed.
+    undo: contextlib.ExitStack
     # The parameters that get other values.
     names: list[str] = field(default_factory=list)
-    # Undoes the other changes, where the edit is dropped.
-    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    is_committed: bool = False
 
 
 class Edits:
@@ -58,11 +57,11 @@ class Edits:
             self.edit(with_buffers=True) as edit,
         ):
             self.run.require_quiet(loads=changes_buffers)
-            before = self._buffers() if changes_buffers else {}
-            edit.undo.callback(self._restore_buffers, before)
+            buffers, targets = self.run.record.buffers, self.run.record.buffers.target
+            before = {name: targets(name).clone() for name in buffers.names} if changes_buffers else {}
+            edit.undo.callback(lambda: [targets(name).copy_(values) for name, values in before.items()])
             yield edit
-            targets = self.run.record.buffers.target
-            changed = bool(edit.names) or not all(_same_bits(one, targets(name)) for name, one in before.items())
+            changed = bool(edit.names) or not all(same_bits(one, targets(name)) for name, one in before.items())
             if changed if exchange is None else any(exchange.everyone(changed)):
                 with self.run.residency.turns.alone():
                     self.commit(edit)
@@ -99,9 +98,7 @@ class Edits:
             )
         if tuple(values.shape) == place.shape and checksum(values, place) == begun:
             return
-        now: list[str] = []
-        self.run.residency.read_into(place, lambda stored: now.append(checksum(stored, place)))
-        if now != [begun]:
+        if self.run.residency.read_into(place, lambda stored: checksum(stored, place)) != begun:
             raise UsageError(
                 f"{place.name!r} was changed by a step, a load or another edit() within edit(), whose values are "
                 "older; they were dropped: let each edit() end before the next change"
@@ -139,17 +136,18 @@ class Edits:
     @contextlib.contextmanager
     def edit(self, *, with_buffers: bool) -> Iterator[Edit]:
         """Begin an edit, which is committed inside. An exception before that drops it: all values are as before."""
-        edit = Edit(with_buffers)
-        try:
+        run = self.run
+        with contextlib.ExitStack() as undo:
+            edit = Edit(with_buffers, undo)
+            if with_buffers:
+                undo.callback(run.record.buffers.unstage, run.resources.store)
+            undo.callback(self._discard, edit)
             yield edit
-        except BaseException:
-            if not edit.is_committed:
-                for name in edit.names:
-                    self.run.resources.engine.discard(name)
-                if with_buffers:
-                    self.run.record.buffers.unstage(self.run.resources.store)
-                edit.undo.close()
-            raise
+            undo.pop_all()
+
+    def _discard(self, edit: Edit) -> None:
+        for name in edit.names:
+            self.run.resources.engine.discard(name)
 
     def stage(self, edit: Edit, place: Place, values: torch.Tensor) -> None:
         """Stage other values of a parameter, and a master that equals them. Where no bit differs nothing is staged."""
@@ -158,9 +156,7 @@ class Edits:
                 f"{place.name!r} has shape {list(place.shape)}, and was given {list(values.shape)}: give its shape"
             )
         given = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="cpu").copy_(values.detach())
-        is_same: list[bool] = []
-        self.run.residency.read_into(place, lambda stored: is_same.append(_same_bits(stored, given)))
-        if not is_same[0]:
+        if not self.run.residency.read_into(place, lambda stored: _same_values(stored, given)):
             # The name first: values that an interrupt leaves half staged are dropped, too.
             edit.names.append(place.name)
             self.run.gradients.rewrite(place.name, given)
@@ -175,7 +171,6 @@ class Edits:
         step = run.record.step
 
         def stood() -> None:
-            edit.is_committed = True
             edit.undo.pop_all()
             if edit.with_buffers:
                 buffers.committed()
@@ -188,25 +183,11 @@ class Edits:
                 buffers.stage(run.resources.store, step)
             run.resources.engine.commit(step, user_state=user_state, hyperparameters=hyperparameters)
 
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        buffers = self.run.record.buffers
-        return {name: buffers.target(name).clone() for name in buffers.names}
 
-    def _restore_buffers(self, before: dict[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for name, values in before.items():
-                self.run.record.buffers.target(name).copy_(values)
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.numel() == 0:
-        return True
-    whole = torch.int16 if one.element_size() == 2 else torch.uint8
-    left, right = (flat(tensor).view(whole) for tensor in (one, other))
-    if left.device == right.device:
-        return torch.equal(left, right)
-    extents = zip(left.split(_EXTENT_BYTES), right.split(_EXTENT_BYTES), strict=True)
-    return all(torch.equal(mine.cpu(), theirs.cpu()) for mine, theirs in extents)
+def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the values of a parameter, which may be on a device, have the bits of other ones."""
+    parts = zip(bytes_of(one).split(_PART_BYTES), bytes_of(other).split(_PART_BYTES), strict=True)
+    return all(torch.equal(mine.cpu(), theirs.cpu()) for mine, theirs in parts)
 
 
 def switch_mode(edits: Edits, mode: str) -> None:

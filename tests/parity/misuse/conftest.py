@@ -1,9 +1,12 @@
 """Provides a small offloaded model for one test, and closes it."""
 
+import contextlib
+
 import pytest
 import torch
 from parity.harness import adamw
 from parity.zoo_plain import Stack, next_token, tokens
+from support.bits import same_states
 
 import memascend
 
@@ -28,10 +31,20 @@ class Training:
         with memascend.materialized(self.model):
             return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
+    @contextlib.contextmanager
+    def keeps_weights(self):
+        """What is done inside changes no committed weight."""
+        before = self.weights()
+        yield
+        assert same_states(before, self.weights())
+
 
 @pytest.fixture
 def offloaded(tmp_path):
-    """Offloads a model, by default a small stack and AdamW, to a file that has no store."""
+    """Offloads a model, by default a small stack and AdamW, to a file that has no store.
+
+    The budget may be "smallest".
+    """
     made = []
 
     def make(model=None, optimizer=None, *, steps=0, **options):
@@ -39,6 +52,14 @@ def offloaded(tmp_path):
         model = Stack() if model is None else model
         optimizer = adamw(model) if optimizer is None else optimizer
         given = {"storage": tmp_path / "run.store", "host_memory": "64MiB", **options}
+        if given["host_memory"] == "smallest":
+            with pytest.raises(memascend.BudgetError) as refused:
+                memascend.offload(
+                    model,
+                    optimizer,
+                    **given | {"host_memory": 1, "storage": tmp_path / "none.store", "existing": "refuse"},
+                )
+            given["host_memory"] = refused.value.smallest
         training = Training(*memascend.offload(model, optimizer, **given))
         made.append(training)
         for index in range(steps):

@@ -10,7 +10,7 @@ from parity.harness import adamw
 from parity.zoo_plain import Stack, next_token
 
 import memascend
-from memascend import MemascendError, StorageError, UsageError
+from memascend import StorageError, UsageError
 
 
 def test_a_store_that_is_deleted_under_training(offloaded, tmp_path):
@@ -82,36 +82,6 @@ def test_workers_of_a_loader_are_forked_from_it(offloaded):
             training.optimizer.step()
             training.optimizer.zero_grad()
     assert training.optimizer.steps == 9
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("host_memory", [None, "64MiB"], ids=["streamed", "held"])
-@pytest.mark.parametrize("what", ["weights", "bound weights", "state"])
-def test_a_forked_child_may_not_train(offloaded, what, host_memory):
-    training = offloaded(steps=1, host_memory=host_memory)
-    head = training.model.head.weight
-    if what == "bound weights":
-        head.norm()
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            training.optimizer.state_of(head) if what == "state" else head.norm()
-            said = "it read"
-        except MemascendError as error:
-            said = f"{type(error).__name__}: {error}"
-        except BaseException as error:
-            said = f"another error: {error!r}"
-        os.write(writing, said.encode())
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        said = pipe.read()
-    assert os.waitpid(child, 0)[1] == 0
-    assert said.startswith("UsageError"), said
-    assert "fork" in said or "process" in said
-    training.step(1)
-    assert training.optimizer.steps == 2
 
 
 EXITS = {

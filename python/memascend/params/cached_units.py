@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memascend.errors import BudgetError, TimeoutExpired, UsageError
-from memascend.params.threads import FORKED
+from memascend.params.threads import OwnProcess
 from memascend.params.unit import Bytes, Home, alive
 from memascend.text import bytes_shown, size_option
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable
+    from collections.abc import Collection, Container, Iterable
 
     from memascend.device.unit_memory import UnitMemory
     from memascend.params.offloaded_param import Place
@@ -114,9 +113,9 @@ def victim_for(home: Home, homes: Iterable[Home], order: Order, current: Home | 
     best: Home | None = None
     best_key = (-1, 0)
     for other in homes:
-        if other.slot_bytes != home.slot_bytes or other.bound or other.pinned or other in (home, current):
+        if other.slot_bytes != home.slot_bytes or other.holders or other.pinned or other in (home, current):
             continue
-        if other.state is Bytes.AWAY or (other.state is Bytes.READING and not must):
+        if other.state is Bytes.OFFLOADED or (other.state is Bytes.READING and not must):
             continue
         key = (order.next_use(other.index), -order.last_used.get(other.index, 0))
         if key > best_key:
@@ -131,7 +130,7 @@ def is_leaving(home: Home, homes: Iterable[Home]) -> bool:
     return any(
         other.slot_bytes == home.slot_bytes
         and other is not home
-        and other.state is Bytes.AWAY
+        and other.state is Bytes.OFFLOADED
         and other.weak is not None
         and not other.weak[0].expired()
         for other in homes
@@ -162,7 +161,7 @@ _LAST_SECONDS = 1.0
 _FARTHER = 3
 
 
-class ResidentUnits:
+class CachedUnits:
     """The units of a model, and which of them have their bytes in the arena.
 
     Attributes:
@@ -170,7 +169,7 @@ class ResidentUnits:
         home_of: the unit of each parameter, by the parameter's name.
         order: in which units are used.
         closed: why nothing may be used any more, once that is so.
-        written: parameters that were written to while they were bound.
+        written: parameters that were written to in place while they were materialized.
         counters: what was done, for reports.
     """
 
@@ -181,7 +180,7 @@ class ResidentUnits:
         self._limits = limits
         self._classes = sorted(limits.slots)
         self._lock = lock
-        self._process = os.getpid()
+        self._process = OwnProcess()
         self._engine = engine
         self.homes: list[Home] = []
         self.home_of: dict[str, Home] = {}
@@ -206,8 +205,9 @@ class ResidentUnits:
 
     def require_open(self) -> None:
         """Reject calls after the end, and calls of a forked child."""
-        if self.closed or os.getpid() != self._process:
-            raise UsageError(self.closed or FORKED)
+        if self.closed:
+            raise UsageError(self.closed)
+        self._process.require_here()
 
     # --- reading ------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class ResidentUnits:
                 self._bring(home)
             else:
                 self.counters["hits"] += 1
-            self._look_ahead()
+            self.look_ahead()
             base = home.base
             assert base is not None
             self._memory.used(base)
@@ -238,7 +238,7 @@ class ResidentUnits:
             self._at[values.data_ptr()] = (home, home.version)
             home.stand(values, epoch)
             return
-        if home.state is Bytes.AWAY:
+        if home.state is Bytes.OFFLOADED:
             if self._adopt(home):
                 return
             self._start(home, must=True)
@@ -264,32 +264,30 @@ class ResidentUnits:
 
     def look_ahead(self) -> None:
         """Begin to fetch the next units, where memory is free now."""
-        with self._lock:
-            if not self.closed:
-                self._look_ahead()
-
-    def _look_ahead(self) -> None:
         # Farther ones, too, where no unit has to leave for them that this step uses again: embeddings and LM heads have
         # slots of their own. The drive should not wait until they are next.
         near = self._limits.lookahead
-        if len(self._ram_tier) == len(self.homes):
-            return
-        for count, index in enumerate(self.order.ahead(near + _FARTHER if near else 0, self._ram_tier)):
-            home = self.homes[index]
-            if home.bound or home.state is not Bytes.AWAY or is_useless(home, self.order) or self._adopt(home):
-                # One that is useless now is read when the commit has made its values new.
-                # One that is bound without bytes of ours is materialized: they could not leave before it is no more.
-                continue
-            room = count < near or self._arena.free_slots(home.nbytes) or self._has_useless(home)
-            if room and not self._start(home, must=False):
+        with self._lock:
+            if self.closed or len(self._ram_tier) == len(self.homes):
                 return
+            for number, index in enumerate(self.order.ahead(near + _FARTHER if near else 0, self._ram_tier)):
+                home = self.homes[index]
+                if home.holders or home.state is not Bytes.OFFLOADED:
+                    # One that is materialized without bytes of ours has copies, within materialized().
+                    continue
+                if is_useless(home, self.order) or self._adopt(home):
+                    # One that is useless now is read when the commit has made its values new.
+                    continue
+                room = number < near or self._arena.free_slots(home.nbytes) or self._has_useless(home)
+                if room and not self._start(home, must=False):
+                    return
 
     def _has_useless(self, home: Home) -> bool:
         """Whether a cached unit of the same class can leave without being read again."""
         return any(
             other.slot_bytes == home.slot_bytes
             and other.base is not None
-            and not (other.bound or other.pinned)
+            and not (other.holders or other.pinned)
             and is_useless(other, self.order)
             for other in self.homes
         )
@@ -388,6 +386,12 @@ class ResidentUnits:
                 self.evict(home)
                 home.forget()
 
+    def forget_written(self, but: Collection[str] = ()) -> set[str]:
+        """Forget writes in place `but` some; returns the others."""
+        found = self.written - set(but)
+        self.written -= found
+        return found
+
     def changed(self, names: Iterable[str]) -> None:
         """Parameters have new values on storage: the cached bytes of their units are old."""
         with self._lock:
@@ -400,7 +404,7 @@ class ResidentUnits:
         """Release bytes that nothing uses: updates may have been rejected because these are not of the last commit."""
         with self._lock:
             for home in self.homes:
-                if not (home.in_ram or home.bound):
+                if not (home.in_ram or home.holders):
                     self.evict(home)
                     home.forget()
 
@@ -408,12 +412,12 @@ class ResidentUnits:
         """Learn the order in which units were used, and begin to fetch the first of the next step."""
         with self._lock:
             self.order.end()
-            self._look_ahead()
+            self.look_ahead()
 
     # --- looking ------------------------------------------------------------------------
 
     def values_of(self, place: Place) -> torch.Tensor | None:
-        """The values of a parameter where they are resident, as the last commit left them. They hold the unit."""
+        """The values of a parameter where they are cached, as the last commit left them. They hold the unit."""
         with self._lock:
             home = self.home_of[place.name]
             # The engine has the values of the RAM tier.
