@@ -161,16 +161,12 @@ class Gradient:
         self._begin("take", gradient, 1.0)
         self._stand_in()
 
-    def stage(self, gradient: torch.Tensor, factor: float) -> None:
-        """Begin the update by its value in memory, multiplied by `factor`."""
-        self._begin("stage", gradient, factor)
+    def stage(self, factor: float, gradient: torch.Tensor | None = None, *, factors: Sequence[float] = ()) -> None:
+        """Begin the update by its value in memory, multiplied by `factor`.
 
-    def stage_stored(self, factors: Sequence[float], factor: float) -> None:
-        """Begin the update by the gradient on storage, multiplied by each of `factors` in turn."""
-        after = moved(self.name, self.state, "stage")
-        scale = self._gradients.scale.inverse * factor
-        self.options = self.rule.update_spilled(self._gradients.engine, self.step, factors, scale)
-        self.state = after
+        Without one, by the gradient on storage, multiplied by each of `factors` in turn before.
+        """
+        self._begin("stage", gradient, factor, factors)
 
     def begin(self, gradient: torch.Tensor | None = None) -> bool:
         """Begin the update early, by the stored gradient or by a new one, which is stored with it.
@@ -178,26 +174,15 @@ class Gradient:
         False: it is not begun, and nothing is stored. Where that is due to a user's error, step() raises it, unless it
         is corrected before.
         """
-        gradients, rule = self._gradients, self.rule
-        if not gradients.speculation.may_begin(self.name):
-            return False
-        after = moved(self.name, self.state, "begin")
-        scale = gradients.scale.inverse
-        try:
-            options = rule.options()
-        except UsageError:
-            return False
-        if rule.numbers(options, self.step, scale) is None:
+        if not self._gradients.speculation.may_begin(self.name):
             return False
         try:
-            if gradient is None:
-                self.options = rule.update_spilled(gradients.engine, self.step, (), scale)
-            else:
-                self._update(gradient, scale, spilling=True)
-        except ConfigError:
+            if not self._begin("begin", gradient, 1.0):
+                return False
+        except (ConfigError, UsageError):
             return False
-        self._scale, self.state = scale, after
-        gradients.speculation.begun()
+        self._scale = self._gradients.scale.inverse
+        self._gradients.speculation.begun()
         if gradient is not None:
             self._stand_in()
         return True
@@ -256,18 +241,18 @@ class Gradient:
         self.handle = self._given = None
         self._move("drop")
 
-    def _begin(self, move: Move, gradient: torch.Tensor, factor: float) -> None:
+    def _begin(self, move: Move, gradient: torch.Tensor | None, factor: float, factors: Sequence[float] = ()) -> bool:
+        """Begin an update; False: the optimizer's own code would run, which does not begin early."""
         after = moved(self.name, self.state, move)
-        self._update(gradient, self._gradients.scale.inverse * factor)
+        engine, units, scale = self._gradients.engine, self._gradients.units, self._gradients.scale.inverse * factor
+        values = None if units is None or gradient is None else units.values_of(self.place)
+        early = move == "begin"
+        options = self.rule.update(engine, self.step, scale, gradient, factors=factors, values=values, early=early)
+        if options is None:
+            return False
         # Only now: an update that could not begin is no part of the step.
-        self.state = after
-
-    def _update(self, gradient: torch.Tensor, scale: float, *, spilling: bool = False) -> None:
-        units = self._gradients.units
-        values = None if units is None else units.values_of(self.place)
-        self.options = self.rule.update(
-            self._gradients.engine, self.step, gradient, scale, values=values, spilling=spilling
-        )
+        self.options, self.state = options, after
+        return True
 
     def _move(self, move: Move) -> None:
         self.state = moved(self.name, self.state, move)

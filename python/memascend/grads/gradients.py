@@ -175,7 +175,7 @@ class Gradients:
     def use_stored(self, gradient: Gradient) -> None:
         """Update by a gradient on storage that is whole, unless it waits for step()."""
         if self.loop.mode == "fused":
-            gradient.stage_stored((), 1.0)
+            gradient.stage(1.0)
         else:
             gradient.begin()
 
@@ -406,13 +406,13 @@ class Gradients:
             factors = gradient.handle.gradient.factors()
             self._unchanged = self._unchanged and not gradient.is_changed
             if factors is not None:
-                gradient.stage_stored(factors, factor)
+                gradient.stage(factor, factors=factors)
                 continue
             changed = gradient.handle.gradient.materialize()
             if gradient.name in self.ram_tier:
                 # In place of the gradient that it was made of: memory is planned for one of them.
                 gradient.handle.gradient.assign(changed)
-                gradient.stage_stored((), factor)
+                gradient.stage(factor)
                 self.norms.measure_once(gradient, changed)
             else:
                 self._stage(gradient, changed, factor)
@@ -433,7 +433,7 @@ class Gradients:
         return True
 
     def _stage(self, gradient: Gradient, values: torch.Tensor, factor: float) -> None:
-        gradient.stage(values, factor)
+        gradient.stage(factor, values)
         # While the engine's thread works: its gradient is not written to.
         self.norms.measure_once(gradient, values)
 

@@ -61,16 +61,25 @@ def _draws_refused(optimizer: torch.optim.Optimizer) -> ConfigError:
 
 
 @contextlib.contextmanager
-def undrawn(optimizer: torch.optim.Optimizer, *, meta: bool = False) -> Iterator[None]:
-    """Reject an optimizer that draws random numbers; the generators of torch, Python and numpy stay as they are.
+def on_trial(optimizer: torch.optim.Optimizer, *, meta: bool = False) -> Iterator[None]:
+    """Run a trial of an optimizer, without warnings; one that draws random numbers is rejected.
 
-    On `meta`, unlike elsewhere, torch itself draws from Python's generator for a collective.
+    The generators of torch, Python and numpy stay as they are. On `meta`, unlike elsewhere, torch itself draws from
+    Python's generator for a collective. What a step compiles runs uncompiled: for small tensors it would take minutes.
     """
     numpy: Any = sys.modules.get("numpy")
     before = random.getstate()
     theirs: Any = numpy.random.get_state() if numpy else None
+    # Without the compiler nothing is compiled yet, and loading it takes seconds.
+    uncompiled: Any = torch.compiler.set_stance if "torch._dynamo" in sys.modules else contextlib.nullcontext
     try:
-        with torch.random.fork_rng(devices=[]), _Draws(optimizer):
+        with (
+            torch.random.fork_rng(devices=[]),
+            _Draws(optimizer),
+            warnings.catch_warnings(),
+            uncompiled("force_eager"),
+        ):
+            warnings.simplefilter("ignore")
             yield
         drawn = random.getstate() != before or (numpy is not None and numpy.random.get_state()[2] != theirs[2])
     finally:
@@ -79,17 +88,6 @@ def undrawn(optimizer: torch.optim.Optimizer, *, meta: bool = False) -> Iterator
             numpy.random.set_state(theirs)
     if drawn and not meta:
         raise _draws_refused(optimizer)
-
-
-@contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
-    """Let functions that a step compiles run uncompiled: to compile them for small tensors would take minutes."""
-    # Without the compiler nothing is compiled yet, and loading it takes seconds.
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 # These lead to the whole interpreter, and to nothing that a step would change.
@@ -201,8 +199,7 @@ def _tried(
     generator = torch.Generator().manual_seed(1)
     members = chosen_members(optimizer, master_dtype, generator)
     begin = SharedValues.of(optimizer)
-    with undrawn(optimizer), warnings.catch_warnings(), uncompiled():
-        warnings.simplefilter("ignore")
+    with on_trial(optimizer):
         every = Comparison(optimizer, begin, members, manner, spread=False)
         after = every.follow(all_present(optimizer, members), generator)
         some = Comparison(optimizer, begin, members, manner, spread=True)
