@@ -97,12 +97,6 @@ class PythonDraw(Plain):
         random.random()
 
 
-class GroupCounting(Plain):
-    def after(self):
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-
-
 class Shared(Plain):
     def after(self):
         self.state["all"]["count"] = self.state["all"].get("count", 0) + 1

@@ -11,6 +11,7 @@ import torch
 
 from memascend.errors import ConfigError, UsageError
 from memascend.grads.lazy_grad import DeferredGradient, GradientHandle
+from memascend.optim.shared import give_gradient
 from memascend.params.weight_access import Outlived
 from memascend.tensors import Squares, laid_out, rounded
 
@@ -29,7 +30,7 @@ Numbers = tuple[bool, Squares]
 Measure = Numbers | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-class State(Enum):
+class GradientState(Enum):
     """Where a gradient is, and whether an update by it is staged."""
 
     # There is none, or one in memory that no staged update uses. Here and in the next state `p.grad` has no handle.
@@ -61,35 +62,35 @@ class State(Enum):
 
 
 Move = Literal["store", "change", "take", "begin", "stage", "unstage", "end", "drop"]
-_MOVES: dict[Move, dict[State, State]] = {
-    "store": {State.NONE: State.STORED},
+_MOVES: dict[Move, dict[GradientState, GradientState]] = {
+    "store": {GradientState.NONE: GradientState.STORED},
     # More of it came, or it was replaced.
-    "change": {State.STORED: State.STORED},
-    "take": {State.NONE: State.TAKEN},
-    "begin": {State.NONE: State.EARLY, State.STORED: State.EARLY},
+    "change": {GradientState.STORED: GradientState.STORED},
+    "take": {GradientState.NONE: GradientState.TAKEN},
+    "begin": {GradientState.NONE: GradientState.EARLY, GradientState.STORED: GradientState.EARLY},
     "stage": {
-        State.NONE: State.MEMORY_STAGED,
-        State.STORED: State.STORED_STAGED,
-        State.EARLY: State.STORED_STAGED,
+        GradientState.NONE: GradientState.MEMORY_STAGED,
+        GradientState.STORED: GradientState.STORED_STAGED,
+        GradientState.EARLY: GradientState.STORED_STAGED,
     },
     # The staged update was discarded, and its gradient is still there.
     "unstage": {
-        State.MEMORY_STAGED: State.NONE,
-        State.STORED_STAGED: State.STORED,
-        State.EARLY: State.STORED,
+        GradientState.MEMORY_STAGED: GradientState.NONE,
+        GradientState.STORED_STAGED: GradientState.STORED,
+        GradientState.EARLY: GradientState.STORED,
     },
     # The step was committed, or skipped.
     "end": {
-        State.MEMORY_STAGED: State.NONE,
-        State.STORED_STAGED: State.STORED,
-        State.EARLY: State.STORED,
-        State.TAKEN: State.SPENT,
+        GradientState.MEMORY_STAGED: GradientState.NONE,
+        GradientState.STORED_STAGED: GradientState.STORED,
+        GradientState.EARLY: GradientState.STORED,
+        GradientState.TAKEN: GradientState.SPENT,
     },
-    "drop": dict.fromkeys(State, State.NONE),
+    "drop": dict.fromkeys(GradientState, GradientState.NONE),
 }
 
 
-def moved(name: str, state: State, move: Move) -> State:
+def moved(name: str, state: GradientState, move: Move) -> GradientState:
     """The state after a move, which has to be one that this state allows."""
     after = _MOVES[move].get(state)
     assert after is not None, f"{move!r} of the gradient of {name!r}, which is {state.name}"
@@ -117,7 +118,7 @@ class Gradient:
         # As its handle asks for them.
         self.name, self.shape, self.dtype = place.name, place.shape, place.dtype
         self.step = step
-        self.state = State.NONE
+        self.state = GradientState.NONE
         self.handle: GradientHandle | None = None
         # Of the update that is staged.
         self.options: Any = None
@@ -136,9 +137,16 @@ class Gradient:
         """Note that it comes in several pieces in one backward."""
         self.in_pieces = True
 
+    @property
+    def values(self) -> torch.Tensor | None:
+        """What stands in `p.grad`: the handle, or values in memory."""
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            return self.place.parameter.grad
+
     def put(self, values: torch.Tensor | None) -> None:
         """Have these values stand in `p.grad`, or nothing."""
-        self.place.parameter.grad = values
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            give_gradient(self.place.parameter, values)
 
     # --- what becomes of it ---------------------------------------------------------
 
@@ -204,7 +212,7 @@ class Gradient:
 
     def take_back(self) -> None:
         """Discard an update that began early, if there is one; the gradient is still there."""
-        if self.state is not State.EARLY:
+        if self.state is not GradientState.EARLY:
             return
         self._gradients.engine.take_back(self.name)
         self._move("unstage")
@@ -212,7 +220,7 @@ class Gradient:
 
     def unstage(self) -> None:
         """Discard the update that is staged; the gradient is still there."""
-        if self.state is State.STORED_STAGED:
+        if self.state is GradientState.STORED_STAGED:
             # It may be one that writes the gradient.
             self._gradients.engine.take_back(self.name)
         else:
@@ -226,7 +234,7 @@ class Gradient:
 
     def skip(self) -> None:
         """The step that had its update is skipped."""
-        if self.state is State.EARLY:
+        if self.state is GradientState.EARLY:
             self._gradients.speculation.taken_back()
         self._move("end")
 

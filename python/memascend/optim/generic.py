@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from memascend.errors import ConfigError, UsageError
-from memascend.optim.comparison import Manner, alone, changes_alone, without_scratch
+from memascend.optim.comparison import Manner, changes_alone, copy_of_one, without_scratch
 from memascend.optim.shared import (
     GONE,
     Disagreement,
@@ -49,7 +49,7 @@ class Given(NamedTuple):
     grad_scale: float = 1.0  # multiplies the gradient after that, in the type that the update computes in
 
 
-class Update:
+class OwnUpdate:
     """One update of one parameter, for `Engine.apply` with `whole=layout.whole`.
 
     It runs the optimizer's own step on the memory of the chunks, and writes state that the step makes anew into theirs.
@@ -102,8 +102,7 @@ class Update:
             give_gradient(parameter, self._gradient_of(chunk, target, whole))
         state = {} if self._first else self._state_of(chunk, whole)
         begin = self._begin if self._is_known else self._begin.copy()
-        groups = alone(begin.groups, self._group, parameter, layout.manner)
-        copy = cloned(self._optimizer, begin.attributes, groups, {parameter: state} if state else {})
+        copy = copy_of_one(self._optimizer, begin, self._group, parameter, state, layout.manner)
         run(copy, self._method)
         with torch.no_grad():
             if parameter.data_ptr() != target.data_ptr():
@@ -287,7 +286,7 @@ class Runs:
         *,
         first: bool,
         method: str = "step",
-    ) -> tuple[Update, bool]:
+    ) -> tuple[OwnUpdate, bool]:
         """An update of a parameter of `dtype`, and whether it may be called after the commit, when it must not fail.
 
         Only torch's own code may, once a run of the same kind and with the same options has ended well.
@@ -296,7 +295,7 @@ class Runs:
         options = self.optimizer.param_groups[group].items()
         kind = dtype, first, given.sparse is None, tuple((of, _kind(value)) for of, value in options if of != "params")
         ended = functools.partial(self._ended, name, group, kind)
-        function = Update(self.optimizer, group, layout, given, ended, first=first, method=method)
+        function = OwnUpdate(self.optimizer, group, layout, given, ended, first=first, method=method)
         return function, kind in self._kinds_ended
 
     def _ended(self, name: str, group: int, kind: Hashable, changes: dict[SharedName, Any]) -> None:

@@ -475,12 +475,13 @@ class GroupMembers:
         self._groups = groups
         # With references to the parameters: a new one must not get the id of one that is gone.
         self._members: list[list[torch.Tensor]] = [list(group["params"]) for group in groups]
-        self._ids = [list(map(id, members)) for members in self._members]
 
     def require_same(self, groups: Sequence[dict[str, Any]]) -> None:
         """Compare with the current groups of an optimizer."""
         found = [group["params"] for group in groups]
-        if groups is self._groups and [list(map(id, one)) for one in found] == self._ids:
+        if groups is self._groups and [list(map(id, one)) for one in found] == [
+            list(map(id, one)) for one in self._members
+        ]:
             return
         had = ", ".join(str(len(members)) for members in self._members)
         has = ", ".join(str(len(params)) for params in found) or "no"

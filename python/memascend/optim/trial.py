@@ -22,13 +22,13 @@ from memascend.optim.comparison import (
     Comparison,
     Manner,
     all_present,
-    alone,
     chosen_members,
+    copy_of_one,
     members_at_size,
     some_missing,
     without_scratch,
 )
-from memascend.optim.shared import SharedName, SharedValues, attributes_of, cloned, give_gradient, named, run
+from memascend.optim.shared import SharedName, SharedValues, attributes_of, give_gradient, named, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -169,7 +169,11 @@ def reached_from(value: Any) -> Iterator[Any]:
             waiting.append(vars(value))
 
 
-_MANNERS = (PLAIN, Manner(omits=True), Manner(omits=True, stacks=True))
+_MANNERS = [
+    replace(one, zeros=zeros)
+    for one in (PLAIN, Manner(omits=True), Manner(omits=True, stacks=True))
+    for zeros in (False, True)
+]
 
 
 def require_independent(
@@ -182,7 +186,7 @@ def require_independent(
     trial, and the first manner that works, in which the optimizer is then run for one parameter.
     """
     first: ConfigError | None = None
-    for manner in (tried for one in _MANNERS for tried in (one, replace(one, zeros=True))):
+    for manner in _MANNERS:
         try:
             return _tried(optimizer, master_dtype, manner)
         except ConfigError as error:
@@ -229,7 +233,7 @@ def stepping(
     shared = SharedValues.of(optimizer).copy(deep=True)
     for made in shared.groups:
         made.update({name: value for name, value in options.items() if name in made})
-    copy = cloned(optimizer, shared.attributes, alone(shared.groups, group, parameter, manner), {})
+    copy = copy_of_one(optimizer, shared, group, parameter, {}, manner)
     if callable(getattr(type(optimizer), "train", None)):
         run(copy, "train")
     for gradient in gradients:
