@@ -2,7 +2,6 @@
 
 import _thread
 import contextlib
-import gc
 import itertools
 import logging
 import random
@@ -185,29 +184,43 @@ def test_seeds_are_those_of_a_loop_in_memory(tmp_path):
     require_same(layers[3 * (COUNT + 1) : 3 * (COUNT + 1) + len(weights)], weights)
 
 
+def moved_bytes(tmp_path, make, batches, **options):
+    """What the last of four steps reads and writes."""
+    torch.manual_seed(0)
+    model = make()
+    storage = tmp_path / f"{len(batches)}.store"
+    model, optimizer = memascend.offload(model, adamw(model), storage=storage, gradients="fused", **options)
+    with optimizer:
+        for _ in range(4):
+            before = optimizer.report()
+            optimizer.accumulate(lambda batch: square(model, batch), batches, by_layer=True)
+            optimizer.step()
+            optimizer.zero_grad()
+        after = optimizer.report()
+    return [
+        sum(kinds.values()) - sum(earlier.values())
+        for kinds, earlier in ((after.read, before.read), (after.written, before.written))
+    ]
+
+
+def require_no_more(several, one):
+    assert all(more <= 1.05 * less for more, less in zip(several, one, strict=True))
+
+
 @pytest.mark.parametrize("kind", ["dense", "checkpointed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_reads_and_writes_as_much_as_with_one_micro_batch(tmp_path, kind, dtype):
-    moved = {}
-    for count in (1, 4):
-        torch.manual_seed(0)
-        model = MAKES[kind]().to(dtype)
-        # The budget of four blocks does not hold the model, and its queue holds a block's gradients.
-        model, optimizer = memascend.offload(
-            model, adamw(model), storage=tmp_path / f"{count}.store", gradients="fused", scratch=tmp_path
+    # The budget of four blocks does not hold the model, and its queue holds a block's gradients.
+    one, four = (
+        moved_bytes(
+            tmp_path,
+            lambda: MAKES[kind]().to(dtype),
+            [batch.to(dtype).detach().requires_grad_() for batch in rows(count)],
+            scratch=tmp_path,
         )
-        with optimizer:
-            for _ in range(4):
-                before = optimizer.report()
-                batches = [batch.to(dtype).detach().requires_grad_() for batch in rows(count)]
-                optimizer.accumulate(lambda batch: square(model, batch), batches, by_layer=True)  # noqa: B023 - called at once
-                optimizer.step()
-                optimizer.zero_grad()
-            after = optimizer.report()
-        moved[count] = [sum(after.read.values()) - sum(before.read.values()),
-                        sum(after.written.values()) - sum(before.written.values())]  # fmt: skip
-    assert moved[4][0] <= 1.05 * moved[1][0]
-    assert moved[4][1] <= 1.05 * moved[1][1]
+        for count in (1, 4)
+    )
+    require_no_more(four, one)
 
 
 class Words(nn.Module):
@@ -232,25 +245,13 @@ def smallest(folder, make=Words, gradients="fused"):
 
 
 def test_gradients_of_an_embedding_are_a_stage_of_their_own(tmp_path):
-    moved = {}
-    for count in (1, 6):
-        torch.manual_seed(0)
-        model = Words()
-        model, optimizer = memascend.offload(
-            model, adamw(model), storage=tmp_path / f"{count}.store", gradients="fused", host_memory=smallest(tmp_path)
+    one, six = (
+        moved_bytes(
+            tmp_path, Words, [torch.randint(4096, (2, 8)) for _ in range(count)], host_memory=smallest(tmp_path)
         )
-        batches = [torch.randint(4096, (2, 8)) for _ in range(count)]
-        with optimizer:
-            for _ in range(4):
-                before = optimizer.report()
-                optimizer.accumulate(lambda batch: square(model, batch), batches, scale=1 / count, by_layer=True)  # noqa: B023 - at once
-                optimizer.step()
-                optimizer.zero_grad()
-            after = optimizer.report()
-        moved[count] = [sum(after.read.values()) - sum(before.read.values()),
-                        sum(after.written.values()) - sum(before.written.values())]  # fmt: skip
-    assert moved[6][0] <= 1.05 * moved[1][0]
-    assert moved[6][1] <= 1.05 * moved[1][1]
+        for count in (1, 6)
+    )
+    require_no_more(six, one)
 
 
 class Odd(Exception):
@@ -516,32 +517,40 @@ def test_modes_of_the_caller_are_those_of_all_micro_batches(tmp_path):
         assert seen == [(True, torch.device("cpu"), True)] * COUNT
 
 
-def test_threads_end_with_the_run(tmp_path):
-    others = threads_of_micro_batches()
-    model, optimizer = by_layer_run(tmp_path, steps=2)
-    own = set(threads_of_micro_batches()).difference(others)
-    assert own
-    del model
-    optimizer.close()
-    for one in own:
+def test_threads_end_with_the_call(tmp_path):
+    model, optimizer = by_layer_run(tmp_path)
+    threads = []
+
+    def loss_of(batch):
+        threads.append(threading.current_thread())
+        return square(model, batch)
+
+    with optimizer:
+        optimizer.accumulate(loss_of, rows(COUNT), by_layer=True)
+    assert len(set(threads)) == COUNT
+    for one in threads:
         one.join(10)
         assert not one.is_alive()
 
 
-def test_threads_end_with_a_run_that_nobody_closes(tmp_path):
-    others = threads_of_micro_batches()
-    model, optimizer = by_layer_run(tmp_path, steps=2)
-    own = set(threads_of_micro_batches()).difference(others)
-    assert own
-    del model, optimizer
-    gc.collect()
-    for one in own:
-        one.join(10)
-        assert not one.is_alive()
+def test_a_thread_that_the_system_does_not_have_fails_the_call(tmp_path, monkeypatch):
+    model, optimizer = by_layer_run(tmp_path)
+    start, started = threading.Thread.start, []
 
+    def starts(thread):
+        started.append(thread)
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
 
-def threads_of_micro_batches():
-    return [one for one in threading.enumerate() if "micro-batch" in one.name]
+    with optimizer:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", starts)
+            with pytest.raises(RuntimeError, match="new thread"):
+                optimizer.accumulate(lambda batch: square(model, batch), rows(COUNT), by_layer=True)
+        optimizer.zero_grad()
+        optimizer.accumulate(lambda batch: square(model, batch), rows(COUNT), by_layer=True)
+        optimizer.step()
 
 
 def test_a_dynamic_scale_that_overflows_skips_the_step(tmp_path):

@@ -31,21 +31,11 @@ def our_sequence(scale, overflows):
         yield scale.scale
 
 
-@pytest.mark.parametrize("seed", range(1))
-def test_dynamic_moves_as_torch_does(seed):
-    dice = random.Random(seed)
+def test_dynamic_moves_as_torch_does():
+    dice = random.Random(0)
     overflows = [dice.random() < 0.001 for _ in range(2 * GROWTH_STEPS + 500)]
     assert list(our_sequence(LossScale("dynamic"), overflows)) == list(torch_sequence(overflows))
     assert any(overflows)
-
-
-def test_the_scale_grows_after_its_window_and_not_before():
-    scale = LossScale("dynamic")
-    for _ in range(GROWTH_STEPS - 1):
-        scale.update(False)
-    assert scale.scale == 65536.0
-    scale.update(False)
-    assert scale.scale == 131072.0
 
 
 def test_ends_are_torchs():

@@ -9,6 +9,7 @@ import torch
 from grads.test_by_layer import seeded
 from parity.reference import threads_of_torch
 from support.bits import same_bits
+from support.blocks import Residual
 from torch import nn
 
 import memascend
@@ -16,21 +17,12 @@ import memascend
 WIDTH, BLOCKS, MICRO_BATCHES, STEPS = 32, 4, 3, 3
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-
 class Stack(nn.Module):
     """Blocks, between which `between(number, x)` runs."""
 
     def __init__(self, between=lambda _, x: x):
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Residual(WIDTH, torch.relu) for _ in range(BLOCKS))
         self.head = nn.Linear(WIDTH, WIDTH)
         self.between = between
 
@@ -199,39 +191,33 @@ def made():
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def offloaded(tmp_path, gradients="auto", *, small=False):
+    options = {"host_memory": smallest(gradients)} if small else {}
+    return memascend.offload(*made(), storage=tmp_path / "run.store", gradients=gradients, **options)
+
+
 def smallest(gradients):
-    model = Stack()
     with pytest.raises(memascend.BudgetError) as refused:
-        memascend.offload(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), host_memory=1, gradients=gradients, durability="none"
-        )
+        memascend.offload(*made(), host_memory=1, gradients=gradients, durability="none")
     return refused.value.smallest
 
 
 @pytest.mark.parametrize(("gradients", "small"), [("auto", True), ("ssd", False), ("fused", True)])
 def test_weights_that_are_written_between_two_calls_count(tmp_path, gradients, small):
-    options = {"host_memory": smallest(gradients)} if small else {}
     model, optimizer = made()
     expected = train(model, optimizer, lambda batches: in_turn(model, batches))
-    other, optimizer = made()
-    other, optimizer = memascend.offload(
-        other, optimizer, storage=tmp_path / "run.store", gradients=gradients, **options
-    )
+    other, optimizer = offloaded(tmp_path, gradients, small=small)
     with optimizer:
         found = train(other, optimizer, lambda batches: optimizer.accumulate(square(other), batches, by_layer=True))
     assert all(same_bits(one, other) for one, other in zip(expected, found, strict=True))
 
 
-@pytest.mark.parametrize("write", [in_place, through_data, through_numpy])
-@pytest.mark.parametrize(("gradients", "small"), [("auto", True), ("ssd", False), ("fused", True)])
+@pytest.mark.parametrize(
+    ("write", "gradients", "small"),
+    [(in_place, "auto", True), (through_data, "ssd", False), (through_numpy, "fused", True)],
+)
 def test_weights_that_are_written_by_loss_of_are_refused_by_layer(tmp_path, write, gradients, small):
-    torch.manual_seed(0)
-    model = Stack()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"host_memory": smallest(gradients)} if small else {}
-    model, optimizer = memascend.offload(
-        model, optimizer, storage=tmp_path / "run.store", gradients=gradients, **options
-    )
+    model, optimizer = offloaded(tmp_path, gradients, small=small)
     with optimizer:
         optimizer.accumulate(square(model), listed_batches(), by_layer=True)
         optimizer.step()
@@ -251,10 +237,7 @@ def test_weights_that_are_written_by_loss_of_are_refused_by_layer(tmp_path, writ
 
 
 def test_two_calls_in_a_step_are_detected_as_two_backwards_are(tmp_path):
-    torch.manual_seed(0)
-    model = Stack()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "run.store")
+    model, optimizer = offloaded(tmp_path)
     with optimizer:
         for _ in range(3):
             for _ in range(2):
@@ -266,12 +249,7 @@ def test_two_calls_in_a_step_are_detected_as_two_backwards_are(tmp_path):
 
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_another_thread_may_evaluate_meanwhile_at_the_smallest_budget(tmp_path, by_layer):
-    torch.manual_seed(0)
-    model = Stack()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = memascend.offload(
-        model, optimizer, storage=tmp_path / "run.store", gradients="ssd", host_memory=smallest("ssd")
-    )
+    model, optimizer = offloaded(tmp_path, "ssd", small=True)
     batches = listed_batches()
     found, stop = [], threading.Event()
 
@@ -322,10 +300,7 @@ class Drawn(torch.utils.data.IterableDataset):
 @pytest.mark.filterwarnings("ignore:Length of IterableDataset:UserWarning")
 @pytest.mark.parametrize("says", [False, True])
 def test_a_loader_may_not_know_how_many_micro_batches_it_has(tmp_path, says):
-    torch.manual_seed(0)
-    model = Stack()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "run.store", gradients="fused")
+    model, optimizer = offloaded(tmp_path, "fused")
     with optimizer:
         losses = optimizer.accumulate(square(model), torch.utils.data.DataLoader(Drawn(says=says), 4))
         optimizer.step()

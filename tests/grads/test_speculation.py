@@ -6,8 +6,9 @@ import logging
 
 import pytest
 import torch
-from support.bits import same_bits
-from torch import nn
+from support import chains
+from support.bits import same_bits, same_states
+from support.chains import chain, everything
 
 import memascend
 from memascend.errors import UsageError
@@ -21,13 +22,12 @@ ALTERNATING = [SMALL, LARGE] * 3
 MIXED = [SMALL, SMALL, LARGE, SMALL, SMALL, SMALL, LARGE, LARGE]
 
 
-def chain(dtype=torch.bfloat16):
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)]).to(dtype)
+def stack(dtype=torch.bfloat16):
+    return chain(4, True, width=WIDTH, dtype=dtype)
 
 
 def offloaded(folder, gradients, optimizer=None, dtype=torch.bfloat16, **options):
-    model = chain(dtype)
+    model = stack(dtype)
     made = (optimizer or adamw)(model)
     options = {"max_grad_norm": LIMIT, "existing": "resume", **options}
     return memascend.offload(model, made, storage=folder, gradients=gradients, **options)
@@ -47,21 +47,11 @@ def rmsprop(model):
 
 
 def loss_of(model, index, scale):
-    dtype = next(model.parameters()).dtype
-    batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(index)).to(dtype)
-    return model(batch).float().square().mean() * scale
+    return chains.loss_of(model, index) * scale
 
 
 def backward(model, optimizer, index, scale):
     optimizer.backward(loss_of(model, index, scale))
-
-
-def states(model, optimizer):
-    """Copies of all that a run has: values and states by name."""
-    found = {name: values.clone() for name, values in model.state_dict().items()}
-    for name, parameter in model.named_parameters():
-        found.update({f"{name}.{of}": tensor for of, tensor in optimizer.state_of(parameter).items()})
-    return found
 
 
 def run(folder, gradients, scales, between=lambda *_: None, **options):
@@ -75,14 +65,12 @@ def run(folder, gradients, scales, between=lambda *_: None, **options):
             between(model, optimizer, index)
             optimizer.step()
             norms.append((optimizer.grad_norm, optimizer.overflowed))
-        return states(model, optimizer), norms, optimizer.report()
+        return everything(model, optimizer), norms, optimizer.report()
 
 
 def require_same(one, other):
     assert repr(one[1]) == repr(other[1]), "the norms"
-    assert one[0].keys() == other[0].keys()
-    for name, values in one[0].items():
-        assert same_bits(values, other[0][name]), name
+    assert same_states(one[0], other[0])
 
 
 def both(tmp_path, scales, between=lambda *_: None, **options):
@@ -118,7 +106,7 @@ def test_bits_are_those_of_steps_that_wait(tmp_path, scales, early, anew, option
 
 def test_a_step_that_clips_nothing_reads_no_gradient(tmp_path):
     report = both(tmp_path, NEVER)
-    written = sum(p.numel() * 2 for p in chain().parameters())
+    written = sum(p.numel() * 2 for p in stack().parameters())
     waited = run(tmp_path / "again", "ssd", NEVER)[2]
     # In whole pages.
     assert report.written["gradients"] == waited.written["gradients"] >= 6 * written
@@ -263,7 +251,7 @@ def test_micro_batches_of_one_call(tmp_path, by_layer):
                 optimizer.accumulate(lambda index, s=scale: loss_of(model, index, s), batches, by_layer=by_layer)
                 optimizer.step()
                 optimizer.zero_grad()
-            return states(model, optimizer), [], optimizer.report()
+            return everything(model, optimizer), [], optimizer.report()
 
     waits, early = trained("ssd"), trained("auto")
     require_same(waits, early)

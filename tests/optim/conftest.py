@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from memascend.optim import generic
-from memascend.optim.state import describe
+from memascend.optim.comparison import PLAIN
+from memascend.optim.state import StateTrials
 
 CHUNK = 2048
 
@@ -16,11 +17,24 @@ def _one_thread(one_thread):
     """In 16 bits torch's own result depends on its threads."""
 
 
+def layout_of(optimizer, parameter, master_dtype=torch.float32):
+    """The state that the optimizer keeps for one of its parameters."""
+    group = next(at for at, one in enumerate(optimizer.param_groups) if any(parameter is p for p in one["params"]))
+    return StateTrials(optimizer, master_dtype).layout(group, parameter)
+
+
+def update_of(optimizer, group, layout, *, first, **given):
+    """An update by the optimizer's own code, as the engine calls it; `group` is one of the optimizer's."""
+    number = next(at for at, one in enumerate(optimizer.param_groups) if one is group)
+    runs = generic.Runs(optimizer, {}, PLAIN, 0)
+    return runs.update("w", number, layout, generic.Given(**given), layout.dtype, first=first)[0]
+
+
 class Streamed:
     """A parameter of which only parts are ever seen: what the engine does, in memory."""
 
     def __init__(self, optimizer, parameter, master_dtype, chunk=CHUNK):
-        self.layout = describe(optimizer, parameter, master_dtype)
+        self.layout = layout_of(optimizer, parameter, master_dtype)
         self.chunk = chunk
         self.values = self.flat(parameter.detach())
         given, self.updates = generic.import_state(optimizer, parameter, self.layout)
@@ -68,10 +82,8 @@ class Streamed:
     def step(self, optimizer, group, gradient, *, whole=None, **options):
         whole = self.layout.whole if whole is None else whole
         if gradient.is_sparse:
-            options["gradient"], whole = gradient, True
-        given = generic.Given(**options)
-        function = generic.Update(optimizer, group, self.layout, given, first=self.updates == 0)
-        self.apply(function, gradient, whole)
+            options["sparse"], whole = gradient, True
+        self.apply(update_of(optimizer, group, self.layout, first=self.updates == 0, **options), gradient, whole)
         self.updates += 1
 
 

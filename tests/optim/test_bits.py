@@ -63,12 +63,6 @@ def parameters(name, dtype):
     return [[torch.nn.Parameter(values) for values in group] for group in made]
 
 
-def twin_of(parameter, dtype):
-    twin = torch.nn.Parameter(parameter.detach().to(dtype, copy=True))
-    vars(twin).update(vars(parameter))
-    return twin
-
-
 def grouped(groups, dtype=None):
     """Groups with options of their own, for an optimizer; of masters where a type is given."""
     options = [{}, {"lr": 0.003}]

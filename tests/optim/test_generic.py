@@ -5,12 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from optim.conftest import layout_of, update_of
 from support.bits import same_bits
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memascend.errors import ConfigError, UsageError
-from memascend.optim import generic, rules
-from memascend.optim.state import describe
+from memascend.optim import generic
+from memascend.optim.rules import Arithmetic, EngineRule
+from memascend.optim.state import StateFormats
 
 
 def sparse(generator):
@@ -46,12 +48,6 @@ def test_sparse_gradients_get_the_bits_of_torch(streamed_part, name):
         reference.step()
         streamed.step(original, original.param_groups[0], twin.grad)
     assert same_bits(streamed.shaped(streamed.values), twin.detach())
-    function = generic.Update(
-        original, original.param_groups[0], streamed.layout, generic.Given(twin.grad), first=False
-    )
-    streamed.chunk = 7
-    with pytest.raises(UsageError, match="whole=True"):
-        streamed.apply(function, twin.grad, whole=False)
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad", "Rprop", "Adafactor", "Muon"])
@@ -59,7 +55,7 @@ def test_nothing_of_a_chunk_is_held_after_the_call(name):
     """The engine leases the memory, and waits for what does not come back."""
     parameter = torch.nn.Parameter(torch.randn(8, 4, dtype=torch.bfloat16))
     optimizer = getattr(torch.optim, name)([parameter])
-    kept = describe(optimizer, parameter)
+    kept = layout_of(optimizer, parameter)
     buffers = {of: bytearray(max(1, tensor.nbytes)) for of, tensor in {**kept.tensors, "": parameter}.items()}
     buffers["gradient"] = bytearray(b"1" * parameter.nbytes)
 
@@ -71,7 +67,7 @@ def test_nothing_of_a_chunk_is_held_after_the_call(name):
     gc.disable()
     try:
         for first in (True, False):
-            function = generic.Update(optimizer, optimizer.param_groups[0], kept, first=first)
+            function = update_of(optimizer, optimizer.param_groups[0], kept, first=first)
             function(chunk())
             for buffer in buffers.values():
                 buffer.append(0)  # a BufferError while a tensor lies on it
@@ -86,11 +82,11 @@ def test_state_without_its_optimizers_options_is_kept():
     parameter.grad = torch.randn(30)
     optimizer.step()
     optimizer.param_groups[0]["amsgrad"] = False
-    assert "max_exp_avg_sq" in describe(optimizer, parameter).tensors
+    assert "max_exp_avg_sq" in layout_of(optimizer, parameter).tensors
     optimizer.state[parameter].pop("max_exp_avg_sq")
     optimizer.param_groups[0]["amsgrad"] = True
     with pytest.raises(ConfigError, match="no 'max_exp_avg_sq'"):
-        generic.import_state(optimizer, parameter, describe(optimizer, parameter))
+        generic.import_state(optimizer, parameter, layout_of(optimizer, parameter))
 
 
 def test_an_options_change_that_moves_the_state_is_refused(streamed_part):
@@ -119,7 +115,7 @@ def test_an_update_has_the_options_of_the_moment_when_it_was_made(streamed_part)
     parameter = torch.nn.Parameter(torch.zeros(5000))
     optimizer = torch.optim.SGD([parameter], lr=lr)
     streamed = streamed_part(optimizer, parameter, None)
-    function = generic.Update(optimizer, optimizer.param_groups[0], streamed.layout, first=True)
+    function = update_of(optimizer, optimizer.param_groups[0], streamed.layout, first=True)
     lr.fill_(100)
     optimizer.param_groups[0]["weight_decay"] = 9
     streamed.apply(function, torch.ones(5000), whole=False)
@@ -141,29 +137,12 @@ def test_factors_round_to_the_gradients_type_and_the_scale_does_not(streamed_par
     assert same_bits(streamed.values, wanted)
 
 
-def test_a_gradient_given_whole_is_cut_in_the_order_of_the_bytes(streamed_part):
-    values = torch.randn(8, 6, 13, 11).to(memory_format=torch.channels_last)
-    gradient = torch.randn(8, 6, 13, 11)
-    parameter = torch.nn.Parameter(values)
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    streamed = streamed_part(optimizer, parameter, None)
-    function = generic.Update(
-        optimizer, optimizer.param_groups[0], streamed.layout, generic.Given(gradient), first=True
-    )
-    streamed.apply(function, None, whole=False)
-    assert same_bits(streamed.shaped(streamed.values), values - gradient)
-    with pytest.raises(UsageError, match="without a gradient"):
-        streamed.apply(generic.Update(optimizer, optimizer.param_groups[0], streamed.layout, first=True), None, False)
-
-
 def test_the_engines_own_numbers_are_for_adam_and_adamw_alone():
-    parameter = torch.nn.Parameter(torch.zeros(3))
-
     def options(kind, dtype=torch.bfloat16, master_dtype=torch.float32, **given):
+        parameter = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
         optimizer = kind([parameter], **given)
-        group = optimizer.param_groups[0]
-        engines = rules.takes_engine_state(optimizer, group, dtype, master_dtype, None)
-        return None if engines is None else rules.engine_options(engines, optimizer, group)
+        rule = Arithmetic(optimizer, master_dtype, frozenset(), StateFormats(), {}).of(parameter)
+        return rule.options() if isinstance(rule, EngineRule) else None
 
     class Mine(torch.optim.AdamW):
         pass
@@ -190,8 +169,8 @@ def test_the_engines_own_numbers_are_for_adam_and_adamw_alone():
 def test_a_whole_parameter_costs_what_is_said():
     parameter = torch.nn.Parameter(torch.zeros(100, 10, dtype=torch.bfloat16))
     optimizer = torch.optim.Adafactor([parameter])
-    kept = describe(optimizer, parameter)
+    kept = layout_of(optimizer, parameter)
     # The values and the gradient, the master and the gradient in its type, a factor for each row and column, the step.
     assert kept.whole_bytes == 1000 * (2 + 2 + 4 + 4) + 4 * (100 + 10) + 4
     assert kept.stored_bytes == kept.whole_bytes - 4000
-    assert describe(optimizer, parameter, None).whole_bytes == 1000 * (2 + 2) + 2 * (100 + 10) + 4
+    assert layout_of(optimizer, parameter, None).whole_bytes == 1000 * (2 + 2) + 2 * (100 + 10) + 4

@@ -6,10 +6,10 @@ import re
 
 import pytest
 import torch
+from optim.conftest import layout_of
 
 from memascend.errors import ConfigError
 from memascend.optim import generic
-from memascend.optim.state import describe
 from memascend.optim.trial import elementwise, require_streamable
 
 
@@ -95,12 +95,6 @@ class OwnDraw(Plain):
 class PythonDraw(Plain):
     def after(self):
         random.random()
-
-
-class GroupCounting(Plain):
-    def after(self):
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
 
 
 class Shared(Plain):
@@ -224,7 +218,7 @@ def test_a_step_that_needs_more_than_one_parameter_is_refused_and_nothing_change
 def test_state_that_cannot_be_stored_is_refused(kind, says):
     optimizer = made(kind)
     with pytest.raises(ConfigError, match=says):
-        describe(optimizer, optimizer.param_groups[1]["params"][0])
+        layout_of(optimizer, optimizer.param_groups[1]["params"][0])
     assert not optimizer.state
 
 
@@ -242,8 +236,6 @@ def test_lbfgs_and_what_is_no_optimizer_are_refused():
     whole = torch.optim.SGD([torch.zeros(3, dtype=torch.complex64, requires_grad=True)])
     with pytest.raises(ConfigError, match="complex64"):
         require_streamable(whole)
-    with pytest.raises(ConfigError, match="does not own"):
-        describe(whole, parameter)
 
 
 @pytest.mark.parametrize("option", ["capturable", "differentiable"])
@@ -259,7 +251,7 @@ def test_others_are_taken_whole_also_under_a_scheduler(kind):
     optimizer = made(kind)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     require_streamable(optimizer)
-    kept = describe(optimizer, optimizer.param_groups[0]["params"][0])
+    kept = layout_of(optimizer, optimizer.param_groups[0]["params"][0])
     assert kept.whole
     assert not elementwise(optimizer)
     assert not optimizer.state
@@ -267,7 +259,7 @@ def test_others_are_taken_whole_also_under_a_scheduler(kind):
 
 def test_what_is_kept_is_what_the_options_in_force_make():
     optimizer = made(ByPath)
-    layout = describe(optimizer, optimizer.param_groups[0]["params"][0])
+    layout = layout_of(optimizer, optimizer.param_groups[0]["params"][0])
     assert layout.numbers == {"norm": float}
 
 
@@ -282,7 +274,7 @@ def test_a_subclass_is_not_taken_for_the_class():
 
 def test_what_is_kept_is_told_from_meta_parameters():
     parameter = torch.nn.Parameter(torch.empty(7, 300, 5, dtype=torch.bfloat16, device="meta"))
-    kept = describe(torch.optim.Adafactor([parameter]), parameter)
+    kept = layout_of(torch.optim.Adafactor([parameter]), parameter)
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in kept.tensors.items()}
     assert shapes == {
         "master": ((7, 300, 5), torch.float32),
@@ -292,7 +284,7 @@ def test_what_is_kept_is_told_from_meta_parameters():
     }
     assert all(tensor.is_meta for tensor in kept.tensors.values())
     adagrad = torch.optim.Adagrad([parameter])
-    assert generic.import_state(adagrad, parameter, describe(adagrad, parameter)) == ({}, 0)
+    assert generic.import_state(adagrad, parameter, layout_of(adagrad, parameter)) == ({}, 0)
     names = {
         torch.optim.SGD: [],
         torch.optim.ASGD: ["step", "eta", "mu", "ax"],
@@ -300,7 +292,7 @@ def test_what_is_kept_is_told_from_meta_parameters():
         torch.optim.Rprop: ["step", "prev", "step_size"],
     }
     for kind, expected in names.items():
-        kept = describe(kind([parameter], lr=0.1), parameter, None)
+        kept = layout_of(kind([parameter], lr=0.1), parameter, None)
         assert list(kept.tensors) == expected
         assert not kept.master
         assert not kept.numbers

@@ -135,6 +135,31 @@ class Flat(torch.nn.Module):
         return self.weight.view(-1)
 
 
+@pytest.mark.parametrize("gradients", ["fused", "ssd"])
+def test_memory_that_the_caller_may_write_to_is_never_handed_on(tmp_path, monkeypatch, gradients):
+    """The engine reads a gradient later, on its own thread."""
+    given = []
+
+    def watched(of):
+        def call(self, name, gradient, *arguments, **options):
+            given.append(gradient.untyped_storage().data_ptr())
+            return of(self, name, gradient, *arguments, **options)
+
+        return call
+
+    for name in ("update", "spill"):
+        monkeypatch.setattr(memascend.engine.Engine, name, watched(getattr(memascend.engine.Engine, name)))
+    model = Flat()
+    model, optimizer = memascend.offload(
+        model, torch.optim.AdamW(model.parameters()), storage=tmp_path / "s", gradients=gradients
+    )
+    with optimizer:
+        mine = torch.ones(WIDTH * WIDTH)
+        model().backward(gradient=mine)
+        assert given
+        assert mine.untyped_storage().data_ptr() not in given
+
+
 @pytest.mark.parametrize("gradients", ["ssd", "fused"])
 def test_memory_given_to_backward_that_is_written_to_before_step_is_refused(tmp_path, gradients):
     """In memory the gradient is a view of it."""

@@ -325,7 +325,7 @@ class CheckpointValues:
 
     def _kept(self, name: str) -> dict[str, torch.Tensor]:
         updates = torch.empty((), dtype=torch.int64, device="meta")
-        return {**plain_tensors(self.arithmetic.describe(self.named[name])), "updates": updates}
+        return {**plain_tensors(self.arithmetic.of(self.named[name]).describe()), "updates": updates}
 
     def _order_of(self, name: str) -> list[int] | None:
         """The order of dimensions in which blocks of a parameter's state were counted; None: row-major."""

@@ -143,11 +143,12 @@ class RowsOfRank:
                     "process"
                 )
         for name, parameter in self.named.items():
-            given = (arithmetic.format_of(parameter) if parameter.requires_grad else None) or ""
+            own = arithmetic.rules.get(id(parameter)) if parameter.requires_grad else None
+            given = (own and own.format) or ""
             block = 1
             if "8bit" in given:
                 block = BLOCK_ELEMENTS
-            elif given == "compact bf16" and "rounded_up" in arithmetic.describe(parameter):
+            elif own and given == "compact bf16" and "rounded_up" in own.describe():
                 # Each byte of `rounded_up` has the bits of eight elements.
                 block = 8
             whole = self.wholes[name]

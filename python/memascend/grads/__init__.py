@@ -2,10 +2,9 @@
 
 `backward` takes each gradient as autograd has accumulated it, `gradient` has its state and begins its update,
 `lazy_grad` and `operations` stand in `p.grad` for it. `gradients` carries out step() and zero_grad() for all of them,
-`norms` measures. `loop` and `speculation` detect habits of the training loop, `microbatches` and `baton` compute by
-layer.
+`norms` measures. `loop` detects habits of the training loop, `microbatches` and `baton` compute by layer.
 
-Invariant: a gradient is in one state of `gradient.State`, and each change is one of its moves. `p.grad` decides: a
+Invariant: a gradient is in one `GradientState`, and each change is one of its moves. `p.grad` decides: a
 gradient that was removed there is dropped, one that was assigned is used. Nothing is summed, scaled or rounded in
 another order than torch's; a read, a norm or a change that would come too late raises.
 

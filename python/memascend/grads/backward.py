@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.utils.checkpoint import CheckpointFunction
@@ -21,22 +20,6 @@ if TYPE_CHECKING:
 
 # What runs a reentrant checkpoint's part of the model, without gradients, for the first time.
 _CHECKPOINTED = CheckpointFunction.forward.__code__
-
-
-@dataclass
-class _Task:
-    """A backward that is open, or that failed."""
-
-    number: int  # of autograd's task
-    thread: int  # that began it
-    delivers: bool = False
-    failed: bool = False
-
-    def deliver(self) -> None:
-        self.delivers = True
-
-    def fail(self) -> None:
-        self.failed = True
 
 
 class Backwards:
@@ -55,7 +38,10 @@ class Backwards:
         self.count = 0
         self._begins = begins
         self._fails = fails
-        self._task: _Task | None = None
+        # The state of the last one, and whether it has brought a gradient, where it is open.
+        self._state: Literal["ended", "open", "delivers", "failed"] = "ended"
+        # Of the one that is open or failed: autograd's number, and the thread that began it.
+        self._number = self._thread = 0
         # The thread that computed the model last, which begins a backward where autograd's own thread runs it.
         self._last = 0
 
@@ -67,38 +53,27 @@ class Backwards:
     @property
     def failed(self) -> bool:
         """Whether the last one failed, and its gradients were not dropped."""
-        return self._task is not None and self._task.failed
-
-    def arrive(self, name: str, *, declared: bool) -> tuple[bool, bool]:
-        """Note a gradient of the backward that runs; `declared`: its step has no more backwards than were declared.
-
-        Returns:
-            Whether the backward is one inside another, and whether it is the last of a step.
-        """
-        nested = self.enter(delivers=True)
-        if declared:
-            self.require_declared(name)
-        return nested, self.is_last()
+        return self._state == "failed"
 
     def enter(self, *, delivers: bool = False) -> bool:
         """Note that a backward runs, and whether it brings a gradient; returns whether this is one inside another."""
         number = torch._C._current_graph_task_id()  # noqa: SLF001
         if number == -1:
             return False
-        task = self._task
-        if task is None or task.failed:
+        if self._state in ("ended", "failed"):
             self._begins()
             module_hooks.note_thread()
-            task = self._task = _Task(number, self._last if is_autograds() else current())
+            self._state = "open"
+            self._number, self._thread = number, self._last if is_autograds() else current()
             torch.autograd.Variable._execution_engine.queue_callback(self._ended)  # noqa: SLF001
         if delivers:
-            task.deliver()
-        return bool(number != task.number)
+            self._state = "delivers"
+        return bool(number != self._number)
 
     def _ended(self) -> None:
         # One that asked for gradients of something else is none.
-        self.count += self._task is not None and self._task.delivers
-        self._task = None
+        self.count += self._state == "delivers"
+        self._state = "ended"
 
     def entered(self) -> None:
         """The model is entered; by another thread than the one that has a backward open, this says nothing of it."""
@@ -108,15 +83,15 @@ class Backwards:
         here, inside = current(), torch._C._current_graph_task_id() != -1  # noqa: SLF001
         if not inside:
             self._last = here
-        if here == self._task.thread if self._task is not None else inside:
+        if inside if self._state == "ended" else here == self._thread:
             self.seen_outside()
 
     def seen_outside(self) -> None:
         """A backward that is still open, seen from outside, failed."""
         if self.inside():
             self.enter()
-        elif self._task is not None and not self._task.failed:
-            self._task.fail()
+        elif self._state in ("open", "delivers"):
+            self._state = "failed"
             self._fails()
             module_hooks.let_go()
 
@@ -131,7 +106,7 @@ class Backwards:
     def forget_failure(self) -> None:
         """The gradients of a failed backward were dropped."""
         if self.failed:
-            self._task = None
+            self._state = "ended"
         self.restart()
 
     @contextmanager

@@ -8,10 +8,8 @@ import contextvars
 import functools
 import logging
 import math
-import queue
 import threading
 import time
-import weakref
 from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, field
@@ -87,7 +85,7 @@ class Recorder:
     def take(self, gradient: Gradient) -> bool:
         """A gradient has arrived, which is left where it is."""
         path, name = self.paths[-1], gradient.name
-        values = gradient.place.parameter.grad
+        values = gradient.values
         if name in path.arrivals:
             self._unfit = self._unfit or f"the gradient of {name!r} arrives in pieces"
         elif values is not None and values.is_sparse:
@@ -357,7 +355,8 @@ class Baton:
         self._course = course
         self._generators = generators
         self._tidy = tidy
-        self._local = threading.local()
+        # By the numbers of threads.
+        self._of: dict[int, MicroBatch] = {}
         self._passed_at = time.monotonic()
         self._runs = self.micro_batches[0]
         self._failure: BaseException | None = None
@@ -377,7 +376,7 @@ class Baton:
     @property
     def here(self) -> MicroBatch | None:
         """The micro-batch of this thread."""
-        return getattr(self._local, "micro_batch", None)
+        return self._of.get(threading.get_ident())
 
     def arrive(self, homes: Iterable[Home]) -> None:
         """Wait for this micro-batch's turn where it is about to use another unit."""
@@ -425,16 +424,15 @@ class Baton:
         if self._failure is not None:
             raise _Abandoned
 
-    def run(self, compute: Callable[[MicroBatch], Any], modes: CallerModes, threads: Threads) -> None:
+    def run(self, compute: Callable[[MicroBatch], Any], modes: CallerModes) -> None:
         """Compute all micro-batches; raises what the first one that fails raises, after the others have ended."""
         live = partial(self._live, compute=compute, modes=modes, thread=threading.get_ident())
-        begin = partial(self._begin, live, modes, threads)
         begun, told, interrupted = False, False, None
         while not self._all_ended.is_set():
             try:
                 if not begun:
-                    # A signal may interrupt this at any place: again is no more than once.
-                    threads.begin(0, begin)
+                    # A signal may interrupt this at any place; a second thread finds that the first one has begun.
+                    _start(0, partial(self._begin, live, modes))
                     begun = True
                 ended = self._all_ended.wait(_POLL_SECONDS)
                 if not ended and not told and time.monotonic() - self._passed_at > _STAGE_SECONDS:
@@ -448,13 +446,18 @@ class Baton:
         if self._failure is not None:
             raise self._failure
 
-    def _begin(self, live: Callable[[MicroBatch], None], modes: CallerModes, threads: Threads) -> None:
+    def _begin(self, live: Callable[[MicroBatch], None], modes: CallerModes) -> None:
         """In the thread of the first micro-batch, as signals interrupt the caller's alone."""
         if not self._unbegun.acquire(blocking=False):
             return
         first, *others = self.micro_batches
         for one in others:
-            threads.begin(one.index, partial(modes.context.copy().run, live, one))
+            try:
+                _start(one.index, partial(modes.context.copy().run, live, one))
+            except RuntimeError as error:
+                # The system has no more threads: those that have begun end.
+                self._fail(error)
+                one.reach(math.inf)
         self._hand_to(first)
         modes.context.copy().run(live, first)
 
@@ -474,7 +477,7 @@ class Baton:
 
     def _live(self, own: MicroBatch, compute: Callable[[MicroBatch], Any], modes: CallerModes, thread: int) -> None:
         own.turn.acquire()
-        self._local.micro_batch = own
+        self._of[threading.get_ident()] = own
         try:
             with working_for(thread), modes.entered():
                 if self._failure is None:
@@ -485,7 +488,7 @@ class Baton:
             self._fail(error)
             module_hooks.let_go()
         finally:
-            self._local.micro_batch = None
+            del self._of[threading.get_ident()]
             self._end(own)
 
     def _end(self, own: MicroBatch) -> None:
@@ -502,75 +505,40 @@ class Baton:
             self._hand_to(chosen)
 
 
-def _end(queues: list[queue.SimpleQueue[Callable[[], None] | None]]) -> None:
-    while queues:
-        queues.pop().put(None)
+# The threads of micro-batches that may not have ended.
+_threads: set[threading.Thread] = set()
 
 
-class Threads:
-    """One thread for each micro-batch, kept from call to call; a waiting one takes no processor time."""
-
-    def __init__(self) -> None:
-        self._queues: list[queue.SimpleQueue[Callable[[], None] | None]] = []
-        # Those of a run that nobody closed end, too.
-        weakref.finalize(self, _end, self._queues)
-
-    def begin(self, index: int, work: Callable[[], None]) -> None:
-        """Begin some work in the thread of that number."""
-        while index >= len(self._queues):
-            own: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-            name = f"memascend micro-batch {len(self._queues)}"
-            thread = threading.Thread(target=_serve, args=(own,), name=name, daemon=True)
-            thread.start()
-            # One that a signal keeps from being known here is never used.
-            _note(thread, own)
-            self._queues.append(own)
-        self._queues[index].put(work)
-
-    def close(self) -> None:
-        """Let the threads end."""
-        _end(self._queues)
-
-
-# The threads of all runs, closed ones included: a thread may still be ending.
-_started: dict[threading.Thread, queue.SimpleQueue[Callable[[], None] | None]] = {}
-
-
-def _note(thread: threading.Thread, work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+def _start(index: int, work: Callable[[], None]) -> None:
+    """Begin the work of a micro-batch in a thread of its own, which ends with it."""
     _register()
-    for one in list(_started):
-        if not one.is_alive():
-            _started.pop(one, None)
-    _started[thread] = work
+    for one in list(_threads):
+        if one.ident is not None and not one.is_alive():
+            _threads.discard(one)
+    thread = threading.Thread(target=_serve, args=(work,), name=f"memascend micro-batch {index}", daemon=True)
+    _threads.add(thread)
+    thread.start()
+
+
+def _serve(work: Callable[[], None]) -> None:
+    module_hooks.note_thread()
+    work()
 
 
 @functools.cache
 def _register() -> None:
     """Once in a process, and after the runs' own ends: what is called last is called first."""
-    atexit.register(_end_all)
+    atexit.register(_wait_for_all)
 
 
-def _end_all() -> None:
-    """Let all threads end, and wait for them.
+def _wait_for_all() -> None:
+    """Wait for the threads of calls that were interrupted.
 
     Python ends a thread that asks for the GIL while the interpreter shuts down. In a call of torch, as in a backward,
     or in the one that empties the thread's queue when it ends, that aborts the process.
     """
     # A stage that never ends must not keep the process.
     until = time.monotonic() + _STAGE_SECONDS
-    threads = list(_started.items())
-    for _, work in threads:
-        work.put(None)
-    for thread, _ in threads:
-        thread.join(max(0.0, until - time.monotonic()))
-
-
-def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    module_hooks.note_thread()
-    while True:
-        todo = work.get()
-        if todo is None:
-            return
-        todo()
-        # A waiting thread holds no object that the work refers to.
-        del todo
+    for thread in list(_threads):
+        if thread.ident is not None:
+            thread.join(max(0.0, until - time.monotonic()))

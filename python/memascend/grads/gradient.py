@@ -11,6 +11,7 @@ import torch
 
 from memascend.errors import ConfigError, UsageError
 from memascend.grads.lazy_grad import DeferredGradient, GradientHandle
+from memascend.optim.shared import give_gradient
 from memascend.params.weight_access import Outlived
 from memascend.tensors import Squares, laid_out, rounded
 
@@ -29,7 +30,7 @@ Numbers = tuple[bool, Squares]
 Measure = Numbers | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-class State(Enum):
+class GradientState(Enum):
     """Where a gradient is, and whether an update by it is staged."""
 
     # There is none, or one in memory that no staged update uses. Here and in the next state `p.grad` has no handle.
@@ -61,35 +62,35 @@ class State(Enum):
 
 
 Move = Literal["store", "change", "take", "begin", "stage", "unstage", "end", "drop"]
-_MOVES: dict[Move, dict[State, State]] = {
-    "store": {State.NONE: State.STORED},
+_MOVES: dict[Move, dict[GradientState, GradientState]] = {
+    "store": {GradientState.NONE: GradientState.STORED},
     # More of it came, or it was replaced.
-    "change": {State.STORED: State.STORED},
-    "take": {State.NONE: State.TAKEN},
-    "begin": {State.NONE: State.EARLY, State.STORED: State.EARLY},
+    "change": {GradientState.STORED: GradientState.STORED},
+    "take": {GradientState.NONE: GradientState.TAKEN},
+    "begin": {GradientState.NONE: GradientState.EARLY, GradientState.STORED: GradientState.EARLY},
     "stage": {
-        State.NONE: State.MEMORY_STAGED,
-        State.STORED: State.STORED_STAGED,
-        State.EARLY: State.STORED_STAGED,
+        GradientState.NONE: GradientState.MEMORY_STAGED,
+        GradientState.STORED: GradientState.STORED_STAGED,
+        GradientState.EARLY: GradientState.STORED_STAGED,
     },
     # The staged update was discarded, and its gradient is still there.
     "unstage": {
-        State.MEMORY_STAGED: State.NONE,
-        State.STORED_STAGED: State.STORED,
-        State.EARLY: State.STORED,
+        GradientState.MEMORY_STAGED: GradientState.NONE,
+        GradientState.STORED_STAGED: GradientState.STORED,
+        GradientState.EARLY: GradientState.STORED,
     },
     # The step was committed, or skipped.
     "end": {
-        State.MEMORY_STAGED: State.NONE,
-        State.STORED_STAGED: State.STORED,
-        State.EARLY: State.STORED,
-        State.TAKEN: State.SPENT,
+        GradientState.MEMORY_STAGED: GradientState.NONE,
+        GradientState.STORED_STAGED: GradientState.STORED,
+        GradientState.EARLY: GradientState.STORED,
+        GradientState.TAKEN: GradientState.SPENT,
     },
-    "drop": dict.fromkeys(State, State.NONE),
+    "drop": dict.fromkeys(GradientState, GradientState.NONE),
 }
 
 
-def moved(name: str, state: State, move: Move) -> State:
+def moved(name: str, state: GradientState, move: Move) -> GradientState:
     """The state after a move, which has to be one that this state allows."""
     after = _MOVES[move].get(state)
     assert after is not None, f"{move!r} of the gradient of {name!r}, which is {state.name}"
@@ -117,7 +118,7 @@ class Gradient:
         # As its handle asks for them.
         self.name, self.shape, self.dtype = place.name, place.shape, place.dtype
         self.step = step
-        self.state = State.NONE
+        self.state = GradientState.NONE
         self.handle: GradientHandle | None = None
         # Of the update that is staged.
         self.options: Any = None
@@ -136,9 +137,16 @@ class Gradient:
         """Note that it comes in several pieces in one backward."""
         self.in_pieces = True
 
+    @property
+    def values(self) -> torch.Tensor | None:
+        """What stands in `p.grad`: the handle, or values in memory."""
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            return self.place.parameter.grad
+
     def put(self, values: torch.Tensor | None) -> None:
         """Have these values stand in `p.grad`, or nothing."""
-        self.place.parameter.grad = values
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            give_gradient(self.place.parameter, values)
 
     # --- what becomes of it ---------------------------------------------------------
 
@@ -161,16 +169,12 @@ class Gradient:
         self._begin("take", gradient, 1.0)
         self._stand_in()
 
-    def stage(self, gradient: torch.Tensor, factor: float) -> None:
-        """Begin the update by its value in memory, multiplied by `factor`."""
-        self._begin("stage", gradient, factor)
+    def stage(self, factor: float, gradient: torch.Tensor | None = None, *, factors: Sequence[float] = ()) -> None:
+        """Begin the update by its value in memory, multiplied by `factor`.
 
-    def stage_stored(self, factors: Sequence[float], factor: float) -> None:
-        """Begin the update by the gradient on storage, multiplied by each of `factors` in turn."""
-        after = moved(self.name, self.state, "stage")
-        scale = self._gradients.scale.inverse * factor
-        self.options = self.rule.update_spilled(self._gradients.engine, self.step, factors, scale)
-        self.state = after
+        Without one, by the gradient on storage, multiplied by each of `factors` in turn before.
+        """
+        self._begin("stage", gradient, factor, factors)
 
     def begin(self, gradient: torch.Tensor | None = None) -> bool:
         """Begin the update early, by the stored gradient or by a new one, which is stored with it.
@@ -178,26 +182,15 @@ class Gradient:
         False: it is not begun, and nothing is stored. Where that is due to a user's error, step() raises it, unless it
         is corrected before.
         """
-        gradients, rule = self._gradients, self.rule
-        if not gradients.speculation.may_begin(self.name):
-            return False
-        after = moved(self.name, self.state, "begin")
-        scale = gradients.scale.inverse
-        try:
-            options = rule.options()
-        except UsageError:
-            return False
-        if rule.numbers(options, self.step, scale) is None:
+        if not self._gradients.speculation.may_begin(self.name):
             return False
         try:
-            if gradient is None:
-                self.options = rule.update_spilled(gradients.engine, self.step, (), scale)
-            else:
-                self._update(gradient, scale, spilling=True)
-        except ConfigError:
+            if not self._begin("begin", gradient, 1.0):
+                return False
+        except (ConfigError, UsageError):
             return False
-        self._scale, self.state = scale, after
-        gradients.speculation.begun()
+        self._scale = self._gradients.scale.inverse
+        self._gradients.speculation.begun()
         if gradient is not None:
             self._stand_in()
         return True
@@ -219,7 +212,7 @@ class Gradient:
 
     def take_back(self) -> None:
         """Discard an update that began early, if there is one; the gradient is still there."""
-        if self.state is not State.EARLY:
+        if self.state is not GradientState.EARLY:
             return
         self._gradients.engine.take_back(self.name)
         self._move("unstage")
@@ -227,7 +220,7 @@ class Gradient:
 
     def unstage(self) -> None:
         """Discard the update that is staged; the gradient is still there."""
-        if self.state is State.STORED_STAGED:
+        if self.state is GradientState.STORED_STAGED:
             # It may be one that writes the gradient.
             self._gradients.engine.take_back(self.name)
         else:
@@ -241,7 +234,7 @@ class Gradient:
 
     def skip(self) -> None:
         """The step that had its update is skipped."""
-        if self.state is State.EARLY:
+        if self.state is GradientState.EARLY:
             self._gradients.speculation.taken_back()
         self._move("end")
 
@@ -256,18 +249,18 @@ class Gradient:
         self.handle = self._given = None
         self._move("drop")
 
-    def _begin(self, move: Move, gradient: torch.Tensor, factor: float) -> None:
+    def _begin(self, move: Move, gradient: torch.Tensor | None, factor: float, factors: Sequence[float] = ()) -> bool:
+        """Begin an update; False: the optimizer's own code would run, which does not begin early."""
         after = moved(self.name, self.state, move)
-        self._update(gradient, self._gradients.scale.inverse * factor)
+        engine, units, scale = self._gradients.engine, self._gradients.units, self._gradients.scale.inverse * factor
+        values = None if units is None or gradient is None else units.values_of(self.place)
+        early = move == "begin"
+        options = self.rule.update(engine, self.step, scale, gradient, factors=factors, values=values, early=early)
+        if options is None:
+            return False
         # Only now: an update that could not begin is no part of the step.
-        self.state = after
-
-    def _update(self, gradient: torch.Tensor, scale: float, *, spilling: bool = False) -> None:
-        units = self._gradients.units
-        values = None if units is None else units.values_of(self.place)
-        self.options = self.rule.update(
-            self._gradients.engine, self.step, gradient, scale, values=values, spilling=spilling
-        )
+        self.options, self.state = options, after
+        return True
 
     def _move(self, move: Move) -> None:
         self.state = moved(self.name, self.state, move)

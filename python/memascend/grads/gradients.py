@@ -6,7 +6,6 @@ import functools
 import sys
 import time
 import weakref
-from collections import OrderedDict
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,11 +15,14 @@ import torch
 from memascend.distributed.fsdp import LocalParameter
 from memascend.errors import UsageError
 from memascend.grads.backward import Backwards, in_reentrant_checkpoint
-from memascend.grads.gradient import Gradient, State
-from memascend.grads.lazy_grad import GradientHandle
+from memascend.grads.gradient import Gradient, GradientState
+from memascend.grads.lazy_grad import GradientHandle, shares_memory
+from memascend.optim.shared import give_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Sequence
+
+    from torch.utils.hooks import RemovableHandle
 
     from memascend.grads.baton import Recorder
     from memascend.grads.loop import Loop, LossScale, Speculation
@@ -34,10 +36,6 @@ if TYPE_CHECKING:
 
     # Gradients, each with what stands in `p.grad`.
     Present = Sequence[tuple[Gradient, torch.Tensor]]
-
-
-# In the parameters' tables of hooks, where torch's own keys are numbers.
-_KEY = "memascend"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -80,6 +78,7 @@ class Gradients:
                 method(parameter)
 
         self._hook = accumulated
+        self._hooks: list[RemovableHandle] = []
         # What stood in `p.grad` when a failed backward was seen.
         self._left: list[tuple[Gradient, weakref.ref[torch.Tensor]]] = []
 
@@ -91,19 +90,13 @@ class Gradients:
             frozen = not parameter.requires_grad
             # One that is frozen now may thaw later, and torch takes no hook of it.
             parameter.requires_grad_(True)
-            if parameter._post_accumulate_grad_hooks is None:  # noqa: SLF001
-                parameter._post_accumulate_grad_hooks = OrderedDict()  # noqa: SLF001
-            parameter._post_accumulate_grad_hooks[_KEY] = self._hook  # noqa: SLF001
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook))
             parameter.requires_grad_(not frozen)
 
     def unwatch(self) -> None:
         """Release the parameters."""
-        for gradient in self._of.values():
-            parameter: Any = gradient.place.parameter
-            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-                hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001
-            if hooks is not None:
-                hooks.pop(_KEY, None)
+        for hook in self._hooks:
+            hook.remove()
         self._of.clear()
 
     # --- one arrives -----------------------------------------------------------------
@@ -116,7 +109,7 @@ class Gradients:
             # What a hook of the user's returned, which torch refuses after the last hook.
             return
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            values = parameter.grad
+            values = gradient.values
             if values is not None and self.parts is not None and self.parts.take(gradient):
                 pass
             elif values is not None and (gradient.handle is None or not gradient.stands_in(values)):
@@ -141,7 +134,9 @@ class Gradients:
 
     def _arrive(self, gradient: Gradient, values: torch.Tensor, *, lasting: bool) -> None:
         """A gradient came where there was none; `lasting`: other code has the tensor, too."""
-        nested, last = self.backwards.arrive(gradient.name, declared=self.loop.mode == "fused")
+        nested = self.backwards.enter(delivers=True)
+        if self.loop.mode == "fused":
+            self.backwards.require_declared(gradient.name)
         self._note_arrival(gradient)
         if self.loop.mode == "ram" or values.is_sparse:
             # A sparse one is small: it waits where it is.
@@ -162,7 +157,7 @@ class Gradients:
             values = values.clone()
         if nested:
             gradient.expect_pieces()
-        self._use(gradient, values, whole=last and not (nested or gradient.in_pieces))
+        self._use(gradient, values, whole=self.backwards.is_last() and not gradient.in_pieces)
 
     def _use(self, gradient: Gradient, values: torch.Tensor, *, whole: bool) -> None:
         """Update by a gradient that came where there was none, or store it; `whole`: no more of it comes."""
@@ -175,7 +170,7 @@ class Gradients:
     def use_stored(self, gradient: Gradient) -> None:
         """Update by a gradient on storage that is whole, unless it waits for step()."""
         if self.loop.mode == "fused":
-            gradient.stage_stored((), 1.0)
+            gradient.stage(1.0)
         else:
             gradient.begin()
 
@@ -262,22 +257,20 @@ class Gradients:
     # --- around a backward --------------------------------------------------------------
 
     def _note_failure(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            left = ((gradient, gradient.place.parameter.grad) for gradient in self.by_name.values())
-            self._left = [(gradient, weakref.ref(values)) for gradient, values in left if values is not None]
+        left = ((gradient, gradient.values) for gradient in self.by_name.values())
+        self._left = [(gradient, weakref.ref(values)) for gradient, values in left if values is not None]
 
     def require_no_failure(self) -> None:
         """After a failed backward, continue if all gradients that it left in `p.grad` were dropped, by any means."""
         if not self.backwards.failed:
             return
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            for gradient, left in self._left:
-                values = gradient.place.parameter.grad
-                if values is not None and (values is left() or gradient.stands_in(values)):
-                    raise UsageError(
-                        f"the last backward failed, and {gradient.name!r} still has the gradient of a part of it: call "
-                        "zero_grad()"
-                    )
+        for gradient, left in self._left:
+            values = gradient.values
+            if values is not None and (values is left() or gradient.stands_in(values)):
+                raise UsageError(
+                    f"the last backward failed, and {gradient.name!r} still has the gradient of a part of it: call "
+                    "zero_grad()"
+                )
         self.drop_all()
 
     def drop_all(self) -> None:
@@ -299,16 +292,11 @@ class Gradients:
                 "there is a loss scale, which loss.backward() leaves out: begin the backward by "
                 "optimizer.backward(loss)"
             )
-        if self.backwards.count and self.loop.mode == "fused" and self._all_dropped():
-            # By p.grad = None, as model.zero_grad() does: the count begins again.
-            self.backwards.restart()
-
-    def _all_dropped(self) -> bool:
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            return not any(
-                gradient.handle is not None and gradient.stands_in(gradient.place.parameter.grad)
-                for gradient in self.by_name.values()
-            )
+        if self.backwards.count and self.loop.mode == "fused":
+            every = self.by_name.values()
+            if not any(one.handle is not None and one.stands_in(one.values) for one in every):
+                # All were dropped by p.grad = None, as model.zero_grad() does: the count begins again.
+                self.backwards.restart()
 
     def entered(self, module: torch.nn.Module) -> None:
         """A module of the model is entered."""
@@ -330,8 +318,7 @@ class Gradients:
 
     def are_taken_away(self) -> bool:
         """Whether each `p.grad` of what is staged is None, as `model.zero_grad()` leaves it."""
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            return self.is_staged() and all(gradient.place.parameter.grad is None for gradient in self.by_name.values())
+        return self.is_staged() and all(gradient.values is None for gradient in self.by_name.values())
 
     def is_staged(self) -> bool:
         """Whether something arrived or is staged that no step has used."""
@@ -354,19 +341,18 @@ class Gradients:
         self.require_no_failure()
         self.norms.begin_step()
         found = []
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            for gradient in self.by_name.values():
-                values = gradient.place.parameter.grad
-                if gradient.handle is not None and not gradient.stands_in(values):
-                    gradient.drop()
-                elif gradient.state is State.MEMORY_STAGED:
-                    # By a step that failed, from a gradient in memory, which may be another now.
-                    gradient.unstage()
-                gradient.require_unwritten()
-                if values is not None:
-                    found.append((gradient, values))
-                    if values is not gradient.handle and not gradient.is_used(values):
-                        self.note_change()
+        for gradient in self.by_name.values():
+            values = gradient.values
+            if gradient.handle is not None and not gradient.stands_in(values):
+                gradient.drop()
+            elif gradient.state is GradientState.MEMORY_STAGED:
+                # By a step that failed, from a gradient in memory, which may be another now.
+                gradient.unstage()
+            gradient.require_unwritten()
+            if values is not None:
+                found.append((gradient, values))
+                if values is not gradient.handle and not gradient.is_used(values):
+                    self.fresh = True
         if not found:
             backwards.restart()
             return found
@@ -398,7 +384,7 @@ class Gradients:
             if values is not gradient.handle:
                 self._stage(gradient, gradient.laid_out(values), factor)
                 continue
-            if gradient.state is State.SPENT:
+            if gradient.state is GradientState.SPENT:
                 raise UsageError(
                     f"the gradient of {gradient.name!r} was used by the last step and is gone, and this one needs it: "
                     'call zero_grad() after each step, or pass gradients="ssd"'
@@ -406,13 +392,13 @@ class Gradients:
             factors = gradient.handle.gradient.factors()
             self._unchanged = self._unchanged and not gradient.is_changed
             if factors is not None:
-                gradient.stage_stored(factors, factor)
+                gradient.stage(factor, factors=factors)
                 continue
             changed = gradient.handle.gradient.materialize()
             if gradient.name in self.ram_tier:
                 # In place of the gradient that it was made of: memory is planned for one of them.
                 gradient.handle.gradient.assign(changed)
-                gradient.stage_stored((), factor)
+                gradient.stage(factor)
                 self.norms.measure_once(gradient, changed)
             else:
                 self._stage(gradient, changed, factor)
@@ -420,7 +406,7 @@ class Gradients:
     def _stays(self, gradient: Gradient, now: Any, factor: float) -> bool:
         """Whether the update that has begun is the step's, now that the options and the factor are known."""
         is_same = bool(now == gradient.options)
-        if gradient.state is State.EARLY:
+        if gradient.state is GradientState.EARLY:
             if is_same and gradient.stands(factor):
                 gradient.let_stand()
                 return True
@@ -433,7 +419,7 @@ class Gradients:
         return True
 
     def _stage(self, gradient: Gradient, values: torch.Tensor, factor: float) -> None:
-        gradient.stage(values, factor)
+        gradient.stage(factor, values)
         # While the engine's thread works: its gradient is not written to.
         self.norms.measure_once(gradient, values)
 
@@ -494,18 +480,16 @@ class Gradients:
         """Drop everything: staged updates, gradients on storage, handles."""
         self.backwards.seen_outside()
         self.drop_all()
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            for gradient in self.by_name.values():
-                gradient.put(None)
+        for gradient in self.by_name.values():
+            gradient.put(None)
 
     def zero(self) -> None:
         """Leave zeros, as `zero_grad(set_to_none=False)` does."""
         backwards = self.backwards
         backwards.seen_outside()
         self.loop.notice("zero_grad(set_to_none=False)")
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            grads = [(gradient, gradient.place.parameter.grad) for gradient in self.by_name.values()]
-        present = [(gradient, values) for gradient, values in grads if values is not None]
+        every = [(gradient, gradient.values) for gradient in self.by_name.values()]
+        present = [(gradient, values) for gradient, values in every if values is not None]
         if any(gradient.stands_in(values) and not gradient.state.stored for gradient, values in present):
             raise UsageError(
                 'zero_grad(set_to_none=False) would leave zeros where an update ran already: pass gradients="ssd"'
@@ -523,17 +507,8 @@ class Gradients:
                 values.requires_grad_(False)
             values.zero_()
             # A step would apply the zeros: moments decay, weights too.
-            self.note_change()
+            self.fresh = True
         backwards.forget_failure()
-
-
-# The gradient's own, and the one that asks.
-_STORAGE_USES = 2
-
-
-def shares_memory(values: torch.Tensor) -> bool:
-    """Whether another tensor has the memory."""
-    return bool(torch._C._storage_Use_Count(values.untyped_storage()._cdata) > _STORAGE_USES)  # noqa: SLF001
 
 
 def _was_there(values: torch.Tensor, *, shared: bool) -> bool:
@@ -550,7 +525,7 @@ def _references_of_one() -> int:
     """Python's count of references to a gradient without other owners; versions of Python and torch differ in it."""
     with torch.inference_mode(mode=False):
         parameter = torch.nn.Parameter(torch.zeros((), device="cpu"))
-        parameter.grad = torch.zeros((), device="cpu")
+        give_gradient(parameter, torch.zeros((), device="cpu"))
     values = parameter.grad
     return sys.getrefcount(values)
 

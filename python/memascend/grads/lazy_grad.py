@@ -22,10 +22,16 @@ if TYPE_CHECKING:
 Notice = Literal["add", "change", "norm", "read", "scaler", "zero"]
 # A loop that scales for ever without a step would grow the list for ever; then the gradient is rewritten once.
 OPERATIONS_MAX = 64
-# How often a gradient that only autograd has is counted while it is being accumulated: by its tensor and by what asks
-# for the count; by autograd's buffer and call, by the dispatcher and by Python.
+# How often a gradient's memory is counted that no other tensor has: its own use, and that of what asks.
 _STORAGE_USES = 2
+# How often a gradient that only autograd has is counted while it is being accumulated: by autograd's buffer and call,
+# by the dispatcher and by Python.
 _TENSOR_USES = 4
+
+
+def shares_memory(values: Tensor) -> bool:
+    """Whether another tensor has the memory."""
+    return bool(torch._C._storage_Use_Count(values.untyped_storage()._cdata) > _STORAGE_USES)  # noqa: SLF001
 
 
 def is_shared(gradient: Tensor) -> bool:
@@ -35,8 +41,7 @@ def is_shared(gradient: Tensor) -> bool:
     """
     if torch._C._current_graph_task_id() == -1:  # noqa: SLF001
         return True
-    storage_uses = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)  # noqa: SLF001
-    return bool(storage_uses > _STORAGE_USES or gradient._use_count() > _TENSOR_USES)  # noqa: SLF001
+    return shares_memory(gradient) or bool(gradient._use_count() > _TENSOR_USES)  # noqa: SLF001
 
 
 @dataclass
@@ -147,11 +152,11 @@ class DeferredGradient:
         self.backing.assign(self.laid_out(tensor))
         self.operations.clear()
 
-    def overwrite(self, source: Tensor, name: str) -> None:
+    def overwrite(self, source: Tensor) -> None:
         """Replace it by what copy_ makes of the source."""
         self.backing.noticed("change")
         if self.backing.fused:
-            self._refuse_change(name)
+            self._refuse_change("copy_")
         self.assign(self.empty().copy_(source))
 
     def accumulate(self, operation: Operation, gradient: Tensor, *, first: bool = True, last: bool = True) -> None:
@@ -472,7 +477,7 @@ def _change(handle: GradientHandle, operation: Operation) -> GradientHandle:
         # On itself, as a module's `.cpu()` does where nothing moves: it may be of a gradient that was used.
         pass
     elif name == "copy_":
-        handle.gradient.overwrite(_plain(values[0]), name)
+        handle.gradient.overwrite(_plain(values[0]))
     elif is_recordable(name, [*values, *options.values()]):
         handle.gradient.record(operation)
     else:

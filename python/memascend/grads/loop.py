@@ -87,8 +87,8 @@ class Speculation:
         # Steps in a row that changed no gradient, and how many of them it takes.
         self._unchanged = 0
         self._wanted = 1
-        # Of this step: updates have begun, some were taken back.
-        self._begun = self._taken_back = False
+        # Of this step: no update has begun, some have, or some of these were taken back.
+        self._step: Literal["waits", "early", "anew"] = "waits"
 
     def may_begin(self, name: str) -> bool:
         """Whether the update of parameter `name`, whose gradient is whole, may begin."""
@@ -96,21 +96,22 @@ class Speculation:
 
     def begun(self) -> None:
         """An update has begun early."""
-        self._begun = True
+        if self._step == "waits":
+            self._step = "early"
 
     def taken_back(self) -> None:
         """One that had begun early was discarded; its gradient is still there."""
-        self._taken_back = True
+        self._step = "anew"
 
     def restart(self) -> None:
         """All gradients of a step that was not made were dropped."""
-        self._begun = self._taken_back = False
+        self._step = "waits"
 
     def step_ended(self, *, unchanged: bool) -> None:
         """A step was committed, or skipped; `unchanged`: its updates were by the gradients as they appeared."""
-        if self._begun:
-            self.early += 1
-        if self._begun and self._taken_back:
+        self.early += self._step != "waits"
+        self._unchanged = self._unchanged + 1 if unchanged and self._step != "anew" else 0
+        if self._step == "anew":
             self.anew += 1
             self._wanted = min(2 * self._wanted, WAIT_MAX)
             _log.info(
@@ -120,9 +121,8 @@ class Speculation:
                 self.early,
                 self._wanted,
             )
-        elif self._begun:
+        elif self._step == "early":
             self._wanted = max(self._wanted // 2, 1)
-        self._unchanged = self._unchanged + 1 if unchanged and not (self._begun and self._taken_back) else 0
         self.restart()
 
 

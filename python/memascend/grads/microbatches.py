@@ -26,10 +26,9 @@ from memascend.grads.baton import (
     ModuleValues,
     Path,
     Recorder,
-    Threads,
     same_states,
 )
-from memascend.grads.gradients import shares_memory
+from memascend.grads.lazy_grad import shares_memory
 from memascend.memory import free_scratch
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ class PartialSums:
         own = self.baton.here
         if own is None:
             return False
-        values = gradient.place.parameter.grad
+        values = gradient.values
         assert values is not None, "it was accumulated"
         gradient.put(None)
         if values.requires_grad or values.is_sparse:
@@ -260,8 +259,6 @@ _log = logging.getLogger("memascend")
 _PAUSES = 200
 # Older torch compiles a block that waits for other micro-batches in parts, which round as eager code does.
 _FUSES_ALIKE = "2.15"
-# The key of our own hook on accumulated gradients.
-_OWN_HOOK = "memascend"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -279,7 +276,6 @@ class Accumulation:
 
     def __post_init__(self) -> None:
         self._generators = Generators(self.device)
-        self._threads = Threads()
         # The time from which on MKL's free memory is given back between two micro-batches.
         self._gives_back_at = 0.0
         # What the calls so far have shown; None before the first.
@@ -318,10 +314,6 @@ class Accumulation:
             return self._in_turn(computed, listed, seeds)
         with self._watched(seeded=seeded) as recorder:
             return self._in_turn(computed, listed, seeds, recorder)
-
-    def close(self) -> None:
-        """Let the threads end."""
-        self._threads.close()
 
     # --- one after the other -----------------------------------------------------------
 
@@ -389,14 +381,14 @@ class Accumulation:
     def _unfit_now(self) -> str | None:
         if _get_current_dispatch_mode_stack():
             return "a dispatch mode is active, which other threads do not have"
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            for gradient in self.gradients.by_name.values():
-                parameter = gradient.place.parameter
-                if parameter.grad is not None:
-                    return f"{gradient.name!r} has a gradient already"
-                hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001
-                if hooks is not None and set(hooks) != {_OWN_HOOK}:
-                    return f"a hook of yours is called for each accumulated gradient of {gradient.name!r}"
+        for gradient in self.gradients.by_name.values():
+            if gradient.values is not None:
+                return f"{gradient.name!r} has a gradient already"
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                hooks = gradient.place.parameter._post_accumulate_grad_hooks  # noqa: SLF001
+            # One of them is ours.
+            if hooks is not None and len(hooks) > 1:
+                return f"a hook of yours is called for each accumulated gradient of {gradient.name!r}"
         return None
 
     def _by_layer(self, computed: Callable[[Any], Any], batches: list[Any], seeds: list[int] | None) -> list[Any]:
@@ -414,7 +406,7 @@ class Accumulation:
         try:
             with self.gradients.summed_by(sums):
                 self.gradients.begin_backward()
-                baton.run(lambda own: computed(batches[own.index]), CallerModes(self.device), self._threads)
+                baton.run(lambda own: computed(batches[own.index]), CallerModes(self.device))
                 if seeds is None:
                     self._require_none_drawn(states[0], baton)
         except BaseException:
@@ -448,10 +440,9 @@ class Accumulation:
     def _abandon(self, sums: PartialSums) -> None:
         """Drop all gradients of the call; before it there were none."""
         sums.drop()
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            self.gradients.drop_all()
-            for gradient in self.gradients.by_name.values():
-                gradient.put(None)
+        self.gradients.drop_all()
+        for gradient in self.gradients.by_name.values():
+            gradient.put(None)
 
     def _make_room(self, nbytes: int) -> None:
         if self.strict and self.engine.queued_bytes + nbytes > self.limit:

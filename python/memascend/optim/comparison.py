@@ -26,7 +26,7 @@ from memascend.optim.shared import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
 
 @dataclass(frozen=True)
@@ -157,10 +157,8 @@ class _OneByOne:
                 continue
             parameter = self._parameters[number]
             give_gradient(parameter, None if gradient is None else gradient.clone())
-            begin = shared.copy(deep=True)
-            groups = alone(begin.groups, member.group, parameter, self._manner)
-            state = self._states[number]
-            copy = cloned(self._optimizer, begin.attributes, groups, {parameter: state} if state else {})
+            begin, state = shared.copy(deep=True), self._states[number]
+            copy = copy_of_one(self._optimizer, begin, member.group, parameter, state, self._manner)
             run(copy, method)
             self._states[number] = dict(copy.state.get(parameter, {}))
             ends.append((member.group, changes_alone(begin=shared, copy=copy, group=member.group, manner=self._manner)))
@@ -190,13 +188,19 @@ class _OneByOne:
         return [parameter.data for parameter in self._parameters], self._states, self._shared
 
 
-def alone(
-    groups: Sequence[dict[str, Any]], number: int, parameter: torch.Tensor, manner: Manner
-) -> list[dict[str, Any]]:
-    """The groups of a copy that has one parameter, in the group of that number."""
-    if manner.omits:
-        return [{**groups[number], "params": [parameter]}]
-    return [{**options, "params": [parameter] if at == number else []} for at, options in enumerate(groups)]
+def copy_of_one(
+    optimizer: torch.optim.Optimizer,
+    shared: SharedValues,
+    group: int,
+    parameter: torch.Tensor,
+    state: Mapping[str, Any],
+    manner: Manner,
+) -> torch.optim.Optimizer:
+    """A copy of the optimizer, with these shared values, that has one parameter, in the group of that number."""
+    groups = [{**shared.groups[group], "params": [parameter]}]
+    if not manner.omits:
+        groups = [{**own, "params": [parameter] if at == group else []} for at, own in enumerate(shared.groups)]
+    return cloned(optimizer, shared.attributes, groups, {parameter: state} if state else {})
 
 
 def changes_alone(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from memascend.errors import ConfigError, UsageError
-from memascend.optim.comparison import Manner, alone, changes_alone, without_scratch
+from memascend.optim.comparison import Manner, changes_alone, copy_of_one, without_scratch
 from memascend.optim.shared import (
     GONE,
     Disagreement,
@@ -25,13 +25,11 @@ from memascend.optim.shared import (
     put,
     restored,
     run,
-    same,
     stand_in,
     storable,
 )
 from memascend.optim.state import StateLayout, in_order
 from memascend.optim.trial import known
-from memascend.tensors import flat
 
 if TYPE_CHECKING:
     import contextlib
@@ -44,19 +42,15 @@ if TYPE_CHECKING:
 
 
 class Given(NamedTuple):
-    """The gradient of an update, and its factors."""
+    """What an update is given beside its chunks."""
 
-    # In place of the chunks': all of the parameter's. A sparse one needs `whole=True`.
-    gradient: torch.Tensor | None = None
+    sparse: torch.Tensor | None = None  # the parameter's gradient, in place of the chunks'; then a chunk has all of it
     factors: tuple[float, ...] = ()  # each multiplies the gradient in the gradient's own type, in this order
     grad_scale: float = 1.0  # multiplies the gradient after that, in the type that the update computes in
 
 
-_AS_IT_COMES = Given()
-
-
-class Update:
-    """One update of one parameter, as the options stand now, for `Engine.apply` with `whole=layout.whole`.
+class OwnUpdate:
+    """One update of one parameter, for `Engine.apply` with `whole=layout.whole`.
 
     It runs the optimizer's own step on the memory of the chunks, and writes state that the step makes anew into theirs.
     """
@@ -64,34 +58,33 @@ class Update:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        group: Mapping[str, Any],
+        group: int,
         layout: StateLayout,
-        given: Given = _AS_IT_COMES,
+        given: Given,
+        ended: Ended,
         *,
         first: bool,
-        method: str = "step",
-        ended: Ended | None = None,
+        method: str,
     ) -> None:
-        """Begin with the options as they stand now.
+        """Begin with the options of the group of that number as they stand now.
 
-        `first`: the parameter has no state yet. `method`: another one than the optimizer's step, which is run without
-        a gradient. `ended` takes the options and attributes that the run changed, on the engine's thread; without it a
-        run that changes any fails.
+        `ended` takes the options and attributes that the run changed, on the engine's thread. `first`: the parameter
+        has no state yet. `method` is "step"; any other one is run without a gradient.
         """
         self._optimizer = optimizer
+        self._group = group
         self._layout = layout
-        self._first = first
         self._given = given
-        self._whole_gradient = given.gradient
-        self._method = method
         self._ended = ended
+        self._first = first
+        self._method = method
+        self._is_known = known(optimizer)
         # Taken now: the chunks come on the engine's thread, while a scheduler may already be at the next step's.
-        self._place = next(index for index, other in enumerate(optimizer.param_groups) if other is group)
         shared = SharedValues.of(optimizer)
-        if known(optimizer):
+        if self._is_known:
             # A class that we do not know may read its first group, whichever the parameter is in, and write to any.
-            shared, self._place = SharedValues(shared.attributes, [shared.groups[self._place]]), 0
-            self._begin = SharedValues(shared.attributes, copied(shared.groups))
+            self._group = 0
+            self._begin = SharedValues(shared.attributes, copied([shared.groups[group]]))
         else:
             self._begin = shared.copy()
         # The scalars as they were before the update: each chunk advances a copy.
@@ -101,22 +94,15 @@ class Update:
         """Update the part of the parameter that a chunk has."""
         layout = self._layout
         whole = chunk.start == 0 and chunk.last
-        if not whole and (
-            layout.whole or (self._whole_gradient is not None and self._whole_gradient.layout != torch.strided)
-        ):
-            raise UsageError(
-                f"an update by {named(self._optimizer)} needs the whole parameter at once: apply whole=True"
-            )
+        assert whole or not layout.whole, "the update needs the whole parameter at once"
         values = self._laid(chunk.values, whole)
         target = self._laid(chunk.state["master"], whole) if layout.master else values
         parameter = stand_in(target, layout.attributes)
         if self._method == "step":
             give_gradient(parameter, self._gradient_of(chunk, target, whole))
         state = {} if self._first else self._state_of(chunk, whole)
-        begin = self._begin if known(self._optimizer) else self._begin.copy()
-        groups = alone(begin.groups, self._place, parameter, self._layout.manner)
-        states: dict[torch.Tensor, dict[str, Any]] = {parameter: state} if state else {}
-        copy = cloned(self._optimizer, begin.attributes, groups, states)
+        begin = self._begin if self._is_known else self._begin.copy()
+        copy = copy_of_one(self._optimizer, begin, self._group, parameter, state, layout.manner)
         run(copy, self._method)
         with torch.no_grad():
             if parameter.data_ptr() != target.data_ptr():
@@ -124,18 +110,8 @@ class Update:
             if layout.master:
                 values.copy_(target)
             self._keep(chunk, copy.state.get(parameter, {}), whole)
-        if not known(self._optimizer):
-            self._tell(copy)
-
-    def _tell(self, copy: torch.optim.Optimizer) -> None:
-        changes = changes_alone(self._begin, copy, self._place, self._layout.manner)
-        if self._ended is not None:
-            self._ended(changes)
-        elif changes:
-            raise UsageError(
-                f"{named(copy)} changed {next(iter(changes))}, which would not be committed with the step: use an "
-                "optimizer whose step changes parameters and state alone"
-            )
+        if chunk.last:
+            self._ended({} if self._is_known else changes_alone(self._begin, copy, self._group, layout.manner))
 
     def _laid(self, tensor: torch.Tensor, whole: bool) -> torch.Tensor:
         """A tensor of the parameter's shape, laid out as the parameter is; a part of it has no shape."""
@@ -146,18 +122,10 @@ class Update:
         )
 
     def _gradient_of(self, chunk: Chunk, target: torch.Tensor, whole: bool) -> torch.Tensor:
-        gradient = chunk.gradient if self._whole_gradient is None else self._whole_gradient
+        gradient = self._given.sparse
         if gradient is None:
-            raise UsageError(
-                f"an update by {named(self._optimizer)} was begun without a gradient, from which it would be computed: "
-                "give it one"
-            )
-        if gradient.layout == torch.strided:
-            if self._whole_gradient is not None and not whole:
-                self._whole_gradient = in_order(gradient, self._layout)
-                elements = flat(self._whole_gradient)
-                gradient = elements[chunk.start : chunk.start + chunk.count]
-            gradient = self._laid(gradient, whole)
+            assert chunk.gradient is not None
+            gradient = self._laid(chunk.gradient, whole)
         for factor in self._given.factors:
             gradient = gradient * factor
         gradient = gradient.to(target.dtype)
@@ -187,9 +155,6 @@ class Update:
 
     def _keep(self, chunk: Chunk, state: Mapping[str, Any], whole: bool) -> None:
         layout = self._layout
-        if self._first and not state and self._method != "step":
-            # It has no state before its first step.
-            return
         made = {name: value for name, value in state.items() if value is not None}
         wanted = layout.names
         if made.keys() != set(wanted):
@@ -311,42 +276,38 @@ class Runs:
         # By the names of parameters: the number of the group, and the changes of the last run.
         self._ends: dict[str, tuple[int, Mapping[SharedName, Any]]] = {}
 
-    def followed(
-        self, function: Callable[[Chunk], None], group: Mapping[str, Any], *traits: Hashable
-    ) -> tuple[Callable[[Chunk], None], bool]:
-        """A run that notes its end, and whether it may be called after the commit, when it must not fail.
+    def update(
+        self,
+        name: str,
+        group: int,
+        layout: StateLayout,
+        given: Given,
+        dtype: torch.dtype,
+        *,
+        first: bool,
+        method: str = "step",
+    ) -> tuple[OwnUpdate, bool]:
+        """An update of a parameter of `dtype`, and whether it may be called after the commit, when it must not fail.
 
-        Only torch's own code may, once a run with the same options and `traits` has ended well.
+        Only torch's own code may, once a run of the same kind and with the same options has ended well.
         """
-        if not self.is_known:
-            return function, False
-        kind = (traits, tuple((name, _kind(value)) for name, value in group.items() if name != "params"))
-
-        def heard(chunk: Chunk) -> None:
-            function(chunk)
-            if chunk.last:
-                self._kinds_ended.add(kind)
-
-        return heard, kind in self._kinds_ended
-
-    def ended(self, name: str, group: int) -> Callable[[dict[SharedName, Any]], None]:
-        """The function that takes the changes of a parameter's run, on the engine's thread."""
         self._ends.pop(name, None)
-        return functools.partial(self._ended, name, group)
+        options = self.optimizer.param_groups[group].items()
+        kind = dtype, first, given.sparse is None, tuple((of, _kind(value)) for of, value in options if of != "params")
+        ended = functools.partial(self._ended, name, group, kind)
+        function = OwnUpdate(self.optimizer, group, layout, given, ended, first=first, method=method)
+        return function, kind in self._kinds_ended
 
-    def _ended(self, name: str, group: int, changes: dict[SharedName, Any]) -> None:
+    def _ended(self, name: str, group: int, kind: Hashable, changes: dict[SharedName, Any]) -> None:
+        if self.is_known:
+            self._kinds_ended.add(kind)
+            return
         changes = without_scratch(changes, self.manner.scratch)
         lost = next((place for place, value in changes.items() if not storable(value)), None)
         if lost is not None:
             raise UsageError(
                 f"{named(self.optimizer)} changed {lost} to a {type(changes[lost]).__qualname__}, which cannot be "
                 "committed with the step: only numbers and text can. Keep it in one of these, or use another optimizer"
-            )
-        _, before = self._ends.get(name, (group, changes))
-        if not same(dict(before), changes):
-            raise UsageError(
-                f"{named(self.optimizer)} changed its options in another way for each part of {name!r}, so that this "
-                "step would not be torch's: call zero_grad(), and use an optimizer that does not"
             )
         self._ends[name] = group, changes
 

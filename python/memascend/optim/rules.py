@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from memascend.errors import UsageError
 from memascend.memory import whole_pages
-from memascend.optim.generic import Given, Runs, Update, export_state, import_state
+from memascend.optim.generic import Given, Runs, export_state, import_state
 from memascend.optim.members import GroupOwners, members_of, require_roster, roster_of
 from memascend.optim.shared import SharedName, group_options
-from memascend.optim.state import StateFormats, StateTrials, compact_format, describe, engine_kind
+from memascend.optim.state import StateFormats, StateTrials, compact_format, engine_kind
 from memascend.optim.trial import require_streamable
 from memascend.params.offloaded_param import dense_strides
 from memascend.storage import Adam, Momentum, adam_state, decode_state, state_tensors
@@ -29,39 +30,38 @@ if TYPE_CHECKING:
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
-class Trained(NamedTuple):
-    """A parameter that an optimizer owns."""
+@dataclass(kw_only=True, eq=False)
+class _Rule:
+    """How one parameter is updated, and the state that this takes; chosen once, before there is a store."""
 
+    arithmetic: Arithmetic
     code: Runs  # the optimizer, and the runs of its own code
     number: int  # of its group, among those of all optimizers
     name: str
     parameter: torch.Tensor
-    format: str | None  # the name of the engine's format of its state, as it was asked for
+    format: str | None  # the engine's format of the state; None where the state has torch's tensors
     sparse: bool  # its gradients may be, so that it is updated whole
 
+    # Whether updates draw random bits.
+    draws: bool = field(init=False, default=False)
+    # The layout of the state, where a whole parameter is updated at once.
+    whole: StateLayout | None = field(init=False, default=None)
+    # Whether updates need the values, for the plan.
+    needs_values: Literal["resident", "read", "never"] = field(init=False, default="never")
+    # Whether updates are the engine's own, so that they can be replayed from their gradients alone.
+    is_replayed: bool = field(init=False, default=False)
 
-class _Rule:
-    """How one parameter is updated, and the state that this takes; chosen once, before there is a store."""
+    def __post_init__(self) -> None:
+        # As the parameter is before it is offloaded.
+        self._shape, self._dtype = self.parameter.shape, self.parameter.dtype
+        self._stride = dense_strides(self.parameter)
 
-    def __init__(self, arithmetic: Arithmetic, of: Trained) -> None:
-        self._arithmetic = arithmetic
-        self.code, self.number, self.name, self._parameter, given, self._sparse = of
-        # The engine's format of the state; None where the state has torch's tensors.
-        self.format = given or None
-        self._shape, self._dtype = of.parameter.shape, of.parameter.dtype
-        self._stride = dense_strides(of.parameter)
-        # Whether updates draw random bits.
-        self.draws = False
-        # The layout of the state, where a whole parameter is updated at once.
-        self.whole: StateLayout | None = None
-        # Whether updates need the values, for the plan.
-        self.needs_values: Literal["resident", "read", "never"] = "never"
-        # Whether updates are the engine's own, so that they can be replayed from their gradients alone.
-        self.is_replayed = False
+    def _empty(self, device: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty_strided(self._shape, self._stride, dtype=dtype or self._dtype, device=device)
 
     @property
     def _group(self) -> dict[str, Any]:
-        groups = self._arithmetic.optimizer.param_groups
+        groups = self.arithmetic.optimizer.param_groups
         if self.number >= len(groups):
             raise UsageError(
                 f"optimizer.param_groups has lost the group of {self.name!r}, which it had at offload(): put it back "
@@ -73,10 +73,6 @@ class _Rule:
     def has_master(self) -> bool:
         """Whether the engine's format keeps a master of 16-bit values."""
         return not (self.format or "").startswith("stochastic")
-
-    def _formatted(self, form: str, kind: Literal["adam", "momentum"]) -> dict[str, torch.Tensor]:
-        meta = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device="meta")
-        return state_tensors(meta, form, kind)
 
     def options(self) -> dict[str, Any]:
         """What an update would use now of the group's options."""
@@ -93,37 +89,33 @@ class _Rule:
         self,
         engine: Engine,
         done: int,
-        gradient: torch.Tensor,
         scale: float,
+        gradient: torch.Tensor | None = None,
         *,
-        values: torch.Tensor | None,
-        spilling: bool = False,
-    ) -> dict[str, Any]:
+        factors: Sequence[float] = (),
+        values: torch.Tensor | None = None,
+        early: bool = False,
+    ) -> dict[str, Any] | None:
         """Begin the update after `done` ones by a gradient in memory, multiplied by `scale`; returns its options.
 
-        `values` are the parameter's, where they are in memory. `spilling`: the gradient is spilled as well, which takes
-        the engine's own arithmetic.
+        Without a gradient, by the one that was spilled, multiplied by each of `factors` in turn, then `scale`. `values`
+        are the parameter's, where they are in memory. `early`: only with the engine's own arithmetic, and the gradient
+        is spilled as well; None: the optimizer's own code would have to run, and nothing has begun.
         """
         options = self.options()
-        numbers = None if gradient.is_sparse else self.numbers(options, done, scale)
+        is_sparse = gradient is not None and gradient.is_sparse
+        numbers = None if is_sparse else self.numbers(options, done, scale)
         if numbers is None:
+            if early:
+                return None
             # The rows of a sparse one are few, and looked up by the engine's thread.
-            sparse = gradient.cpu() if gradient.is_sparse else None
-            dense = gradient.to_dense() if gradient.is_sparse else gradient
-            self._run(engine, done, Given(gradient=sparse, grad_scale=scale), gradient=dense, values=values)
-        else:
-            begin = engine.update_spilling if spilling else engine.update
-            begin(self.name, gradient, numbers, values=values)
-        return options
-
-    def update_spilled(self, engine: Engine, done: int, factors: Sequence[float], scale: float) -> dict[str, Any]:
-        """Begin the update by the gradient that was spilled, multiplied by each of `factors` in turn, then `scale`."""
-        options = self.options()
-        numbers = self.numbers(options, done, scale)
-        if numbers is None:
-            self._run(engine, done, Given(factors=tuple(factors), grad_scale=scale))
-        else:
+            sparse = gradient.cpu() if gradient is not None and is_sparse else None
+            given = Given(sparse, tuple(factors), scale)
+            self._run(engine, done, given, gradient if sparse is None else sparse.to_dense(), values=values)
+        elif gradient is None:
             engine.update_spilled(self.name, numbers, factors=factors)
+        else:
+            (engine.update_spilling if early else engine.update)(self.name, gradient, numbers, values=values)
         return options
 
     def _run(self, *_: Any, **__: Any) -> None:
@@ -139,57 +131,65 @@ class _Rule:
         return False
 
 
+@dataclass(kw_only=True, eq=False)
 class EngineRule(_Rule):
     """Adam or SGD with momentum, by the engine's own arithmetic on state in its own form."""
 
-    def __init__(self, kind: Literal["adam", "momentum"], arithmetic: Arithmetic, of: Trained) -> None:
-        super().__init__(arithmetic, of)
-        self._kind: Literal["adam", "momentum"] = kind
+    kind: Literal["adam", "momentum"]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         # A momentum in bfloat16 is rounded to nearest.
-        self.draws = not self.has_master or (kind == "adam" and "bf16" in (self.format or ""))
+        self.draws = not self.has_master or (self.kind == "adam" and "bf16" in (self.format or ""))
         needs_none = self.has_master and self._dtype == torch.float16
         self.needs_values = "never" if needs_none else "resident"
-        self.is_replayed = not self._sparse
-
-    @property
-    def _form(self) -> str | None:
-        """The format of its state, of which the engine knows "compact" by its tensors, too; None: plain tensors."""
-        return self.format or ("compact" if self._dtype == torch.bfloat16 else None)
+        self.is_replayed = not self.sparse
+        # The format of its state, of which the engine knows "compact" by its tensors, too; None: plain tensors.
+        self._form = self.format or ("compact" if self._dtype == torch.bfloat16 else None)
 
     def describe(self) -> dict[str, torch.Tensor]:
         """The state tensors, on meta."""
-        if self._form is not None:
-            return self._formatted(self._form, self._kind)
-        return adam_state(torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device="meta"))
+        meta = self._empty("meta")
+        return adam_state(meta) if self._form is None else state_tensors(meta, self._form, self.kind)
 
     def initial(self) -> tuple[dict[str, torch.Tensor], int]:
         """The state that the optimizer has already, and the number of updates that made it."""
-        state = self.code.optimizer.state.get(self._parameter) or {}
+        state = self.code.optimizer.state.get(self.parameter) or {}
         names = ("exp_avg", "exp_avg_sq", "momentum_buffer")
         found = {name: self._laid_out(state[name]) for name in names if state.get(name) is not None}
         # SGD counts no steps; a momentum means that there was one.
         step = int(state.get("step", "momentum_buffer" in found))
         if found and self._dtype != torch.float32 and self.has_master:
-            found["master"] = self._laid_out(self._parameter)
+            found["master"] = self._laid_out(self.parameter)
         return found, step
 
     def _laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(self._shape, self._stride, dtype=torch.float32).copy_(tensor)
+        return self._empty("cpu", torch.float32).copy_(tensor)
 
     def options(self) -> dict[str, Any]:
         """See `_Rule`."""
-        options = engine_options(self._kind, self.code.optimizer, self._group)
-        if options is None:
+        group = self._group
+        if group.get("amsgrad") if self.kind == "adam" else not group["momentum"]:
             raise UsageError(
                 f"the options of {self.name!r} now need other state than it has (amsgrad, say): set them before "
                 "offload()"
             )
-        return self._arithmetic.shared(self.number, options)
+        numbers = "lr", "weight_decay", *(("eps",) if self.kind == "adam" else ("momentum", "dampening"))
+        options: dict[str, Any] = {name: float(group[name]) for name in numbers}
+        options["maximize"] = bool(group.get("maximize"))
+        if self.kind == "adam":
+            beta1, beta2 = group["betas"]
+            is_adamw = type(self.code.optimizer) is not torch.optim.Adam
+            options["betas"] = float(beta1), float(beta2)
+            options["decoupled"] = is_adamw or bool(group.get("decoupled_weight_decay"))
+        else:
+            options["nesterov"] = bool(group["nesterov"])
+        return self.arithmetic.shared(self.number, options)
 
     def numbers(self, options: Mapping[str, Any], done: int, scale: float) -> Adam | Momentum:
         """See `_Rule`."""
-        kind: Any = Adam if self._kind == "adam" else Momentum
-        return kind(step=done + 1, grad_scale=scale, seed=self._arithmetic.seed, **options)  # type: ignore[no-any-return]
+        kind: Any = Adam if self.kind == "adam" else Momentum
+        return kind(step=done + 1, grad_scale=scale, seed=self.arithmetic.seed, **options)  # type: ignore[no-any-return]
 
     def state(self, values: torch.Tensor, state: dict[str, torch.Tensor], done: int) -> dict[str, Any]:
         """What storage has after `done` updates, by torch's names, and the master."""
@@ -199,18 +199,20 @@ class EngineRule(_Rule):
         if done == 0:
             return master
         # SGD counts no steps.
-        step = {"step": torch.tensor(float(done), dtype=torch.float32, device="cpu")} if self._kind == "adam" else {}
+        step = {"step": torch.tensor(float(done), dtype=torch.float32, device="cpu")} if self.kind == "adam" else {}
         return {**step, **found, **master}
 
 
+@dataclass(kw_only=True, eq=False)
 class OwnRule(_Rule):
     """Any optimizer, on its own state: by its own code, or for plain SGD by the engine's arithmetic with equal bits."""
 
-    def __init__(self, layout: StateLayout, arithmetic: Arithmetic, of: Trained) -> None:
-        super().__init__(arithmetic, of)
-        self._layout = layout
-        self.whole = layout if layout.whole or self._sparse else None
-        self.is_replayed = not self._sparse and self.numbers(self._group, 1, 1.0) is not None
+    layout: StateLayout
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.whole = self.layout if self.layout.whole or self.sparse else None
+        self.is_replayed = not self.sparse and self.numbers(self._group, 1, 1.0) is not None
         if self._dtype != torch.float32 and self.format is None and not self.is_replayed:
             self.needs_values = "read"
         else:
@@ -219,11 +221,13 @@ class OwnRule(_Rule):
 
     def describe(self) -> dict[str, torch.Tensor]:
         """The state tensors, on meta."""
-        return dict(self._layout.tensors) if self.format is None else self._formatted(self.format, "momentum")
+        if self.format is None:
+            return dict(self.layout.tensors)
+        return state_tensors(self._empty("meta"), self.format, "momentum")
 
     def initial(self) -> tuple[dict[str, torch.Tensor], int]:
         """The state that the optimizer has already, and the number of updates that made it."""
-        return import_state(self.code.optimizer, self._parameter, self._layout)
+        return import_state(self.code.optimizer, self.parameter, self.layout)
 
     def options(self) -> dict[str, Any]:
         """See `_Rule`."""
@@ -237,12 +241,12 @@ class OwnRule(_Rule):
         """
         if type(self.code.optimizer) is not torch.optim.SGD:
             return None
-        if self._layout.dtype != torch.float32 or options.get("fused"):
+        if self.layout.dtype != torch.float32 or options.get("fused"):
             return None
         numbers = {name: options[name] for name in ("lr", "momentum", "dampening", "weight_decay")}
         if not all(type(value) in {int, float} and 0 <= value <= _FLOAT32_MAX for value in numbers.values()):
             return None
-        has_momentum, keeps_one = numbers["momentum"] != 0, "momentum_buffer" in self._layout.tensors
+        has_momentum, keeps_one = numbers["momentum"] != 0, "momentum_buffer" in self.layout.tensors
         nesterov = bool(options["nesterov"] and has_momentum)
         if (has_momentum and not keeps_one) or (keeps_one and done == 0 and not has_momentum):
             return None
@@ -251,7 +255,7 @@ class OwnRule(_Rule):
         plain = {name: float(value) for name, value in numbers.items()}
         maximize = bool(options["maximize"])
         return Momentum(
-            step=done + 1, grad_scale=scale, seed=self._arithmetic.seed, nesterov=nesterov, maximize=maximize, **plain
+            step=done + 1, grad_scale=scale, seed=self.arithmetic.seed, nesterov=nesterov, maximize=maximize, **plain
         )
 
     def _run(
@@ -259,21 +263,21 @@ class OwnRule(_Rule):
         engine: Engine,
         done: int,
         given: Given,
+        gradient: torch.Tensor | None,
         *,
         method: str = "step",
-        gradient: torch.Tensor | None = None,
         values: torch.Tensor | None = None,
     ) -> None:
-        code, group, is_first, is_sparse = self.code, self._group, done == 0, given.gradient is not None
-        ended = code.ended(self.name, self.number - code.first_group)
-        function = Update(code.optimizer, group, self._layout, given, first=is_first, method=method, ended=ended)
-        heard, may_wait = code.followed(function, group, self._dtype, is_first, is_sparse)
+        group = self.number - self.code.first_group
+        function, may_wait = self.code.update(
+            self.name, group, self.layout, given, self._dtype, first=done == 0, method=method
+        )
         engine.apply(
             self.name,
-            heard,
+            function,
             step=done + 1 if method == "step" else done,
             gradient=gradient,
-            whole=self._layout.whole or is_sparse,
+            whole=self.layout.whole or given.sparse is not None,
             values=values,
             after_commit=may_wait,
         )
@@ -284,8 +288,7 @@ class OwnRule(_Rule):
             # Before its first step there is nothing to do, which offload() has tried.
             return False
         # The engine takes a gradient. Nothing reads this one, and pages that are never written take no memory.
-        unread = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device="cpu")
-        self._run(engine, done, Given(), method=mode, gradient=unread)
+        self._run(engine, done, Given(), self._empty("cpu"), method=mode)
         return True
 
     def state(self, values: torch.Tensor, state: dict[str, torch.Tensor], done: int) -> dict[str, Any]:
@@ -293,32 +296,10 @@ class OwnRule(_Rule):
         if self.format is not None:
             state = decode_state(values, state, self.format)
         master = {"master": state.pop("master", values)}
-        return master if done == 0 else {**export_state(self._layout, state), **master}
+        return master if done == 0 else {**export_state(self.layout, state), **master}
 
 
 Rule = EngineRule | OwnRule
-
-
-def engine_options(
-    kind: Literal["adam", "momentum"], optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """The numbers of the engine's `Adam` or `Momentum` for a group; None where they need other state, as amsgrad."""
-    if kind == "momentum":
-        if not group["momentum"]:
-            return None
-        numbers = {name: float(group[name]) for name in ("lr", "momentum", "dampening", "weight_decay")}
-        return {**numbers, "nesterov": bool(group["nesterov"]), "maximize": bool(group["maximize"])}
-    if group.get("amsgrad"):
-        return None
-    beta1, beta2 = group["betas"]
-    return {
-        "lr": float(group["lr"]),
-        "betas": (float(beta1), float(beta2)),
-        "eps": float(group["eps"]),
-        "weight_decay": float(group["weight_decay"]),
-        "decoupled": type(optimizer) is not torch.optim.Adam or bool(group.get("decoupled_weight_decay")),
-        "maximize": bool(group.get("maximize")),
-    }
 
 
 def takes_engine_state(
@@ -364,19 +345,19 @@ class Arithmetic:
         members, first = [], 0
         for member, given in zip(members_of(optimizer), formats.of_each(members_of(optimizer)), strict=True):
             code = Runs(member, *require_streamable(member, master_dtype), first)
-            own, trials = given.of(member, master_dtype), StateTrials(member, code.manner)
+            own, trials = given.of(member, master_dtype), StateTrials(member, master_dtype, code.manner)
             for number, group in enumerate(member.param_groups, first):
                 for parameter in filter(torch.is_floating_point, group["params"]):
                     key, form = id(parameter), own.get(id(parameter))
-                    of = Trained(code, number, names.get(key, ""), parameter, form, key in sparse)
+                    of: dict[str, Any] = {"arithmetic": self, "code": code, "number": number, "parameter": parameter}
+                    of.update(name=names.get(key, ""), sparse=key in sparse)
                     kind = takes_engine_state(member, group, parameter.dtype, master_dtype, form)
                     if kind is not None:
-                        self.rules[key] = EngineRule(kind, self, of)
+                        self.rules[key] = EngineRule(kind=kind, format=form or None, **of)
                         continue
-                    layout = describe(member, parameter, master_dtype, trials)
-                    if form is None:
-                        of = of._replace(format=compact_format(member, parameter, layout))
-                    self.rules[key] = OwnRule(layout, self, of)
+                    layout = trials.layout(number - first, parameter)
+                    form = compact_format(member, parameter, layout) if form is None else form
+                    self.rules[key] = OwnRule(layout=layout, format=form or None, **of)
             members.append(code)
             first += len(member.param_groups)
         self.members = tuple(members)
@@ -392,15 +373,6 @@ class Arithmetic:
     def of(self, parameter: torch.Tensor) -> Rule:
         """The rule of a parameter."""
         return self.rules[id(parameter)]
-
-    def format_of(self, parameter: torch.Tensor) -> str | None:
-        """The name of the engine's format of its state; None where the state is in its optimizer's format."""
-        rule = self.rules.get(id(parameter))
-        return None if rule is None else rule.format
-
-    def describe(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The state tensors of a parameter, on meta."""
-        return self.of(parameter).describe()
 
     @property
     def whole_bytes(self) -> int:
@@ -466,7 +438,7 @@ class Arithmetic:
             member.restore(own, undo)
 
     def committed(self) -> dict[str, Any]:
-        """The records of each commit: the seed, where it is used, and which optimizer and group has which parameter."""
+        """What each commit has: the seed, where it is used, and which optimizer and group has which parameter."""
         seed = {"seed": self.seed} if any(rule.draws for rule in self.rules.values()) else {}
         found = {"members": self._roster, "owners": self._owners.runs()}
         return {**seed, **{name: value for name, value in found.items() if value}}
@@ -503,12 +475,13 @@ class GroupMembers:
         self._groups = groups
         # With references to the parameters: a new one must not get the id of one that is gone.
         self._members: list[list[torch.Tensor]] = [list(group["params"]) for group in groups]
-        self._ids = [list(map(id, members)) for members in self._members]
 
     def require_same(self, groups: Sequence[dict[str, Any]]) -> None:
         """Compare with the current groups of an optimizer."""
         found = [group["params"] for group in groups]
-        if groups is self._groups and [list(map(id, one)) for one in found] == self._ids:
+        if groups is self._groups and [list(map(id, one)) for one in found] == [
+            list(map(id, one)) for one in self._members
+        ]:
             return
         had = ", ".join(str(len(members)) for members in self._members)
         has = ", ".join(str(len(params)) for params in found) or "no"

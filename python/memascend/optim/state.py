@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -13,7 +12,7 @@ import torch
 from memascend.errors import ConfigError
 from memascend.optim.comparison import PLAIN, Manner
 from memascend.optim.shared import TensorParts, arithmetic_dtype, named, parts_of, same, stand_in, user_attributes
-from memascend.optim.trial import elementwise, known, stepping, uncompiled, undrawn
+from memascend.optim.trial import elementwise, known, on_trial, stepping
 from memascend.tensors import laid_out
 
 if TYPE_CHECKING:
@@ -42,13 +41,52 @@ class _Way(NamedTuple):
 class StateTrials:
     """Finds the state that an optimizer keeps for each kind of parameter, by one trial of each."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, manner: Manner = PLAIN) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None, manner: Manner = PLAIN
+    ) -> None:
+        """16-bit parameters compute in `master_dtype`, unless it is None."""
         self._optimizer = optimizer
-        self.manner = manner
+        self._master_dtype = master_dtype
+        self._manner = manner
         self._found: dict[tuple[int, torch.Size, torch.dtype], dict[str, Any]] = {}
 
-    def state(self, group: int, shape: torch.Size, dtype: torch.dtype, attributes: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of a parameter of that shape, in the group of that number, whose update computes in `dtype`."""
+    def layout(self, group: int, parameter: torch.Tensor) -> StateLayout:
+        """The layout of the state of a parameter in the group of that number; it may be on "meta".
+
+        It has also state that a step would not make now, like Adam's maximum after amsgrad was switched off.
+        """
+        optimizer = self._optimizer
+        dtype = arithmetic_dtype(parameter.dtype, self._master_dtype)
+        attributes = user_attributes(parameter)
+        layout = StateLayout(
+            shape=parameter.shape,
+            # Repeated or skipped elements have no dense layout: then this one is the next best.
+            stride=torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride(),
+            dtype=dtype,
+            master=dtype != parameter.dtype,
+            # The scalars of a 0-dim parameter would pass for shards of the parameter.
+            whole=not elementwise(optimizer) or parameter.dim() == 0,
+            attributes={} if known(optimizer) else attributes,
+            manner=self._manner,
+        )
+        if layout.master:
+            layout.tensors[_MASTER] = torch.empty_strided(parameter.shape, layout.stride, dtype=dtype, device="meta")
+        tried = self._state(group, parameter.shape, dtype, attributes)
+        existing = optimizer.state.get(parameter, {})
+        if existing and self._manner.stacks and not same(_shapes(tried), _shapes(existing)):
+            raise ConfigError(
+                f"{named(optimizer)} has state of several parameters as one stack, which is not taken apart: start "
+                "without its state"
+            )
+        for name, value in {**tried, **existing}.items():
+            # A subclass is described by the step's value: an existing one may be of the parameter's type.
+            described = tried[name] if parts_of(value) and name in tried else value
+            _add(layout, optimizer, parameter.dtype, name, described)
+        return layout
+
+    def _state(
+        self, group: int, shape: torch.Size, dtype: torch.dtype, attributes: Mapping[str, Any]
+    ) -> dict[str, Any]:
         after = functools.partial(self._after, group, dtype, attributes)
         if attributes:
             # Of one parameter alone.
@@ -109,9 +147,8 @@ class StateTrials:
         plain = known(self._optimizer) or way.device == "meta"
         off = {"foreach": False, "fused": False} if plain else {}
         parameter = stand_in(values, attributes)
-        states = stepping(self._optimizer, group, parameter, gradients, off, self.manner)
-        with undrawn(self._optimizer, meta=way.device == "meta"), warnings.catch_warnings(), uncompiled():
-            warnings.simplefilter("ignore")
+        states = stepping(self._optimizer, group, parameter, gradients, off, self._manner)
+        with on_trial(self._optimizer, meta=way.device == "meta"):
             return _steady(self._optimizer, states)
 
 
@@ -222,57 +259,6 @@ class StateLayout:
         """Of these, what is read or written: values, state, and the gradient as it came."""
         values = self.shape.numel() * (2 if self.master else self.dtype.itemsize)
         return sum(tensor.nbytes for tensor in self.tensors.values()) + 2 * values
-
-
-def describe(
-    optimizer: torch.optim.Optimizer,
-    parameter: torch.Tensor,
-    master_dtype: torch.dtype | None = torch.float32,
-    trials: StateTrials | None = None,
-) -> StateLayout:
-    """Describe the state that `optimizer` keeps for `parameter`, which may be on "meta"; neither changes.
-
-    The layout includes state that a step would not make now, like Adam's maximum after amsgrad was switched off.
-    16-bit parameters compute in `master_dtype`, unless it is None.
-    """
-    group = next(
-        (
-            number
-            for number, group in enumerate(optimizer.param_groups)
-            if any(parameter is member for member in group["params"])
-        ),
-        None,
-    )
-    if group is None:
-        raise ConfigError("the optimizer does not own this parameter, so it has no state: ask for one that it owns")
-    dtype = arithmetic_dtype(parameter.dtype, master_dtype)
-    master = dtype != parameter.dtype
-    attributes = user_attributes(parameter)
-    trials = trials or StateTrials(optimizer)
-    layout = StateLayout(
-        shape=parameter.shape,
-        # Repeated or skipped elements have no dense layout: then this one is the next best.
-        stride=torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride(),
-        dtype=dtype,
-        master=master,
-        # The scalars of a 0-dim parameter would pass for shards of the parameter.
-        whole=not elementwise(optimizer) or parameter.dim() == 0,
-        attributes={} if known(optimizer) else attributes,
-        manner=trials.manner,
-    )
-    if master:
-        layout.tensors[_MASTER] = torch.empty_strided(parameter.shape, layout.stride, dtype=dtype, device="meta")
-    tried = trials.state(group, parameter.shape, dtype, attributes)
-    existing = optimizer.state.get(parameter, {})
-    if existing and trials.manner.stacks and not same(_shapes(tried), _shapes(existing)):
-        raise ConfigError(
-            f"{named(optimizer)} has state of several parameters as one stack, which is not taken apart: start without "
-            "its state"
-        )
-    for name, value in {**tried, **existing}.items():
-        # A subclass is described by the step's value: an existing one may be of the parameter's type.
-        _add(layout, optimizer, parameter.dtype, name, tried[name] if parts_of(value) and name in tried else value)
-    return layout
 
 
 def _add(layout: StateLayout, optimizer: torch.optim.Optimizer, narrow: torch.dtype, name: Any, value: Any) -> None:

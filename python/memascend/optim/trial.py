@@ -22,13 +22,13 @@ from memascend.optim.comparison import (
     Comparison,
     Manner,
     all_present,
-    alone,
     chosen_members,
+    copy_of_one,
     members_at_size,
     some_missing,
     without_scratch,
 )
-from memascend.optim.shared import SharedName, SharedValues, attributes_of, cloned, give_gradient, named, run
+from memascend.optim.shared import SharedName, SharedValues, attributes_of, give_gradient, named, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -61,16 +61,25 @@ def _draws_refused(optimizer: torch.optim.Optimizer) -> ConfigError:
 
 
 @contextlib.contextmanager
-def undrawn(optimizer: torch.optim.Optimizer, *, meta: bool = False) -> Iterator[None]:
-    """Reject an optimizer that draws random numbers; the generators of torch, Python and numpy stay as they are.
+def on_trial(optimizer: torch.optim.Optimizer, *, meta: bool = False) -> Iterator[None]:
+    """Run a trial of an optimizer, without warnings; one that draws random numbers is rejected.
 
-    On `meta`, unlike elsewhere, torch itself draws from Python's generator for a collective.
+    The generators of torch, Python and numpy stay as they are. On `meta`, unlike elsewhere, torch itself draws from
+    Python's generator for a collective. What a step compiles runs uncompiled: for small tensors it would take minutes.
     """
     numpy: Any = sys.modules.get("numpy")
     before = random.getstate()
     theirs: Any = numpy.random.get_state() if numpy else None
+    # Without the compiler nothing is compiled yet, and loading it takes seconds.
+    uncompiled: Any = torch.compiler.set_stance if "torch._dynamo" in sys.modules else contextlib.nullcontext
     try:
-        with torch.random.fork_rng(devices=[]), _Draws(optimizer):
+        with (
+            torch.random.fork_rng(devices=[]),
+            _Draws(optimizer),
+            warnings.catch_warnings(),
+            uncompiled("force_eager"),
+        ):
+            warnings.simplefilter("ignore")
             yield
         drawn = random.getstate() != before or (numpy is not None and numpy.random.get_state()[2] != theirs[2])
     finally:
@@ -79,17 +88,6 @@ def undrawn(optimizer: torch.optim.Optimizer, *, meta: bool = False) -> Iterator
             numpy.random.set_state(theirs)
     if drawn and not meta:
         raise _draws_refused(optimizer)
-
-
-@contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
-    """Let functions that a step compiles run uncompiled: to compile them for small tensors would take minutes."""
-    # Without the compiler nothing is compiled yet, and loading it takes seconds.
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 # These lead to the whole interpreter, and to nothing that a step would change.
@@ -171,7 +169,11 @@ def reached_from(value: Any) -> Iterator[Any]:
             waiting.append(vars(value))
 
 
-_MANNERS = (PLAIN, Manner(omits=True), Manner(omits=True, stacks=True))
+_MANNERS = [
+    replace(one, zeros=zeros)
+    for one in (PLAIN, Manner(omits=True), Manner(omits=True, stacks=True))
+    for zeros in (False, True)
+]
 
 
 def require_independent(
@@ -184,7 +186,7 @@ def require_independent(
     trial, and the first manner that works, in which the optimizer is then run for one parameter.
     """
     first: ConfigError | None = None
-    for manner in (tried for one in _MANNERS for tried in (one, replace(one, zeros=True))):
+    for manner in _MANNERS:
         try:
             return _tried(optimizer, master_dtype, manner)
         except ConfigError as error:
@@ -201,8 +203,7 @@ def _tried(
     generator = torch.Generator().manual_seed(1)
     members = chosen_members(optimizer, master_dtype, generator)
     begin = SharedValues.of(optimizer)
-    with undrawn(optimizer), warnings.catch_warnings(), uncompiled():
-        warnings.simplefilter("ignore")
+    with on_trial(optimizer):
         every = Comparison(optimizer, begin, members, manner, spread=False)
         after = every.follow(all_present(optimizer, members), generator)
         some = Comparison(optimizer, begin, members, manner, spread=True)
@@ -232,7 +233,7 @@ def stepping(
     shared = SharedValues.of(optimizer).copy(deep=True)
     for made in shared.groups:
         made.update({name: value for name, value in options.items() if name in made})
-    copy = cloned(optimizer, shared.attributes, alone(shared.groups, group, parameter, manner), {})
+    copy = copy_of_one(optimizer, shared, group, parameter, {}, manner)
     if callable(getattr(type(optimizer), "train", None)):
         run(copy, "train")
     for gradient in gradients:

@@ -35,7 +35,7 @@ class Bytes(Enum):
     # In memory for the whole run, where the engine updates them: the model computes with them where they lie.
     IN_PLACE = auto()
 
-    # As in `grads.gradient.State`: asked for many times in a step.
+    # As in `GradientState`: asked for many times in a step.
     __hash__ = object.__hash__
 
 

@@ -424,12 +424,12 @@ def _records(subject: Subject, units: Sequence[Unit]) -> list[Record]:
                 engines.Record(
                     name=name,
                     values=meta,
-                    state=subject.arithmetic.describe(parameter) if trained else {},
+                    state=subject.arithmetic.of(parameter).describe() if trained else {},
                     unit=unit.name,
                     order=engines.order_of(meta),
                     # Also where gradients stay in memory: another mode may resume the store.
                     spill=parameter.dtype if trained else None,
-                    format=subject.arithmetic.format_of(parameter) if trained else None,
+                    format=subject.arithmetic.of(parameter).format if trained else None,
                     first_element=firsts.get(name),
                 )
             )

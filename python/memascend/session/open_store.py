@@ -272,7 +272,7 @@ class FirstValues:
     def _described(self, name: str) -> dict[str, torch.Tensor]:
         """The state of a parameter, on meta."""
         subject = self._subject
-        return subject.arithmetic.describe(subject.named[name]) if name in subject.trained else {}
+        return subject.arithmetic.of(subject.named[name]).describe() if name in subject.trained else {}
 
     def write(self, engine: Engine, decision: Decision) -> dict[str, Any]:
         """Write and commit the first values; returns the committed hyperparameters."""

@@ -319,7 +319,6 @@ class Session:
     def _close(self) -> None:
         with contextlib.suppress(MemascendError):
             self.measurements.close(self.run.gradients.by_name)
-        self.accumulation.close()
         self.attachment.leave()
         self.run.gradients.unwatch()
         self.run.residency.close(CLOSED)
