@@ -86,10 +86,6 @@ def bodiless(kind=Headed, **options):
         return kind(**options).to(DTYPE)
 
 
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
 TOKENS = torch.arange(24).view(2, 12) * 7 % 40
 
 
@@ -105,8 +101,7 @@ def trained(model, optimizer, steps=3):
 
 
 def wanted(tmp_path, **options):
-    model = real(**options)
-    model, optimizer = memascend.offload(model, adamw(model), storage=tmp_path / "wanted")
+    model, optimizer = begun(tmp_path / "wanted", real(**options))
     with optimizer:
         return trained(model, optimizer), state(model)
 
@@ -142,7 +137,7 @@ def test_from_meta_it_is_the_same_training(tmp_path, how):
         "function": lambda: lambda name, like: values[name].to(like.dtype),
     }[how]()
     model = bodiless()
-    optimizer = adamw(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     held = list(model.parameters())
     model, offloaded = memascend.offload(model, optimizer, storage=tmp_path / "run", weights=weights)
     with offloaded:
@@ -322,7 +317,7 @@ def test_what_nobody_knows_is_refused_by_name(tmp_path):
         with torch.device("meta"):
             model = kind()
         with pytest.raises(ConfigError, match=rf"\b{name}\b"):
-            memascend.offload(model, adamw(model), storage=tmp_path / "run")
+            begun(tmp_path / "run", model)
         assert not (tmp_path / "run").exists()
         assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
         model, offloaded = begun(tmp_path / "run", model, weights=lambda _, like: torch.full(like.shape, 3.0))
@@ -353,7 +348,7 @@ def test_refusals(tmp_path):
         begun(tmp_path / "run", model, weights=5)
     held = weakref.ref(model.base.embed.weight)
     with pytest.raises(ConfigError, match="weak reference"):
-        memascend.offload(model, adamw(model), storage=tmp_path / "run")
+        begun(tmp_path / "run", model)
     assert held() is not None
     assert not (tmp_path / "run").exists()
 

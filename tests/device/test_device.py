@@ -9,6 +9,7 @@ from support.chains import chain, offloaded
 from torch.utils.checkpoint import checkpoint
 
 import memascend
+from memascend.device.unit_memory import DeviceUnits
 
 TOO_MUCH = 1 << 46
 
@@ -212,6 +213,16 @@ def test_no_memory_for_the_units(tmp_path, device):
     assert isinstance(refused.value, MemoryError)
     assert list(tmp_path.iterdir()) == []
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("why", [None, "not pinned for CUDA: cuMemHostRegister failed; copies are slower"])
+def test_a_registration_that_was_refused_is_reported(tmp_path, fake, monkeypatch, why):
+    monkeypatch.setattr(DeviceUnits, "unregistered", why)
+    _, optimizer = begun(tmp_path, fake.torch_device)
+    with optimizer:
+        report = optimizer.report()
+        assert report.device_copies == why
+        assert ("cuMemHostRegister failed" in str(report)) == (why is not None)
 
 
 @contextlib.contextmanager
