@@ -119,9 +119,8 @@ def offloaded(case, device, gradients, folder, ram_tier=None):
         raise found
 
     @contextlib.contextmanager
-    def read(model, optimizer):
-        with memascend.materialized(model):
-            yield
+    def read(_model, optimizer):
+        yield
         report = optimizer.report().to_dict()
         assert report["host"]["peak"] <= report["host"]["budget"], report["host"]
         assert report["device"]["peak"] <= report["device"]["budget"], report["device"]
