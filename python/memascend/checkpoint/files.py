@@ -70,13 +70,13 @@ def new_folder(target: Path) -> Iterator[Path]:
     removed.
     """
     new = target.parent / f".{target.name}{_MARK}"
-    with file_errors(new, "cannot be written"), contextlib.ExitStack() as held:
+    with file_errors(new, "cannot be written"), contextlib.ExitStack() as locks:
         ours: list[int] = []
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(FileExistsError):
                 new.mkdir()
             try:
-                ours = [_lock(new, target, held)]
+                ours = [_lock(new, target, locks)]
             except FileNotFoundError:
                 continue
             if not _is_one_of(new, ours):
@@ -91,17 +91,17 @@ def new_folder(target: Path) -> Iterator[Path]:
             )
         try:
             if target.is_dir():
-                ours.append(_lock(target, target, held))
+                ours.append(_lock(target, target, locks))
             yield new
         finally:
             if _is_one_of(new, ours):
                 shutil.rmtree(new, ignore_errors=True)
 
 
-def _lock(folder: Path, target: Path, held: contextlib.ExitStack) -> int:
+def _lock(folder: Path, target: Path, locks: contextlib.ExitStack) -> int:
     """Lock a folder against other processes that save; returns its descriptor."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    held.callback(os.close, descriptor)
+    locks.callback(os.close, descriptor)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -214,13 +214,13 @@ class FileLayout:
 def divide_into_files(stem: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> list[FileLayout]:
     """Divide tensors, in their order, over files of a bounded size, named as transformers names them."""
     parts: list[dict[str, torch.Tensor]] = [{}]
-    held = 0
+    nbytes = 0
     for name, tensor in tensors.items():
-        if parts[-1] and held + tensor.nbytes > FILE_BYTES_MAX:
+        if parts[-1] and nbytes + tensor.nbytes > FILE_BYTES_MAX:
             parts.append({})
-            held = 0
+            nbytes = 0
         parts[-1][name] = tensor
-        held += tensor.nbytes
+        nbytes += tensor.nbytes
     if len(parts) == 1:
         return [FileLayout(f"{stem}.safetensors", parts[0], metadata)]
     return [

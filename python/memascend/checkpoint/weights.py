@@ -214,11 +214,11 @@ class WeightFiles:
         self._of: dict[str, str] = {}
         for file, keys in _files(path) if names is None else [(path / name, None) for name in names]:
             opened = _opened(file)
-            held = set(opened.keys())
-            lost = [key for key in keys or () if key not in held]
+            there = dict.fromkeys(opened.keys())
+            lost = [key for key in keys or () if key not in there]
             if lost:
                 raise ConfigError(f"{path} says that {lost[0]!r} is in {file.name}, and it is not: fetch both again")
-            self._where.update({key: _FileTensor(opened, key) for key in (held if keys is None else keys)})
+            self._where.update({key: _FileTensor(opened, key) for key in (there if keys is None else keys)})
 
     @property
     def keys(self) -> list[str]:

@@ -33,7 +33,7 @@ CHECKERS = 2
 class _UnitUpload:
     """A unit that is being uploaded. Guarded by the staging's lock."""
 
-    __slots__ = ("address", "base", "copied", "error", "held", "last", "next", "parts", "places")
+    __slots__ = ("address", "base", "copied", "error", "last", "next", "parts", "places", "working")
 
     def __init__(self, parts: UnitParts, base: torch.Tensor) -> None:
         self.parts: UnitParts | None = parts
@@ -46,22 +46,22 @@ class _UnitUpload:
         # The copies of a device in one direction are in order: after the last one they all are.
         self.last: Copy | None = None
         # Parts that the thread works on.
-        self.held = 0
+        self.working = 0
         self.error: BaseException | None = None
 
     def take_part(self) -> int:
         index, self.next = self.next, self.next + 1
-        self.held += 1
+        self.working += 1
         return index
 
     def end_part(self, error: BaseException | None, copy: Copy | None) -> None:
         """End the work on a part: its copy was begun, it failed, or its unit was dropped."""
-        self.held -= 1
+        self.working -= 1
         if copy is not None:
             self.last = copy
             self.copied += 1
         self.error = self.error or error
-        if self.ended and not self.held:
+        if self.ended and not self.working:
             self.let_go()
 
     def cancel(self) -> None:
@@ -185,7 +185,7 @@ class Staging:
             unit.cancel()
             if unit in self._waiting:
                 self._waiting.remove(unit)
-            while unit.held and self._thread.is_alive() and threading.current_thread() is not self._thread:
+            while unit.working and self._thread.is_alive() and threading.current_thread() is not self._thread:
                 self._changed.wait(0.1)
             unit.let_go()
 
@@ -398,8 +398,8 @@ class DeviceEngine:
                 return host.copy_(gradient.detach())
             data = bytes_of(gradient.detach())
             # The kernels that made it are on the caller's stream.
-            held = _Gradient(data, self._device.mark(self._device.stream()))
-        return Lent(gradient, partial(self._window, held), partial(self._order, held))
+            made = _Gradient(data, self._device.mark(self._device.stream()))
+        return Lent(gradient, partial(self._window, made), partial(self._order, made))
 
     def _order(self, gradient: _Gradient) -> None:
         """Let later work of the engine's thread come after the kernels that made a gradient."""

@@ -44,8 +44,8 @@ class HostUnits:
         with torch.inference_mode(mode=False):
             found = self._store.ram_tier_unit(name)
         assert found is not None, f"unit {name!r} is not in RAM"
-        # Tensors are found by their storage: it stays the same while the unit is held, unless user code moves it
-        # (share_memory_()).
+        # Tensors are found by their storage: it stays the same while the unit is in RAM, unless user code moves
+        # it (share_memory_()).
         kept = self._ram_tier.setdefault(name, found)
         if kept.data_ptr() != found.data_ptr():
             kept = self._ram_tier[name] = found
