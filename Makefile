@@ -184,7 +184,7 @@ test-gpu: setup ## The tests that need a CUDA device, where there is one; all ot
 # From a wheel, without cargo, network or set-up: SLICE="--wheel W.whl --packages wheels". Again until all is done.
 SLICE ?=
 .PHONY: gpu
-gpu: ## One slice of the tests and benchmarks of a GPU, from the wheel in dist/; goes on where the last one stopped
+gpu: ## One slice of the tests of a GPU, from the wheel in dist/; goes on where the last one stopped
 	$(PYTHON) tests/device/slices.py $(SLICE)
 
 .PHONY: soak

@@ -220,15 +220,6 @@ def test_memory_that_is_not_to_be_had_is_storage(tmp_path, monkeypatch, caplog):
     assert "checkpointed activations go to storage from here on: there is no more" in caplog.text
 
 
-@pytest.mark.usefixtures("fake")
-def test_a_graph_that_outlives_the_optimizer(tmp_path):
-    model, optimizer = offloaded(tmp_path)
-    loss = model(rows()).square().mean()
-    optimizer.close()
-    with pytest.raises(memascend.UsageError):
-        loss.backward()
-
-
 CASES = {case.name: case for case in TRANSFORMERS if case.name in ("checkpointed", "checkpointed-reentrant")}
 
 

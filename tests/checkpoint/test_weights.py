@@ -12,22 +12,12 @@ from safetensors.torch import save_file
 from support.bits import same_states
 from support.chains import offloaded as begun
 from support.chains import values as state
+from support.checkpointed import Block
 
 import memascend
 from memascend.errors import ConfigError, CorruptionError
 
 DTYPE = torch.bfloat16
-
-
-class Block(torch.nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(width)
-        self.inner = torch.nn.Linear(width, 2 * width)
-        self.outer = torch.nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return x + self.outer(torch.relu(self.inner(self.norm(x))))
 
 
 class Turned(torch.nn.Module):
@@ -86,10 +76,6 @@ def bodiless(kind=Headed, **options):
         return kind(**options).to(DTYPE)
 
 
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
 TOKENS = torch.arange(24).view(2, 12) * 7 % 40
 
 
@@ -105,8 +91,7 @@ def trained(model, optimizer, steps=3):
 
 
 def wanted(tmp_path, **options):
-    model = real(**options)
-    model, optimizer = memascend.offload(model, adamw(model), storage=tmp_path / "wanted")
+    model, optimizer = begun(tmp_path / "wanted", real(**options))
     with optimizer:
         return trained(model, optimizer), state(model)
 
@@ -142,7 +127,7 @@ def test_from_meta_it_is_the_same_training(tmp_path, how):
         "function": lambda: lambda name, like: values[name].to(like.dtype),
     }[how]()
     model = bodiless()
-    optimizer = adamw(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     held = list(model.parameters())
     model, offloaded = memascend.offload(model, optimizer, storage=tmp_path / "run", weights=weights)
     with offloaded:
@@ -196,11 +181,11 @@ def test_one_error_lists_what_does_not_fit_and_nothing_is_written(tmp_path):
     weights = saved(
         model,
         tmp_path / "w.safetensors",
-        drop={"head.weight", "base.blocks.1.norm.bias", "base.batch.running_mean", "base.blocks.0.inner.weight"},
+        drop={"head.weight", "base.blocks.1.up.bias", "base.batch.running_mean", "base.blocks.0.up.weight"},
         **{
             "base.extra": torch.zeros(3),
-            "base.blocks.0.inner.weight": torch.zeros(3, 3, dtype=DTYPE),
-            "base.blocks.2.outer.bias": torch.zeros(16),
+            "base.blocks.0.up.weight": torch.zeros(3, 3, dtype=DTYPE),
+            "base.blocks.2.down.bias": torch.zeros(16),
         },
     )
     before, offloaded = begun(tmp_path / "run", real(seed=3))
@@ -212,10 +197,10 @@ def test_one_error_lists_what_does_not_fit_and_nothing_is_written(tmp_path):
         with pytest.raises(ConfigError) as error:
             begun(storage, other, weights=weights, existing=existing)
         for part in (
-            "missing in the files: base.blocks.1.norm.bias, base.batch.running_mean",
+            "missing in the files: base.blocks.1.up.bias, base.batch.running_mean",
             "not in the model: base.extra",
-            "base.blocks.0.inner.weight is bfloat16 of shape [3, 3], not bfloat16 of shape [32, 16]",
-            "base.blocks.2.outer.bias is float32 of shape [16], not bfloat16 of shape [16]",
+            "base.blocks.0.up.weight is bfloat16 of shape [3, 3], not bfloat16 of shape [32, 16]",
+            "base.blocks.2.down.bias is float32 of shape [16], not bfloat16 of shape [16]",
         ):
             assert part in str(error.value)
         assert all(tensor.is_meta for tensor in [*other.parameters(), *other.buffers()])
@@ -322,7 +307,7 @@ def test_what_nobody_knows_is_refused_by_name(tmp_path):
         with torch.device("meta"):
             model = kind()
         with pytest.raises(ConfigError, match=rf"\b{name}\b"):
-            memascend.offload(model, adamw(model), storage=tmp_path / "run")
+            begun(tmp_path / "run", model)
         assert not (tmp_path / "run").exists()
         assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
         model, offloaded = begun(tmp_path / "run", model, weights=lambda _, like: torch.full(like.shape, 3.0))
@@ -353,7 +338,7 @@ def test_refusals(tmp_path):
         begun(tmp_path / "run", model, weights=5)
     held = weakref.ref(model.base.embed.weight)
     with pytest.raises(ConfigError, match="weak reference"):
-        memascend.offload(model, adamw(model), storage=tmp_path / "run")
+        begun(tmp_path / "run", model)
     assert held() is not None
     assert not (tmp_path / "run").exists()
 
@@ -361,7 +346,7 @@ def test_refusals(tmp_path):
 def test_hooks_and_attributes_stay(tmp_path):
     values = state(real())
     model = bodiless()
-    weight = model.base.blocks[0].inner.weight
+    weight = model.base.blocks[0].up.weight
     seen = []
     weight.register_hook(lambda gradient: seen.append(gradient.shape))
     weight.note = "mine"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import functools
 import os
 import random
 import shutil
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -110,6 +110,7 @@ def saves_until_killed(folder, told):
 
 def killed_at_random_moments(folder, kills):
     """What an interpreter of its own does, because it forks."""
+    kills = int(kills)
     dice = random.Random(kills)
     seen = set()
     for _ in range(kills):
@@ -126,89 +127,72 @@ def killed_at_random_moments(folder, kills):
     print("seen", len(seen))
 
 
+PROGRAM = """
+import pathlib, sys, torch
+torch.set_num_threads(1)
+sys.path.insert(0, sys.argv[1])
+from checkpoint import test_writer
+getattr(test_writer, sys.argv[2])(pathlib.Path(sys.argv[3]), sys.argv[4])
+"""
+
+
+@pytest.fixture
+def elsewhere(loaded, tmp_path):
+    """Calls a function of this file in an interpreter of its own; the last words that it says."""
+
+    def call(function, folder, argument, timeout=100):
+        words = Path(__file__).parent.parent, function.__name__, folder, argument
+        return loaded(PROGRAM, *words, env={"TMPDIR": str(tmp_path)}, timeout=timeout).split()[-2:]
+
+    return call
+
+
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
-def test_killed_at_any_moment_there_is_a_whole_one(tmp_path, loaded, kills):
-    program = """
-        import pathlib, sys, torch
-        torch.set_num_threads(1)
-        sys.path.insert(0, sys.argv[1])
-        from checkpoint import test_writer
-        test_writer.killed_at_random_moments(pathlib.Path(sys.argv[2]), int(sys.argv[3]))
-    """
-    tests = Path(__file__).parent.parent
-    seconds = 100 if kills < 10 else 580
-    output = loaded(
-        textwrap.dedent(program), tests, tmp_path / "saved", kills, env={"TMPDIR": str(tmp_path)}, timeout=seconds
-    )
-    assert int(output.split()[-1]) == kills, "each child saved"
+def test_killed_at_any_moment_there_is_a_whole_one(tmp_path, elsewhere, kills):
+    found = elsewhere(killed_at_random_moments, tmp_path / "saved", kills, timeout=100 if kills < 10 else 580)
+    assert found == ["seen", str(kills)], "each child saved"
 
 
-FLAT = textwrap.dedent("""
-    import ctypes, os, sys, threading, time
-    import torch
-    import memascend
+# Of glibc's malloc.h.
+M_ARENA_MAX = -8
+WIDTH = 1_100_000
+
+
+class Wide(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        # A unit as large as it is.
+        self.embed = torch.nn.EmbeddingBag(WIDTH, 16)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
+
+
+def grows(folder, step):
+    """What an interpreter of its own says: the memory that beginning and saving add, and that units have."""
+    from memory.measured import Sampler, status
 
     # Heaps of threads keep what they freed: no more than two.
-    M_ARENA_MAX = -8
     assert ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2) == 1
-    torch.set_num_threads(1)
-    folder, step = sys.argv[1:]
-    WIDTH = 1_100_000
-
-    class Wide(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            # A unit as large as it is.
-            self.embed = torch.nn.EmbeddingBag(WIDTH, 16)
-            self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
-
-        def forward(self, x):
-            return self.layers[1](self.layers[0](self.embed(x))).float().square().mean()
-
-    def anon():
-        with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
-
-    class Peak:
-        def __enter__(self):
-            self.base = self.peak = anon()
-            self.on = True
-            self.thread = threading.Thread(target=self.watch)
-            self.thread.start()
-            return self
-
-        def watch(self):
-            while self.on:
-                self.peak = max(self.peak, anon())
-                time.sleep(0.002)
-
-        def __exit__(self, *_):
-            self.on = False
-            self.thread.join()
-
     with torch.device("meta"):
         model = Wide().to(torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters())
-    how = {"checkpoint": folder + "/saved"} if step == "load" else {"weights": folder + "/weights.safetensors"}
+    how = {"checkpoint": folder / "saved"} if step == "load" else {"weights": folder / "weights.safetensors"}
     # What torch and threads take the first time is not the model's.
     small = torch.nn.Linear(8, 8).to(torch.bfloat16)
-    small, other = memascend.offload(small, torch.optim.AdamW(small.parameters()), storage=folder + "/small" + step)
-    other.save(folder + "/small" + step + ".saved")
-    other.close()
-    with Peak() as peak:
-        model, optimizer = memascend.offload(model, optimizer, storage=folder + "/run" + step, gradients="ssd", **how)
-        held = optimizer.plan.host["units"]
-        optimizer.save(folder + "/saved" + step)
-    print(peak.peak - peak.base, held)
-    optimizer.close()
-""")
+    with memascend.offload(small, torch.optim.AdamW(small.parameters()), storage=folder / f"small{step}")[1] as other:
+        other.save(folder / f"small{step}.saved")
+    base, sampler = status()["RssAnon"], Sampler()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = memascend.offload(model, optimizer, storage=folder / f"run{step}", gradients="ssd", **how)
+    with optimizer:
+        optimizer.save(folder / f"saved{step}")
+        print(sampler.take() - base, optimizer.plan.host["units"])
+    sampler.end()
 
 
-def test_memory_does_not_grow_with_the_model(tmp_path, loaded):
+def test_memory_does_not_grow_with_the_model(tmp_path, elsewhere):
     from safetensors.torch import save_file
 
     torch.manual_seed(0)
-    values = {"embed.weight": torch.randn(1_100_000, 16).bfloat16()}
+    values = {"embed.weight": torch.randn(WIDTH, 16).bfloat16()}
     for layer in range(2):
         values |= {
             f"layers.{layer}.weight": torch.randn(16, 16).bfloat16(),
@@ -217,8 +201,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path, loaded):
     save_file(values, tmp_path / "weights.safetensors")
     values_bytes = values["embed.weight"].nbytes
     for step in ("save", "load"):
-        text = loaded(FLAT, tmp_path, step)
-        grown, held = map(int, text.split()[-2:])
+        grown, held = map(int, elsewhere(grows, tmp_path, step))
         # The arena holds the values of the largest unit; what moves them, and six times as much state, is small.
         assert values_bytes <= held
         assert grown - held < 32 << 20 < values_bytes, (grown, held)

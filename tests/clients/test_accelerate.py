@@ -17,6 +17,10 @@ def accelerator(tmp_path):
     accelerate.state.GradientState._reset_state()
 
 
+def offload(folder, trained, optimizer, **options):
+    return memascend.offload(trained, optimizer, storage=folder / "run.store", **options)
+
+
 def values(trained):
     return [parameter.detach().clone() for parameter in trained.parameters()]
 
@@ -27,7 +31,7 @@ def test_a_loop_of_accelerate_has_the_bits_of_memory(tmp_path, accelerator):
         trained = model()
         optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2, fused=True)
         if offloaded:
-            trained, optimizer = memascend.offload(trained, optimizer, storage=tmp_path / "run.store", gradients="ssd")
+            trained, optimizer = offload(tmp_path, trained, optimizer, gradients="ssd")
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         data = torch.utils.data.DataLoader(torch.randn(24, 64, generator=torch.Generator().manual_seed(2)), 4)
         prepared, stepped, data, scheduler = accelerator.prepare(trained, optimizer, data, scheduler)
@@ -44,39 +48,23 @@ def test_a_loop_of_accelerate_has_the_bits_of_memory(tmp_path, accelerator):
     assert all(map(same_bits, *found))
 
 
-def test_a_state_of_the_last_step_is_loaded(tmp_path, accelerator):
+def begun(folder, **options):
     trained = model()
-    trained, optimizer = memascend.offload(
-        trained, torch.optim.AdamW(trained.parameters(), fused=True), storage=tmp_path / "run.store"
-    )
-    prepared, stepped = accelerator.prepare(trained, optimizer)
-    train(prepared, stepped, range(2))
-    accelerator.save_state(str(tmp_path / "two"))
-    saved = values(trained)
-    accelerator.load_state(str(tmp_path / "two"))
-    assert optimizer.steps == 2
-    assert all(map(same_bits, saved, values(trained)))
-    train(prepared, stepped, range(2, 4))
-    optimizer.close()
+    return offload(folder, trained, torch.optim.AdamW(trained.parameters(), fused=True), **options)
 
 
-def test_a_state_of_the_last_step_is_loaded_in_a_run_that_was_resumed(tmp_path, accelerator):
+def test_a_state_of_the_last_step_is_loaded_also_in_a_run_that_was_resumed(tmp_path, accelerator):
     for existing in ("refuse", "resume"):
-        trained = model()
-        trained, optimizer = memascend.offload(
-            trained,
-            torch.optim.AdamW(trained.parameters(), fused=True),
-            storage=tmp_path / "run.store",
-            existing=existing,
-        )
+        trained, optimizer = begun(tmp_path, existing=existing)
         prepared, stepped = accelerator.prepare(trained, optimizer)
         if existing == "refuse":
             train(prepared, stepped, range(2))
             accelerator.save_state(str(tmp_path / "two"))
             saved = values(trained)
-        else:
-            accelerator.load_state(str(tmp_path / "two"))
-            assert all(map(same_bits, saved, values(trained)))
+        accelerator.load_state(str(tmp_path / "two"))
+        assert optimizer.steps == 2
+        assert all(map(same_bits, saved, values(trained)))
+        if existing == "resume":
             train(prepared, stepped, range(2, 3))
             assert optimizer.steps == 3
         accelerator.free_memory()
@@ -84,10 +72,7 @@ def test_a_state_of_the_last_step_is_loaded_in_a_run_that_was_resumed(tmp_path, 
 
 
 def test_a_state_of_an_older_step_is_refused(tmp_path, accelerator):
-    trained = model()
-    trained, optimizer = memascend.offload(
-        trained, torch.optim.AdamW(trained.parameters(), fused=True), storage=tmp_path / "run.store"
-    )
+    trained, optimizer = begun(tmp_path)
     prepared, stepped = accelerator.prepare(trained, optimizer)
     train(prepared, stepped, range(2))
     accelerator.save_state(str(tmp_path / "two"))

@@ -2,15 +2,14 @@
 
     python3 tests/device/slices.py --wheel dist/memascend-*.whl      # again, until it says that all is done
 
-What was done stands in --state: a slice ends at its limit, a test that ends the process or has no end is recorded as
-failed, and the benchmarks come last. Status 0: all done, nothing failed; 1: all done; 3: run it again.
+What was done stands in --state: a slice ends at its limit, and a test that ends the process or has no end is recorded
+as failed. Status 0: all done, nothing failed; 1: all done; 3: run it again.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
@@ -23,12 +22,6 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = {
-    "kernels": ["-m", "benchmarks.kernels_gpu"],
-    "cuda": ["-m", "benchmarks.cuda", "--write", "{results}", "--storage", "{results}"],
-}
-# What they import that may be missing.
-NEEDED = {"cuda": "transformers"}
 # A test that is cut off gets a whole slice once more, as the first one there.
 ATTEMPTS_MAX = 2
 ENDS_WITHIN = 15
@@ -140,50 +133,23 @@ def tested(options, told, env, until):
     return False
 
 
-def measured(options, env, until):
-    """Runs the benchmarks that are left; whether all have an outcome."""
-    path = options.state / "benchmarks.json"
-    done = json.loads(path.read_text()) if path.exists() else {}
-    for name, words in BENCHMARKS.items():
-        if name in done:
-            continue
-        if name in NEEDED and importlib.util.find_spec(NEEDED[name]) is None:
-            done[name] = f"skipped: {NEEDED[name]} is not installed here"
-            path.write_text(json.dumps(done))
-            continue
-        left = until - time.monotonic() - ENDS_WITHIN
-        # Each has a slice of its own if need be; then it is cut off there.
-        if left < options.seconds * 2 / 3:
-            return False
-        filled = [word.format(results=options.state) for word in words]
-        status = ended([sys.executable, *filled], env, options.state / f"{name}.log", left)
-        done[name] = "cut off at the limit" if status is None else f"status {status}"
-        path.write_text(json.dumps(done))
-    return True
-
-
 def summary(options, told, *, complete):
     """What is known so far, as text; whether something failed."""
     done, _ = read(told)
     names = next((line["all"] for line in reversed(lines(told)) if "all" in line), [])
     counts = Counter(line["outcome"] for line in done.values())
-    path = options.state / "benchmarks.json"
-    benchmarks = json.loads(path.read_text()) if path.exists() else {}
     failed = {name: line for name, line in done.items() if line["outcome"] == "failed"}
     skipped = Counter(line["said"] for line in done.values() if line["outcome"] == "skipped")
     slowest = sorted(done.values(), key=lambda line: -line["seconds"])[:5]
     text = [
         f"{len(done)} of {len(names)} tests: " + ", ".join(f"{count} {of}" for of, count in sorted(counts.items())),
         *(f"skipped {count}: {reason}" for reason, count in skipped.most_common()),
-        *(f"benchmark {name}: {how}" for name, how in benchmarks.items()),
         *(f"slowest: {line['seconds']:.1f} s {line['end']}" for line in slowest),
         *(f"\nFAILED {name}\n{line['said']}" for name, line in failed.items()),
         "\nall done" if complete else "\nnot done yet: run it again",
     ]
     (options.state / "summary.txt").write_text("\n".join(text) + "\n")
-    return "\n".join(text), bool(failed) or any(
-        how != "status 0" and not how.startswith("skipped") for how in benchmarks.values()
-    )
+    return "\n".join(text), bool(failed)
 
 
 def main(arguments=None):
@@ -195,7 +161,7 @@ def main(arguments=None):
     parser.add_argument("--seconds", type=float, default=480, help="the limit of a slice (480)")
     parser.add_argument("--timeout", type=float, default=300, help="the limit of a test (300)")
     parser.add_argument("--again", action="store_true", help="begin anew")
-    parser.add_argument("--posing", action="store_true", help="the device that poses as one, without benchmarks")
+    parser.add_argument("--posing", action="store_true", help="the device that poses as one")
     parser.add_argument("--tests", type=Path, nargs="+", help="these files instead, whatever their marks")
     options = parser.parse_args(arguments)
     until = time.monotonic() + options.seconds
@@ -217,14 +183,11 @@ def main(arguments=None):
     if not (options.posing or options.tests) and ended([sys.executable, "-c", sees], env, log, options.seconds):
         raise SystemExit(f"torch sees no CUDA device, so that every test would be skipped: see {log}")
     complete = tested(options, told, env, until)
-    if complete and not options.posing and not options.tests:
-        complete = measured(options, env, until)
     text, failed = summary(options, told, complete=complete)
     print(text)
     if options.out:
-        kept = [path for path in options.state.iterdir() if path.is_file() and not path.name.endswith(".store")]
         options.out.mkdir(parents=True, exist_ok=True)
-        for path in kept:
+        for path in filter(Path.is_file, options.state.iterdir()):
             shutil.copy(path, options.out)
     return (1 if failed else 0) if complete else 3
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from device.determinism import deterministic
 from device.test_device import begun, losses, step
+from device.training import check
+from parity.harness import Case
 from parity.zoo_plain import next_token, tokens
 
 import memascend
@@ -49,17 +51,9 @@ def test_the_chunks_are_registered(tmp_path, device):
 
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
-def test_on_a_stream_of_the_user(tmp_path, device, data, expected, gradients):
-    model, optimizer = begun(tmp_path, device, gradients=gradients)
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with optimizer, torch.cuda.stream(side):
-        assert losses(model, optimizer, data) == expected
-
-
-def test_on_streams_in_turn(tmp_path, device, data, expected):
+def test_on_streams_in_turn(tmp_path, device, data, expected, gradients):
     """Units that one stream brought are used by the next one, and their slots written again after both."""
-    model, optimizer = begun(tmp_path, device, device_memory="1GiB")
+    model, optimizer = begun(tmp_path, device, gradients=gradients, device_memory="1GiB")
     found = []
     with optimizer:
         last = torch.cuda.current_stream(device)
@@ -70,19 +64,6 @@ def test_on_streams_in_turn(tmp_path, device, data, expected):
                 found.append(step(model, optimizer, data[index]))
             last = now
     assert found == expected
-
-
-@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
-def test_nothing_waits_for_the_whole_device(tmp_path, device, data, gradients, monkeypatch):
-    model, optimizer = begun(tmp_path, device, gradients=gradients)
-
-    def refuse(*_):
-        raise AssertionError("a step waited for the whole device")
-
-    with optimizer:
-        losses(model, optimizer, data)
-        monkeypatch.setattr(torch.cuda, "synchronize", refuse)
-        losses(model, optimizer, data)
 
 
 def test_the_host_waits_for_no_computation_in_a_forward(tmp_path, device, data):
@@ -166,11 +147,9 @@ def test_real_parameters_for_a_while(tmp_path, device, data, expected):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_attention_kernels(tmp_path, device, dtype, compiled):
     """Flash attention where there is one, and blocks that are compiled: the bits of the same model in the device."""
-    from device.training import OnHost
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     def made():
-        torch.manual_seed(0)
         config = Qwen2Config(
             vocab_size=128,
             hidden_size=256,
@@ -179,60 +158,26 @@ def test_attention_kernels(tmp_path, device, dtype, compiled):
             num_attention_heads=4,
             num_key_value_heads=2,
         )
-        model = Qwen2ForCausalLM(config).to(dtype)
+        model = Qwen2ForCausalLM(config)
         if compiled:
             for layer in model.model.layers:
                 layer.compile()
         return model
 
-    batch = torch.randint(0, 128, (2, 64), generator=torch.Generator().manual_seed(1)).to(device)
-    found = []
-    for offloads in (False, True):
-        torch._dynamo.reset()
-        model = made() if offloads else made().to(device)
-        original = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        if offloads:
-            model, optimizer = memascend.offload(model, original, storage=tmp_path, device=device, gradients="fused")
-        else:
-            optimizer = OnHost(original)
-        seen = []
-        for _ in range(3):
-            loss = model(input_ids=batch, labels=batch).loss
-            optimizer.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(loss.item())
-        found.append(seen)
-    optimizer.close()
-    assert found[0] == found[1]
+    def batches(generator):
+        return [torch.randint(0, 128, (2, 64), generator=generator)]
 
+    def loss(model, batch):
+        return model(input_ids=batch, labels=batch).loss
 
-@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
-@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU])
-def test_recurrent_modules_stay_in_their_units(tmp_path, device, kind):
-    """A copy of the weights in each call gives the losses of a module whose weights were never flattened."""
-    x = torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(1)).to(device)
-    found = []
-    for where in ("memory", "storage"):
-        torch.manual_seed(0)
-        model = kind(64, 64, num_layers=2, batch_first=True)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        if where == "memory":
-            for name, parameter in list(model.named_parameters()):
-                setattr(model, name, torch.nn.Parameter(parameter.detach().to(device)))
-            optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        else:
-            model, optimizer = memascend.offload(model, optimizer, storage=tmp_path, device=device)
-        seen = []
-        for _ in range(3):
-            loss = model(x)[0].square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(loss.item())
-        found.append(seen)
-    optimizer.close()
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    def loop(run):
+        for index in range(3):
+            run.optimizer.backward(run.loss(index))
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    case = Case(name="attention", model=made, batches=batches, loss=loss, loop=loop, dtype=dtype)
+    check(case, device, "fused", tmp_path)
 
 
 def test_a_capture_is_refused_and_ends_well(tmp_path, device, data, expected):
@@ -265,15 +210,6 @@ def test_other_code_is_captured_while_units_come(tmp_path, device, data, expecte
             graph.replay()
             assert bool((y == 201).all())
     assert found == expected
-
-
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_compiled_code_that_would_be_captured(tmp_path, device, data, mode):
-    model, optimizer = begun(tmp_path, device)
-    with optimizer:
-        model.blocks[0].compile(mode=mode)
-        with pytest.raises(memascend.UsageError, match="max-autotune-no-cudagraphs"):
-            next_token(model, data[0])
 
 
 LOST = """

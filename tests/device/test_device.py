@@ -5,10 +5,12 @@ import contextlib
 import pytest
 import torch
 from parity.zoo_plain import Stack, next_token, tokens
+from support import checkpointed
 from support.chains import chain, offloaded
 from torch.utils.checkpoint import checkpoint
 
 import memascend
+from memascend.device.unit_memory import DeviceUnits
 
 TOO_MUCH = 1 << 46
 
@@ -74,20 +76,22 @@ def test_host_memory_does_not_depend_on_the_model(tmp_path, device):
     assert plans[0] == plans[1]
 
 
-def test_a_model_that_is_there_already(tmp_path, device, data):
+@pytest.fixture
+def expected(tmp_path, device, data):
+    """The losses of three steps, and a weight after them."""
     model, optimizer = begun(tmp_path / "one", device)
     with optimizer:
-        expected = losses(model, optimizer, data)
+        return losses(model, optimizer, data), model.state_dict()["head.weight"]
+
+
+def test_a_model_that_is_there_already(tmp_path, device, data, expected):
     torch.manual_seed(1)
     model, optimizer = offloaded(tmp_path / "two.store", Stack().to(device), device=device, gradients="fused")
     with optimizer:
-        assert losses(model, optimizer, data) == expected
+        assert losses(model, optimizer, data) == expected[0]
 
 
-def test_under_a_default_device(tmp_path, device, data):
-    model, optimizer = begun(tmp_path / "one", device)
-    with optimizer:
-        expected = losses(model, optimizer, data), model.state_dict()["head.weight"]
+def test_under_a_default_device(tmp_path, device, data, expected):
     torch.manual_seed(1)
     model = Stack()
     with torch.device(device):
@@ -144,6 +148,19 @@ def test_save_and_begin_from_it(tmp_path, device, data):
     model, optimizer = begun(tmp_path, device, existing="replace", checkpoint=tmp_path / "saved")
     with optimizer:
         assert losses(model, optimizer, data) == expected
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_activations_wherever_they_wait(tmp_path, device, reentrant):
+    found = []
+    for where in ("device", "host", "ssd"):
+        options = {"device": device, "activations": where, "gradients": "ssd", "existing": "replace"}
+        model, optimizer = checkpointed.offloaded(tmp_path, blocks=4, reentrant=reentrant, **options)
+        batches = [checkpointed.rows(64, seed).detach().to(device).requires_grad_() for seed in range(3)]
+        found.append(checkpointed.trained(model, optimizer, batches)[0])
+        held = optimizer.report().to_dict()
+        assert held["host"]["peak"] <= held["host"]["budget"]
+    assert found[0] == found[1] == found[2]
 
 
 class Exhausting(torch.autograd.Function):
@@ -212,6 +229,16 @@ def test_no_memory_for_the_units(tmp_path, device):
     assert isinstance(refused.value, MemoryError)
     assert list(tmp_path.iterdir()) == []
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("why", [None, "not pinned for CUDA: cuMemHostRegister failed; copies are slower"])
+def test_a_registration_that_was_refused_is_reported(tmp_path, fake, monkeypatch, why):
+    monkeypatch.setattr(DeviceUnits, "unregistered", why)
+    _, optimizer = begun(tmp_path, fake.torch_device)
+    with optimizer:
+        report = optimizer.report()
+        assert report.device_copies == why
+        assert ("cuMemHostRegister failed" in str(report)) == (why is not None)
 
 
 @contextlib.contextmanager

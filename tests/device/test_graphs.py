@@ -1,5 +1,6 @@
 """Tests that CUDA graphs are refused by name, whoever captures, and that nothing has changed."""
 
+import contextlib
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ from parity.zoo_plain import next_token, tokens
 from support.grids import covered
 
 import memascend
-from memascend.device.device import refuse_graphs
+from memascend.device.device import Device, refuse_graphs
 
 
 @pytest.fixture
@@ -55,6 +56,14 @@ def test_a_stream_that_is_being_captured(tmp_path, fake, data, expected, gradien
             optimizer.zero_grad()
             found.append(loss.item())
     assert found == expected
+
+
+def test_a_device_looks_whether_the_callers_stream_is_captured(monkeypatch):
+    device = object.__new__(Device)
+    for captures in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captures=captures: captures)
+        with pytest.raises(memascend.UsageError, match="CUDA graph") if captures else contextlib.nullcontext():
+            device.require_no_capture()
 
 
 def of_model(model, **how):

@@ -6,10 +6,11 @@ The model computes with the same kernels in both, and the update is the CPU's in
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import torch
-from parity.harness import BUDGETS_MAX, Outcome, Run, copies, differences
-from parity.reference import Reference, threads_of_torch
+from parity.harness import BUDGETS_MAX, Nothing, differences, play
+from parity.reference import Reference
 from torch.utils._pytree import tree_map
 
 import memascend
@@ -66,91 +67,77 @@ def moved(model, device):
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-def on_cpu(value):
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+def on_device(case, device):
+    """The case with its batches and its loop on a device."""
 
+    def batches(generator):
+        made = case.batches(generator)
+        return tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, made)
 
-def play(case, device, take, *, close):
-    """Runs the case on a device; `take` makes an optimizer of the model's own."""
-    with threads_of_torch(1), contextlib.ExitStack() as stack:
-        torch.manual_seed(1)
-        model = case.model().to(case.dtype)
-        start = copies(model.named_parameters())
-        batches = tree_map(
-            lambda value: value.to(device) if isinstance(value, torch.Tensor) else value,
-            case.batches(torch.Generator().manual_seed(2)),
-        )
-        model, optimizer, original = take(model)
-        stack.callback(close, optimizer)
-        run = Run(model, optimizer, original, batches, case.loss)
-        torch.manual_seed(3)
+    def loop(run):
         with torch.device(device):
             case.loop(run)
-        random = torch.get_rng_state()
-        owned = {p for group in optimizer.param_groups for p in group["params"]}
-        state = {name: optimizer.state_of(p) for name, p in model.named_parameters() if p in owned}
-        for p in model.parameters():
+        assert all(buffer.device == device for buffer in run.model.buffers())
+        for p in run.model.parameters():
             assert p.device == device
             assert p.grad is None or p.grad.device == device
-        values = {name: on_cpu(value) for name, value in model.state_dict().items()}
-        weights = {name: values[name].clone() for name, _ in model.named_parameters()}
-        buffers = {name: on_cpu(buffer).clone() for name, buffer in model.named_buffers()}
-        assert all(buffer.device == device for buffer in model.buffers())
-        return Outcome([on_cpu(record) for record in run.records], weights, buffers, state, random, start)
+
+    return dataclasses.replace(case, batches=batches, loop=loop)
+
+
+def played(case, device, take, read):
+    """What the case leaves on a device, in host memory."""
+    outcome = play(on_device(case, device), 1, take, read=read)
+    records = [value.cpu() if isinstance(value, torch.Tensor) else value for value in outcome.records]
+    weights, buffers = ({name: value.cpu() for name, value in of.items()} for of in (outcome.weights, outcome.buffers))
+    return dataclasses.replace(outcome, records=records, weights=weights, buffers=buffers)
 
 
 def reference(case, device):
-    def take(model):
-        model = moved(model, device)
-        original = case.optimizer(model)
-        return model, OnHost(original, **case.options), original
+    def take(model, original):
+        return moved(model, device), OnHost(original, **case.options)
 
-    outcome = play(case, device, take, close=lambda _: None)
+    outcome = played(case, device, take, Nothing)
     assert not all(torch.equal(outcome.start[name], outcome.weights[name]) for name in outcome.weights)
     return outcome
 
 
-def offloaded(case, device, gradients, folder, held=None):
-    """With the smallest budgets that work, found as a user would find them; `held` are options that hold all state."""
-    budgets = {"host_memory": 1, "device_memory": 1, **(held or {})}
+def offloaded(case, device, gradients, folder, ram_tier=None):
+    """With the smallest budgets that work, found as a user finds them; options in `ram_tier` keep all state in RAM."""
+    budgets = {"host_memory": 1, "device_memory": 1, **(ram_tier or {})}
+    options = {"storage": folder / "run.store", "existing": "replace", "gradients": gradients, "device": device}
+    taken = []
 
-    def take(model):
-        original = case.optimizer(model)
+    def take(model, original):
         for _ in budgets:
             try:
-                return *memascend.offload(
-                    model,
-                    original,
-                    storage=folder / "run.store",
-                    existing="replace",
-                    gradients=gradients,
-                    device=device,
-                    **budgets,
-                    **case.options,
-                ), original
+                taken.append(memascend.offload(model, original, **options, **budgets, **case.options))
+                return taken[-1]
             except memascend.BudgetError as error:
                 found = error
                 budgets["device_memory" if "device_memory" in str(error) else "host_memory"] = error.smallest
         raise found
 
-    def close(optimizer):
+    @contextlib.contextmanager
+    def read(_model, optimizer):
+        yield
         report = optimizer.report().to_dict()
         assert report["host"]["peak"] <= report["host"]["budget"], report["host"]
         assert report["device"]["peak"] <= report["device"]["budget"], report["device"]
-        assert bool(optimizer.plan.ram_tier) == bool(held)
-        optimizer.close()
+        assert bool(optimizer.plan.ram_tier) == bool(ram_tier)
 
-    # What a first step shows that no plan could know.
+    # The first step may show that it needs what no plan could know.
     for _ in range(BUDGETS_MAX):
-        with contextlib.suppress(memascend.BudgetError):
-            try:
-                return play(case, device, take, close=close)
-            except memascend.BudgetError as error:
-                budgets["device_memory"] = error.smallest
-                raise
+        try:
+            return played(case, device, take, read)
+        except memascend.BudgetError as error:
+            budgets["device_memory"] = error.smallest
+        finally:
+            for _, optimizer in taken:
+                optimizer.close()
     raise AssertionError("the budget was still too small")
 
 
-def check(case, device, gradients, folder, held=None):
-    lines = differences(reference(case, device), offloaded(case, device, gradients, folder, held))
+def check(case, device, gradients, folder, ram_tier=None):
+    lines = differences(reference(case, device), offloaded(case, device, gradients, folder, ram_tier))
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:20])

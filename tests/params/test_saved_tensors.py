@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import threading
 
 import pytest
 import torch
@@ -191,3 +192,52 @@ def test_an_activation_that_was_changed_in_place_is_refused_as_in_memory():
     model, optimizer = memascend.offload(model, torch.optim.AdamW(model.parameters()))
     with optimizer, pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model(torch.randn(2, WIDTH)).backward()
+
+
+class Product(torch.autograd.Function):
+    """Saves the parameter itself."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient * weight, gradient * x
+
+
+class Products(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.ParameterList(torch.randn(WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = Product.apply(x, weight)
+        return x.sum()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_function_of_the_users_gets_each_parameter_that_it_saved_also_beside_another_thread(beside):
+    over, found = threading.Event(), []
+    thread = threading.Thread(target=over.wait)
+    if beside:
+        thread.start()
+    try:
+        for offloaded in (False, True):
+            model, x = Products(), torch.arange(1.0, WIDTH + 1).requires_grad_()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            if offloaded:
+                model, optimizer = memascend.offload(model, optimizer)
+            model(x).backward()
+            optimizer.step()
+            found.append([x.grad, *(value.clone() for value in model.state_dict().values())])
+        optimizer.close()
+    finally:
+        over.set()
+        if beside:
+            thread.join()
+    assert all(map(same_bits, *found))

@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
+from support import checkpointed
 from support.bits import same_states
-from support.blocks import Residual
 from support.chains import offloaded
 from support.fake_device import fake
 from support.grids import covered, usual
@@ -22,9 +22,9 @@ WIDTH, BLOCKS, STEPS = 64, 12, 3
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Block(Residual):
+class Block(checkpointed.Block):
     def __init__(self):
-        super().__init__(WIDTH, torch.tanh)
+        super().__init__(WIDTH)
 
 
 class Stack(nn.Module):

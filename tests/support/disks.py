@@ -1,11 +1,43 @@
 """Provides devices for tests: loop devices, small file systems, a file system that fails on command."""
 
+import json
 import os
 import subprocess
+import sys
 import textwrap
+from pathlib import Path
 
 import pytest
-from support.faulty import FaultyDisk
+
+HERE = Path(__file__).parent
+
+
+class FaultyDisk:
+    """The one file of `faulty_fuse`, and the switch for its faults."""
+
+    def __init__(self, folder):
+        self.folder = folder / "faulty"
+        self.folder.mkdir()
+        self.control = folder / "control"
+        self.set()
+        words = [sys.executable, HERE / "faulty_fuse.py", self.folder, str(16 << 20), self.control]
+        self.server = subprocess.Popen(words, stdout=subprocess.PIPE)
+        assert self.server.stdout.readline() == b"mounted\n"
+        self.path = self.folder / "disk"
+
+    def set(self, **faults):
+        ready = self.control.with_suffix(".new")
+        ready.write_text(json.dumps(faults))
+        ready.rename(self.control)
+
+    def vanish(self):
+        self.server.kill()
+        self.server.wait()
+
+    def close(self):
+        self.vanish()
+        self.server.stdout.close()
+        subprocess.run(["umount", "--lazy", self.folder], check=False, capture_output=True)
 
 
 def command(*words):

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from memascend.device import device
+from memascend.device.arena import DeviceArena
 from memascend.device.device import CAPTURED
 from memascend.errors import UsageError
 from memascend.plan import options as config
@@ -97,9 +98,6 @@ class Fake:
         self.begun = Work()
         self.brought = self.taken = 0
         self.marks = 0
-        # Streams that memory is kept for, and threads that came in.
-        self.kept_for = []
-        self.threads = set()
         # Whether the stream that computes is being captured into a graph.
         self.captures = False
         # Lets a test make a copy fail.
@@ -124,10 +122,10 @@ class Fake:
         return torch.frombuffer(bytes_there, dtype=torch.uint8)
 
     def keep_for(self, memory, stream):
-        self.kept_for.append((memory.data_ptr(), stream))
+        pass
 
     def enter_thread(self):
-        self.threads.add(threading.current_thread().name)
+        pass
 
     def require_no_capture(self):
         if self.captures:
@@ -154,9 +152,6 @@ class Fake:
         self.taken += source.nbytes
         return self.outward.copy(source, target, after)
 
-    def returned(self, memory):
-        memory.fill_(SPOILT)
-
     def free(self):
         return 0
 
@@ -168,6 +163,15 @@ class Fake:
             direction.waiting.put(None)
             direction.thread.join(60)
             assert not direction.thread.is_alive()
+
+
+def spoilt_first(self, slot, came_back=DeviceArena._came_back):
+    if isinstance(self._device, Fake):
+        slot.memory[slot.start : slot.start + slot.nbytes].fill_(SPOILT)
+    came_back(self, slot)
+
+
+DeviceArena._came_back = spoilt_first
 
 
 @pytest.fixture

@@ -15,6 +15,13 @@ def orthogonal(matrices, steps=5):
     return found.mT if tall else found
 
 
+def gradient_of(parameter):
+    """Its gradient; zeros where it has none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
 def muon_step(parameter, gradient, state, group):
     if not state:
         state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -47,9 +54,7 @@ class MuonAlone(torch.optim.Optimizer):
     def step(self, closure=None):  # noqa: ARG002
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                muon_step(parameter, parameter.grad, self.state[parameter], group)
+                muon_step(parameter, gradient_of(parameter), self.state[parameter], group)
 
 
 class MuonWithAdam(torch.optim.Optimizer):
@@ -64,9 +69,7 @@ class MuonWithAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             rule = muon_step if group["use_muon"] else adam_step
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                rule(parameter, parameter.grad, self.state[parameter], group)
+                rule(parameter, gradient_of(parameter), self.state[parameter], group)
 
 
 class MuonOfRanks(MuonWithAdam):
@@ -79,17 +82,13 @@ class MuonOfRanks(MuonWithAdam):
             params = group["params"]
             if not group["use_muon"]:
                 for parameter in params:
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                    adam_step(parameter, parameter.grad, self.state[parameter], group)
+                    adam_step(parameter, gradient_of(parameter), self.state[parameter], group)
                 continue
             padded = params + [torch.empty_like(params[-1])] * (ranks - len(params) % ranks)
             for base in range(0, len(params), ranks):
                 if base + rank < len(params):
                     parameter = params[base + rank]
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                    muon_step(parameter, parameter.grad, self.state[parameter], group)
+                    muon_step(parameter, gradient_of(parameter), self.state[parameter], group)
                 torch.distributed.all_gather(padded[base : base + ranks], padded[base + rank])
 
 

@@ -70,12 +70,17 @@ class SavedActivation:
 class Activations:
     """Holds what checkpoints save. Any thread may use it; everything runs under one lock."""
 
-    def __init__(self, chunks: Chunks, chunk_bytes: int, device: Device | None = None) -> None:
-        """Begin with nothing. `device` is where activations lie; None: in host memory. `close()` closes the chunks."""
-        self._chunks = chunks
+    def __init__(self, folders: Sequence[Path], *, device: Device | None = None, groups: int = 0) -> None:
+        """Take the first chunks, and begin with nothing in them.
+
+        `device` is where activations lie; None: in host memory. They wait in host memory, and in files in the folders:
+        `groups`, of `MORE` chunks each, may be taken beyond the first ones; with none, all goes to the files.
+        """
+        ((self._chunk_bytes, count),) = CHUNKS.items()
+        scratch = Scratch(folders, self._chunk_bytes)
+        self._chunks = Chunks(scratch, self._chunk_bytes, count, [MORE] * groups, device=device)
         # Bytes that went to storage and came back: "written", "read".
-        self.counters = chunks.counters
-        self._chunk_bytes = chunk_bytes
+        self.counters = self._chunks.counters
         self._device = device
         self._type = "cpu" if device is None else device.torch_device.type
         self._lock = threading.RLock()
@@ -126,8 +131,7 @@ class Activations:
                 for piece in self._arriving[0]:
                     self._chunks.wait_for(piece)
                 self._arriving.popleft()
-        number = self._number
-        self._number += 1
+        number, self._number = self._number, self._number + 1
         pieces: list[Piece] = []
         saved = SavedActivation(self, tensor, number, pieces)
         # With its version counter and without its graph.
@@ -222,16 +226,6 @@ class Activations:
             self._closed = why
             self._arriving.clear()
             self._chunks.close()
-
-
-def open_activations(folders: Sequence[Path], *, device: Device | None = None, groups: int = 0) -> Activations:
-    """Activations that wait in host memory, and in files in some folders.
-
-    `groups`, of `MORE` chunks each, may be taken beyond the first ones; with none, all goes to the files.
-    """
-    ((chunk_bytes, count),) = CHUNKS.items()
-    chunks = Chunks(Scratch(folders, chunk_bytes), chunk_bytes, count, [MORE] * groups, device=device)
-    return Activations(chunks, chunk_bytes, device)
 
 
 def _is_checkpoint(caller: FrameType) -> bool:

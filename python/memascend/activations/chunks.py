@@ -164,6 +164,13 @@ class ActivationChunk:
         piece.enter(self)
         self.piece, self.reading = piece, True
 
+    def give(self, device: Device, target: torch.Tensor, after: Sequence[Copy]) -> Copy:
+        """Begin to copy the piece to a device, after other work and after earlier copies of the chunk."""
+        assert self.piece is not None, "an empty chunk is not copied"
+        before = () if self.copy is None else (self.copy,)
+        self.copy = device.bring(self.memory[: self.piece.nbytes], target, [*after, *before])
+        return self.copy
+
     def end_copy(self) -> tuple[torch.Tensor, int] | None:
         """Wait for the last copy; returns its source, and the version that was copied."""
         if self.copy is None:
@@ -307,14 +314,11 @@ class Chunks:
             self._transferred(chunk)
         if chunk.source is not None and chunk.copy is not None and chunk.copy.done():
             self._copied(chunk)
-        memory = chunk.memory[: piece.nbytes]
         if self._device is None:
-            target.copy_(memory)
+            target.copy_(chunk.memory[: piece.nbytes])
             return None
-        # It may still be on its way in: later copies of a chunk come behind the earlier ones.
-        copy = self._device.bring(memory, target, [*after, *([chunk.copy] if chunk.copy is not None else [])])
-        chunk.copy = copy
-        return copy
+        # It may still be on its way in.
+        return chunk.give(self._device, target, after)
 
     def read_ahead(self, pieces: Sequence[Piece], number: int, *, copied: Sequence[Piece]) -> None:
         """Begin to read pieces, as far as there are chunks of what a backward at `number` has used already."""

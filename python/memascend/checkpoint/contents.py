@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from memascend.errors import ConfigError
 from memascend.storage import decode_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from memascend.distributed.groups import Line
     from memascend.distributed.rows import Rows
@@ -20,12 +21,15 @@ if TYPE_CHECKING:
 
     # Called with consecutive elements of a record's values ("") or of a state tensor, and the first one's number.
     Put = Callable[[str, str, int, torch.Tensor], object]
+    # Dtype and shape of tensors, by name.
+    Kinds = dict[str, tuple[torch.dtype, torch.Size]]
 
 
 # The parts of a compact master. A checkpoint has the master instead.
 _MASTER_PARTS = frozenset({"rest", "rounded_up"})
 _KINDS = (frozenset({"exp_avg", "exp_avg_sq"}), frozenset({"momentum_buffer"}))
-_WIDTHS = {torch.float32: "", torch.bfloat16: "bf16", torch.uint8: "8bit"}
+_DTYPES = {"": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+_WIDTHS = {dtype: width for width, dtype in _DTYPES.items()}
 _WORDS = {"": "32 bits", "bf16": "bfloat16", "8bit": "8 bits"}
 
 
@@ -36,6 +40,15 @@ class StateForm:
     moments: frozenset[str]  # the names of its moments
     width: str  # "" for float32, "bf16" or "8bit"
     master: bool  # whether a float32 master stands beside them
+
+    def kinds(self, shape: torch.Size) -> Kinds:
+        """Its tensors, for a parameter of this shape."""
+        kinds = dict.fromkeys(self.moments, (_DTYPES[self.width], shape))
+        if self.width == "8bit":
+            kinds |= {f"{of}_absmax": (torch.float32, blocks_of(shape)) for of in self.moments}
+        if self.master:
+            kinds["master"] = torch.float32, shape
+        return kinds
 
     def decoded(self, values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The same state in float32; without a master where there is none."""
@@ -61,18 +74,13 @@ def form_of(tensors: Mapping[str, torch.Tensor], shape: torch.Size) -> StateForm
     widths = {_WIDTHS.get(tensors[of].dtype) for of in names}
     if names not in _KINDS or len(widths) != 1 or None in widths:
         return None
-    width = str(widths.pop())
-    wanted = dict.fromkeys(names, shape)
-    if width == "8bit":
-        wanted |= {f"{of}_absmax": blocks_of(shape) for of in names}
-    if "master" in tensors:
-        wanted["master"] = shape
-    wide = [of for of in wanted if of not in names]
-    if {of: tensor.shape for of, tensor in tensors.items()} != wanted:
-        return None
-    if any(tensors[of].dtype != torch.float32 for of in wide):
-        return None
-    return StateForm(frozenset(names), width, "master" in tensors)
+    form = StateForm(frozenset(names), str(widths.pop()), "master" in tensors)
+    return form if kinds_of(tensors) == form.kinds(shape) else None
+
+
+def kinds_of(tensors: Mapping[str, torch.Tensor]) -> Kinds:
+    """Dtype and shape of each tensor."""
+    return {of: (tensor.dtype, tensor.shape) for of, tensor in tensors.items()}
 
 
 def plain_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -159,49 +167,34 @@ class StoreContents:
 
     def read(self, put: Put) -> None:
         """Read all records."""
-        for names in self._runs():
-            self.read_records(names, put)
-
-    def _runs(self) -> Iterator[list[str]]:
-        """Lists of records that are scanned together; one that is not row-major is alone in its list."""
-        run: list[str] = []
-        for record in self._stored:
-            if record["order"] is None:
-                run.append(record["name"])
-                continue
-            if run:
-                yield run
-            yield [record["name"]]
-            run = []
-        if run:
-            yield run
+        # Row-major ones are scanned together.
+        for row_major, run in itertools.groupby(self._stored, lambda record: record["order"] is None):
+            names = [record["name"] for record in run]
+            for some in [names] if row_major else [[name] for name in names]:
+                self.read_records(some, put)
 
     def read_records(self, names: list[str], put: Put) -> None:
         """Read some records that are row-major, or a single one."""
         if self._values_alone:
             put = _without_state(put)
 
-        def visit(name: str, parts: list[Part]) -> None:
-            found = {part.of: part for part in parts}
+        def give(name: str, tensors: dict[str, torch.Tensor], starts: Mapping[str, int]) -> None:
             form = self._by_name[name]["format"]
             if form:
-                values = found.pop("")
-                tensors = {of: part.values for of, part in found.items()}
-                put(name, "", values.start, values.values)
-                for of, tensor in plain_parts(values.values, tensors, form).items():
-                    put(name, of, found[of].start if of in found else values.start, tensor)
-                return
-            for of, part in found.items():
-                put(name, of, part.start, part.values)
+                values = tensors.pop("")
+                tensors = {"": values, **plain_parts(values, tensors, form)}
+            for of, tensor in tensors.items():
+                # A master begins where the values do, which it is made of.
+                put(name, of, starts[of] if of in starts else starts[""], tensor.contiguous())
 
-        first = self._by_name[names[0]]
-        if first["order"] is None:
+        def visit(name: str, parts: list[Part]) -> None:
+            give(name, {part.of: part.values for part in parts}, {part.of: part.start for part in parts})
+
+        if self._by_name[names[0]]["order"] is None:
             self._store.scan(names, visit)
         else:
             values, state = self._store.read(names[0])
-            put(names[0], "", 0, values.contiguous())
-            for of, tensor in (plain_parts(values, state, first["format"]) if first["format"] else state).items():
-                put(names[0], of, 0, tensor.contiguous())
+            give(names[0], {"": values, **state}, {"": 0})
         for name in names:
             if name in self._trained:
                 put(name, UPDATES, 0, torch.tensor(self._by_name[name]["step"], device="cpu"))

@@ -13,11 +13,11 @@ import stat
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from memascend.errors import ConfigError, StorageError, UsageError
+from memascend.errors import ConfigError, CorruptionError, StorageError, UsageError
 from memascend.storage import Checksum, checksum_of
 from memascend.tensors import memory_of
 
@@ -43,6 +43,18 @@ def file_errors(path: Path, what: str) -> Iterator[None]:
         raise StorageError(f"{path} {what}: {reason}", errno=int(number[1]), path=str(path)) from error
 
 
+# What describes a million tensors is smaller.
+_JSON_BYTES_MAX = 256 << 20
+
+
+def read_bounded(path: Path, what: str) -> bytes:
+    """The bytes of a file of JSON; `what` it is no longer if it is too large, and what to do then."""
+    with file_errors(path, "cannot be read"):
+        if path.stat().st_size > _JSON_BYTES_MAX:
+            raise CorruptionError(f"{path} is larger than {_JSON_BYTES_MAX} bytes, so it is no {what}", path=str(path))
+        return path.read_bytes()
+
+
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _MARK = ".memascend-saving"
@@ -58,13 +70,13 @@ def new_folder(target: Path) -> Iterator[Path]:
     removed.
     """
     new = target.parent / f".{target.name}{_MARK}"
-    with file_errors(new, "cannot be written"), contextlib.ExitStack() as held:
+    with file_errors(new, "cannot be written"), contextlib.ExitStack() as locks:
         ours: list[int] = []
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(FileExistsError):
                 new.mkdir()
             try:
-                ours = [_lock(new, target, held)]
+                ours = [_lock(new, target, locks)]
             except FileNotFoundError:
                 continue
             if not _is_one_of(new, ours):
@@ -79,17 +91,17 @@ def new_folder(target: Path) -> Iterator[Path]:
             )
         try:
             if target.is_dir():
-                ours.append(_lock(target, target, held))
+                ours.append(_lock(target, target, locks))
             yield new
         finally:
             if _is_one_of(new, ours):
                 shutil.rmtree(new, ignore_errors=True)
 
 
-def _lock(folder: Path, target: Path, held: contextlib.ExitStack) -> int:
+def _lock(folder: Path, target: Path, locks: contextlib.ExitStack) -> int:
     """Lock a folder against other processes that save; returns its descriptor."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    held.callback(os.close, descriptor)
+    locks.callback(os.close, descriptor)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -115,7 +127,8 @@ def put_in_place(target: Path, new: Path) -> None:
         if target.is_dir():
             # The permissions stay as they were.
             new.chmod(stat.S_IMODE(target.stat().st_mode))
-        _sync_all(new)
+        for path, _, _ in os.walk(new):
+            sync(Path(path))
         if not target.exists() or is_empty(target):
             new.rename(target)
         elif not _exchange(new, target):
@@ -146,11 +159,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _sync_all(folder: Path) -> None:
-    for path, _, _ in os.walk(folder):
-        sync(Path(path))
 
 
 # torch's dtypes by their names in safetensors.
@@ -206,13 +214,13 @@ class FileLayout:
 def divide_into_files(stem: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> list[FileLayout]:
     """Divide tensors, in their order, over files of a bounded size, named as transformers names them."""
     parts: list[dict[str, torch.Tensor]] = [{}]
-    held = 0
+    nbytes = 0
     for name, tensor in tensors.items():
-        if parts[-1] and held + tensor.nbytes > FILE_BYTES_MAX:
+        if parts[-1] and nbytes + tensor.nbytes > FILE_BYTES_MAX:
             parts.append({})
-            held = 0
+            nbytes = 0
         parts[-1][name] = tensor
-        held += tensor.nbytes
+        nbytes += tensor.nbytes
     if len(parts) == 1:
         return [FileLayout(f"{stem}.safetensors", parts[0], metadata)]
     return [
@@ -288,12 +296,34 @@ class Matched:
     named: dict[str, str]  # by name in the files, the model's name for the tensor, first or tied
 
 
-def each_buffer(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
-    """Every buffer of a model at each of its places: its name, its module and its name there, and itself."""
+class BufferPlace(NamedTuple):
+    """A place of a buffer: its name in the model, its module, and its name there."""
+
+    name: str
+    module: torch.nn.Module
+    short: str
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """The buffer; None if the model has dropped it."""
+        return self.module._buffers.get(self.short)  # noqa: SLF001
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether a state dict has it."""
+        return self.short not in self.module._non_persistent_buffers_set  # noqa: SLF001
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Put another tensor here."""
+        self.module._buffers[self.short] = tensor  # noqa: SLF001
+
+
+def each_buffer(model: torch.nn.Module) -> Iterator[tuple[BufferPlace, torch.Tensor]]:
+    """Every buffer of a model at each of its places."""
     for prefix, module in model.named_modules():
         for short, tensor in module._buffers.items():  # noqa: SLF001
             if tensor is not None:
-                yield f"{prefix}.{short}" if prefix else short, module, short, tensor
+                yield BufferPlace(f"{prefix}.{short}" if prefix else short, module, short), tensor
 
 
 class Names:
@@ -310,15 +340,15 @@ class Names:
         self._base = prefix if isinstance(prefix, str) and prefix else None
         seen: dict[int, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            self._first[name] = seen.setdefault(id(parameter), name)
-            if self._first[name] != name:
-                self.tied[name] = self._first[name]
-        for name, module, short, buffer in each_buffer(model):
-            self._first[name] = seen.setdefault(id(buffer), name)
-            if short in module._non_persistent_buffers_set:  # noqa: SLF001
-                self._unsaved.add(name)
-            elif self._first[name] != name:
-                self.tied[name] = self._first[name]
+            first = self._first[name] = seen.setdefault(id(parameter), name)
+            if first != name:
+                self.tied[name] = first
+        for place, buffer in each_buffer(model):
+            first = self._first[place.name] = seen.setdefault(id(buffer), place.name)
+            if not place.is_saved:
+                self._unsaved.add(place.name)
+            elif first != place.name:
+                self.tied[place.name] = first
 
     def matched(self, keys: Collection[str]) -> Matched:
         """Match the names in files, as they are or with a prefix added or removed, so that the fewest are left over."""

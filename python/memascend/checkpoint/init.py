@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.checkpoint.files import Names, each_buffer
+from memascend.checkpoint.files import BufferPlace, Names, each_buffer
+from memascend.checkpoint.weights import WeightFiles
 from memascend.errors import ConfigError
 from memascend.params.offloaded_param import dense_strides
-from memascend.storage import checksum_of
+from memascend.storage import Record, checksum_of
 from memascend.tensors import laid_out
 from memascend.text import listed
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from memascend.distributed.sharding import Sharding
     from memascend.optim.rules import Arithmetic
     from memascend.plan.units import Unit
-    from memascend.storage import Record, Store
+    from memascend.storage import Store
 
     # A parameter's name, values as they are stored, the optimizer's state, what there is, and how many updates made it.
     First = tuple[str, torch.Tensor, dict[str, torch.Tensor], int]
@@ -145,22 +146,20 @@ class _Walk:
             for short, parameter in module._parameters.items():  # noqa: SLF001
                 if parameter is not None:
                     self._places.setdefault(id(parameter), []).append((module, short))
-        # By unit: parameters on meta, and the real ones in their places.
-        self._open: dict[str, list[tuple[torch.nn.Parameter, torch.nn.Parameter]]] = {}
-        self._begun: set[int] = set()
+        # By unit: names, parameters on meta, and the real ones in their places.
+        self._open: dict[str, list[tuple[str, torch.nn.Parameter, torch.nn.Parameter]]] = {}
         self.real_ids: set[int] = set()
 
     def begin(self, module: torch.nn.Module) -> list[torch.Tensor]:
         made: list[torch.Tensor] = []
         for owner in (module, *(child for child in module.children() if isinstance(child, _LISTS))):
             for parameter in owner._parameters.values():  # noqa: SLF001
-                name = self._name.get(id(parameter))
-                if parameter is None or name is None or id(parameter) in self._begun:
+                name = self._name.pop(id(parameter), None)
+                if parameter is None or name is None:
                     continue
-                self._begun.add(id(parameter))
                 real = torch.nn.Parameter(unwritten(parameter), requires_grad=parameter.requires_grad)
                 unit = self._unit[name].name
-                self._open.setdefault(unit, []).append((parameter, real))
+                self._open.setdefault(unit, []).append((name, parameter, real))
                 self._left[unit] -= 1
                 self.real_ids.add(id(real))
                 self._place(parameter, real)
@@ -179,24 +178,23 @@ class _Walk:
         """The parameters of units that are complete after a module."""
         self._reached.update(self._ends.get(id(module), ()))
         for unit in [unit for unit in self._open if not self._left[unit] and unit in self._reached]:
-            pairs = self._open.pop(unit)
-            unknown = [self._name[id(parameter)] for parameter, real in pairs if not is_written(real)]
+            unknown = [name for name, _, real in self._open[unit] if not is_written(real)]
             if unknown:
-                self._open[unit] = pairs
                 raise ConfigError(
                     f"nothing initialises {listed(unknown)}: they are on meta, and their modules "
                     "have no reset_parameters() and the model no _init_weights(module) that writes them; give weights="
                 )
-            while pairs:
-                parameter, real = pairs.pop(0)
+            made = self._open.pop(unit)
+            while made:
+                name, parameter, real = made.pop(0)
                 self._place(parameter, parameter)
                 self.real_ids.discard(id(real))
-                yield self._name[id(parameter)], real.detach()
+                yield name, real.detach()
                 del real
 
     def put_back(self) -> None:
-        for pairs in self._open.values():
-            for parameter, _ in pairs:
+        for made in self._open.values():
+            for _, parameter, _ in made:
                 self._place(parameter, parameter)
         self._open.clear()
 
@@ -292,50 +290,47 @@ class MetaBuffers:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        # By the tensor on meta: its names, where it stands, whether it is saved.
-        self._places: dict[int, list[tuple[str, torch.nn.Module, str, bool]]] = {}
+        # By the tensor on meta: its places, itself, and the tensor that is made of it.
+        self._places: dict[int, list[BufferPlace]] = {}
         self._old: dict[int, torch.Tensor] = {}
-        for name, module, short, tensor in each_buffer(model):
-            if tensor.is_meta:
-                saved = short not in module._non_persistent_buffers_set  # noqa: SLF001
-                self._places.setdefault(id(tensor), []).append((name, module, short, saved))
-                self._old[id(tensor)] = tensor
         self._new: dict[int, torch.Tensor] = {}
+        for place, tensor in each_buffer(model):
+            if tensor.is_meta:
+                self._places.setdefault(id(tensor), []).append(place)
+                self._old[id(tensor)] = tensor
 
     @property
     def saved(self) -> dict[str, torch.Tensor]:
         """Those that a state dict has, by their first names."""
-        names = {key: [name for name, _, _, saved in places if saved] for key, places in self._places.items()}
+        names = {key: [place.name for place in places if place.is_saved] for key, places in self._places.items()}
         return {named[0]: self._old[key] for key, named in names.items() if named}
 
     def install(self) -> None:
         """Put tensors on the CPU in their places, marked as not written."""
-        for key, places in self._places.items():
-            old = self._old[key]
-            new = self._new[key] = unwritten(old)
-            for _, module, short, _ in places:
-                module._buffers[short] = new  # noqa: SLF001
+        self._new.update({key: unwritten(old) for key, old in self._old.items()})
+        self._put(self._new)
 
     def uninstall(self) -> None:
         """Put the buffers on meta back."""
+        self._put(self._old)
+
+    def _put(self, tensors: Mapping[int, torch.Tensor]) -> None:
         for key, places in self._places.items():
-            for _, module, short, _ in places:
-                module._buffers[short] = self._old[key]  # noqa: SLF001
+            for place in places:
+                place.put(tensors[key])
 
     def rebuild(self, weights: Weights | None, *, saved: bool) -> None:
         """Let the modules compute buffers that are not saved, and with `saved` all. Others come from `weights`."""
-        asked = {key: places for key, places in self._places.items() if saved or not any(last for *_, last in places)}
-        modules = {id(module): module for places in asked.values() for _, module, _, _ in places}
+        asked = {key: places for key, places in self._places.items() if saved or not any(p.is_saved for p in places)}
+        modules = {id(place.module): place.module for places in asked.values() for place in places}
         initialiser = Initialiser(self._model)
         with torch.random.fork_rng(devices=[]):
             for module in modules.values():
-                made = [
-                    self._new[key] for key, places in asked.items() if any(owner is module for _, owner, *_ in places)
-                ]
+                made = [self._new[key] for key, places in asked.items() if any(p.module is module for p in places)]
                 initialiser.buffers_of(module, made)
         lost = []
         for key, places in asked.items():
-            new, name = self._new[key], places[0][0]
+            new, name = self._new[key], places[0].name
             if is_written(new):
                 continue
             if weights is not None and weights.has(name):
@@ -376,8 +371,8 @@ class ModelValues:
     user_state = None
 
     def check(self) -> None:
-        """Match names, shapes and dtypes with the weights."""
-        if self.weights is not None:
+        """Match names, shapes and dtypes with the weights; a function gives them when it is called."""
+        if isinstance(self.weights, WeightFiles):
             wanted = {name: self.partition.whole(name, p) for name, p in self.named.items() if p.is_meta}
             self.weights.check(Names(self.model), {**wanted, **self.meta_buffers})
 
@@ -424,56 +419,49 @@ class Buffers:
     """The persistent buffers of a model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._owners = {name: (module, short) for name, module, short in persistent_buffers(model)}
+        self._places = {place.name: place for place in persistent_buffers(model)}
         # Checksums of committed values. Version counters would miss writes through `.data` (a codebook's).
         self._seen: dict[str, str] = {}
         self._staged: dict[str, str] = {}
-        self._kinds = {name: _kind(self._tensor(name)) for name in self._owners}
-        self._always = sum(self._tensor(name).nbytes for name in self._owners) <= _ALWAYS_BYTES_MAX
-
-    def _tensor(self, name: str) -> torch.Tensor:
-        module, short = self._owners[name]
-        tensor = module._buffers[short]  # noqa: SLF001
-        assert tensor is not None
-        return tensor
+        self._kinds = {name: (self.target(name).dtype, self.target(name).shape) for name in self._places}
+        self._always = sum(self.target(name).nbytes for name in self._places) <= _ALWAYS_BYTES_MAX
 
     @property
     def names(self) -> list[str]:
         """As `state_dict()` names them. If the model drops a buffer, storage keeps its last committed values."""
-        return [name for name, (module, short) in self._owners.items() if module._buffers.get(short) is not None]  # noqa: SLF001
+        return [name for name, place in self._places.items() if place.tensor is not None]
 
-    def records(self, record: type[Record]) -> list[Record]:
+    def records(self) -> list[Record]:
         """How the store knows them."""
         return [
-            record(name=name, values=self._tensor(name).detach(), state={}, unit="buffers", buffer=True)
-            for name in self.names
+            Record(name=name, values=self.target(name), state={}, unit="buffers", buffer=True) for name in self.names
         ]
 
     def tensor(self, name: str) -> torch.Tensor:
         """A buffer's values, contiguous in host memory."""
-        return self._tensor(name).detach().cpu().contiguous()
+        return self.target(name).cpu().contiguous()
 
     def target(self, name: str) -> torch.Tensor:
         """A buffer itself, to write to."""
-        return self._tensor(name).detach()
+        tensor = self._places[name].tensor
+        assert tensor is not None, f"the model has dropped {name!r}"
+        return tensor.detach()
 
     def restore(self, store: Store) -> None:
         """Take the values that the store holds."""
         for name in self.names:
             values, _ = store.read(name)
-            with torch.no_grad():
-                self._tensor(name).copy_(values)
+            self.target(name).copy_(values)
 
     def require_same_kinds(self) -> None:
         """Before a step: reject buffers whose shape or dtype changed."""
         for name in self.names:
-            now, then = _kind(self._tensor(name)), self._kinds[name]
-            if now != then:
+            now, (dtype, shape) = self.target(name), self._kinds[name]
+            if (now.dtype, now.shape) != (dtype, shape):
                 raise ConfigError(
-                    f"buffer {name!r} is {now[0]} of shape {list(now[1])}, and was {then[0]} of {list(then[1])} when "
-                    "the model was offloaded, which its store keeps: set it back, and call step() again. A buffer "
-                    "that changes its "
-                    "shape is registered with persistent=False before offload(), or is a plain attribute"
+                    f"buffer {name!r} is {now.dtype} of shape {list(now.shape)}, and was {dtype} of {list(shape)} when "
+                    "the model was offloaded, which its store keeps: set it back, and call step() again. A buffer that "
+                    "changes its shape is registered with persistent=False before offload(), or is a plain attribute"
                 )
 
     def stage(self, store: Store, step: int) -> None:
@@ -498,28 +486,19 @@ class Buffers:
         self._seen.update(self._staged)
 
 
-def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size]:
-    return tensor.dtype, tensor.shape
-
-
-def persistent_buffers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
-    """Each persistent buffer once: its name, its module and its name there."""
-    seen: set[int] = set()
-    found = []
-    for name, module, short, tensor in each_buffer(model):
-        if short not in module._non_persistent_buffers_set and id(tensor) not in seen:  # noqa: SLF001
-            seen.add(id(tensor))
-            found.append((name, module, short))
-    return found
+def persistent_buffers(model: torch.nn.Module) -> list[BufferPlace]:
+    """The first place of each persistent buffer."""
+    found: dict[int, BufferPlace] = {}
+    for place, tensor in each_buffer(model):
+        if place.is_saved:
+            found.setdefault(id(tensor), place)
+    return [*found.values()]
 
 
 def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
     """Move all buffers of a model, persistent or not, to a device; if one fails, none is moved."""
-    moved: dict[int, torch.Tensor] = {}
-    places = []
-    for _, module, short, tensor in each_buffer(model):
-        if id(tensor) not in moved:
-            moved[id(tensor)] = tensor.to(device)
-        places.append((module, short, tensor))
-    for module, short, tensor in places:
-        module._buffers[short] = moved[id(tensor)]  # noqa: SLF001
+    found = list(each_buffer(model))
+    tensors = {id(tensor): tensor for _, tensor in found}
+    moved = {key: tensor.to(device) for key, tensor in tensors.items()}
+    for place, tensor in found:
+        place.put(moved[id(tensor)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.checkpoint.contents import StateForm, conversion_warning, form_of, plain_tensors
-from memascend.checkpoint.files import Names, file_errors
+from memascend.checkpoint.contents import UPDATES, StateForm, conversion_warning, form_of, kinds_of, plain_tensors
+from memascend.checkpoint.files import Names, read_bounded
 from memascend.checkpoint.weights import WeightFiles
 from memascend.distributed.rows import is_in_blocks
 from memascend.errors import ConfigError, CorruptionError, MemascendError
@@ -36,8 +37,6 @@ FOLDER = "memascend"
 MANIFEST = "manifest.json"
 FORMAT = "memascend checkpoint"
 VERSION = 2
-# The manifest of a million tensors is smaller.
-_MANIFEST_BYTES_MAX = 256 << 20
 _READ_BYTES = 8 << 20
 
 
@@ -50,7 +49,7 @@ def identity_of(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def _identity_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: manifest[name] for name in ("store", "step") if name in manifest}
+    return {name: manifest[name] for name in ("store", "step")}
 
 
 def state_key(name: str, of: str) -> str:
@@ -101,35 +100,21 @@ class Checkpoint:
             CorruptionError: something differs; it names file and tensor.
         """
         total = sum(said["bytes"] for said in self.manifest["files"].values()) // count
-        turn = -1
+        turns = itertools.count()
 
         def mine() -> bool:
-            nonlocal turn
-            turn += 1
-            return turn % count == rank
+            return next(turns) % count == rank
 
         with Progress("checking the checkpoint", total) as progress:
             for name, said in self.manifest["files"].items():
                 _verify(self.folder / name, said, mine, progress)
-
-    def state(self) -> WeightFiles | None:
-        """Its optimizer's state; None where there is none."""
-        names = [name for name in self.manifest["files"] if Path(name).parent.name == FOLDER]
-        return WeightFiles(self.folder, names) if names else None
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / FOLDER / MANIFEST
     if not path.exists():
         raise ConfigError(f"{folder} is no checkpoint: it has no {FOLDER}/{MANIFEST}, which optimizer.save() writes")
-    with file_errors(path, "cannot be read"):
-        if path.stat().st_size > _MANIFEST_BYTES_MAX:
-            raise CorruptionError(
-                f"{path} is larger than {_MANIFEST_BYTES_MAX} bytes, so it is no manifest of a checkpoint: begin from "
-                "another checkpoint",
-                path=str(path),
-            )
-        text = path.read_bytes()
+    text = read_bounded(path, "manifest of a checkpoint: begin from another checkpoint")
     try:
         manifest: dict[str, Any] = json.loads(text)
         whole = isinstance(manifest, dict) and render_manifest(manifest) == text
@@ -239,7 +224,9 @@ class CheckpointValues:
         self.step: int = self.checkpoint.manifest["step"]
         self.user_state: Any = _user_state(self.checkpoint.manifest, self.partition)
         self._weights = WeightFiles(self.checkpoint.folder)
-        self._state = self.checkpoint.state()
+        # The optimizer's state.
+        files = [name for name in self.checkpoint.manifest["files"] if Path(name).parent.name == FOLDER]
+        self._state = WeightFiles(self.checkpoint.folder, files)
         # Parameters whose state is converted: the form in the checkpoint, and the form of the run.
         self._conversions: dict[str, tuple[StateForm, StateForm]] = {}
 
@@ -275,9 +262,9 @@ class CheckpointValues:
     def _problems(self) -> list[str]:
         """The state tensors that do not fit, in words; also finds the parameters to convert."""
         there: dict[str, dict[str, torch.Tensor]] = {}
-        for key in () if self._state is None else self._state.keys:
+        for key in self._state.keys:
             name, of = self._divided(key)
-            there.setdefault(name, {})[of] = self.partition.part(name, self._described(key), of)
+            there.setdefault(name, {})[of] = self.partition.part(name, self._state.on_meta(key), of)
         if self.partition.count > 1:
             # Other ranks check the parameters of which this rank has no rows.
             there = {name: tensors for name, tensors in there.items() if name in self.named}
@@ -295,13 +282,12 @@ class CheckpointValues:
         return key[:end], key[end + 1 :]
 
     def _problems_of(self, name: str, found: dict[str, torch.Tensor]) -> list[str]:
-        wanted, shape = self._kept(name), self.named[name].shape
-        one, other = (
-            form_of({of: tensor for of, tensor in tensors.items() if of != "updates"}, shape)
-            for tensors in (found, wanted)
-        )
-        if _kinds(found) != _kinds(wanted):
-            if "updates" in found and one is not None and other is not None and one.moments == other.moments:
+        kept, shape = self._kept(name), self.named[name].shape
+        wanted = {**kept, UPDATES: torch.empty((), dtype=torch.int64, device="meta")}
+        one = form_of({of: tensor for of, tensor in found.items() if of != UPDATES}, shape)
+        if kinds_of(found) != kinds_of(wanted):
+            other = form_of(kept, shape)
+            if UPDATES in found and one is not None and other is not None and one.moments == other.moments:
                 self._conversions[name] = one, other
                 return []
         elif self._order_of(name) != self._own_order(name):
@@ -318,14 +304,9 @@ class CheckpointValues:
                 problems.append(f"{state_key(name, of)} is {dtype} of shape {list(shape)}, not {wanted[of].dtype}")
         return problems
 
-    def _described(self, key: str) -> torch.Tensor:
-        assert self._state is not None
-        dtype, shape = self._state.described(key)
-        return torch.empty(shape, dtype=dtype, device="meta")
-
     def _kept(self, name: str) -> dict[str, torch.Tensor]:
-        updates = torch.empty((), dtype=torch.int64, device="meta")
-        return {**plain_tensors(self.arithmetic.of(self.named[name]).describe()), "updates": updates}
+        """The state of a parameter in this run, on meta."""
+        return plain_tensors(self.arithmetic.of(self.named[name]).describe())
 
     def _order_of(self, name: str) -> list[int] | None:
         """The order of dimensions in which blocks of a parameter's state were counted; None: row-major."""
@@ -359,45 +340,35 @@ class CheckpointValues:
                 state: dict[str, torch.Tensor] = {}
                 step = 0
                 if name in trained:
-                    assert self._state is not None
-                    step = int(self._state.at(state_key(name, "updates")).item())
+                    step = int(self._state.at(state_key(name, UPDATES)).item())
                     state = self._state_of(name, whole)
                 yield name, values, state, step
 
     def _state_of(self, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """This rank's part of a parameter's state, in float32 if converted; `values` is the whole parameter."""
-        assert self._state is not None
         parameter = self.named[name]
-        if name not in self._conversions:
-            kept = (of for of in self._kept(name) if of != "updates")
-            found = {of: self.partition.part(name, self._state.at(state_key(name, of)), of) for of in kept}
-            strides = dense_strides(parameter)
-            return {
-                of: laid_out(tensor, strides) if tensor.shape == parameter.shape else tensor
-                for of, tensor in found.items()
-            }
+        if name in self._conversions:
+            # It is decoded whole, since blocks may end within rows.
+            whole = self._converted(name, values)
+        else:
+            whole = {of: self._state.at(state_key(name, of)) for of in self._kept(name)}
+        parts = {of: self.partition.part(name, tensor, of) for of, tensor in whole.items()}
+        strides = dense_strides(parameter)
+        return {of: laid_out(one, strides) if one.shape == parameter.shape else one for of, one in parts.items()}
+
+    def _converted(self, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
         one, other = self._conversions[name]
-        names = (*one.moments, *(f"{of}_absmax" for of in one.moments), "master")
-        there = set(self._state.keys)
-        found = {of: self._state.at(state_key(name, of)) for of in names if state_key(name, of) in there}
-        order = self._order_of(name) or list(range(parameter.dim()))
-        laid = {
-            of: _in_order(tensor, order) if tensor.shape == values.shape else tensor for of, tensor in found.items()
-        }
+        order = self._order_of(name) or list(range(values.dim()))
+        found = {of: self._state.at(state_key(name, of)) for of in one.kinds(values.shape)}
+        laid = {of: _in_order(each, order) if each.shape == values.shape else each for of, each in found.items()}
         whole = one.decoded(_in_order(values, order), laid)
         if not other.master:
             whole.pop("master", None)
-        # It is decoded whole, since blocks may end within rows.
-        strides = dense_strides(parameter)
-        return {of: laid_out(self.partition.part(name, tensor, of), strides) for of, tensor in whole.items()}
+        return whole
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
         """Copy its values from the checkpoint."""
         tensor.copy_(self._weights.tensor(name, tensor))
-
-
-def _kinds(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    return {of: (tensor.dtype, tensor.shape) for of, tensor in tensors.items()}
 
 
 def _in_order(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
@@ -408,9 +379,9 @@ def _in_order(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
 
 def _user_state(manifest: Mapping[str, Any], partition: Partition) -> Any:
     """This rank's `user_state`; the first rank's if another number of ranks wrote the checkpoint."""
-    states = manifest.get("user_states")
-    if states is None or len(states) == partition.count:
-        return manifest["user_state"] if states is None else states[partition.rank]
+    states = manifest.get("user_states", [manifest["user_state"]] * partition.count)
+    if len(states) == partition.count:
+        return states[partition.rank]
     warnings.warn(
         f"{len(states)} ranks wrote this checkpoint, each with a user_state of its own, and {partition.count} start "
         "from it: each has that of rank 0",

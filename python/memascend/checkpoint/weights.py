@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from memascend.checkpoint.files import DTYPES, file_errors
+from memascend.checkpoint.files import DTYPES, file_errors, read_bounded
 from memascend.errors import ConfigError, CorruptionError
 from memascend.tensors import same_bits
 from memascend.text import expanded, listed
@@ -163,8 +163,6 @@ def _on_meta(source: WeightTensor) -> torch.Tensor:
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-# An index of a million tensors is smaller.
-_INDEX_BYTES_MAX = 256 << 20
 
 
 def open_weights(weights: str | os.PathLike[str] | Callable[[str, torch.Tensor], torch.Tensor]) -> Weights:
@@ -177,9 +175,6 @@ class WeightFunction:
 
     def __init__(self, function: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
         self._function = function
-
-    def check(self, names: Names, wanted: Mapping[str, torch.Tensor]) -> None:
-        """Nothing can be checked before the function is called."""
 
     def has(self, name: str) -> bool:
         """True: the function is called for every buffer that the model cannot compute."""
@@ -219,11 +214,11 @@ class WeightFiles:
         self._of: dict[str, str] = {}
         for file, keys in _files(path) if names is None else [(path / name, None) for name in names]:
             opened = _opened(file)
-            held = set(opened.keys())
-            lost = [key for key in keys or () if key not in held]
+            there = dict.fromkeys(opened.keys())
+            lost = [key for key in keys or () if key not in there]
             if lost:
                 raise ConfigError(f"{path} says that {lost[0]!r} is in {file.name}, and it is not: fetch both again")
-            self._where.update({key: _FileTensor(opened, key) for key in (held if keys is None else keys)})
+            self._where.update({key: _FileTensor(opened, key) for key in (there if keys is None else keys)})
 
     @property
     def keys(self) -> list[str]:
@@ -299,6 +294,10 @@ class WeightFiles:
         """Dtype and shape of a tensor by its name in the files."""
         return self._where[key].described()
 
+    def on_meta(self, key: str) -> torch.Tensor:
+        """A tensor by its name in the files, without its values."""
+        return _on_meta(self._where[key])
+
 
 @dataclass(frozen=True)
 class _FileTensor:
@@ -365,14 +364,8 @@ def _without_weights(path: Path, files: list[Path]) -> ConfigError:
 def _indexed(index: Path) -> list[tuple[Path, list[str] | None]]:
     with file_errors(index, "cannot be read"):
         _require_file(index)
-        if index.stat().st_size > _INDEX_BYTES_MAX:
-            raise CorruptionError(
-                f"{index} is larger than {_INDEX_BYTES_MAX} bytes, so it is no index of safetensors: fetch it again",
-                path=str(index),
-            )
-        text = index.read_bytes()
     try:
-        places = json.loads(text)["weight_map"]
+        places = json.loads(read_bounded(index, "index of safetensors: fetch it again"))["weight_map"]
         well = isinstance(places, dict) and all(isinstance(file, str) for file in places.values())
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptionError(

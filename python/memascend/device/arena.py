@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,30 +30,30 @@ class _Slot:
     start: int
     nbytes: int
     after: list[Copy]  # has to be over before anything is written here
+    streams: set[Any] = field(default_factory=set)  # compute with the bytes that are here
 
 
 class _Hold:
     """Owned by the storage of a lease; destroyed with its last view, on any thread."""
 
-    __slots__ = ("_arena", "slot", "streams")
+    __slots__ = ("_gone", "slot")
 
-    def __init__(self, arena: DeviceArena, slot: _Slot) -> None:
-        self._arena = arena
+    def __init__(self, gone: queue.SimpleQueue[_Slot], slot: _Slot) -> None:
+        self._gone = gone
         self.slot = slot
-        self.streams: dict[Any, None] = {}
 
     def __del__(self) -> None:
         # This queue is made for finalizers: putting never waits for a lock that this thread may have.
-        self._arena.gone.put(self)
+        self._gone.put(self.slot)
 
 
 class DeviceLease:
     """A hold on a slot, until `tensor()` hands it to a storage."""
 
-    __slots__ = ("_arena", "_hold", "nbytes")
+    __slots__ = ("_device", "_hold", "nbytes")
 
-    def __init__(self, arena: DeviceArena, hold: _Hold, nbytes: int) -> None:
-        self._arena = arena
+    def __init__(self, device: Device, hold: _Hold, nbytes: int) -> None:
+        self._device = device
         self._hold: _Hold | None = hold
         self.nbytes = nbytes
 
@@ -64,7 +64,8 @@ class DeviceLease:
             raise UsageError("this lease was handed to a tensor already, and memory has one owner: take another lease")
         if dtype != torch.uint8 or shape != (self.nbytes,):
             raise ConfigError(f"a lease on a device is a tensor of {self.nbytes} uint8, not {shape} of {dtype}")
-        return self._arena.made(hold, self.nbytes)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return self._device.lent(hold.slot.memory, hold.slot.start, self.nbytes, hold)
 
 
 class DeviceArena:
@@ -84,13 +85,11 @@ class DeviceArena:
         self.reserved_bytes = 0
         # The slots beyond the planned ones, {bytes: count}.
         self.added: dict[int, int] = {}
-        # By the address of its storage.
-        self._lent: dict[int, _Slot] = {}
-        self._streams: dict[int, dict[Any, None]] = {}
+        self._slots: dict[int, _Slot] = {}  # by address
         self._in_use = 0
         self._lock = threading.Lock()
-        # Holds whose last view is gone.
-        self.gone: queue.SimpleQueue[_Hold] = queue.SimpleQueue()
+        # Slots whose last view is gone.
+        self._gone: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
         self._take(classes)
 
     def _take(self, classes: Mapping[int, int]) -> int:
@@ -114,7 +113,8 @@ class DeviceArena:
         with self._lock:
             for bound in sorted(classes):
                 for _ in range(classes[bound]):
-                    self._free[bound].append(_Slot(memory, at, bound, [taken]))
+                    slot = self._slots[memory.data_ptr() + at] = _Slot(memory, at, bound, [taken])
+                    self._free[bound].append(slot)
                     at += whole_pages(bound)
         return nbytes
 
@@ -135,7 +135,7 @@ class DeviceArena:
 
     def add(self, nbytes: int) -> int:
         """Take memory for one more lease of `nbytes`; how many bytes that took."""
-        bound = self._bounds[bisect_left(self._bounds, nbytes)]
+        bound = self._bound_for(nbytes)
         taken = self._take({bound: 1})
         self.added[bound] = self.added.get(bound, 0) + 1
         return taken
@@ -152,13 +152,7 @@ class DeviceArena:
             ConfigError: no class is large enough.
             TimeoutExpired: all slots stayed taken.
         """
-        at = bisect_left(self._bounds, nbytes)
-        if at == len(self._bounds):
-            raise ConfigError(
-                f"{nbytes} bytes are more than the largest slot of the device's arena, so no lease can have them: "
-                "plan a slot of that size"
-            )
-        bound = self._bounds[at]
+        bound = self._bound_for(nbytes)
         deadline = None if timeout is None else time.monotonic() + timeout
         self._take_back()
         while True:
@@ -166,7 +160,7 @@ class DeviceArena:
                 if self._free[bound]:
                     slot = self._free[bound].pop()
                     self._in_use += bound
-                    return DeviceLease(self, _Hold(self, slot), nbytes)
+                    return DeviceLease(self._device, _Hold(self._gone, slot), nbytes)
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 raise TimeoutExpired(
@@ -175,53 +169,43 @@ class DeviceArena:
                 )
             self._take_back(wait=left)
 
-    def made(self, hold: _Hold, nbytes: int) -> torch.Tensor:
-        """The tensor of a lease."""
-        slot = hold.slot
-        with torch.inference_mode(mode=False), torch.no_grad():
-            tensor = self._device.lent(slot.memory, slot.start, nbytes, hold)
-        address = torch.Tensor.untyped_storage(tensor).data_ptr()
-        self._lent[address] = slot
-        self._streams[address] = hold.streams
-        return tensor
-
     def used(self, tensor: torch.Tensor) -> bool:
         """The caller's current stream is about to compute with a lease's bytes; whether it never did before."""
-        streams = self._streams.get(torch.Tensor.untyped_storage(tensor).data_ptr())
+        slot = self._slots.get(torch.Tensor.untyped_storage(tensor).data_ptr())
         with failures_named(self._device):
             stream = self._device.stream()
-        if streams is None or stream in streams:
+        if slot is None or stream in slot.streams:
             return False
         if stream not in self._kept_for:
             with failures_named(self._device):
                 for memory in self._pieces:
                     self._device.keep_for(memory, stream)
             self._kept_for.add(stream)
-        streams[stream] = None
+        slot.streams.add(stream)
         return True
 
     def after(self, tensor: torch.Tensor) -> list[Copy]:
         """The work that has to be over before a lease's bytes are first written; returned once: its caller waits."""
-        slot = self._lent[torch.Tensor.untyped_storage(tensor).data_ptr()]
+        slot = self._slots[torch.Tensor.untyped_storage(tensor).data_ptr()]
         after = list(slot.after)
         slot.after.clear()
         return after
 
     def _take_back(self, wait: float | None = 0.0) -> None:
-        """Take back the slots of holds that are gone; `wait` so long for a first one."""
+        """Take back the slots whose last view is gone; `wait` so long for a first one."""
         try:
-            hold = self.gone.get(timeout=wait) if wait is None or wait > 0 else self.gone.get_nowait()
+            slot = self._gone.get(timeout=wait) if wait is None or wait > 0 else self._gone.get_nowait()
             while True:
-                self._came_back(hold.slot, hold.streams)
-                hold = self.gone.get_nowait()
+                self._came_back(slot)
+                slot = self._gone.get_nowait()
         except queue.Empty:
             pass
 
-    def _came_back(self, slot: _Slot, streams: Mapping[Any, None]) -> None:
+    def _came_back(self, slot: _Slot) -> None:
         # All work on these bytes was begun on one of these streams, and before this moment.
         with failures_named(self._device):
-            slot.after.extend([self._device.mark(stream) for stream in streams])
-            self._device.returned(slot.memory[slot.start : slot.start + slot.nbytes])
+            slot.after.extend([self._device.mark(stream) for stream in slot.streams])
+        slot.streams.clear()
         with self._lock:
             self._in_use -= slot.nbytes
             self._free[slot.nbytes].append(slot)
@@ -229,8 +213,17 @@ class DeviceArena:
     def free_slots(self, nbytes: int) -> int:
         """Slots that a lease of so many bytes could take now."""
         self._take_back()
+        return len(self._free[self._bound_for(nbytes)])
+
+    def _bound_for(self, nbytes: int) -> int:
+        """The class that a lease of so many bytes has."""
         at = bisect_left(self._bounds, nbytes)
-        return len(self._free[self._bounds[at]]) if at < len(self._bounds) else 0
+        if at == len(self._bounds):
+            raise ConfigError(
+                f"{nbytes} bytes are more than the largest slot of the device's arena, so no lease can have them: "
+                "plan a slot of that size"
+            )
+        return self._bounds[at]
 
     def stats(self) -> dict[str, Any]:
         """Bytes "in_use" and "reserved"; "tables" are none, but for a few objects."""

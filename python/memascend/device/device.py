@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +90,6 @@ class Device:
         # One for each direction: a device copies both ways at once.
         self._inward = torch.cuda.Stream(device)
         self._outward = torch.cuda.Stream(device)
-        self._thread = threading.local()
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """Memory there, as uint8, which begins on a page. Raises torch's own error where there is none."""
@@ -115,13 +113,10 @@ class Device:
 
     def enter_thread(self) -> None:
         """Called by a thread of ours before anything else here; again is fine."""
-        if getattr(self._thread, "entered", False):
-            return
         # A new thread is on the first device, and a query of the current device would make a context there.
         torch.cuda.set_device(self.torch_device)
         # Its queries of events would end a capture that runs anywhere in the process.
         ignore_captures()
-        self._thread.entered = True
 
     def require_no_capture(self) -> None:
         """Reject a call while the caller's stream is captured into a CUDA graph."""
@@ -143,9 +138,6 @@ class Device:
     def take(self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Copy]) -> Copy:
         """Begin to copy from the device to pinned host memory, after other work."""
         return self._copied(self._outward, source, target, after)
-
-    def returned(self, memory: torch.Tensor) -> None:
-        """A part of the memory is free again; its bytes stay until they are overwritten."""
 
     def allocated(self) -> tuple[int, int]:
         """Bytes of its memory that torch holds, ours among them: now, and the most so far."""

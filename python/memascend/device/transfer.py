@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from memascend.device.device import Copy, Device
-    from memascend.storage import Adam, Chunk, Engine, UnitParts
+    from memascend.storage import Chunk, Engine, UnitParts
 
 
 # {bytes: count}. Large enough that a thread of Python keeps up with several drives.
@@ -33,11 +33,12 @@ CHECKERS = 2
 class _UnitUpload:
     """A unit that is being uploaded. Guarded by the staging's lock."""
 
-    __slots__ = ("address", "base", "cancelled", "copied", "error", "held", "last", "next", "parts", "places")
+    __slots__ = ("address", "base", "copied", "error", "last", "next", "parts", "places", "working")
 
     def __init__(self, parts: UnitParts, base: torch.Tensor) -> None:
         self.parts: UnitParts | None = parts
         self.places = parts.places()
+        # The lease; None once nothing is copied to it any more.
         self.base: torch.Tensor | None = base
         self.address = base.data_ptr()
         self.next = 0
@@ -45,30 +46,30 @@ class _UnitUpload:
         # The copies of a device in one direction are in order: after the last one they all are.
         self.last: Copy | None = None
         # Parts that the thread works on.
-        self.held = 0
+        self.working = 0
         self.error: BaseException | None = None
-        self.cancelled = False
 
     def take_part(self) -> int:
         index, self.next = self.next, self.next + 1
-        self.held += 1
+        self.working += 1
         return index
 
     def end_part(self, error: BaseException | None, copy: Copy | None) -> None:
         """End the work on a part: its copy was begun, it failed, or its unit was dropped."""
-        self.held -= 1
+        self.working -= 1
         if copy is not None:
             self.last = copy
             self.copied += 1
         self.error = self.error or error
-        if self.ended and not self.held:
-            # The slots that it reads may be staged into again.
+        if self.ended and not self.working:
             self.let_go()
 
     def cancel(self) -> None:
-        self.cancelled = True
+        """Let parts that are being read go nowhere."""
+        self.base = None
 
     def let_go(self) -> None:
+        """Release the lease, and the slots that are read, which may be staged into again."""
         self.base = self.parts = None
 
     @property
@@ -95,11 +96,6 @@ class Staged:
             StorageError: a drive failed, or its bytes are not the written ones (CorruptionError).
         """
         return self._staging.waited(self._unit)
-
-    def done(self) -> bool:
-        """Whether every copy is over."""
-        unit = self._unit
-        return unit.ended and (unit.last is None or unit.last.done())
 
     def __del__(self) -> None:
         self._staging.dropped(self._unit)
@@ -189,7 +185,7 @@ class Staging:
             unit.cancel()
             if unit in self._waiting:
                 self._waiting.remove(unit)
-            while unit.held and self._thread.is_alive() and threading.current_thread() is not self._thread:
+            while unit.working and self._thread.is_alive() and threading.current_thread() is not self._thread:
                 self._changed.wait(0.1)
             unit.let_go()
 
@@ -267,24 +263,23 @@ class Staging:
     def _copy_one(self) -> None:
         unit, index, chunk, part = self._reading.popleft()
         start, nbytes = unit.places[index]
+        copy = failed = None
         try:
             part.wait()
             base = unit.base
-            if unit.cancelled or base is None:
-                self._free.append(chunk)
-                self._ended(unit, None)
-                return
-            # Only where a copy is begun: the list is returned once, and a unit may be dropped before. Later copies come
-            # after the first one anyway.
-            after = self._after(base) if unit.last is None else ()
-            with failures_named(self._device):
-                copy = self._device.bring(chunk[:nbytes], base[start : start + nbytes], after)
+            if base is not None:
+                # Only where a copy is begun: the list is returned once, and a unit may be dropped before. Later copies
+                # come after the first one anyway.
+                after = self._after(base) if unit.last is None else ()
+                with failures_named(self._device):
+                    copy = self._device.bring(chunk[:nbytes], base[start : start + nbytes], after)
         except BaseException as error:  # noqa: BLE001
+            failed = error
+        if copy is None:
             self._free.append(chunk)
-            self._ended(unit, error)
-            return
-        self._copying.append((chunk, copy))
-        self._ended(unit, None, copy)
+        else:
+            self._copying.append((chunk, copy))
+        self._ended(unit, failed, copy)
 
     def _ended(self, unit: _UnitUpload, error: BaseException | None, copy: Copy | None = None) -> None:
         with self._changed:
@@ -353,21 +348,20 @@ class DeviceEngine:
         self._bytes = windows[0].nbytes
         # The engine asks on one thread; a step that failed may be asked about on another.
         self._lock = threading.Lock()
+        self.update = self._lending(engine.update)
+        self.update_spilling = self._lending(engine.update_spilling)
+        self.spill = self._lending(engine.spill)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def update(self, name: str, gradient: torch.Tensor, numbers: Adam, **options: Any) -> None:
-        """See `Engine.update`."""
-        self._engine.update(name, self._lend(name, gradient), numbers, **options)
+    def _lending(self, method: Callable[..., None]) -> Callable[..., None]:
+        """A method of the engine whose second argument is a gradient, which is lent."""
 
-    def update_spilling(self, name: str, gradient: torch.Tensor, numbers: Adam, **options: Any) -> None:
-        """See `Engine.update_spilling`."""
-        self._engine.update_spilling(name, self._lend(name, gradient), numbers, **options)
+        def call(name: str, gradient: torch.Tensor, *numbers: Any, **options: Any) -> None:
+            method(name, self._lend(name, gradient), *numbers, **options)
 
-    def spill(self, name: str, gradient: torch.Tensor, **options: Any) -> None:
-        """See `Engine.spill`."""
-        self._engine.spill(name, self._lend(name, gradient), **options)
+        return call
 
     def apply(
         self, name: str, function: Callable[[Chunk], object], *, gradient: torch.Tensor | None = None, **options: Any
@@ -398,15 +392,14 @@ class DeviceEngine:
             # Values that are written back: the engine reaches them.
             return gradient
         self._device.require_no_capture()
-        if name in self._ram_tier:
-            with torch.no_grad(), failures_named(self._device):
+        with torch.no_grad(), failures_named(self._device):
+            if name in self._ram_tier:
                 host = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype, device="cpu")
                 return host.copy_(gradient.detach())
-        with torch.no_grad(), failures_named(self._device):
             data = bytes_of(gradient.detach())
             # The kernels that made it are on the caller's stream.
-            held = _Gradient(data, self._device.mark(self._device.stream()))
-        return Lent(gradient, partial(self._window, held), partial(self._order, held))
+            made = _Gradient(data, self._device.mark(self._device.stream()))
+        return Lent(gradient, partial(self._window, made), partial(self._order, made))
 
     def _order(self, gradient: _Gradient) -> None:
         """Let later work of the engine's thread come after the kernels that made a gradient."""

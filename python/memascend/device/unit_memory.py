@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from memascend.device.device import Device
-    from memascend.storage import Engine, Store, UnitParts
+    from memascend.storage import Engine, Store
 
 _log = logging.getLogger("memascend")
 
@@ -43,8 +44,8 @@ class HostUnits:
         with torch.inference_mode(mode=False):
             found = self._store.ram_tier_unit(name)
         assert found is not None, f"unit {name!r} is not in RAM"
-        # Tensors are found by their storage: it stays the same while the unit is held, unless user code moves it
-        # (share_memory_()).
+        # Tensors are found by their storage: it stays the same while the unit is in RAM, unless user code moves
+        # it (share_memory_()).
         kept = self._ram_tier.setdefault(name, found)
         if kept.data_ptr() != found.data_ptr():
             kept = self._ram_tier[name] = found
@@ -98,11 +99,7 @@ class DeviceUnits:
         self._windows = memory.ChunkRing(window_bytes, windows)
         if self.unregistered:
             _log.warning("%s", self.unregistered)
-        checkers = Checkers(CHECKERS)
-
-        def parts_of(name: str, bytes_max: int) -> UnitParts:
-            return store.parts(name, bytes_max, checkers)
-
+        parts_of = partial(store.parts, checkers=Checkers(CHECKERS))
         self._staging = Staging(device, _all(self._ring, chunk_bytes, count), parts_of, self.arena.after)
         self.begin = self._staging.begin
         # What copies into the windows.

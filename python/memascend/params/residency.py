@@ -111,7 +111,9 @@ class SavedTensorHooks:
 
     def _note(self, tensor: torch.Tensor) -> Note | None:
         try:
-            address = torch.Tensor.untyped_storage(tensor).data_ptr()
+            # A parameter that is materialized beside other threads would give a copy's.
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                address = torch.Tensor.untyped_storage(tensor).data_ptr()
         except (NotImplementedError, RuntimeError):
             # Sparse, or a subclass without memory of its own: no bytes of ours.
             return None

@@ -49,7 +49,7 @@ class Newcomers:
     def unsaved(self, buffers: Collection[str]) -> list[str]:
         """New frozen parameters and new persistent buffers, which no checkpoint has; `buffers` are the known ones."""
         new = [name for name, one in self._model.named_parameters() if "_memascend" not in one.__dict__]
-        return new + [name for name, _, _ in persistent_buffers(self._model) if name not in buffers]
+        return new + [place.name for place in persistent_buffers(self._model) if place.name not in buffers]
 
     def require_none(self) -> None:
         """Before a step: reject new trainable parameters.

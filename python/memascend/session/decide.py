@@ -433,4 +433,4 @@ def _records(subject: Subject, units: Sequence[Unit]) -> list[Record]:
                     first_element=firsts.get(name),
                 )
             )
-    return records + subject.buffers.records(engines.Record)
+    return records + subject.buffers.records()

@@ -281,7 +281,7 @@ def _resources(
     undo.callback(memory.stop)
     keeper = None
     if subject.moves_activations:
-        keeper = activation_files.open_activations(folders, device=subject.device, groups=plan.activation_groups)
+        keeper = activation_files.Activations(folders, device=subject.device, groups=plan.activation_groups)
         undo.callback(keeper.close, "offload() failed")
     hooks = ProcessHooks()
     undo.callback(hooks.release)

@@ -9,33 +9,25 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
-import subprocess
 import sys
 import types
 from pathlib import Path
 
 import torch
+from device.simulated.build import ROOT, compiled
 from support.fake_device import Fake
 from torch.utils import cpp_extension
 
-ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).with_name("backend.cpp")
 
 
 def built() -> Path:
     """The compiled backend, made once for each torch."""
     key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
-    target = ROOT / "target" / f"posing-{key}.so"
-    if not target.exists():
-        target.parent.mkdir(exist_ok=True)
-        includes = [f"-I{path}" for path in cpp_extension.include_paths()]
-        libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
-        made = target.with_suffix(f".{os.getpid()}")
-        command = ["g++", "-shared", "-fPIC", "-O1", "-std=c++20", "-w", *includes, str(SOURCE), "-o", str(made)]
-        subprocess.run([*command, *libraries, "-ltorch", "-ltorch_cpu", "-lc10"], check=True)
-        made.rename(target)
-    return target
+    includes = [f"-I{path}" for path in cpp_extension.include_paths()]
+    libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
+    linked = [*libraries, "-ltorch", "-ltorch_cpu", "-lc10"]
+    return compiled(ROOT / "target" / f"posing-{key}.so", "-O1", "-w", *includes, str(SOURCE), *linked)
 
 
 def registered() -> torch.device:

@@ -43,16 +43,20 @@ def folder() -> Path:
     sources = sorted(FOLDER.glob("*.cpp"))
     read = [path.read_bytes() for path in (*sources, *sorted(FOLDER.glob("*.hpp")))]
     key = hashlib.sha256(b"".join(read) + torch.__version__.encode()).hexdigest()[:16]
-    made = ROOT / "target" / f"simulated-{key}"
-    library = made / "libcuda.so.1"
+    library = ROOT / "target" / f"simulated-{key}" / "libcuda.so.1"
+    includes = [f"-I{FOLDER / 'include'}", f"-isystem{include}"]
+    linked = ["-Wl,-soname,libcuda.so.1", "-lpthread", "-ldl"]
+    return compiled(library, "-O2", "-Wall", "-Werror", *includes, *map(str, sources), *linked).parent
+
+
+def compiled(library: Path, *options: str) -> Path:
+    """A library that g++ makes, once for all processes."""
     if not library.exists():
-        made.mkdir(parents=True, exist_ok=True)
+        library.parent.mkdir(parents=True, exist_ok=True)
         partial = library.with_suffix(f".{os.getpid()}")
-        includes = [f"-I{FOLDER / 'include'}", f"-isystem{include}"]
-        command = ["g++", "-std=c++20", "-O2", "-fPIC", "-shared", "-Wall", "-Werror", *includes, *map(str, sources)]
-        subprocess.run([*command, "-o", str(partial), "-Wl,-soname,libcuda.so.1", "-lpthread", "-ldl"], check=True)
+        subprocess.run(["g++", "-std=c++20", "-fPIC", "-shared", *options, "-o", str(partial)], check=True)
         partial.rename(library)
-    return made
+    return library
 
 
 def environment() -> dict[str, str]:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
+import threading
 import warnings
 
 import torch
 from device.simulated import runtime
-from device.simulated.order import Training, made
+from device.simulated.order import begun, made
 
 import memascend
+from memascend.device.device import Device
 
 
-def checked(*, device="cuda", default=None, middle=lambda: None, **options):
+def checked(*, device="cuda", middle=lambda: None, **options):
     """Two steps with every read checked; `middle` is called between forward and backward, and between steps."""
-    with contextlib.ExitStack() as stack:
-        if default is not None:
-            torch.set_default_device(default)
-            stack.callback(torch.set_default_device, None)
-        training = Training(stack, gradients="fused", device=device, **options)
+    with begun(gradients="fused", device=device, **options) as training:
         for step in range(2):
             training.check.step = step
             found = training.forward()
@@ -31,7 +28,7 @@ def checked(*, device="cuda", default=None, middle=lambda: None, **options):
             **training.compare(),
             "on": str(next(training.model.parameters()).device),
             "name": torch.cuda.get_device_name(training.streams["in"].device),
-            "contexts": [runtime.library.simulated_active(index) for index in range(torch.cuda.device_count())],
+            "contexts": contexts(),
         }
 
 
@@ -45,8 +42,25 @@ def second_device():
         return checked(device="cuda:1")
 
 
-def default_device():
-    return checked(default="cuda")
+def copies_to_the_second_device(ours):
+    """Of a thread, ours or the user's, that is on the first device."""
+    device, host, back = Device(torch.device("cuda", 1)), torch.arange(64, dtype=torch.uint8), torch.zeros(64).byte()
+
+    def copy():
+        if ours:
+            device.enter_thread()
+        memory = device.memory(host.nbytes)
+        device.bring(host, memory, [device.mark(device.stream())]).order()
+        device.take(memory, back, [device.mark(device.stream())]).wait()
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    thread.join()
+    return {"same": torch.equal(host, back), "contexts": contexts()}
+
+
+def contexts():
+    return [runtime.library.simulated_active(index) for index in range(torch.cuda.device_count())]
 
 
 def cache_emptied():
@@ -59,26 +73,35 @@ def linear(**options):
     return model, {"storage": None, "device": "cuda", "gradients": "fused", **options}
 
 
-def steps_of(model, optimizer, context=contextlib.nullcontext, rows=(8, 8)):
+def offloaded(model, **options):
     # Neither the temporary store nor autocast over fp32 weights is what is tested.
     warnings.simplefilter("ignore")
+    return memascend.offload(model, made(model.parameters()), **options)
+
+
+def usual(model):
+    model(torch.zeros(8, 64, device="cuda")).sum().backward()
+
+
+def trained(model, optimizer, backward=usual):
+    """Two steps; what was wrong."""
     with optimizer:
-        for count in rows:
-            with context():
-                y = model(torch.zeros(count, 64, device="cuda"))
-            y.sum().backward()
+        for _ in range(2):
+            backward(model)
             optimizer.step()
             optimizer.zero_grad()
-        return {"steps": optimizer.steps, "dtype": str(y.dtype), "faults": runtime.faults()}
+        return {"steps": optimizer.steps, "faults": runtime.faults()}
 
 
 def autocast():
-    warnings.simplefilter("ignore")
+    def backward(model):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            y = model(torch.zeros(8, 64, device="cuda"))
+        assert y.dtype == torch.bfloat16
+        y.sum().backward()
+
     model, options = linear()
-    return steps_of(
-        *memascend.offload(model, made(model.parameters()), **options),
-        lambda: torch.autocast("cuda", dtype=torch.bfloat16),
-    )
+    return trained(*offloaded(model, **options), backward)
 
 
 def refused_device():
@@ -94,14 +117,13 @@ def compiled():
     model, options = linear()
     for block in model:
         block.compile(backend="aot_eager")
-    return steps_of(*memascend.offload(model, made(model.parameters()), **options))
+    return trained(*offloaded(model, **options))
 
 
 def out_of_memory():
     """A batch that does not fit is tried again as a smaller one."""
-    warnings.simplefilter("ignore")
     model, options = linear()
-    model, optimizer = memascend.offload(model, made(model.parameters()), **options)
+    model, optimizer = offloaded(model, **options)
     tried = []
 
     def attempt(rows):
@@ -136,14 +158,14 @@ def dispatched(where):
         "offloaded": {str(index): "cpu" if index else 0 for index in range(count)},
     }
     model = dispatch_model(model, maps[where], force_hooks=where != "cuda")
-    before = {name: (value.device, value.clone()) for name, value in model.state_dict().items()}
+    before = {name: value.device for name, value in model.state_dict().items()}
     try:
-        offloaded = memascend.offload(model, made(model.parameters()), **options)
+        model, optimizer = offloaded(model, **options)
     except memascend.MemascendError as error:
         for name, value in model.state_dict().items():
-            assert value.device == before[name][0], name
+            assert value.device == before[name], name
         return {"refused": type(error).__name__, "why": str(error)}
-    return steps_of(*offloaded)
+    return trained(model, optimizer)
 
 
 def tiny():
@@ -160,27 +182,16 @@ def tiny():
     return folder
 
 
-def trained(model, optimizer, forward):
-    """Two steps of a model of transformers; what was wrong."""
-    with optimizer:
-        for _ in range(2):
-            forward(model)
-            optimizer.step()
-            optimizer.zero_grad()
-        return {"steps": optimizer.steps, "faults": runtime.faults()}
-
-
 def loaded(where):
     """`from_pretrained(device_map=)`: the weights are on the device before the call, and what is saved is theirs."""
     warnings.simplefilter("ignore")
     from transformers import AutoModelForCausalLM
 
-    folder = tiny()
-    model = AutoModelForCausalLM.from_pretrained(folder, device_map=where)
+    model = AutoModelForCausalLM.from_pretrained(tiny(), device_map=where)
     assert {p.device.type for p in model.parameters()} == {"cuda"}
     first = {name: value.cpu() for name, value in model.state_dict().items()}
     ids = torch.zeros(2, 8, dtype=torch.int64, device="cuda")
-    model, optimizer = memascend.offload(model, made(model.parameters()), storage=None, device="cuda")
+    model, optimizer = offloaded(model, storage=None, device="cuda")
     kept = model.state_dict()
     assert all(torch.equal(kept[name], value) for name, value in first.items())
     return trained(model, optimizer, lambda model: model(input_ids=ids, labels=ids).loss.backward())
@@ -197,7 +208,7 @@ def prepared(before):
     if before:
         model = accelerator.prepare(model)
         assert next(model.parameters()).device.type == "cuda"
-    model, optimizer = memascend.offload(model, made(model.parameters()), **options)
+    model, optimizer = offloaded(model, **options)
     if not before:
         model, wrapped = accelerator.prepare(model, optimizer)
         assert wrapped.optimizer is optimizer

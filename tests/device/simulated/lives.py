@@ -13,7 +13,7 @@ import threading
 
 import torch
 from device.simulated import mutations, runtime
-from device.simulated.order import ACTIVATION, Training
+from device.simulated.order import ACTIVATION, Training, begun
 
 from memascend.activations.chunks import Chunks
 
@@ -23,10 +23,7 @@ LATE = {"in": 3000, "out": 3000, "own": 1000}
 
 def fails(where, gradients="fused", without=None, delays=None, **options):
     """A step that fails is dropped, and the same step is done again."""
-    with contextlib.ExitStack() as stack:
-        if without is not None:
-            mutations.take_away(without)
-        training = Training(stack, gradients=gradients, delays=delays or LATE, **options)
+    with begun(without=without, gradients=gradients, delays=delays or LATE, **options) as training:
         training.step(0)
         training.check.step = 1
         block = training.model.blocks[2]
@@ -35,7 +32,7 @@ def fails(where, gradients="fused", without=None, delays=None, **options):
             training.check.fails = f"{block.name}.weights.0", stops
         elif "checkpoint" in where:
             inward = training.streams["in"]
-            stack.enter_context(_third_piece(functools.partial(_late, inward)))
+            training.ends.enter_context(_third_piece(functools.partial(_late, inward)))
         else:
             inner = block.forward
             block.forward = lambda *_: stops()
@@ -141,8 +138,7 @@ def _go_on_after(stream, gone):
 
 def forked():
     """A child that ends has no part in the parent's device."""
-    with contextlib.ExitStack() as stack:
-        training = Training(stack, gradients="fused", delays=LATE)
+    with begun(gradients="fused", delays=LATE) as training:
         training.step(0)
         training.check.step = 1
         found = training.forward()
@@ -159,10 +155,7 @@ def forked():
 
 def accumulated(batches=(None, None, None), steps=3, *, without=None, delays=None, **options):
     """Micro-batches by layer: each by a thread of its own from the second step on, without the block that it names."""
-    with contextlib.ExitStack() as stack:
-        if without is not None:
-            mutations.take_away(without)
-        training = Training(stack, delays={"in": 1000} if delays is None else delays, **options)
+    with begun(without=without, delays={"in": 1000} if delays is None else delays, **options) as training:
 
         def loss_of(but):
             # Its backward begins with ones of its shape.
@@ -182,8 +175,7 @@ def _draws(*_):
 
 def random_numbers():
     """What micro-batches draw on the model's device, which is not the current one: by layer, and one by one."""
-    with contextlib.ExitStack() as stack:
-        training = Training(stack, gradients="fused", device="cuda:1")
+    with begun(gradients="fused", device="cuda:1") as training:
         for block in training.model.blocks:
             block.register_forward_pre_hook(_draws)
         drawn = []
@@ -221,8 +213,7 @@ def random_numbers():
 def clipped(**options):
     """Updates begin before step() has the norm; some are discarded, and made anew from what was written."""
     runtime.LOUD.update((2, 5))
-    with contextlib.ExitStack() as stack:
-        training = Training(stack, gradients="auto", max_grad_norm=10_000.0, **options)
+    with begun(gradients="auto", max_grad_norm=10_000.0, **options) as training:
         for step in range(7):
             training.step(step)
         return {**training.compare(), "early": training.optimizer.report().to_dict().get("early")}

@@ -35,8 +35,9 @@ def _replaced(owner, **methods):
     return lambda: [setattr(owner, name, method) for name, method in methods.items()]
 
 
-def _came_back_unused(self, slot, _streams, before=DeviceArena._came_back):
-    before(self, slot, {})
+def _came_back_unused(self, slot, before=DeviceArena._came_back):
+    slot.streams.clear()
+    before(self, slot)
 
 
 def _filled_from_nothing(self, *arguments, before=Chunks.fill):

@@ -182,6 +182,7 @@ class Training:
         given = optimizers if len(optimizers) > 1 else optimizers[0]
         self.model, self.optimizer = memascend.offload(model, given, storage=folder + "/run.store", **options)
         stack.callback(self.optimizer.close)
+        self.ends = stack
         device = self.optimizer._session.run.resources.units.device
         self.streams = {"in": device._inward, "out": device._outward, "own": torch.cuda.current_stream()}
         self.streams["side"] = self.model.side
@@ -214,6 +215,15 @@ class Training:
         return {"checked": self.check.checked, "wrong": self.check.wrong, "faults": runtime.faults()}
 
 
+@contextlib.contextmanager
+def begun(*arguments, without=None, **options):
+    """A run, see `Training`, that is closed at the end; `without` is a wait that is taken away."""
+    if without is not None:
+        mutations.take_away(without)
+    with contextlib.ExitStack() as stack:
+        yield Training(stack, *arguments, **options)
+
+
 def train(without=None, steps=2, side=False, fresh=False, **options):
     """Trains, and says what was checked and what was wrong.
 
@@ -225,11 +235,9 @@ def train(without=None, steps=2, side=False, fresh=False, **options):
         options: see `Training`.
     """
     with contextlib.ExitStack() as stack:
-        if without is not None:
-            mutations.take_away(without)
         if fresh:
             stack.callback(busy().join)
-        training = Training(stack, **options)
+        training = stack.enter_context(begun(without=without, **options))
         now = torch.cuda.current_stream()
         with _what_it_raises(training, without):
             for step in range(steps):

@@ -148,9 +148,15 @@ API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* 
     if (id != nullptr) *id = 0;
     return *out = cudaStreamCaptureStatusNone, cudaSuccess;
 }
+
+namespace {
+
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+
+}  // namespace
+
 API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
-    static thread_local cudaStreamCaptureMode now = cudaStreamCaptureModeGlobal;
-    std::swap(now, *mode);
+    std::swap(capture_mode, *mode);
     return cudaSuccess;
 }
 
@@ -161,8 +167,11 @@ namespace {
 struct Event {
     std::mutex lock;
     std::condition_variable changed;
+    explicit Event(bool sleeps) : sleeps(sleeps) {}
     long recorded = 0, done = 0;
     int device = current();
+    // Whether who waits for it leaves the processor to others.
+    const bool sleeps;
     void wait(long number) {
         std::unique_lock guard(lock);
         changed.wait(guard, [&] { return done >= number; });
@@ -183,9 +192,9 @@ Shared& event_of(cudaEvent_t event) { return *(Shared*)event; }
 
 }  // namespace
 
-API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* out, unsigned) {
+API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* out, unsigned flags) {
     ENTER();
-    *out = (cudaEvent_t) new Shared(new Event);
+    *out = (cudaEvent_t) new Shared(new Event((flags & cudaEventBlockingSync) != 0));
     return cudaSuccess;
 }
 API cudaError_t cudaEventCreate(cudaEvent_t* out) { return cudaEventCreateWithFlags(out, 0); }
@@ -216,6 +225,8 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream,
 }
 API cudaError_t cudaEventQuery(cudaEvent_t event) {
     ENTER();
+    // It would end a capture that runs on any thread.
+    if (capture_mode == cudaStreamCaptureModeGlobal) count("query in the global mode");
     std::lock_guard guard(event_of(event)->lock);
     return event_of(event)->done >= event_of(event)->recorded ? cudaSuccess : failed(cudaErrorNotReady);
 }
@@ -224,7 +235,7 @@ API cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     Shared shared = event_of(event);
     long number = shared->number();
     // What is over already is not waited for.
-    if (!shared->reached(number)) count("wait for an event");
+    if (!shared->reached(number)) count(shared->sleeps ? "wait for an event" : "wait that spins");
     shared->wait(number);
     return cudaSuccess;
 }

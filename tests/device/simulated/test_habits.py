@@ -1,20 +1,12 @@
 """Tests that what users do with CUDA works, or is refused with a way out."""
 
 import pytest
-from device.conftest import POSES
 from device.simulated.test_order import LONG, fine
 
 pytestmark = pytest.mark.posing
 
 
-@pytest.mark.parametrize(
-    "habit",
-    [
-        "on_the_device_already",
-        pytest.param("default_device", marks=LONG),
-        pytest.param("cache_emptied", marks=LONG),
-    ],
-)
+@pytest.mark.parametrize("habit", ["on_the_device_already", pytest.param("cache_emptied", marks=LONG)])
 def test_the_first_device(simulated, habit):
     found = simulated(f"habits.{habit}")
     fine(found)
@@ -30,6 +22,11 @@ def test_the_second_device(simulated):
     assert found["contexts"] == [0, 1]
 
 
+@pytest.mark.parametrize("ours", [False, True])
+def test_copies_to_the_second_device_from_the_first(simulated, ours):
+    assert simulated("habits.copies_to_the_second_device", ours=ours) == {"same": True, "contexts": [0, 1]}
+
+
 def test_a_device_that_is_made_visible(simulated):
     found = simulated("habits.checked", env={"CUDA_VISIBLE_DEVICES": "1"})
     fine(found)
@@ -42,11 +39,9 @@ def test_no_device_is_visible(simulated):
     assert "device='cpu'" in said
 
 
-@pytest.mark.parametrize(
-    ("habit", "dtype"), [("autocast", "torch.bfloat16"), pytest.param("compiled", "torch.float32", marks=LONG)]
-)
-def test_loops(simulated, habit, dtype):
-    assert simulated(f"habits.{habit}") == {"steps": 2, "dtype": dtype, "faults": []}
+@pytest.mark.parametrize("habit", ["autocast", pytest.param("compiled", marks=LONG)])
+def test_loops(simulated, habit):
+    assert simulated(f"habits.{habit}") == {"steps": 2, "faults": []}
 
 
 def test_out_of_memory_is_tried_again_with_a_smaller_batch(simulated):
@@ -71,9 +66,7 @@ def test_a_device_map_that_divides(simulated, where):
     assert "without device_map=" in found["why"]
 
 
-@pytest.mark.parametrize("where", ["cuda", "auto"])
-@pytest.mark.slow
-@pytest.mark.skipif(not POSES, reason="make test-posing runs it")
+@pytest.mark.parametrize("where", [pytest.param(where, marks=LONG) for where in ("cuda", "auto")])
 def test_a_model_that_transformers_has_placed(simulated, where):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

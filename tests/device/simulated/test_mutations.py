@@ -62,7 +62,6 @@ LONG_CASES = [pytest.param(*case, marks=LONG, id=f"{at}-{case[0]}") for at, case
 WAITING = {"done", "keep_for", "mark", "order", "wait", "wait_for", "_copied", "_mark"}
 # What is not taken away: where it stands, and why its lack would not show.
 NOT_TAKEN = {
-    "transfer:Staged.done": "says what is over; nothing is done upon it that does not wait",
     "transfer:Staging.waited": "the thread's, by a lock",
     "transfer:Staging.dropped": "the thread's, by a lock",
     "transfer:Staging._work": "the thread's, by a lock",

@@ -4,6 +4,14 @@ import pytest
 from device.conftest import POSES
 
 LONG = [pytest.mark.slow, pytest.mark.skipif(not POSES, reason="make test-posing runs it")]
+
+
+def long(test):
+    for mark in LONG:
+        test = mark(test)
+    return test
+
+
 pytestmark = pytest.mark.posing
 MODES = ["fused", "ssd", "ram"]
 KINDS = ["plain", "recomputed", "tied", "streams", "aside"]
@@ -31,8 +39,7 @@ def test_order(simulated, kind, mode):
 @pytest.mark.parametrize("slow", ["in", "out", "own"])
 @pytest.mark.parametrize("activations", ["host", "ssd"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.slow
-@pytest.mark.skipif(not POSES, reason="make test-posing runs it")
+@long
 def test_order_of_arrival(simulated, mode, activations, slow):
     """Each step on a stream of its own, and one kind of work late."""
     found = simulated(
@@ -43,15 +50,13 @@ def test_order_of_arrival(simulated, mode, activations, slow):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("where", ["a forward", "a backward", "a forward by Ctrl-C", "a backward by Ctrl-C"])
-@pytest.mark.slow
-@pytest.mark.skipif(not POSES, reason="make test-posing runs it")
+@long
 def test_a_step_that_fails(simulated, where, mode):
     fine(simulated("lives.fails", where=where, gradients=mode))
 
 
 @pytest.mark.parametrize("life", ["several", "forked"])
-@pytest.mark.slow
-@pytest.mark.skipif(not POSES, reason="make test-posing runs it")
+@long
 def test_lives(simulated, life):
     fine(simulated(f"lives.{life}"))
 
@@ -83,8 +88,7 @@ def test_micro_batches_by_layer(simulated, gradients, options):
     assert found["by_layer"] is True
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not POSES, reason="make test-posing runs it")
+@long
 def test_random_numbers_of_micro_batches(simulated):
     found = simulated("lives.random_numbers")
     fine(found)
@@ -116,8 +120,7 @@ def test_updates_that_begin_before_the_norm(simulated, optimizer, slow):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.slow
-@pytest.mark.skipif(not POSES, reason="make test-posing runs it")
+@long
 def test_another_device_than_the_current_one(simulated, mode):
     fine(simulated("order.train", kind="recomputed", gradients=mode, activations="host", device="cuda:1"))
 
@@ -129,7 +132,6 @@ def test_exit_without_close(simulated, backward):
 
 
 @pytest.mark.parametrize("options", [{"slow": "in"}, {"slow": "out", "backward": True}])
-@pytest.mark.slow
-@pytest.mark.skipif(not POSES, reason="make test-posing runs it")
+@long
 def test_a_model_that_is_dropped(simulated, options):
     fine(simulated("lives.closed", dropped=True, gradients="fused", **options))

@@ -35,6 +35,8 @@ def test_a_step_waits_once(simulated, gradients, options):
     assert waits(step)[1] == 0, step
     for part in (passes, step):
         assert not [line for line in part if line[1] in ("registration", "free")], part
+        assert not [line for line in part if line[1] == "wait that spins"], part
+        assert not [line for line in part if line[0].startswith(WORKERS) and line[1] == "query in the global mode"]
         # From pageable memory nothing goes up, and what comes down is what `step()` reads.
         assert not [line for line in part if line[1] == "copy host to device, pageable"], part
 

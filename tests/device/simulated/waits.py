@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 
 import torch
 from device.simulated import runtime
-from device.simulated.order import LARGE, SMALL, Training
+from device.simulated.order import LARGE, SMALL, begun
 
 ENDS_WITHIN = 30
 BLOCK_BYTES = 4 * (LARGE + SMALL)
@@ -15,8 +14,7 @@ BLOCK_BYTES = 4 * (LARGE + SMALL)
 
 def counted(gradients, kind, **options):
     """What threads did in the forward and backward of a step, and in its `step()`, when all has been used once."""
-    with contextlib.ExitStack() as stack:
-        training = Training(stack, kind, gradients=gradients, **options)
+    with begun(kind, gradients=gradients, **options) as training:
         for step in range(2):
             training.step(step)
         training.check.step = 2
@@ -36,11 +34,10 @@ def counted(gradients, kind, **options):
 
 def uploads_go_on():
     """A forward is queued behind a stream that stands still; all units arrive meanwhile."""
-    with contextlib.ExitStack() as stack:
-        training = Training(stack, gradients="fused", device_memory="64MiB")
+    with begun(gradients="fused", device_memory="64MiB") as training:
         own, inward = training.streams["own"], training.streams["in"]
         runtime.hold(own)
-        stack.callback(runtime.hold, own, held=False)
+        training.ends.callback(runtime.hold, own, held=False)
         with torch.no_grad():
             training.forward()
         # All that it ever brought.
@@ -53,8 +50,7 @@ def uploads_go_on():
 
 def downloads_go_on():
     """Before the last block's backward its stream stands still until the gradients of the others have been copied."""
-    with contextlib.ExitStack() as stack:
-        training = Training(stack, gradients="fused")
+    with begun(gradients="fused") as training:
         training.step(0)
         training.check.step = 1
         arrived = []

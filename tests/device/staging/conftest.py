@@ -1,14 +1,34 @@
-"""Makes a device, a store of two units, and the arena and staging between them."""
+"""Makes a device, a store of two units, the arena and staging between them, and memory for units."""
 
 import pytest
 import torch
 from support.fake_device import Fake
-from support.staged_units import CHUNK, ELEMENTS, UNITS, in_one, pages
 
 from memascend import engine
 from memascend.device.arena import DeviceArena
 from memascend.device.device import Device
 from memascend.device.transfer import Staging
+
+UNITS = ("first", "second")
+ELEMENTS, CHUNK = 50_000, 128 << 10
+# The same on a real device, where there is one.
+EITHER = pytest.mark.parametrize("device", ["fake", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+
+
+def pages(nbytes):
+    whole = torch.empty(nbytes + 4096, dtype=torch.uint8)
+    return whole[-whole.data_ptr() % 4096 :][:nbytes]
+
+
+def in_one(store, unit):
+    into = pages(sum(store.parts(unit, 1 << 30).places()[-1]))
+    store.fetch(unit, into).wait()
+    return into
+
+
+def leased(arena, store):
+    nbytes = in_one(store, "first").nbytes
+    return arena.lease(nbytes, 0, "units").tensor((nbytes,), torch.uint8)
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
+from device.staging.conftest import EITHER, ELEMENTS, pages
 from support.fake_device import Fake
-from support.staged_units import EITHER, ELEMENTS, pages
 
 from memascend import engine
 from memascend.device.transfer import WINDOWS, DeviceEngine

@@ -9,7 +9,7 @@ import pytest
 import torch
 from parity.harness import adamw
 from parity.zoo_plain import Stack
-from support.faulty import FaultyDisk
+from support.disks import FaultyDisk
 
 import memascend
 from memascend import BudgetError, StorageError, engine
