@@ -309,7 +309,7 @@ class Asks:
         repr(lease)
 gc.set_threshold(1)
 def refused(call):
-    for _ in range(100):
+    for _ in range(30):
         Asks()
         try:
             call()

@@ -121,8 +121,11 @@ def test_what_is_not_given_begins_as_the_values_and_zeros(shape: tuple[int, ...]
     assert described.keys() == state.keys()
 
 
-@pytest.mark.parametrize("rule", ["adam", "momentum"])
-@pytest.mark.parametrize(("form", "dtype"), FORMATS)
+# Momentum alone has no sign to spare for a rounded master.
+RULES = [(*one, rule) for one in FORMATS for rule in ("adam", "momentum") if (one[0], rule) != ("compact", "momentum")]
+
+
+@pytest.mark.parametrize(("form", "dtype", "rule"), RULES)
 def test_streamed_has_the_bits_of_memory(tmp_path: Path, form: str, dtype: torch.dtype, rule: str) -> None:
     values, state = _begun(form, dtype, rule)
     record = engine.Record(name="weight", values=values, state=state, format=form)
@@ -156,7 +159,7 @@ def test_fill_and_stage_take_float32(tmp_path: Path, form: str, dtype: torch.dty
         with engine.Engine(store) as updates:
             updates.fill("weight", values, given, step=3)
             updates.commit(1)
-            if "master" in given:
+            if "rest" in likes:
                 updates.fill("weight", values * 2, given, step=4)
                 with pytest.raises(ConfigError, match="not its master rounded"):
                     updates.commit(2)
