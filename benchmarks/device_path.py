@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.device.transfer import CHECKERS, CHUNKS, WINDOWS, DeviceEngine, Staging
-from memascend.storage.records import CHUNK_ELEMENTS, Checksum
+from memascend.engine import CHUNK_ELEMENTS, Checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable

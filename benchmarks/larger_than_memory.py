@@ -191,9 +191,9 @@ def own_what_is_there() -> None:
             start, end = (int(place, 16) // page for place in span.split("-"))
             if not rights.startswith("rw-p"):
                 continue
-            records = memoryview(os.pread(pagemap.fileno(), 8 * (end - start), 8 * start)).cast("Q")
+            entries = memoryview(os.pread(pagemap.fileno(), 8 * (end - start), 8 * start)).cast("Q")
             at = start
-            for present, pages in itertools.groupby(record >> 63 for record in records):
+            for present, pages in itertools.groupby(entry >> 63 for entry in entries):
                 count = len(list(pages))
                 if present:
                     libc.madvise(ctypes.c_void_p(at * page), ctypes.c_size_t(count * page), _MADV_POPULATE_WRITE)

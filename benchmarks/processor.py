@@ -69,16 +69,20 @@ def main(words: Sequence[str] | None = None) -> int:
     """Plan; the options are those of `memascend plan`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     plans.add_arguments(parser)
-    return plans.run(parser.parse_args(words), _with_processor)
+    options = parser.parse_args(words)
+    asked = plans.ask(options)
+    shape = plans.shape_of(options, asked.question.model)
+    return plans.print_answer(options, replace(asked, question=_with_processor(asked.question, shape)))
 
 
 def _with_processor(question: Question, shape: tuple[int, int]) -> Question:
     if question.gpu is not None:
         raise ConfigError("this processor computes: leave --gpu out")
-    assert not isinstance(question.trace, str)
+    if isinstance(question.trace, str):
+        return question
     folders = (path if path.is_dir() else path.parent for path in map(Path, question.options.paths or ()))
     processor = measure(question.model, question.trace, shape, next(folders, None))
-    return replace(question, measured=partial(_taken, processor))
+    return replace(question, measured=partial(_taken, processor), processor=None)
 
 
 def _taken(processor: Processor, plan: Plan, state: str) -> tuple[float, float, Host]:

@@ -12,8 +12,6 @@ from .arguments import FLOATS, flat, require, require_apart, require_same, threa
 from .routes import route
 from .scalars import Scalars, checked_scalars
 
-__all__ = ["adamw", "adamw_reference"]
-
 # Elements that the reference computes at a time. Its float64 temporaries take about 100 bytes an element.
 PIECE_ELEMENTS = 1 << 20
 
@@ -64,18 +62,7 @@ def adamw(
         lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, step=step, grad_scale=grad_scale, maximize=maximize,
         decoupled=decoupled,
     )  # fmt: skip
-    _update(master, grad, exp_avg, exp_avg_sq, out16, scalars, threads_of(threads))
-
-
-def _update(
-    master: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    out16: torch.Tensor | None,
-    scalars: Scalars,
-    threads: int,
-) -> None:
+    count = threads_of(threads)
     state = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     others = {"grad": require("grad", grad)}
     for name, tensor in state.items():
@@ -91,7 +78,7 @@ def _update(
         half = None if out16 is None else (out16.data_ptr(), FLOATS.index(out16.dtype))
         _core.kernel_adam(
             master.data_ptr(), (grad.data_ptr(), FLOATS.index(grad.dtype)), exp_avg.data_ptr(), exp_avg_sq.data_ptr(),
-            half, master.numel(), dataclasses.astuple(scalars), threads,
+            half, master.numel(), dataclasses.astuple(scalars), count,
         )  # fmt: skip
     elif taken == "triton":
         from memascend.kernels.adamw_jit import launch

@@ -11,8 +11,6 @@ import triton.language as tl
 from .arguments import flat
 from .scalars import Scalars
 
-__all__ = ["BLOCK", "adamw_kernel", "launch"]
-
 BLOCK = 1024
 
 

@@ -13,7 +13,6 @@ from memascend.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["FLOATS", "factor_of", "flat", "require", "require_apart", "require_same", "threads_of"]
 
 # A dtype's position is its code in the Rust extension.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from memascend.tensors import Squares
 
-__all__ = ["begin_check", "check_and_unscale", "check_and_unscale_reference", "checked"]
 
 # Elements that the reference converts to float64 at a time: at most 32 MiB of temporaries.
 PIECE_ELEMENTS = 1 << 22

@@ -20,7 +20,6 @@ from .sums import INFINITE, NAN, PARTS, SPAN, SUMS, WINDOWS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["BLOCK", "CHUNK", "begin", "check_kernel", "fold", "fold_kernel"]
 
 # 32 Ki elements a program: 2,048 programs for 128 MiB of bf16, enough to fill the largest GPU.
 CHUNK = 32768

@@ -10,8 +10,6 @@ import torch
 
 from memascend import _core
 
-__all__ = ["Route", "route"]
-
 # bfloat16 arithmetic in Triton needs Ampere; the tests compile the kernels ahead of time for 8.0 to 12.0.
 CAPABILITY_MIN = (8, 0)
 

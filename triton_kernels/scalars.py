@@ -9,8 +9,6 @@ from memascend.errors import ConfigError
 
 from .arguments import factor_of
 
-__all__ = ["Scalars", "checked_scalars"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Scalars:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from memascend.tensors import Squares
 
-__all__ = ["SUMS", "add_reference", "found_in", "new_sums"]
 
 # Exponents of fp32 that share a window. The units of a window are 2^(2 SPAN) times those of the one below it.
 SPAN = 14

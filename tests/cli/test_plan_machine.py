@@ -35,16 +35,6 @@ PARAMETERS = {
 SMALL = ("--tokens", 256, "--drive", "5,4")
 
 
-@pytest.fixture
-def config(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({
-        **SHAPES["llama-8b"], "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "vocab_size": 512,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-    }))  # fmt: skip
-    return path
-
-
 def test_a_shape_by_its_name_needs_no_transformers_and_a_wrong_one_no_torch(python, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     out = python("""
@@ -98,7 +88,9 @@ def test_a_shape_is_planned_as_transformers_model_is(tmp_path, name):
 @pytest.mark.parametrize(
     ("text", "name", "tflops", "gib", "link"),
     [
-        ("3060", "RTX 3060", 25.5, 12, 25e9), ("RTX 3070", "RTX 3070", 40.6, 8, 25e9),
+        ("3060", "RTX 3060", 25.5, 12, 25e9), ("rtx-4080", "RTX 4080", 97.5, 16, 25e9),
+        ("nvidia h100-pcie", "H100 PCIe", 756, 80, 50e9), ("L40S", "L40S", 362, 48, 25e9),
+        ("RTX 3070", "RTX 3070", 40.6, 8, 25e9),
         ("4060", "RTX 4060", 30.2, 8, 12.5e9), ("4060 Ti", "RTX 4060 Ti 8 GB", 44.1, 8, 12.5e9),
         ("RTX 4060 Ti 16GB", "RTX 4060 Ti 16 GB", 44.1, 16, 12.5e9), ("5060ti", "RTX 5060 Ti 8 GB", 47.4, 8, 25e9),
         ("5070", "RTX 5070", 61.7, 12, 50e9), ("T4", "T4", 65, 15, 12e9),

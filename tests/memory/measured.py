@@ -19,7 +19,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memascend
-from memascend import memory
 
 VOCABULARY = 12_288
 SQUARES = 8
@@ -181,7 +180,6 @@ def main(given):
     counts = {
         "model_bytes": sum(parameter.nbytes for parameter in model.parameters()),
         "parameters": len(list(model.parameters())),
-        "elements": sum(parameter.numel() for parameter in model.parameters()),
         "activation_bytes": activation_bytes(work, getattr(torch, work["dtype"]).itemsize),
     }
     batch = torch.randint(0, work["vocabulary"], (work["tokens"],))
@@ -197,7 +195,6 @@ def main(given):
     after = status()
     if work["cgroup"]:
         lower(work["cgroup"], work["grow_bytes"])
-    Path("/proc/self/clear_refs").write_text("5")
     sampler = Sampler()
     peaks = {}
 
@@ -208,11 +205,6 @@ def main(given):
     phase("train")
     trained = status()
     report = optimizer.report().to_dict()
-    held = {
-        "regions": sum(region["bytes"] for region in memory.regions()),
-        "staging": optimizer._session.run.resources.engine.staging_bytes,
-    }
-    answer_peak = status()["VmHWM"]
     if work["phases"]:
         others(model, optimizer, batch, phase)
     plan = optimizer.plan
@@ -226,12 +218,10 @@ def main(given):
                 "made": made,
                 "after": after,
                 "trained": trained,
-                "whole_peak": answer_peak,
                 "peaks": peaks,
                 **counts,
-                "plan": {"host": plan.host, "host_peak": plan.host_peak, "budget": plan.budget},
+                "plan": {"host": plan.host, "host_peak": plan.host_peak},
                 "report": report,
-                "held": held,
             }
         )
     )

@@ -29,11 +29,6 @@ def test_a_region_is_what_was_asked_for():
     assert not [listed for listed in regions() if listed["owner"] == "exact"]
 
 
-def test_huge_pages_are_counted():
-    with Region(8 << 20) as region:
-        assert region.huge_bytes == 8 << 20 or region.why_not_huge
-
-
 @pytest.mark.parametrize("wish", ["auto", False])
 def test_pinning_says_what_it_got(wish):
     with Region(4 * KIB, pin=wish) as region:
@@ -47,27 +42,36 @@ def test_an_explicit_pin_that_cannot_be_had_is_refused():
         Region(4 * KIB, pin="cuda")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ((0,), "cannot be mapped"),
-        ((-1,), "nbytes must be an integer from 0"),
-        ((1.5,), "nbytes must be an integer.*, not 1.5"),
-        ((float("nan"),), "nbytes must be an integer.*, not nan"),
-        ((float("inf"),), "nbytes must be an integer.*, not inf"),
-        ((-1e6,), "nbytes must be an integer"),
-        ((1e300,), "nbytes must be an integer"),
-        (("1",), "nbytes must be an integer"),
-        ((2**70,), "nbytes must be an integer"),
-        ((4096, "gpu"), "pin must be"),
-        ((4096, True), "pin must be"),
-        ((4096, None), "pin must be"),
-        ((True,), "nbytes must be an integer"),
-    ],
-)
-def test_wrong_arguments_of_a_region(arguments, says):
+WRONG = [
+    ({"nbytes": 0}, "cannot be mapped"),
+    *(({"nbytes": nbytes}, "nbytes must be an integer from 0") for nbytes in (-1, -1e6, 1e300, "1", 2**70, True)),
+    *(({"nbytes": nbytes}, f"integer.*, not {nbytes}") for nbytes in (1.5, float("nan"), float("inf"))),
+    *(({"pin": pin}, "pin must be") for pin in ("gpu", True, None)),
+    *(({"on_fork": on_fork}, "on_fork must be") for on_fork in ("keep", 1, None)),
+]
+
+
+@pytest.mark.parametrize(("wrong", "says"), WRONG)
+def test_wrong_arguments_of_a_region(wrong, says):
     with pytest.raises(memascend.ConfigError, match=says):
-        Region(*arguments)
+        Region(**{"nbytes": 4096, **wrong})
+
+
+PLANS = [{}, {0: 1}, {1: 0}, {-1: 1}, {1: -1}, {1.5: 1}, {"4096": 1}, {1 << 62: 2}, {1: 1 << 40}]
+
+
+def test_impossible_plans_rings_and_timeouts_are_refused(arena):
+    with Region(4096) as region:
+        for plan in PLANS:
+            with pytest.raises(memascend.ConfigError):
+                Arena(region, plan)
+    for chunk_bytes, count in [(0, 1), (4096, 0), (-1, 2), (4096, 1.5)]:
+        with pytest.raises(memascend.ConfigError):
+            ChunkRing(chunk_bytes, count)
+    for timeout in (-1, float("nan"), "1", b"", []):
+        with pytest.raises(memascend.ConfigError, match="timeout must be"):
+            arena.lease(1, timeout=timeout)
+    arena.lease(1, timeout=float("inf")).release()
 
 
 def test_a_whole_number_of_bytes_may_be_a_float(tmp_path):
@@ -95,7 +99,7 @@ def test_a_lease_becomes_a_tensor_and_goes_back_with_it(arena):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool, torch.uint8])
-def test_every_dtype_is_in_ram_without_a_copy(arena, dtype):
+def test_tensors_of_one_lease_share_its_memory(arena, dtype):
     lease = arena.lease(100 * dtype.itemsize)
     one, other = lease.tensor(100, dtype), lease.tensor((10, 10), dtype)
     one.fill_(1)
@@ -206,13 +210,6 @@ def test_who_holds_what_is_counted_by_name(arena):
     assert (stats["bytes"], stats["peak"], stats["owners"]["update"]["peak"]) == (0, 3000 + 16 * KIB, 16 * KIB)
 
 
-def test_owners_are_bounded(arena):
-    for index in range(255):
-        arena.lease(1, owner=f"owner {index}").release()
-    with pytest.raises(memascend.ConfigError, match="255 owners are named already"):
-        arena.lease(1, owner="one more")
-
-
 def test_a_region_too_small_for_its_plan_says_what_works():
     plan = {1_000_003: 3, 77: 5}
     needed = 3 * 1_000_003 + 5 * 77
@@ -231,23 +228,6 @@ def test_a_region_too_small_for_its_plan_says_what_works():
         assert stats["capacity"] == layout(plan).asked == needed
         assert stats["reserved"] == layout(plan).reserved
         assert stats["reserved"] - needed <= 0.02 * needed
-
-
-@pytest.mark.parametrize(
-    "plan", [{}, {0: 1}, {1: 0}, {-1: 1}, {1: -1}, {1.5: 1}, {"4096": 1}, {1 << 62: 2}, {1: 1 << 40}]
-)
-def test_impossible_plans_are_refused(plan):
-    with Region(4096) as region, pytest.raises(memascend.ConfigError):
-        Arena(region, plan)
-
-
-def test_a_region_belongs_to_one_arena():
-    with Region(4096) as region:
-        first = Arena(region, {4096: 1})
-        with pytest.raises(memascend.UsageError, match="already belongs to an arena"):
-            Arena(region, {4096: 1})
-        del first
-        Arena(region, {4096: 1})
 
 
 def test_a_closed_region_is_an_error_and_its_tensors_live_on():
@@ -286,22 +266,6 @@ def test_a_wait_ends_at_its_timeout(arena):
         arena.lease(16 * KIB, timeout=0.1)
     assert 0.1 <= time.monotonic() - began < 30
     assert len(held) == 2
-
-
-@pytest.mark.parametrize("timeout", [-1, float("nan"), "1", b"", []])
-def test_wrong_timeouts_are_refused(arena, timeout):
-    with pytest.raises(memascend.ConfigError, match="timeout must be"):
-        arena.lease(1, timeout=timeout)
-
-
-@pytest.mark.parametrize("on_fork", ["keep", 1, None])
-def test_wrong_wishes_for_forks_are_refused(on_fork):
-    with pytest.raises(memascend.ConfigError, match="on_fork must be"):
-        Region(4096, on_fork=on_fork)
-
-
-def test_an_endless_timeout_is_allowed(arena):
-    arena.lease(1, timeout=float("inf")).release()
 
 
 def test_a_wait_lets_other_threads_run_and_answers_ctrl_c(arena):
@@ -345,7 +309,7 @@ class Asks:
         repr(lease)
 gc.set_threshold(1)
 def refused(call):
-    for _ in range(100):
+    for _ in range(30):
         Asks()
         try:
             call()
@@ -361,18 +325,6 @@ refused(lambda: lease.tensor(1, torch.uint8))
     )
 
 
-def test_closing_ends_a_wait():
-    region = Region(4096)
-    arena = Arena(region, {4096: 1})
-    held = arena.lease(4096)
-    timer = threading.Timer(0.1, region.close)
-    timer.start()
-    with pytest.raises(memascend.UsageError, match="closed"):
-        arena.lease(4096)
-    timer.join()
-    held.release()
-
-
 def test_a_ring_hands_out_chunks():
     with ChunkRing(64 * KIB, 3) as ring:
         chunks = [ring.lease(owner="io") for _ in range(3)]
@@ -386,12 +338,6 @@ def test_a_ring_hands_out_chunks():
         assert ring.stats()["in_use"] == 0
     with pytest.raises(memascend.UsageError, match="closed"):
         ring.lease()
-
-
-@pytest.mark.parametrize(("chunk_bytes", "count"), [(0, 1), (4096, 0), (-1, 2), (4096, 1.5)])
-def test_impossible_rings_are_refused(chunk_bytes, count):
-    with pytest.raises(memascend.ConfigError):
-        ChunkRing(chunk_bytes, count)
 
 
 def test_reprs_say_what_they_are(arena):

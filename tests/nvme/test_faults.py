@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from memascend import MemascendError, StorageError, TimeoutExpired, nvme
+from memascend import StorageError, TimeoutExpired, nvme
 
 MIB = 1 << 20
 pytestmark = pytest.mark.root
@@ -149,19 +149,6 @@ def test_a_file_size_limit_is_an_error_and_not_the_end(path, backend, child):
         path,
         backend,
     )
-
-
-def test_eio_on_read(loop, tmp_path, backend):
-    device = loop(16 * MIB)
-    with nvme.open(device, backend=backend) as volume:
-        volume.write(b"k" * (8 * MIB), 0).wait()
-        os.truncate(tmp_path / "backing-0", 4 * MIB)
-        error = failed(volume.read(bytearray(MIB), 10 * MIB).wait, errno.EIO)
-        assert error.path == device
-        assert 10 * MIB <= error.offset < 11 * MIB
-        into = bytearray(MIB)
-        volume.read(into, 0).wait()
-        assert into == b"k" * MIB
 
 
 def test_eio_on_write(backend):
@@ -351,10 +338,3 @@ def test_a_memlock_limit_and_an_unprivileged_user(tmp_path, child):
         folder,
     )
     assert backend in {"io_uring 65534", "threads 65534"}
-
-
-def test_errors_are_of_the_family(faulty):
-    faulty.set(read={"errno": errno.EIO})
-    with nvme.open(faulty.path) as volume, pytest.raises(OSError, match="input/output error") as caught:
-        volume.read(bytearray(10), 0).wait()
-    assert isinstance(caught.value, MemascendError)

@@ -1,10 +1,8 @@
-"""Tests how volumes and tickets end: closed, dropped, at the interpreter's exit, under many threads."""
+"""Tests how volumes and tickets end: closed, dropped, at the interpreter's exit."""
 
 import os
-import random
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
@@ -79,34 +77,6 @@ def test_the_end_of_the_interpreter_drains(path, child):
     )
     data = path.read_bytes()
     assert all(data[index << 22 : (index + 1) << 22].count(index) == 1 << 22 for index in range(16))
-
-
-def test_32_threads_on_one_volume(path, backend):
-    failures = []
-    with nvme.open(path, size=32 * MIB, backend=backend) as volume:
-
-        def hammer(number):
-            choose = random.Random(number)
-            start, model = number * MIB, bytearray(MIB)
-            try:
-                volume.write(model, start).wait()
-                for _ in range(25):
-                    nbytes = choose.choice([3, 512, 4096, 30_000])
-                    offset = choose.randrange(MIB - nbytes)
-                    model[offset : offset + nbytes] = data = choose.randbytes(nbytes)
-                    volume.write(data, start + offset).wait()
-                into = bytearray(MIB)
-                volume.read(into, start).wait()
-                assert into == model
-            except BaseException as error:
-                failures.append(error)
-
-        threads = [threading.Thread(target=hammer, args=(number,)) for number in range(32)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not failures
 
 
 def test_tmpfs_and_what_it_says_of_itself(tmp_path):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from memascend.plan.cost import Drive, Host, Phase, Work, drive_days, phases, seconds, update_seconds
+from memascend.plan.cost import Drive, Host, Work, drive_days, phases, seconds, update_seconds
 from memascend.plan.units import Unit
 
 GB = 10**9
@@ -140,10 +140,6 @@ def test_the_life_of_a_drive():
     # 48 GB in 12 s are 345.6 TB a day.
     assert drive_days(48 * GB, 12.0, 600 * 10**12) == pytest.approx(600 / 345.6)
     assert drive_days(0, 12.0, 600 * 10**12) is None
-
-
-def test_a_phase_is_named_by_its_longest_part():
-    assert Phase(name="forward", parts={"compute": 1.0, "disk": 2.0}).bound == "disk"
 
 
 def test_checkpointed_activations_pass_through_link_and_drive():

@@ -1,15 +1,83 @@
-"""Tests the arithmetic of plans against brute force."""
+"""Tests plans in a budget: `smallest`, host memory, classes of slots against brute force, and what a step reads."""
 
 import itertools
+import json
 import math
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan.test_memory_plan_budget import admits
 
 import memascend
-from memascend.plan.memory_plan import arena_classes
+from memascend import memory
+from memascend.engine import Sizes
+from memascend.plan.memory_plan import Requirements, arena_classes, make_plan
+from memascend.plan.units import Unit, count_reads, forward_order, list_windows
+from memascend.text import size_option
+
+PAGE = 4096
+
+
+def unit(name, pages, **more):
+    more = {"module": name, "pinned": False, "elements": pages * PAGE // 2, **more}
+    return Unit(name=name, parameters=(f"{name}.weight",), nbytes=pages * PAGE, **more)
+
+
+def model(layers=6, *, block=30, embedding=100, tied=False, frozen=False):
+    still = {"frozen_bytes": block * PAGE} if frozen else {}
+    blocks = [unit(f"layers.{index}", block, **still) for index in range(layers)]
+    again = (blocks[-1].name,) if tied else ()
+    ends = [] if tied else [unit("head", embedding)]
+    return [unit("embedding", embedding, again=again), *blocks, unit("rest", 1, module=None, pinned=True), *ends]
+
+
+def sizes_of(units):
+    values = sum(each.nbytes for each in units)
+    return Sizes(
+        total_bytes=12 * values,
+        slot_bytes=6 * values,
+        index_bytes=640,
+        buffer_bytes=2 * PAGE,
+        chunk_bytes=16 * PAGE,
+        other_bytes=0,
+        unit_bytes={each.name: each.nbytes for each in units},
+    )
+
+
+def plan(units, budget=None, gradients="auto", device_budget=None, **more):
+    given = {"gradient_bytes": {each.name: each.nbytes for each in units}, **more}
+    run = Requirements(units=units, sizes=sizes_of(units), gradients=gradients, **given)
+    return make_plan(run, budget=budget, device_budget=device_budget)
+
+
+def admits(classes, held):
+    """Whether the arena's rule, smallest class that holds it, grants every lease."""
+    left = dict(classes)
+    for nbytes in held:
+        bound = min((bound for bound in left if bound >= nbytes), default=None)
+        if bound is None or left[bound] == 0:
+            return False
+        left[bound] -= 1
+    return True
+
+
+@st.composite
+def unit_lists(draw):
+    kinds = draw(st.lists(st.integers(1, 400), min_size=1, max_size=4))
+    pages = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=12))
+    units = [unit(f"unit{index}", size) for index, size in enumerate(pages)]
+    if draw(st.booleans()):
+        units.insert(draw(st.integers(0, len(units))), unit("rest", draw(st.integers(1, 3)), pinned=True, module=None))
+    if draw(st.booleans()):
+        units[0] = unit("tied", 50, again=(units[-1].name,))
+    frozen = draw(st.sets(st.integers(0, len(units) - 1)))
+    for index in frozen:
+        old = units[index]
+        units[index] = unit(
+            old.name, old.nbytes // PAGE, pinned=old.pinned, module=old.module, again=old.again, frozen_bytes=old.nbytes
+        )
+    return units
+
 
 windows = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=6)
 
@@ -39,9 +107,234 @@ def test_no_cheaper_classes_exist(windows):
 
 
 def test_many_sizes_are_no_burden_and_wrong_ones_are_refused():
-    classes = arena_classes([[size] for size in range(1, 401)])
-    assert classes == {400: 1}
+    classes = arena_classes([[size] for size in range(1, 201)])
+    assert classes == {200: 1}
     for size in (0, -1):
         with pytest.raises(memascend.ConfigError, match="at least 1 byte"):
             arena_classes([[size, 5]])
     assert arena_classes([]) == {}
+
+
+@settings(max_examples=150, deadline=None)
+@given(unit_lists(), st.sampled_from(["auto", "fused", "ssd", "ram"]), st.integers(0, 4 << 20))
+def test_the_smallest_budget_works_to_the_byte(units, gradients, spare):
+    with pytest.raises(memascend.BudgetError) as refused:
+        plan(units, 1, gradients)
+    smallest = refused.value.smallest
+    assert f"works is {size_option(smallest)}," in str(refused.value)
+    with pytest.raises(memascend.BudgetError) as refused:
+        plan(units, smallest - 1, gradients)
+    assert refused.value.smallest == smallest
+    assert plan(units, smallest, gradients).host_peak == smallest
+    for budget in (smallest, smallest + spare, None):
+        found = plan(units, budget, gradients)
+        assert found.host_peak == sum(found.host.values()) <= found.budget
+        assert found.budget == (found.comfortable if budget is None else budget)
+        assert smallest == found.smallest <= found.comfortable <= found.ample
+        assert found.queue_bytes >= max(each.nbytes for each in units)
+        for held in list_windows(units, found.window):
+            assert admits(found.classes, [each.nbytes for each in held.values()])
+        json.dumps(found.to_dict())
+        assert str(found)
+
+
+@settings(max_examples=60, deadline=None)
+@given(unit_lists(), st.integers(0, 8 << 20))
+def test_more_memory_than_comfortable_saves_what_it_says(units, spare):
+    easy = plan(units)
+    wider = plan(units, easy.comfortable + spare)
+    ample = plan(units, easy.ample)
+    reads_of = [sum(each.read_bytes.values()) for each in (easy, wider, ample)]
+    assert reads_of == sorted(reads_of, reverse=True)
+    assert reads_of[0] - reads_of[1] == wider.saved_bytes
+    assert reads_of[0] - reads_of[2] == ample.saved_bytes
+
+
+@settings(max_examples=30, deadline=None)
+@given(unit_lists())
+def test_a_real_arena_takes_what_was_said(units):
+    found = plan(units)
+    with memory.Region(memory.layout(found.classes).reserved, False) as region:
+        stats = memory.Arena(region, found.classes).stats()
+        assert stats["reserved"] + stats["tables"] == found.host["units"]
+        assert region.mapped_bytes == region.nbytes == stats["reserved"]
+    with memory.ChunkRing(16 * PAGE, found.chunks, False) as ring:
+        stats = ring.stats()
+        assert stats["reserved"] + stats["tables"] == found.host["update staging"]
+
+
+def test_the_smallest_and_the_comfortable_plan():
+    units = model()
+    easy = plan(units)
+    small = plan(units, easy.smallest)
+    assert (small.window, small.chunks, small.queue_bytes) == (1, 2, 100 * PAGE)
+    # One slot that everything shares, and the pinned unit's.
+    assert small.classes == {100 * PAGE: 1, PAGE: 1}
+    assert (easy.window, easy.chunks, easy.queue_bytes) == (2, 12, 130 * PAGE)
+    assert easy.classes == {100 * PAGE: 1, 30 * PAGE: 2, PAGE: 1}
+    assert easy.budget == easy.host_peak == easy.comfortable
+
+
+def test_between_them_the_queue_takes_what_is_left_and_then_the_chunks():
+    units = model()
+    easy = plan(units)
+    between = plan(units, easy.comfortable - 7 * PAGE)
+    assert (between.window, between.chunks, between.queue_bytes) == (2, 11, 130 * PAGE)
+    staging = easy.host["update staging"]
+    less = plan(units, easy.comfortable - staging * 8 // 12 - 7 * PAGE)
+    assert (less.window, less.chunks) == (2, 4)
+    assert 119 * PAGE < less.queue_bytes < 124 * PAGE
+
+
+def test_host_memory_does_not_grow_with_depth():
+    peaks = {layers: plan(model(layers)).host_peak for layers in (4, 48)}
+    assert peaks[4] == peaks[48]
+
+
+def test_gradients_in_ram_are_all_of_them():
+    units = model()
+    total = sum(each.nbytes for each in units)
+    assert plan(units, gradients="ram").host["gradients"] == total
+    assert plan(units, gradients="ssd").host["gradients"] == 130 * PAGE
+
+
+def test_a_larger_budget_keeps_units():
+    units = model()
+    easy = plan(units)
+    block = 30 * PAGE + 5
+    wider = plan(units, easy.comfortable + 2 * block)
+    assert wider.classes[30 * PAGE] == 4
+    # The last ones of the forward are the first ones of the backward.
+    assert {"layers.2", "layers.3", "layers.4", "layers.5"} <= wider.resident
+    assert "layers.1" not in wider.resident
+    assert wider.saved_bytes == 2 * 30 * PAGE
+    assert sum(easy.read_bytes.values()) - sum(wider.read_bytes.values()) == wider.saved_bytes
+    assert plan(units, easy.comfortable + 2 * block - 1).classes[30 * PAGE] == 3
+    ample = plan(units, easy.ample)
+    assert ample.saved_bytes > wider.saved_bytes
+    assert ample.resident == {each.name for each in units}
+    assert "values, backward" not in ample.read_bytes
+    assert ample.host_peak == easy.ample == plan(units, 10 * easy.ample).host_peak
+
+
+def test_bytes_of_a_step():
+    units = model()
+    values = sum(each.nbytes for each in units)
+    easy = plan(units)
+    # Of blocks two stay at the turn, and the head's slot holds the head; the embedding comes back.
+    assert easy.read_bytes == {
+        "values, forward": values,
+        "values, backward": values - (100 + 2 * 30 + 1) * PAGE,
+        "state": 5 * values,
+    }
+    assert easy.written_bytes == {"values": values, "state": 5 * values}
+    small = plan(units, easy.smallest)
+    assert small.read_bytes["values, update"] == values
+    kept = plan(units, gradients="ssd")
+    assert kept.read_bytes["gradients"] == kept.written_bytes["gradients"] == values
+    assert kept.read_bytes["values, update"] == values
+    assert "values, update" not in plan(units, gradients="ssd", update_values="never").read_bytes
+    assert plan(units, update_values="read").read_bytes["values, update"] == values
+
+
+def test_frozen_units_are_not_written_and_stay_from_step_to_step():
+    units = model(frozen=True)
+    trained = sum(each.nbytes - each.frozen_bytes for each in units)
+    easy = plan(units)
+    assert easy.written_bytes["values"] == trained
+    ample = plan(units, easy.ample)
+    assert ample.read_bytes["values, forward"] == trained
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_memory_for_the_next_whole_parameter_is_taken_where_all_else_has_its_own(device):
+    how = {"whole_bytes": 90 * PAGE}
+    if device:
+        how["staging"] = {"unit staging": {PAGE: 4}}
+    without = plan(model(), **how)
+    easy = plan(model(), whole_next_bytes=70 * PAGE, **how)
+    assert easy.smallest == without.smallest
+    assert easy.comfortable == without.comfortable + 70 * PAGE
+    assert (easy.whole_bytes, easy.whole_next_bytes) == (160 * PAGE, 70 * PAGE)
+    assert easy.host["whole parameters"] == easy.whole_bytes
+    assert "one is updated while the next is read" in str(easy)
+    for budget in range(easy.smallest, easy.comfortable + 100 * PAGE, 9 * PAGE):
+        given = plan(model(), budget, whole_next_bytes=70 * PAGE, **how)
+        assert given.host_peak == sum(given.host.values()) <= budget
+        has_next = budget >= easy.comfortable
+        assert given.whole_next_bytes == (70 * PAGE if has_next else 0)
+        assert given.whole_bytes == (160 if has_next else 90) * PAGE
+        assert given.chunks >= plan(model(), budget - given.whole_next_bytes, **how).chunks
+
+
+def test_a_tied_embedding_meets_the_last_block():
+    units = model(tied=True)
+    assert [each.name for each in forward_order(units)][-2:] == ["layers.5", "embedding"]
+    assert {"layers.5", "embedding", "rest"} in [set(held) for held in list_windows(units, 2)]
+
+
+def test_what_stays_bound_around_others_is_in_their_window():
+    units = [
+        unit("encoder", 40),
+        unit("encoder.layers.0", 10, around=("encoder",)),
+        unit("encoder.layers.1", 10, around=("encoder",)),
+        unit("head", 10),
+    ]
+    assert {"encoder", "encoder.layers.1"} in [set(held) for held in list_windows(units, 1)]
+    assert plan(units, plan(units).smallest).classes == {40 * PAGE: 1, 10 * PAGE: 1}
+
+
+def test_what_is_bound_around_a_tied_unit_is_so_where_it_is_used_again():
+    units = [unit("embedding", 40, again=("head",), around_again=("head",)), unit("layers.0", 30), unit("head", 20)]
+    assert [set(held) for held in list_windows(units, 1)] == [
+        {"embedding"},
+        {"layers.0"},
+        {"head"},
+        {"embedding", "head"},
+    ]
+    assert plan(units, plan(units).smallest).classes == {20 * PAGE: 1, 40 * PAGE: 1}
+
+
+def test_reads_by_hand():
+    a, b, c = (unit(name, 1) for name in "abc")
+    assert count_reads([a, b, c], 1) == ({"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 1, "c": 0})
+    assert count_reads([a, b, c], 2) == ({"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 0, "c": 0})
+    assert count_reads([a, b, c], 3) == ({"a": 1, "b": 1, "c": 1}, {"a": 0, "b": 0, "c": 0})
+    # Tied: it is used last as well, so that of two slots one is its own.
+    assert count_reads([a, b, c, a], 2) == ({"a": 1, "b": 1, "c": 1}, {"a": 0, "b": 1, "c": 0})
+    still = [unit(name, 1, frozen_bytes=PAGE) for name in "abc"]
+    assert count_reads(still, 3) == ({"a": 0, "b": 0, "c": 0}, {"a": 0, "b": 0, "c": 0})
+
+
+def test_thousands_of_experts_are_no_burden():
+    units = [unit(f"layers.{layer}.experts.{expert}", 2) for layer in range(24) for expert in range(128)]
+    easy = plan(units)
+    assert plan(units, easy.comfortable + (1 << 20)).saved_bytes > 0
+
+
+def test_the_table_tells_a_user():
+    text = str(plan(model()))
+    for part in (
+        "layers.0 .. layers.5 (6)",
+        "update staging",
+        "12 chunks",
+        "2 in use at once",
+        "read: state",
+        "Storage",
+    ):
+        assert part in text
+    small = str(plan(model(), plan(model()).smallest))
+    assert f"host_memory={plan(model()).comfortable}" in small
+
+
+def test_repeated_units_are_one_row_whatever_stands_between_them():
+    halves = [unit(f"layers.{index}.{part}", size) for index in range(4) for part, size in (("up", 30), ("down", 20))]
+    units = [unit("embedding", 100), *halves, unit("q", 7), unit("k", 7), unit("head", 99)]
+    rows = str(plan(units)).split("\n\n")[0].splitlines()[1:]
+    assert [row.split("  ")[1] for row in rows] == [
+        "embedding",
+        "layers.0.up .. layers.3.up (4)",
+        "layers.0.down .. layers.3.down (4)",
+        "q .. k (2)",
+        "head",
+    ]

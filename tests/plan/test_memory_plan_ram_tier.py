@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from plan.test_memory_plan_budget import PAGE, model, sizes_of
+from plan.test_memory_plan import PAGE, model, sizes_of
 
 from memascend.plan.cost import Drive, Work, assumed_host, moves, phases, seconds, update_seconds
 from memascend.plan.memory_plan import Requirements, make_plan
@@ -20,10 +20,6 @@ def run_of(units, update_values="resident", **more):
 
 def ram_tier_bytes(run, plan):
     return sum(map(sum, (run.sizes.record_bytes[name] for name in plan.ram_tier)))
-
-
-def waiting_bytes(run, plan):
-    return sum(run.gradient_bytes.get(name, 0) for name in plan.ram_tier)
 
 
 def test_nothing_is_in_ram_unasked():
@@ -60,20 +56,6 @@ def test_where_all_gradients_are_kept_they_have_their_room():
     assert set(plan.ram_tier) == set(run.sizes.record_bytes)
     assert "gradients in RAM" not in plan.host
     assert first.all_in_ram - first.comfortable == ram_tier_bytes(run, plan)
-
-
-@pytest.mark.parametrize("applies", [False, True])
-def test_bytes_of_a_step_fall_on_a_line(applies):
-    run = dataclasses.replace(run_of(model()), applies=applies)
-    first = make_plan(run)
-    saved = first.moved_bytes - make_plan(run, budget=first.all_in_ram).moved_bytes
-    for part in range(6):
-        budget = first.comfortable + (first.all_in_ram - first.comfortable) * part // 5
-        plan = make_plan(run, budget=budget)
-        room = ram_tier_bytes(run, plan) + waiting_bytes(run, plan)
-        line = first.moved_bytes - saved * room / (first.all_in_ram - first.comfortable)
-        assert abs(plan.moved_bytes - line) <= 0.05 * first.moved_bytes
-    assert plan.moved_bytes == (0 if applies else sum(first.written_bytes.values()))
 
 
 @pytest.mark.parametrize("update_values", ["resident", "read", "never"])

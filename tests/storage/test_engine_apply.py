@@ -46,6 +46,28 @@ def arithmetic(values, gradient, state, *, first, last):
         state["rows"] *= -1.5
 
 
+def three_steps(applying, held, states, *, spilled, whole, **more):
+    """The same arithmetic three times, by the engine and in memory."""
+    for step in range(1, 4):
+        for name, values in held.items():
+            gradient = torch.randn(values.shape).bfloat16()
+            if spilled:
+                applying.spill(name, gradient)
+            given = {} if spilled else {"gradient": gradient}
+            applying.apply(name, on_chunk, step=step, whole=whole, **given, **more)
+            arithmetic(values, gradient, states[name], first=True, last=True)
+        applying.commit(step)
+    assert applying.counters()["applied"] == 3 * len(held)
+
+
+def require_same(store, held, states):
+    for name, values in held.items():
+        stored, state = store.read(name)
+        assert same_bits(stored, values), name
+        for of, tensor in states[name].items():
+            assert same_bits(state[of], tensor), (name, of)
+
+
 def on_chunk(chunk):
     arithmetic(chunk.values, chunk.gradient, chunk.state, first=chunk.start == 0, last=chunk.last)
 
@@ -58,23 +80,9 @@ def test_what_was_applied_is_what_it_is_in_memory(tmp_path, whole, slots, spille
     room = 30_001 * (4 + 4 + 2 + 2) + 4 * 64 if whole else 0
     following = room if slots == 2 else 0
     with store, engine.Engine(store, chunks=chunks, queue=100_000, whole=room, whole_next=following) as applying:
-        for step in range(1, 4):
-            for name, values in held.items():
-                gradient = torch.randn(values.shape).bfloat16()
-                if spilled:
-                    applying.spill(name, gradient)
-                    applying.apply(name, on_chunk, step=step, whole=whole)
-                else:
-                    applying.apply(name, on_chunk, step=step, gradient=gradient, whole=whole)
-                arithmetic(values, gradient, states[name], first=True, last=True)
-            applying.commit(step)
+        three_steps(applying, held, states, spilled=spilled, whole=whole)
         store.verify()
-        for name, values in held.items():
-            stored, state = store.read(name)
-            assert same_bits(stored, values), name
-            for of, tensor in states[name].items():
-                assert same_bits(state[of], tensor), (name, of)
-        assert applying.counters()["applied"] == 3 * len(held)
+        require_same(store, held, states)
         # The ring, two sets of other state, and the room for whole ones: nothing else, whatever the records' number.
         sizes = store.info()
         assert sizes["index_bytes"] < 1 << 20
@@ -265,18 +273,6 @@ def test_what_cannot_be_applied_is_refused(tmp_path):
         applying.finish()
 
 
-def test_it_is_closed_in_the_middle(tmp_path):
-    store, held, _ = made(tmp_path / "store")
-    begun = threading.Event()
-    with store, engine.Engine(store) as applying:
-        for name, values in held.items():
-            applying.apply(name, lambda _: begun.set(), step=1, gradient=values)
-        begun.wait()
-        applying.close()
-        for name, values in held.items():
-            assert same_bits(store.read(name)[0], values)
-
-
 @pytest.fixture
 def openmp():
     """The library that torch's operations divide their work with."""
@@ -316,24 +312,10 @@ def test_calls_after_the_commit_are_applied_to_in_ram_records_in_memory(tmp_path
     with store, engine.Engine(store, chunks=4, queue=100_000, whole=room) as applying:
         store.hold(list(held))
         store.refresh(list(held))
-        for step in range(1, 4):
-            for name, values in held.items():
-                gradient = torch.randn(values.shape).bfloat16()
-                if spilled:
-                    applying.spill(name, gradient)
-                    applying.apply(name, on_chunk, step=step, whole=whole, after_commit=True)
-                else:
-                    applying.apply(name, on_chunk, step=step, gradient=gradient, whole=whole, after_commit=True)
-                arithmetic(values, gradient, states[name], first=True, last=True)
-            applying.commit(step)
+        three_steps(applying, held, states, spilled=spilled, whole=whole, after_commit=True)
         counters = applying.counters()
         assert counters["state_written"] == counters["values_written"] == 0
-        assert applying.counters()["applied"] == 3 * len(held)
-        for name, values in held.items():
-            stored, state = store.read(name)
-            assert same_bits(stored, values), name
-            for of, tensor in states[name].items():
-                assert same_bits(state[of], tensor), (name, of)
+        require_same(store, held, states)
     with engine.Store.open(tmp_path / "store") as store:
         store.verify()
         assert all(same_bits(store.read(name)[0], values) for name, values in held.items())

@@ -82,3 +82,9 @@ def test_one_record_alone_is_discarded(tmp_path):
                 assert torch.equal(store.read(name)[0], torch.full((100_000,), float(times)))
             wanted = torch.full((100_000,), -float(times)) if times % 2 else before
             assert torch.equal(store.read("b")[0], wanted)
+
+
+def test_adam_begins_with_a_master_of_16_bit_values():
+    values = torch.randn(5)
+    assert engine.adam_state(values).keys() == {"exp_avg", "exp_avg_sq"}
+    assert torch.equal(engine.adam_state(values.half())["master"], values.half().float())

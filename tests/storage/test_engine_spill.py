@@ -142,31 +142,6 @@ def test_a_flipped_bit_is_an_error_with_a_name(tmp_path):
         updates.commit(1)
 
 
-def test_a_discard_leaves_whole_gradients_and_no_half_ones(tmp_path):
-    names = ["float32.(3, 1741)", "float32.(2049,)"]
-    with made(tmp_path / "store") as store, engine.Engine(store) as updates:
-        for name in names:
-            updates.spill(name, torch.ones(parameters()[name].shape))
-        updates.finish()
-        updates.update_spilled(names[0], engine.Adam(step=1))
-        updates.discard()
-        assert updates.spilled(names[0]) == (False, units(5223))
-        for _ in range(30):
-            shape = parameters()[names[0]].shape
-            updates.spill(names[0], torch.ones(shape))
-            updates.spill(names[0], torch.ones(shape), add=True)
-            updates.discard(names[0])
-            try:
-                found = updates.spilled(names[0])
-            except UsageError:
-                continue
-            assert found == (False, units(4 * 5223))
-        assert updates.spilled(names[1]) == (False, units(2049))
-    store = engine.Store.open(tmp_path / "store")
-    with store, engine.Engine(store) as updates, pytest.raises(UsageError, match="no gradient of"):
-        updates.spilled(names[1])
-
-
 def test_staging_memory_does_not_grow_with_what_is_spilled(tmp_path):
     records = [
         engine.Record(

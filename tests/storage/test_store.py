@@ -3,6 +3,8 @@
 import gc
 import mmap
 import threading
+import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,26 +24,16 @@ def record(name, values, unit, **more):
 def records(device="cpu"):
     torch.manual_seed(3)
     last = torch.randn(6, 5, 9, 11).bfloat16().contiguous(memory_format=torch.channels_last)
+    turned = {"name": "turned", "values": torch.randn(40, 60).t(), "state": {"row": torch.randn(40)}}
     of = [
         record("embed", torch.randn(70, 90).bfloat16(), "one", spill=torch.bfloat16),
         record("bias", torch.randn(7), "one"),
         record("conv", last, "two", order=engine.order_of(last), spill=torch.float32),
         record("nothing", torch.zeros(0, 3), "two"),
-        engine.Record(name="turned", values=torch.randn(40, 60).t(), state={"row": torch.randn(40)}, unit="three"),
+        engine.Record(**turned, unit="three", order=(1, 0)),
     ]
-    of[-1] = engine.Record(name="turned", values=of[-1].values, state=of[-1].state, unit="three", order=(1, 0))
-    if device == "meta":
-        for index, one in enumerate(of):
-            state = {name: tensor.to("meta") for name, tensor in one.state.items()}
-            of[index] = engine.Record(
-                name=one.name,
-                values=one.values.to("meta"),
-                state=state,
-                unit=one.unit,
-                order=one.order,
-                spill=one.spill,
-            )
-    return of
+    states = [{name: tensor.to(device) for name, tensor in one.state.items()} for one in of]
+    return [replace(one, values=one.values.to(device), state=state) for one, state in zip(of, states, strict=True)]
 
 
 def made(path, **options):
@@ -219,3 +211,26 @@ def test_fetches_refuse_what_does_not_fit_and_name_what_is_damaged(tmp_path):
     assert late.wait() == 1
     with pytest.raises(UsageError):
         store.fetch("two", pages(sizes.unit_bytes["two"]))
+
+
+@pytest.mark.timeout(60)
+def test_reads_that_ended_hold_up_no_step(tmp_path):
+    numel = 3 << 18
+    record = engine.Record(name="weight", values=torch.zeros(numel), state={}, unit="one")
+    with engine.Store.create(tmp_path / "store", [record], chunk_elements=1 << 18) as store:
+        into, parts = pages(4 * numel), store.parts("one", 1 << 20)
+        in_parts = [pages(nbytes) for _, nbytes in parts.places()]
+        assert len(in_parts) == 3
+        reads = [store.fetch("one", into), *(parts.begin(index, memory) for index, memory in enumerate(in_parts))]
+        while not all(read.done() for read in reads):
+            time.sleep(0.001)
+        for step in range(1, 5):
+            store.stage("weight", torch.full((numel,), float(step)), step=step)
+            store.commit(step)
+        assert reads[0].wait() == reads[0].wait() == 1, "the generation that it began at"
+        for read in reads[1:]:
+            read.wait()
+        assert not into.any()
+        assert not torch.cat(in_parts).any()
+        with pytest.raises(UsageError, match="overwritten"):
+            parts.begin(0, in_parts[0])

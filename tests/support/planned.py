@@ -1,8 +1,24 @@
-"""Asks `memascend plan`."""
+"""Asks `memascend plan`, of a small Llama among others."""
 
 import json
 
+import pytest
+
 from memascend.cli import main
+
+LAYERS, HIDDEN, WIDE, VOCABULARY = 4, 64, 160, 512
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN, "intermediate_size": WIDE, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return path
 
 
 def told(capsys, *words, status=0):

@@ -28,12 +28,26 @@ class UnitDraft:
 
     name: str
     parameters: list[str]
+    nbytes: int  # without padding
     module: str | None
     pinned: bool = False
     # As sets that keep their order.
     again: dict[str, None] = field(default_factory=dict)
     around: dict[str, None] = field(default_factory=dict)
     around_again: dict[str, None] = field(default_factory=dict)
+
+    def take_in(self, other: UnitDraft) -> None:
+        """Add the parameters of another draft; no module's call binds all of them."""
+        self.parameters += other.parameters
+        self.nbytes += other.nbytes
+        self.module = None
+
+    def take_name(self, taken: set[str]) -> None:
+        """Take a name that no other draft has; a module may be called "root" or "rest"."""
+        self.name = self.name or "root"
+        while self.name in taken:
+            self.name += "'"
+        taken.add(self.name)
 
 
 class ModuleTree:
@@ -74,10 +88,6 @@ class ModuleTree:
         """The parameters in a module that no draft has claimed."""
         return [name for name in self.under[module] if name not in self.claimed]
 
-    def direct(self, module: str) -> list[str]:
-        """The parameters that a module owns directly, and no draft has claimed."""
-        return [name for name in self.below(module) if self.owner(name) == module]
-
     def children(self, module: str) -> Iterator[str]:
         """Modules below a module, each at its first place in the tree."""
         prefix = f"{module}." if module else ""
@@ -86,31 +96,28 @@ class ModuleTree:
             if prefix + name in self.modules:
                 yield prefix + name
 
-    def claim(self, extents: Iterable[UnitDraft]) -> None:
-        """Mark the parameters of these drafts as claimed."""
-        for extent in extents:
-            self.claimed.update(extent.parameters)
+    def draft(self, module: str, parameters: list[str]) -> UnitDraft:
+        """A unit of parameters in a module; its module is there if its own call binds them."""
+        called = None if isinstance(self.modules[module], _UNCALLED) else module
+        return UnitDraft(module, parameters, sum(self.raw[name] for name in parameters), called)
 
-    def bytes_of(self, parameters: Iterable[str]) -> int:
-        """Bytes of parameters, without padding."""
-        return sum(self.raw[name] for name in parameters)
+    def claim(self, drafts: Iterable[UnitDraft]) -> None:
+        """Mark the parameters of these drafts as claimed."""
+        for draft in drafts:
+            self.claimed.update(draft.parameters)
 
     def is_whole(self, module: str) -> bool:
         """Whether no draft has claimed a parameter in the module."""
         return self.claimed.isdisjoint(self.under[module])
 
-    def called(self, module: str) -> str | None:
-        """The module, if its own call binds its parameters."""
-        return None if isinstance(self.modules[module], _UNCALLED) else module
 
-
-def note_ties(tree: ModuleTree, extents: Sequence[UnitDraft]) -> None:
+def note_ties(tree: ModuleTree, drafts: Sequence[UnitDraft]) -> None:
     """Note in the drafts where tied parameters are used again, and which units are bound around each use.
 
     A tied parameter is used after the unit whose parameters are registered before that place.
     """
-    unit_of = {id(tree.parameters[name]): extent for extent in extents for name in extent.parameters}
-    bound_in = _bound_in(tree, extents, unit_of)
+    unit_of = {id(tree.parameters[name]): draft for draft in drafts for name in draft.parameters}
+    bound_in = _bound_in(tree, drafts, unit_of)
     before: UnitDraft | None = None
     for name, parameter in tree.model.named_parameters(remove_duplicate=False):
         here = unit_of[id(parameter)]
@@ -125,15 +132,15 @@ def note_ties(tree: ModuleTree, extents: Sequence[UnitDraft]) -> None:
 
 
 def _bound_in(
-    tree: ModuleTree, extents: Sequence[UnitDraft], unit_of: Mapping[int, UnitDraft]
+    tree: ModuleTree, drafts: Sequence[UnitDraft], unit_of: Mapping[int, UnitDraft]
 ) -> Callable[[str], Iterable[UnitDraft]]:
     """A function that gives the units that are bound while a module computes, by the module's name."""
     # By id: a module with several names is one module, called by any of them.
     modules = dict(tree.model.named_modules(remove_duplicate=False))
     own: dict[int, dict[UnitDraft, None]] = {}
-    for extent in extents:
-        if extent.module is not None:
-            own.setdefault(id(tree.modules[extent.module]), {})[extent] = None
+    for draft in drafts:
+        if draft.module is not None:
+            own.setdefault(id(tree.modules[draft.module]), {})[draft] = None
     for name, parameter in tree.model.named_parameters(remove_duplicate=False):
         owner = tree.owner(name)
         # A list of parameters is never called: the module that owns the list binds them.
@@ -145,7 +152,7 @@ def _bound_in(
         names = [module]
         while names[-1]:
             names.append(tree.owner(names[-1]))
-        return dict.fromkeys(extent for name in reversed(names) for extent in own.get(id(modules[name]), ()))
+        return dict.fromkeys(draft for name in reversed(names) for draft in own.get(id(modules[name]), ()))
 
     return bound_in
 
@@ -189,20 +196,23 @@ def find_units(
     """
     tree = ModuleTree(model)
     bound = max(_BOUND_BYTES, tree.largest_owner) if bytes_max is None else bytes_max
-    extents = [UnitDraft(name, tree.below(name), tree.called(name)) for name in _checked(tree, units or ())]
-    tree.claim(extents)
+    drafts = [tree.draft(name, tree.below(name)) for name in _checked(tree, units or ())]
+    tree.claim(drafts)
     blocks = list(_blocks(tree, ""))
     tree.claim(blocks)
     # Of the other modules, one that is no larger than a block stays whole.
-    limit = max([tree.bytes_of(extent.parameters) for extent in (*extents, *blocks)], default=tree.largest_owner)
+    limit = max([draft.nbytes for draft in (*drafts, *blocks)], default=tree.largest_owner)
     leftovers = list(_leftovers(tree, "", min(limit, bound)))
-    rest = _small(tree, leftovers, limit)
-    leftovers = [extent for extent in leftovers if extent not in rest]
-    for extent in (*blocks, *leftovers):
-        extents += _divided(tree, extent, bound)
-    if rest:
-        extents.append(UnitDraft("rest", [name for extent in rest for name in extent.parameters], None, pinned=True))
-    return _ordered(tree, extents)
+    small = _small(leftovers, limit)
+    for draft in (*blocks, *leftovers):
+        if draft not in small:
+            drafts += _divided(tree, draft, bound)
+    if small:
+        rest = UnitDraft("rest", [], 0, None, pinned=True)
+        for draft in small:
+            rest.take_in(draft)
+        drafts.append(rest)
+    return _ordered(tree, drafts)
 
 
 def _checked(tree: ModuleTree, names: Sequence[str]) -> Sequence[str]:
@@ -240,7 +250,7 @@ def _blocks(tree: ModuleTree, module: str) -> Iterator[UnitDraft]:
         alike = _alike(tree, children)
     for child in children:
         if child in alike and tree.is_whole(child):
-            yield UnitDraft(child, tree.below(child), tree.called(child))
+            yield tree.draft(child, tree.below(child))
         else:
             yield from _blocks(tree, child)
 
@@ -264,95 +274,86 @@ def _leftovers(tree: ModuleTree, module: str, limit: int) -> Iterator[UnitDraft]
     left = tree.below(module)
     if not left:
         return
-    called = tree.called(module)
-    if module and called is not None and tree.is_whole(module) and tree.bytes_of(left) <= limit:
-        yield UnitDraft(module, left, called)
+    whole = tree.draft(module, left)
+    if module and whole.module is not None and tree.is_whole(module) and whole.nbytes <= limit:
+        yield whole
         return
-    direct = tree.direct(module)
+    direct = [name for name in left if tree.owner(name) == module]
     if direct:
-        yield UnitDraft(module, direct, called)
+        yield tree.draft(module, direct)
     for child in tree.children(module):
         yield from _leftovers(tree, child, limit)
 
 
-def _small(tree: ModuleTree, leftovers: Sequence[UnitDraft], limit: int) -> list[UnitDraft]:
+def _small(leftovers: Sequence[UnitDraft], limit: int) -> list[UnitDraft]:
     """The leftovers that are kept resident: the smallest ones, up to a bound of their sum."""
-    rest, total = [], 0
-    for extent in sorted(leftovers, key=lambda extent: tree.bytes_of(extent.parameters)):
-        nbytes = tree.bytes_of(extent.parameters)
-        total += nbytes
-        if nbytes * _SMALL_PART > limit or total * _REST_PART > limit:
+    found, total = [], 0
+    for draft in sorted(leftovers, key=lambda draft: draft.nbytes):
+        total += draft.nbytes
+        if draft.nbytes * _SMALL_PART > limit or total * _REST_PART > limit:
             break
-        rest.append(extent)
-    return rest
+        found.append(draft)
+    return found
 
 
-def _divided(tree: ModuleTree, extent: UnitDraft, bound: int) -> list[UnitDraft]:
+def _divided(tree: ModuleTree, draft: UnitDraft, bound: int) -> list[UnitDraft]:
     """The draft, or where it is larger than `bound` its parts, the small ones together."""
-    if tree.bytes_of(extent.parameters) <= bound:
-        return [extent]
+    if draft.nbytes <= bound:
+        return [draft]
     parts: list[UnitDraft] = []
     packed: UnitDraft | None = None
-    packed_bytes = 0
-    for part in _parts(tree, extent, bound):
-        nbytes = tree.bytes_of(part.parameters)
-        if nbytes * _SMALL_PART > bound:
+    for part in _parts(tree, draft, bound):
+        if part.nbytes * _SMALL_PART > bound:
             parts.append(part)
-        elif packed is not None and (packed_bytes + nbytes) * _REST_PART <= bound:
-            # Norms, or many small experts: a single one is too small for a read. No module's call binds all of them.
-            packed.parameters += part.parameters
-            packed.module = None
-            packed_bytes += nbytes
+        elif packed is not None and (packed.nbytes + part.nbytes) * _REST_PART <= bound:
+            # Norms, or many small experts: a single one is too small for a read.
+            packed.take_in(part)
         else:
-            packed, packed_bytes = part, nbytes
+            packed = part
             parts.append(part)
     return parts
 
 
-def _parts(tree: ModuleTree, extent: UnitDraft, bound: int) -> Iterator[UnitDraft]:
+def _parts(tree: ModuleTree, draft: UnitDraft, bound: int) -> Iterator[UnitDraft]:
     """Modules no larger than `bound`; a module's own parameters stay together, as its call binds all of them."""
     # A draft larger than the bound has the name of its module, and is that module or the parameters that it owns.
-    inside = set(extent.parameters)
-    direct = [name for name in extent.parameters if tree.owner(name) == extent.name]
-    if tree.bytes_of(extent.parameters) <= bound or len(direct) == len(extent.parameters):
-        yield extent
+    inside = set(draft.parameters)
+    direct = [name for name in draft.parameters if tree.owner(name) == draft.name]
+    if draft.nbytes <= bound or len(direct) == len(draft.parameters):
+        yield draft
         return
     if direct:
-        yield UnitDraft(extent.name, direct, extent.module)
-    for child in tree.children(extent.name):
+        yield tree.draft(draft.name, direct)
+    for child in tree.children(draft.name):
         below = [name for name in tree.under[child] if name in inside]
         if below:
-            yield from _parts(tree, UnitDraft(child, below, tree.called(child)), bound)
+            yield from _parts(tree, tree.draft(child, below), bound)
 
 
-def _ordered(tree: ModuleTree, extents: list[UnitDraft]) -> tuple[Unit, ...]:
+def _ordered(tree: ModuleTree, drafts: list[UnitDraft]) -> tuple[Unit, ...]:
     """Units in the order in which their parameters are registered, the head last."""
     head, index = _head(tree), {name: index for index, name in enumerate(tree.parameters)}
-    extents.sort(key=lambda extent: (extent.parameters == head, min(index[name] for name in extent.parameters)))
+    drafts.sort(key=lambda draft: (draft.parameters == head, min(index[name] for name in draft.parameters)))
     taken: set[str] = set()
-    for extent in extents:
-        # A module may be called "root" or "rest".
-        extent.name = extent.name or "root"
-        while extent.name in taken:
-            extent.name += "'"
-        taken.add(extent.name)
-    note_ties(tree, extents)
+    for draft in drafts:
+        draft.take_name(taken)
+    note_ties(tree, drafts)
     return tuple(
         Unit(
-            name=extent.name,
-            parameters=tuple(sorted(extent.parameters, key=index.__getitem__)),
-            nbytes=sum(whole_pages(tree.raw[name]) for name in extent.parameters),
-            module=extent.module,
-            pinned=extent.pinned,
-            again=tuple(extent.again),
-            around=tuple(extent.around),
-            around_again=tuple(extent.around_again),
+            name=draft.name,
+            parameters=tuple(sorted(draft.parameters, key=index.__getitem__)),
+            nbytes=sum(whole_pages(tree.raw[name]) for name in draft.parameters),
+            module=draft.module,
+            pinned=draft.pinned,
+            again=tuple(draft.again),
+            around=tuple(draft.around),
+            around_again=tuple(draft.around_again),
             frozen_bytes=sum(
-                whole_pages(tree.raw[name]) for name in extent.parameters if not tree.parameters[name].requires_grad
+                whole_pages(tree.raw[name]) for name in draft.parameters if not tree.parameters[name].requires_grad
             ),
-            elements=sum(tree.parameters[name].numel() for name in extent.parameters),
+            elements=sum(tree.parameters[name].numel() for name in draft.parameters),
         )
-        for extent in extents
+        for draft in drafts
     )
 
 

@@ -8,7 +8,7 @@ from memascend import _core
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     import torch
 
@@ -28,6 +28,11 @@ FORMATS = (
     "stochastic bf16",
     "stochastic 8bit",
 )
+
+
+def _rule_of(names: Iterable[str]) -> Rule:
+    """The rule that has state of these names."""
+    return "momentum" if "momentum_buffer" in names else "adam"
 
 
 def order_of_strides(values: torch.Tensor) -> list[int]:
@@ -80,7 +85,7 @@ def encode_state(values: torch.Tensor, state: Mapping[str, torch.Tensor], form: 
     Raises:
         ConfigError: a tensor does not fit, a second moment is negative, or the values are not the master, rounded.
     """
-    rule: Rule = "momentum" if "momentum_buffer" in state else "adam"
+    rule = _rule_of(state)
     described = state_tensors(values, form, rule)
     if values.device.type == "meta":
         return described
@@ -140,7 +145,7 @@ def decode_state(values: torch.Tensor, state: Mapping[str, torch.Tensor], form: 
     """
     import torch
 
-    rule: Rule = "momentum" if "momentum_buffer" in state else "adam"
+    rule = _rule_of(state)
     described = state_tensors(values, form, rule)
     if {name: (tensor.dtype, tensor.shape) for name, tensor in described.items()} != {
         name: (tensor.dtype, tensor.shape) for name, tensor in state.items()
@@ -195,8 +200,7 @@ def wide_parts(
     if not record["format"]:
         return None, None, None
     described = {name: getattr(torch, dtype) for name, dtype, _ in record["state"]}
-    rule: Rule = "momentum" if "momentum_buffer" in described else "adam"
-    master, first, second = (*_taken(described, state, rule).values(), None)[:3]
+    master, first, second = (*_taken(described, state, _rule_of(described)).values(), None)[:3]
     return master, first, second
 
 
@@ -207,8 +211,7 @@ def is_widened(record: Mapping[str, Any]) -> bool:
 
 def wide_state(record: Mapping[str, Any]) -> list[tuple[str, str, list[int]]]:
     """Name, dtype and shape of the tensors that it is given as."""
-    names = {name for name, _, _ in record["state"]}
-    moments = _MOMENTS["momentum" if "momentum_buffer" in names else "adam"]
+    moments = _MOMENTS[_rule_of([name for name, _, _ in record["state"]])]
     wide = moments if record["dtype"] == "float32" else ("master", *moments)
     return [(name, "float32", record["shape"]) for name in wide]
 

@@ -273,7 +273,7 @@ class Commit:
     step: int | None  # committed steps; None if its catalog is damaged
     extents: int  # the number of extents that are whole
     nbytes: int  # their bytes
-    damages: tuple[str, ...]  # descriptions of the first damages
+    damages: list[str]  # descriptions of the first damages
     others: int  # the number of further damages
 
     @property
@@ -324,17 +324,8 @@ def examine(paths: _Path | Sequence[_Path], progress: Callable[[int, int], objec
         StorageError: there is no store, or it cannot be opened.
         CorruptionError: a part that both commits need is damaged.
     """
-    return [
-        Commit(
-            generation=found["generation"],
-            step=found["step"],
-            extents=found["extents"],
-            nbytes=found["bytes"],
-            damages=tuple(found["damages"]),
-            others=found["others"],
-        )
-        for found in _core.store_examine(paths_listed(paths), "auto", progress)
-    ]
+    found = _core.store_examine(paths_listed(paths), "auto", progress)
+    return [Commit(nbytes=one.pop("bytes"), **one) for one in found]
 
 
 def look(paths: _Path | Sequence[_Path]) -> Store:

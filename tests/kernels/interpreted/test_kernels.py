@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from support.bits import same_bits
+from support.random_values import randoms
 
 from memascend import kernels
 from memascend.kernels import adamw_jit, check, check_jit
@@ -23,10 +24,6 @@ BOUNDARIES = [0, 15, 16, BLOCK - 1, BLOCK, CHUNK - 1, CHUNK, CHUNK + 40]
 
 # The interpreter computes with numpy, which warns where infinities meet; a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-def randoms(numel, dtype, seed=0, scale=1.0):
-    return (torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
 def spread(numel, dtype, seed=0):

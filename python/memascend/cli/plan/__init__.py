@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from memascend.cli.plan.answer import Answer, Question, Takeover
-    from memascend.cli.plan.model import DescribedModel, Traces
-
-    Measure = Callable[[Question, tuple[int, int]], Question]
+    from memascend.cli.plan.answer import Answer, Question
+    from memascend.cli.plan.model import Traces
 
 _TYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
           "float16": "float16", "fp16": "float16"}  # fmt: skip
@@ -85,33 +83,43 @@ def _speed(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a speed in GB/s: give a number above 0") from None
 
 
-def run(options: argparse.Namespace, measure: Measure | None = None) -> int:
-    """Print the plan; exit code 1 if it does not fit the GPU or the storage.
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the command line asks."""
 
-    `measure` adds measured times of a processor to a question, for a number of sequences and their length.
-    """
+    described_by: str  # the source of the model, in words
+    question: Question
+    traces: Traces  # of batches of its length
+    speeds: dict[str, float]  # of its storage, in GB/s, where they were measured
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the plan; exit code 1 if it does not fit the GPU or the storage."""
     # An error about it needs no torch, whose import takes seconds.
     named_shape(options.model)
+    return print_answer(options, ask(options))
+
+
+def print_answer(options: argparse.Namespace, asked: Asked) -> int:
+    """Print the plan of what is asked; the exit code is 1 if it does not fit the GPU or the storage."""
     from memascend.cli.plan import text
     from memascend.cli.plan.answer import answer, takes_over
 
-    source, question, traces, speeds = _asked(options, measure)
+    question = asked.question
     if options.fit:
         return _fit(options, question)
     found = answer(question)
-    takeover = takes_over(question, traces)
+    takeover = takes_over(question, asked.traces)
     if options.json:
-        print(json.dumps(_values(options, source, question, found, speeds, takeover), indent=2))
+        print(json.dumps(_values(options, asked, found, takeover), indent=2))
     else:
-        head = f"{options.model}: {{parameters}}, described by {source.by}; {options.optimizer}"
-        print(text.shown(head, question, found, takeover, speeds))
+        head = f"{options.model}: {{parameters}}, described by {asked.described_by}; {options.optimizer}"
+        print(text.shown(head, question, found, takeover, asked.speeds))
     return int(bool(found.problems))
 
 
-def _asked(
-    options: argparse.Namespace, measure: Measure | None
-) -> tuple[DescribedModel, Question, Traces, dict[str, float]]:
-    """The model and the question of the command line, its traces, and the measured speed of its storage."""
+def ask(options: argparse.Namespace) -> Asked:
+    """The question of the command line; what it names is described and measured."""
     import torch
 
     from memascend.cli.plan.answer import Question
@@ -122,7 +130,7 @@ def _asked(
 
     gpu = None if options.gpu is None else parse_gpu(options.gpu)
     drive = None if options.drive is None else parse_drive(options.drive)
-    asked = Options(
+    given = Options(
         storage=options.storage,
         host_memory=options.host_memory,
         device=options.device if gpu is None else options.device or "cuda",
@@ -136,11 +144,11 @@ def _asked(
     )
     if options.network is not None and options.ranks == 1:
         raise ConfigError("--network is the speed between ranks, and there is one: also give --ranks")
-    if gpu is not None and asked.where.type == "cpu":
+    if gpu is not None and given.where.type == "cpu":
         raise ConfigError("--gpu names a GPU, and --device says that the CPU computes: give one of them")
     dtype = None if options.dtype is None else getattr(torch, _TYPES[options.dtype])
     source = describe(options.model, dtype)
-    paths = [Path(path) for path in asked.paths or ()]
+    paths = [Path(path) for path in given.paths or ()]
     speeds: dict[str, float] = {}
     if drive is None:
         drive, speeds = drive_at(paths)
@@ -150,25 +158,21 @@ def _asked(
     question = Question(
         model=source.model,
         optimizer=optimizer([one for one in source.model.parameters() if one.requires_grad]),
-        options=asked,
+        options=given,
         # Where more sequences move the peak to another place, two small batches do not tell.
         trace=traces.of(1) if batch == 1 else trace(source.model, batch, length, recomputes=traces.recomputes),
         gpu=gpu,
         drive=drive,
-        free=room_beside(asked.paths, 0) if asked.paths else None,
+        free=room_beside(given.paths, 0) if given.paths else None,
         endurance=None if options.endurance is None else options.endurance * 10**12,
         ranks=options.ranks,
         network=None if options.network is None else options.network * 1e9,
         micro_batches=options.accumulation_steps,
     )
-    if isinstance(question.trace, str):
-        return source, question, traces, speeds
-    if measure is not None:
-        question = measure(question, (batch, length))
-    elif drive is not None and asked.where.type == "cpu":
+    if not isinstance(question.trace, str) and drive is not None and given.where.type == "cpu":
         kind = next(source.model.parameters()).dtype
         question = replace(question, processor=product_flops(kind))
-    return source, question, traces, speeds
+    return Asked(described_by=source.by, question=question, traces=traces, speeds=speeds)
 
 
 def shape_of(options: argparse.Namespace, model: torch.nn.Module) -> tuple[int, int]:
@@ -192,23 +196,15 @@ def _fit(options: argparse.Namespace, question: Question) -> int:
     return int(all(one.answer.problems for one in found))
 
 
-def _values(
-    options: argparse.Namespace,
-    source: DescribedModel,
-    question: Question,
-    found: Answer,
-    speeds: dict[str, float],
-    takeover: Takeover | None,
-) -> dict[str, Any]:
+def _values(options: argparse.Namespace, asked: Asked, found: Answer, takeover: Answer | None) -> dict[str, Any]:
     from memascend.cli.plan.answer import answer, described, disk_seconds, forecast_of, moved
 
+    question = asked.question
     plan, trace = found.plan, question.trace
     turns = answer(question.one_after_the_other()) if question.by_layer else None
-    step = described(found)
-    tokens = None if isinstance(trace, str) else trace.tokens * question.micro_batches * question.ranks
-    parameters = sum(parameter.numel() for parameter in source.model.parameters())
+    parameters = sum(parameter.numel() for parameter in question.model.parameters())
     return {
-        "model": {"path": str(options.model), "described_by": source.by, "parameters": parameters},
+        "model": {"path": str(options.model), "described_by": asked.described_by, "parameters": parameters},
         "optimizer": options.optimizer,
         "fits": not found.problems,
         "problems": list(found.problems),
@@ -227,13 +223,10 @@ def _values(
         "device_bytes": found.device_bytes or None,
         "gpu": None if question.gpu is None else question.gpu.name,
         "processor_flops": question.processor,
-        "step": {
-            **step,
-            "tokens_per_second": None if found.seconds is None or tokens is None else tokens / found.seconds,
-        },
+        "step": described(found),
         "compute_takes_over": None
         if takeover is None
-        else {**asdict(takeover), "tokens_per_second": takeover.tokens_per_second},
+        else {"tokens": takeover.tokens, "problems": list(takeover.problems), **described(takeover)},
         "forecast": None if (forecast := forecast_of(question, found)) is None else asdict(forecast),
         "one_after_the_other": None if turns is None else {**described(turns), "host_bytes": turns.host_bytes},
         "ranks": None if found.network is None else {"count": options.ranks, **moved(question, found)},
@@ -247,6 +240,6 @@ def _values(
         "read_bytes_per_step": sum(plan.read_bytes.values()) + question.stored(plan),
         "steps_per_100_tb_written": 10**14 // max(1, found.written),
         "drive": {"endurance_bytes": found.endurance, "days": found.days},
-        "gb_per_second": speeds or None,
+        "gb_per_second": asked.speeds or None,
         "disk_seconds_per_step": disk_seconds(question, plan),
     }

@@ -21,7 +21,6 @@ from memascend.plan.cost import (
     through_link,
     update_seconds,
 )
-from memascend.plan.table import Plan, Traffic
 from memascend.session.decide import planned
 from memascend.text import bytes_shown
 
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from memascend.cli.plan.model import Trace
     from memascend.plan.cost import Network
     from memascend.plan.options import Options
+    from memascend.plan.table import Plan
     from memascend.session.decide import Decision
 
 
@@ -134,6 +134,7 @@ class Answer:
     written: int  # bytes that a step writes
     endurance: int  # bytes written in a drive's life
     days: float | None  # of training in a drive's life; None: the seconds of a step are not known
+    tokens: int | None  # of a step on all ranks; None: there is no trace
     problems: tuple[str, ...]  # reasons why it does not fit
     network: Network | None = None  # bytes that one of several ranks sends and receives
 
@@ -141,6 +142,11 @@ class Answer:
     def seconds(self) -> float | None:
         """Seconds of a step; None: a speed is not known."""
         return None if self.phases is None else seconds(self.phases)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of all ranks; None: a speed is not known."""
+        return None if self.tokens is None or self.seconds is None else self.tokens / self.seconds
 
     @property
     def bound(self) -> str | None:
@@ -156,7 +162,7 @@ class Answer:
 def answer(question: Question, found: Decision | None = None) -> Answer:
     """Plan as `offload()` does, unless its plan is `found` already, and estimate the run on the machine."""
     found = found or planned(question.model, question.optimizer, question.options, question.ranks)
-    plan = found.plan
+    plan, trace = found.plan, question.trace
     # Each of several ranks also has the parameters that torch has gathered.
     gathered = 0 if found.network is None else found.network.gathered
     torchs = gathered + question.torchs
@@ -178,6 +184,7 @@ def answer(question: Question, found: Decision | None = None) -> Answer:
         written=written,
         endurance=endurance,
         days=None if steps is None else drive_days(written, seconds(steps), endurance),
+        tokens=None if isinstance(trace, str) else trace.tokens * question.micro_batches * question.ranks,
         problems=tuple(_problems(question, plan, torchs)),
         network=found.network,
     )
@@ -257,8 +264,7 @@ def forecast_of(question: Question, found: Answer) -> Forecast | None:
     """Seconds with this budget and larger ones; None: not even the drive's are known."""
     plan = found.plan
 
-    def estimated(traffic: Traffic) -> float:
-        other = plan.moving(traffic)
+    def estimated(other: Plan) -> float:
         steps = _phases(question, other, found.network)
         took = disk_seconds(question, other) if steps is None else seconds(steps)
         assert took is not None
@@ -267,9 +273,9 @@ def forecast_of(question: Question, found: Answer) -> Forecast | None:
     if question.drive is None:
         return None
     return Forecast(
-        now=estimated(Traffic(plan.read_bytes, plan.written_bytes, plan.ram_tier_part)),
-        without=estimated(plan.without),
-        larger={budget: estimated(traffic) for budget, traffic in plan.larger.items()},
+        now=estimated(plan),
+        without=estimated(plan.moving(plan.without)),
+        larger={budget: estimated(plan.moving(traffic)) for budget, traffic in plan.larger.items()},
     )
 
 
@@ -297,6 +303,7 @@ def described(one: Answer) -> dict[str, Any]:
     """The seconds of an answer as JSON values."""
     return {
         "seconds_per_step": one.seconds,
+        "tokens_per_second": one.tokens_per_second,
         "bound": one.bound,
         "phases": None if one.phases is None else [{**asdict(phase), "seconds": phase.seconds} for phase in one.phases],
     }
@@ -316,14 +323,8 @@ class Candidate:
 
     state: str | None  # the format of the optimizer's state; None: its own
     batch: int  # sequences of a micro-batch on one rank
-    sequences: int  # of a step on all ranks
     length: int  # tokens of each
     answer: Answer
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """None: a speed is not known."""
-        return None if self.answer.seconds is None else self.sequences * self.length / self.answer.seconds
 
 
 def find(question: Question, length: int | None, *, recomputes: bool) -> list[Candidate]:
@@ -355,10 +356,7 @@ def _largest(question: Question, plan: Decision, traces: Traces) -> Candidate:
 
     def candidate(batch: int) -> Candidate:
         found = answer(replace(question, trace=traces.of(batch)), plan)
-        sequences = batch * question.micro_batches * question.ranks
-        return Candidate(
-            state=question.options.state, batch=batch, sequences=sequences, length=traces.length, answer=found
-        )
+        return Candidate(state=question.options.state, batch=batch, length=traces.length, answer=found)
 
     best = candidate(1)
     while not best.answer.problems and best.batch < _BATCH_MAX and not isinstance(traces.of(1), str):
@@ -369,22 +367,8 @@ def _largest(question: Question, plan: Decision, traces: Traces) -> Candidate:
     return best
 
 
-@dataclass(frozen=True, kw_only=True)
-class Takeover:
-    """The smallest step in which compute takes longest."""
-
-    tokens: int  # of the step
-    seconds: float  # of the step
-    problem: str  # why so many tokens do not fit at once, or ""
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of this step."""
-        return self.tokens / self.seconds
-
-
-def takes_over(question: Question, traces: Traces) -> Takeover | None:
-    """The fewest sequences of a length with which compute takes longest; None: there is no such number."""
+def takes_over(question: Question, traces: Traces) -> Answer | None:
+    """The estimate for the fewest sequences with which compute takes longest; None: there is no such number."""
     if question.gpu is None or question.drive is None or isinstance(question.trace, str):
         return None
     plan = planned(question.model, question.optimizer, question.options, question.ranks)
@@ -394,16 +378,7 @@ def takes_over(question: Question, traces: Traces) -> Takeover | None:
 
     batches = range(1, _SEQUENCES_MAX + 1)
     fewer = bisect_left(batches, True, key=lambda batch: at(batch).bound == "compute")
-    if fewer == _SEQUENCES_MAX:
-        return None
-    enough = batches[fewer]
-    found = at(enough)
-    assert found.seconds is not None
-    return Takeover(
-        tokens=enough * traces.length * question.micro_batches * question.ranks,
-        seconds=found.seconds,
-        problem="; ".join(found.problems),
-    )
+    return None if fewer == _SEQUENCES_MAX else at(batches[fewer])
 
 
 def described_fit(one: Candidate) -> dict[str, Any]:
@@ -418,7 +393,5 @@ def described_fit(one: Candidate) -> dict[str, Any]:
         "host_bytes": one.answer.host_bytes,
         "disk_bytes": one.answer.plan.disk_bytes,
         "log_bytes": one.answer.plan.log_bytes,
-        "seconds_per_step": one.answer.seconds,
-        "bound": one.answer.bound,
-        "tokens_per_second": one.tokens_per_second,
+        **described(one.answer),
     }

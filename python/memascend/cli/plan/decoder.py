@@ -90,17 +90,13 @@ class _Body(nn.Module):
         self.layers = nn.ModuleList(_Block(config) for _ in range(config.num_hidden_layers))
         self.norm = _Norm(config.hidden_size)
         self.width: int = config.hidden_size // config.num_attention_heads  # of a head
-        self.recomputes = False
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, *, recomputes: bool) -> torch.Tensor:
         hidden = self.embed_tokens(input_ids)
         # Of each position; nothing depends on the values.
         cos, sin = (hidden.new_empty(input_ids.shape[1], self.width) for _ in range(2))
         for layer in self.layers:
-            if self.recomputes:
-                hidden = checkpoint(layer, hidden, cos, sin, use_reentrant=False)
-            else:
-                hidden = layer(hidden, cos, sin)
+            hidden = checkpoint(layer, hidden, cos, sin, use_reentrant=False) if recomputes else layer(hidden, cos, sin)
         found: torch.Tensor = self.norm(hidden)
         return found
 
@@ -115,6 +111,7 @@ class Decoder(nn.Module):
         """Make it from the values of a config.json; on "meta", where the caller chose that device."""
         super().__init__()
         self.config = SimpleNamespace(**values)
+        self.recomputes = False
         self.model = _Body(self.config)
         self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
         if self.config.tie_word_embeddings:
@@ -122,10 +119,10 @@ class Decoder(nn.Module):
 
     def gradient_checkpointing_enable(self, **_: Any) -> None:
         """Compute each block again in the backward."""
-        self.model.recomputes = True
+        self.recomputes = True
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
         """The loss of the next token."""
-        logits = self.lm_head(self.model(input_ids)).float()
+        logits = self.lm_head(self.model(input_ids, recomputes=self.recomputes)).float()
         following = functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
         return SimpleNamespace(loss=functional.cross_entropy(logits.flatten(0, 1), following.flatten()))

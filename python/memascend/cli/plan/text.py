@@ -12,7 +12,7 @@ from memascend.text import bytes_shown, seconds_shown, table
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from memascend.cli.plan.answer import Answer, Candidate, Question, Takeover
+    from memascend.cli.plan.answer import Answer, Candidate, Question
 
 
 Row = tuple[str, str, str]
@@ -21,7 +21,7 @@ _YEAR_DAYS = 365
 _FASTER = 0.99
 
 
-def shown(head: str, question: Question, found: Answer, takeover: Takeover | None, speeds: Mapping[str, float]) -> str:
+def shown(head: str, question: Question, found: Answer, takeover: Answer | None, speeds: Mapping[str, float]) -> str:
     """An answer as text; `head` has a placeholder for the number of parameters, `speeds` are measured GB/s."""
     every = list(question.model.parameters())
     count, trained = (sum(one.numel() for one in some) for some in (every, [p for p in every if p.requires_grad]))
@@ -39,7 +39,7 @@ def shown(head: str, question: Question, found: Answer, takeover: Takeover | Non
         rows += _in_turn(question, found.seconds)
     if found.seconds is not None and takeover is not None:
         note = f"{takeover.tokens_per_second:,.0f} tokens a second there"
-        but = f", but {takeover.problem}" if takeover.problem else ""
+        but = f", but {'; '.join(takeover.problems)}" if takeover.problems else ""
         rows.append(("compute takes over at", f"{takeover.tokens:,} tokens a step", note + but))
     parts.append(table(("what", "how much", "note"), rows))
     parts.append(str(found.plan))
@@ -147,12 +147,8 @@ def _time(question: Question, found: Answer, speeds: Mapping[str, float]) -> lis
         after = f"; {seconds_shown(phase.tail)} of it not overlapped, for the last gradient"
         rows.append((f"  {phase.name}", seconds_shown(phase.seconds), parts + (after if phase.tail else "")))
     rows.append(("a step", seconds_shown(found.seconds), f"mostly {found.bound}{_assumed(question)}"))
-    trace = question.trace
-    if not isinstance(trace, str):
-        tokens = trace.tokens * question.micro_batches * question.ranks
-        more = "raised by more tokens in a step (--tokens, --accumulation-steps)" if found.bound == "disk" else ""
-        rows.append(("tokens a second", f"{tokens / found.seconds:,.0f}", more))
-    return rows
+    more = "raised by more tokens in a step (--tokens, --accumulation-steps)" if found.bound == "disk" else ""
+    return [*rows, ("tokens a second", f"{found.tokens_per_second:,.0f}", more)]
 
 
 def _in_turn(question: Question, now: float) -> list[Row]:
@@ -238,7 +234,7 @@ def fitting(found: Sequence[Candidate]) -> str:
             bytes_shown(one.answer.plan.storage_bytes),
             "not known" if one.answer.seconds is None else seconds_shown(one.answer.seconds),
             one.answer.bound or "",
-            "" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",
+            "" if one.answer.tokens_per_second is None else f"{one.answer.tokens_per_second:,.0f}",
             "; ".join(one.answer.problems) or "fits",
         )
         for one in found

@@ -1,17 +1,16 @@
-"""Tests that host memory in training is flat in depth and never the model's size."""
+"""Tests the memory of a process that trains: flat in depth, never the model's size, what plan and report say."""
 
 import pytest
 from memory.measured import SQUARES, VOCABULARY
+from support.grids import usual
 
 MIB = 1 << 20
-# Of a small language model: a block has 19 MB, beside which what torch and Python keep of its modules is little.
-WIDTH = 768
-# Where only the model's size counts.
-NARROW = 512
+# A block has 8 MiB, beside which what torch and Python keep of its modules is little.
+WIDTH = 512
 GROWS_MAX = 0.05
 # What a block may cost whose values are on storage: one in fifty of them, with the ends of holes in the heap.
 BESIDE_BYTES = 432 << 10
-BLOCK_BYTES = SQUARES * NARROW * NARROW * 4
+BLOCK_BYTES = SQUARES * WIDTH * WIDTH * 4
 # What the C library's heap keeps of a block in a step, around the small activation that is saved.
 KEPT_BYTES = 2 << 20
 
@@ -35,7 +34,7 @@ def require_flat(measure, shallow, deep, **work):
 
 @pytest.mark.timeout(300)
 def test_memory_is_flat_in_depth(measure):
-    few, many = require_flat(measure, 4, 12, options={"gradients": "fused"}, steps=2)
+    few, many = require_flat(measure, 4, 20, options={"gradients": "fused"}, steps=2)
     for run in (few, many):
         # All but gradients is held from the beginning, and the process grew by that and by Python's objects.
         planned = run["plan"]["host_peak"] - run["plan"]["host"]["gradients"]
@@ -43,7 +42,7 @@ def test_memory_is_flat_in_depth(measure):
     # What modules, parameters and their state are beside their values: objects, and holes in the heap.
     for when in ("after", "trained"):
         grown = [run[when]["RssAnon"] - run["before"]["RssAnon"] for run in (few, many)]
-        assert grown[1] - grown[0] <= (12 - 4) * BESIDE_BYTES, (when, grown)
+        assert grown[1] - grown[0] <= (20 - 4) * BESIDE_BYTES, (when, grown)
 
 
 @pytest.mark.slow
@@ -66,19 +65,18 @@ def test_memory_is_flat_up_to_48_blocks(measure, gradients):
 def test_where_a_model_was_made_does_not_matter(measure, dtype, start):
     """What it leaves in the heap is not filled by the tensors of the steps that follow."""
     work = {**start, "dtype": dtype, "options": {"gradients": "fused"}, "steps": 3}
-    few, many = require_flat(measure, 4, 16, **work)
+    few, many = require_flat(measure, 4, 20, **work)
     rest = [run["trained"]["RssAnon"] - run["before"]["RssAnon"] for run in (few, many)]
-    assert rest[1] - rest[0] <= (16 - 4) * BESIDE_BYTES, rest
+    assert rest[1] - rest[0] <= (20 - 4) * BESIDE_BYTES, rest
 
 
-# A quarter of the model: what torch holds of gradients and activations, not a copy of anything large.
 def room(model_bytes):
-    # Gradients that wait while both processors are busy are the most of it.
+    # Gradients that wait while both processors are busy, and activations; not a copy of anything large.
     return model_bytes // 2
 
 
-DEPTH = 28
-EVERYTHING = {"blocks": DEPTH, "width": NARROW, "vocabulary": 64, "phases": True, "steps": 1}
+DEPTH = 18
+EVERYTHING = {"blocks": DEPTH, "width": WIDTH, "vocabulary": 64, "phases": True, "steps": 1}
 
 
 @pytest.mark.timeout(300)
@@ -97,3 +95,64 @@ def test_nothing_holds_the_model(measure):
 def test_a_limit_that_the_kernel_enforces(measure, cgroup):
     # The process would be killed, and the status says so.
     measure(**EVERYTHING, cgroup=str(cgroup), grow_bytes=room(DEPTH * BLOCK_BYTES))
+
+
+# A model that is kept in RAM as a whole.
+BLOCKS = 4
+RAM_TIER = {"blocks": BLOCKS, "width": WIDTH, "vocabulary": 64, "steps": 2}
+RAM_OPTIONS = {"gradients": "fused", "host_memory": "1GiB"}
+
+
+@pytest.mark.timeout(300)
+def test_what_is_in_ram_takes_what_the_plan_says(measure):
+    run = measure(**RAM_TIER, options={**RAM_OPTIONS, "durability": "none"})
+    plan = run["plan"]["host"]
+    assert plan["records in RAM"] == pytest.approx(3 * run["model_bytes"], rel=0.03)
+    assert plan["gradients in RAM"] == run["model_bytes"]
+    # No gradient waits yet, nor is one on its way.
+    planned = run["plan"]["host_peak"] - plan["gradients in RAM"] - plan["gradients"]
+    assert run["after"]["RssAnon"] - run["before"]["RssAnon"] == pytest.approx(planned, rel=0.03)
+    # What torch holds is a gradient that is being made.
+    assert added(run) <= run["plan"]["host_peak"] * 1.03 + WIDTH * WIDTH * 4
+
+
+@pytest.mark.root
+@pytest.mark.timeout(300)
+def test_a_cgroup_of_the_plan_is_enough(measure, cgroup):
+    # After offload() all is there but gradients: the process would be killed, and the status says so. Beside them the
+    # heap keeps what torch frees, if that takes no more than a tenth.
+    waiting = BLOCKS * BLOCK_BYTES
+    grow_bytes = waiting + (waiting * 3 // 100 + waiting // 10) * 4
+    measure(**RAM_TIER, options=RAM_OPTIONS, cgroup=str(cgroup), grow_bytes=grow_bytes)
+
+
+# What has no owner: what torch keeps of the first step of a size.
+OWNERLESS_BYTES = 2 * MIB
+# What is freed after a step gave back what was free: the heap keeps so much at its end (M_TRIM_THRESHOLD).
+HEAP_BYTES = 2 * MIB
+# Where a weight lay in the C library's heap, a page stays at the end of its hole.
+PAGE_BYTES = 4096
+
+CASES = {
+    "deep and narrow": {"blocks": 48, "width": 128, "vocabulary": 64},
+    "large buffers": {"buffer_bytes": 24 * MIB},
+    "resumed": {"resume": True},
+    "ssd": {"options": {"gradients": "ssd"}},
+    "ram": {"options": {"gradients": "ram"}},
+    "activations": {"tokens": 512, "options": {"gradients": "fused", "activations": "ssd"}},
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", usual(CASES, "deep and narrow", "activations"))
+def test_the_report_is_what_the_process_grew_by(measure, case):
+    run = measure(**{"vocabulary": 1024, **CASES[case]})
+    owners, total = run["report"]["host"]["owners"], run["report"]["host"]["total"]
+    objects = run["report"]["beside"]["Python objects"]
+    # The model's own values left the process.
+    grown = run["trained"]["RssAnon"] - run["made"]["RssAnon"] + run["model_bytes"]
+    beside = OWNERLESS_BYTES + HEAP_BYTES + run["parameters"] * PAGE_BYTES
+    # A run that is opened again has its objects where those of the first one were.
+    assert total - OWNERLESS_BYTES <= grown <= total + objects + beside, (grown, total, objects, owners)
+    if case == "deep and narrow":
+        assert grown >= total + objects / 2, (grown, total, objects, owners)
