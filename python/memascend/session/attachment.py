@@ -79,7 +79,7 @@ class AutocastWatch:
 
     def __init__(self, parameters: Iterable[torch.Tensor], device: str) -> None:
         """`device` is the type of the device that computes."""
-        self.device = device
+        self._device = device
         every = list(parameters)
         # autocast copies the weights of matrix products and convolutions.
         copied = sum(p.numel() for p in every if p.dtype == torch.float32 and p.dim() > 1)
@@ -88,7 +88,7 @@ class AutocastWatch:
 
     def look(self) -> None:
         """A module is entered."""
-        if self._silent or not torch.is_autocast_enabled(self.device):
+        if self._silent or not torch.is_autocast_enabled(self._device):
             return
         self._silent = True
         warnings.warn(

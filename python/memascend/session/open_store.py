@@ -181,7 +181,7 @@ def _require_format(store: Store, records: list[engines.Record]) -> None:
 
 
 def _hyperparameters(store: Store) -> dict[str, Any]:
-    """The hyperparameters of the last commit, as `Record.hyperparameters` made them."""
+    """The hyperparameters of the last commit, as `Metadata.hyperparameters` made them."""
     # An unreadable `user_state` raises here, too.
     stored, _ = store.hyperparameters or {}, store.user_state
     if isinstance(stored, dict):

@@ -43,9 +43,9 @@ class Resources:
     activations: Activations | None
     release: Callable[[], None]  # ends the run's share in process-wide hooks
     temporary: bool  # the store ends with the process
-    unread: bool = False  # there are committed steps whose values were not read out
     closed: bool = False
     process: OwnProcess = field(default_factory=OwnProcess)
+    _unread: bool = False  # there are committed steps whose values were not read out
     _told_of_loss: bool = False
 
     def _close_store(self) -> None:
@@ -80,6 +80,14 @@ class Resources:
                     raise
                 raise
 
+    def values_changed(self) -> None:
+        """A step was committed: closing a temporary store loses it."""
+        self._unread = True
+
+    def values_read(self) -> None:
+        """The values were read out."""
+        self._unread = False
+
     def require_open(self) -> None:
         """Reject calls after close(), and calls in a forked child."""
         if self.closed:
@@ -110,7 +118,7 @@ class Resources:
             last_first.callback(self._close_store)
             last_first.callback(self.units.stop)
             last_first.callback(self.engine.close)
-        if self.temporary and self.unread:
+        if self.temporary and self._unread:
             warnings.warn(
                 "the trained weights were in a temporary store and are gone, for nobody read them out: give storage=, "
                 "or save model.state_dict() before close()",
@@ -126,19 +134,16 @@ def shown(identity: dict[str, Any]) -> str:
 _USER_BYTES_MAX = 64 << 10
 
 
-class Record:
-    """The data that is committed with a step, and the position of the run: its store, and the committed steps."""
+class Metadata:
+    """What a commit has beside values and state, and the position of the run: its store, and the committed steps."""
 
-    def __init__(
-        self, store: Store, buffers: Buffers, arithmetic: Arithmetic, scale: LossScale, schedule: Schedule
-    ) -> None:
+    def __init__(self, store: Store, arithmetic: Arithmetic, scale: LossScale, schedule: Schedule) -> None:
         self._store = store
         self.schedule = schedule
         self.step = store.step  # the number of committed steps
         self.made = 0  # those of them that this run committed
         # The position of the checkpoint from which the run began, until its first step.
         self._origin: dict[str, Any] | None = (store.hyperparameters or {}).get("origin")
-        self.buffers = buffers
         # The optimizer's own dicts, which a scheduler changes.
         self.groups = arithmetic.optimizer.param_groups
         self.arithmetic = arithmetic
@@ -230,7 +235,8 @@ class Run:
     residency: Residency  # the parameters
     frames: Frames  # the modules that are being computed
     gradients: Gradients  # of the trained parameters
-    record: Record  # the data that is committed beside parameters
+    buffers: Buffers  # the persistent ones, which are committed with the parameters
+    metadata: Metadata  # of the commits
 
     def require_open(self) -> None:
         """Reject calls after close(); unwind modules that an interrupt left open."""

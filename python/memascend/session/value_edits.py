@@ -61,7 +61,7 @@ class Edits:
             before = self._buffers() if changes_buffers else {}
             edit.undo.callback(self._restore_buffers, before)
             yield edit
-            targets = self.run.record.buffers.target
+            targets = self.run.buffers.target
             changed = bool(edit.names) or not all(_same_bits(one, targets(name)) for name, one in before.items())
             if changed if exchange is None else any(exchange.everyone(changed)):
                 with self.run.residency.turns.alone():
@@ -147,7 +147,7 @@ class Edits:
                 for name in edit.names:
                     self.run.resources.engine.discard(name)
                 if with_buffers:
-                    self.run.record.buffers.unstage(self.run.resources.store)
+                    self.run.buffers.unstage(self.run.resources.store)
                 edit.undo.close()
             raise
 
@@ -169,10 +169,10 @@ class Edits:
         """Make the staged values live, all at once.
 
         `user_state` is committed with them; None keeps the stored one. The same holds for `hyperparameters`, see
-        `Record.hyperparameters`.
+        `Metadata.hyperparameters`.
         """
-        run, buffers = self.run, self.run.record.buffers
-        step = run.record.step
+        run, buffers = self.run, self.run.buffers
+        step = run.metadata.step
 
         def stood() -> None:
             edit.is_committed = True
@@ -189,13 +189,13 @@ class Edits:
             run.resources.engine.commit(step, user_state=user_state, hyperparameters=hyperparameters)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        buffers = self.run.record.buffers
+        buffers = self.run.buffers
         return {name: buffers.target(name).clone() for name in buffers.names}
 
     def _restore_buffers(self, before: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():
             for name, values in before.items():
-                self.run.record.buffers.target(name).copy_(values)
+                self.run.buffers.target(name).copy_(values)
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -216,20 +216,20 @@ def switch_mode(edits: Edits, mode: str) -> None:
         UsageError: a step is staged.
         StorageError: storage failed; the last commit stands.
     """
-    run, record, engine = edits.run, edits.run.record, edits.run.resources.engine
+    run, metadata, engine = edits.run, edits.run.metadata, edits.run.resources.engine
     with run.resources.store.preparing():
         run.require_quiet()
-        changed = record.arithmetic.switched(mode)
+        changed = metadata.arithmetic.switched(mode)
         if not changed:
             # The optimizer is in that mode.
             return
         with run.residency.turns.alone(), edits.edit(with_buffers=False) as edit:
             edit.undo.callback(engine.discard)
             names = run.gradients.switch(mode, changed)
-            edit.undo.callback(record.arithmetic.adopt(names, engine.finish, changed))
+            edit.undo.callback(metadata.arithmetic.adopt(names, engine.finish, changed))
             if not names:
                 # The next step commits the mode.
                 edit.undo.pop_all()
                 return
             edit.names.extend(names)
-            edits.commit(edit, user_state=record.user_state, hyperparameters=record.hyperparameters())
+            edits.commit(edit, user_state=metadata.user_state, hyperparameters=metadata.hyperparameters())
