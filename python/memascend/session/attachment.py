@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from memascend.checkpoint.init import persistent_buffers
 from memascend.errors import ConfigError
 from memascend.params.module_hooks import close_gates, open_gates
+from memascend.text import warn
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -91,11 +91,10 @@ class AutocastWatch:
         if self._silent or not torch.is_autocast_enabled(self._device):
             return
         self._silent = True
-        warnings.warn(
+        warn(
             f"autocast over float32 weights keeps 16-bit copies of them all in memory ({self._nbytes / 2**20:.0f} MiB, "
             "outside of host_memory), in the graph and in its cache: make the model 16-bit (model.to(torch.bfloat16)) "
-            "before offload(), which keeps fp32 master weights on storage, and leave autocast out",
-            stacklevel=2,
+            "before offload(), which keeps fp32 master weights on storage, and leave autocast out"
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from typing import TYPE_CHECKING, cast
 
@@ -17,7 +16,7 @@ from memascend.params.unit import NOBODY
 from memascend.session.optimizer import session_of
 from memascend.storage import checksum_of
 from memascend.tensors import bytes_of
-from memascend.text import listed
+from memascend.text import listed, warn
 
 if TYPE_CHECKING:
     import os
@@ -103,10 +102,9 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
     if not run.resources.closed:
         _settle(session.edits, values, modify=modify)
     if written is not None:
-        warnings.warn(
+        warn(
             f"the values of {written} were changed within materialized(model), and are what they were before: "
-            "materialized(model, modify=True) keeps changes",
-            stacklevel=3,
+            "materialized(model, modify=True) keeps changes"
         )
 
 
@@ -210,10 +208,9 @@ class Saving:
         self._run.resources.values_read()
         missing = self._newcomers.unsaved(self._run.buffers.names)
         if missing:
-            warnings.warn(
+            warn(
                 f"{listed(missing)} came to the model after offload(), and the checkpoint in {folder} has them not: "
-                "save them beside it, by torch.save() of their values",
-                stacklevel=3,
+                "save them beside it, by torch.save() of their values"
             )
 
     def save_weights(self, folder: Path | None) -> None:

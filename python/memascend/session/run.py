@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from memascend.errors import ConfigError, UsageError
 from memascend.optim.shared import options_of
 from memascend.params.threads import OwnProcess
-from memascend.text import Progress
+from memascend.text import Progress, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -99,7 +98,7 @@ class Resources:
         lost = None if self._told_of_loss else self.store.lost()
         if lost is not None:
             self._told_of_loss = True
-            warnings.warn(str(lost), stacklevel=5)
+            warn(str(lost))
 
     def close(self) -> None:
         """Drain, drop uncommitted values, free all memory. Twice is fine."""
@@ -119,10 +118,9 @@ class Resources:
             last_first.callback(self.units.stop)
             last_first.callback(self.engine.close)
         if self.temporary and self._unread:
-            warnings.warn(
+            warn(
                 "the trained weights were in a temporary store and are gone, for nobody read them out: give storage=, "
-                "or save model.state_dict() before close()",
-                stacklevel=4,
+                "or save model.state_dict() before close()"
             )
 
 

@@ -10,18 +10,6 @@ from parity.harness import adamw
 from parity.zoo_plain import Stack, next_token
 
 import memascend
-from memascend import MemascendError, StorageError, UsageError
-
-
-def test_a_store_that_is_deleted_under_training(offloaded, tmp_path):
-    """An open file lives until it is closed; what must not be is a result that nobody can find, in silence."""
-    training = offloaded(steps=1)
-    (tmp_path / "run.store").unlink()
-    with pytest.warns(UserWarning, match=r"run.store was deleted while its store was in use"):
-        training.step(1)
-    assert all(values.isfinite().all() for values in training.weights().values())
-    with pytest.raises(StorageError, match=r"run.store was deleted"):
-        training.optimizer.close()
 
 
 def test_two_processes_do_not_train_on_one_store(offloaded, tmp_path, loaded):
@@ -84,36 +72,6 @@ def test_workers_of_a_loader_are_forked_from_it(offloaded):
     assert training.optimizer.steps == 9
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("host_memory", [None, "64MiB"], ids=["streamed", "held"])
-@pytest.mark.parametrize("what", ["weights", "bound weights", "state"])
-def test_a_forked_child_may_not_train(offloaded, what, host_memory):
-    training = offloaded(steps=1, host_memory=host_memory)
-    head = training.model.head.weight
-    if what == "bound weights":
-        head.norm()
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            training.optimizer.state_of(head) if what == "state" else head.norm()
-            said = "it read"
-        except MemascendError as error:
-            said = f"{type(error).__name__}: {error}"
-        except BaseException as error:
-            said = f"another error: {error!r}"
-        os.write(writing, said.encode())
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        said = pipe.read()
-    assert os.waitpid(child, 0)[1] == 0
-    assert said.startswith("UsageError"), said
-    assert "fork" in said or "process" in said
-    training.step(1)
-    assert training.optimizer.steps == 2
-
-
 EXITS = {
     "the end": "",
     "sys.exit": "sys.exit(0)",
@@ -148,25 +106,3 @@ def test_an_exit_without_close_keeps_what_was_committed(tmp_path, loaded, end):
     again = torch.optim.AdamW(model.parameters())
     with memascend.offload(model, again, storage=tmp_path / "run.store", existing="resume")[1] as optimizer:
         assert optimizer.steps == 2
-
-
-def test_an_interrupt_in_the_middle_leaves_a_whole_step(offloaded):
-    training = offloaded(steps=1)
-    before = training.weights()
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    for register in ("register_forward_pre_hook", "register_forward_hook", "register_full_backward_hook"):
-        handle = getattr(training.model.blocks[1], register)(interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            training.loss().backward()
-        handle.remove()
-        training.optimizer.zero_grad()
-        after = training.weights()
-        assert all(torch.equal(before[name], after[name]) for name in before)
-    training.step(1)
-    assert training.optimizer.steps == 2
-    training.optimizer.close()
-    with pytest.raises(UsageError):
-        training.loss()
