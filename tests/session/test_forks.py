@@ -25,13 +25,14 @@ ASKED = {
     "save": lambda _, optimizer, folder: optimizer.save(folder / "saved"),
     "report": lambda _, optimizer, __: optimizer.report(),
     "deep copy": lambda model, _, __: copy.deepcopy(model),
+    "state_of": lambda model, optimizer, _: optimizer.state_of(model[0].weight),
     "read": lambda model, _, __: model[0].weight.sum(),
     "write": lambda model, _, __: model[0].weight.data.zero_(),
 }
 
 
-def begun(folder):
-    model, optimizer = offloaded(folder / "run.store", host_memory="64MiB")
+def begun(folder, host_memory="64MiB"):
+    model, optimizer = offloaded(folder / "run.store", host_memory=host_memory)
     step(model, optimizer)
     return model, optimizer
 
@@ -51,9 +52,10 @@ def asked(model, optimizer, folder):
     return wrong
 
 
+@pytest.mark.parametrize("host_memory", [None, "64MiB"], ids=["streamed", "in RAM"])
 @pytest.mark.parametrize("when", ["idle", "staged", "loaded"])
-def test_a_child_is_refused_and_the_step_goes_on(tmp_path, when):
-    model, optimizer = begun(tmp_path)
+def test_a_child_is_refused_and_the_step_goes_on(tmp_path, when, host_memory):
+    model, optimizer = begun(tmp_path, host_memory)
     with optimizer:
         expected = values(model)
         if when == "staged":

@@ -262,7 +262,7 @@ class Measurements:
         self._last: Report | None = None
         # As exchanged in the last step.
         self._all_ranks: AllRanks | None = None
-        self._told_of_log = False
+        self._warned_of_log = False
 
     def _counted(self) -> dict[str, Any]:
         resources = self._resources
@@ -286,12 +286,12 @@ class Measurements:
         """A step was committed, whose `step()` began then."""
         self._step_seconds += time.perf_counter() - began
         self._kept_peak = max(self._kept_peak, self._kept())
-        if not self._planned.log_steps or self._told_of_log:
+        if not self._planned.log_steps or self._warned_of_log:
             return
         unlogged = self._resources.engine.counters()["unlogged"]
         if unlogged:
             # Once: report() has the count.
-            self._told_of_log = True
+            self._warned_of_log = True
             _log.warning(
                 "%d gradients found no space in the gradient log of %d steps, so their parameters were written whole; "
                 "report() counts this if it happens again",
@@ -299,15 +299,15 @@ class Measurements:
                 self._planned.log_steps,
             )
 
-    def told(self) -> list[int]:
+    def own_figures(self) -> list[int]:
         """The figures that a rank sends to the others: the peak of host memory, bytes read and written."""
         store = _since(self._counted(), self._before)["store"]
         return [sum(owner.peak for owner in self._owners().values()), store["read_bytes"], store["written_bytes"]]
 
-    def hear(self, told: Sequence[Sequence[int]]) -> None:
+    def note_all_ranks(self, figures: Sequence[Sequence[int]]) -> None:
         """Remember the figures of all ranks, so that a report needs no communication."""
-        peak, read, written = map(sum, zip(*told, strict=True))
-        self._all_ranks = AllRanks(len(told), peak, read, written)
+        peak, read, written = map(sum, zip(*figures, strict=True))
+        self._all_ranks = AllRanks(len(figures), peak, read, written)
 
     def report(self) -> Report:
         """The figures so far, or at the end."""

@@ -45,7 +45,7 @@ class Resources:
     closed: bool = False
     process: OwnProcess = field(default_factory=OwnProcess)
     _unread: bool = False  # there are committed steps whose values were not read out
-    _told_of_loss: bool = False
+    _warned_of_loss: bool = False
 
     def _close_store(self) -> None:
         try:
@@ -95,9 +95,9 @@ class Resources:
 
     def warn_if_lost(self) -> None:
         """Warn once where the store's file was deleted or renamed: the data is lost when the process ends."""
-        lost = None if self._told_of_loss else self.store.lost()
+        lost = None if self._warned_of_loss else self.store.lost()
         if lost is not None:
-            self._told_of_loss = True
+            self._warned_of_loss = True
             warn(str(lost))
 
     def close(self) -> None:

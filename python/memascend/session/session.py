@@ -196,8 +196,8 @@ class Session:
             return present
         collectives = self.sharding.collectives
         assert collectives is not None
-        told = self.figures.everyone([collectives.told(), present, *self.measurements.told()])
-        self.measurements.hear([one[2:] for one in told])
+        told = self.figures.everyone([collectives.told(), present, *self.measurements.own_figures()])
+        self.measurements.note_all_ranks([one[2:] for one in told])
         collectives.require_same([one[0] for one in told])
         return any(one[1] for one in told)
 

@@ -31,7 +31,10 @@ class Training:
 
 @pytest.fixture
 def offloaded(tmp_path):
-    """Offloads a model, by default a small stack and AdamW, to a file that has no store."""
+    """Offloads a model, by default a small stack and AdamW, to a file that has no store.
+
+    The budget may be "smallest": the one that `offload()` names where it is given too little.
+    """
     made = []
 
     def make(model=None, optimizer=None, *, steps=0, **options):
@@ -39,6 +42,10 @@ def offloaded(tmp_path):
         model = Stack() if model is None else model
         optimizer = adamw(model) if optimizer is None else optimizer
         given = {"storage": tmp_path / "run.store", "host_memory": "64MiB", **options}
+        if given["host_memory"] == "smallest":
+            with pytest.raises(memascend.BudgetError) as refused:
+                memascend.offload(model, optimizer, **{**given, "host_memory": 1})
+            given["host_memory"] = refused.value.smallest
         training = Training(*memascend.offload(model, optimizer, **given))
         made.append(training)
         for index in range(steps):

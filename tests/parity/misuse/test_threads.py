@@ -15,15 +15,6 @@ import memascend
 from memascend import UsageError
 
 
-def smallest(options, tmp_path):
-    model = Stack(tied=True)
-    with pytest.raises(memascend.BudgetError) as error:
-        memascend.offload(
-            model, torch.optim.AdamW(model.parameters()), host_memory=1, storage=tmp_path / "none.store", **options
-        )
-    return error.value.smallest
-
-
 def test_threads_that_read_one_model_do_not_disturb_each_other(offloaded):
     training = offloaded(Stack(tied=True), steps=1)
     expected = [training.loss(index).detach() for index in range(4)]
@@ -213,16 +204,15 @@ def test_a_thread_that_ends_in_the_middle_of_a_forward(offloaded):
 
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd"])
-def test_an_interrupted_forward_changes_nothing_that_follows(offloaded, gradients, tmp_path):
+def test_an_interrupted_forward_changes_nothing_that_follows(offloaded, gradients):
     """The next forward ends what the interrupt left open, also where every place in memory is needed."""
-    options = {"gradients": gradients, "storage": tmp_path / "run.store"}
-    budget = smallest(options={"gradients": gradients}, tmp_path=tmp_path)
+    options = {"gradients": gradients, "host_memory": "smallest"}
     torch.manual_seed(4)
-    calm = offloaded(Stack(tied=True), host_memory=budget, steps=3, **options)
+    calm = offloaded(Stack(tied=True), steps=3, **options)
     expected = calm.weights()
     calm.optimizer.close()
     torch.manual_seed(4)
-    training = offloaded(Stack(tied=True), host_memory=budget, existing="replace", **options)
+    training = offloaded(Stack(tied=True), existing="replace", **options)
 
     def interrupted(*_):
         raise KeyboardInterrupt
