@@ -130,13 +130,16 @@ def open_store(subject: Subject, records: list[engines.Record]) -> Store:
     if not paths:
         return temporary(create)
     try:
+        store = None
         try:
             store = create(paths)
         except StorageError as error:
             if error.errno != errno.EBUSY:
                 raise
+        if store is None:
             # A model is in reference cycles: an unused one waits for the garbage collector.
             gc.collect()
+            # With the error behind us: a run that is closed because of an error does not judge copies of its weights.
             _close_holders(subject, records)
             store = create(paths)
     except ConfigError:
