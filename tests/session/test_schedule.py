@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support import chains
-from support.bits import same_bits
+from support.bits import same_bits, same_states
 from torch import nn
 from torch.optim import lr_scheduler as torchs
 
@@ -432,6 +432,27 @@ def test_a_scheduler_that_begins_in_an_old_store_is_pointed_out(tmp_path):
 
 
 # --- options that change after the last step ----------------------------------------------------
+
+
+@pytest.mark.parametrize("durability", ["step", "none"])
+def test_close_commits_options_that_changed_since_the_last_step(tmp_path, durability):
+    options = {"path": tmp_path / "s", "durability": durability, "gradients": "fused"}
+    model, optimizer = opened(**options)
+    with optimizer:
+        turn(model, optimizer, 0)
+        values = chains.values(model)
+        optimizer.user_state = "of the next step"
+        optimizer.param_groups[1]["lr"] = 0.5
+        # A staged step is dropped.
+        chains.loss_of(model, 1).backward()
+    found = stored(tmp_path / "s")
+    assert [group["lr"] for group in found["groups"]] == [1e-3, 0.5]
+    with pytest.warns(UserWarning, match=r"group 1: lr 0\.003 -> 0\.5"):
+        model, optimizer = opened(**options)
+    with optimizer:
+        # It is that of the step that was dropped.
+        assert (optimizer.steps, optimizer.user_state) == (1, None)
+        assert same_states(chains.values(model), values)
 
 
 INTERRUPTED = """

@@ -73,6 +73,7 @@ def test_a_state_dict_of_the_present_position_sets_the_options(tmp_path):
     assert optimizer.param_groups[0] is group is original.param_groups[0]
     assert group["lr"] == 0.5
     assert same_states(everything(model, optimizer), before)
+    group["lr"] = 1e-2
     optimizer.close()
     with pytest.raises(UsageError, match="has been closed"):
         optimizer.load_state_dict(state)
