@@ -23,8 +23,9 @@ if TYPE_CHECKING:
         UsageError,
     )
     from memascend.plan.table import Plan
+    from memascend.session.materialize import materialized
     from memascend.session.offload import offload
-    from memascend.session.optimizer import OffloadedOptimizer, materialized
+    from memascend.session.optimizer import OffloadedOptimizer
     from memascend.session.report import Report
 
 __all__ = [
@@ -57,7 +58,7 @@ _OWNERS = {
     "OffloadedOptimizer": "session.optimizer",
     "Plan": "plan.table",
     "Report": "session.report",
-    "materialized": "session.optimizer",
+    "materialized": "session.materialize",
     "offload": "session.offload",
 }
 _ERRORS = tuple(name for name in __all__ if name[0].isupper() and name not in _OWNERS)

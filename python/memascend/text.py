@@ -1,4 +1,4 @@
-"""Formats text for people (sizes, tables, progress, pictures), expands paths, closes objects with `with` blocks."""
+"""Formats text for people (sizes, tables, progress, pictures, warnings), expands paths, closes objects after `with`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 import time
+import warnings
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Self
 
@@ -30,6 +31,18 @@ class Closing:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+# Modules that a warning does not name: what the user's own code called is more use to a reader.
+_PASSED_OVER = frozenset({"memascend", "torch", "contextlib", "weakref"})
+
+
+def warn(message: str) -> None:
+    """Warn of the line of the user's code that led here, through whatever calls of this package and of torch."""
+    level, frame = 2, sys._getframe(1)  # noqa: SLF001
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_OVER:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")

@@ -148,7 +148,7 @@ class Callback(TrainerCallback):
     def _schedule(self, scheduler: Any) -> None:
         """Commit the Trainer's scheduler with each step, from where the Trainer made or loaded it."""
         assert self._session is not None
-        self._session.run.record.schedule.catch_up()
+        self._session.run.metadata.schedule.catch_up()
         # One that needs a metric is advanced at an evaluation.
         if scheduler is None or not steps_alone(scheduler):
             return
@@ -160,12 +160,12 @@ class Callback(TrainerCallback):
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Let the Trainer log the rate of this step, and advance the scheduler as step() did."""
         if self._session is not None:
-            self._session.run.record.schedule.rewind()
+            self._session.run.metadata.schedule.rewind()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Have the scheduler where the commit has it."""
         if self._session is not None:
-            self._session.run.record.schedule.catch_up()
+            self._session.run.metadata.schedule.catch_up()
 
     def on_train_end(self, *_: Any, **others: Any) -> None:
         """Restore the model's own `save_pretrained`; from here on a resume is watched again."""
@@ -178,8 +178,8 @@ class Callback(TrainerCallback):
         folder = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
         if self._session is None or args.save_only_model or not folder.is_dir():
             return
-        if identity_of(folder) != self._session.run.record.identity():
-            self._session.save(folder, among_others=True)
+        if identity_of(folder) != self._session.run.metadata.identity():
+            self._session.saving.save(folder, among_others=True)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **others: Any) -> None:  # noqa: ARG002
         """Add the figures."""
@@ -211,7 +211,7 @@ class Callback(TrainerCallback):
             if not same_bits(values, given.detach().to("cpu", values.dtype)):
                 raise UsageError(
                     f"a Trainer loads other weights ({name} differs) than those of "
-                    f"{shown(self._session.run.record.identity())}, which the storage holds, and storage was "
+                    f"{shown(self._session.run.metadata.identity())}, which the storage holds, and storage was "
                     'left as it is: to resume from a checkpoint, begin from it with offload(existing="replace", '
                     "checkpoint=...); to take weights alone, load them before the Trainer is made"
                 )
@@ -445,7 +445,7 @@ class _Saving:
         plain = not rest and all(value in (None, True) for value in options.values())
         theirs = Path(save_directory).name == f"checkpoint-{self._state.global_step}"
         if plain and theirs and not self._session.run.resources.closed:
-            return self._session.save(save_directory, among_others=True)
+            return self._session.saving.save(save_directory, among_others=True)
         return self._own(save_directory, *rest, **options)
 
 

@@ -101,7 +101,7 @@ def fails(folder):
     trained, optimizer = run(f"{folder}/run")
     train(trained, optimizer, 1, MICROS)
     backward(trained, 1, MICROS)
-    buffers = optimizer._session.run.record.buffers
+    buffers = optimizer._session.run.buffers
     if faulty:
         buffers.stage = failing
     found["step"] = met(optimizer.step)

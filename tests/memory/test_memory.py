@@ -282,12 +282,12 @@ def test_a_wait_lets_other_threads_run_and_answers_ctrl_c(arena):
 
 def test_making_a_region_answers_ctrl_c():
     def make_regions():
+        timer.start()  # not before: a busy machine may take longer than its delay to come here
         while True:
             Region(1 << 30, owner="interrupted").close()
 
     timer = threading.Timer(0.005, lambda: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        timer.start()  # not before: a busy machine may take longer than that to come here
         make_regions()
     timer.join()
     assert not [listed for listed in regions() if listed["owner"] == "interrupted"]

@@ -177,10 +177,10 @@ def test_what_is_discarded_leaves_them_as_they_were(tmp_path, gradients):
     # A step that cannot be committed.
     trained(torch.randn(6, 24)).square().mean().backward()
     optimizer.user_state = {"fine": 1}
-    optimizer._session.run.record.user_state = object()
+    optimizer._session.run.metadata.user_state = object()
     with pytest.raises(memascend.ConfigError):
         optimizer.step()
-    optimizer._session.run.record.user_state = None
+    optimizer._session.run.metadata.user_state = None
     assert all(map(same_options, before, optimizer.param_groups))
     optimizer.zero_grad()
     train(trained, optimizer, range(2, 4))

@@ -6,7 +6,6 @@ import contextlib
 import warnings
 
 import torch
-from parity.reference import Reference
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 CLIPPED = 0.05  # below the norms that the small models here have, so that it clips
@@ -58,11 +57,6 @@ def accumulates(run, counts=(3, 3, 2)):
             (run.loss(index) / 3).backward()
             index += 1
         finish(run)
-
-
-def accumulates_unevenly(run):
-    """Nothing was declared, and no two steps take as many backwards."""
-    accumulates(run, (1, 3, 2, 1))
 
 
 def scales(run):
@@ -129,50 +123,12 @@ def closures(run):
         run.record(run.optimizer.step(closure))
 
 
-def zeroes_first(run):
-    for index in range(4):
-        run.model.zero_grad()
-        run.loss(index).backward()
-        run.optimizer.step()
-
-
-def zeroes_before_step(run):
-    """What was staged is dropped, by each of the ways; a step without any gradient does nothing."""
-    for index in range(6):
-        run.loss(index).backward()
-        if index % 3 == 1:
-            (run.optimizer if index == 1 else run.model).zero_grad()
-        elif index == 3:
-            for p in run.model.parameters():
-                p.grad = None
-        finish(run)
-
-
-def keeps_zeroes(run):
-    for index in range(4):
-        run.loss(index).backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad(set_to_none=False)
-    run.optimizer.step()  # by gradients of zero: moments decay, and so do weights
-
-
 def drops_some(run):
     for index in range(4):
         run.loss(index).backward()
         for number, p in enumerate(run.model.parameters()):
             if (number + index) % 3 == 0:
                 p.grad = None
-        finish(run)
-
-
-def assigns(run):
-    """Gradients that the user assigns, over those of backward and without any backward."""
-    for index in range(4):
-        if index != 2:
-            run.loss(index).backward()
-        for number, p in enumerate(run.model.parameters()):
-            if (number + index) % 2 == 0:
-                p.grad = torch.full(p.shape, 1e-2 * (index + 1), dtype=p.dtype)
         finish(run)
 
 
@@ -229,20 +185,6 @@ def asks_for_gradients(run):
         finish(run)
 
 
-def evaluates(run):
-    """Between backward and step the weights are the old ones, for every kind of evaluation."""
-    for index in range(4):
-        run.loss(index).backward()
-        run.model.eval()
-        with torch.inference_mode() if index % 2 else torch.no_grad():
-            run.loss(index + 1)
-        run.model.train()
-        run.optimizer.step()
-        with torch.inference_mode():
-            run.loss(index + 1)
-        run.optimizer.zero_grad()
-
-
 def generates(run):
     for index in range(3):
         run.loss(index).backward()
@@ -290,16 +232,6 @@ def failing(module, where):
         handle.remove()
 
 
-def fails_and_goes_on(run):
-    """An exception in each phase; what was staged is dropped, and the same batch is taken once more."""
-    for index, where in enumerate(("before", "after", "backward", "before", "after")):
-        with failing(run.model.blocks[1], where):
-            run.loss(index).backward()
-        run.optimizer.zero_grad()
-        run.loss(index).backward()
-        finish(run)
-
-
 def fails_without_gradients(run):
     for index in range(4):
         with failing(run.model.blocks[2], "after"), torch.no_grad():
@@ -344,28 +276,3 @@ def reads_gradients(run):
             if p.grad is not None:
                 run.record(p.grad.abs().max(), p.grad.float().sum())
         finish(run)
-
-
-def edits_gradients(run):
-    """What people do to gradients in place, in an order that matters to the last bit."""
-    for index in range(4):
-        run.loss(index).backward()
-        for p in run.model.parameters():
-            if p.grad is not None:
-                p.grad.mul_(3.0).div_(7.0).clamp_(-1e-2, 1e-2)
-        gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
-        torch._foreach_mul_(gradients, 0.3)
-        finish(run)
-
-
-def takes_state(run):
-    """Weights by state_dict(), which later steps must not change; in RAM it is copied, since there they do."""
-    kept = []
-    for index in range(3):
-        run.loss(index).backward()
-        kept.append(run.model.state_dict())
-        if isinstance(run.optimizer, Reference):
-            kept[-1] = {name: value.clone() for name, value in kept[-1].items()}
-        finish(run)
-    for state in kept:
-        run.record(*state, *state.values())

@@ -1,13 +1,14 @@
-"""Tests loops, optimizers and options: the same code in RAM and offloaded leaves the same bits."""
+"""Tests loops, optimizers, options and formats of state: the same code in RAM and offloaded leaves the same bits."""
 
 import pytest
 from parity.harness import check, combined
 from parity.zoo_by_layer import MODELS, OTHERS
 from parity.zoo_compiled import COMPILED
+from parity.zoo_formats import FORMATS
 from parity.zoo_loops import LOOPS, OPTIMIZERS
 
 
-@combined([*LOOPS, *OPTIMIZERS])
+@combined([*LOOPS, *OPTIMIZERS, *FORMATS])
 def test_a_loop_equals_itself_in_ram(case, mode, tmp_path):
     check(case, mode, tmp_path)
 

@@ -21,7 +21,7 @@ FAST = {
     ("idle-experts", "all", "none"),
     ("scheduler", "all", "step"),
     ("idle-experts", "some", "step"),
-    ("zero-grad-to-zero", "all", "step"),
+    ("clip", "all", "step"),
     ("8bit-bf16", "some", "step"),
     ("fp16-dynamic", "all", "step"),
 }

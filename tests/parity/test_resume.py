@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from parity.harness import Case, Run, last_of, require_reference
-from parity.loops import CLIPPED
-from parity.zoo_loops import BF16, FP16, stack
-from parity.zoo_plain import Rooted, Stack, Turned, classified, convolutions, images, squares, vectors
+from parity.zoo_loops import BF16, stack
+from parity.zoo_plain import Stack, Turned, squares, vectors
 
 import memascend
 
@@ -26,13 +25,8 @@ def in_one_go(run):
 
 
 CASES = [
-    Case(name="resume-rooted", model=Rooted, batches=vectors(), loss=squares, loop=in_one_go),
-    Case(name="resume-buffers", model=convolutions, batches=images, loss=classified, loop=in_one_go),
     Case(name="resume-turned", model=Turned, batches=vectors(), loss=squares, loop=in_one_go),
     stack("resume-bf16", in_one_go, model=lambda: Stack(tied=True), dtype=BF16),
-    stack("resume-fp16", in_one_go, dtype=FP16),
-    stack("resume-clipped", in_one_go, gradients=("ssd", "ram"), options={"max_grad_norm": CLIPPED}),
-    stack("resume-sgd", in_one_go, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)),
 ]
 
 

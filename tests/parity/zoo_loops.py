@@ -42,29 +42,16 @@ LOOPS = [
     Case(
         name="accumulate-turned", model=Turned, batches=vectors(), loss=squares, loop=loops.accumulates, gradients=WHOLE
     ),
-    *both("accumulate-unevenly", loops.accumulates_unevenly, gradients=KEPT),
     *both("accumulate-declared", loops.accumulates, options={"accumulation_steps": 3}),
     stack("accumulate-tied", loops.accumulates, model=lambda: Stack(tied=True), options={"accumulation_steps": 3}),
-    stack(
-        "accumulate-and-clip",
-        loops.accumulates,
-        dtype=BF16,
-        gradients=WHOLE,
-        options={"accumulation_steps": 3, "max_grad_norm": loops.CLIPPED},
-    ),
     stack("fp16-dynamic", loops.scales, dtype=FP16),
-    stack("fp16-fixed", loops.scales, dtype=FP16, options={"loss_scale": 1024.0}),
     stack("bf16-scaled", loops.scales, dtype=BF16, options={"loss_scale": "dynamic"}),
     stack("fp16-clip", loops.scales, dtype=FP16, gradients=WHOLE, options={"max_grad_norm": loops.CLIPPED}),
     stack("grad-scaler", loops.grad_scaler, gradients=WHOLE),
     stack("grad-scaler-clip", loops.grad_scaler_clips, gradients=WHOLE),
     stack("scheduler", loops.schedules, dtype=BF16),
     *both("closure", loops.closures),
-    stack("zero-grad-first", loops.zeroes_first),
-    *both("zero-grad-before-step", loops.zeroes_before_step),
-    *both("zero-grad-to-zero", loops.keeps_zeroes, gradients=KEPT),
     *both("drop-some", loops.drops_some),
-    *both("assign", loops.assigns),
     towers("disjoint", loops.disjoint),
     towers("disjoint-bf16", loops.disjoint_in_one_go, dtype=BF16, learns_budget=True),
     *both("loss-reads-head", loops.reads_the_head),
@@ -78,7 +65,6 @@ LOOPS = [
         learns_budget=True,
     ),
     stack("autograd-grad", loops.asks_for_gradients, learns_budget=True),
-    *both("evaluate", loops.evaluates),
     Case(
         name="generate",
         model=lambda: qwen2(tied=True),
@@ -88,13 +74,10 @@ LOOPS = [
         dtype=BF16,
     ),
     stack("autocast", loops.casts_automatically),
-    *both("fail", loops.fails_and_goes_on),
     stack("fail-without-gradients", loops.fails_without_gradients),
     stack("retain", loops.retains, learns_budget=True),
     *both("watch", loops.watches, learns_budget=True),
     *both("read-gradients", loops.reads_gradients, gradients=WHOLE),
-    *both("edit-gradients", loops.edits_gradients, gradients=WHOLE),
-    *both("state-dict", loops.takes_state),
 ]
 
 

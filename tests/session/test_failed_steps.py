@@ -68,14 +68,14 @@ def test_a_commit_that_failed_does_not_count_towards_a_larger_loss_scale(tmp_pat
         raise memascend.StorageError("no room")
 
     with optimizer:
-        before = session.run.record.scale.state()
+        before = session.run.metadata.scale.state()
         optimizer.backward(model(torch.ones(2, 16).half()).float().mean())
         with monkeypatch.context() as patch:
             patch.setattr(session.run.resources, "engine", Commits(session.run.resources.engine, failing))
             with pytest.raises(memascend.StorageError, match="no room"):
                 optimizer.step()
-        assert session.run.record.scale.state() == before
+        assert session.run.metadata.scale.state() == before
         optimizer.zero_grad()
         optimizer.backward(model(torch.ones(2, 16).half()).float().mean())
         optimizer.step()
-        assert session.run.record.scale.state() != before
+        assert session.run.metadata.scale.state() != before

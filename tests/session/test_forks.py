@@ -25,8 +25,8 @@ ASKED = {
     "save": lambda _, optimizer, folder: optimizer.save(folder / "saved"),
     "report": lambda _, optimizer, __: optimizer.report(),
     "deep copy": lambda model, _, __: copy.deepcopy(model),
-    "read": lambda model, _, __: model[0].weight.sum(),
     "state_of": lambda model, optimizer, _: optimizer.state_of(model[0].weight),
+    "read": lambda model, _, __: model[0].weight.sum(),
     "write": lambda model, _, __: model[0].weight.data.zero_(),
 }
 
@@ -54,9 +54,10 @@ def asked(model, optimizer, folder):
     return wrong
 
 
-@pytest.mark.parametrize("when", ["idle", "streamed", "staged", "loaded"])
-def test_a_child_is_refused_and_the_step_goes_on(tmp_path, when):
-    model, optimizer = begun(tmp_path, None if when == "streamed" else "64MiB")
+@pytest.mark.parametrize("host_memory", [None, "64MiB"], ids=["streamed", "in RAM"])
+@pytest.mark.parametrize("when", ["idle", "staged", "loaded"])
+def test_a_child_is_refused_and_the_step_goes_on(tmp_path, when, host_memory):
+    model, optimizer = begun(tmp_path, host_memory)
     with optimizer:
         expected = values(model)
         if when == "staged":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from memascend.optim.members import is_owners, is_roster, title_of
 from memascend.params.offloaded_param import dense_strides
 from memascend.storage import Checksum, checksum_of, order_of
 from memascend.tensors import laid_out
-from memascend.text import Progress, listed
+from memascend.text import Progress, listed, warn
 
 if TYPE_CHECKING:
     import os
@@ -257,7 +256,7 @@ class CheckpointValues:
         self.checkpoint.verify(self.partition.rank, self.partition.count)
         words = conversion_warning(where, self._conversions.values())
         if words is not None:
-            warnings.warn(words, stacklevel=6)
+            warn(words)
 
     def _problems(self) -> list[str]:
         """The state tensors that do not fit, in words; also finds the parameters to convert."""
@@ -382,9 +381,8 @@ def _user_state(manifest: Mapping[str, Any], partition: Partition) -> Any:
     states = manifest.get("user_states", [manifest["user_state"]] * partition.count)
     if len(states) == partition.count:
         return states[partition.rank]
-    warnings.warn(
+    warn(
         f"{len(states)} ranks wrote this checkpoint, each with a user_state of its own, and {partition.count} start "
-        "from it: each has that of rank 0",
-        stacklevel=6,
+        "from it: each has that of rank 0"
     )
     return manifest["user_state"]

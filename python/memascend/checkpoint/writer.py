@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from memascend.checkpoint.files import (
 from memascend.checkpoint.reader import FOLDER, FORMAT, MANIFEST, VERSION, render_manifest, state_key
 from memascend.checkpoint.weights import misread_names
 from memascend.errors import ConfigError, StorageError
-from memascend.text import Progress, expanded, refusal_of
+from memascend.text import Progress, expanded, refusal_of, warn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -177,10 +176,9 @@ def _configure(model: torch.nn.Module, folder: Path) -> list[str]:
         config.save_pretrained(folder)
         lost = misread_names(model)
         if lost:
-            warnings.warn(
+            warn(
                 f"from_pretrained() of this version of transformers takes {lost[0]} for another parameter: weights= "
-                "and checkpoint= read this checkpoint, and model.save_pretrained() writes one for it",
-                stacklevel=2,
+                "and checkpoint= read this checkpoint, and model.save_pretrained() writes one for it"
             )
         generation: Any = getattr(model, "generation_config", None)
         if callable(getattr(generation, "save_pretrained", None)):

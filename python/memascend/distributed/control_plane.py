@@ -20,6 +20,7 @@ from memascend.errors import ConfigError, RankError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from memascend.distributed.sharding import Sharding
     from memascend.errors import MemascendError
     from memascend.storage import Store
     from memascend.storage.store import CommitOfRank
@@ -280,14 +281,28 @@ class Exchange:
 
 
 class Alone:
-    """The exchange of a single process."""
+    """The exchange of a single process; see `Exchange`."""
 
     rank, size = 0, 1
 
     def tell(self, about: str, said: Any) -> list[Any]:
-        """The value of the only rank; see `Exchange.tell`."""
+        """The value of the only rank."""
         del about
         return [said]
+
+    def everyone(self, mine: Any) -> list[Any]:
+        """The value of the only rank."""
+        return [mine]
+
+    def together(self, do: Callable[[], _T], other: Callable[[str], MemascendError] = ConfigError) -> _T:
+        """Call `do`."""
+        del other
+        return do()
+
+
+def exchange_of(sharding: Sharding | None) -> Exchange | Alone:
+    """The exchange between the ranks of a model; for a single rank, and for one process, that of one."""
+    return Alone() if sharding is None or sharding.exchange is None else sharding.exchange
 
 
 def _named(ranks: Iterable[int]) -> str:

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from memascend.grads.microbatches import PartialSums
     from memascend.grads.norms import Norms
     from memascend.optim.rules import Rule
+    from memascend.params.cached_units import CachedUnits
     from memascend.params.offloaded_param import Place
     from memascend.params.residency import Residency
-    from memascend.params.cached_units import CachedUnits
     from memascend.storage import Chunk, Engine, Store
 
     # Gradients, each with what stands in `p.grad`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +18,7 @@ from memascend.optim.state import StateFormats, StateTrials, compact_format, eng
 from memascend.optim.trial import require_streamable
 from memascend.params.offloaded_param import dense_strides
 from memascend.storage import Adam, Momentum, adam_state, decode_state, state_tensors
+from memascend.text import warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -448,9 +448,8 @@ class Arithmetic:
         if "seed" not in self.committed() or "seed" not in stored:
             return
         if self.seed not in (0, stored["seed"]):
-            warnings.warn(
-                f"the stored seed stands: {stored['seed']}, and not {self.seed}; another one begins with another store",
-                stacklevel=5,
+            warn(
+                f"the stored seed stands: {stored['seed']}, and not {self.seed}; another one begins with another store"
             )
         self.seed = int(stored["seed"])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy as copying
 import types
-import warnings
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memascend.errors import ConfigError
 from memascend.tensors import same_bits
+from memascend.text import warn
 
 if TYPE_CHECKING:
     import contextlib
@@ -442,7 +442,7 @@ def take_options(
         )
         if any(name == "lr" for _, name, _, _ in changed):
             words += "; a learning rate scheduler computes from its base_lrs: set those, too"
-        warnings.warn(words, stacklevel=4)
+        warn(words)
 
 
 def _is_scheduled(name: str, given: dict[str, Any], stored: dict[str, Any]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from memascend.checkpoint.init import persistent_buffers
 from memascend.errors import ConfigError
 from memascend.params.module_hooks import close_gates, open_gates
+from memascend.text import warn
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -79,7 +79,7 @@ class AutocastWatch:
 
     def __init__(self, parameters: Iterable[torch.Tensor], device: str) -> None:
         """`device` is the type of the device that computes."""
-        self.device = device
+        self._device = device
         every = list(parameters)
         # autocast copies the weights of matrix products and convolutions.
         copied = sum(p.numel() for p in every if p.dtype == torch.float32 and p.dim() > 1)
@@ -88,14 +88,13 @@ class AutocastWatch:
 
     def look(self) -> None:
         """A module is entered."""
-        if self._silent or not torch.is_autocast_enabled(self.device):
+        if self._silent or not torch.is_autocast_enabled(self._device):
             return
         self._silent = True
-        warnings.warn(
+        warn(
             f"autocast over float32 weights keeps 16-bit copies of them all in memory ({self._nbytes / 2**20:.0f} MiB, "
             "outside of host_memory), in the graph and in its cache: make the model 16-bit (model.to(torch.bfloat16)) "
-            "before offload(), which keeps fp32 master weights on storage, and leave autocast out",
-            stacklevel=2,
+            "before offload(), which keeps fp32 master weights on storage, and leave autocast out"
         )
 
 

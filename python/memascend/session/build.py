@@ -24,7 +24,7 @@ from memascend.session.attachment import Attachment, AutocastWatch, Newcomers
 from memascend.session.materialize import Saving
 from memascend.session.optimizer import OffloadedOptimizer
 from memascend.session.report import Measurements
-from memascend.session.run import Record, Run
+from memascend.session.run import Metadata, Run
 from memascend.session.schedule import Schedule
 from memascend.session.session import Session
 from memascend.session.value_edits import Edits
@@ -81,9 +81,13 @@ class Assembly:
         newcomers = Newcomers(subject.model, look=subject.sharding is None)
         resumed = not resources.store.created or subject.earlier is not None
         schedule = Schedule(subject.original.param_groups, resources.store, resumed=resumed)
-        record = Record(resources.store, subject.buffers, subject.arithmetic, scale, schedule)
         run = Run(
-            resources=resources, residency=residency, frames=Frames(residency), gradients=gradients, record=record
+            resources=resources,
+            residency=residency,
+            frames=Frames(residency),
+            gradients=gradients,
+            buffers=subject.buffers,
+            metadata=Metadata(resources.store, subject.arithmetic, scale, schedule),
         )
         edits = Edits(run, None if subject.sharding is None else subject.sharding.exchange)
         attachment = Attachment(subject.model, self._gates(residency), run)
@@ -98,7 +102,7 @@ class Assembly:
             edits=edits,
             saving=Saving(subject.model, run, newcomers, subject.sharding),
             attachment=attachment,
-            measurements=Measurements(run, plan),
+            measurements=Measurements(run, self.decision),
             accumulation=self._accumulation(gradients, residency),
             max_grad_norm=subject.options.max_grad_norm,
             heap_bytes=heap_bytes,

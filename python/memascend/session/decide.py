@@ -23,7 +23,6 @@ from memascend.params.aliases import overlapping, require_unaliased
 from memascend.params.offloaded_param import dense_strides
 from memascend.plan.memory_plan import Log, Requirements, make_plan
 from memascend.plan.units import find_units
-from memascend.session.materialize import is_materialized
 from memascend.storage import pending_file
 from memascend.text import expanded
 
@@ -163,6 +162,7 @@ def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, o
     if not only_planned:
         # These load torch's compiler, which takes seconds that a plan without a run does not need.
         from memascend.params.module_hooks import gated
+        from memascend.session.materialize import is_materialized
         from memascend.session.optimizer import OffloadedOptimizer
 
         if any(isinstance(one, OffloadedOptimizer) for one in members) or gated(model) or is_materialized(model):

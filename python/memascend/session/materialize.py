@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
-from memascend.checkpoint.contents import StoreContents
+from memascend.checkpoint.contents import GatheredContents, StoreContents, send_contents
 from memascend.checkpoint.writer import save, save_weights
+from memascend.distributed.control_plane import Alone, exchange_of
+from memascend.distributed.groups import StoppedError
 from memascend.errors import RankError, UsageError
 from memascend.params.aliases import FOREIGN, find_foreign, others_hold, overlapping
 from memascend.params.unit import NOBODY
+from memascend.session.optimizer import session_of
 from memascend.storage import checksum_of
 from memascend.tensors import bytes_of
-from memascend.text import listed
+from memascend.text import listed, warn
 
 if TYPE_CHECKING:
     import os
@@ -27,32 +29,50 @@ if TYPE_CHECKING:
     from memascend.distributed.sharding import Sharding
     from memascend.params.residency import Residency
     from memascend.params.unit import Home
-    from memascend.session.attachment import Attachment, Newcomers
+    from memascend.session.attachment import Newcomers
     from memascend.session.run import Run
     from memascend.session.value_edits import Edits
 
 
 # Models whose parameters are real now.
-MATERIALIZED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_MATERIALIZED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
-def real_parameters(edits: Edits, attachment: Attachment, *, modify: bool, sharded: bool) -> Iterator[None]:
-    """Make an offloaded model a plain one inside; see `materialized`. `sharded`: ranks share the parameters."""
-    run, model = edits.run, attachment.model
-    if sharded:
+def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]:
+    """Make the parameters real inside a `with` block, with the values of the last committed step.
+
+    The values are in unlinked files, so that a model larger than memory can be inspected and saved.
+
+    Args:
+        model: an offloaded model.
+        modify: write back changed values, and commit them at once. A value whose bits did not change leaves its master
+            and its state untouched. Without it changes are dropped at the end, with a warning.
+
+    Raises:
+        UsageError: the model is not offloaded; or with `modify`, a step is staged, or a parameter was given memory that
+            other code may write to unseen.
+    """
+    if model in _MATERIALIZED:
+        raise UsageError(
+            "materialized() within materialized(): the parameters are real already. Leave the inner one out"
+        )
+    optimizer = model.__dict__.get("_memascend")
+    if optimizer is None:
+        raise UsageError(
+            "this model is not offloaded, or its optimizer was closed, so it has no values on storage: give the model "
+            "that offload() returned, before close()"
+        )
+    session = session_of(optimizer)
+    run, attachment = session.run, session.attachment
+    if session.sharding is not None:
         raise UsageError(
             "materialized() is for a model of one process: under fully_shard(), optimizer.edit() changes rows, "
             "optimizer.save() writes all values, and parameter.full_tensor() gathers those of one"
         )
-    if model in MATERIALIZED:
-        raise UsageError(
-            "materialized() within materialized(): the parameters are real already. Leave the inner one out"
-        )
     if modify:
         run.require_quiet()
     run.require_open()
-    optimizer = model.__dict__["_memascend"]
     homes: list[Home] = []
     # Values that are written back are compared with storage; only dropped changes need checksums.
     checksums: dict[str, str] | None = None if modify else {}
@@ -62,10 +82,10 @@ def real_parameters(edits: Edits, attachment: Attachment, *, modify: bool, shard
             run.residency.require_idle("materialized()")
             run.residency.copies.require_unwritten()
             _make_real(run.residency, homes, checksums)
-        MATERIALIZED.add(model)
+        _MATERIALIZED.add(model)
         # A copy or pickle that is made inside is of a plain model.
         attachment.leave()
-        run.resources.unread = False
+        run.resources.values_read()
         yield
         values = {place.name: place.parameter.detach() for home in homes for place in home.places}
         if checksums is None:
@@ -74,18 +94,17 @@ def real_parameters(edits: Edits, attachment: Attachment, *, modify: bool, shard
         else:
             written = _written(homes, checksums)
     finally:
-        if model in MATERIALIZED:
-            MATERIALIZED.discard(model)
+        if model in _MATERIALIZED:
+            _MATERIALIZED.discard(model)
             if not run.resources.closed:
                 attachment.enter(optimizer)
         _release(run.residency, homes)
     if not run.resources.closed:
-        _settle(edits, values, modify=modify)
+        _settle(session.edits, values, modify=modify)
     if written is not None:
-        warnings.warn(
+        warn(
             f"the values of {written} were changed within materialized(model), and are what they were before: "
-            "materialized(model, modify=True) keeps changes",
-            stacklevel=3,
+            "materialized(model, modify=True) keeps changes"
         )
 
 
@@ -158,11 +177,11 @@ def _written(homes: list[Home], checksums: dict[str, str]) -> str | None:
 
 def is_materialized(model: torch.nn.Module) -> bool:
     """Whether a module, or one in it, is offloaded and within `materialized()` now."""
-    return any(module in MATERIALIZED for module in model.modules())
+    return any(module in _MATERIALIZED for module in model.modules())
 
 
 class Saving:
-    """Writes checkpoints of one run."""
+    """Writes checkpoints of one run; all ranks call it together."""
 
     def __init__(
         self,
@@ -174,66 +193,48 @@ class Saving:
         self._model = model
         self._run = run
         self._newcomers = newcomers
-        # Where several ranks share the parameters.
-        self._shared = None if sharding is None or sharding.exchange is None else (sharding, sharding.exchange)
+        self._sharding = sharding
+        self._exchange = exchange_of(sharding)
 
-    def save(self, folder: str | os.PathLike[str], *, among_others: bool) -> None:
-        """Write a checkpoint of the last commit, with the current options of the groups; all ranks call it together."""
-        if self._shared is None:
-            self._settle()
-            self._write(folder, self._contents(), {}, among_others=among_others)
-        else:
-            _, figures = self._shared
-            figures.together(self._settle, UsageError)
-            own = figures.together(self._contents)
-            # Data positions, random states: each rank has its own.
-            states = figures.everyone(self._run.record.user_state)
-            more = {} if all(state == states[0] for state in states) else {"user_states": states}
-            self._gather(own, lambda found: self._write(folder, found, more, among_others=among_others))
-        self._run.resources.unread = False
-        missing = self._newcomers.unsaved(self._run.record.buffers.names)
+    def save(self, folder: str | os.PathLike[str], *, among_others: bool = False) -> None:
+        """Write a checkpoint of the last commit, with the current options of the groups."""
+        own = self._contents()
+        facts = self._exchange.together(self._run.metadata.facts, UsageError)
+        # Data positions, random states: each rank has its own.
+        states = self._exchange.everyone(self._run.metadata.user_state)
+        if not all(state == states[0] for state in states):
+            facts["user_states"] = states
+        self._write(own, lambda contents: save(folder, contents, self._model, facts, among_others=among_others))
+        self._run.resources.values_read()
+        missing = self._newcomers.unsaved(self._run.buffers.names)
         if missing:
-            warnings.warn(
+            warn(
                 f"{listed(missing)} came to the model after offload(), and the checkpoint in {folder} has them not: "
-                "save them beside it, by torch.save() of their values",
-                stacklevel=4,
+                "save them beside it, by torch.save() of their values"
             )
 
     def save_weights(self, folder: Path | None) -> None:
-        """Write weights and configuration alone into an existing folder; all ranks call it together.
+        """Write weights and configuration alone into an existing folder.
 
         `folder` is the first rank's; the others have none.
         """
-        if self._shared is None:
-            self._settle()
-            save_weights(cast("Path", folder), self._contents(values_alone=True), self._model)
-            return
-        _, figures = self._shared
-        figures.together(self._settle, UsageError)
-        own = figures.together(lambda: self._contents(values_alone=True))
-        self._gather(own, lambda contents: save_weights(cast("Path", folder), contents, self._model))
-
-    def _settle(self) -> None:
-        self._run.require_quiet()
+        own = self._contents(values_alone=True)
+        self._write(own, lambda contents: save_weights(cast("Path", folder), contents, self._model))
 
     def _contents(self, *, values_alone: bool = False) -> StoreContents:
+        """The last commit of this rank. No rank has any where a step is staged on one."""
         run = self._run
-        return StoreContents(run.resources.store, run.gradients.by_name.keys(), values_alone=values_alone)
+        self._exchange.together(run.require_quiet, UsageError)
+        names = run.gradients.by_name.keys()
+        return self._exchange.together(lambda: StoreContents(run.resources.store, names, values_alone=values_alone))
 
-    def _write(
-        self, folder: str | os.PathLike[str], contents: Contents, more: dict[str, Any], *, among_others: bool
-    ) -> None:
-        save(folder, contents, self._model, {**self._run.record.facts(), **more}, among_others=among_others)
-
-    def _gather(self, own: StoreContents, write: Callable[[Contents], None]) -> None:
+    def _write(self, own: StoreContents, write: Callable[[Contents], None]) -> None:
         """Let the first rank write the rows of all ranks."""
-        # One process does not import these.
-        from memascend.checkpoint.contents import GatheredContents, send_contents
-        from memascend.distributed.groups import StoppedError
-
-        assert self._shared is not None
-        sharding, figures = self._shared
-        line = figures.line()
+        sharding, exchange = self._sharding, self._exchange
+        if sharding is None or isinstance(exchange, Alone):
+            write(own)
+            return
+        line = exchange.line()
 
         def do_part() -> bool:
             """Whether all rows arrived."""
@@ -244,7 +245,7 @@ class Saving:
                     write(GatheredContents(own, sharding.rows, line, sharding.world_size))
             except StoppedError as error:
                 if error.is_late:
-                    raise figures.lost(f"sending rows to the first rank ({error})", figures.timeout) from error
+                    raise exchange.lost(f"sending rows to the first rank ({error})", exchange.timeout) from error
                 return False
             except BaseException:
                 line.close()
@@ -253,10 +254,10 @@ class Saving:
 
         arrived = False
         try:
-            arrived = all(figures.everyone(figures.together(do_part, _not_saved)))
+            arrived = all(exchange.everyone(exchange.together(do_part, _not_saved)))
         finally:
             if not arrived:
-                figures.close_line()
+                exchange.close_line()
         if not arrived:
             raise _not_saved("rows of a rank did not arrive")
 

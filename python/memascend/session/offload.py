@@ -15,6 +15,7 @@ from memascend import storage as engines
 from memascend.activations import activations as activation_files
 from memascend.device import device as devices
 from memascend.device.unit_memory import DeviceUnits, HostUnits
+from memascend.distributed.control_plane import exchange_of
 from memascend.distributed.setup import begin
 from memascend.memory import settle_heap
 from memascend.optim.members import unwrapped, wrap_again
@@ -29,10 +30,9 @@ from memascend.session.run import Resources
 from memascend.session.schedule import options_set
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from memascend.device.unit_memory import UnitMemory
-    from memascend.distributed.sharding import Sharding
     from memascend.plan.table import Plan
     from memascend.session.decide import Decision
     from memascend.session.optimizer import OffloadedOptimizer
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 _Path = str | os.PathLike[str]
 # Type checkers infer the class of the given model.
 _Model = TypeVar("_Model", bound=torch.nn.Module)
-_Done = TypeVar("_Done")
 _log = logging.getLogger("memascend")
 
 
@@ -156,7 +155,9 @@ def offload(  # noqa: PLR0913 - options are keywords
         original = unwrapped(optimizer)
         sharding, options, earlier = begin(model, original, options, undo)
         own = options
-        subject = _together(sharding, lambda: Subject(model, original, own, opened, sharding=sharding, earlier=earlier))
+        subject = exchange_of(sharding).together(
+            lambda: Subject(model, original, own, opened, sharding=sharding, earlier=earlier)
+        )
         offloaded = _offloaded(subject)
         undo.pop_all()
     wrap_again(optimizer, offloaded)
@@ -180,16 +181,17 @@ def offload(  # noqa: PLR0913 - options are keywords
 
 def _offloaded(subject: Subject) -> OffloadedOptimizer:
     """Decide, open the store, and offload the parameters; a call that fails leaves everything as it was."""
+    exchange = exchange_of(subject.sharding)
     with contextlib.ExitStack() as undo:
-        assembly = _together(subject.sharding, lambda: _prepared(subject, undo))
+        assembly = exchange.together(lambda: _prepared(subject, undo))
         session, offloaded = assembly.run()
         # Any rejection has happened by now, with the newest commit intact.
         store = assembly.resources.store
         store.go_back()
-        session.measurements.planned = begin_log(store, assembly.decision.plan)
+        session.measurements.log_began(begin_log(store, assembly.decision.plan))
         if subject.earlier is not None:
             # From here on no rank drops its new store, so the earlier stores can go.
-            _together(subject.sharding, lambda: None)
+            exchange.everyone(None)
         undo.pop_all()
     if subject.earlier is not None:
         subject.earlier.remove()
@@ -200,17 +202,10 @@ def _offloaded(subject: Subject) -> OffloadedOptimizer:
     return offloaded
 
 
-def _together(sharding: Sharding | None, do: Callable[[], _Done]) -> _Done:
-    """Run `do` on all ranks; where one fails, all raise."""
-    figures = None if sharding is None else sharding.exchange
-    return do() if figures is None else figures.together(do)
-
-
 def _prepared(subject: Subject, undo: contextlib.ExitStack) -> Assembly:
     """Decide, and open the store with its first values; the model does not change."""
-    sharding = subject.sharding
-    decision, first = _together(sharding, lambda: _decided(subject, undo))
-
+    sharding, exchange = subject.sharding, exchange_of(subject.sharding)
+    decision, first = exchange.together(lambda: _decided(subject, undo))
     opening = None if sharding is None else sharding.opening
     if opening is None:
         store = open_store(subject, decision.records)
@@ -222,8 +217,8 @@ def _prepared(subject: Subject, undo: contextlib.ExitStack) -> Assembly:
         # A failing call leaves no store behind.
         undo.callback(store.forsake)
     # Ending a log overwrites the previous commit, to which all ranks roll back where the log of one is damaged.
-    _together(sharding, store.check_log)
-    return _together(sharding, lambda: _begun(subject, decision, first, store, undo))
+    exchange.together(store.check_log)
+    return exchange.together(lambda: _begun(subject, decision, first, store, undo))
 
 
 def _decided(subject: Subject, undo: contextlib.ExitStack) -> tuple[Decision, FirstValues]:

@@ -7,7 +7,6 @@ import errno
 import gc
 import logging
 import os
-import warnings
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,10 +23,10 @@ from memascend.optim.state import options_of_formats
 from memascend.session.decide import temporary
 from memascend.session.optimizer import session_of
 from memascend.storage.store import not_as_written
-from memascend.text import Progress, expanded
+from memascend.text import Progress, expanded, warn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -45,53 +44,36 @@ if TYPE_CHECKING:
 RUNS: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
 
 
-def open_again(
-    create: Callable[[], Store], paths: Sequence[str], *, closes: bool, judge: Callable[[Store], None]
-) -> Store:
-    """Open the store at `paths` by `create`, also where a run of this process has it open.
+def _close_holders(subject: Subject, records: list[engines.Record]) -> None:
+    """Close the runs of this process that have the store open, with a warning; one that this call does not fit goes on.
 
-    That run is closed with a warning (`closes`), unless `judge` raises: then it continues. Without `closes`, an error
-    is raised, unless nothing refers to the run any more.
+    Where the call does not ask for that, an error is raised.
     """
-    try:
-        return create()
-    except StorageError as error:
-        if error.errno != errno.EBUSY:
-            raise
-    # A model is in reference cycles: an unused one waits for the garbage collector.
-    gc.collect()
-    for run, file in list(_holders(paths)):
-        if not closes:
+    existing, paths = subject.options.existing, subject.options.paths or ()
+    for run in list(RUNS):
+        resources = session_of(run).run.resources
+        files = [] if resources.closed else [os.fspath(file) for file in resources.store.info()["devices"]]
+        file = next((file for file in files for path in paths if _is_at(file, path)), None)
+        if file is None:
+            continue
+        if existing not in ("resume", "replace"):
             raise StorageError(
                 f"{file}: a run of this process has this store open: end it by optimizer.close(), or give offload() "
                 'existing="resume" or "replace", which do so',
                 errno=errno.EBUSY,
                 path=file,
             )
-        judge(session_of(run).run.resources.store)
+        _require_fits(subject, records, resources.store)
         unkept = ""
         try:
             run.close()
         except UsageError as error:
             # It is closed all the same, and what it says is no fault of this call.
             unkept = f"; {error}"
-        warnings.warn(
+        warn(
             f"{file}: a run of this process had this store open and was closed at step {run.steps}; its model cannot "
-            f"be used any more (call optimizer.close() before offload() to be without this warning){unkept}",
-            stacklevel=5,
+            f"be used any more (call optimizer.close() before offload() to be without this warning){unkept}"
         )
-    return create()
-
-
-def _holders(paths: Sequence[str]) -> Iterator[tuple[OffloadedOptimizer, str]]:
-    for run in list(RUNS):
-        resources = session_of(run).run.resources
-        if resources.closed:
-            continue
-        files = [os.fspath(file) for file in resources.store.info()["devices"]]
-        found = next((file for file in files for path in paths if _is_at(file, path)), None)
-        if found is not None:
-            yield run, found
 
 
 def _is_at(file: str, path: str) -> bool:
@@ -106,44 +88,60 @@ def _is_at(file: str, path: str) -> bool:
 _log = logging.getLogger("memascend")
 
 
+def _require_fits(subject: Subject, records: list[engines.Record], store: Store) -> None:
+    """Reject a store that a run has open and that is not this model's, before that run is closed."""
+    where = store.info()["devices"][0]
+    difference = store.difference(records, optimizer=title_of(subject.original))
+    if subject.options.existing == "replace":
+        if difference is not None:
+            raise ConfigError(
+                f"the store at {where} is that of another model's run, which this process has open at step "
+                f"{store.step} ({difference}), and existing='replace' would destroy it; nothing was changed, and that "
+                "run continues: name another storage=, or call its optimizer.close() first"
+            )
+        # The same lines again, as in a notebook.
+        return
+    _require_format(store, records)
+    if difference is not None:
+        raise ConfigError(
+            f"the store at {where} does not fit: {difference}; nothing was changed, and the run that has it open "
+            "continues: resume with the model and the optimizer that it was made for, or give existing='replace' to "
+            "begin anew"
+        )
+    subject.arithmetic.require_members(store.hyperparameters, f"the store at {where}")
+    require_as_many(subject.original.param_groups, (store.hyperparameters or {}).get("groups"))
+
+
 def open_store(subject: Subject, records: list[engines.Record]) -> Store:
-    """Open or make the store."""
+    """Open or make the store, also where a run of this process has it open, which is then closed."""
     options = subject.options
-    kind = title_of(subject.original)
     paths = list(options.paths or ())
 
     def create(where: str | list[str]) -> Store:
         return engines.Store.create(
-            where, records, optimizer=kind, existing=options.existing, durability=subject.durability, fill=False
+            where,
+            records,
+            optimizer=title_of(subject.original),
+            existing=options.existing,
+            durability=subject.durability,
+            fill=False,
         )
 
     if not paths:
         return temporary(create)
-
-    def judge(store: Store) -> None:
-        difference = store.difference(records, optimizer=kind)
-        if options.existing == "replace":
-            if difference is not None:
-                raise ConfigError(
-                    f"the store at {store.info()['devices'][0]} is that of another model's run, which this process has "
-                    f"open at step {store.step} ({difference}), and existing='replace' would destroy it; nothing was "
-                    "changed, and that run continues: name another storage=, or call its optimizer.close() first"
-                )
-            # The same lines again, as in a notebook.
-            return
-        _require_format(store, records)
-        if difference is not None:
-            raise ConfigError(
-                f"the store at {store.info()['devices'][0]} does not fit: {difference}; nothing was changed, and the "
-                "run that has it open continues: resume with the model and the optimizer that it was made for, or give "
-                "existing='replace' to begin anew"
-            )
-        subject.arithmetic.require_members(store.hyperparameters, f"the store at {store.info()['devices'][0]}")
-        require_as_many(subject.original.param_groups, (store.hyperparameters or {}).get("groups"))
-
-    closes = options.existing in ("resume", "replace")
     try:
-        store = open_again(lambda: create(paths), paths, closes=closes, judge=judge)
+        store = None
+        try:
+            store = create(paths)
+        except StorageError as error:
+            if error.errno != errno.EBUSY:
+                raise
+        if store is None:
+            # A model is in reference cycles: an unused one waits for the garbage collector.
+            gc.collect()
+            # With the error behind us: a run that is closed because of an error does not judge copies of its weights.
+            _close_holders(subject, records)
+            store = create(paths)
     except ConfigError:
         if options.resumes:
             # Another format has a message of its own.
@@ -181,7 +179,7 @@ def _require_format(store: Store, records: list[engines.Record]) -> None:
 
 
 def _hyperparameters(store: Store) -> dict[str, Any]:
-    """The hyperparameters of the last commit, as `Record.hyperparameters` made them."""
+    """The hyperparameters of the last commit, as `Metadata.hyperparameters` made them."""
     # An unreadable `user_state` raises here, too.
     stored, _ = store.hyperparameters or {}, store.user_state
     if isinstance(stored, dict):

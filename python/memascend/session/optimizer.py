@@ -16,7 +16,6 @@ from memascend.errors import ConfigError, UsageError
 from memascend.optim.comparison import MODES
 from memascend.optim.members import JoinedHooks, members_of
 from memascend.optim.rules import GroupMembers
-from memascend.session.materialize import MATERIALIZED, real_parameters
 from memascend.session.value_edits import switch_mode
 from memascend.text import Closing
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
     from memascend.plan.table import Plan
     from memascend.session.report import Report
+    from memascend.session.run import Resources
     from memascend.session.session import Session
 
 
@@ -35,31 +35,28 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
     Libraries move a state to a device by its items, and find none to move.
     """
 
-    def __init__(
-        self, ended: Callable[[], bool] = lambda: False, require_open: Callable[[], None] | None = None
-    ) -> None:
-        """Once `ended()` is true, it is an ordinary state, empty at first; `require_open` raises after the run."""
-        self._ended = ended
-        self._require_open = require_open
+    def __init__(self, resources: Resources, *, ends: bool = False) -> None:
+        """`ends`: it becomes an ordinary state at the end of the run, empty at first."""
+        self._resources = resources
+        self._ends = ends
         self._own: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
 
     @property
     def is_stored(self) -> bool:
         """Whether the state is on storage yet."""
-        return not self._ended()
+        return not (self._ends and self._resources.closed)
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
         self._refuse_access()
         return self._own[parameter]
 
     def _refuse_access(self) -> None:
-        if not self.is_stored:
-            return
-        if self._require_open is not None:
-            self._require_open()
-        raise UsageError(
-            "the optimizer's state is on storage: state_of(parameter) of the optimizer that offload() returned reads it"
-        )
+        if self.is_stored:
+            self._resources.require_open()
+            raise UsageError(
+                "the optimizer's state is on storage: state_of(parameter) of the optimizer that offload() returned "
+                "reads it"
+            )
 
     def __contains__(self, parameter: object) -> bool:
         if isinstance(parameter, torch.Tensor):
@@ -122,7 +119,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         after = [member._optimizer_step_post_hooks for member in self.members]  # noqa: SLF001
         self._optimizer_step_pre_hooks = before[0] if len(before) == 1 else JoinedHooks(before)
         self._optimizer_step_post_hooks = after[0] if len(after) == 1 else JoinedHooks(after)
-        self._state = StoredState(require_open=session.run.resources.require_open)
+        self._state = StoredState(session.run.resources)
         # Without a reference to the model or to this object: both would live as long as the interpreter.
         self._finalizer = weakref.finalize(self, session.run.resources.close)
 
@@ -268,31 +265,31 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     @property
     def grad_norm(self) -> float | None:
         """The norm of all gradients of the last step, unscaled and before clipping; None before the first."""
-        return self._session.outcome.grad_norm
+        return self._session.grad_norm
 
     @property
     def overflowed(self) -> bool:
         """Whether the last step was skipped because a gradient was not finite."""
-        return self._session.outcome.overflowed
+        return self._session.overflowed
 
     @property
     def loss_scale(self) -> float:
         """The factor by which `backward()` multiplies the loss."""
-        return self._session.run.record.scale.scale
+        return self._session.run.metadata.scale.scale
 
     @property
     def steps(self) -> int:
         """Committed steps of this store, also those before a resume."""
-        return self._session.run.record.step
+        return self._session.run.metadata.step
 
     @property
     def user_state(self) -> Any:
         """A JSON value of at most 64 KiB, committed with the step."""
-        return self._session.run.record.user_state
+        return self._session.run.metadata.user_state
 
     @user_state.setter
     def user_state(self, value: Any) -> None:
-        self._session.run.record.set_user_state(value)
+        self._session.run.metadata.set_user_state(value)
 
     @property
     def plan(self) -> Plan:
@@ -354,7 +351,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
             StorageError: there is no space, or the device failed; an earlier checkpoint is unchanged.
             RankError: another rank failed, with its message; an earlier checkpoint is unchanged.
         """
-        self._session.save(folder)
+        self._session.saving.save(folder)
 
     # --- torch's own ------------------------------------------------------------------------
 
@@ -369,7 +366,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
             options["params"] = list(range(first, first + len(group["params"])))
             first += len(group["params"])
             groups.append(options)
-        return {"state": {}, "param_groups": groups, "memascend": self._session.run.record.identity()}
+        return {"state": {}, "param_groups": groups, "memascend": self._session.run.metadata.identity()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the options of the groups, from a state dict of the run's present position.
@@ -383,7 +380,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
             ValueError: it has other groups. Nothing was changed.
         """
         self._session.run.resources.require_open()
-        self._session.run.record.require(state_dict)
+        self._session.run.metadata.require(state_dict)
         for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in options.items() if name != "params"})
 
@@ -407,31 +404,3 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         """Keep the last commit of `step()`, drop uncommitted changes, free all memory. Twice is fine."""
         self._session.close()
         self._finalizer.detach()
-
-
-def materialized(model: torch.nn.Module, modify: bool = False) -> contextlib.AbstractContextManager[None]:
-    """Make the parameters real inside a `with` block, with the values of the last committed step.
-
-    The values are in unlinked files, so that a model larger than memory can be inspected and saved.
-
-    Args:
-        model: an offloaded model.
-        modify: write back changed values, and commit them at once. A value whose bits did not change leaves its master
-            and its state untouched. Without it changes are dropped at the end, with a warning.
-
-    Raises:
-        UsageError: the model is not offloaded; or with `modify`, a step is staged, or a parameter was given memory that
-            other code may write to unseen.
-    """
-    offloaded = model.__dict__.get("_memascend")
-    if model in MATERIALIZED:
-        raise UsageError(
-            "materialized() within materialized(): the parameters are real already. Leave the inner one out"
-        )
-    if offloaded is None:
-        raise UsageError(
-            "this model is not offloaded, or its optimizer was closed, so it has no values on storage: give the model "
-            "that offload() returned, before close()"
-        )
-    session = session_of(offloaded)
-    return real_parameters(session.edits, session.attachment, modify=modify, sharded=session.sharding is not None)

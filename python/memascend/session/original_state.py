@@ -75,8 +75,7 @@ def leave(optimizer: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> No
     state.clear()
     if isinstance(state, defaultdict):
         state.default_factory = _refuse_state
-    resources = session_of(offloaded).run.resources
-    optimizer.state = StoredState(lambda: resources.closed)  # type: ignore[assignment]
+    optimizer.state = StoredState(session_of(offloaded).run.resources, ends=True)  # type: ignore[assignment]
     optimizer.register_state_dict_pre_hook(_refuse_state_dict)
     optimizer.register_load_state_dict_pre_hook(_refuse_state_dict)
 

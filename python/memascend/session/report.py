@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,9 +15,10 @@ from memascend.text import IN_MEMORY, bytes_shown, open_pyplot, seconds_shown, t
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from memascend.plan.table import Plan
+    from memascend.session.decide import Decision
     from memascend.session.run import Run
 
 
@@ -43,6 +43,13 @@ class TorchBytes:
     values: int
     state: int
     gradients: int
+
+    @classmethod
+    def of(cls, decision: Decision) -> TorchBytes:
+        """Those of a run, which reserves space for the gradients of trained parameters."""
+        own = [record for record in decision.records if not record.buffer]
+        gradients = sum(record.values.nbytes for record in own if record.spill is not None)
+        return cls(sum(record.values.nbytes for record in own), decision.state_bytes, gradients)
 
     @property
     def total(self) -> int:
@@ -242,11 +249,11 @@ def _owners_table(title: str, owners: Mapping[str, Owner], total: Owner | None =
 class Measurements:
     """Collects the figures of a report."""
 
-    def __init__(self, run: Run, plan: Plan) -> None:
+    def __init__(self, run: Run, decision: Decision) -> None:
         self._run = run
         self._resources = run.resources
-        # With the log that the store has space for, once that began.
-        self.planned = plan
+        self._planned = decision.plan
+        self._in_memory = TorchBytes.of(decision)
         # Earlier counts do not belong to the training.
         self._before = self._counted()
         self._step_seconds = 0.0
@@ -255,7 +262,7 @@ class Measurements:
         self._last: Report | None = None
         # As exchanged in the last step.
         self._all_ranks: AllRanks | None = None
-        self._told_of_log = False
+        self._warned_of_log = False
 
     def _counted(self) -> dict[str, Any]:
         resources = self._resources
@@ -269,37 +276,41 @@ class Measurements:
     def plan(self) -> Plan:
         """The plan in force, with the memory that was added where no budget was given."""
         arena = self._resources.units.arena
-        return self.planned.with_added(arena.added, arena.added_bytes)
+        return self._planned.with_added(arena.added, arena.added_bytes)
+
+    def log_began(self, plan: Plan) -> None:
+        """The plan in force is this one, with the gradient log that the store has space for."""
+        self._planned = plan
 
     def step_ended(self, began: float) -> None:
         """A step was committed, whose `step()` began then."""
         self._step_seconds += time.perf_counter() - began
         self._kept_peak = max(self._kept_peak, self._kept())
-        if not self.planned.log_steps or self._told_of_log:
+        if not self._planned.log_steps or self._warned_of_log:
             return
         unlogged = self._resources.engine.counters()["unlogged"]
         if unlogged:
             # Once: report() has the count.
-            self._told_of_log = True
+            self._warned_of_log = True
             _log.warning(
                 "%d gradients found no space in the gradient log of %d steps, so their parameters were written whole; "
                 "report() counts this if it happens again",
                 unlogged,
-                self.planned.log_steps,
+                self._planned.log_steps,
             )
 
-    def told(self) -> list[int]:
+    def own_figures(self) -> list[int]:
         """The figures that a rank sends to the others: the peak of host memory, bytes read and written."""
         store = _since(self._counted(), self._before)["store"]
         return [sum(owner.peak for owner in self._owners().values()), store["read_bytes"], store["written_bytes"]]
 
-    def hear(self, told: Sequence[Sequence[int]]) -> None:
+    def note_all_ranks(self, figures: Sequence[Sequence[int]]) -> None:
         """Remember the figures of all ranks, so that a report needs no communication."""
-        peak, read, written = map(sum, zip(*told, strict=True))
-        self._all_ranks = AllRanks(len(told), peak, read, written)
+        peak, read, written = map(sum, zip(*figures, strict=True))
+        self._all_ranks = AllRanks(len(figures), peak, read, written)
 
-    def report(self, trained: Collection[str]) -> Report:
-        """The figures so far, or at the end; `trained` are the names that the optimizer owns."""
+    def report(self) -> Report:
+        """The figures so far, or at the end."""
         if self._last is not None:
             return self._last
         counted = _since(self._counted(), self._before)
@@ -323,18 +334,18 @@ class Measurements:
                 "step()": self._step_seconds,
                 **{f"update, {stage}": taken for stage, taken in engine["seconds"].items()},
             },
-            steps=self._run.record.made,
+            steps=self._run.metadata.made,
             early=self._run.gradients.speculation.early,
             anew=self._run.gradients.speculation.anew,
             units=dict(self._run.residency.units.counters),
-            in_memory=self._in_memory(trained),
+            in_memory=self._in_memory,
             ranks=self._all_ranks,
             **self._on_device(),
         )
 
-    def close(self, trained: Collection[str]) -> None:
+    def close(self) -> None:
         """Make the report that is returned from now on."""
-        self._last = self.report(trained)
+        self._last = self.report()
 
     def _traffic(self, engine: dict[str, Any], store: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes read and written, by kind, from the counters of engine and store."""
@@ -411,20 +422,6 @@ class Measurements:
             "device_torch": Owner(*units.device.allocated()),
             "device_copies": units.unregistered,
         }
-
-    def _in_memory(self, trained: Collection[str]) -> TorchBytes:
-        """Values, gradients and state as torch has them: a compact master counts whole."""
-        values = state = gradients = 0
-        for record in self._resources.store.each_record():
-            if record["buffer"]:
-                continue
-            nbytes = math.prod(record["shape"]) * getattr(torch, record["dtype"]).itemsize
-            values += nbytes
-            if record["name"] in trained:
-                gradients += nbytes
-            for name, dtype, shape in record["state"]:
-                state += math.prod(shape) * (4 if name == "rest" else getattr(torch, dtype).itemsize)
-        return TorchBytes(values, state, gradients)
 
 
 def _since(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from memascend.errors import ConfigError, UsageError
 from memascend.optim.shared import options_of
 from memascend.params.threads import OwnProcess
-from memascend.text import Progress
+from memascend.text import Progress, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,10 +42,10 @@ class Resources:
     activations: Activations | None
     release: Callable[[], None]  # ends the run's share in process-wide hooks
     temporary: bool  # the store ends with the process
-    unread: bool = False  # there are committed steps whose values were not read out
     closed: bool = False
     process: OwnProcess = field(default_factory=OwnProcess)
-    _told_of_loss: bool = False
+    _unread: bool = False  # there are committed steps whose values were not read out
+    _warned_of_loss: bool = False
 
     def _close_store(self) -> None:
         try:
@@ -80,6 +79,14 @@ class Resources:
                     raise
                 raise
 
+    def values_changed(self) -> None:
+        """A step was committed: closing a temporary store loses it."""
+        self._unread = True
+
+    def values_read(self) -> None:
+        """The values were read out."""
+        self._unread = False
+
     def require_open(self) -> None:
         """Reject calls after close(), and calls in a forked child."""
         if self.closed:
@@ -88,10 +95,10 @@ class Resources:
 
     def warn_if_lost(self) -> None:
         """Warn once where the store's file was deleted or renamed: the data is lost when the process ends."""
-        lost = None if self._told_of_loss else self.store.lost()
+        lost = None if self._warned_of_loss else self.store.lost()
         if lost is not None:
-            self._told_of_loss = True
-            warnings.warn(str(lost), stacklevel=5)
+            self._warned_of_loss = True
+            warn(str(lost))
 
     def close(self) -> None:
         """Drain, drop uncommitted values, free all memory. Twice is fine."""
@@ -110,11 +117,10 @@ class Resources:
             last_first.callback(self._close_store)
             last_first.callback(self.units.stop)
             last_first.callback(self.engine.close)
-        if self.temporary and self.unread:
-            warnings.warn(
+        if self.temporary and self._unread:
+            warn(
                 "the trained weights were in a temporary store and are gone, for nobody read them out: give storage=, "
-                "or save model.state_dict() before close()",
-                stacklevel=4,
+                "or save model.state_dict() before close()"
             )
 
 
@@ -126,19 +132,16 @@ def shown(identity: dict[str, Any]) -> str:
 _USER_BYTES_MAX = 64 << 10
 
 
-class Record:
-    """The data that is committed with a step, and the position of the run: its store, and the committed steps."""
+class Metadata:
+    """What a commit has beside values and state, and the position of the run: its store, and the committed steps."""
 
-    def __init__(
-        self, store: Store, buffers: Buffers, arithmetic: Arithmetic, scale: LossScale, schedule: Schedule
-    ) -> None:
+    def __init__(self, store: Store, arithmetic: Arithmetic, scale: LossScale, schedule: Schedule) -> None:
         self._store = store
         self.schedule = schedule
         self.step = store.step  # the number of committed steps
         self.made = 0  # those of them that this run committed
         # The position of the checkpoint from which the run began, until its first step.
         self._origin: dict[str, Any] | None = (store.hyperparameters or {}).get("origin")
-        self.buffers = buffers
         # The optimizer's own dicts, which a scheduler changes.
         self.groups = arithmetic.optimizer.param_groups
         self.arithmetic = arithmetic
@@ -230,7 +233,8 @@ class Run:
     residency: Residency  # the parameters
     frames: Frames  # the modules that are being computed
     gradients: Gradients  # of the trained parameters
-    record: Record  # the data that is committed beside parameters
+    buffers: Buffers  # the persistent ones, which are committed with the parameters
+    metadata: Metadata  # of the commits
 
     def require_open(self) -> None:
         """Reject calls after close(); unwind modules that an interrupt left open."""

@@ -7,7 +7,6 @@ import functools
 import inspect
 import json
 import numbers
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed
@@ -15,7 +14,7 @@ from torch import distributed
 from memascend.errors import ConfigError, UsageError
 from memascend.optim.shared import SharedValues, copied, group_options, plain, put, restored, same, storable
 from memascend.storage.store import not_as_written
-from memascend.text import counted
+from memascend.text import counted, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -98,10 +97,9 @@ class Schedule:
             raise ConfigError("a scheduler is given to schedule() twice: give each once")
         dropped = [one for one in self._schedulers if one not in schedulers]
         if dropped and not self._stepped:
-            warnings.warn(
+            warn(
                 f"{_listed(dropped)} was given to schedule() before, and no step() advances it any more: give all "
-                "schedulers in one call",
-                stacklevel=4,
+                "schedulers in one call"
             )
         now = _Moment(schedulers, self._groups)
         begins = restore and not self._stepped
@@ -109,10 +107,9 @@ class Schedule:
         if begins and stored is not None:
             _require_fits(schedulers, now, stored, self._kept_groups())
         elif begins and self._resumed and self._store.step:
-            warnings.warn(
+            warn(
                 f"the store has {counted(self._store.step, 'step')} and no scheduler: {_listed(schedulers)} begins "
-                f"where it was made or loaded, and the next resume restores it ({_PAGE})",
-                stacklevel=4,
+                f"where it was made or loaded, and the next resume restores it ({_PAGE})"
             )
         moved: list[set[str]] = [set() for _ in schedulers]
         options: set[str] = set()
@@ -165,7 +162,7 @@ class Schedule:
     def begin_step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Reject a scheduler that something else advanced; warn of schedulers that a resumed run does not restore.
 
-        The first of `optimizers` is the one that is stepped, the others are its originals.
+        `optimizers` are those for which a scheduler may have been made.
         """
         self._before, self._had_stepped = None, self._stepped
         self._require_own()
@@ -181,21 +178,20 @@ class Schedule:
             )
 
     def _warn_of_others(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        # torch marks `step` of each optimizer for which a scheduler was made.
-        marked = [hasattr(vars(one).get("step"), "_wrapped_by_lr_sched") for one in optimizers]
         stored = self._stored()
         if stored is not None:
             words = (
                 f"the run was scheduled by {_stored_titles(stored)}, and this resume has no optimizer.schedule() for it"
             )
-        elif any(marked):
+        elif any(hasattr(vars(one).get("step"), "_wrapped_by_lr_sched") for one in optimizers):
+            # torch marks `step` of each optimizer for which a scheduler was made.
             words = (
                 "a scheduler was made for this optimizer and not given to optimizer.schedule(), so a resume restores "
                 "neither its state nor the learning rate that it set after the last step"
             )
         else:
             return
-        warnings.warn(f"{words}: {_PAGE} has the lines that resume exactly", stacklevel=7 + marked[0])
+        warn(f"{words}: {_PAGE} has the lines that resume exactly")
 
     def _advanced(self) -> str | None:
         """The scheduler that something else advanced since the last step, in words."""

@@ -7,7 +7,7 @@ import logging
 import math
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,6 @@ from memascend.params.weight_access import DOORS
 from memascend.session.run import CLOSED
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable, Sequence
 
     from memascend.distributed.control_plane import Exchange
@@ -35,14 +34,6 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("memascend")
-
-
-@dataclass
-class Outcome:
-    """The norm and the overflow of the last step's gradients."""
-
-    grad_norm: float | None = None
-    overflowed: bool = False
 
 
 @dataclass(kw_only=True, eq=False)
@@ -62,7 +53,9 @@ class Session:
     heap_bytes: int
     # None for one process.
     sharding: Sharding | None = None
-    outcome: Outcome = field(default_factory=Outcome)
+    # Of the last step's gradients.
+    grad_norm: float | None = None
+    overflowed: bool = False
 
     # --- what is done with the model ----------------------------------------------------
 
@@ -72,23 +65,19 @@ class Session:
             # Only CUDA has graphs.
             refuse_graphs()
         if outermost:
-            self._begin_forward()
-        if torch.is_autocast_enabled(self.watch.device):
-            self.watch.look()
+            self.newcomers.judge()
+            if self.sharding is not None and torch.is_grad_enabled():
+                self.sharding.require_exact()
+            self.run.residency.copies.forward_begins()
+        self.watch.look()
         self.run.gradients.entered(module)
-
-    def _begin_forward(self) -> None:
-        self.newcomers.judge()
-        if self.sharding is not None and torch.is_grad_enabled():
-            self.sharding.require_exact()
-        self.run.residency.copies.forward_begins()
 
     # --- the loop --------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
         """A backward from the scaled loss."""
         self.run.resources.require_open()
-        scale = self.run.record.scale
+        scale = self.run.metadata.scale
         with self.run.gradients.scaled():
             (loss * scale.scale if scale.enabled else loss).backward(**options)
 
@@ -109,7 +98,7 @@ class Session:
             )
         if not math.isfinite(scale):
             raise ConfigError(f"scale is {scale!r}: give a finite number, as 1 / the number of micro-batches")
-        loss_scale = self.run.record.scale
+        loss_scale = self.run.metadata.scale
 
         def begin(loss: torch.Tensor) -> None:
             loss = loss if scale == 1.0 else loss * scale
@@ -127,14 +116,14 @@ class Session:
     def schedule(self, schedulers: Sequence[Any], *, restore: bool) -> None:
         """Advance these schedulers within each commit from now on."""
         self.run.require_quiet()
-        self.run.record.schedule.attach(schedulers, restore=restore)
+        self.run.metadata.schedule.attach(schedulers, restore=restore)
 
     def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Commit the step, or skip it where a scaled gradient overflowed; schedulers may know these `optimizers`."""
         self.run.resources.require_open()
         began, backwards = time.perf_counter(), self.run.gradients.backwards.count
         with self.run.resources.store.preparing():
-            self.run.record.schedule.begin_step(optimizers)
+            self.run.metadata.schedule.begin_step(optimizers)
             committed = self._prepared_step()
         if committed:
             self.run.residency.units.end_step()
@@ -157,7 +146,7 @@ class Session:
 
     def _step(self) -> bool:
         """Make the step; returns False without gradients, and where they overflowed."""
-        run, gradients, record = self.run, self.run.gradients, self.run.record
+        run, gradients, metadata = self.run, self.run.gradients, self.run.metadata
         engine, store = run.resources.engine, run.resources.store
         present = self._present()
         if not self._is_any_present(bool(present)):
@@ -165,29 +154,29 @@ class Session:
         factor = 1.0
         if self._norm_comes_first:
             finite, norm = gradients.measured(present)
-            self.outcome = Outcome(norm, overflowed=record.scale.enabled and not finite)
-            if self.outcome.overflowed:
+            self.grad_norm, self.overflowed = norm, metadata.scale.enabled and not finite
+            if self.overflowed:
                 gradients.skip()
-                record.scale.update(overflowed=True)
+                metadata.scale.update(overflowed=True)
                 return False
             if self.max_grad_norm is not None:
                 factor = clip_factor(self.max_grad_norm, norm)
         gradients.update_all(present, factor)
-        step = record.step + 1
-        record.buffers.stage(store, step)
+        step = metadata.step + 1
+        run.buffers.stage(store, step)
         updated = [name for name, kept in gradients.by_name.items() if kept.state.staged]
-        give_back = record.arithmetic.adopt(updated, engine.finish)
-        before = record.scale.state()
-        record.scale.update(overflowed=False)
+        give_back = metadata.arithmetic.adopt(updated, engine.finish)
+        before = metadata.scale.state()
+        metadata.scale.update(overflowed=False)
 
         def failed() -> None:
-            record.schedule.take_back()
-            record.scale.load(before)
+            metadata.schedule.take_back()
+            metadata.scale.load(before)
             give_back()
 
         with run.committing(lambda: self._committed(present), failed):
-            record.schedule.advance()
-            engine.commit(step, user_state=record.user_state, hyperparameters=record.hyperparameters())
+            metadata.schedule.advance()
+            engine.commit(step, user_state=metadata.user_state, hyperparameters=metadata.hyperparameters())
         learnt = gradients.loop.learn()
         if learnt:
             _log.info(learnt)
@@ -203,12 +192,12 @@ class Session:
 
         The figures of the report go along.
         """
-        if self.sharding is None or self.sharding.exchange is None:
+        if self.sharding is None or self.figures is None:
             return present
         collectives = self.sharding.collectives
         assert collectives is not None
-        told = self.sharding.exchange.everyone([collectives.told(), present, *self.measurements.told()])
-        self.measurements.hear([one[2:] for one in told])
+        told = self.figures.everyone([collectives.told(), present, *self.measurements.own_figures()])
+        self.measurements.note_all_ranks([one[2:] for one in told])
         collectives.require_same([one[0] for one in told])
         return any(one[1] for one in told)
 
@@ -225,7 +214,7 @@ class Session:
                 "zero_grad() after each step, and backward() before the next"
             )
         run.residency.require_idle("step()")
-        run.record.buffers.require_same_kinds()
+        run.buffers.require_same_kinds()
         self._refuse_written()
         copies.require_released({gradient.name for gradient, _ in present})
         return present
@@ -233,14 +222,14 @@ class Session:
     @property
     def _norm_comes_first(self) -> bool:
         """Whether the step depends on the norm; else the norm is taken after the commit."""
-        return self.run.record.scale.enabled or self.max_grad_norm is not None
+        return self.run.metadata.scale.enabled or self.max_grad_norm is not None
 
     def _committed(self, present: Sequence[tuple[Gradient, torch.Tensor]]) -> None:
-        self.run.record.advance()
+        self.run.metadata.advance()
         if not self._norm_comes_first:
-            self.outcome = Outcome(self.run.gradients.norm(present))
-        self.run.resources.unread = True
-        self.run.record.buffers.committed()
+            self.grad_norm, self.overflowed = self.run.gradients.norm(present), False
+        self.run.resources.values_changed()
+        self.run.buffers.committed()
         self.run.changed(self.run.gradients.committed(present))
 
     def _refuse_written(self) -> None:
@@ -268,10 +257,6 @@ class Session:
 
     # --- looking -----------------------------------------------------------------------
 
-    def save(self, folder: str | os.PathLike[str], *, among_others: bool = False) -> None:
-        """Write a whole checkpoint of the last commit, with the current options of the groups."""
-        self.saving.save(folder, among_others=among_others)
-
     def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """A copy of the state of a parameter."""
         self.run.resources.require_open()
@@ -286,7 +271,7 @@ class Session:
     def report(self) -> Report:
         """The figures so far."""
         self.run.resources.process.require_here()
-        return self.measurements.report(self.run.gradients.by_name)
+        return self.measurements.report()
 
     # --- the end -------------------------------------------------------------------------
 
@@ -308,17 +293,19 @@ class Session:
         Not after an exception, in the midst of a step that the loop repeats at a resume; and not on several ranks,
         which close each at its own time.
         """
-        run, record, store = self.run, self.run.record, self.run.resources.store
+        run, metadata, store = self.run, self.run.metadata, self.run.resources.store
         is_whole = sys.exc_info()[0] is None and self.figures is None
-        if run.resources.temporary or not is_whole or not record.has_new_options:
+        if run.resources.temporary or not is_whole or not metadata.has_new_options:
             return
         run.gradients.skip()
         # What was set since belongs to the next step.
-        run.resources.engine.commit(record.step, user_state=store.user_state, hyperparameters=record.hyperparameters())
+        run.resources.engine.commit(
+            metadata.step, user_state=store.user_state, hyperparameters=metadata.hyperparameters()
+        )
 
     def _close(self) -> None:
         with contextlib.suppress(MemascendError):
-            self.measurements.close(self.run.gradients.by_name)
+            self.measurements.close()
         self.attachment.leave()
         self.run.gradients.unwatch()
         self.run.residency.close(CLOSED)

@@ -57,7 +57,7 @@ class Edits:
             self.edit(with_buffers=True) as edit,
         ):
             self.run.require_quiet(loads=changes_buffers)
-            buffers, targets = self.run.record.buffers, self.run.record.buffers.target
+            buffers, targets = self.run.buffers, self.run.buffers.target
             before = {name: targets(name).clone() for name in buffers.names} if changes_buffers else {}
             edit.undo.callback(lambda: [targets(name).copy_(values) for name, values in before.items()])
             yield edit
@@ -140,7 +140,7 @@ class Edits:
         with contextlib.ExitStack() as undo:
             edit = Edit(with_buffers, undo)
             if with_buffers:
-                undo.callback(run.record.buffers.unstage, run.resources.store)
+                undo.callback(run.buffers.unstage, run.resources.store)
             undo.callback(self._discard, edit)
             yield edit
             undo.pop_all()
@@ -165,10 +165,10 @@ class Edits:
         """Make the staged values live, all at once.
 
         `user_state` is committed with them; None keeps the stored one. The same holds for `hyperparameters`, see
-        `Record.hyperparameters`.
+        `Metadata.hyperparameters`.
         """
-        run, buffers = self.run, self.run.record.buffers
-        step = run.record.step
+        run, buffers = self.run, self.run.buffers
+        step = run.metadata.step
 
         def stood() -> None:
             edit.undo.pop_all()
@@ -197,20 +197,20 @@ def switch_mode(edits: Edits, mode: str) -> None:
         UsageError: a step is staged.
         StorageError: storage failed; the last commit stands.
     """
-    run, record, engine = edits.run, edits.run.record, edits.run.resources.engine
+    run, metadata, engine = edits.run, edits.run.metadata, edits.run.resources.engine
     with run.resources.store.preparing():
         run.require_quiet()
-        changed = record.arithmetic.switched(mode)
+        changed = metadata.arithmetic.switched(mode)
         if not changed:
             # The optimizer is in that mode.
             return
         with run.residency.turns.alone(), edits.edit(with_buffers=False) as edit:
             edit.undo.callback(engine.discard)
             names = run.gradients.switch(mode, changed)
-            edit.undo.callback(record.arithmetic.adopt(names, engine.finish, changed))
+            edit.undo.callback(metadata.arithmetic.adopt(names, engine.finish, changed))
             if not names:
                 # The next step commits the mode.
                 edit.undo.pop_all()
                 return
             edit.names.extend(names)
-            edits.commit(edit, user_state=record.user_state, hyperparameters=record.hyperparameters())
+            edits.commit(edit, user_state=metadata.user_state, hyperparameters=metadata.hyperparameters())

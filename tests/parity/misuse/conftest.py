@@ -43,7 +43,7 @@ class Training:
 def offloaded(tmp_path):
     """Offloads a model, by default a small stack and AdamW, to a file that has no store.
 
-    The budget may be "smallest".
+    The budget may be "smallest": the one that `offload()` names where it is given too little.
     """
     made = []
 

@@ -10,18 +10,6 @@ from parity.harness import adamw
 from parity.zoo_plain import Stack, next_token
 
 import memascend
-from memascend import StorageError, UsageError
-
-
-def test_a_store_that_is_deleted_under_training(offloaded, tmp_path):
-    """An open file lives until it is closed; what must not be is a result that nobody can find, in silence."""
-    training = offloaded(steps=1)
-    (tmp_path / "run.store").unlink()
-    with pytest.warns(UserWarning, match=r"run.store was deleted while its store was in use"):
-        training.step(1)
-    assert all(values.isfinite().all() for values in training.weights().values())
-    with pytest.raises(StorageError, match=r"run.store was deleted"):
-        training.optimizer.close()
 
 
 def test_two_processes_do_not_train_on_one_store(offloaded, tmp_path, loaded):
@@ -118,25 +106,3 @@ def test_an_exit_without_close_keeps_what_was_committed(tmp_path, loaded, end):
     again = torch.optim.AdamW(model.parameters())
     with memascend.offload(model, again, storage=tmp_path / "run.store", existing="resume")[1] as optimizer:
         assert optimizer.steps == 2
-
-
-def test_an_interrupt_in_the_middle_leaves_a_whole_step(offloaded):
-    training = offloaded(steps=1)
-    before = training.weights()
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    for register in ("register_forward_pre_hook", "register_forward_hook", "register_full_backward_hook"):
-        handle = getattr(training.model.blocks[1], register)(interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            training.loss().backward()
-        handle.remove()
-        training.optimizer.zero_grad()
-        after = training.weights()
-        assert all(torch.equal(before[name], after[name]) for name in before)
-    training.step(1)
-    assert training.optimizer.steps == 2
-    training.optimizer.close()
-    with pytest.raises(UsageError):
-        training.loss()
