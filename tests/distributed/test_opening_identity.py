@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.bits import same_bits
-from support.rank_models import adamw, loss_of, sharded
+from support.rank_models import adamw, loss_of, said, sharded
 from support.ranks import on_ranks
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
@@ -23,7 +23,6 @@ from memascend.distributed.setup import places_of_others
 from memascend.engine import Record, Store, commits
 from memascend.errors import RankError
 from memascend.plan.options import Options
-from memascend.session import decide
 
 HOST = socket.gethostname()
 
@@ -172,43 +171,6 @@ def test_one_process_refuses_the_store_of_a_rank(tmp_path):
     assert (tmp_path / "run").read_bytes() == before
 
 
-def test_what_is_drawn_at_a_replay_is_drawn_by_the_first_elements_of_the_store(tmp_path, monkeypatch):
-    left_open = []
-
-    def logged(name, first):
-        torch.manual_seed(0)
-        model = nn.Linear(16, 32, bias=False)
-        with monkeypatch.context() as patch:
-            patch.setattr(decide.engines, "Record", lambda **given: Record(**{**given, "first_element": first}))
-            model, optimizer = memascend.offload(
-                model,
-                torch.optim.AdamW(model.parameters(), lr=1e-2),
-                storage=tmp_path / name,
-                state="bf16",
-                host_memory="1GiB",
-                log_steps=8,
-            )
-        for _ in range(2):
-            model(torch.ones(2, 16)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        store = optimizer._session.run.resources.store
-        values, state = store.read("weight")
-        assert store.info()["log_steps"] == 2
-        # As where it is killed: what is held is in the log alone.
-        shutil.copy(tmp_path / name, tmp_path / f"{name}-killed")
-        left_open.append(optimizer)
-        with Store.open(tmp_path / f"{name}-killed") as store:
-            again, state_again = store.read("weight")
-        assert same_bits(again, values)
-        assert all(same_bits(state_again[of], state[of]) for of in state)
-        return state["exp_avg_sq"].clone()
-
-    whole, rows = logged("whole", None), logged("rows", 4096)
-    assert not same_bits(whole, rows)
-    [optimizer.close() for optimizer in left_open]
-
-
 def drawn_by_rows(folder):
     """Of each of this rank's parameters: whether a killed copy of the store has what the run reads."""
     trained = sharded(torch.bfloat16)
@@ -262,11 +224,7 @@ def by_local_rank(folder):
     with optimizer:
         loss_of(trained, 0, rank).backward()
         optimizer.step()
-    try:
-        begun(other, "resume")
-        words = ""
-    except memascend.ConfigError as error:
-        words = str(error)
+    words = said(lambda: begun(other, "resume"))
     with begun(own, "resume")[1] as optimizer:
         return {"words": words, "steps": optimizer.steps}
 
@@ -400,26 +358,18 @@ def trained(storage, steps=0):
             optimizer.step()
 
 
-def said(storage):
-    try:
-        trained(storage)
-    except memascend.MemascendError as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
-
-
 def runs_of_two(folder):
     """What two ranks meet that are numbered otherwise than before, or whose stores are."""
     folder, rank = Path(folder), distributed.get_rank()
     found = {}
     trained(folder / f"host-{rank}", 1)
     distributed.barrier()
-    found["renumbered"] = said(folder / f"host-{1 - rank}")
+    found["renumbered"] = said(lambda: trained(folder / f"host-{1 - rank}"))
     if rank == 0:
         for number in range(2):
             (folder / f"host-{number}" / f"rank-{number}-of-2").rename(folder / "host-0" / f"rank-{1 - number}-of-2")
     distributed.barrier()
-    found["exchanged"] = said(folder / "host-0")
+    found["exchanged"] = said(lambda: trained(folder / "host-0"))
     return found
 
 

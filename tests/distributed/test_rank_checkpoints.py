@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.rank_models import Odd, shard, without_mean
+from support.rank_models import Odd, said, shard, without_mean
 from support.ranks import on_ranks
 from torch import distributed, nn
 
@@ -141,26 +141,20 @@ def what_fails(folder):
         trained, optimizer_of(trained, "sgd"), storage=f"{folder}/run", gradients="ssd"
     )
 
-    def raised(name, target):
-        try:
-            optimizer.save(f"{folder}/{target}")
-        except memascend.MemascendError as error:
-            found[name] = f"{type(error).__name__}: {error}"
-
     if rank == 0:
         (Path(folder) / "others").mkdir()
         (Path(folder) / "others" / "file").touch()
-    raised("foreign", "others")
+    found["foreign"] = said(lambda: optimizer.save(f"{folder}/others"))
     generator = torch.Generator().manual_seed(rank)
     trained(torch.randint(0, 33, (2, 6), generator=generator)).sum().backward()
-    raised("staged", "saved")
+    found["staged"] = said(lambda: optimizer.save(f"{folder}/saved"))
     optimizer.zero_grad()
     optimizer.save(f"{folder}/saved")
     if rank == 1:
         _flip_a_bit(Path(folder) / "run" / "rank-1-of-2", trained.embed.weight.detach().to_local().clone())
     before = (Path(folder) / "saved" / "model.safetensors").read_bytes()
     distributed.barrier()
-    raised("damaged", "saved")
+    found["damaged"] = said(lambda: optimizer.save(f"{folder}/saved"))
     found["stays"] = (Path(folder) / "saved" / "model.safetensors").read_bytes() == before
     distributed.barrier()
     found["left"] = sorted(path.name for path in Path(folder).iterdir() if path.name.startswith(".saved"))
@@ -184,11 +178,8 @@ def _flip_a_bit(folder, values):
 def what_ends_within_a_block(folder):
     """What is said of rows that do not end with a block, and whether a store was left."""
     trained = shard(model(torch.float32))
-    found = ""
-    try:
-        memascend.offload(trained, optimizer_of(trained, "adamw"), storage=f"{folder}/blocks", state="8bit")
-    except memascend.ConfigError as error:
-        found = str(error)
+    optimizer = optimizer_of(trained, "adamw")
+    found = said(lambda: memascend.offload(trained, optimizer, storage=f"{folder}/blocks", state="8bit"))
     distributed.barrier()
     return found, [str(path) for path in Path(folder, "blocks").rglob("*.store")]
 

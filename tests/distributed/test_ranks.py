@@ -1,4 +1,4 @@
-"""Tests training on several ranks under `fully_shard` against one process that accumulates, and against DDP."""
+"""Tests training on several ranks under `fully_shard` against one process that accumulates."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from support.bits import same_bits
 from support.rank_models import adamw, loss_of, model, sharded, without_mean
 from support.ranks import on_ranks
-from torch import distributed, nn
+from torch import distributed
 
 import memascend
 
@@ -76,18 +76,6 @@ def _step(trained, masters, optimizer, factor=1.0):
             parameter.copy_(master)
 
 
-def beside_ddp(dtype):
-    """What DDP does with the same loop."""
-    trained = model(dtype)
-    masters = [p.detach().float().clone().requires_grad_() for p in trained.parameters()]
-    optimizer = adamw(masters)
-    wrapped = nn.parallel.DistributedDataParallel(trained)
-    for step in range(STEPS):
-        loss_of(wrapped, step, distributed.get_rank()).backward()
-        _step(trained, masters, optimizer)
-    return [parameter.detach() for parameter in trained.parameters()]
-
-
 def train_all(folder, cases, kind="plain"):
     count = distributed.get_world_size()
     found = []
@@ -130,14 +118,6 @@ def train_by_the_mean(folder, cases):
         optimizer.close()
         same = all(map(same_bits, values, (parameter.detach() for parameter in whole.parameters())))
         found.append((same, norms == others))
-    return found
-
-
-def train_beside_ddp(folder):
-    found = []
-    for name in ("float32", "bfloat16"):
-        dtype = getattr(torch, name)
-        found.append((on_storage(f"{folder}/{name}", dtype, {}, 1)[1][:-1], beside_ddp(dtype)))
     return found
 
 
@@ -216,33 +196,3 @@ MEANS = [
 @pytest.mark.parametrize("count", [2, 4])
 def test_the_mean_of_several_rounds_is_that_of_one_process(tmp_path, count):
     assert on_ranks(count, train_by_the_mean, tmp_path, MEANS) == [[(True, True)] * len(MEANS)] * count
-
-
-def train_by_thirds(folder):
-    """What three ranks say of FSDP2's own mean, and what they train without it."""
-    trained = sharded(torch.bfloat16)
-    trained, optimizer = memascend.offload(trained, adamw(trained.parameters()), storage=f"{folder}/run")
-    rank, losses = distributed.get_rank(), []
-    with optimizer:
-        try:
-            loss_of(trained, 0, rank).backward()
-        except memascend.UsageError as error:
-            losses.append(str(error))
-        without_mean(trained)
-        (loss_of(trained, 0, rank) / 3).backward()
-        optimizer.step()
-    return [*losses, optimizer.steps]
-
-
-@pytest.mark.slow
-def test_a_mean_of_three_ranks_is_refused_before_anything_is_computed(tmp_path):
-    for words, steps in on_ranks(3, train_by_thirds, tmp_path):
-        assert "by 3, which rounds each round by itself" in words
-        assert steps == 1
-
-
-@pytest.mark.slow
-def test_two_ranks_have_the_bits_of_ddp(tmp_path):
-    for found in on_ranks(2, train_beside_ddp, tmp_path):
-        for values, others in found:
-            assert all(map(same_bits, values, others))

@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
     from memascend.checkpoint.contents import Contents
     from memascend.distributed.sharding import Sharding
+    from memascend.params.offloaded_param import Place
     from memascend.params.residency import Residency
     from memascend.params.unit import Home
     from memascend.session.attachment import Attachment, Newcomers
     from memascend.session.run import Run
-    from memascend.session.value_edits import Edits
+    from memascend.session.value_edits import Edit, Edits
 
 
 # Models whose parameters are real now.
@@ -37,50 +38,52 @@ MATERIALIZED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
-def real_parameters(edits: Edits, attachment: Attachment, *, modify: bool, sharded: bool) -> Iterator[None]:
-    """Make an offloaded model a plain one inside; see `materialized`. `sharded`: ranks share the parameters."""
+def real_parameters(edits: Edits, attachment: Attachment, sharding: Sharding | None, *, modify: bool) -> Iterator[None]:
+    """Make an offloaded model a plain one inside; see `materialized`."""
     run, model = edits.run, attachment.model
-    if sharded:
-        raise UsageError(
-            "materialized() is for a model of one process: under fully_shard(), optimizer.edit() changes rows, "
-            "optimizer.save() writes all values, and parameter.full_tensor() gathers those of one"
-        )
     if model in MATERIALIZED:
         raise UsageError(
             "materialized() within materialized(): the parameters are real already. Leave the inner one out"
         )
-    if modify:
-        run.require_quiet()
-    run.require_open()
     optimizer = model.__dict__["_memascend"]
     homes: list[Home] = []
     # Values that are written back are compared with storage; only dropped changes need checksums.
     checksums: dict[str, str] | None = None if modify else {}
     written: str | None = None
-    try:
-        with run.residency.turns.alone():
-            run.residency.require_idle("materialized()")
-            run.residency.copies.require_unwritten()
-            _make_real(run.residency, homes, checksums)
-        MATERIALIZED.add(model)
-        # A copy or pickle that is made inside is of a plain model.
-        attachment.leave()
-        run.resources.unread = False
-        yield
-        values = {place.name: place.parameter.detach() for home in homes for place in home.places}
-        if checksums is None:
-            run.require_open()
-            _require_own_memory({place.name: place.parameter for home in homes for place in home.places}, model)
-        else:
-            written = _written(homes, checksums)
-    finally:
-        if model in MATERIALIZED:
-            MATERIALIZED.discard(model)
-            if not run.resources.closed:
-                attachment.enter(optimizer)
-        _release(run.residency, homes)
-    if not run.resources.closed:
-        _settle(edits, values, modify=modify)
+    kept: list[tuple[Place, torch.Tensor]] = []
+    with edits.together() if modify else edits.reading() as edit:
+        run.require_open()
+        if sharding is not None:
+            # A forward without a backward leaves gathered parameters of its outermost module.
+            sharding.reshard()
+        try:
+            with run.residency.turns.alone():
+                run.residency.require_idle("materialized()")
+                run.residency.copies.require_unwritten()
+                _make_real(run.residency, homes, checksums)
+            # A rank that cannot make them real ends the block of all before they wait for it inside.
+            edits.is_any(False)
+            MATERIALIZED.add(model)
+            # A copy or pickle that is made inside is of a plain model.
+            attachment.leave()
+            run.resources.unread = False
+            yield
+            values = {place.name: place.parameter.detach() for home in homes for place in home.places}
+            if checksums is None:
+                run.require_open()
+                _require_own_memory({place.name: place.parameter for home in homes for place in home.places}, model)
+            else:
+                written = _written(homes, checksums)
+        finally:
+            if model in MATERIALIZED:
+                MATERIALIZED.discard(model)
+                if not run.resources.closed:
+                    attachment.enter(optimizer)
+            _release(run.residency, homes)
+        if not run.resources.closed:
+            kept = _settle(edits, edit, values)
+    # In a plain model it would be the weights'.
+    run.residency.copies.keep(kept, is_snapshot=not modify)
     if written is not None:
         warnings.warn(
             f"the values of {written} were changed within materialized(model), and are what they were before: "
@@ -105,19 +108,19 @@ def _make_real(residency: Residency, homes: list[Home], checksums: dict[str, str
                 place.release(copy)
 
 
-def _settle(edits: Edits, values: dict[str, torch.Tensor], *, modify: bool) -> None:
-    """Commit what was changed with `modify`, and watch memory that user code keeps of parameters."""
-    residency = edits.run.residency
-    places = [place for home in residency.units.homes for place in home.places]
-    kept = {name: values[name] for name in others_hold(values)}
-    if modify:
-        with edits.together() as edit:
-            for place in places:
-                edits.stage(edit, place, values.pop(place.name))
-    # In a plain model it would be the weights'.
-    found = [(place, kept.pop(place.name)) for place in places if place.name in kept]
-    values.clear()
-    residency.copies.keep(found, is_snapshot=not modify)
+def _settle(edits: Edits, edit: Edit | None, values: dict[str, torch.Tensor]) -> list[tuple[Place, torch.Tensor]]:
+    """Stage what was changed, where there is an edit; returns the memory of parameters that user code keeps."""
+    kept = set(others_hold(values))
+    found = []
+    if edit is not None:
+        edits.run.require_quiet()
+    for place in (place for home in edits.run.residency.units.homes for place in home.places):
+        own = values.pop(place.name)
+        if edit is not None:
+            edits.stage(edit, place, own)
+        if place.name in kept:
+            found.append((place, own))
+    return found
 
 
 def _require_own_memory(named: Mapping[str, torch.nn.Parameter], model: torch.nn.Module) -> None:
@@ -241,7 +244,7 @@ class Saving:
                 if sharding.rank:
                     send_contents(own, sharding.rows, sharding.order, line)
                 else:
-                    write(GatheredContents(own, sharding.rows, line, sharding.world_size))
+                    write(GatheredContents(own, sharding.rows, line, sharding.count))
             except StoppedError as error:
                 if error.is_late:
                     raise figures.lost(f"sending rows to the first rank ({error})", figures.timeout) from error

@@ -412,16 +412,19 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
 def materialized(model: torch.nn.Module, modify: bool = False) -> contextlib.AbstractContextManager[None]:
     """Make the parameters real inside a `with` block, with the values of the last committed step.
 
-    The values are in unlinked files, so that a model larger than memory can be inspected and saved.
+    The values are in unlinked files, so that a model larger than memory can be inspected and saved. Under
+    `fully_shard` the parameters stay DTensors, and their local tensors are this rank's rows in such files. All ranks
+    enter and leave the block together, with and without `modify`.
 
     Args:
         model: an offloaded model.
-        modify: write back changed values, and commit them at once. A value whose bits did not change leaves its master
-            and its state untouched. Without it changes are dropped at the end, with a warning.
+        modify: write back changed values, and commit them at once, on all ranks or none. A value whose bits did not
+            change leaves its master and its state untouched. Without it changes are dropped at the end, with a warning.
 
     Raises:
         UsageError: the model is not offloaded; or with `modify`, a step is staged, or a parameter was given memory that
             other code may write to unseen.
+        RankError: another rank failed in the block, or is gone; nothing was committed.
     """
     offloaded = model.__dict__.get("_memascend")
     if model in MATERIALIZED:
@@ -434,4 +437,4 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> contextlib.Abs
             "that offload() returned, before close()"
         )
     session = session_of(offloaded)
-    return real_parameters(session.edits, session.attachment, modify=modify, sharded=session.sharding is not None)
+    return real_parameters(session.edits, session.attachment, session.sharding, modify=modify)
