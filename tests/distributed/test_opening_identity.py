@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from support.bits import same_bits
-from support.rank_models import adamw, loss_of, said, sharded
+from support.rank_models import adamw, loss_of, model, said, sharded
 from support.ranks import on_ranks
 from torch import distributed, nn
-from torch.distributed.fsdp import fully_shard
 
 import memascend
 from memascend.distributed.control_plane import Agreement, Alone, Exchange
@@ -207,6 +206,15 @@ def test_the_store_of_a_rank_has_the_first_elements_of_its_rows(tmp_path):
     for found in on_ranks(2, drawn_by_rows, tmp_path):
         assert found
         assert all(found.values()), found
+    whole = model(torch.bfloat16)
+    with pytest.raises(memascend.ConfigError, match="it has the rows of one of several ranks"):
+        memascend.offload(
+            whole,
+            torch.optim.AdamW(whole.parameters()),
+            storage=tmp_path / "run" / "rank-1-of-2",
+            existing="resume",
+            state="bf16",
+        )
 
 
 def by_local_rank(folder):
@@ -342,49 +350,3 @@ def test_earlier_stores_are_those_of_their_ranks(tmp_path):
     # Nor is one that was copied to where that of a single process is.
     with pytest.raises(memascend.ConfigError, match=r"rank 0: .* is the store of rank 1 of 2"):
         require_own([seen_at(paths[0])])
-
-
-# --- whole runs -----------------------------------------------------------------------------------
-
-
-def trained(storage, steps=0):
-    torch.manual_seed(0)
-    model = fully_shard(nn.Linear(16, 64, bias=False))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = memascend.offload(model, optimizer, storage=storage, existing="resume", timeout=20.0)
-    with optimizer:
-        for _ in range(steps):
-            model(torch.ones(2, 16)).square().mean().backward()
-            optimizer.step()
-
-
-def runs_of_two(folder):
-    """What two ranks meet that are numbered otherwise than before, or whose stores are."""
-    folder, rank = Path(folder), distributed.get_rank()
-    found = {}
-    trained(folder / f"host-{rank}", 1)
-    distributed.barrier()
-    found["renumbered"] = said(lambda: trained(folder / f"host-{1 - rank}"))
-    if rank == 0:
-        for number in range(2):
-            (folder / f"host-{number}" / f"rank-{number}-of-2").rename(folder / "host-0" / f"rank-{1 - number}-of-2")
-    distributed.barrier()
-    found["exchanged"] = said(lambda: trained(folder / "host-0"))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_whole_runs_find_their_stores_or_say_where_they_are(tmp_path):
-    for found in on_ranks(2, runs_of_two, tmp_path):
-        assert found["renumbered"].startswith("ConfigError: rank 0: holds no store"), found
-        assert f"host-1/rank-1-of-2/ on {HOST} is the store of rank 1 of 2" in found["renumbered"], found
-        assert f"host-0/rank-0-of-2/ on {HOST} is the store of rank 1 of 2" in found["exchanged"], found
-    model = nn.Linear(16, 32, bias=False)
-    with pytest.raises(memascend.ConfigError, match="it has the rows of one of several ranks"):
-        memascend.offload(
-            model,
-            torch.optim.AdamW(model.parameters()),
-            storage=tmp_path / "host-0" / "rank-1-of-2",
-            existing="resume",
-        )

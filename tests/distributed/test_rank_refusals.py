@@ -45,6 +45,8 @@ def what_is_refused(folder):
     refused("twice", whole, storage=f"{folder}/twice-{{local_rank}}")
     os.environ["LOCAL_RANK"] = str(rank)
     refused("adafactor", lambda: whole(torch.optim.Adafactor))
+    wide = fully_shard(nn.Linear(40, 110))
+    refused("blocks", lambda: (wide, adamw(wide.parameters())), state="8bit")
     # What one rank refuses, none does.
     refused("budget", whole, host_memory=1 if rank else None)
     # Once the others have taken back what they began, too.
@@ -120,6 +122,7 @@ def test_what_does_not_work_is_refused_on_all_ranks(tmp_path):
         assert "put {rank}" in found["one file"]
         assert "rank 0 and to rank 1" in found["twice"]
         assert "Adafactor needs whole parameters" in found["adafactor"]
+        assert "within a block of 256" in found["blocks"]
         assert ("rank 1 refused" in found["budget"]) == (rank == 0)
         assert found["left"] == []
         assert found["read"]

@@ -74,7 +74,8 @@ class Exchange:
         self.failure: Failure | None = None
         self._group: Any = self.meeting.make_group(timeout)
         self._others = [rank for rank in range(self.size) if rank != self.rank]
-        self._line: Line | None = None
+        # It moves rows to the first rank.
+        self.line = Line(self.meeting, timeout)
         self._count = 0
 
     def tell(self, about: str, said: Any, *, remedy: str = DISCARDED) -> list[Any]:
@@ -162,21 +163,9 @@ class Exchange:
                 ranks=() if self.failure is None else self.failure.ranks,
             )
 
-    def line(self) -> Line:
-        """The line that moves rows to the first rank; all ranks make it together."""
-        if self._line is None:
-            self._line = Line(self.meeting, self.timeout)
-        return self._line
-
-    def close_line(self) -> None:
-        """Close the line after a failure, on all ranks; the next call of `line()` makes another."""
-        if self._line is not None:
-            self._line.close()
-            self._line = None
-
     def close(self) -> None:
         """Leave all groups: ranks that still use them see that this one is gone."""
-        self.close_line()
+        self.line.close()
         group, self._group = self._group, None
         self.broken = self.broken or RankError("the ranks do not talk any more: the run was closed", ranks=())
         let_go(group)

@@ -7,7 +7,7 @@ import json
 import time
 import traceback
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import distributed
@@ -194,10 +194,17 @@ class Line:
     """
 
     def __init__(self, meeting: Meeting, timeout: float) -> None:
-        """Make the group; all ranks do so together. `timeout`: seconds that one rank waits for another."""
-        self._timeout = timedelta(seconds=timeout)
-        self._group: Any = meeting.make_group(timeout)
+        """`timeout`: seconds that one rank waits for another."""
+        self._meeting = meeting
+        self._seconds = timeout
+        self._group: Any = None
         self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def open(self) -> Self:
+        """Make the group if there is none, as at first and after a failure; all ranks do so together."""
+        if self._group is None:
+            self._group = self._meeting.make_group(self._seconds)
+        return self
 
     def close(self) -> None:
         """Leave the group, which ends the waits of other ranks for this one."""
@@ -243,7 +250,7 @@ class Line:
 
     def _move(self, begin: Any, memory: torch.Tensor, rank: int) -> None:
         try:
-            begin(memory, rank, group=self._group).wait(self._timeout)
+            begin(memory, rank, group=self._group).wait(timedelta(seconds=self._seconds))
         except RuntimeError as error:
             # Ranks that wait for this one notice when its connections close, with the last reference to the group.
             traceback.clear_frames(error.__traceback__)

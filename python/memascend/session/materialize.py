@@ -80,6 +80,9 @@ def real_parameters(edits: Edits, attachment: Attachment, sharding: Sharding | N
                 if not run.resources.closed:
                     attachment.enter(optimizer)
             _release(run.residency, homes)
+            if sharding is not None:
+                # A forward inside has left them, too, and the next one would compute with their values.
+                sharding.reshard()
         if not run.resources.closed:
             kept = _settle(edits, edit, values)
     # In a plain model it would be the weights'.
@@ -236,7 +239,7 @@ class Saving:
 
         assert self._shared is not None
         sharding, figures = self._shared
-        line = figures.line()
+        line = figures.line.open()
 
         def do_part() -> bool:
             """Whether all rows arrived."""
@@ -259,7 +262,7 @@ class Saving:
             arrived = all(figures.everyone(figures.together(do_part, _not_saved)))
         finally:
             if not arrived:
-                figures.close_line()
+                line.close()
         if not arrived:
             raise _not_saved("rows of a rank did not arrive")
 
