@@ -91,7 +91,7 @@ def _taken(processor: Processor, plan: Plan, state: str) -> tuple[float, float, 
     # Where torch leaves processors free, the update has one of its own.
     host = assumed_host(None, shared=threads >= len(os.sched_getaffinity(0)))
     update = processor.update_seconds[state]
-    return forward, backward, replace(host, update=update, check=processor.check_seconds, held_threads=threads)
+    return forward, backward, replace(host, update=update, check=processor.check_seconds, ram_tier_threads=threads)
 
 
 def measure(model: nn.Module, trace: Trace, shape: tuple[int, int], folder: Path | None) -> Processor:

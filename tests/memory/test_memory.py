@@ -322,8 +322,8 @@ def test_making_a_region_answers_ctrl_c():
             Region(1 << 30, owner="interrupted").close()
 
     timer = threading.Timer(0.005, lambda: signal.raise_signal(signal.SIGINT))
-    timer.start()
     with pytest.raises(KeyboardInterrupt):
+        timer.start()  # not before: a busy machine may take longer than that to come here
         make_regions()
     timer.join()
     assert not [listed for listed in regions() if listed["owner"] == "interrupted"]

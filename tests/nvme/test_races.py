@@ -64,7 +64,7 @@ def test_a_device_that_is_in_use_takes_nothing_of_the_others_along(tmp_path):
             assert not won or all(path.stat().st_size == 1 << 20 for path in paths)
 
 
-def entries():
+def records():
     return [engine.Record(name="weight", values=torch.full((64,), 7.0), state={})]
 
 
@@ -75,7 +75,7 @@ def test_of_threads_that_make_one_store_one_has_it_and_it_stays(tmp_path, existi
         path = f"{tmp_path}/{turn}{place}"
 
         def train(_, path=path):
-            with engine.Store.create(path, entries(), existing=existing) as store:
+            with engine.Store.create(path, records(), existing=existing) as store:
                 made, step = store.created, store.step + 1
                 store.stage("weight", torch.full((64,), 8.0), step=step)
                 store.commit(step)
@@ -135,11 +135,11 @@ def test_of_processes_that_make_one_store_one_has_it_and_it_stays(tmp_path, pyth
 def test_a_replacement_that_is_too_late_leaves_the_run_that_resumed(tmp_path):
     for turn in range(12):
         path = tmp_path / f"store{turn}"
-        engine.Store.create(path, entries()).close()
+        engine.Store.create(path, records()).close()
 
         def act(index, path=path):
             existing = "replace" if index % 2 else "resume"
-            with engine.Store.create(path, entries(), existing=existing) as store:
+            with engine.Store.create(path, records(), existing=existing) as store:
                 store.stage("weight", torch.full((64,), float(index)), step=store.step + 1)
                 store.commit(store.step + 1)
                 return index

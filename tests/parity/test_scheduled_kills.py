@@ -102,10 +102,10 @@ def committed(folder):
         with memascend.engine.Store.open(path) as store:
             assert store.step == STEPS
             options[path.parent.name] = store.hyperparameters, store.user_state
-            for entry in store.each_entry():
-                value, state = store.read(entry["name"])
+            for record in store.each_record():
+                value, state = store.read(record["name"])
                 own = {"": value, **state}
-                values |= {f"{path.parent.name} {entry['name']} {of}": tensor for of, tensor in own.items()}
+                values |= {f"{path.parent.name} {record['name']} {of}": tensor for of, tensor in own.items()}
     return options, values
 
 

@@ -227,7 +227,7 @@ def test_verify_names_what_is_damaged_where(offloaded, tmp_path, capsys):
     # What the last step did not change is of both commits; this it did.
     assert f"step 0, generation 1 is whole: {PREVIOUS} opens it" in text
     assert len(found["commits"][0]["damages"]) == 1
-    assert found["commits"][0]["pieces"] == found["commits"][1]["pieces"] - 1
+    assert found["commits"][0]["extents"] == found["commits"][1]["extents"] - 1
     flip(path, *(root + sector + 40 for root in ROOTS for sector in SECTORS))
     assert main(["store", "verify", str(path)]) == 1
     assert "the root is damaged" in capsys.readouterr().err
