@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.bits import same_bits
-from support.rank_models import adamw, loss_of, model, said, sharded
+from support.rank_models import adamw, loss_of, said, sharded
 from support.ranks import on_ranks
 from torch import distributed, nn
 
@@ -206,15 +206,6 @@ def test_the_store_of_a_rank_has_the_first_elements_of_its_rows(tmp_path):
     for found in on_ranks(2, drawn_by_rows, tmp_path):
         assert found
         assert all(found.values()), found
-    whole = model(torch.bfloat16)
-    with pytest.raises(memascend.ConfigError, match="it has the rows of one of several ranks"):
-        memascend.offload(
-            whole,
-            torch.optim.AdamW(whole.parameters()),
-            storage=tmp_path / "run" / "rank-1-of-2",
-            existing="resume",
-            state="bf16",
-        )
 
 
 def by_local_rank(folder):
