@@ -143,9 +143,10 @@ def read_by_torch(folder):
     step_of(trained, optimizer, 1)
     words += refusals(trained, optimizer)
     # Into the rows, as loops load: the run has what was saved.
-    into = {"model": torch_states.get_model_state_dict(trained)}
-    torch_checkpoints.load(into, checkpoint_id=f"{folder}/torchs")
-    torch_states.set_model_state_dict(trained, into["model"])
+    with memascend.materialized(trained, modify=True):
+        into = torch_states.get_model_state_dict(trained)
+        torch_checkpoints.load({"model": into}, checkpoint_id=f"{folder}/torchs")
+        del into
     values = [parameter.full_tensor() for parameter in trained.parameters()]
     found = [words, optimizer.steps, all(map(same_bits, values, saved))]
     optimizer.close()
