@@ -2,7 +2,7 @@
 
 import torch
 from support.bits import same_bits
-from support.rank_models import adamw, loss_of, model, sharded
+from support.rank_models import adamw, loss_of, model, said, sharded
 from support.ranks import on_ranks
 from torch import distributed
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
@@ -20,33 +20,27 @@ class Doubling(DefaultReduceScatter):
     """A reduction of the user."""
 
 
-def trained(folder, *, before, after, **options):
-    """The values of a run with hooks that are registered before or after `offload()`."""
-    found = sharded(torch.float32)
-    for parameter in found.parameters() if before else ():
-        parameter.register_post_accumulate_grad_hook(double)
-    found, optimizer = memascend.offload(found, adamw(found.parameters()), storage=folder, **options)
-    for parameter in found.parameters() if after else ():
-        parameter.register_post_accumulate_grad_hook(double)
-    with optimizer:
-        for step in range(STEPS):
-            loss_of(found, step, distributed.get_rank()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [parameter.full_tensor() for parameter in found.parameters()]
+def trained(folder=None, *, before=False, after=False, **options):
+    """The values of a run with hooks that are registered before or after `offload()`; in memory without a folder.
 
-
-def in_memory(*, hook):
-    """FSDP2 itself with the hook. A sum of two ranks has the same bits in any order."""
+    A sum of two ranks has the same bits in any order.
+    """
     found = sharded(torch.float32)
     optimizer = adamw(found.parameters())
-    for parameter in found.parameters() if hook else ():
+    for parameter in found.parameters() if before else ():
+        parameter.register_post_accumulate_grad_hook(double)
+    if folder is not None:
+        found, optimizer = memascend.offload(found, optimizer, storage=folder, **options)
+    for parameter in found.parameters() if after else ():
         parameter.register_post_accumulate_grad_hook(double)
     for step in range(STEPS):
         loss_of(found, step, distributed.get_rank()).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [parameter.full_tensor() for parameter in found.parameters()]
+    values = [parameter.full_tensor().clone() for parameter in found.parameters()]
+    if folder is not None:
+        optimizer.close()
+    return values
 
 
 def hooks_of_two_ranks(folder):
@@ -57,11 +51,10 @@ def hooks_of_two_ranks(folder):
         mine = make()
         prepare(mine)
         values = [parameter.detach().clone() for parameter in mine.parameters()]
-        try:
-            memascend.offload(mine, adamw(mine.parameters()), storage=f"{folder}/{name}", **options)
-        except memascend.ConfigError as error:
-            found[name] = str(error)
-            assert all(map(torch.equal, values, mine.parameters()))
+        found[name] = said(
+            lambda: memascend.offload(mine, adamw(mine.parameters()), storage=f"{folder}/{name}", **options)
+        )
+        assert all(map(torch.equal, values, mine.parameters()))
 
     refused("sums", lambda mine: mine[1].set_all_reduce_hook(lambda sums: sums.mul_(2)))
     refused("reduction", lambda mine: mine[1].set_custom_reduce_scatter(Doubling()))
@@ -72,22 +65,19 @@ def hooks_of_two_ranks(folder):
         lambda mine: mine[1][0].weight.register_hook(lambda gradient: 2 * gradient),
         lambda: model(torch.float32),
     )
-    hooked, plain = in_memory(hook=True), in_memory(hook=False)
+    hooked, plain = trained(before=True), trained()
     found["differs"] = not all(map(same_bits, hooked, plain))
     for name, options in {
-        "native": {"before": True, "after": False, "reduction": "native", "gradients": "ssd"},
-        "ssd": {"before": False, "after": True, "gradients": "ssd"},
-        "ram": {"before": False, "after": True, "gradients": "ram"},
+        "native": {"before": True, "reduction": "native", "gradients": "ssd"},
+        "ssd": {"after": True, "gradients": "ssd"},
+        "ram": {"after": True, "gradients": "ram"},
     }.items():
         found[name] = all(map(same_bits, trained(f"{folder}/{name}", **options), hooked))
     mine = sharded(torch.float32)
     mine, optimizer = memascend.offload(mine, adamw(mine.parameters()), storage=f"{folder}/later")
     with optimizer:
         mine[1].set_custom_reduce_scatter(Doubling())
-        try:
-            loss_of(mine, 0, 0)
-        except memascend.UsageError as error:
-            found["later"] = str(error)
+        found["later"] = said(lambda: loss_of(mine, 0, 0))
     return found
 
 

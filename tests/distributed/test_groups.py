@@ -25,8 +25,8 @@ class Words:
     """The store of ranks of which some left, each because of others; some words come while they are asked for."""
 
     def __init__(self, said, late=()):
-        self.said = {groups._note_of(rank): json.dumps(blamed) for rank, blamed in said.items()}
-        self.late = {groups._note_of(rank) for rank in late}
+        self.said = {f"keys/0/left/{rank}": json.dumps(blamed) for rank, blamed in said.items()}
+        self.late = {f"keys/0/left/{rank}" for rank in late}
 
     def check(self, keys):
         (key,) = keys
@@ -40,9 +40,17 @@ class Words:
 
 @pytest.fixture
 def rank_0_of_5(monkeypatch):
+    """The meeting of this rank with four others, of which a store knows."""
     monkeypatch.setattr(distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(distributed, "get_world_size", lambda: 5)
-    return lambda store: monkeypatch.setattr(groups, "_store", lambda: store)
+    monkeypatch.setattr(groups, "meet", lambda *_: "keys/0")
+
+    def meeting(store):
+        monkeypatch.setattr(groups, "_store", lambda: store)
+        monkeypatch.setattr(distributed.distributed_c10d._world, "group_count", 0)
+        return groups.Meeting(SECONDS)
+
+    return meeting
 
 
 @pytest.mark.parametrize(
@@ -63,11 +71,9 @@ def rank_0_of_5(monkeypatch):
     ],
 )
 def test_who_left_because_of_others_is_not_named(rank_0_of_5, missing, said, named):
-    rank_0_of_5(Words(said))
-    assert groups.at_fault(missing) == named
+    assert rank_0_of_5(Words(said)).at_fault(missing) == named
     # A word may come a moment after the connection is gone.
-    rank_0_of_5(Words(said, late=said))
-    assert groups.at_fault(missing) == named
+    assert rank_0_of_5(Words(said, late=said)).at_fault(missing) == named
 
 
 def test_who_is_missing_is_named_where_the_store_is_gone_or_hangs(rank_0_of_5):
@@ -83,8 +89,7 @@ def test_who_is_missing_is_named_where_the_store_is_gone_or_hangs(rank_0_of_5):
             return super().check(keys)
 
     for kind in (Gone, Hanging):
-        rank_0_of_5(kind({2: [1]}))
-        assert groups.at_fault([1, 2]) == (1, 2)
+        assert rank_0_of_5(kind({2: [1]})).at_fault([1, 2]) == (1, 2)
     over.set()
 
 
@@ -96,9 +101,8 @@ def test_a_store_that_hangs_ends_the_wait_for_a_group_in_time(rank_0_of_5):
         def __getattr__(self, name):
             return lambda *_: over.wait(SECONDS)
 
-    rank_0_of_5(Hanging())
     with pytest.raises(RankError, match=r"a rank is gone.* does not answer: no answer within 0\.6 s"):
-        groups.make_group(0.1)
+        rank_0_of_5(Hanging()).make_group(0.1)
     over.set()
 
 

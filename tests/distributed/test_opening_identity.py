@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from support.bits import same_bits
-from support.rank_models import adamw, loss_of, sharded
+from support.rank_models import adamw, loss_of, said, sharded
 from support.ranks import on_ranks
 from torch import distributed, nn
-from torch.distributed.fsdp import fully_shard
 
 import memascend
 from memascend.distributed.control_plane import Agreement, Alone, Exchange
@@ -23,7 +22,6 @@ from memascend.distributed.setup import places_of_others
 from memascend.engine import Record, Store, commits
 from memascend.errors import RankError
 from memascend.plan.options import Options
-from memascend.session import decide
 
 HOST = socket.gethostname()
 
@@ -172,43 +170,6 @@ def test_one_process_refuses_the_store_of_a_rank(tmp_path):
     assert (tmp_path / "run").read_bytes() == before
 
 
-def test_what_is_drawn_at_a_replay_is_drawn_by_the_first_elements_of_the_store(tmp_path, monkeypatch):
-    left_open = []
-
-    def logged(name, first):
-        torch.manual_seed(0)
-        model = nn.Linear(16, 32, bias=False)
-        with monkeypatch.context() as patch:
-            patch.setattr(decide.engines, "Record", lambda **given: Record(**{**given, "first_element": first}))
-            model, optimizer = memascend.offload(
-                model,
-                torch.optim.AdamW(model.parameters(), lr=1e-2),
-                storage=tmp_path / name,
-                state="bf16",
-                host_memory="1GiB",
-                log_steps=8,
-            )
-        for _ in range(2):
-            model(torch.ones(2, 16)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        store = optimizer._session.run.resources.store
-        values, state = store.read("weight")
-        assert store.info()["log_steps"] == 2
-        # As where it is killed: what is held is in the log alone.
-        shutil.copy(tmp_path / name, tmp_path / f"{name}-killed")
-        left_open.append(optimizer)
-        with Store.open(tmp_path / f"{name}-killed") as store:
-            again, state_again = store.read("weight")
-        assert same_bits(again, values)
-        assert all(same_bits(state_again[of], state[of]) for of in state)
-        return state["exp_avg_sq"].clone()
-
-    whole, rows = logged("whole", None), logged("rows", 4096)
-    assert not same_bits(whole, rows)
-    [optimizer.close() for optimizer in left_open]
-
-
 def drawn_by_rows(folder):
     """Of each of this rank's parameters: whether a killed copy of the store has what the run reads."""
     trained = sharded(torch.bfloat16)
@@ -262,11 +223,7 @@ def by_local_rank(folder):
     with optimizer:
         loss_of(trained, 0, rank).backward()
         optimizer.step()
-    try:
-        begun(other, "resume")
-        words = ""
-    except memascend.ConfigError as error:
-        words = str(error)
+    words = said(lambda: begun(other, "resume"))
     with begun(own, "resume")[1] as optimizer:
         return {"words": words, "steps": optimizer.steps}
 
@@ -384,57 +341,3 @@ def test_earlier_stores_are_those_of_their_ranks(tmp_path):
     # Nor is one that was copied to where that of a single process is.
     with pytest.raises(memascend.ConfigError, match=r"rank 0: .* is the store of rank 1 of 2"):
         require_own([seen_at(paths[0])])
-
-
-# --- whole runs -----------------------------------------------------------------------------------
-
-
-def trained(storage, steps=0):
-    torch.manual_seed(0)
-    model = fully_shard(nn.Linear(16, 64, bias=False))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = memascend.offload(model, optimizer, storage=storage, existing="resume", timeout=20.0)
-    with optimizer:
-        for _ in range(steps):
-            model(torch.ones(2, 16)).square().mean().backward()
-            optimizer.step()
-
-
-def said(storage):
-    try:
-        trained(storage)
-    except memascend.MemascendError as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
-
-
-def runs_of_two(folder):
-    """What two ranks meet that are numbered otherwise than before, or whose stores are."""
-    folder, rank = Path(folder), distributed.get_rank()
-    found = {}
-    trained(folder / f"host-{rank}", 1)
-    distributed.barrier()
-    found["renumbered"] = said(folder / f"host-{1 - rank}")
-    if rank == 0:
-        for number in range(2):
-            (folder / f"host-{number}" / f"rank-{number}-of-2").rename(folder / "host-0" / f"rank-{1 - number}-of-2")
-    distributed.barrier()
-    found["exchanged"] = said(folder / "host-0")
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_whole_runs_find_their_stores_or_say_where_they_are(tmp_path):
-    for found in on_ranks(2, runs_of_two, tmp_path):
-        assert found["renumbered"].startswith("ConfigError: rank 0: holds no store"), found
-        assert f"host-1/rank-1-of-2/ on {HOST} is the store of rank 1 of 2" in found["renumbered"], found
-        assert f"host-0/rank-0-of-2/ on {HOST} is the store of rank 1 of 2" in found["exchanged"], found
-    model = nn.Linear(16, 32, bias=False)
-    with pytest.raises(memascend.ConfigError, match="it has the rows of one of several ranks"):
-        memascend.offload(
-            model,
-            torch.optim.AdamW(model.parameters()),
-            storage=tmp_path / "host-0" / "rank-1-of-2",
-            existing="resume",
-        )

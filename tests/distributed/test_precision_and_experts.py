@@ -26,21 +26,29 @@ class Experts(nn.Module):
         return self.head(values)
 
 
-def trained(policy, used, store):
-    """All values after some steps; in memory where there is no store."""
+def trained(store=None, *, dtype=torch.float32, policy=None, used=3, fused=True, **options):
+    """All values after some steps: of FSDP2 in memory, or offloaded where there is a store.
+
+    Without a policy of precision no mean is taken, and one process adds up the batches of three ranks.
+    """
     torch.manual_seed(0)
-    model = Experts()
-    for module in (*model.experts, model):
-        fully_shard(module, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    model = Experts().to(dtype)
+    is_one = options.pop("is_one", False)
+    for module in () if is_one else (*model.experts, model):
+        fully_shard(module, mp_policy=policy or MixedPrecisionPolicy())
+        if policy is None:
+            # The mean of three is no exact division.
+            module.set_gradient_divide_factor(1.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
     if store is not None:
-        model, optimizer = memascend.offload(model, optimizer, storage=store, gradients="ssd")
+        model, optimizer = memascend.offload(model, optimizer, storage=store, gradients="ssd", **options)
     for step in range(3):
-        generator = torch.Generator().manual_seed(2 * step + distributed.get_rank())
-        model(torch.randint(0, 32, (4, 6), generator=generator), used).float().square().mean().backward()
+        for rank in range(3) if is_one else [distributed.get_rank()]:
+            generator = torch.Generator().manual_seed(3 * step + rank)
+            model(torch.randint(0, 32, (4, 6), generator=generator), used).to(dtype).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    values = [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
+    values = [(one if is_one else one.full_tensor()).detach().clone() for one in model.parameters()]
     if store is not None:
         optimizer.close()
     return values
@@ -51,8 +59,8 @@ def train_all(folder):
     for dtype in (None, torch.bfloat16):
         policy = MixedPrecisionPolicy(param_dtype=dtype)
         for used in (3, 1):
-            wanted = trained(policy, used, None)
-            found.append(all(map(same_bits, trained(policy, used, f"{folder}/{dtype}-{used}"), wanted)))
+            wanted = trained(policy=policy, used=used)
+            found.append(all(map(same_bits, trained(f"{folder}/{dtype}-{used}", policy=policy, used=used), wanted)))
     return found
 
 
@@ -61,35 +69,11 @@ def test_two_ranks_have_the_bits_of_fsdp2_in_memory(tmp_path):
     assert on_ranks(2, train_all, tmp_path) == [[True] * 4] * 2
 
 
-def doubles(store=None, *, is_sharded=True, **options):
-    """All values of a float64 model after some steps: of three ranks, or of one process that adds up their batches."""
-    torch.manual_seed(0)
-    model = Experts().double()
-    if is_sharded:
-        for module in (*model.experts, model):
-            fully_shard(module)
-            # The mean of three is no exact division.
-            module.set_gradient_divide_factor(1.0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=options.pop("fused"))
-    if store is not None:
-        model, optimizer = memascend.offload(model, optimizer, storage=store, gradients="ssd", **options)
-    for step in range(3):
-        for rank in [distributed.get_rank()] if is_sharded else range(3):
-            generator = torch.Generator().manual_seed(3 * step + rank)
-            model(torch.randint(0, 32, (4, 6), generator=generator), 3).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    values = [one.full_tensor() if is_sharded else one for one in model.parameters()]
-    if store is not None:
-        optimizer.close()
-    return [one.detach().clone() for one in values]
-
-
 def doubles_of_three(folder):
-    one = doubles(is_sharded=False, fused=False)
-    in_order = doubles(f"{folder}/in-order", fused=False)
-    in_memory = doubles(fused=True)
-    fused = doubles(f"{folder}/fused", fused=True, reduction="native")
+    one = trained(dtype=torch.float64, fused=False, is_one=True)
+    in_order = trained(f"{folder}/in-order", dtype=torch.float64, fused=False)
+    in_memory = trained(dtype=torch.float64)
+    fused = trained(f"{folder}/fused", dtype=torch.float64, reduction="native")
     return [all(map(same_bits, in_order, one)), all(map(same_bits, fused, in_memory))]
 
 

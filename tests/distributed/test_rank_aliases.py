@@ -1,10 +1,11 @@
 """Tests aliases on several ranks: of weights, which are refused on all, and of gradients, which are followed."""
 
 import gc
+from functools import partial
 
 import torch
 from support.bits import same_bits
-from support.rank_models import adamw, loss_of, model, sharded
+from support.rank_models import adamw, loss_of, model, said, sharded
 from support.ranks import on_ranks
 from torch import distributed
 from torch.distributed.tensor import DTensor
@@ -26,13 +27,11 @@ def aliased(folder):
             kinds["very rows"] = lambda p: p._local_tensor
         for kind, take in kinds.items():
             kept = take(trained[0].weight) if distributed.get_rank() else None
-            try:
-                memascend.offload(trained, optimizer, storage=f"{folder}/{name}", gradients="ssd")
-            except memascend.MemascendError as error:
-                found[f"{name} {kind}"] = str(error)
+            offload = partial(memascend.offload, trained, optimizer, storage=f"{folder}/{name}", gradients="ssd")
+            found[f"{name} {kind}"] = said(offload)
             del kept
             gc.collect()
-        trained, optimizer = memascend.offload(trained, optimizer, storage=f"{folder}/{name}", gradients="ssd")
+        trained, optimizer = offload()
         with optimizer:
             loss = loss_of(trained, 0, distributed.get_rank())
             loss.backward()

@@ -1,4 +1,4 @@
-"""Tests training on several ranks under `fully_shard` against one process that accumulates, and against DDP."""
+"""Tests training on several ranks under `fully_shard` against one process that accumulates."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from support.bits import same_bits
 from support.rank_models import adamw, loss_of, model, sharded, without_mean
 from support.ranks import on_ranks
-from torch import distributed, nn
+from torch import distributed
 
 import memascend
 
@@ -18,13 +18,13 @@ def trainable(trained):
     return [parameter for parameter in trained.parameters() if parameter.requires_grad]
 
 
-def on_storage(folder, dtype, options, rounds, kind="plain"):
-    """What the ranks train together: this rank's losses, and all values."""
+def on_storage(folder, dtype, options, rounds, kind="plain", *, mean=False):
+    """What the ranks train together: this rank's losses, and all values. `mean`: FSDP2's own of several rounds."""
     trained = model(dtype, kind) if kind == "undivided" else sharded(dtype, kind)
     trained, optimizer = memascend.offload(trained, adamw(trainable(trained)), storage=folder, **options)
     rank, count = distributed.get_rank(), distributed.get_world_size()
     # FSDP2 divides by the number of ranks, which has to be a power of two: else the loss is divided.
-    parts = rounds
+    parts = 1 if mean else rounds
     if count & (count - 1):
         parts = rounds * count
         without_mean(trained)
@@ -42,8 +42,8 @@ def on_storage(folder, dtype, options, rounds, kind="plain"):
     return losses, [*values, torch.tensor(norms, dtype=torch.float64)]
 
 
-def accumulated(dtype, micros, kind="plain", max_grad_norm=None):
-    """What one process does: it accumulates micro-batches."""
+def accumulated(dtype, micros, kind="plain", max_grad_norm=None, divisor=1):
+    """What one process does: it accumulates micro-batches, and takes their mean, or divides the sum of all."""
     trained = model(dtype, kind)
     masters = [p.detach().float().clone().requires_grad_() for p in trainable(trained)]
     optimizer = adamw(masters)
@@ -51,8 +51,10 @@ def accumulated(dtype, micros, kind="plain", max_grad_norm=None):
     for step in range(STEPS):
         for micro in range(micros):
             loss = loss_of(trained, step, micro)
-            (loss / micros).backward()
+            (loss / (micros if divisor == 1 else 1)).backward()
             losses.append(loss.detach())
+        for parameter in trainable(trained):
+            parameter.grad.div_(divisor)
         norms.append(_norm(trainable(trained)))
         factor = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norms[-1] + 1e-6))
         _step(trained, masters, optimizer, torch.tensor(factor, dtype=torch.float32))
@@ -76,68 +78,15 @@ def _step(trained, masters, optimizer, factor=1.0):
             parameter.copy_(master)
 
 
-def beside_ddp(dtype):
-    """What DDP does with the same loop."""
-    trained = model(dtype)
-    masters = [p.detach().float().clone().requires_grad_() for p in trained.parameters()]
-    optimizer = adamw(masters)
-    wrapped = nn.parallel.DistributedDataParallel(trained)
-    for step in range(STEPS):
-        loss_of(wrapped, step, distributed.get_rank()).backward()
-        _step(trained, masters, optimizer)
-    return [parameter.detach() for parameter in trained.parameters()]
-
-
-def train_all(folder, cases, kind="plain"):
+def train_all(folder, cases, kind="plain", mean=False):
     count = distributed.get_world_size()
     found = []
     for number, (name, options, rounds) in enumerate(cases):
         dtype = getattr(torch, name)
-        losses, values = on_storage(f"{folder}/{number}", dtype, options, rounds, kind)
-        other_losses, others = accumulated(dtype, rounds * count, kind, options.get("max_grad_norm"))
+        losses, values = on_storage(f"{folder}/{number}", dtype, options, rounds, kind, mean=mean)
+        divisor = count if mean else 1
+        other_losses, others = accumulated(dtype, rounds * count, kind, options.get("max_grad_norm"), divisor)
         found.append((losses, values, other_losses, others))
-    return found
-
-
-def train_by_the_mean(folder, cases):
-    """FSDP2's own mean over several rounds, against a process that divides the sum of all."""
-    count, rank = distributed.get_world_size(), distributed.get_rank()
-    found = []
-    for number, (name, options, rounds) in enumerate(cases):
-        dtype = getattr(torch, name)
-        trained = sharded(dtype)
-        trained, optimizer = memascend.offload(
-            trained, adamw(trained.parameters()), storage=f"{folder}/{number}", **options
-        )
-        whole = model(dtype)
-        masters = [p.detach().float().clone().requires_grad_() for p in whole.parameters()]
-        other = adamw(masters)
-        norms, others = [], []
-        for step in range(STEPS):
-            for turn in range(rounds):
-                loss_of(trained, step, turn * count + rank).backward()
-            optimizer.step()
-            norms.append(optimizer.grad_norm)
-            optimizer.zero_grad()
-            for micro in range(rounds * count):
-                loss_of(whole, step, micro).backward()
-            for parameter in whole.parameters():
-                parameter.grad.div_(count)
-            others.append(_norm(whole.parameters()))
-            factor = min(1.0, options.get("max_grad_norm", math.inf) / (others[-1] + 1e-6))
-            _step(whole, masters, other, torch.tensor(factor, dtype=torch.float32))
-        values = [parameter.full_tensor() for parameter in trained.parameters()]
-        optimizer.close()
-        same = all(map(same_bits, values, (parameter.detach() for parameter in whole.parameters())))
-        found.append((same, norms == others))
-    return found
-
-
-def train_beside_ddp(folder):
-    found = []
-    for name in ("float32", "bfloat16"):
-        dtype = getattr(torch, name)
-        found.append((on_storage(f"{folder}/{name}", dtype, {}, 1)[1][:-1], beside_ddp(dtype)))
     return found
 
 
@@ -215,34 +164,4 @@ MEANS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_the_mean_of_several_rounds_is_that_of_one_process(tmp_path, count):
-    assert on_ranks(count, train_by_the_mean, tmp_path, MEANS) == [[(True, True)] * len(MEANS)] * count
-
-
-def train_by_thirds(folder):
-    """What three ranks say of FSDP2's own mean, and what they train without it."""
-    trained = sharded(torch.bfloat16)
-    trained, optimizer = memascend.offload(trained, adamw(trained.parameters()), storage=f"{folder}/run")
-    rank, losses = distributed.get_rank(), []
-    with optimizer:
-        try:
-            loss_of(trained, 0, rank).backward()
-        except memascend.UsageError as error:
-            losses.append(str(error))
-        without_mean(trained)
-        (loss_of(trained, 0, rank) / 3).backward()
-        optimizer.step()
-    return [*losses, optimizer.steps]
-
-
-@pytest.mark.slow
-def test_a_mean_of_three_ranks_is_refused_before_anything_is_computed(tmp_path):
-    for words, steps in on_ranks(3, train_by_thirds, tmp_path):
-        assert "by 3, which rounds each round by itself" in words
-        assert steps == 1
-
-
-@pytest.mark.slow
-def test_two_ranks_have_the_bits_of_ddp(tmp_path):
-    for found in on_ranks(2, train_beside_ddp, tmp_path):
-        for values, others in found:
-            assert all(map(same_bits, values, others))
+    require_same(on_ranks(count, train_all, tmp_path, MEANS, "plain", True), MEANS)

@@ -1,8 +1,10 @@
 """Tests runs that torchrun starts, in fresh processes: killed, restarted, resumed by another number, saved, loaded."""
 
 import pytest
-from support import torchrun_faults, torchrun_loop
+from support import torchrun_faults, torchrun_loop, torchrun_materialized
 from support.torchrun import torchrun
+
+import memascend
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -42,3 +44,22 @@ def test_a_rank_that_raises_hangs_or_dies_is_named_on_all_others(tmp_path):
     for kind in ("raises", "hangs", "dies"):
         for rank in (0, 2):
             assert f"rank {rank}, {kind}: ['RankError', 1] after" in told, told
+
+
+def test_weights_are_changed_within_materialized_on_all_ranks_or_on_none(tmp_path):
+    """With the bits of one process; a rank that raises inside or dies there is named, and no rank has committed."""
+    told = torchrun(torchrun_materialized.__file__, tmp_path, status=1)
+    for modify in (True, False):
+        assert f"rank 0, modify={modify}: ['RankError', 1], unchanged: True" in told, told
+        assert f"rank 1, modify={modify}: ['AssertionError'], unchanged: True" in told, told
+    for rank in (0, 1):
+        assert f"rank {rank}, staged: a step is staged" in told, told
+        assert f"rank {rank}: 2 steps" in told, told
+    assert "rank 0, dead: (1,), in time: True" in told, told
+    torchrun_materialized.change(tmp_path, "one")
+    saved = files(tmp_path / "one-saved")
+    for name in ("replicated", "sharded"):
+        assert files(tmp_path / f"{name}-saved") == saved
+    with memascend.engine.Store.open(tmp_path / "faults/rank-0-of-2/memascend.store") as store:
+        assert store.step == 2
+        assert store.read("embed.weight")[0].any()

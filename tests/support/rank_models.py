@@ -76,6 +76,15 @@ def without_mean(trained):
             module.set_gradient_divide_factor(1.0)
 
 
+def said(call):
+    """The class and the text of an error of ours that a call raises; "" if it raises none."""
+    try:
+        call()
+    except memascend.MemascendError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def offloaded(folder, *, kind=torch.optim.AdamW, dtype=torch.bfloat16, **options):
     """A run of a sharded model; its losses have to be divided by the micro-batches of all ranks."""
     trained = sharded(dtype)

@@ -12,8 +12,8 @@ from support.rank_models import loss_of, offloaded
 from support.ranks import on_ranks
 from torch import distributed
 
-from memascend.distributed import groups
 from memascend.distributed.control_plane import Agreement
+from memascend.distributed.groups import Meeting
 from memascend.errors import MemascendError
 
 __all__ = ["lives"]
@@ -98,7 +98,7 @@ def _digest(trained, optimizer):
 
 def _watch(options):
     """Have the fault happen before or after the ranks agree, look for each other, or have done so and begin to meet."""
-    ask, all_at = Agreement._ask, groups._all_at
+    ask, all_at = Agreement._ask, Meeting._all_at
 
     def asked(self, phase, number, remedy):
         # The first commit made the store.
@@ -112,7 +112,7 @@ def _watch(options):
         _fault(options, options["at"], "in groups")
         return found
 
-    Agreement._ask, groups._all_at = asked, looked
+    Agreement._ask, Meeting._all_at = asked, looked
 
 
 def _fault(options, step, point):

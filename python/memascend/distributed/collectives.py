@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from memascend.distributed.groups import let_go, make_group
+from memascend.distributed.groups import let_go
 from memascend.errors import UsageError
 from memascend.storage import Checksum
 
@@ -43,7 +43,7 @@ class Collectives:
         self._sum = Checksum()
         self._group: Any = None
         if device.type == "cpu":
-            self._group = make_group(max(_SECONDS_MIN, exchange.timeout * _PART), ranks)
+            self._group = exchange.meeting.make_group(max(_SECONDS_MIN, exchange.timeout * _PART), ranks)
 
     def note(self, done: str) -> None:
         """Record a gather or a reduction of this rank."""

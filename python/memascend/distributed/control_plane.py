@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import distributed
 
-from memascend.distributed.groups import Line, at_fault, begin, left_by, let_go, make_group
+from memascend.distributed.groups import Line, Meeting, let_go
 from memascend.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
@@ -66,17 +66,17 @@ class Exchange:
 
     def __init__(self, timeout: float) -> None:
         """Make the group; all ranks do so together. See `rendezvous.meet` for its errors."""
-        self.rank = distributed.get_rank()
-        self.size = distributed.get_world_size()
+        self.meeting = Meeting(timeout)
+        self.rank, self.size = self.meeting.rank, self.meeting.size
         self.timeout = timeout
         # The error of every later call, once the exchange has ended.
         self.broken: RankError | None = None
         # The last failure that a rank reported.
         self.failure: Failure | None = None
-        begin(timeout)
-        self._group: Any = make_group(timeout)
+        self._group: Any = self.meeting.make_group(timeout)
         self._others = [rank for rank in range(self.size) if rank != self.rank]
-        self._line: Line | None = None
+        # It moves rows to the first rank.
+        self.line = Line(self.meeting, timeout)
         self._count = 0
 
     def tell(self, about: str, said: Any, *, remedy: str = DISCARDED) -> list[Any]:
@@ -113,16 +113,14 @@ class Exchange:
         """
         known = self.failure
         try:
-            done = do()
-            self.everyone(None)
-        except BaseException as error:
-            if self.failure is known:
-                self.fail(error)
-            elif isinstance(error, RankError) and error.ranks and self.rank not in error.ranks:
-                assert self.failure is not None
-                who = f"rank {error.ranks[0]} refused, and so do all ranks"
-                raise other(f"{who} ({self.failure.reasons})") from error
-            raise
+            with self.part():
+                done = do()
+                self.everyone(None)
+        except RankError as error:
+            failure = self.failure
+            if failure is None or failure is known or not error.ranks or self.rank in (*failure.ranks, *error.ranks):
+                raise
+            raise other(f"rank {error.ranks[0]} refused, and so do all ranks ({failure.reasons})") from error
         return done
 
     @contextlib.contextmanager
@@ -166,21 +164,9 @@ class Exchange:
                 ranks=() if self.failure is None else self.failure.ranks,
             )
 
-    def line(self) -> Line:
-        """The line that moves rows to the first rank; all ranks make it together."""
-        if self._line is None:
-            self._line = Line(self.timeout)
-        return self._line
-
-    def close_line(self) -> None:
-        """Close the line after a failure, on all ranks; the next call of `line()` makes another."""
-        if self._line is not None:
-            self._line.close()
-            self._line = None
-
     def close(self) -> None:
         """Leave all groups: ranks that still use them see that this one is gone."""
-        self.close_line()
+        self.line.close()
         group, self._group = self._group, None
         self.broken = self.broken or RankError("the ranks do not talk any more: the run was closed", ranks=())
         let_go(group)
@@ -228,8 +214,8 @@ class Exchange:
         if not lost and not strange:
             return
         # Ranks that lose this one look up the ranks that it blames; it does the same for the ranks that it lost.
-        left_by(lost)
-        ranks = at_fault(lost) if lost else tuple(sorted(strange))
+        self.meeting.left_by(lost)
+        ranks = self.meeting.at_fault(lost) if lost else tuple(sorted(strange))
         named = _named(ranks)
         if len(ranks) == len(lost) == len(self._others) > 1:
             named = "every other rank is gone: this one came too late, or its network failed"

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from memascend.distributed.rows import Rows
 from memascend.errors import ConfigError, UsageError
 from memascend.params.offloaded_param import refused_write
+from memascend.params.unit import NOBODY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from memascend.params.residency import Residency
 
 
-__all__ = ["AllGather", "FsdpGroup", "FsdpParameter", "ReduceScatter", "groups_of", "reshard"]
+__all__ = ["AllGather", "FsdpGroup", "FsdpParameter", "ReduceScatter", "groups_of"]
 # The private attributes of torch's parameter groups, and of the parameters in them, that are used here.
 _OF_GROUPS = (
     "fsdp_params", "mesh_info", "post_forward_mesh_info", "_reset_sharded_params", "gradient_divide_factor",
@@ -117,6 +118,16 @@ class FsdpParameter:
                 f"{self.name!r} is offloaded and was replaced, as a cast or a move of the model does it: close() and "
                 "offload() anew for another dtype or device"
             )
+
+    @property
+    def grad(self) -> Any:
+        """This rank's rows of the gradient."""
+        found: Any = self.leaf.grad
+        return None if found is None else found._local_tensor  # noqa: SLF001
+
+    def set_grad(self, values: torch.Tensor | None) -> None:
+        """Replace the gradient, which is a DTensor."""
+        self.leaf.grad = values
 
     def as_sharded(self, local: torch.Tensor) -> torch.Tensor:
         """A DTensor of the parameter's shape and sharding, with these rows: the form of `.grad`."""
@@ -227,15 +238,12 @@ class FsdpGroup:
         return after
 
 
-def reshard(model: torch.nn.Module) -> None:
-    """Free gathered parameters that a forward may have left."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 def groups_of(model: torch.nn.Module) -> list[FsdpGroup]:
     """The groups of a model, in the order of its modules."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # A forward without a backward leaves gathered parameters.
+            module.reshard()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: list[FsdpGroup] = []
     seen: set[int] = set()
@@ -328,17 +336,17 @@ class RowSource:
             if self.shape == self._padded_shape:
                 found.append(values.to(wanted))
                 return
-            padded = torch.zeros(self._padded_shape, dtype=wanted, device=values.device)
-            padded[: self.shape[0]] = values
-            found.append(padded)
+            found.append(torch.zeros(self._padded_shape, dtype=wanted, device=values.device))
+            found[0][: self.shape[0]] = values
 
         with self._alone():
             residency.units.require_open()
             # As where a module of the model is called by itself.
             residency.copies.forward_begins()
-            if place is None:
-                return torch.zeros(self._padded_shape, dtype=wanted)
-            residency.read_into(place, take)
+            if place is None or self.is_real:
+                take(self.rows())
+            else:
+                residency.read_into(place, take)
             return found[0]
 
     def load(self, values: torch.Tensor, caller: FrameType) -> bool:
@@ -361,29 +369,40 @@ class RowSource:
         assert self._place is not None
         return self.residency.units.home_of[self._place.name].version
 
-    def copy(self) -> torch.Tensor:
-        """The rows, in an unlinked file that nothing else has."""
+    @property
+    def is_real(self) -> bool:
+        """Whether the rows are in memory, within `materialized()`."""
+        # The units become real in their order.
+        return NOBODY in self.residency.units.homes[-1].holders
+
+    def rows(self) -> torch.Tensor:
+        """The rows: real ones within `materialized()`, elsewhere a copy in an unlinked file that nothing else has."""
         self._given = None
         self.residency.units.require_open()
         if self._place is None:
             return torch.empty(self.shape, dtype=self.dtype)
-        return self.residency.copy_of(self._place)
+        return self._place.parameter.detach() if self.is_real else self.residency.copy_of(self._place)
 
     def memory(self, what: str) -> torch.Tensor:
-        """A copy for an operation that hands out its memory."""
+        """The rows for an operation that hands out their memory: real ones, or a copy."""
         residency = self.residency
+        if self.is_real:
+            return self.rows()
         if residency.copies.computes:
             raise UsageError(
                 f"the values of {self.name!r} are on storage, on each rank its rows, and {what}() needs their memory "
                 "while the model computes: call it between forwards, or clone() them"
             )
         if self._place is None:
-            return self.copy()
+            return self.rows()
         return residency.copies.of(self._place)
 
 
 class LocalRows(torch.Tensor):
-    """This rank's rows without memory. Operations that read get a copy; operations that write are refused."""
+    """This rank's rows without memory. Operations that read get a copy; operations that write are refused.
+
+    Within `materialized()` all operations get the real rows.
+    """
 
     source: RowSource
 
@@ -440,11 +459,11 @@ class LocalRows(torch.Tensor):
         schema = func._schema  # noqa: SLF001
         name = schema.name.removeprefix("aten::")
         if name in _SAME or (name == "view" and torch.Size(args[1]) == args[0].shape):
-            return LocalRows(args[0].source, args[0].device)
+            return args[0].source.rows() if args[0].source.is_real else LocalRows(args[0].source, args[0].device)
         given = {one.name: value for one, value in zip(schema.arguments, args, strict=False)} | options
         written = [given.get(one.name) for one in schema.arguments if one.alias_info and one.alias_info.is_write]
         changed = next((leaf.source for leaf in tree_leaves(written) if isinstance(leaf, LocalRows)), None)
-        if changed is not None:
+        if changed is not None and not changed.is_real:
             if name == "copy_" and changed.load(args[1], sys._getframe(1)):  # noqa: SLF001
                 return args[0]
             changed.residency.units.require_open()
@@ -452,16 +471,20 @@ class LocalRows(torch.Tensor):
         is_view = any(one.alias_info and not one.alias_info.is_write for one in schema.returns)
         # By source: two tensors of the same rows are one tensor for the operation.
         instead: dict[int, torch.Tensor] = {}
+        own: dict[int, LocalRows] = {}
 
         def real(leaf: Any) -> Any:
             if not isinstance(leaf, LocalRows):
                 return leaf
             key = id(leaf.source)
             if key not in instead:
-                instead[key] = leaf.source.memory(name) if is_view else leaf.source.copy()
+                instead[key] = leaf.source.memory(name) if is_view else leaf.source.rows()
+                own[id(instead[key])] = leaf
             return instead[key]
 
-        return func(*tree_map(real, args), **tree_map(real, options))
+        found = func(*tree_map(real, args), **tree_map(real, options))
+        # An operation in place returns what it was called on.
+        return found if changed is None else tree_map(lambda one: own.get(id(one), one), found)
 
     # --- not called through the dispatcher ----------------------------------------
 
@@ -474,10 +497,10 @@ class LocalRows(torch.Tensor):
 
     def tolist(self) -> Any:
         """The numbers."""
-        return self.source.copy().tolist()
+        return self.source.rows().tolist()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.source.copy().__reduce_ex__(protocol)
+        return self.source.rows().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise UsageError(
@@ -496,25 +519,24 @@ class LocalParameter(torch.nn.Parameter):
     the model's parameters are visible here.
     """
 
-    sharded: FsdpParameter
-
-    @classmethod
-    def of(cls, sharded: FsdpParameter) -> Self:
+    @staticmethod
+    def __new__(cls: type[Self], sharded: FsdpParameter) -> Self:
         """The present rows of a parameter, on the same memory."""
-        found: Self = torch.Tensor._make_subclass(cls, sharded.local.detach(), sharded.leaf.requires_grad)  # noqa: SLF001
-        found.sharded = sharded
-        return found
+        made: Self = torch.Tensor._make_subclass(cls, sharded.local.detach(), sharded.leaf.requires_grad)  # noqa: SLF001
+        return made
+
+    def __init__(self, sharded: FsdpParameter) -> None:
+        self.sharded = sharded
 
     @property
     def grad(self) -> Any:
         """This rank's rows of the gradient."""
-        found: Any = self.sharded.leaf.grad
-        return None if found is None else found._local_tensor  # noqa: SLF001
+        return self.sharded.grad
 
     @grad.setter
     def grad(self, values: torch.Tensor | None) -> None:
-        self.sharded.leaf.grad = None if values is None else self.sharded.as_sharded(values)
+        self.sharded.set_grad(None if values is None else self.sharded.as_sharded(values))
 
     @grad.deleter
     def grad(self) -> None:
-        self.sharded.leaf.grad = None
+        self.sharded.set_grad(None)

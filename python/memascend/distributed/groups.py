@@ -7,7 +7,7 @@ import json
 import time
 import traceback
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import distributed
@@ -37,82 +37,112 @@ _PAIR = 2
 _MADE = "made"
 
 
-class _Keys:
-    """The keys of one opening of a run in torch's store."""
+class Meeting:
+    """The ranks of one opening of a run, which make groups together, through keys of their own in torch's store."""
 
-    prefix = "memascend"
-    # The number of groups that were made, equal on all ranks.
-    groups = 0
+    def __init__(self, timeout: float) -> None:
+        """Agree on the keys; all ranks do so together. See `rendezvous.meet` for its errors."""
+        self.rank = distributed.get_rank()
+        self.size = distributed.get_world_size()
+        self._prefix = meet(_store(), self.rank, self.size, timeout)
+        # The number of groups that were made, equal on all ranks.
+        self._groups = 0
+        # torch names groups by this count, and gloo's keys by that name: an earlier attempt has left the lowest ones.
+        digest = self._prefix.rpartition("/")[2]
+        distributed.distributed_c10d._world.group_count = int(digest, 16) >> 16  # noqa: SLF001
 
+    def make_group(self, timeout: float, ranks: Sequence[int] | None = None) -> Any:
+        """Make a group of some ranks, in their order, or of all; all ranks do so together.
 
-def begin(timeout: float) -> None:
-    """Begin to make the groups of a run; all ranks do so together. See `rendezvous.meet` for its errors."""
-    _Keys.prefix = meet(_store(), distributed.get_rank(), distributed.get_world_size(), timeout)
-    _Keys.groups = 0
-    # torch names groups by this count, and gloo's keys by that name: an earlier attempt has left the lowest ones.
-    digest = _Keys.prefix.rpartition("/")[2]
-    distributed.distributed_c10d._world.group_count = int(digest, 16) >> 16  # noqa: SLF001
+        gloo does not report which rank is missing. So the ranks look for each other before and after, through the store
+        with which torch's own group was made. They wait `timeout` seconds, including the search for missing ranks.
 
+        Raises:
+            RankError: no group was made; the error names the missing ranks, unless the store is gone, too.
+        """
+        members = None if ranks is None else list(ranks)
+        number, self._groups = self._groups, self._groups + 1
+        after = min(timeout * _PART_AFTER, _SECONDS_AFTER_MAX)
+        group, why = None, "it did not come"
+        missing: tuple[int, ...] = ()
+        apart: dict[int, str] = {}
+        try:
+            _, missing = self._all_at(f"{number}/begins", "here", timeout)
+            if not missing:
+                until = time.monotonic() + timeout
+                group, why = _made(members, timeout - after)
+                # A rank that has made the group may be ahead of one that still waits for a dead rank.
+                seconds = max(after, until - time.monotonic())
+                words, missing = self._all_at(f"{number}/ends", why or _MADE, seconds)
+                apart = {rank: word for rank, word in enumerate(words) if word != _MADE}
+                if not apart:
+                    return group
+        except RuntimeError as error:
+            why, missing, apart = f"{why}; {store_failed(error)}", (), {}
+        let_go(group)
+        self.left_by(missing)
+        if missing or not apart:
+            raise gone(missing, timeout, why)
+        # Ranks without the group did not reach each other if the others made it.
+        some = tuple(apart) if len(apart) < self.size else ()
+        raise RankError(
+            f"{', '.join(f'rank {rank}' for rank in some) or 'the ranks'} could not connect with each other within "
+            f"{timeout:g} s, before all ranks could talk; nothing was changed "
+            f"({'; '.join(f'rank {rank}: {word}' for rank, word in apart.items())})",
+            ranks=some,
+        )
 
-def make_group(timeout: float, ranks: Sequence[int] | None = None) -> Any:
-    """Make a group of some ranks, in their order, or of all; all ranks do so together.
+    def _all_at(self, moment: str, word: str, seconds: float) -> tuple[list[str], tuple[int, ...]]:
+        """The words of all ranks at a moment of making a group, and the ranks at fault if some come too late."""
+        prefix, until = f"{self._prefix}/{moment}", time.monotonic() + seconds
 
-    gloo does not report which rank is missing. So the ranks look for each other before and after, through the store
-    with which torch's own group was made. They wait `timeout` seconds, including the search for missing ranks.
+        def look() -> tuple[list[str], list[int]]:
+            store = _store()
+            store.set(f"{prefix}/{self.rank}", word)
+            while True:
+                is_over = time.monotonic() > until
+                words = values_of_ranks(store, prefix, self.size, each=is_over)
+                missing = [rank for rank, one in enumerate(words) if not one]
+                if is_over or not missing:
+                    return words, missing
+                time.sleep(LOOK_SECONDS)
 
-    Raises:
-        RankError: no group was made; the error names the missing ranks, unless the store is gone, too.
-    """
-    members = None if ranks is None else list(ranks)
-    number, _Keys.groups = _Keys.groups, _Keys.groups + 1
-    after = min(timeout * _PART_AFTER, _SECONDS_AFTER_MAX)
-    group, why = None, "it did not come"
-    missing: tuple[int, ...] = ()
-    apart: dict[int, str] = {}
-    try:
-        _, missing = _all_at(f"{number}/begins", "here", timeout)
-        if not missing:
-            until = time.monotonic() + timeout
-            group, why = _made(members, timeout - after)
-            # A rank that has made the group may be ahead of one that still waits for a dead rank.
-            seconds = max(after, until - time.monotonic())
-            words, missing = _all_at(f"{number}/ends", why or _MADE, seconds)
-            apart = {rank: word for rank, word in enumerate(words) if word != _MADE}
-            if not apart:
-                return group
-    except RuntimeError as error:
-        why, missing, apart = f"{why}; {store_failed(error)}", (), {}
-    let_go(group)
-    left_by(missing)
-    if missing or not apart:
-        raise gone(missing, timeout, why)
-    # Ranks without the group did not reach each other if the others made it.
-    some = tuple(apart) if len(apart) < distributed.get_world_size() else ()
-    raise RankError(
-        f"{', '.join(f'rank {rank}' for rank in some) or 'the ranks'} could not connect with each other within "
-        f"{timeout:g} s, before all ranks could talk; nothing was changed "
-        f"({'; '.join(f'rank {rank}: {word}' for rank, word in apart.items())})",
-        ranks=some,
-    )
+        words, missing = answered(look, seconds + WORD_SECONDS)
+        return words, self.at_fault(missing) if missing else ()
 
+    def left_by(self, blamed: Iterable[int]) -> None:
+        """Leave a note that this rank stopped because of others, so that ranks that wait for it name those."""
+        note = json.dumps(sorted(blamed))
+        # If the store is gone, no rank waits.
+        with contextlib.suppress(RuntimeError):
+            answered(lambda: _store().set(self._note_of(self.rank), note), 2 * WORD_SECONDS)
 
-def _all_at(moment: str, word: str, seconds: float) -> tuple[list[str], tuple[int, ...]]:
-    """The words of all ranks at a moment of making a group, and the ranks at fault if some do not reach it in time."""
-    prefix, until = f"{_Keys.prefix}/{moment}", time.monotonic() + seconds
+    def at_fault(self, missing: Iterable[int]) -> tuple[int, ...]:
+        """The ranks at fault: missing ranks that left no note, and the ranks that the notes of the others blame."""
+        gone = {*missing}
+        # What ranks that left blame, by rank.
+        notes: dict[int, list[int]] = {}
+        until = time.monotonic() + WORD_SECONDS
 
-    def look() -> tuple[list[str], list[int]]:
-        store = _store()
-        store.set(f"{prefix}/{distributed.get_rank()}", word)
-        while True:
-            is_over = time.monotonic() > until
-            words = values_of_ranks(store, prefix, distributed.get_world_size(), each=is_over)
-            missing = [rank for rank, one in enumerate(words) if not one]
-            if is_over or not missing:
-                return words, missing
-            time.sleep(LOOK_SECONDS)
+        def silent() -> set[int]:
+            return gone.union(*notes.values()) - notes.keys() - {self.rank}
 
-    words, missing = answered(look, seconds + WORD_SECONDS)
-    return words, at_fault(missing) if missing else ()
+        def listen() -> None:
+            store = _store()
+            while silent() and time.monotonic() < until:
+                for rank in silent():
+                    if store.check([self._note_of(rank)]):
+                        notes[rank] = json.loads(store.get(self._note_of(rank)))
+                time.sleep(LOOK_SECONDS)
+
+        if self.size > _PAIR:
+            # If the store is gone, the notes that were read so far must do.
+            with contextlib.suppress(RuntimeError):
+                answered(listen, 2 * WORD_SECONDS)
+        return tuple(sorted(silent() or gone))
+
+    def _note_of(self, rank: int) -> str:
+        return f"{self._prefix}/left/{rank}"
 
 
 def _made(members: list[int] | None, seconds: float) -> tuple[Any, str]:
@@ -122,43 +152,6 @@ def _made(members: list[int] | None, seconds: float) -> tuple[Any, str]:
         return answered(lambda: distributed.new_group(members, backend="gloo", timeout=timeout), seconds), ""
     except RuntimeError as error:
         return None, str(error).splitlines()[0][:200]
-
-
-def left_by(blamed: Iterable[int]) -> None:
-    """Leave a note that this rank stopped because of others, so that ranks that wait for it name those."""
-    note = json.dumps(sorted(blamed))
-    # If the store is gone, no rank waits.
-    with contextlib.suppress(RuntimeError):
-        answered(lambda: _store().set(_note_of(distributed.get_rank()), note), 2 * WORD_SECONDS)
-
-
-def at_fault(missing: Iterable[int]) -> tuple[int, ...]:
-    """The ranks at fault: missing ranks that left no note, and the ranks that the notes of the others blame."""
-    gone, own = {*missing}, distributed.get_rank()
-    # What ranks that left blame, by rank.
-    notes: dict[int, list[int]] = {}
-    until = time.monotonic() + WORD_SECONDS
-
-    def silent() -> set[int]:
-        return gone.union(*notes.values()) - notes.keys() - {own}
-
-    def listen() -> None:
-        store = _store()
-        while silent() and time.monotonic() < until:
-            for rank in silent():
-                if store.check([_note_of(rank)]):
-                    notes[rank] = json.loads(store.get(_note_of(rank)))
-            time.sleep(LOOK_SECONDS)
-
-    if distributed.get_world_size() > _PAIR:
-        # If the store is gone, the notes that were read so far must do.
-        with contextlib.suppress(RuntimeError):
-            answered(listen, 2 * WORD_SECONDS)
-    return tuple(sorted(silent() or gone))
-
-
-def _note_of(rank: int) -> str:
-    return f"{_Keys.prefix}/left/{rank}"
 
 
 def _store() -> Any:
@@ -200,11 +193,18 @@ class Line:
     await, so it receives one piece at a time. A rank that fails closes the line, so that no other rank waits for it.
     """
 
-    def __init__(self, timeout: float) -> None:
-        """Make the group; all ranks do so together. `timeout`: seconds that one rank waits for another."""
-        self._timeout = timedelta(seconds=timeout)
-        self._group: Any = make_group(timeout)
+    def __init__(self, meeting: Meeting, timeout: float) -> None:
+        """`timeout`: seconds that one rank waits for another."""
+        self._meeting = meeting
+        self._seconds = timeout
+        self._group: Any = None
         self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def open(self) -> Self:
+        """Make the group if there is none, as at first and after a failure; all ranks do so together."""
+        if self._group is None:
+            self._group = self._meeting.make_group(self._seconds)
+        return self
 
     def close(self) -> None:
         """Leave the group, which ends the waits of other ranks for this one."""
@@ -250,7 +250,7 @@ class Line:
 
     def _move(self, begin: Any, memory: torch.Tensor, rank: int) -> None:
         try:
-            begin(memory, rank, group=self._group).wait(self._timeout)
+            begin(memory, rank, group=self._group).wait(timedelta(seconds=self._seconds))
         except RuntimeError as error:
             # Ranks that wait for this one notice when its connections close, with the last reference to the group.
             traceback.clear_frames(error.__traceback__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
@@ -57,20 +57,6 @@ class NativeReduction(_Met, ReduceScatter):
             group,
             lambda group: distributed.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op),
         )
-
-
-class Taken(NamedTuple):
-    """A parameter's gradient in one round."""
-
-    before: torch.Tensor | None  # the previous value of its `.grad`
-    parts: list[torch.Tensor]  # of all ranks, in their order, divided by FSDP2's divisor of the sum
-
-    def sum_into(self, values: torch.Tensor) -> None:
-        """Write the sum of all parts to `values`."""
-        first, *others = self.parts
-        values.copy_(first)
-        for part in others:
-            values.add_(part.to(values.dtype))
 
 
 class OrderedReduction(_Met, ReduceScatter):
@@ -128,19 +114,29 @@ class OrderedReduction(_Met, ReduceScatter):
         for one in self._group.parameters:
             if one.leaf.grad is not None:
                 self._before[id(one)] = one.leaf.grad
-                one.leaf.grad = None
+                one.set_grad(None)
 
-    def take(self, one: FsdpParameter) -> Taken | None:
-        """A parameter's parts of this round; None if FSDP2 has reduced nothing."""
+    def take(self, one: FsdpParameter) -> Sequence[torch.Tensor]:
+        """Put this round's sum into a parameter's gradient, or return the parts to add to that of earlier rounds.
+
+        The parts are of all ranks, in their order, divided by FSDP2's divisor of the sum.
+        """
         before = self._before.pop(id(one), None)
         if self._parts is None:
-            return None
+            # FSDP2 has reduced nothing.
+            return ()
         end = self._at + one.padded_shape.numel()
         parts = [row[self._at : self._at + one.shape.numel()].view(one.shape) for row in self._parts]
         self._at = end
         if end == self._parts.shape[1]:
             self._end()
-        return Taken(before, parts)
+        if before is not None:
+            one.set_grad(before)
+            return parts
+        values = one.grad
+        for number, part in enumerate(parts):
+            values.add_(part.to(values.dtype)) if number else values.copy_(part)
+        return ()
 
     def _end(self) -> None:
         """All gradients of this round were taken: other parameters get their previous `.grad` back."""
@@ -148,4 +144,4 @@ class OrderedReduction(_Met, ReduceScatter):
         for one in self._group.parameters:
             before = self._before.pop(id(one), None)
             if before is not None:
-                one.leaf.grad = before
+                one.set_grad(before)

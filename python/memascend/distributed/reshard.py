@@ -17,7 +17,7 @@ from torch import distributed
 from memascend.distributed.collectives import Collectives
 from memascend.distributed.control_plane import Alone
 from memascend.distributed.opening import EARLIER, Stores, common_of, is_at, outlived_by, require_own, seen_at, told_by
-from memascend.distributed.rows import BLOCK_ELEMENTS, is_in_blocks
+from memascend.distributed.rows import Rows, is_in_blocks
 from memascend.errors import ConfigError
 from memascend.storage import Store, order_of, pending_file
 from memascend.tensors import bytes_of
@@ -344,7 +344,7 @@ class EarlierValues:
     def _pieces(self, name: str, shape: torch.Size, into: Mapping[str, torch.Tensor]) -> list[Passed]:
         """The pieces of a parameter that this rank sends or receives."""
         earlier = self.earlier
-        rows = shape[0] if shape else 1
+        rows = shape[0]
         olds = [_rows(rows, len(earlier.files), number) for number in range(len(earlier.files))]
         read = {number: self._read(number, name) for number in earlier.stores if olds[number][0] < olds[number][1]}
         pieces = []
@@ -380,24 +380,14 @@ def _rows(rows: int, count: int, rank: int) -> tuple[int, int]:
     return min(rows, rank * size), min(rows, (rank + 1) * size)
 
 
-def _together(of: str) -> int:
-    """Elements for each number of a state tensor; 0 if each element has a number, or all share one tensor."""
-    # A bit for each element says which way a compact master was rounded.
-    return BLOCK_ELEMENTS if is_in_blocks(of) else 8 if of == "rounded_up" else 0
-
-
 def _is_divided(tensors: Mapping[str, torch.Tensor], of: str) -> bool:
-    return bool(_together(of)) or (bool(tensors[""].shape) and tensors[of].shape == tensors[""].shape)
+    whole = tensors[""].shape
+    return Rows(whole, 0, whole[0]).first_of(of, tensors[of]) is not None
 
 
 def _part(tensors: Mapping[str, torch.Tensor], of: str, start: int, end: int) -> torch.Tensor:
     """The part of a tensor for some rows; if its state has blocks, the rows begin and end with one."""
-    tensor, values = tensors[of], tensors[""]
-    together = _together(of)
-    if together:
-        elements = values.shape[1:].numel()
-        return tensor[start * elements // together : -(-end * elements // together)]
-    return tensor[start:end] if _is_divided(tensors, of) else tensor
+    return Rows(tensors[""].shape, start, end - start).of(of, tensors[of])
 
 
 def _description(values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> list[Any]:

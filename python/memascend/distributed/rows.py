@@ -43,16 +43,18 @@ class Rows:
         """These rows of a whole tensor; `state` is the name of a state tensor, or "" for the values."""
         if tensor.shape == self.whole:
             return tensor[self.first : self.first + self.count]
-        if is_in_blocks(state):
-            start = self.first_element // BLOCK_ELEMENTS
-            return tensor[start : start + blocks_of(self.shape)[0]]
+        block = _block_of(state)
+        if block:
+            start = self.first_element // block
+            return tensor[start : start + -(-self.shape.numel() // block)]
         return tensor
 
     def first_of(self, state: str, part: torch.Tensor) -> int | None:
         """The position in a whole tensor at which the part for these rows begins; None: it is not divided."""
         if part.shape == self.shape:
             return self.first_element
-        return self.first_element // BLOCK_ELEMENTS if is_in_blocks(state) else None
+        block = _block_of(state)
+        return self.first_element // block if block else None
 
     def whole_of(self, state: str, part: torch.Tensor) -> torch.Size:
         """The shape of the whole tensor, from the part for these rows."""
@@ -61,7 +63,7 @@ class Rows:
         return blocks_of(self.whole) if is_in_blocks(state) else part.shape
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Partition:
     """The share of a model's parameters that a process has."""
 
@@ -86,24 +88,33 @@ def is_in_blocks(state: str) -> bool:
     return state.endswith("_absmax")
 
 
+def _block_of(state: str) -> int:
+    """How many elements have one number in a state tensor; 0 if each has one, or all share the tensor."""
+    # A byte of "rounded_up" has a bit for each of eight elements: which way a compact master was rounded.
+    return BLOCK_ELEMENTS if is_in_blocks(state) else 8 if state == "rounded_up" else 0
+
+
 def blocks_of(shape: torch.Size) -> torch.Size:
     """The shape of such a tensor, for a parameter of `shape`."""
     return torch.Size([-(-shape.numel() // BLOCK_ELEMENTS)])
 
 
-@dataclass(eq=False)
-class RowsOfRank:
+@dataclass(eq=False, kw_only=True)
+class RowsOfRank(Partition):
     """The rows of a sharded model that one rank has."""
 
     named: Mapping[str, torch.nn.Parameter]  # by the parameters' names, in the model's order; only those with rows
-    wholes: Mapping[str, torch.Size]  # the shapes of whole parameters, by the same names
     gathers: Sequence[tuple[str, Sequence[str]]]  # names, and the names of the parameters that are gathered together
     local: Mapping[int, torch.nn.Parameter]  # the rows, by the id of the model's parameter
-    world_size: int
+
+    @property
+    def first_elements(self) -> dict[str, int]:
+        """Where in the whole parameters the rows begin, by name."""
+        return {name: rows.first_element for name, rows in self.rows.items()}
 
     def elements(self) -> dict[int, int]:
         """The number of elements of each whole parameter, by the id of its rows."""
-        return {id(rows): self.wholes[name].numel() for name, rows in self.named.items()}
+        return {id(rows): self.rows[name].whole.numel() for name, rows in self.named.items()}
 
     def local_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The rows of a parameter of the model; any other tensor is returned as it is."""
@@ -151,9 +162,9 @@ class RowsOfRank:
             elif own and given == "compact bf16" and "rounded_up" in own.describe():
                 # Each byte of `rounded_up` has the bits of eight elements.
                 block = 8
-            whole = self.wholes[name]
+            whole = self.rows[name].whole
             # The rows of the second rank begin here, and those of each further one as far from those before.
-            first = -(-whole[0] // self.world_size) * whole[1:].numel()
+            first = -(-whole[0] // self.count) * whole[1:].numel()
             if first < whole.numel() and first % block:
                 kept = "8bit" if "8bit" in given else "bf16"
                 raise ConfigError(

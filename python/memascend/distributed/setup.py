@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from memascend.distributed.control_plane import Alone, Exchange
 from memascend.distributed.opening import choose
 from memascend.distributed.reshard import file_of_rank, find_earlier
-from memascend.distributed.rows import RowsOfRank
+from memascend.distributed.rows import Rows, RowsOfRank
 from memascend.errors import ConfigError, StorageError
 from memascend.optim.members import JoinedOptimizers, members_of
 from memascend.params.aliases import require_unaliased
@@ -268,7 +268,7 @@ def begin(
         sharding.require_same_generators()
     sharding.open_by(opening)
     # Not at the first save: where a rank dies while a group is made, the others wait for it as long as they may.
-    exchange.line()
+    exchange.line.open()
     # A rank that is one commit ahead of others goes back.
     return sharding, replace(own, existing=opening.existing), earlier
 
@@ -346,23 +346,24 @@ class PlannedSharding(RowsOfRank):
                     f"{name} is a single number without rows, which fully_shard() does not divide: give it one "
                     "dimension, as torch.ones(1)"
                 )
-        named = {name: _rows(parameter, count) for name, parameter in whole.items()}
+        rows = {name: Rows(one.shape, 0, -(-one.shape[0] // count)) for name, one in whole.items()}
+        named = {name: _on_meta(one, rows[name].shape) for name, one in whole.items()}
         blocks = [unit for unit in find_units(model, units=options.unit_names) if unit.module and not unit.again]
         inside = {name for unit in blocks for name in unit.parameters}
         # In the order in which torch gathers them.
         root = ("root", [name for name in whole if name not in inside])
         super().__init__(
-            named,
-            {name: parameter.shape for name, parameter in whole.items()},
-            [root, *((unit.name, unit.parameters) for unit in blocks)],
-            {id(parameter): named[name] for name, parameter in whole.items()},
-            count,
+            rows,
+            count=count,
+            named=named,
+            gathers=[root, *((unit.name, unit.parameters) for unit in blocks)],
+            local={id(parameter): named[name] for name, parameter in whole.items()},
         )
         # What each rank sends and receives.
         self.network = self._network()
 
     def _network(self) -> Network:
-        count = self.world_size
+        count = self.count
         values = [[self.named[name].nbytes for name in names] for _, names in self.gathers]
         gradients = [
             sum(self.named[name].nbytes for name in names if self.named[name].requires_grad)
@@ -389,13 +390,7 @@ class PlannedSharding(RowsOfRank):
         ]
         return made
 
-    @property
-    def first_elements(self) -> dict[str, int]:
-        """Where in the whole parameters the rows begin, by name."""
-        return dict.fromkeys(self.named, 0)
 
-
-def _rows(parameter: torch.nn.Parameter, count: int) -> torch.nn.Parameter:
-    shape = (-(-parameter.shape[0] // count), *parameter.shape[1:])
+def _on_meta(parameter: torch.nn.Parameter, shape: torch.Size) -> torch.nn.Parameter:
     rows = torch.empty(shape, dtype=parameter.dtype, device="meta")
     return torch.nn.Parameter(rows, requires_grad=parameter.requires_grad)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +12,9 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 from memascend.distributed.collectives import Collectives
-from memascend.distributed.fsdp import LocalParameter, LocalRows, RowSource, groups_of, reshard
+from memascend.distributed.fsdp import LocalParameter, LocalRows, RowSource, groups_of
 from memascend.distributed.reduce import Gather, NativeReduction, OrderedReduction
-from memascend.distributed.rows import Partition, RowsOfRank
+from memascend.distributed.rows import RowsOfRank
 from memascend.errors import ConfigError, UsageError
 from memascend.memory import whole_pages
 from memascend.params.aliases import held_for_good, shared_memory
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from memascend.distributed.control_plane import Exchange
-    from memascend.distributed.fsdp import FsdpGroup
+    from memascend.distributed.fsdp import FsdpGroup, FsdpParameter
     from memascend.distributed.opening import Opening
     from memascend.params.offloaded_param import Place
     from memascend.params.residency import Residency
@@ -50,28 +51,26 @@ class Sharding(RowsOfRank):
         self.exchange = exchange
         # How the stores of all ranks are opened at one commit.
         self.opening: Opening | None = None
-        self.rank, world_size = distributed.get_rank(), distributed.get_world_size()
+        rank, count = distributed.get_rank(), distributed.get_world_size()
         for group in self._groups:
-            group.require_supported(world_size, ordered=self._ordered)
+            group.require_supported(count, ordered=self._ordered)
             if exchange is not None:
                 group.require_own_collectives(ConfigError, ordered=self._ordered)
                 if self._ordered:
                     group.require_no_hooks()
-        reshard(model)
         self._sharded = {name: sharded[name] for name, _ in model.named_parameters()}
-        named = {name: LocalParameter.of(one) for name, one in self._sharded.items() if one.shape.numel()}
+        named = {name: LocalParameter(one) for name, one in self._sharded.items() if one.shape.numel()}
         if not named:
             raise ConfigError(
-                f"rank {self.rank} has no rows of any parameter: the model is too small for {world_size} ranks. "
-                "Start fewer"
+                f"rank {rank} has no rows of any parameter: the model is too small for {count} ranks. Start fewer"
             )
-        self.rows = {name: local.sharded.rows for name, local in named.items()}
         super().__init__(
-            named,
-            {name: rows.whole for name, rows in self.rows.items()},
-            [(group.name, [one.name for one in group.parameters]) for group in self._groups],
-            {id(self._sharded[name].leaf): local for name, local in named.items()},
-            world_size,
+            {name: local.sharded.rows for name, local in named.items()},
+            rank,
+            count,
+            named=named,
+            gathers=[(group.name, [one.name for one in group.parameters]) for group in self._groups],
+            local={id(self._sharded[name].leaf): local for name, local in named.items()},
         )
         # Of a forward and a backward.
         self.collectives: Collectives | None = None
@@ -79,8 +78,7 @@ class Sharding(RowsOfRank):
             ranks = distributed.get_process_group_ranks(self._groups[0].process_group)
             device = next(iter(self.named.values())).device
             self.collectives = Collectives(exchange, ranks, device)
-        self._reductions: dict[int, OrderedReduction] = {}
-        self._of = {id(one.leaf): one for one in self._sharded.values()}
+        self._reductions: list[OrderedReduction] = []
         self._heard: Any = None
 
     # --- before there is a store ---------------------------------------------------------
@@ -126,11 +124,6 @@ class Sharding(RowsOfRank):
         return [one.name for group in self._groups for one in group.parameters if one.leaf.shape.numel()]
 
     @property
-    def partition(self) -> Partition:
-        """This rank's share of the model."""
-        return Partition(self.rows, self.rank, self.world_size)
-
-    @property
     def leaves(self) -> dict[str, torch.nn.Parameter]:
         """The model's own parameters, by name."""
         return {name: one.leaf for name, one in self._sharded.items()}
@@ -161,14 +154,14 @@ class Sharding(RowsOfRank):
                 "offload(), or give weights="
             )
 
-    @property
-    def first_elements(self) -> dict[str, int]:
-        """Where in the whole parameters this rank's rows begin, by name."""
-        return {name: rows.first_element for name, rows in self.rows.items()}
-
     def leaf_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The model's parameter of some rows; any other tensor is returned as it is."""
         return parameter.sharded.leaf if isinstance(parameter, LocalParameter) else parameter
+
+    def reshard(self) -> None:
+        """Free gathered parameters that a forward without a backward has left: the model has its own ones again."""
+        for group in self._groups:
+            group.module.reshard()
 
     def leaving(self) -> Callable[[], None]:
         """A function that leaves all groups of ranks; it does not keep the model alive."""
@@ -193,14 +186,14 @@ class Sharding(RowsOfRank):
         # torch keeps hooks where Python's garbage collector cannot see them.
         self._heard = weakref.WeakMethod(heard)
         for group in self._groups:
-            self._let_meet(group)
+            reduction = self._reduction_of(group)
             for one in group.parameters:
                 place = places.get(one.name)
                 source = RowSource(one, place, residency, self._alone)
                 one.replace_local(LocalRows(source, one.device))
                 one.leaf.__dict__["_memascend"] = place
                 if one.leaf.requires_grad:
-                    one.leaf.register_post_accumulate_grad_hook(self._hear)
+                    one.leaf.register_post_accumulate_grad_hook(partial(self._hear, one, reduction))
             group.settle()
 
     def require_exact(self) -> None:
@@ -211,54 +204,43 @@ class Sharding(RowsOfRank):
         if self.collectives is not None:
             for group in self._groups:
                 group.require_own_collectives(UsageError, ordered=self._ordered)
-        for reduction in set(self._reductions.values()):
+        for reduction in self._reductions:
             reduction.exact_factor(torch.float32)
 
-    def _let_meet(self, group: FsdpGroup) -> None:
+    def _reduction_of(self, group: FsdpGroup) -> OrderedReduction | None:
         """Gather and reduce a group through `Collectives`, whose errors name a rank that is gone."""
         if self.collectives is None:
-            return
+            return None
         module: Any = group.module
         module.set_custom_all_gather(Gather(self.collectives, group.name))
         if not self._ordered:
             module.set_custom_reduce_scatter(NativeReduction(self.collectives, group.name))
-            return
+            return None
         reduction = OrderedReduction(group, self.collectives)
         module.set_custom_reduce_scatter(reduction)
         # torch divides the result, not the parts.
         module.set_force_sum_reduction_for_comms(enable=True)
-        self._reductions.update((id(one.leaf), reduction) for one in group.parameters)
+        self._reductions.append(reduction)
+        return reduction
 
     def _alone(self) -> AbstractContextManager[None]:
         return nullcontext() if self.collectives is None else self.collectives.alone()
 
-    def _hear(self, leaf: torch.Tensor) -> None:
+    def _hear(self, one: FsdpParameter, reduction: OrderedReduction | None, leaf: torch.Tensor) -> None:
         """Pass on a gradient that FSDP2 has reduced."""
-        with self._alone():
-            self._pass_on(leaf)
-
-    def _pass_on(self, leaf: torch.Tensor) -> None:
-        one = self._of.get(id(leaf))
-        if one is None:
+        if leaf is not one.leaf:
             # A user's hook returned another tensor, which torch rejects after the last hook.
             return
-        if self.collectives is not None:
-            self.collectives.note(f"the gradient of {one.name}")
-        reduction = self._reductions.get(id(leaf))
-        taken = None if reduction is None else reduction.take(one)
-        local: Any = self.local.get(id(leaf))
-        if local is None:
-            # No rows, no gradient.
-            leaf.grad = None
-            return
-        heard = self._heard()
-        if heard is None:
-            return
-        if taken is not None and taken.before is not None:
-            leaf.grad = taken.before
-            rows = local.grad
-            heard(local, rows, [part.to(rows.dtype) for part in taken.parts])
-            return
-        if taken is not None:
-            taken.sum_into(local.grad)
-        heard(local, None, ())
+        with self._alone():
+            if self.collectives is not None:
+                self.collectives.note(f"the gradient of {one.name}")
+            parts = () if reduction is None else reduction.take(one)
+            local = self.named.get(one.name)
+            if local is None:
+                # No rows, no gradient.
+                one.set_grad(None)
+                return
+            heard = self._heard()
+            if heard is not None:
+                rows: Any = local.grad if parts else None
+                heard(local, rows, [part.to(rows.dtype) for part in parts])

@@ -414,7 +414,7 @@ def _log(subject: Subject, records: list[Record], sizes: engines.Sizes) -> Log |
 def _records(subject: Subject, units: Sequence[Unit]) -> list[Record]:
     records = []
     sharding = subject.sharding
-    firsts = {} if sharding is None or sharding.world_size == 1 else sharding.first_elements
+    firsts = {} if sharding is None or sharding.count == 1 else sharding.first_elements
     for unit in units:
         for name in unit.parameters:
             parameter = subject.named[name]

@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 
     from memascend.checkpoint.contents import Contents
     from memascend.distributed.sharding import Sharding
+    from memascend.params.offloaded_param import Place
     from memascend.params.residency import Residency
     from memascend.params.unit import Home
     from memascend.session.attachment import Newcomers
     from memascend.session.run import Run
-    from memascend.session.value_edits import Edits
+    from memascend.session.value_edits import Edit, Edits
 
 
 # Models whose parameters are real now.
@@ -42,16 +43,19 @@ _MATERIALIZED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]:
     """Make the parameters real inside a `with` block, with the values of the last committed step.
 
-    The values are in unlinked files, so that a model larger than memory can be inspected and saved.
+    The values are in unlinked files, so that a model larger than memory can be inspected and saved. Under
+    `fully_shard` the parameters stay DTensors, and their local tensors are this rank's rows in such files. All ranks
+    enter and leave the block together, with and without `modify`.
 
     Args:
         model: an offloaded model.
-        modify: write back changed values, and commit them at once. A value whose bits did not change leaves its master
-            and its state untouched. Without it changes are dropped at the end, with a warning.
+        modify: write back changed values, and commit them at once, on all ranks or none. A value whose bits did not
+            change leaves its master and its state untouched. Without it changes are dropped at the end, with a warning.
 
     Raises:
         UsageError: the model is not offloaded; or with `modify`, a step is staged, or a parameter was given memory that
             other code may write to unseen.
+        RankError: another rank failed in the block, or is gone; nothing was committed.
     """
     if model in _MATERIALIZED:
         raise UsageError(
@@ -64,43 +68,48 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
             "that offload() returned, before close()"
         )
     session = session_of(optimizer)
-    run, attachment = session.run, session.attachment
-    if session.sharding is not None:
-        raise UsageError(
-            "materialized() is for a model of one process: under fully_shard(), optimizer.edit() changes rows, "
-            "optimizer.save() writes all values, and parameter.full_tensor() gathers those of one"
-        )
-    if modify:
-        run.require_quiet()
-    run.require_open()
+    run, attachment, sharding, edits = session.run, session.attachment, session.sharding, session.edits
     homes: list[Home] = []
     # Values that are written back are compared with storage; only dropped changes need checksums.
     checksums: dict[str, str] | None = None if modify else {}
     written: str | None = None
-    try:
-        with run.residency.turns.alone():
-            run.residency.require_idle("materialized()")
-            run.residency.copies.require_unwritten()
-            _make_real(run.residency, homes, checksums)
-        _MATERIALIZED.add(model)
-        # A copy or pickle that is made inside is of a plain model.
-        attachment.leave()
-        run.resources.values_read()
-        yield
-        values = {place.name: place.parameter.detach() for home in homes for place in home.places}
-        if checksums is None:
-            run.require_open()
-            _require_own_memory({place.name: place.parameter for home in homes for place in home.places}, model)
-        else:
-            written = _written(homes, checksums)
-    finally:
-        if model in _MATERIALIZED:
-            _MATERIALIZED.discard(model)
-            if not run.resources.closed:
-                attachment.enter(optimizer)
-        _release(run.residency, homes)
-    if not run.resources.closed:
-        _settle(session.edits, values, modify=modify)
+    kept: list[tuple[Place, torch.Tensor]] = []
+    with edits.together() if modify else edits.reading() as edit:
+        run.require_open()
+        if sharding is not None:
+            # A forward without a backward leaves gathered parameters of its outermost module.
+            sharding.reshard()
+        try:
+            with run.residency.turns.alone():
+                run.residency.require_idle("materialized()")
+                run.residency.copies.require_unwritten()
+                _make_real(run.residency, homes, checksums)
+            # A rank that cannot make them real ends the block of all before they wait for it inside.
+            edits.is_any(False)
+            _MATERIALIZED.add(model)
+            # A copy or pickle that is made inside is of a plain model.
+            attachment.leave()
+            run.resources.values_read()
+            yield
+            values = {place.name: place.parameter.detach() for home in homes for place in home.places}
+            if checksums is None:
+                run.require_open()
+                _require_own_memory({place.name: place.parameter for home in homes for place in home.places}, model)
+            else:
+                written = _written(homes, checksums)
+        finally:
+            if model in _MATERIALIZED:
+                _MATERIALIZED.discard(model)
+                if not run.resources.closed:
+                    attachment.enter(optimizer)
+            _release(run.residency, homes)
+            if sharding is not None:
+                # A forward inside has left them, too, and the next one would compute with their values.
+                sharding.reshard()
+        if not run.resources.closed:
+            kept = _settle(edits, edit, values)
+    # In a plain model it would be the weights'.
+    run.residency.copies.keep(kept, is_snapshot=not modify)
     if written is not None:
         warn(
             f"the values of {written} were changed within materialized(model), and are what they were before: "
@@ -124,19 +133,19 @@ def _make_real(residency: Residency, homes: list[Home], checksums: dict[str, str
                 place.release(copy)
 
 
-def _settle(edits: Edits, values: dict[str, torch.Tensor], *, modify: bool) -> None:
-    """Commit what was changed with `modify`, and watch memory that user code keeps of parameters."""
-    residency = edits.run.residency
-    places = [place for home in residency.units.homes for place in home.places]
-    kept = {name: values[name] for name in others_hold(values)}
-    if modify:
-        with edits.together() as edit:
-            for place in places:
-                edits.stage(edit, place, values.pop(place.name))
-    # In a plain model it would be the weights'.
-    found = [(place, kept.pop(place.name)) for place in places if place.name in kept]
-    values.clear()
-    residency.copies.keep(found, is_snapshot=not modify)
+def _settle(edits: Edits, edit: Edit | None, values: dict[str, torch.Tensor]) -> list[tuple[Place, torch.Tensor]]:
+    """Stage what was changed, where there is an edit; returns the memory of parameters that user code keeps."""
+    kept = set(others_hold(values))
+    found = []
+    if edit is not None:
+        edits.run.require_quiet()
+    for place in (place for home in edits.run.residency.units.homes for place in home.places):
+        own = values.pop(place.name)
+        if edit is not None:
+            edits.stage(edit, place, own)
+        if place.name in kept:
+            found.append((place, own))
+    return found
 
 
 def _require_own_memory(named: Mapping[str, torch.nn.Parameter], model: torch.nn.Module) -> None:
@@ -234,7 +243,7 @@ class Saving:
         if sharding is None or isinstance(exchange, Alone):
             write(own)
             return
-        line = exchange.line()
+        line = exchange.line.open()
 
         def do_part() -> bool:
             """Whether all rows arrived."""
@@ -242,7 +251,7 @@ class Saving:
                 if sharding.rank:
                     send_contents(own, sharding.rows, sharding.order, line)
                 else:
-                    write(GatheredContents(own, sharding.rows, line, sharding.world_size))
+                    write(GatheredContents(own, sharding.rows, line, sharding.count))
             except StoppedError as error:
                 if error.is_late:
                     raise exchange.lost(f"sending rows to the first rank ({error})", exchange.timeout) from error
@@ -257,7 +266,7 @@ class Saving:
             arrived = all(exchange.everyone(exchange.together(do_part, _not_saved)))
         finally:
             if not arrived:
-                exchange.close_line()
+                line.close()
         if not arrived:
             raise _not_saved("rows of a rank did not arrive")
 

@@ -148,7 +148,7 @@ def open_store(subject: Subject, records: list[engines.Record]) -> Store:
             with contextlib.suppress(StorageError), engines.Store.open(paths) as store:
                 _require_format(store, records)
         raise
-    if subject.sharding is None or subject.sharding.world_size == 1:
+    if subject.sharding is None or subject.sharding.count == 1:
         _require_whole(store)
     return store
 
@@ -246,7 +246,7 @@ class FirstValues:
 
     def _found(self) -> ValueSource:
         subject, sharding = self._subject, self._subject.sharding
-        partition = Partition() if sharding is None else sharding.partition
+        partition = sharding or Partition()
         if subject.earlier is not None:
             from memascend.distributed.reshard import EarlierValues
 

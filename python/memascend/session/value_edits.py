@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 
 _PART_BYTES = 8 << 20
+# What to do after a change of values that failed on a rank.
+_UNCHANGED = "no rank has changed anything: go on, or try it again on all of them"
 
 
 @dataclass(eq=False)
@@ -51,20 +53,35 @@ class Edits:
     @contextlib.contextmanager
     def together(self, *, changes_buffers: bool = False) -> Iterator[Edit]:
         """An edit of all ranks, committed at the end if one of them changed a value; an exception drops it on all."""
-        exchange = self._exchange
-        with (
-            contextlib.nullcontext() if exchange is None else exchange.part(),
-            self.edit(with_buffers=True) as edit,
-        ):
+        with self._alike(), self.edit(with_buffers=True) as edit:
             self.run.require_quiet(loads=changes_buffers)
             buffers, targets = self.run.buffers, self.run.buffers.target
             before = {name: targets(name).clone() for name in buffers.names} if changes_buffers else {}
             edit.undo.callback(lambda: [targets(name).copy_(values) for name, values in before.items()])
             yield edit
             changed = bool(edit.names) or not all(same_bits(one, targets(name)) for name, one in before.items())
-            if changed if exchange is None else any(exchange.everyone(changed)):
+            if self.is_any(changed):
                 with self.run.residency.turns.alone():
                     self.commit(edit)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """A door of all ranks that changes nothing; an exception on one of them reaches all."""
+        with self._alike():
+            yield
+            if not self.run.resources.closed:
+                self.is_any(False)
+
+    def _alike(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._exchange is None else self._exchange.part()
+
+    def is_any(self, here: bool) -> bool:
+        """Whether it is so on any rank; all ranks call this together.
+
+        Raises:
+            RankError: another rank failed, which changed nothing on any.
+        """
+        return here if self._exchange is None else any(self._exchange.tell("a door", here, remedy=_UNCHANGED))
 
     @contextlib.contextmanager
     def values(self, parameters: Sequence[Any]) -> Iterator[list[torch.Tensor]]:
@@ -81,6 +98,8 @@ class Edits:
                 for parameter, place in zip(parameters, places, strict=True)
             ]
             given = list(found)
+            # A rank that cannot give them ends the block of all before they wait for it inside.
+            self.is_any(False)
             yield given
             run.require_quiet()
             if len(given) != len(found) or any(now is not was for now, was in zip(given, found, strict=True)):
