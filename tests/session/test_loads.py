@@ -82,7 +82,7 @@ def test_a_buffer_with_gaps_is_loaded_and_committed(tmp_path):
     """A part of a larger tensor: what lies between its elements is not its own."""
 
     def made(**options):
-        model = Stack(1)
+        model = Stack()
         model.register_buffer("table", torch.zeros(2, 4)[:, :2])
         return offloaded(tmp_path / "run.store", model, FUSED, **options)
 
