@@ -9,7 +9,7 @@ import torch
 from grads.test_by_layer import seeded
 from parity.reference import threads_of_torch
 from support.bits import same_bits
-from support.blocks import Residual
+from support.checkpointed import Block
 from torch import nn
 
 import memascend
@@ -22,7 +22,7 @@ class Stack(nn.Module):
 
     def __init__(self, between=lambda _, x: x):
         super().__init__()
-        self.blocks = nn.ModuleList(Residual(WIDTH, torch.relu) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(BLOCKS))
         self.head = nn.Linear(WIDTH, WIDTH)
         self.between = between
 
