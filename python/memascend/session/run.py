@@ -148,6 +148,27 @@ class Metadata:
         self._constant = arithmetic.committed()
         self.scale = scale
         self.user_state: Any = store.user_state
+        # Where a trainer is after the last step, as text; None where none made it.
+        self.position: str | None = (store.hyperparameters or {}).get("position")
+        self._positioned: Callable[[], str] | None = None
+
+    def follow(self, positioned: Callable[[], str]) -> None:
+        """Commit with each step the position of a trainer, which `positioned` gives within `step()`."""
+        self._positioned = positioned
+        self.schedule.leave_to_trainer()
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether a trainer's position is committed."""
+        return self._positioned is not None
+
+    def take_position(self) -> None:
+        """Note where the trainer is after the step that is about to be committed."""
+        self.keep_position(None if self._positioned is None else self._positioned())
+
+    def keep_position(self, position: str | None) -> None:
+        """Let commits have this position."""
+        self.position = position
 
     def hyperparameters(self) -> dict[str, Any]:
         """The groups' options, the optimizer's attributes that its steps change, schedulers and loss scale, as JSON."""
@@ -156,6 +177,7 @@ class Metadata:
             "groups": [options_of(group) for group in self.groups],
             "loss_scale": self.scale.state(),
             **({"attributes": attributes} if attributes else {}),
+            **({} if self.position is None else {"position": self.position}),
             **self._constant,
             **self.schedule.committed(),
         }

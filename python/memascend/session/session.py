@@ -166,16 +166,21 @@ class Session:
         run.buffers.stage(store, step)
         updated = [name for name, kept in gradients.by_name.items() if kept.state.staged]
         give_back = metadata.arithmetic.adopt(updated, engine.finish)
-        before = metadata.scale.state()
+        before, position = metadata.scale.state(), metadata.position
         metadata.scale.update(overflowed=False)
 
         def failed() -> None:
             metadata.schedule.take_back()
             metadata.scale.load(before)
+            metadata.keep_position(position)
             give_back()
 
         with run.committing(lambda: self._committed(present), failed):
             metadata.schedule.advance()
+            if metadata.is_followed and not self._norm_comes_first:
+                # A trainer logs it after the commit, also where it resumes.
+                self.grad_norm = gradients.norm(present)
+            metadata.take_position()
             engine.commit(step, user_state=metadata.user_state, hyperparameters=metadata.hyperparameters())
         learnt = gradients.loop.learn()
         if learnt:

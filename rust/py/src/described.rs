@@ -70,7 +70,7 @@ pub(crate) fn described(
     Ok(Description {
         chunk_elements,
         user_bytes_max: USER_BYTES_MAX,
-        hyperparameters_bytes_max: USER_BYTES_MAX,
+        hyperparameters_bytes_max: HYPERPARAMETERS_BYTES_MAX,
         optimizer,
         units,
         records: records.collect::<PyResult<_>>()?,
@@ -128,8 +128,10 @@ fn store_state_in(
     Ok(state.into_iter().map(|tensor| (tensor.name, tensor.dtype.name(), tensor.shape)).collect())
 }
 
-/// Room for the user's value and for the hyperparameters, each.
+/// Room for the user's value.
 const USER_BYTES_MAX: u32 = 64 << 10;
+/// Room for the hyperparameters, half of which may be a trainer's position.
+const HYPERPARAMETERS_BYTES_MAX: u32 = 128 << 10;
 
 pub(crate) fn dtype(py: Python<'_>, name: &str) -> PyResult<Dtype> {
     Dtype::from_name(name).ok_or_else(|| config_error(py, format!("a tensor of {name} cannot be stored")))

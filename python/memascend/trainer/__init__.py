@@ -1,0 +1,7 @@
+"""Any Trainer of transformers, TRL or sentence-transformers in one line, which goes on after a kill at any moment."""
+
+from memascend.trainer.callback import Callback  # first: it says what to install
+
+from memascend.trainer.attach import offload  # isort: skip
+
+__all__ = ["Callback", "offload"]

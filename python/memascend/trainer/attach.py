@@ -1,0 +1,234 @@
+"""Implements `memascend.trainer.offload()`: checks a Trainer, offloads what it trains, and finds where it goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch.utils.data import IterableDataset
+
+from memascend.errors import ConfigError, StorageError, UsageError
+from memascend.session.decide import file_of
+from memascend.session.offload import offload as offload_model
+from memascend.session.optimizer import session_of
+from memascend.storage import commits, look
+from memascend.trainer import names
+from memascend.trainer.by_layer import Steps
+from memascend.trainer.callback import Callback, offloaded_optimizer
+from memascend.trainer.feed import digest_of
+from memascend.trainer.position import RandomNumbers, decoded
+from memascend.trainer.resume import Resume
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from memascend.session.optimizer import OffloadedOptimizer
+
+_Path = str | os.PathLike[str]
+_log = logging.getLogger("memascend")
+_ROWS = 64
+# Arguments that decide no result, by their beginnings.
+_FREE = (
+    *("output_dir", "log", "save_", "eval_", "report_to", "run_name", "project", "trackio", "hub", "push_to_hub"),
+    *("disable_tqdm", "do_", "dataloader_", "local_rank", "ddp_", "resume_from", "overwrite", "skip_memory_metrics"),
+    *("load_best_model", "metric_for_best", "greater_is_better", "include_", "restore_callback", "use_cpu", "debug"),
+    *("per_device_eval", "prediction_loss_only", "batch_eval_metrics", "torch_empty_cache", "dataset_num_proc"),
+    *("ignore_data_skip", "enable_jit_checkpoint", "auto_find_batch_size", "place_model"),
+)
+_LENGTH = ("max_steps", "num_train_epochs")
+_REFUSED = {
+    "auto_find_batch_size": "it restarts the training in the midst of a step: give per_device_train_batch_size",
+    "deepspeed": "it offloads by itself: leave deepspeed= out",
+    "sync_ref_model": "it writes to the reference's weights between steps: leave it out",
+    "ignore_data_skip": "a resume goes on in the midst of the data: leave it out",
+}
+
+
+def offload(
+    trainer: Any,
+    *,
+    storage: _Path | Sequence[_Path],
+    existing: Literal["refuse", "resume", "replace", "previous"] = "resume",
+    clipping: Literal["exact", "torch"] = "exact",
+    **options: Any,
+) -> OffloadedOptimizer:
+    """Offload what a Trainer trains; it is one line before `trainer.train()`.
+
+    The same script started again goes on at the next step, bit for bit, whenever and however its process ended. The
+    optimizer, its groups and its schedule are those of the Trainer's arguments.
+
+    Args:
+        trainer: a Trainer of transformers, TRL or sentence-transformers, or a subclass of yours.
+        storage: as of `memascend.offload()`.
+        existing: as of `memascend.offload()`, where a store is there already.
+        clipping: "exact": `max_grad_norm` of the arguments clips within `step()`, so that updates run beneath the
+            backward where nothing clips; the log has the norm of `step()`. "torch": the Trainer clips and takes norms
+            by torch, with its bits, and every update waits for that.
+        options: all others of `memascend.offload()`.
+
+    Returns:
+        The optimizer, as `memascend.offload()` returns it; it is the Trainer's from now on.
+
+    Raises:
+        ConfigError: the Trainer, an option or the store does not fit; or the store is that of another run, and the
+            message names what differs. Nothing was changed.
+    """
+    names.require(trainer)
+    if clipping not in ("exact", "torch"):
+        raise ConfigError(f'clipping is "exact" or "torch", not {clipping!r}')
+    _require_plain(trainer)
+    run = description(trainer)
+    paths = [os.fspath(one) for one in ([storage] if isinstance(storage, str | os.PathLike) else storage)]
+    if existing in ("resume", "previous"):
+        existing = _existing(paths, existing, trainer, run)
+    if clipping == "exact":
+        options.setdefault("max_grad_norm", trainer.args.max_grad_norm or None)
+    options.setdefault("device", str(trainer.args.device))
+    optimizer = trainer.create_optimizer()
+    _, offloaded = offload_model(
+        trainer.model, optimizer, storage=paths if len(paths) > 1 else paths[0], existing=existing, **options
+    )
+    if clipping == "exact":
+        _log.info(
+            "clipping: %s within step(), whose norm the log has; clipping='torch' clips as torch does, after the "
+            "backward",
+            options["max_grad_norm"],
+        )
+        # accelerate would clip once more.
+        trainer.args.max_grad_norm = 0.0
+    _attach(trainer, offloaded, run, exact_norm=clipping == "exact")
+    return offloaded
+
+
+def _attach(trainer: Any, optimizer: OffloadedOptimizer, run: dict[str, Any], *, exact_norm: bool) -> None:
+    """Let the Trainer train with this optimizer, from the store's position on."""
+    metadata = session_of(optimizer).run.metadata
+    trainer.optimizer = trainer.callback_handler.optimizer = optimizer
+    kept = None
+    if metadata.position is not None:
+        kept = decoded(metadata.position, "the store")
+        _require_same(kept, run, trainer)
+        _log.info("the training goes on after step %d", kept["step"])
+        if kept.get("left_out"):
+            _log.info("%d lines of the log history are older than the store keeps", kept["left_out"])
+    callback = Attached()
+    callback.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model, optimizer=optimizer)
+    trainer.add_callback(callback)
+    Steps(trainer)
+    resume = Resume(trainer, run, exact_norm=exact_norm)
+    resume.begin(optimizer, kept)
+    metadata.follow(resume.position)
+
+
+class Attached(Callback):
+    """The callback of a Trainer that was offloaded whole: its position has the scheduler."""
+
+    def on_train_begin(self, args: Any, state: Any, *given: Any, **others: Any) -> None:
+        """Check that model and optimizer are those that were offloaded."""
+        assert self._session is not None
+        model = others["model"]
+        if offloaded_optimizer(others.get("optimizer")) is None or self._session.attachment.model is not model:
+            raise UsageError(
+                "the Trainer has another model or optimizer than memascend.trainer.offload() was given: make that call "
+                "after all that replaces them, right before train()"
+            )
+        super().on_train_begin(args, state, *given, **others)
+
+    def _schedule(self, scheduler: Any) -> None:
+        pass
+
+
+def _require_plain(trainer: Any) -> None:
+    """Reject what cannot be exact, or would replace model and optimizer in silence."""
+    args = trainer.args
+    if trainer.model_init is not None:
+        raise ConfigError("model_init= makes another model in train(), which was not offloaded: give model=")
+    for name, why in _REFUSED.items():
+        if getattr(args, name, None):
+            raise ConfigError(f"memascend.trainer.offload() cannot train with {name}: {why}")
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"{args.n_gpu} GPUs in one process are DataParallel, which copies the model to each: give one by "
+            "CUDA_VISIBLE_DEVICES, or start a process for each by torchrun, with FSDP2"
+        )
+    if any(isinstance(one, Callback) for one in trainer.callback_handler.callbacks):
+        raise ConfigError("memascend.trainer.offload() adds its callback itself: leave Callback() out")
+
+
+# --- which run it is ------------------------------------------------------------------------------------
+
+
+def description(trainer: Any) -> dict[str, Any]:
+    """What decides a run's results: the arguments, the model, the data."""
+    kept = {name: value for name, value in trainer.args.to_dict().items() if not name.startswith(_FREE)}
+    model = getattr(trainer.model, "config", None)
+    name = getattr(model, "_name_or_path", "")
+    return {
+        "arguments": {
+            name: value if isinstance(value, int | float | str) else str(value) for name, value in kept.items()
+        },
+        "model": f"{type(trainer.model).__name__} {Path(name).name}".strip(),
+        "data": _data(trainer.train_dataset),
+    }
+
+
+def _data(data: Any) -> str:
+    """The length of a data set and a digest of rows; a stream is compared batch by batch."""
+    if data is None or isinstance(data, IterableDataset) or not hasattr(data, "__getitem__") or isinstance(data, dict):
+        return "a stream"
+    own, count = RandomNumbers.now(), len(data)
+    rows = [digest_of(data[number * count // _ROWS]) for number in range(min(_ROWS, count))]
+    again = digest_of(data[0]) if count else ""
+    own.bring_back()
+    # Rows that are drawn anew each time have no digest.
+    return f"{count} rows {digest_of(rows) if rows[:1] == [again] else ''}".strip()
+
+
+def _existing(paths: Sequence[str], existing: Any, trainer: Any, run: Mapping[str, Any]) -> Any:
+    """`existing=` of `memascend.offload()`: a store whose first write did not finish never held a step."""
+    files = [str(file_of(os.path.expanduser(path))) for path in paths]  # noqa: PTH111
+    if not any(Path(file).is_block_device() or (Path(file).is_file() and Path(file).stat().st_size) for file in files):
+        return existing
+    try:
+        found = commits(files)
+        if found is not None and not found[0]:
+            _log.info("the first write of the store did not finish, and it begins anew")
+            return "replace"
+        if existing == "resume" and found is not None:
+            with look(files) as store:
+                position = (store.hyperparameters or {}).get("position")
+                if position is not None:
+                    _require_same(decoded(position, files[0]), run, trainer)
+                elif store.step:
+                    raise ConfigError(
+                        f"the store at {files[0]} has {store.step} steps that no Trainer made, so that its place in "
+                        'the data is not known: give another storage=, or existing="replace" to begin anew'
+                    )
+    except StorageError as error:
+        if error.errno is None:
+            raise
+        # In use, also by an earlier run of this process: offload() knows.
+    return existing
+
+
+def _require_same(kept: Mapping[str, Any], run: Mapping[str, Any], trainer: Any) -> None:
+    """Reject another run than the one that has this position; under a constant schedule it may get longer."""
+    before, now = kept["run"]["arguments"], run["arguments"]
+    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    may_grow = (
+        str(trainer.args.lr_scheduler_type.value).startswith("constant") and not 0 < trainer.args.warmup_steps < 1
+    )
+    if may_grow:
+        changed = [name for name in changed if name not in _LENGTH]
+    found = [f"{name} {before.get(name)} -> {now.get(name)}" for name in sorted(changed)]
+    found += [
+        f"{name} {kept['run'][name]} -> {run[name]}" for name in ("model", "data") if kept["run"][name] != run[name]
+    ]
+    if found:
+        longer = "" if may_grow or not {*changed} <= {*_LENGTH} else "only a constant schedule may get longer; "
+        raise ConfigError(
+            f"the store holds another training, after step {kept['step']}: {'; '.join(found)}; nothing was changed: "
+            f'{longer}start it as it was, or give another storage=, or existing="replace" to begin anew'
+        )

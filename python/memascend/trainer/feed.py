@@ -1,0 +1,150 @@
+"""Feeds a Trainer its batches, and knows how to go on in the midst of an epoch with the same ones."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from memascend.errors import ConfigError
+from memascend.trainer.position import RandomNumbers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Of each tensor of a batch so many bytes at both ends are compared at a resume.
+_COMPARED_BYTES = 64 << 10
+_HASH_BYTES = 8
+
+
+class Feed:
+    """Stands for the DataLoader that a Trainer's loader reads from, which fetches one batch ahead.
+
+    It knows the random numbers at the epoch's `iter()`, on which order and workers depend, and those before the newest
+    fetch, on which a random collator depends.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        """Feed from this loader."""
+        self._loader = loader
+        self._begun: RandomNumbers | None = None
+        self._before: RandomNumbers | None = None
+        self._fetched = 0
+        self._digest = ""
+        # Where to go on: what `taken()` gave, and the batches that the Trainer had.
+        self._resumed: tuple[dict[str, Any], int] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    @property
+    def __class__(self) -> Any:
+        """The loader's own, for what asks whether this is a DataLoader."""
+        return type(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            return self._continued(*resumed)
+        self._begun, self._fetched = RandomNumbers.now(), 0
+        return self._fetches(iter(self._loader))
+
+    def taken(self) -> dict[str, Any]:
+        """The place in the data, as JSON."""
+        assert self._begun is not None
+        assert self._before is not None
+        return {
+            "begun": self._begun.said(),
+            "before": self._before.said(),
+            "fetched": self._fetched,
+            "digest": self._digest,
+        }
+
+    def resume(self, taken: dict[str, Any], passed: int) -> None:
+        """Let the next `iter()` go on after `passed` batches, as `taken()` describes them."""
+        self._resumed = (taken, passed)
+
+    def _fetches(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            self._before = RandomNumbers.now()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self._fetched += 1
+            self._digest = digest_of(batch)
+            yield batch
+
+    def _continued(self, taken: dict[str, Any], passed: int) -> Iterator[Any]:
+        own = RandomNumbers.now()
+        self._begun = RandomNumbers.of(taken["begun"])
+        self._begun.bring_back()
+        iterator = iter(self._loader)
+        last = self._passed(iterator, passed)
+        self._fetched = passed
+        ahead = taken["fetched"] > passed
+        if ahead:
+            # This batch was fetched before the commit, with the random numbers of then.
+            self._before = RandomNumbers.of(taken["before"])
+            self._before.bring_back()
+            last = next(iterator, None)
+            self._fetched, self._digest = passed + 1, digest_of(last)
+        own.bring_back()
+        if last is not None and digest_of(last) != taken["digest"]:
+            raise ConfigError(
+                f"batch {taken['fetched']} of the epoch is another one than before, so a resume would not be exact: "
+                "give the data of this run; a data set or a collator that draws from a generator of its own cannot be "
+                'resumed: let it draw from torch\'s, or start anew with existing="replace"'
+            )
+        if ahead:
+            yield last
+        yield from self._fetches(iterator)
+
+    def _passed(self, iterator: Any, passed: int) -> Any:
+        """Pass batches that the Trainer had; returns the last one, where it was made again."""
+        streams = isinstance(self._loader.dataset, IterableDataset) if hasattr(self._loader, "dataset") else True
+        indices = getattr(iterator, "_sampler_iter", None)
+        if streams or getattr(self._loader, "num_workers", 0) or indices is None:
+            # Workers have random numbers of their own, and a stream can only be read.
+            last = None
+            for _ in range(passed):
+                last = next(iterator, None)
+            return last
+        for _ in range(passed):
+            next(indices, None)
+        return None
+
+
+def digest_of(value: Any) -> str:
+    """A digest of the ends of a batch's tensors, and of the numbers and texts in it."""
+    digest = hashlib.blake2b(digest_size=_HASH_BYTES)
+    _add(digest, value)
+    return digest.hexdigest()
+
+
+def _add(digest: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        digest.update(f"{value.dtype} {tuple(value.shape)} ".encode())
+        flat = value.detach().reshape(-1)
+        count = _COMPARED_BYTES // max(1, flat.element_size())
+        for part in (flat[:count], flat[count:][-count:]):
+            digest.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() if part.numel() else b"")
+    elif isinstance(value, Mapping):
+        for name, part in value.items():
+            digest.update(f"{name}:".encode())
+            _add(digest, part)
+    elif isinstance(value, list | tuple) and not all(isinstance(part, int | float) for part in value):
+        for part in value:
+            _add(digest, part)
+    elif isinstance(value, str | bytes | int | float | list | tuple | type(None)):
+        digest.update(repr(value).encode())
+    elif hasattr(value, "__array__"):
+        _add(digest, torch.as_tensor(value.__array__().copy()))
+    else:
+        digest.update(type(value).__qualname__.encode())

@@ -1,0 +1,50 @@
+"""Private names of transformers, accelerate and TRL that memascend.trainer uses, and the versions that were tried."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+from transformers import trainer as transformers_trainer
+from transformers.trainer_callback import ExportableState
+
+from memascend.errors import ConfigError
+
+__all__ = ["AVERAGES", "SUMS", "ExportableState", "require", "transformers_trainer"]
+
+_TRIED = "transformers 5.16 to 5.23, accelerate 1.13 to 1.15, TRL 1.9 to 1.16"
+# Methods that are replaced on the Trainer object.
+METHODS = (
+    *("_inner_training_loop", "_init_training_state", "_prepare_for_training", "_run_epoch", "_load_rng_state"),
+    *("_maybe_log_save_evaluate", "_finalize_training", "_clip_grad_norm", "_get_grad_norm", "get_batch_samples"),
+    *("training_step", "floating_point_ops", "_track_num_input_tokens", "get_train_dataloader", "train"),
+    *("create_optimizer", "hyperparameter_search"),
+)
+# Attributes that the Trainer sums up between two lines of its log.
+SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
+SUMS += ("_initial_num_input_tokens_seen", "_total_train_tokens")
+# Those of TRL's and sentence-transformers' Trainers: numbers by name, of which the log has the averages.
+AVERAGES = ("_metrics", "accum_loss_components")
+# What the loop calls to skip batches; a resume knows them itself.
+SKIP = "skip_first_batches"
+
+
+def require(trainer: Any) -> None:
+    """Check that this Trainer has what a resume needs.
+
+    Raises:
+        ConfigError: it is no Trainer of transformers, or one of an untried version.
+    """
+    if not isinstance(trainer, transformers_trainer.Trainer):
+        raise ConfigError(
+            f"memascend.trainer.offload() takes a Trainer of transformers or a subclass, not {type(trainer).__name__}: "
+            "give a model and an optimizer to memascend.offload()"
+        )
+    missing = [name for name in METHODS if not callable(getattr(trainer, name, None))]
+    missing += [name for name in (SKIP,) if not hasattr(transformers_trainer, name)]
+    if missing:
+        found = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "accelerate"))
+        raise ConfigError(
+            f"{type(trainer).__name__} has no {missing[0]}() ({found}); memascend.trainer was tried with {_TRIED}: "
+            "install one of these"
+        )

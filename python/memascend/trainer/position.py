@@ -1,0 +1,186 @@
+"""Describes where a Trainer is, as bounded text that a commit holds: counters, losses, callbacks, random numbers."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import random
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from memascend.errors import ConfigError, CorruptionError
+from memascend.optim.shared import plain, restored, storable
+from memascend.trainer import names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# A commit has room for 128 KiB of options, schedulers and this.
+_BYTES_MAX = 56 << 10
+# Averages of a Trainer of TRL come from lists with a number for each micro-batch; longer ones keep their sum alone.
+_NUMBERS_MAX = 256
+# Fields of TrainerState that the arguments give, or that stand apart.
+_NOT_KEPT = {"global_step", "log_history", "stateful_callbacks", "max_steps", "num_train_epochs", "train_batch_size"}
+_NOT_KEPT |= {"logging_steps", "eval_steps", "save_steps", "trial_name", "trial_params"}
+
+
+class RandomNumbers:
+    """The states of Python's, numpy's and torch's generators, and of each CUDA device's, at one moment."""
+
+    def __init__(self, states: list[Any]) -> None:
+        """`states` are in the order of `now()`."""
+        self.states = states
+
+    @classmethod
+    def now(cls) -> RandomNumbers:
+        """The present states."""
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return cls([random.getstate(), np.random.get_state(), torch.get_rng_state(), *cuda])  # noqa: NPY002
+
+    def bring_back(self) -> None:
+        """Set all generators to these states."""
+        python, numpy, cpu, *cuda = self.states
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+    def said(self) -> list[Any]:
+        """The states as JSON."""
+        (version, words, gauss), (kind, keys, *rest), *tensors = self.states
+        parts = (np.asarray(words, np.uint32), np.asarray(keys, np.uint32), *(one.numpy() for one in tensors))
+        return [version, gauss, kind, rest, *(base64.b64encode(part.tobytes()).decode() for part in parts)]
+
+    @classmethod
+    def of(cls, said: list[Any]) -> RandomNumbers:
+        """The states that `said()` gave."""
+        version, gauss, kind, rest, *parts = said
+        words, keys, *tensors = map(base64.b64decode, parts)
+        return cls(
+            [
+                (version, tuple(map(int, np.frombuffer(words, np.uint32))), gauss),
+                (kind, np.frombuffer(keys, np.uint32), *rest),
+                *(torch.frombuffer(bytearray(one), dtype=torch.uint8) for one in tensors),
+            ]
+        )
+
+
+def encoded(position: dict[str, Any]) -> str:
+    """A position as text of a bounded size: the oldest lines of the log go first, and "left_out" counts them.
+
+    Raises:
+        ConfigError: it is too large without any line.
+    """
+    lines = position["log_history"]
+    while True:
+        text = base64.b85encode(zlib.compress(json.dumps(position).encode(), 1)).decode()
+        if len(text) <= _BYTES_MAX:
+            return text
+        if not lines:
+            large = max(position, key=lambda name: len(json.dumps(position[name])))
+            raise ConfigError(
+                f"the Trainer's position takes {len(text)} bytes, of which a commit holds {_BYTES_MAX}, most of them "
+                f"{large!r}: keep less in stateful callbacks and schedulers"
+            )
+        dropped = -(-len(lines) // 4)
+        position["left_out"] = position.get("left_out", 0) + dropped
+        position["log_history"] = lines = lines[dropped:]
+
+
+def decoded(text: str, where: str) -> dict[str, Any]:
+    """The position of a text that `encoded()` made.
+
+    Raises:
+        CorruptionError: `text` is none.
+    """
+    try:
+        found: dict[str, Any] = json.loads(zlib.decompress(base64.b85decode(text)))
+    except (ValueError, zlib.error) as error:
+        raise CorruptionError(f"{where} holds a Trainer's position that cannot be read: {error}") from error
+    return found
+
+
+class Figures:
+    """The counters, sums and callbacks of a Trainer."""
+
+    def __init__(self, trainer: Any) -> None:
+        """Of this Trainer, whenever they are taken."""
+        self._trainer = trainer
+
+    def taken(self) -> dict[str, Any]:
+        """The present ones, as JSON."""
+        trainer = self._trainer
+        state = dataclasses.asdict(dataclasses.replace(trainer.state, log_history=[], stateful_callbacks={}))
+        return {
+            "state": {name: value for name, value in state.items() if name not in _NOT_KEPT and storable(value)},
+            "log_history": [plain(line) for line in trainer.state.log_history if storable(line)],
+            "callbacks": {name: [one.state() for one in found] for name, found in self._stateful()},
+            "sums": {name: plain(getattr(trainer, name)) for name in names.SUMS if hasattr(trainer, name)},
+            "averages": {name: _summed(getattr(trainer, name)) for name in names.AVERAGES if hasattr(trainer, name)},
+            "scaler": _scaler_after(trainer.accelerator.scaler),
+        }
+
+    def bring_back(self, taken: dict[str, Any]) -> None:
+        """Set what `taken()` gave."""
+        trainer = self._trainer
+        for name, value in taken["state"].items():
+            setattr(trainer.state, name, value)
+        trainer.state.log_history[:] = taken["log_history"]
+        for name, found in self._stateful():
+            for one, said in zip(found, taken["callbacks"].get(name, ()), strict=False):
+                for attribute, value in {**said.get("args", {}), **said.get("attributes", {})}.items():
+                    setattr(one, attribute, value)
+        for name, value in taken["sums"].items():
+            setattr(trainer, name, restored(value, getattr(trainer, name)))
+        for name, value in taken["averages"].items():
+            _put(getattr(trainer, name), value)
+        if taken["scaler"] is not None:
+            trainer.accelerator.scaler.load_state_dict(taken["scaler"])
+
+    def _stateful(self) -> Iterator[tuple[str, list[Any]]]:
+        """The callbacks, and the control, whose state the Trainer's checkpoints have, too."""
+        by_name: dict[str, list[Any]] = {}
+        for one in (*self._trainer.callback_handler.callbacks, self._trainer.control):
+            if isinstance(one, names.ExportableState):
+                by_name.setdefault(type(one).__name__, []).append(one)
+        return iter(by_name.items())
+
+
+def _scaler_after(scaler: Any) -> dict[str, Any] | None:
+    """The state of a GradScaler after the step that is being made: it is updated after the commit."""
+    if scaler is None or not scaler.is_enabled():
+        return None
+    state: dict[str, Any] = scaler.state_dict()
+    state["_growth_tracker"] += 1
+    if state["_growth_tracker"] == state["growth_interval"]:
+        state |= {"scale": state["scale"] * state["growth_factor"], "_growth_tracker": 0}
+    return state
+
+
+def _summed(value: Any) -> Any:
+    """Numbers by name as JSON; a long list keeps its sum and its length, here and in the Trainer."""
+    if isinstance(value, dict):
+        return {name: _summed(part) for name, part in value.items()}
+    if isinstance(value, list):
+        if len(value) > _NUMBERS_MAX:
+            value[:] = [sum(value), *[0.0] * (len(value) - 1)]
+        return [_summed(part) for part in value]
+    if isinstance(value, torch.Tensor):
+        return [str(value.dtype).removeprefix("torch."), value.item()]
+    return plain(value)
+
+
+def _put(home: dict[str, Any], value: dict[str, Any]) -> None:
+    """Fill dicts of dicts in place, since some of them make missing entries."""
+    for name, part in value.items():
+        if isinstance(part, dict) and isinstance(home.get(name), dict):
+            _put(home[name], part)
+        elif isinstance(part, list) and part and isinstance(part[0], str):
+            home[name] = torch.tensor(part[1], dtype=getattr(torch, part[0]))
+        else:
+            home[name] = part

@@ -1,0 +1,256 @@
+"""Commits where a Trainer is with each step, and goes on there in a new process.
+
+A resume enters the Trainer's own loop at the last committed step and repeats it without computing: batches are empty,
+losses are zero, and `step()` does nothing but bring back what the real one left. So all that follows a commit (the
+scheduler, callbacks, a line of the log, an evaluation, a checkpoint, the end of an epoch or of the training) is done by
+the Trainer itself, in its order, and what was done before the process ended is done again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import trainer_utils
+
+from memascend.checkpoint.reader import identity_of
+from memascend.errors import ConfigError, UsageError
+from memascend.optim.shared import options_of, plain, put, restored, storable
+from memascend.trainer import names
+from memascend.trainer.feed import Feed
+from memascend.trainer.position import Figures, RandomNumbers, encoded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from memascend.session.optimizer import OffloadedOptimizer
+
+# Stands for a checkpoint to the Trainer's loop.
+_FROM_STORE = "the store"
+
+
+class Resume:
+    """Stands in for methods of a Trainer object, from before its training on."""
+
+    def __init__(self, trainer: Any, run: dict[str, Any], *, exact_norm: bool) -> None:
+        """`run` describes the run in each commit; `exact_norm`: `step()` clips, and the log has its norm."""
+        self._trainer, self._run, self._exact_norm = trainer, run, exact_norm
+        self._figures = Figures(trainer)
+        self._optimizer: OffloadedOptimizer | None = None
+        # The position to go on at; the step there is repeated until `step()`.
+        self._kept: dict[str, Any] | None = None
+        self._repeats = False
+        self._feed: Feed | None = None
+        # The epoch, the batches in it that the Trainer had before this step, and those of this step.
+        self._epoch, self._passed, self._group = 0, 0, 0
+        self._norm: float | None = None
+        self._began, self._seconds_before = 0.0, 0.0
+        self._trains = False
+        self._own: dict[str, Callable[..., Any]] = {}
+        for name in names.METHODS:
+            if hasattr(self, name):
+                self._own[name] = getattr(trainer, name)
+                setattr(trainer, name, getattr(self, name))
+
+    def begin(self, optimizer: OffloadedOptimizer, kept: dict[str, Any] | None) -> None:
+        """Train with this optimizer, from the position `kept` on, if there is one."""
+        self._optimizer, self._kept = optimizer, kept
+        self._seconds_before = 0.0 if kept is None else kept["seconds"]
+
+    def position(self) -> str:
+        """The position after the step that is being made."""
+        assert self._feed is not None
+        assert self._optimizer is not None
+        if self._exact_norm:
+            self._norm = self._optimizer.grad_norm
+        taken = {
+            **self._figures.taken(),
+            "run": self._run,
+            "step": self._trainer.state.global_step + 1,
+            "epoch": self._epoch,
+            "passed": self._passed,
+            "group": self._group,
+            "feed": self._feed.taken(),
+            "random": RandomNumbers.now().said(),
+            "scheduler": plain(self._trainer.lr_scheduler.state_dict()),
+            "groups": [options_of(group) for group in self._optimizer.param_groups],
+            "norm": self._norm,
+            "seconds": self._seconds_before + time.monotonic() - self._began,
+        }
+        return encoded(taken)
+
+    # --- the beginning of a training ------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, *given: Any, **named: Any) -> Any:
+        """Train once; where the store has a position, that counts."""
+        if self._trains:
+            raise UsageError(
+                "train() was called again, and the store holds one training: make another Trainer with another "
+                "storage=, or give more steps to the first (under a constant schedule) and start the script again"
+            )
+        if self._kept is not None and resume_from_checkpoint:
+            self._require_here(resume_from_checkpoint)
+            resume_from_checkpoint = None
+        self._trains = True
+        return self._own["train"](resume_from_checkpoint, *given, **named)
+
+    def _require_here(self, folder: Any) -> None:
+        """Reject a checkpoint of the Trainer that is not at the store's position."""
+        output = str(self._trainer.args.output_dir)
+        found = trainer_utils.get_last_checkpoint(output) if folder is True else folder
+        here = None if self._optimizer is None else self._optimizer.state_dict()["memascend"]
+        if found is None or identity_of(Path(found)) != here:
+            raise UsageError(
+                f"the store has this training after step {self._kept and self._kept['step']}, and "
+                f"resume_from_checkpoint={folder!r} is of another position: call train() without it, which goes on "
+                'there; or begin at the checkpoint, with existing="replace" and checkpoint= in memascend.trainer.'
+                "offload()"
+            )
+
+    def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
+        """Reject it."""
+        raise UsageError(
+            "hyperparameter_search() makes a model for each trial, and the store holds one: start a process with a "
+            "storage= of its own for each trial"
+        )
+
+    def get_train_dataloader(self) -> Any:
+        """The loader; the first one of a training is watched."""
+        loader = self._own["get_train_dataloader"]()
+        if not self._trains or self._feed is not None:
+            return loader
+        base = getattr(loader, "base_dataloader", None)
+        self._feed = Feed(loader if base is None else base)
+        if base is None:
+            return self._feed
+        loader.base_dataloader = self._feed
+        return loader
+
+    def _init_training_state(self, *given: Any, **named: Any) -> Any:
+        found = self._own["_init_training_state"](*given, **named)
+        if self._kept is None:
+            return found
+        # The loop counts the repeated step itself.
+        self._trainer.state.global_step = self._kept["step"] - 1
+        return self._kept["epoch"], self._kept["passed"]
+
+    def _prepare_for_training(self, *given: Any, **named: Any) -> Any:
+        prepared = self._own["_prepare_for_training"](*given, **named)
+        scheduler = self._trainer.lr_scheduler
+        state = scheduler.state_dict()
+        if not storable(state):
+            raise ConfigError(
+                f"the state of {type(scheduler).__name__} has objects, which a commit cannot hold: let its "
+                "state_dict() have numbers, texts, lists and dicts alone"
+            )
+        if self._kept is not None:
+            assert self._optimizer is not None
+            # Making the scheduler changed the rates.
+            scheduler.load_state_dict(restored(self._kept["scheduler"], state))
+            for group, options in zip(self._optimizer.param_groups, self._kept["groups"], strict=True):
+                for name, value in options.items():
+                    put(group, name, restored(value, group.get(name)))
+        self._began = time.monotonic()
+        return prepared
+
+    def _load_rng_state(self, *given: Any, **named: Any) -> None:
+        if self._kept is None:
+            self._own["_load_rng_state"](*given, **named)
+
+    # --- an epoch -----------------------------------------------------------------------------------
+
+    def _run_epoch(self, **named: Any) -> None:
+        assert self._feed is not None
+        self._epoch, self._passed, self._group = named["epoch"], 0, 0
+        kept, run = self._kept, self._own["_run_epoch"]
+        if kept is None or kept["epoch"] != self._epoch:
+            run(**named)
+            return
+        self._passed, self._group = kept["passed"], kept["group"]
+        self._feed.resume(kept["feed"], self._passed + self._group)
+        named |= {"resume_from_checkpoint": _FROM_STORE, "epochs_trained": self._epoch}
+        with self._repeating():
+            run(**named | {"steps_trained_in_current_epoch": self._passed})
+        # The Trainer may have asked for no further batch of this epoch.
+        self._feed.resume(None, 0)
+
+    @contextlib.contextmanager
+    def _repeating(self) -> Iterator[None]:
+        """Inside, the first step is repeated, and the loop skips no batches itself."""
+        module: Any = names.transformers_trainer
+        optimizer, skip = self._trainer.optimizer, getattr(module, names.SKIP)
+        own = vars(optimizer).get("step")
+
+        def step(*_: Any, **__: Any) -> None:
+            del optimizer.step
+            if own is not None:
+                optimizer.step = own
+            self._repeated()
+
+        optimizer.step = step
+        self._repeats = True
+        setattr(module, names.SKIP, lambda loader, _: loader)
+        try:
+            yield
+        finally:
+            setattr(module, names.SKIP, skip)
+
+    def _repeated(self) -> None:
+        """Bring back what the real step left."""
+        kept = self._kept
+        assert kept is not None
+        self._figures.bring_back(kept)
+        self._norm = kept["norm"]
+        # torch warns of schedulers that are advanced before any step.
+        self._trainer.lr_scheduler.optimizer._opt_called = True  # noqa: SLF001
+        self._repeats, self._kept = False, None
+        RandomNumbers.of(kept["random"]).bring_back()
+
+    # --- a step -------------------------------------------------------------------------------------
+
+    def get_batch_samples(self, *given: Any, **named: Any) -> Any:
+        """The batches of a step."""
+        if self._repeats:
+            return [{} for _ in range(self._group)], None
+        found = self._own["get_batch_samples"](*given, **named)
+        self._norm = None
+        self._passed += self._group
+        self._group = len(found[0])
+        return found
+
+    def training_step(self, *given: Any, **named: Any) -> Any:
+        """The loss of a batch."""
+        if self._repeats:
+            return torch.zeros((), device=self._trainer.args.device)
+        return self._own["training_step"](*given, **named)
+
+    def floating_point_ops(self, *given: Any, **named: Any) -> Any:
+        """Those of a batch."""
+        return 0 if self._repeats else self._own["floating_point_ops"](*given, **named)
+
+    def _track_num_input_tokens(self, *given: Any, **named: Any) -> None:
+        if not self._repeats:
+            self._own["_track_num_input_tokens"](*given, **named)
+
+    def _clip_grad_norm(self, *given: Any, **named: Any) -> Any:
+        return None if self._repeats else self._own["_clip_grad_norm"](*given, **named)
+
+    def _get_grad_norm(self, *given: Any, **named: Any) -> Any:
+        """The norm for the log; `step()` takes its own later."""
+        if self._repeats or self._exact_norm:
+            return None
+        found = self._own["_get_grad_norm"](*given, **named)
+        self._norm = float(found)
+        return found
+
+    def _maybe_log_save_evaluate(self, losses: Any, norm: Any, *given: Any, **named: Any) -> None:
+        if norm is None:
+            norm = self._norm
+        self._own["_maybe_log_save_evaluate"](losses, norm, *given, **named)
+
+    def _finalize_training(self, trial: Any, samples: Any, start: float) -> Any:
+        # The run's time is that of all its processes.
+        return self._own["_finalize_training"](trial, samples, start - self._seconds_before)
