@@ -70,6 +70,10 @@ class Feed:
         """Let the next `iter()` go on after `passed` batches, as `taken()` describes them."""
         self._resumed = (taken, passed)
 
+    def begin_anew(self) -> None:
+        """Let the next `iter()` be that of an epoch."""
+        self._resumed = None
+
     def _fetches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         while True:
             self._before = RandomNumbers.now()

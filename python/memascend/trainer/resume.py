@@ -175,7 +175,7 @@ class Resume:
         with self._repeating():
             run(**named | {"steps_trained_in_current_epoch": self._passed})
         # The Trainer may have asked for no further batch of this epoch.
-        self._feed.resume(None, 0)
+        self._feed.begin_anew()
 
     @contextlib.contextmanager
     def _repeating(self) -> Iterator[None]:
