@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from memascend.errors import ConfigError
-from memascend.trainer.position import RandomNumbers
+from memascend.trainer.position import RandomNumbers, said_of, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +30,10 @@ class Feed:
     def __init__(self, loader: Any) -> None:
         """Feed from this loader."""
         self._loader = loader
+        # Generators of the loader and its samplers: they draw at the beginning of an epoch.
+        self._generators = list(_generators(loader))
         self._begun: RandomNumbers | None = None
+        self._begun_own: list[torch.Tensor] = []
         self._before: RandomNumbers | None = None
         self._fetched = 0
         self._digest = ""
@@ -43,7 +46,7 @@ class Feed:
     def __len__(self) -> int:
         return len(self._loader)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """The loader's own, for what asks whether this is a DataLoader."""
         return type(self._loader)
@@ -53,6 +56,7 @@ class Feed:
         if resumed is not None:
             return self._continued(*resumed)
         self._begun, self._fetched = RandomNumbers.now(), 0
+        self._begun_own = [one.get_state() for one in self._generators]
         return self._fetches(iter(self._loader))
 
     def taken(self) -> dict[str, Any]:
@@ -61,6 +65,7 @@ class Feed:
         assert self._before is not None
         return {
             "begun": self._begun.said(),
+            "begun_own": list(map(said_of, self._begun_own)),
             "before": self._before.said(),
             "fetched": self._fetched,
             "digest": self._digest,
@@ -89,6 +94,9 @@ class Feed:
         own = RandomNumbers.now()
         self._begun = RandomNumbers.of(taken["begun"])
         self._begun.bring_back()
+        self._begun_own = list(map(state_of, taken["begun_own"]))
+        for one, state in zip(self._generators, self._begun_own, strict=False):
+            one.set_state(state)
         iterator = iter(self._loader)
         last = self._passed(iterator, passed)
         self._fetched = passed
@@ -114,7 +122,8 @@ class Feed:
         """Pass batches that the Trainer had; returns the last one, where it was made again."""
         streams = isinstance(self._loader.dataset, IterableDataset) if hasattr(self._loader, "dataset") else True
         indices = getattr(iterator, "_sampler_iter", None)
-        if streams or getattr(self._loader, "num_workers", 0) or indices is None:
+        works: Any = getattr(self._loader, "num_workers", 0)
+        if streams or works or indices is None:
             # Workers have random numbers of their own, and a stream can only be read.
             last = None
             for _ in range(passed):
@@ -123,6 +132,17 @@ class Feed:
         for _ in range(passed):
             next(indices, None)
         return None
+
+
+def _generators(loader: Any) -> Iterator[torch.Generator]:
+    found: dict[int, torch.Generator] = {}
+    samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+    inner = [getattr(one, name, None) for one in samplers for name in ("sampler", "batch_sampler")]
+    for one in (loader, *samplers, *inner):
+        generator = getattr(one, "generator", None)
+        if isinstance(generator, torch.Generator):
+            found[id(generator)] = generator
+    return iter(found.values())
 
 
 def digest_of(value: Any) -> str:

@@ -7,10 +7,11 @@ from typing import Any
 
 from transformers import trainer as transformers_trainer
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import get_last_checkpoint as last_checkpoint
 
 from memascend.errors import ConfigError
 
-__all__ = ["AVERAGES", "SUMS", "ExportableState", "require", "transformers_trainer"]
+__all__ = ["AVERAGES", "SUMS", "ExportableState", "last_checkpoint", "require", "transformers_trainer"]
 
 _TRIED = "transformers 5.16 to 5.23, accelerate 1.13 to 1.15, TRL 1.9 to 1.16"
 # Methods that are replaced on the Trainer object.
@@ -21,8 +22,10 @@ METHODS = (
     *("create_optimizer", "hyperparameter_search"),
 )
 # Attributes that the Trainer sums up between two lines of its log.
-SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
-SUMS += ("_initial_num_input_tokens_seen", "_total_train_tokens")
+SUMS = (
+    *("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos"),
+    *("_initial_num_input_tokens_seen", "_total_train_tokens"),
+)
 # Those of TRL's and sentence-transformers' Trainers: numbers by name, of which the log has the averages.
 AVERAGES = ("_metrics", "accum_loss_components")
 # What the loop calls to skip batches; a resume knows them itself.

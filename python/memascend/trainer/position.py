@@ -53,21 +53,26 @@ class RandomNumbers:
     def said(self) -> list[Any]:
         """The states as JSON."""
         (version, words, gauss), (kind, keys, *rest), *tensors = self.states
-        parts = (np.asarray(words, np.uint32), np.asarray(keys, np.uint32), *(one.numpy() for one in tensors))
-        return [version, gauss, kind, rest, *(base64.b64encode(part.tobytes()).decode() for part in parts)]
+        parts = [torch.from_numpy(np.array(part, np.uint32)) for part in (words, keys)]
+        return [version, gauss, kind, rest, *map(said_of, [*parts, *tensors])]
 
     @classmethod
     def of(cls, said: list[Any]) -> RandomNumbers:
         """The states that `said()` gave."""
         version, gauss, kind, rest, *parts = said
-        words, keys, *tensors = map(base64.b64decode, parts)
-        return cls(
-            [
-                (version, tuple(map(int, np.frombuffer(words, np.uint32))), gauss),
-                (kind, np.frombuffer(keys, np.uint32), *rest),
-                *(torch.frombuffer(bytearray(one), dtype=torch.uint8) for one in tensors),
-            ]
-        )
+        words, keys, *tensors = map(state_of, parts)
+        python = (version, tuple(words.view(torch.uint32).tolist()), gauss)
+        return cls([python, (kind, keys.view(torch.uint32).numpy(), *rest), *tensors])
+
+
+def said_of(state: torch.Tensor) -> str:
+    """A generator's state as text."""
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def state_of(text: str) -> torch.Tensor:
+    """The bytes of which `said_of()` made text."""
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 def encoded(position: dict[str, Any]) -> str:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import trainer_utils
 
 from memascend.checkpoint.reader import identity_of
 from memascend.errors import ConfigError, UsageError
@@ -100,7 +99,8 @@ class Resume:
     def _require_here(self, folder: Any) -> None:
         """Reject a checkpoint of the Trainer that is not at the store's position."""
         output = str(self._trainer.args.output_dir)
-        found = trainer_utils.get_last_checkpoint(output) if folder is True else folder
+        last: Any = names.last_checkpoint
+        found = last(output) if folder is True else folder
         here = None if self._optimizer is None else self._optimizer.state_dict()["memascend"]
         if found is None or identity_of(Path(found)) != here:
             raise UsageError(
