@@ -7,8 +7,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from accelerate.utils import gather_object
+from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
+from memascend.distributed.setup import candidates
 from memascend.errors import ConfigError, StorageError, UsageError
 from memascend.session.decide import file_of
 from memascend.session.offload import offload as offload_model
@@ -37,6 +40,7 @@ _FREE = (
     *("per_device_eval", "prediction_loss_only", "batch_eval_metrics", "torch_empty_cache", "dataset_num_proc"),
     *("ignore_data_skip", "enable_jit_checkpoint", "auto_find_batch_size", "place_model"),
 )
+_MICRO = "gradient_accumulation_steps"
 _LENGTH = ("max_steps", "num_train_epochs")
 _REFUSED = {
     "auto_find_batch_size": "it restarts the training in the midst of a step: give per_device_train_batch_size",
@@ -53,7 +57,7 @@ def offload(
     existing: Literal["refuse", "resume", "replace", "previous"] = "resume",
     clipping: Literal["exact", "torch"] = "exact",
     **options: Any,
-) -> OffloadedOptimizer:
+) -> OffloadedOptimizer | None:
     """Offload what a Trainer trains; it is one line before `trainer.train()`.
 
     The same script started again goes on at the next step, bit for bit, whenever and however its process ended. The
@@ -69,7 +73,8 @@ def offload(
         options: all others of `memascend.offload()`.
 
     Returns:
-        The optimizer, as `memascend.offload()` returns it; it is the Trainer's from now on.
+        The optimizer, as `memascend.offload()` returns it; it is the Trainer's from now on. None under FSDP2: there
+        `train()` makes the optimizer.
 
     Raises:
         ConfigError: the Trainer, an option or the store does not fit; or the store is that of another run, and the
@@ -85,39 +90,49 @@ def offload(
         existing = _existing(paths, existing, trainer, run)
     if clipping == "exact":
         options.setdefault("max_grad_norm", trainer.args.max_grad_norm or None)
-    options.setdefault("device", str(trainer.args.device))
-    optimizer = trainer.create_optimizer()
-    _, offloaded = offload_model(
-        trainer.model, optimizer, storage=paths if len(paths) > 1 else paths[0], existing=existing, **options
-    )
-    if clipping == "exact":
+        # accelerate would clip once more.
+        trainer.args.max_grad_norm = 0.0
         _log.info(
             "clipping: %s within step(), whose norm the log has; clipping='torch' clips as torch does, after the "
             "backward",
             options["max_grad_norm"],
         )
-        # accelerate would clip once more.
-        trainer.args.max_grad_norm = 0.0
-    _attach(trainer, offloaded, run, exact_norm=clipping == "exact")
+    options |= {"storage": paths if len(paths) > 1 else paths[0], "existing": existing}
+    options.setdefault("device", str(trainer.args.device))
+    resume = Resume(trainer, run, exact_norm=clipping == "exact")
+
+    def begin() -> OffloadedOptimizer:
+        optimizer = trainer.optimizer
+        _, offloaded = offload_model(trainer.model, optimizer, **options)
+        if isinstance(optimizer, Optimizer) and not hasattr(optimizer, "optimizer"):
+            trainer.optimizer = trainer.callback_handler.optimizer = offloaded
+        _attach(trainer, offloaded, resume)
+        return offloaded
+
+    if trainer.is_fsdp_enabled:
+        # FSDP2 makes other parameters of the model's within train().
+        resume.begin_late(begin)
+        return None
+    trainer.create_optimizer()
+    offloaded = begin()
+    Steps(trainer)
     return offloaded
 
 
-def _attach(trainer: Any, optimizer: OffloadedOptimizer, run: dict[str, Any], *, exact_norm: bool) -> None:
+def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None:
     """Let the Trainer train with this optimizer, from the store's position on."""
     metadata = session_of(optimizer).run.metadata
-    trainer.optimizer = trainer.callback_handler.optimizer = optimizer
     kept = None
     if metadata.position is not None:
         kept = decoded(metadata.position, "the store")
-        _require_same(kept, run, trainer)
+        _require_same(kept, resume.run, trainer)
+        kept = of_ranks(kept, trainer.args.world_size)
         _log.info("the training goes on after step %d", kept["step"])
         if kept.get("left_out"):
             _log.info("%d lines of the log history are older than the store keeps", kept["left_out"])
     callback = Attached()
     callback.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model, optimizer=optimizer)
     trainer.add_callback(callback)
-    Steps(trainer)
-    resume = Resume(trainer, run, exact_norm=exact_norm)
     resume.begin(optimizer, kept)
     metadata.follow(resume.position)
 
@@ -153,8 +168,22 @@ def _require_plain(trainer: Any) -> None:
             f"{args.n_gpu} GPUs in one process are DataParallel, which copies the model to each: give one by "
             "CUDA_VISIBLE_DEVICES, or start a process for each by torchrun, with FSDP2"
         )
+    if args.world_size > 1 and not (trainer.is_fsdp_enabled and _is_second(trainer)):
+        raise ConfigError(
+            "several processes without FSDP2 are DDP, which copies the model to each: give TrainingArguments("
+            "fsdp='full_shard', fsdp_config={'fsdp_version': 2})"
+        )
+    if trainer.is_fsdp_enabled and args.save_strategy != "no" and not args.save_only_model:
+        raise ConfigError(
+            "under FSDP2 the Trainer's checkpoints want state that torch gathers, and it is on storage: pass "
+            "TrainingArguments(save_strategy='no'), since the store has every step; or save_only_model=True"
+        )
     if any(isinstance(one, Callback) for one in trainer.callback_handler.callbacks):
         raise ConfigError("memascend.trainer.offload() adds its callback itself: leave Callback() out")
+
+
+def _is_second(trainer: Any) -> bool:
+    return getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) == 2
 
 
 # --- which run it is ------------------------------------------------------------------------------------
@@ -171,6 +200,7 @@ def description(trainer: Any) -> dict[str, Any]:
         },
         "model": f"{type(trainer.model).__name__} {Path(name).name}".strip(),
         "data": _data(trainer.train_dataset),
+        "ranks": trainer.args.world_size,
     }
 
 
@@ -187,48 +217,81 @@ def _data(data: Any) -> str:
 
 
 def _existing(paths: Sequence[str], existing: Any, trainer: Any, run: Mapping[str, Any]) -> Any:
-    """`existing=` of `memascend.offload()`: a store whose first write did not finish never held a step."""
-    files = [str(file_of(os.path.expanduser(path))) for path in paths]  # noqa: PTH111
+    """`existing=` of `memascend.offload()`: a store whose first write did not finish never held a step.
+
+    All ranks decide it together; the first one also looks at stores of another number of ranks.
+    """
+    rank, count = trainer.args.process_index, trainer.args.world_size
+    places = candidates([os.path.expanduser(path) for path in paths], rank, count)  # noqa: PTH111
+    found = [_steps_of(place, run, trainer) for place in places[: None if rank == 0 else 1]]
+    all_ranks = gather_object(found)
+    if _UNFINISHED in all_ranks and all(step in (_UNFINISHED, None, 0) for step in all_ranks):
+        _log.info("the first write of the store did not finish, so it begins anew")
+        return "replace"
+    return existing
+
+
+_UNFINISHED = -1
+
+
+def _steps_of(place: Sequence[str], run: Mapping[str, Any], trainer: Any) -> int | None:
+    """The committed steps of a store; None where there is none; rejects the store of another run."""
+    files = [str(file_of(path)) for path in place]
     if not any(Path(file).is_block_device() or (Path(file).is_file() and Path(file).stat().st_size) for file in files):
-        return existing
+        return None
     try:
-        found = commits(files)
-        if found is not None and not found[0]:
-            _log.info("the first write of the store did not finish, and it begins anew")
-            return "replace"
-        if existing == "resume" and found is not None:
-            with look(files) as store:
-                position = (store.hyperparameters or {}).get("position")
-                if position is not None:
-                    _require_same(decoded(position, files[0]), run, trainer)
-                elif store.step:
-                    raise ConfigError(
-                        f"the store at {files[0]} has {store.step} steps that no Trainer made, so that its place in "
-                        'the data is not known: give another storage=, or existing="replace" to begin anew'
-                    )
+        named = commits(files)
+        if named is None or not named[0]:
+            return None if named is None else _UNFINISHED
+        with look(files) as store:
+            position, step = (store.hyperparameters or {}).get("position"), store.step
     except StorageError as error:
         if error.errno is None:
             raise
         # In use, also by an earlier run of this process: offload() knows.
-    return existing
+        return None
+    if position is not None:
+        _require_same(decoded(position, files[0]), run, trainer)
+    elif step:
+        raise ConfigError(
+            f"the store at {files[0]} has {step} steps that no Trainer made, so that its place in the data is not "
+            'known: give another storage=, or existing="replace" to begin anew'
+        )
+    return step
 
 
 def _require_same(kept: Mapping[str, Any], run: Mapping[str, Any], trainer: Any) -> None:
     """Reject another run than the one that has this position; under a constant schedule it may get longer."""
     before, now = kept["run"]["arguments"], run["arguments"]
-    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    may_grow = (
-        str(trainer.args.lr_scheduler_type.value).startswith("constant") and not 0 < trainer.args.warmup_steps < 1
-    )
+    changed = {name for name in {**before, **now} if before.get(name) != now.get(name)}
+    args = trainer.args
+    may_grow = args.lr_scheduler_type.value.startswith("constant") and not 0 < args.warmup_steps < 1
     if may_grow:
-        changed = [name for name in changed if name not in _LENGTH]
+        changed -= {*_LENGTH}
+    earlier, ranks = kept["run"]["ranks"], run["ranks"]
+    batches = before[_MICRO] * earlier
+    if earlier != ranks and now[_MICRO] * ranks == batches:
+        changed -= {_MICRO}
     found = [f"{name} {before.get(name)} -> {now.get(name)}" for name in sorted(changed)]
-    found += [
-        f"{name} {kept['run'][name]} -> {run[name]}" for name in ("model", "data") if kept["run"][name] != run[name]
-    ]
+    others = [(name, kept["run"][name], run[name]) for name in ("model", "data")]
+    found += [f"{name} {was} -> {own}" for name, was, own in others if was != own]
+    if earlier != ranks and now[_MICRO] * ranks != batches:
+        fit = ", ".join(f"{one} with {batches // one}" for one in range(1, batches + 1) if batches % one == 0)
+        found.append(f"ranks {earlier} -> {ranks}, where a step has other examples ({_MICRO} that fit ranks: {fit})")
     if found:
-        longer = "" if may_grow or not {*changed} <= {*_LENGTH} else "only a constant schedule may get longer; "
+        longer = "" if may_grow or not changed <= {*_LENGTH} else "only a constant schedule may get longer; "
         raise ConfigError(
             f"the store holds another training, after step {kept['step']}: {'; '.join(found)}; nothing was changed: "
             f'{longer}start it as it was, or give another storage=, or existing="replace" to begin anew'
         )
+
+
+def of_ranks(kept: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """The position for another number of ranks: batches of each, with the random numbers of the first rank."""
+    earlier = kept["run"]["ranks"]
+    if earlier == ranks:
+        return kept
+    passed, group = kept["passed"] * earlier // ranks, -(-kept["group"] * earlier // ranks)
+    # Which batch was fetched ahead differs, so that none is compared.
+    feed = {**kept["feed"], "fetched": passed + group + 1, "digest": None}
+    return {**kept, "passed": passed, "group": group, "feed": feed}

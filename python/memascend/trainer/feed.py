@@ -108,7 +108,7 @@ class Feed:
             last = next(iterator, None)
             self._fetched, self._digest = passed + 1, digest_of(last)
         own.bring_back()
-        if last is not None and digest_of(last) != taken["digest"]:
+        if last is not None and taken["digest"] not in (None, digest_of(last)):
             raise ConfigError(
                 f"batch {taken['fetched']} of the epoch is another one than before, so a resume would not be exact: "
                 "give the data of this run; a data set or a collator that draws from a generator of its own cannot be "

@@ -36,9 +36,10 @@ class Resume:
 
     def __init__(self, trainer: Any, run: dict[str, Any], *, exact_norm: bool) -> None:
         """`run` describes the run in each commit; `exact_norm`: `step()` clips, and the log has its norm."""
-        self._trainer, self._run, self._exact_norm = trainer, run, exact_norm
+        self._trainer, self.run, self._exact_norm = trainer, run, exact_norm
         self._figures = Figures(trainer)
         self._optimizer: OffloadedOptimizer | None = None
+        self._late: Callable[[], object] | None = None
         # The position to go on at; the step there is repeated until `step()`.
         self._kept: dict[str, Any] | None = None
         self._repeats = False
@@ -59,6 +60,10 @@ class Resume:
         self._optimizer, self._kept = optimizer, kept
         self._seconds_before = 0.0 if kept is None else kept["seconds"]
 
+    def begin_late(self, begin: Callable[[], object]) -> None:
+        """Let `train()` call `begin`, which calls the method of this name, once it has prepared model and optimizer."""
+        self._late = begin
+
     def position(self) -> str:
         """The position after the step that is being made."""
         assert self._feed is not None
@@ -67,7 +72,7 @@ class Resume:
             self._norm = self._optimizer.grad_norm
         taken = {
             **self._figures.taken(),
-            "run": self._run,
+            "run": self.run,
             "step": self._trainer.state.global_step + 1,
             "epoch": self._epoch,
             "passed": self._passed,
@@ -131,14 +136,12 @@ class Resume:
 
     def _init_training_state(self, *given: Any, **named: Any) -> Any:
         found = self._own["_init_training_state"](*given, **named)
-        if self._kept is None:
-            return found
-        # The loop counts the repeated step itself.
-        self._trainer.state.global_step = self._kept["step"] - 1
-        return self._kept["epoch"], self._kept["passed"]
+        return found if self._kept is None else (self._kept["epoch"], self._kept["passed"])
 
     def _prepare_for_training(self, *given: Any, **named: Any) -> Any:
         prepared = self._own["_prepare_for_training"](*given, **named)
+        if self._late is not None:
+            self._late()
         scheduler = self._trainer.lr_scheduler
         state = scheduler.state_dict()
         if not storable(state):
@@ -148,6 +151,8 @@ class Resume:
             )
         if self._kept is not None:
             assert self._optimizer is not None
+            # The loop counts the repeated step itself.
+            self._trainer.state.global_step = self._kept["step"] - 1
             # Making the scheduler changed the rates.
             scheduler.load_state_dict(restored(self._kept["scheduler"], state))
             for group, options in zip(self._optimizer.param_groups, self._kept["groups"], strict=True):
@@ -166,8 +171,11 @@ class Resume:
         assert self._feed is not None
         self._epoch, self._passed, self._group = named["epoch"], 0, 0
         kept, run = self._kept, self._own["_run_epoch"]
-        if kept is None or kept["epoch"] != self._epoch:
+        if kept is None:
             run(**named)
+            return
+        if self._epoch < kept["epoch"]:
+            # The position was not known when the loop began.
             return
         self._passed, self._group = kept["passed"], kept["group"]
         self._feed.resume(kept["feed"], self._passed + self._group)
