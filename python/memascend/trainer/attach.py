@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from accelerate.utils import gather_object
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from memascend.distributed.setup import candidates
-from memascend.errors import ConfigError, StorageError, UsageError
+from memascend.errors import ConfigError, MemascendError, StorageError, UsageError
 from memascend.session.decide import file_of
 from memascend.session.offload import offload as offload_model
 from memascend.session.optimizer import session_of
@@ -90,7 +90,8 @@ def offload(
         existing = _existing(paths, existing, trainer, run)
     if clipping == "exact":
         options.setdefault("max_grad_norm", trainer.args.max_grad_norm or None)
-        # accelerate would clip once more.
+        # accelerate would clip once more. Another Trainer may have these arguments, too.
+        trainer.args = copy.copy(trainer.args)
         trainer.args.max_grad_norm = 0.0
         _log.info(
             "clipping: %s within step(), whose norm the log has; clipping='torch' clips as torch does, after the "
@@ -99,6 +100,9 @@ def offload(
         )
     options |= {"storage": paths if len(paths) > 1 else paths[0], "existing": existing}
     options.setdefault("device", str(trainer.args.device))
+    if not trainer.is_fsdp_enabled:
+        Steps(trainer)
+    # A repeated step passes by those.
     resume = Resume(trainer, run, exact_norm=clipping == "exact")
 
     def begin() -> OffloadedOptimizer:
@@ -106,7 +110,11 @@ def offload(
         _, offloaded = offload_model(trainer.model, optimizer, **options)
         if isinstance(optimizer, Optimizer) and not hasattr(optimizer, "optimizer"):
             trainer.optimizer = trainer.callback_handler.optimizer = offloaded
-        _attach(trainer, offloaded, resume)
+        try:
+            _attach(trainer, offloaded, resume)
+        except MemascendError:
+            offloaded.close()
+            raise
         return offloaded
 
     if trainer.is_fsdp_enabled:
@@ -114,9 +122,7 @@ def offload(
         resume.begin_late(begin)
         return None
     trainer.create_optimizer()
-    offloaded = begin()
-    Steps(trainer)
-    return offloaded
+    return begin()
 
 
 def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None:
@@ -224,7 +230,7 @@ def _existing(paths: Sequence[str], existing: Any, trainer: Any, run: Mapping[st
     rank, count = trainer.args.process_index, trainer.args.world_size
     places = candidates([os.path.expanduser(path) for path in paths], rank, count)  # noqa: PTH111
     found = [_steps_of(place, run, trainer) for place in places[: None if rank == 0 else 1]]
-    all_ranks = gather_object(found)
+    all_ranks: list[int | None] = names.gather_object(found)
     if _UNFINISHED in all_ranks and all(step in (_UNFINISHED, None, 0) for step in all_ranks):
         _log.info("the first write of the store did not finish, so it begins anew")
         return "replace"
@@ -279,7 +285,7 @@ def _require_same(kept: Mapping[str, Any], run: Mapping[str, Any], trainer: Any)
         fit = ", ".join(f"{one} with {batches // one}" for one in range(1, batches + 1) if batches % one == 0)
         found.append(f"ranks {earlier} -> {ranks}, where a step has other examples ({_MICRO} that fit ranks: {fit})")
     if found:
-        longer = "" if may_grow or not changed <= {*_LENGTH} else "only a constant schedule may get longer; "
+        longer = "only a constant schedule may get longer; " if changed and changed <= {*_LENGTH} else ""
         raise ConfigError(
             f"the store holds another training, after step {kept['step']}: {'; '.join(found)}; nothing was changed: "
             f'{longer}start it as it was, or give another storage=, or existing="replace" to begin anew'

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 from typing import Any
 
+from accelerate.utils import gather_object  # type: ignore[import-untyped]
 from transformers import trainer as transformers_trainer
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint as last_checkpoint
 
 from memascend.errors import ConfigError
 
-__all__ = ["AVERAGES", "SUMS", "ExportableState", "last_checkpoint", "require", "transformers_trainer"]
+__all__ = ["AVERAGES", "SUMS", "ExportableState", "gather_object", "last_checkpoint", "require", "transformers_trainer"]
 
 _TRIED = "transformers 5.16 to 5.23, accelerate 1.13 to 1.15, TRL 1.9 to 1.16"
 # Methods that are replaced on the Trainer object.
