@@ -13,6 +13,7 @@ import torch
 
 from memascend import storage as engines
 from memascend.activations import activations as activation_files
+from memascend.checkpoint.weights import forget_sources
 from memascend.device import device as devices
 from memascend.device.unit_memory import DeviceUnits, HostUnits
 from memascend.distributed.control_plane import exchange_of
@@ -193,6 +194,7 @@ def _offloaded(subject: Subject) -> OffloadedOptimizer:
             # From here on no rank drops its new store, so the earlier stores can go.
             exchange.everyone(None)
         undo.pop_all()
+    forget_sources(subject.named.values())
     if subject.earlier is not None:
         subject.earlier.remove()
     if session.heap_bytes:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from memascend import storage as engines
 from memascend.checkpoint.init import MetaBuffers, ModelValues
 from memascend.checkpoint.reader import Checkpoint, CheckpointValues
-from memascend.checkpoint.weights import open_weights
+from memascend.checkpoint.weights import open_weights, sources_of
 from memascend.distributed.rows import Partition
 from memascend.errors import ConfigError, StorageError, UsageError
 from memascend.optim.members import is_owners, is_roster, title_of
@@ -222,6 +222,8 @@ class FirstValues:
         self._undo = undo
         self._meta_buffers = MetaBuffers(subject.model)
         weights = subject.options.weights
+        if weights is None and subject.options.checkpoint is None:
+            weights = sources_of(subject.model)
         self._weights = None if weights is None else open_weights(weights)
         self._source: ValueSource | None = None
         self._meta_buffers.install()
