@@ -110,8 +110,8 @@ def offload(  # noqa: PLR0913 - options are keywords
             initialised by the model's own code, from torch's default generator. A resumed store needs none.
         checkpoint: a folder that `OffloadedOptimizer.save` wrote, to start from, with its values, state, options and
             step. A store that is resumed takes precedence.
-        scratch: a folder for copies of the weights that `state_dict()` and `materialized()` make; None: beside the
-            store.
+        scratch: a folder for copies of the weights that `state_dict()` and `materialized()` make, and for the store
+            where `storage` is None; None: beside the store.
         device_memory: with CUDA, a hard budget of the device's memory for units, and for gradients that wait for their
             update; in bytes or as "8GiB". None: the smallest that keeps disk and compute busy. Activations and torch's
             other memory there come on top.

@@ -20,7 +20,7 @@ from memascend.errors import ConfigError, StorageError, UsageError
 from memascend.optim.members import is_owners, is_roster, title_of
 from memascend.optim.shared import options_of, require_as_many
 from memascend.optim.state import options_of_formats
-from memascend.session.decide import temporary
+from memascend.session.decide import folders_of, temporary
 from memascend.session.optimizer import session_of
 from memascend.storage.store import not_as_written
 from memascend.text import Progress, expanded, warn
@@ -128,7 +128,7 @@ def open_store(subject: Subject, records: list[engines.Record]) -> Store:
         )
 
     if not paths:
-        return temporary(create)
+        return temporary(create, None if options.scratch is None else folders_of(options)[0])
     try:
         store = None
         try:

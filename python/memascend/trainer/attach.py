@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
+from memascend.checkpoint.weights import sources_of
 from memascend.distributed.setup import candidates
 from memascend.errors import ConfigError, MemascendError, StorageError, UsageError
 from memascend.session.decide import file_of
@@ -22,6 +23,7 @@ from memascend.trainer.by_layer import Steps
 from memascend.trainer.callback import Callback, offloaded_optimizer
 from memascend.trainer.feed import digest_of
 from memascend.trainer.position import RandomNumbers, decoded
+from memascend.trainer.reference import reference_of
 from memascend.trainer.resume import Resume
 
 if TYPE_CHECKING:
@@ -100,7 +102,13 @@ def offload(
         )
     options |= {"storage": paths if len(paths) > 1 else paths[0], "existing": existing}
     options.setdefault("device", str(trainer.args.device))
-    if not trainer.is_fsdp_enabled:
+    reference = reference_of(trainer, options)
+    if reference is not None:
+        options |= reference.rest
+    if trainer.is_fsdp_enabled:
+        # Sharded parameters do not know their source.
+        options.setdefault("weights", sources_of(trainer.model))
+    else:
         Steps(trainer)
     # A repeated step passes by those.
     resume = Resume(trainer, run, exact_norm=clipping == "exact")
@@ -108,6 +116,8 @@ def offload(
     def begin() -> OffloadedOptimizer:
         optimizer = trainer.optimizer
         _, offloaded = offload_model(trainer.model, optimizer, **options)
+        if reference is not None:
+            reference.offload()
         if isinstance(optimizer, Optimizer) and not hasattr(optimizer, "optimizer"):
             trainer.optimizer = trainer.callback_handler.optimizer = offloaded
         try:
