@@ -15,15 +15,15 @@ from memascend.checkpoint.weights import sources_of
 from memascend.distributed.setup import candidates
 from memascend.errors import ConfigError, MemascendError, StorageError, UsageError
 from memascend.session.decide import file_of
-from memascend.session.offload import offload as offload_model
 from memascend.session.optimizer import session_of
 from memascend.storage import commits, look
 from memascend.trainer import names
 from memascend.trainer.by_layer import Steps
 from memascend.trainer.callback import Callback, offloaded_optimizer
 from memascend.trainer.feed import digest_of
+from memascend.trainer.optimizers import prepare_optimizer
 from memascend.trainer.position import RandomNumbers, decoded
-from memascend.trainer.reference import reference_of
+from memascend.trainer.reference import offload_both, reference_of
 from memascend.trainer.resume import Resume
 
 if TYPE_CHECKING:
@@ -90,6 +90,19 @@ def offload(
     paths = [os.fspath(one) for one in ([storage] if isinstance(storage, str | os.PathLike) else storage)]
     if existing in ("resume", "previous"):
         existing = _existing(paths, existing, trainer, run)
+    options |= {"storage": paths if len(paths) > 1 else paths[0], "existing": existing}
+    before = dict(vars(trainer))
+    try:
+        return _offloaded(trainer, run, options, clipping)
+    except BaseException:
+        # The same call may be made again.
+        vars(trainer).clear()
+        vars(trainer).update(before)
+        raise
+
+
+def _offloaded(trainer: Any, run: dict[str, Any], options: dict[str, Any], clipping: str) -> OffloadedOptimizer | None:
+    """Have the optimizer made, offload it with its model, and stand in for methods of the Trainer."""
     if clipping == "exact":
         options.setdefault("max_grad_norm", trainer.args.max_grad_norm or None)
         # accelerate would clip once more. Another Trainer may have these arguments, too.
@@ -100,11 +113,8 @@ def offload(
             "backward",
             options["max_grad_norm"],
         )
-    options |= {"storage": paths if len(paths) > 1 else paths[0], "existing": existing}
-    options.setdefault("device", str(trainer.args.device))
+    options = {"device": str(trainer.args.device), **prepare_optimizer(trainer), **options}
     reference = reference_of(trainer, options)
-    if reference is not None:
-        options |= reference.rest
     if trainer.is_fsdp_enabled:
         # Sharded parameters do not know their source.
         options.setdefault("weights", sources_of(trainer.model))
@@ -115,9 +125,7 @@ def offload(
 
     def begin() -> OffloadedOptimizer:
         optimizer = trainer.optimizer
-        _, offloaded = offload_model(trainer.model, optimizer, **options)
-        if reference is not None:
-            reference.offload()
+        offloaded = offload_both(trainer.model, optimizer, options, reference)
         if isinstance(optimizer, Optimizer) and not hasattr(optimizer, "optimizer"):
             trainer.optimizer = trainer.callback_handler.optimizer = offloaded
         try:

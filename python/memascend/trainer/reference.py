@@ -32,9 +32,30 @@ class Reference:
     options: dict[str, Any]  # of the reference
     rest: dict[str, Any]  # the budgets that remain for the trained model
 
-    def offload(self) -> OffloadedOptimizer:
-        """Put it into a temporary store: its weights come from its files, or from memory, at each start."""
-        return offload(self.model, _idle(self.model), **self.options)[1]
+
+def offload_both(
+    model: torch.nn.Module, optimizer: Any, options: dict[str, Any], reference: Reference | None
+) -> OffloadedOptimizer:
+    """Offload the trained model, and the reference into a temporary store; returns the optimizer of the first.
+
+    The weights of the reference come from its files, or from memory, at each start.
+    """
+    if reference is None:
+        return offload(model, optimizer, **options)[1]
+    try:
+        offloaded = offload(model, optimizer, **options | reference.rest)[1]
+    except BudgetError as error:
+        share = sum(reference.options[name] for name in reference.rest)
+        raise BudgetError(
+            f"{error}; the reference model takes {share} bytes beside it, which are in the budget, too",
+            smallest=error.smallest + share,
+        ) from error
+    try:
+        offload(reference.model, _idle(reference.model), **reference.options)
+    except BaseException:
+        offloaded.close()
+        raise
+    return offloaded
 
 
 def reference_of(trainer: Any, options: Mapping[str, Any]) -> Reference | None:
@@ -44,7 +65,7 @@ def reference_of(trainer: Any, options: Mapping[str, Any]) -> Reference | None:
     state, too. Its store is an unlinked file beside that of the trained model.
 
     Raises:
-        ConfigError: it cannot be offloaded, or the budgets are smaller than its share.
+        ConfigError: it cannot be offloaded.
     """
     model = getattr(trainer, "ref_model", None)
     if not isinstance(model, torch.nn.Module) or trainer.is_fsdp_enabled:
@@ -63,15 +84,9 @@ def reference_of(trainer: Any, options: Mapping[str, Any]) -> Reference | None:
     given, rest = Options(**options), {}
     for name, parsed in _BUDGETS.items():
         total = getattr(given, parsed)
-        if total is None or name not in own:
-            continue
-        rest[name] = total - own[name]
-        if rest[name] < 1:
-            raise BudgetError(
-                f"{name} {total} bytes is too small: the reference model alone takes {own[name]}; give more, or "
-                "precompute_ref_log_probs=True, which needs no reference while it trains",
-                smallest=own[name],
-            )
+        if total is not None and name in own:
+            # An error of the trained model's plan names the smallest that works.
+            rest[name] = max(1, total - own[name])
     _log.info("the reference model takes %d bytes of host memory; the trained model has the rest", plan.budget)
     return Reference(model, own, rest)
 
