@@ -85,7 +85,7 @@ def _from_pretrained(own: Callable[..., Any], *given: Any, **named: Any) -> Any:
 
 def _to(own: Callable[..., Any], module: torch.nn.Module, *given: Any, **named: Any) -> Any:
     """Change dtypes alone: a module without values stays on meta, and peft's adapters on it stay where they are."""
-    device, dtype, *_ = torch._C._nn._parse_to(*given, **named) # noqa: SLF001
+    device, dtype, *_ = torch._C._nn._parse_to(*given, **named)  # noqa: SLF001
     if device is None or (device.type != "meta" and not any(one.is_meta for one in module.parameters())):
         return own(module, *given, **named)
     return module if dtype is None else own(module, dtype=dtype)
@@ -164,4 +164,4 @@ def _note(model: Any, name: str, source: Source) -> None:
         tensor = source.files.at(source.key).to(source.dtype, copy=True)
         setattr(owner, short, tensor)
     # So transformers does not initialise it.
-    tensor._is_hf_initialized = True # noqa: SLF001
+    tensor._is_hf_initialized = True  # noqa: SLF001
