@@ -125,6 +125,9 @@ def _offloaded(trainer: Any, run: dict[str, Any], options: dict[str, Any], clipp
 
     def begin() -> OffloadedOptimizer:
         optimizer = trainer.optimizer
+        for group in optimizer.param_groups:
+            # offload() warns of stored rates that no scheduler set.
+            group.setdefault("initial_lr", group["lr"])
         offloaded = offload_both(trainer.model, optimizer, options, reference)
         if isinstance(optimizer, Optimizer) and not hasattr(optimizer, "optimizer"):
             trainer.optimizer = trainer.callback_handler.optimizer = offloaded
