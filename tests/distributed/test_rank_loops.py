@@ -1,5 +1,6 @@
 """Tests loops of torch, of accelerate and of the Trainer on two ranks, started by the commands of the documents."""
 
+import json
 import subprocess
 import sys
 
@@ -66,11 +67,51 @@ def test_torchrun_and_accelerate_launch_have_the_bits_of_one_process(tmp_path):
         assert all(same_bits(one, alone[name]) for name, one in saved.items()), loop
 
 
+def trained(folder, ranks=2, *, kill=0, accumulate=1):
+    """The weights and the log of a Trainer under torchrun, or the words of one that failed."""
+    folder.mkdir(exist_ok=True)
+    start = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    ran = subprocess.run(
+        [sys.executable, "-m", *start, launched.__file__, "trainer", str(folder), str(kill), str(accumulate)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    if ran.returncode:
+        return ran.stderr
+    return torch.load(folder / "values", weights_only=True), json.loads((folder / "log.json").read_text())
+
+
+def same_weights(one, other):
+    return all(same_bits(values, other[name]) for name, values in one.items())
+
+
 @pytest.mark.timeout(900)
-def test_the_trainer_divides_and_its_callback_offloads(tmp_path):
-    saved, words = launch("trainer", tmp_path / "trainer", *TORCHRUN)
-    assert words.count("save_strategy='no'") == 2
-    assert words.count("Offload(existing='resume') cannot resume where a Trainer of several ranks ended") == 2
-    values = torch.load(tmp_path / "trainer" / "values", weights_only=True)
-    assert all(same_bits(one, values[name]) for name, one in saved.items())
-    assert not same_bits(saved["lm_head.weight"], llama().lm_head.weight.detach())
+def test_a_trainer_of_two_ranks_goes_on_after_a_rank_was_killed(tmp_path):
+    values, log = trained(tmp_path / "whole")
+    assert not same_weights(values, dict(llama().named_parameters()))
+    for kill in (3, 6):
+        assert isinstance(trained(tmp_path / str(kill), kill=kill), str)
+        resumed, its_log = trained(tmp_path / str(kill))
+        assert same_weights(resumed, values)
+        assert its_log == log
+    again, its_log = trained(tmp_path / "whole")
+    assert same_weights(again, values)
+    assert its_log == log
+
+
+@pytest.mark.timeout(900)
+def test_another_number_of_ranks_goes_on_where_a_step_has_the_same_examples(tmp_path):
+    folder = tmp_path / "killed"
+    trained(folder, kill=6)
+    words = trained(folder, 1)
+    assert "ranks 2 -> 1, where a step has other examples" in words
+    assert "1 with 2, 2 with 1" in words
+    values, log = trained(folder, 1, accumulate=2)
+    whole, its_log = trained(tmp_path / "whole")
+    assert [(said["epoch"], said.get("learning_rate")) for said in log] == [
+        (said["epoch"], said.get("learning_rate")) for said in its_log
+    ]
+    assert all(torch.allclose(one, whole[name], atol=1e-4) for name, one in values.items())

@@ -51,7 +51,7 @@ ROOMS = {
         "optim",
         "checkpoint",
     },
-    "trainer": BASE | {"storage", "optim", "distributed", "checkpoint", "session"},
+    "trainer": BASE | {"storage", "plan", "optim", "distributed", "checkpoint", "session"},
     "cli": BASE | {"storage", "kernels", "plan", "checkpoint", "distributed", "session"},
     "__main__": {"cli"},
 }

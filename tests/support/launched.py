@@ -3,8 +3,11 @@
 accelerate divides on GPUs alone: `as_if_on_gpus` lets it divide on the CPU what it would divide there.
 """
 
+import json
 import os
+import signal
 import sys
+from pathlib import Path
 
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -84,45 +87,41 @@ def by_accelerate(folder):
     return optimizer
 
 
-def by_trainer(folder):
+def by_trainer(folder, kill="0", accumulate="1"):
+    """Train by `memascend.trainer.offload()`; rank 1 is killed after step `kill`."""
     as_if_on_gpus()
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from memascend.trainer import Offload
+    import memascend.trainer
+
+    class Killed(TrainerCallback):
+        def on_step_end(self, args, state, *_, **__):
+            if state.global_step == int(kill) and args.process_index == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     data = [{"input_ids": tokens, "labels": tokens} for tokens in rows()]
-
-    def trainer(*callbacks, **options):
-        arguments = TrainingArguments(
-            f"{folder}/out", fsdp="full_shard", fsdp_config={"fsdp_version": 2}, report_to=[], logging_steps=1,
-            per_device_train_batch_size=2, max_steps=3, use_cpu=True, **options,
-        )  # fmt: skip
-        return Trainer(llama(), arguments, train_dataset=data, callbacks=list(callbacks))
-
-    def refused(do):
-        try:
-            do()
-        except memascend.ConfigError as error:
-            print(error)
-
-    refused(lambda: trainer(Offload()))
-    offloading = Offload(storage=f"{folder}/run")
-    trained = trainer(offloading, save_strategy="no")
+    arguments = TrainingArguments(
+        f"{folder}/out", fsdp=True, fsdp_config={"fsdp_version": 2, "version": 2}, report_to=[], logging_steps=2,
+        per_device_train_batch_size=1, gradient_accumulation_steps=int(accumulate), num_train_epochs=3, use_cpu=True,
+        save_strategy="no", warmup_steps=2, learning_rate=1e-2,
+    )  # fmt: skip
+    trained = Trainer(llama(), arguments, train_dataset=data, callbacks=[Killed()])
+    memascend.trainer.offload(trained, storage=f"{folder}/run")
     trained.train()
-    assert all(said["read_bytes"] for said in trained.state.log_history if "loss" in said)
-    offloading.optimizer.save(f"{folder}/saved")
     values = {name: one.full_tensor().detach() for name, one in trained.model.named_parameters()}
     if torch.distributed.get_rank() == 0:
         torch.save(values, f"{folder}/values")
-    offloading.optimizer.close()
-    refused(lambda: trainer(Offload(storage=f"{folder}/run", existing="resume"), save_strategy="no").train())
+        figures = ("loss", "learning_rate", "grad_norm", "epoch", "train_loss")
+        log = [{name: said[name] for name in figures if name in said} for said in trained.state.log_history]
+        Path(folder, "log.json").write_text(json.dumps(log))
+    torch.distributed.barrier()
 
 
-def main(loop, folder):
+def main(loop, folder, *options):
     """Train by one of the loops, and save the checkpoint."""
     torch.set_num_threads(1)
     if loop == "trainer":
-        by_trainer(folder)
+        by_trainer(folder, *options)
     else:
         with {"torchrun": by_torchrun, "accelerate": by_accelerate}[loop](folder) as optimizer:
             optimizer.save(f"{folder}/saved")

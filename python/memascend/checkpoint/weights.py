@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from memascend.text import expanded, listed
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from memascend.checkpoint.files import Matched, Names
 
@@ -197,6 +198,59 @@ class WeightFunction:
         return values.detach().cpu()
 
 
+# The attribute of a parameter on meta that knows where its values are.
+_SOURCE = "_memascend_source"
+# peft's copy of a module that is trained beside adapters, and the module that it is copied from.
+_COPIED = re.compile(r"\.modules_to_save\.[^.]+\.")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where files have the values of a parameter on meta, and the dtype in which its model was loaded."""
+
+    files: WeightFiles
+    key: str
+    dtype: torch.dtype
+
+    def note(self, parameter: torch.Tensor) -> None:
+        """Let a parameter on meta know this."""
+        setattr(parameter, _SOURCE, self)
+
+
+def sources_of(model: torch.nn.Module) -> Callable[[str, torch.Tensor], torch.Tensor] | None:
+    """A function for `offload(weights=)` where parameters on meta know their source; None where none does.
+
+    Raises:
+        ConfigError: another parameter on meta does not.
+    """
+    named = dict(model.named_parameters())
+    found: dict[str, Source] = {name: vars(p)[_SOURCE] for name, p in named.items() if _SOURCE in vars(p)}
+    if not found:
+        return None
+    for name in (name for name, parameter in named.items() if parameter.is_meta and name not in found):
+        origin = found.get(_COPIED.sub(".original_module.", name))
+        if origin is None or origin.files.described(origin.key)[1] != tuple(named[name].shape):
+            path = next(iter(found.values())).files.path
+            raise ConfigError(
+                f"{name} has no values: it was made of weights that {path} has, and that were not read yet (resized "
+                "embeddings, adapters that begin with the weights): save the model with it first, or make the model "
+                "outside of loading()"
+            )
+        found[name] = origin
+
+    def values(name: str, like: torch.Tensor) -> torch.Tensor:
+        source = found[name]
+        return source.files.at(source.key).to(source.dtype).to(like.dtype)
+
+    return values
+
+
+def forget_sources(parameters: Iterable[torch.Tensor]) -> None:
+    """Let parameters that are on storage keep no file open."""
+    for parameter in parameters:
+        vars(parameter).pop(_SOURCE, None)
+
+
 class WeightFiles:
     """One safetensors file, or a folder of them; tensors stand on the mapped files, and nothing is copied."""
 
@@ -227,7 +281,7 @@ class WeightFiles:
 
     def check(self, names: Names, wanted: Mapping[str, torch.Tensor]) -> None:
         """Match the files' names with the model's, both ways."""
-        found = self._matched(names)
+        found = self.matched(names)
         missing = [name for name in wanted if name not in found.of]
         problems = [_problem("missing in the files", missing), _problem("not in the model", found.unexpected)]
         unfit = []
@@ -251,7 +305,7 @@ class WeightFiles:
         # Buffers that are not saved as a rule, and are there all the same.
         self._of.update({name: keys[0] for name, keys in found.of.items() if name not in self._of})
 
-    def _matched(self, names: Names) -> Matched:
+    def matched(self, names: Names) -> Matched:
         """Match the names as they are; if some are left over, as transformers would rename and merge them."""
         found = names.matched(self._where)
         if not names.left(found):
@@ -264,7 +318,7 @@ class WeightFiles:
 
     def untied(self, names: Names) -> list[str]:
         """Names that are tied in the model and whose values in the files differ from the first name's."""
-        found = self._matched(names)
+        found = self.matched(names)
         return [found.named[key] for _, key in self._untied(found, found.of)]
 
     def _untied(self, found: Matched, wanted: Collection[str]) -> list[tuple[str, str]]:

@@ -46,10 +46,11 @@ def file_of(path: str) -> Path:
     return place / "memascend.store" if path.endswith("/") or place.is_dir() else place
 
 
-def temporary(create: Callable[[str], Store]) -> Store:
-    """A store on disk whose file ends with the process."""
+def temporary(create: Callable[[str], Store], scratch: Path | None = None) -> Store:
+    """A store on disk whose file ends with the process; in the folder `scratch`, if one is given."""
     refused: Exception | None = None
-    for place in dict.fromkeys((tempfile.gettempdir(), "/var/tmp", os.getcwd())):  # noqa: PTH109, S108
+    places = (tempfile.gettempdir(), "/var/tmp", os.getcwd()) if scratch is None else (scratch,)  # noqa: PTH109, S108
+    for place in dict.fromkeys(places):
         try:
             # No other process knows the folder.
             with tempfile.TemporaryDirectory(prefix="memascend-", dir=place) as folder:

@@ -13,6 +13,7 @@ import torch
 
 from memascend import storage as engines
 from memascend.activations import activations as activation_files
+from memascend.checkpoint.weights import forget_sources
 from memascend.device import device as devices
 from memascend.device.unit_memory import DeviceUnits, HostUnits
 from memascend.distributed.control_plane import exchange_of
@@ -109,8 +110,8 @@ def offload(  # noqa: PLR0913 - options are keywords
             initialised by the model's own code, from torch's default generator. A resumed store needs none.
         checkpoint: a folder that `OffloadedOptimizer.save` wrote, to start from, with its values, state, options and
             step. A store that is resumed takes precedence.
-        scratch: a folder for copies of the weights that `state_dict()` and `materialized()` make; None: beside the
-            store.
+        scratch: a folder for copies of the weights that `state_dict()` and `materialized()` make, and for the store
+            where `storage` is None; None: beside the store.
         device_memory: with CUDA, a hard budget of the device's memory for units, and for gradients that wait for their
             update; in bytes or as "8GiB". None: the smallest that keeps disk and compute busy. Activations and torch's
             other memory there come on top.
@@ -193,6 +194,7 @@ def _offloaded(subject: Subject) -> OffloadedOptimizer:
             # From here on no rank drops its new store, so the earlier stores can go.
             exchange.everyone(None)
         undo.pop_all()
+    forget_sources(subject.named.values())
     if subject.earlier is not None:
         subject.earlier.remove()
     if session.heap_bytes:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from memascend import storage as engines
 from memascend.checkpoint.init import MetaBuffers, ModelValues
 from memascend.checkpoint.reader import Checkpoint, CheckpointValues
-from memascend.checkpoint.weights import open_weights
+from memascend.checkpoint.weights import open_weights, sources_of
 from memascend.distributed.rows import Partition
 from memascend.errors import ConfigError, StorageError, UsageError
 from memascend.optim.members import is_owners, is_roster, title_of
 from memascend.optim.shared import options_of, require_as_many
 from memascend.optim.state import options_of_formats
-from memascend.session.decide import temporary
+from memascend.session.decide import folders_of, temporary
 from memascend.session.optimizer import session_of
 from memascend.storage.store import not_as_written
 from memascend.text import Progress, expanded, warn
@@ -128,7 +128,7 @@ def open_store(subject: Subject, records: list[engines.Record]) -> Store:
         )
 
     if not paths:
-        return temporary(create)
+        return temporary(create, None if options.scratch is None else folders_of(options)[0])
     try:
         store = None
         try:
@@ -222,6 +222,8 @@ class FirstValues:
         self._undo = undo
         self._meta_buffers = MetaBuffers(subject.model)
         weights = subject.options.weights
+        if weights is None and subject.options.checkpoint is None:
+            weights = sources_of(subject.model)
         self._weights = None if weights is None else open_weights(weights)
         self._source: ValueSource | None = None
         self._meta_buffers.install()

@@ -3,5 +3,6 @@
 from memascend.trainer.callback import Callback  # first: it says what to install
 
 from memascend.trainer.attach import offload  # isort: skip
+from memascend.trainer.loading import loading  # isort: skip
 
-__all__ = ["Callback", "offload"]
+__all__ = ["Callback", "loading", "offload"]

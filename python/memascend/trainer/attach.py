@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from accelerate.utils import gather_object
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
+from memascend.checkpoint.weights import sources_of
 from memascend.distributed.setup import candidates
-from memascend.errors import ConfigError, StorageError, UsageError
+from memascend.errors import ConfigError, MemascendError, StorageError, UsageError
 from memascend.session.decide import file_of
-from memascend.session.offload import offload as offload_model
 from memascend.session.optimizer import session_of
 from memascend.storage import commits, look
 from memascend.trainer import names
 from memascend.trainer.by_layer import Steps
 from memascend.trainer.callback import Callback, offloaded_optimizer
 from memascend.trainer.feed import digest_of
+from memascend.trainer.optimizers import prepare_optimizer
 from memascend.trainer.position import RandomNumbers, decoded
+from memascend.trainer.reference import offload_both, reference_of
 from memascend.trainer.resume import Resume
 
 if TYPE_CHECKING:
@@ -88,25 +90,49 @@ def offload(
     paths = [os.fspath(one) for one in ([storage] if isinstance(storage, str | os.PathLike) else storage)]
     if existing in ("resume", "previous"):
         existing = _existing(paths, existing, trainer, run)
+    options |= {"storage": paths if len(paths) > 1 else paths[0], "existing": existing}
+    before = dict(vars(trainer))
+    try:
+        return _offloaded(trainer, run, options, clipping)
+    except BaseException:
+        # The same call may be made again.
+        vars(trainer).clear()
+        vars(trainer).update(before)
+        raise
+
+
+def _offloaded(trainer: Any, run: dict[str, Any], options: dict[str, Any], clipping: str) -> OffloadedOptimizer | None:
+    """Have the optimizer made, offload it with its model, and stand in for methods of the Trainer."""
     if clipping == "exact":
         options.setdefault("max_grad_norm", trainer.args.max_grad_norm or None)
-        # accelerate would clip once more.
+        # accelerate would clip once more. Another Trainer may have these arguments, too.
+        trainer.args = copy.copy(trainer.args)
         trainer.args.max_grad_norm = 0.0
         _log.info(
             "clipping: %s within step(), whose norm the log has; clipping='torch' clips as torch does, after the "
             "backward",
             options["max_grad_norm"],
         )
-    options |= {"storage": paths if len(paths) > 1 else paths[0], "existing": existing}
-    options.setdefault("device", str(trainer.args.device))
+    options = {"device": str(trainer.args.device), **prepare_optimizer(trainer), **options}
+    reference = reference_of(trainer, options)
+    if trainer.is_fsdp_enabled:
+        # Sharded parameters do not know their source.
+        options.setdefault("weights", sources_of(trainer.model))
+    else:
+        Steps(trainer)
+    # A repeated step passes by those.
     resume = Resume(trainer, run, exact_norm=clipping == "exact")
 
     def begin() -> OffloadedOptimizer:
         optimizer = trainer.optimizer
-        _, offloaded = offload_model(trainer.model, optimizer, **options)
+        offloaded = offload_both(trainer.model, optimizer, options, reference)
         if isinstance(optimizer, Optimizer) and not hasattr(optimizer, "optimizer"):
             trainer.optimizer = trainer.callback_handler.optimizer = offloaded
-        _attach(trainer, offloaded, resume)
+        try:
+            _attach(trainer, offloaded, resume)
+        except MemascendError:
+            offloaded.close()
+            raise
         return offloaded
 
     if trainer.is_fsdp_enabled:
@@ -114,9 +140,7 @@ def offload(
         resume.begin_late(begin)
         return None
     trainer.create_optimizer()
-    offloaded = begin()
-    Steps(trainer)
-    return offloaded
+    return begin()
 
 
 def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None:
@@ -224,7 +248,7 @@ def _existing(paths: Sequence[str], existing: Any, trainer: Any, run: Mapping[st
     rank, count = trainer.args.process_index, trainer.args.world_size
     places = candidates([os.path.expanduser(path) for path in paths], rank, count)  # noqa: PTH111
     found = [_steps_of(place, run, trainer) for place in places[: None if rank == 0 else 1]]
-    all_ranks = gather_object(found)
+    all_ranks: list[int | None] = names.gather_object(found)
     if _UNFINISHED in all_ranks and all(step in (_UNFINISHED, None, 0) for step in all_ranks):
         _log.info("the first write of the store did not finish, so it begins anew")
         return "replace"
@@ -279,7 +303,7 @@ def _require_same(kept: Mapping[str, Any], run: Mapping[str, Any], trainer: Any)
         fit = ", ".join(f"{one} with {batches // one}" for one in range(1, batches + 1) if batches % one == 0)
         found.append(f"ranks {earlier} -> {ranks}, where a step has other examples ({_MICRO} that fit ranks: {fit})")
     if found:
-        longer = "" if may_grow or not changed <= {*_LENGTH} else "only a constant schedule may get longer; "
+        longer = "only a constant schedule may get longer; " if changed and changed <= {*_LENGTH} else ""
         raise ConfigError(
             f"the store holds another training, after step {kept['step']}: {'; '.join(found)}; nothing was changed: "
             f'{longer}start it as it was, or give another storage=, or existing="replace" to begin anew'

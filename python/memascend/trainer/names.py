@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.metadata
 from typing import Any
 
+from accelerate.utils import gather_object  # type: ignore[import-untyped]
+from transformers import PreTrainedModel
 from transformers import trainer as transformers_trainer
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint as last_checkpoint
 
 from memascend.errors import ConfigError
 
-__all__ = ["AVERAGES", "SUMS", "ExportableState", "last_checkpoint", "require", "transformers_trainer"]
+__all__ = ["AVERAGES", "SUMS", "ExportableState", "gather_object", "last_checkpoint", "require", "transformers_trainer"]
 
 _TRIED = "transformers 5.16 to 5.23, accelerate 1.13 to 1.15, TRL 1.9 to 1.16"
 # Methods that are replaced on the Trainer object.
@@ -30,6 +32,8 @@ SUMS = (
 AVERAGES = ("_metrics", "accum_loss_components")
 # What the loop calls to skip batches; a resume knows them itself.
 SKIP = "skip_first_batches"
+# What from_pretrained() calls to read files into the model, which it made on meta.
+LOADER = "_load_pretrained_model"
 
 
 def require(trainer: Any) -> None:
@@ -46,8 +50,25 @@ def require(trainer: Any) -> None:
     missing = [name for name in METHODS if not callable(getattr(trainer, name, None))]
     missing += [name for name in (SKIP,) if not hasattr(transformers_trainer, name)]
     if missing:
-        found = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "accelerate"))
-        raise ConfigError(
-            f"{type(trainer).__name__} has no {missing[0]}() ({found}); memascend.trainer was tried with {_TRIED}: "
-            "install one of these"
-        )
+        raise _untried(f"{type(trainer).__name__} has no {missing[0]}()")
+
+
+def require_loader() -> tuple[type[Any], Any]:
+    """What describes a load of weights, and what finds the parameters that are kept in other dtypes.
+
+    Raises:
+        ConfigError: the version is an untried one, which has them not, or loads weights by other methods.
+    """
+    if not callable(getattr(PreTrainedModel, LOADER, None)):
+        raise _untried(f"PreTrainedModel has no {LOADER}()")
+    try:
+        from transformers.core_model_loading import build_glob_alternation
+        from transformers.utils.loading_report import LoadStateDictInfo
+    except ImportError as error:
+        raise _untried(str(error)) from error
+    return LoadStateDictInfo, build_glob_alternation
+
+
+def _untried(what: str) -> ConfigError:
+    found = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "accelerate"))
+    return ConfigError(f"{what} ({found}); memascend.trainer was tried with {_TRIED}: install one of these")

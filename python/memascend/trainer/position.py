@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import json
 import random
 import zlib
@@ -25,7 +24,8 @@ _BYTES_MAX = 56 << 10
 _NUMBERS_MAX = 256
 # Fields of TrainerState that the arguments give, or that stand apart.
 _NOT_KEPT = {"global_step", "log_history", "stateful_callbacks", "max_steps", "num_train_epochs", "train_batch_size"}
-_NOT_KEPT |= {"logging_steps", "eval_steps", "save_steps", "trial_name", "trial_params"}
+_NOT_KEPT |= {"logging_steps", "eval_steps", "save_steps", "trial_name", "trial_params", "is_hyper_param_search"}
+_NOT_KEPT |= {"is_local_process_zero", "is_world_process_zero"}
 
 
 class RandomNumbers:
@@ -83,7 +83,10 @@ def encoded(position: dict[str, Any]) -> str:
     """
     lines = position["log_history"]
     while True:
-        text = base64.b85encode(zlib.compress(json.dumps(position).encode(), 1)).decode()
+        try:
+            text = base64.b85encode(zlib.compress(json.dumps(position).encode(), 1)).decode()
+        except TypeError as error:
+            raise ConfigError(f"the state() of a callback has objects, which a commit cannot hold: {error}") from error
         if len(text) <= _BYTES_MAX:
             return text
         if not lines:
@@ -120,10 +123,10 @@ class Figures:
     def taken(self) -> dict[str, Any]:
         """The present ones, as JSON."""
         trainer = self._trainer
-        state = dataclasses.asdict(dataclasses.replace(trainer.state, log_history=[], stateful_callbacks={}))
+        state = {name: value for name, value in vars(trainer.state).items() if name not in _NOT_KEPT}
         return {
-            "state": {name: value for name, value in state.items() if name not in _NOT_KEPT and storable(value)},
-            "log_history": [plain(line) for line in trainer.state.log_history if storable(line)],
+            "state": _numbers(state),
+            "log_history": [_numbers(line) for line in trainer.state.log_history],
             "callbacks": {name: [one.state() for one in found] for name, found in self._stateful()},
             "sums": {name: plain(getattr(trainer, name)) for name in names.SUMS if hasattr(trainer, name)},
             "averages": {name: _summed(getattr(trainer, name)) for name in names.AVERAGES if hasattr(trainer, name)},
@@ -180,8 +183,16 @@ def _summed(value: Any) -> Any:
     return plain(value)
 
 
+def _numbers(values: dict[str, Any]) -> dict[str, Any]:
+    """The values that JSON can hold, scalars of numpy and torch as numbers."""
+    found = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
+    return {name: plain(value) for name, value in found.items() if storable(value)}
+
+
 def _put(home: dict[str, Any], value: dict[str, Any]) -> None:
     """Fill dicts of dicts in place, since some of them make missing entries."""
+    for name in [name for name in home if name not in value]:
+        del home[name]
     for name, part in value.items():
         if isinstance(part, dict) and isinstance(home.get(name), dict):
             _put(home[name], part)

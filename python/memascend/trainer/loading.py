@@ -1,0 +1,167 @@
+"""Lets models inside of a `with` block be made without values, which stay in their files until they are offloaded."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import logging
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from memascend.checkpoint.files import Names
+from memascend.checkpoint.weights import Source, WeightFiles
+from memascend.errors import ConfigError, UsageError
+from memascend.tensors import same_bits
+from memascend.trainer import names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+_log = logging.getLogger("memascend")
+# Other threads, and code after the block, load as usual.
+_inside = contextvars.ContextVar("_inside", default=False)
+# The methods of classes are replaced by one block after the other.
+_turn = threading.RLock()
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """Make models that do not fit in memory, for `memascend.trainer.offload()` or `memascend.offload()`.
+
+    Inside, `from_pretrained` of transformers (also as TRL's Trainers call it) makes models on meta and reads no
+    weights, and nothing moves them to a device. The dtype is the one that `from_pretrained` was given, or that of the
+    files; TRL gives float32 unless `model_init_kwargs` has another. Weights stream from their files in `offload()`.
+
+    ```
+    with memascend.trainer.loading():
+        trainer = SFTTrainer("folder", ...)
+    memascend.trainer.offload(trainer, storage="run.store")
+    ```
+
+    What the files do not have (the head of a reward model, adapters) gets its first values from the model's own code,
+    in memory, as ever.
+
+    Raises:
+        ConfigError: a model is quantized, or its weights are not in safetensors.
+        UsageError: code in the block needs the values of weights.
+    """
+    names.require_loader()
+    with _turn, contextlib.ExitStack() as undo:
+        _replace(undo, PreTrainedModel, names.LOADER, _load)
+        _replace(undo, PreTrainedModel, "from_pretrained", _from_pretrained)
+        _replace(undo, torch.nn.Module, "to", _to)
+        undo.callback(_inside.reset, _inside.set(True))
+        try:
+            yield
+        except (NotImplementedError, RuntimeError) as error:
+            if "meta tensor" not in str(error) or isinstance(error, UsageError):
+                raise
+            raise UsageError(
+                f"code within loading() needs values of weights, which are not read there ({error}): leave out the "
+                "option that does (precompute_ref_log_probs, new tokens, adapters that begin with the weights), or "
+                "make the model outside of loading()"
+            ) from error
+
+
+def _replace(undo: contextlib.ExitStack, owner: type, name: str, instead: Callable[..., Any]) -> None:
+    """Call `instead` with the method and its arguments, inside of the block alone."""
+    there = vars(owner)[name]
+    own = getattr(there, "__func__", there)
+
+    def method(*given: Any, **named: Any) -> Any:
+        return instead(own, *given, **named) if _inside.get() else own(*given, **named)
+
+    undo.callback(setattr, owner, name, there)
+    setattr(owner, name, method if own is there else type(there)(method))
+
+
+def _from_pretrained(own: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    return own(*given, **named | {"device_map": None})
+
+
+def _to(own: Callable[..., Any], module: torch.nn.Module, *given: Any, **named: Any) -> Any:
+    """Change dtypes alone: a module without values stays on meta, and peft's adapters on it stay where they are."""
+    device, dtype, *_ = torch._C._nn._parse_to(*given, **named)  # noqa: SLF001
+    if device is None or (device.type != "meta" and not any(one.is_meta for one in module.parameters())):
+        return own(module, *given, **named)
+    return module if dtype is None else own(module, dtype=dtype)
+
+
+def _load(
+    own: Callable[..., Any],
+    model: Any,
+    state_dict: Any,
+    checkpoint_files: Any,
+    load_config: Any,
+    *rest: Any,
+    **named: Any,
+) -> Any:
+    """Note the source of each parameter in place of reading it; transformers initialises all that has none."""
+    if state_dict is not None or rest or named:
+        # The values are there; or they are an adapter's.
+        return own(model, state_dict, checkpoint_files, load_config, *rest, **named)
+    path = load_config.pretrained_model_name_or_path
+    if load_config.hf_quantizer is not None:
+        method = load_config.hf_quantizer.quantization_config.quant_method
+        raise ConfigError(
+            f"{path} is quantized ({getattr(method, 'value', method)}), and loading() streams weights as they are: "
+            "make the model outside of loading(), or give a model that is not quantized"
+        )
+    if not checkpoint_files or any(not str(file).endswith(".safetensors") for file in checkpoint_files):
+        raise ConfigError(
+            f"{path} has its weights in no safetensors, and others cannot be read one by one: load it once without "
+            "loading(), and save_pretrained() it"
+        )
+    return _noted(model, checkpoint_files, load_config), None
+
+
+def _noted(model: Any, checkpoint_files: Sequence[str], load_config: Any) -> Any:
+    report, alternation = names.require_loader()
+    paths = [Path(file) for file in checkpoint_files]
+    files = WeightFiles(paths[0].parent, [file.name for file in paths])
+    found = files.matched(Names(model))
+    state = model.state_dict(keep_vars=True)
+    keys = {name: of[0] for name, of in found.of.items() if name in state}
+    for name, source in list(model.all_tied_weights_keys.items()):
+        if name in keys and source in keys:
+            if same_bits(files.at(keys[name]), files.at(keys[source])):
+                # One of the two is enough.
+                del keys[name]
+            else:
+                _log.warning("%s has other values for %s than for %s: they are not tied", files.path, name, source)
+                del model.all_tied_weights_keys[name]
+    shapes = {name: files.described(key)[1] for name, key in keys.items()}
+    unfit = {(name, shape, tuple(state[name].shape)) for name, shape in shapes.items() if shape != state[name].shape}
+    plan = load_config.dtype_plan
+    pattern, groups, _ = alternation(list(plan)) if plan else (None, {}, None)
+    for name in keys.keys() - {name for name, *_ in unfit}:
+        planned = pattern and pattern.search(name)
+        dtype = plan[groups[planned.lastgroup]] if planned else state[name].dtype
+        _note(model, name, Source(files, keys[name], dtype))
+    return report(
+        missing_keys=state.keys() - keys.keys(),
+        unexpected_keys=set(found.unexpected),
+        mismatched_keys=unfit,
+        error_msgs=[],
+        conversion_errors={},
+        skipped_pp_keys=set(),
+    )
+
+
+def _note(model: Any, name: str, source: Source) -> None:
+    """Let a parameter know its source; a buffer is read, since it is small."""
+    module, _, short = name.rpartition(".")
+    owner = model.get_submodule(module)
+    tensor = getattr(owner, short)
+    if isinstance(tensor, torch.nn.Parameter):
+        tensor.data = tensor.data.to(source.dtype)
+        source.note(tensor)
+    else:
+        tensor = source.files.at(source.key).to(source.dtype, copy=True)
+        setattr(owner, short, tensor)
+    # So transformers does not initialise it.
+    tensor._is_hf_initialized = True  # noqa: SLF001
