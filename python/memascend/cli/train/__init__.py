@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from memascend.cli.train.arguments import parse, usage
+from memascend.cli.train.arguments import HELP, USAGE, parse
 
 if TYPE_CHECKING:
     import argparse
@@ -15,15 +15,16 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Take all words as they are: TRL's parser reads them."""
-    parser.usage = usage()
+    parser.usage, parser.description = USAGE, HELP
     parser.set_defaults(words=())
 
 
 def run(options: argparse.Namespace) -> int:
     """Train. Exit code 0 once the output folder holds the model of the last step."""
-    # TRL and the hub report each run otherwise. huggingface_hub reads this when it is imported.
+    # TRL reports each run otherwise, and `datasets` each file that it reads. Both are looked at when they are imported.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
     command = parse(options.words)
-    from memascend.cli.train.run import train
+    from memascend.cli.train.training import train
 
     return train(command)

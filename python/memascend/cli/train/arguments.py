@@ -61,16 +61,16 @@ class Command(NamedTuple):
     model: Any  # TRL's ModelConfig
     mixture: Any  # TRL's DatasetMixtureConfig
     own: Any  # OFFLOAD, storage, eval, columns and dry_run
-    finds_answers: bool  # the loss is on the assistant's turns, since nothing else was asked for
+    finds_answers: bool  # the loss is on the assistant's turns, since --assistant_only_loss is not given
+    finds_packing: bool  # texts are packed, since --packing is not given
 
 
-def usage() -> str:
-    """What --help prints; it needs neither TRL nor torch."""
-    return (
-        f"memascend train [{'|'.join(KINDS)}] --model F --data F --output F --storage P [--config F.yaml] ...\n\n"
-        "All options of TRL and transformers are taken (`trl sft --help` lists them), and of memascend.offload()\n"
-        f"--{', --'.join(OFFLOAD)}; beside them --eval FILE, --columns OURS=THEIRS, --dry_run"
-    )
+USAGE = f"memascend train [{'|'.join(KINDS)}] --model F --data F --output F --storage P [--config F.yaml] [option ...]"
+# It needs neither TRL nor torch.
+HELP = (
+    "All options of TRL and transformers are taken (`trl sft --help` lists them), and of memascend.offload(): "
+    f"--{', --'.join(OFFLOAD)}. Beside them: --eval FILE, --columns OURS=THEIRS, --dry_run."
+)
 
 
 def parse(words: Sequence[str]) -> Command:
@@ -101,7 +101,7 @@ def parse(words: Sequence[str]) -> Command:
     # Several files are one data set.
     actions["dataset_name"].nargs = "+"
     if kind == "sft":
-        config.setdefault("assistant_only_loss", None)
+        config = {"assistant_only_loss": None, "packing": None, **config}
     saves = {"save_strategy": "steps"} if "save_steps" in {*given, *config} else {}
     unknown = parser.set_defaults_with_config(**{**_DEFAULTS, **saves, **config})
     words = [word for name, values in given.items() for word in (f"--{name}", *values)]
@@ -114,10 +114,10 @@ def parse(words: Sequence[str]) -> Command:
     values["use_cpu"] |= values["device"] == "cpu"
     if values["eval"] and values["eval_strategy"] == "no":
         values["eval_strategy"] = "epoch" if values["eval_steps"] is None else "steps"
-    finds_answers = values.get("assistant_only_loss", False) is None
-    values |= {"assistant_only_loss": False} if finds_answers else {}
+    finds = [values.get(name, False) is None for name in ("assistant_only_loss", "packing")]
+    values |= {name: bool(values.get(name)) for name in ("assistant_only_loss", "packing")}
     try:
-        return Command(kind, *parser.parse_dict(values), finds_answers)
+        return Command(kind, *parser.parse_dict(values, allow_extra_keys=True), *finds)
     except (ValueError, TypeError, ImportError) as error:
         raise ArgumentError(None, " ".join(str(error).split())) from error
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import datasets
+import transformers
 from trl import get_dataset
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
@@ -29,20 +30,14 @@ _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".parquet": ("parquet", {}),
     ".txt": ("text", {"sample_by": "document"}),
 }
-# The columns that examples have, and may have.
-_PAIR = {("chosen", "rejected"): ("prompt", "tools", "margin", "images")}
-_SHAPES: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
-    "sft": {
-        ("messages",): ("tools", "images"),
-        ("conversations",): ("system", "tools"),
-        ("prompt", "completion"): ("tools", "images"),
-        ("instruction", "output"): ("input", "system"),
-        ("text",): (),
-    },
-    "dpo": _PAIR,
-    "reward": _PAIR,
-    "kto": {("prompt", "completion", "label"): ("tools", "images")},
+# The columns that an example has; beside them it may have others.
+_SHAPES = {
+    "sft": [("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"), ("text",)],
+    "dpo": [("chosen", "rejected")],
+    "reward": [("chosen", "rejected")],
+    "kto": [("prompt", "completion", "label")],
 }
+_OTHERS = ("tools", "images", "system", "input", "margin")
 _ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 # ShareGPT's names.
 _ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
@@ -51,8 +46,11 @@ _ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model":
 def read(command: Command, tokenizer: Any, *, held_out: bool = False) -> Any:
     """The examples of a command; also decides how their loss is taken. A wrong one is a ConfigError that names it."""
     script, own = command.script, command.own
-    if command.mixture.datasets and not held_out:
-        return _shaped(get_dataset(command.mixture)["train"], "datasets", command, tokenizer)
+    if command.mixture.datasets and not (held_out and own.eval):
+        # TRL draws the examples of its test split.
+        transformers.set_seed(command.training.seed)
+        found = get_dataset(command.mixture)["test" if held_out else "train"]
+        return _shaped(found, "datasets", command, tokenizer)
     split = script.dataset_test_split if held_out else script.dataset_train_split
     parts = []
     for text in own.eval if held_out and own.eval else script.dataset_name or ():
@@ -101,12 +99,8 @@ def _shaped(data: Any, place: str, command: Command, tokenizer: Any) -> Any:
         return data
     shapes = _SHAPES[command.kind]
     given = dict(part.split("=", 1) for part in (command.own.columns or "").split(",") if "=" in part)
-    fitting = [
-        shape
-        for shape, others in shapes.items()
-        if {*shape} <= {*found, *given} and {*given} <= {*shape, *others} and {*given.values()} <= {*found}
-    ]
-    if len(fitting) != 1:
+    fitting = [shape for shape in shapes if {*shape} <= {*found, *given} and ({*shape} & {*given} or not given)]
+    if len(fitting) != 1 or {*given.values()} - {*found}:
         wanted = " or ".join(" with ".join(f"`{name}`" for name in shape) for shape in fitting or shapes)
         raise ConfigError(
             f"{place} has columns {', '.join(map(repr, found))}, and memascend train {command.kind} takes {wanted}: "
@@ -114,34 +108,35 @@ def _shaped(data: Any, place: str, command: Command, tokenizer: Any) -> Any:
         )
     (shape,) = fitting
     by_prefixes = False
+    if shape == ("text",) and command.finds_packing:
+        # No end of a text is cut off.
+        command.training.packing, command.training.packing_strategy = True, "bfd_split"
     if shape[0] in ("messages", "conversations", "instruction"):
         if not tokenizer.chat_template:
             raise ConfigError(f"`{shape[0]}` needs a chat template, and the tokenizer has none: give another model")
         if command.finds_answers and shape[0] != "instruction":
             by_prefixes = not _marks_answers(tokenizer)
             command.training.assistant_only_loss = not by_prefixes
-    convert = functools.partial(
-        _row,
-        place=place,
-        shape=shape,
-        columns={name: given.get(name, name) for name in (*shape, *shapes[shape])},
-        tokenizer=tokenizer if by_prefixes else None,
-        # `datasets` caches the result under all arguments.
-        _version=memascend.__version__,
-    )
+    others = (*_OTHERS, *(["prompt"] if "chosen" in shape else ()))
+    columns = {name: given.get(name, name) for name in (*shape, *others)}
+    # `datasets` caches the result under these arguments.
+    convert = functools.partial(_row, place, shape, columns, tokenizer if by_prefixes else None, memascend.__version__)
     return data.map(convert, with_indices=True, remove_columns=found)
 
 
-def _row(values: Mapping[str, Any], number: int, *, place: str, _version: str, **how: Any) -> dict[str, Any]:
-    try:
-        return _converted(values, **how)
-    except ConfigError as error:
-        raise ConfigError(f"{place}: example {number + 1}: {error}") from error
-
-
-def _converted(values: Mapping[str, Any], *, shape: Any, columns: Any, tokenizer: Any) -> dict[str, Any]:
+def _row(
+    place: str, shape: tuple[str, ...], columns: Mapping[str, str], tokenizer: Any, _: str, values: Any, number: int
+) -> dict[str, Any]:
     """An example with TRL's columns; with labels, where a tokenizer is given."""
-    row = {ours: values[theirs] for ours, theirs in columns.items() if values.get(theirs) is not None}
+    try:
+        row = {ours: values[theirs] for ours, theirs in columns.items() if values.get(theirs) is not None}
+        return _converted(row, shape, tokenizer)
+    except ConfigError as error:
+        line = f":{number + 1}" if place.endswith(".jsonl") else f": example {number + 1}"
+        raise ConfigError(f"{place}{line}: {error}") from error
+
+
+def _converted(row: dict[str, Any], shape: tuple[str, ...], tokenizer: Any) -> dict[str, Any]:
     for name in shape:
         if row.get(name) in (None, "", []):
             raise ConfigError(f"`{name}` is missing or empty: correct or remove this example")

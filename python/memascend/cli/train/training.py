@@ -21,7 +21,7 @@ from accelerate.utils import broadcast_object_list
 from memascend import trainer as trainers
 from memascend.cli.train.arguments import KINDS, OFFLOAD
 from memascend.cli.train.data import read
-from memascend.errors import ConfigError, StorageError
+from memascend.errors import ConfigError, MemascendError, StorageError
 from memascend.plan.options import Options
 from memascend.session.decide import planned
 from memascend.session.optimizer import session_of
@@ -48,6 +48,9 @@ def train(command: Command) -> int:
     if own.dry_run:
         trainer.create_optimizer()
         print(planned(trainer.model, trainer.optimizer, options, args.world_size).plan)
+        with contextlib.suppress(OSError):
+            # The Trainer made it.
+            Path(args.output_dir).rmdir()
         print("this was a dry run: nothing was changed")
         return 0
     trainers.offload(trainer, **given)
@@ -69,24 +72,21 @@ def _made(command: Command, began: dt.datetime) -> Any:
     """TRL's Trainer, with the model of the folder."""
     model, args = command.model, command.training
     name = model.model_name_or_path
-    given = {"revision": model.model_revision, "trust_remote_code": args.trust_remote_code}
     if Path(name).resolve() == Path(args.output_dir).resolve():
         raise ConfigError("--model and --output are one folder, and training would overwrite the model")
-    try:
-        processor = transformers.AutoProcessor.from_pretrained(name, **given)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model {name} cannot be read: {' '.join(str(error).split())}") from error
-    tokenizer = getattr(processor, "tokenizer", processor)
+    given = {"revision": model.model_revision, "trust_remote_code": args.trust_remote_code}
     more = {"attn_implementation": model.attn_implementation, "dtype": model.dtype}
     args.model_init_kwargs = {**given, **more, **(args.model_init_kwargs or {})}
-    template = tokenizer.chat_template
-    if isinstance(template, str):
-        # Another day than the first would change the tokens, and so the data of the run.
-        tokenizer.chat_template = _TIME.sub(lambda call: json.dumps(began.strftime(call[2])), template)
-    examples = read(command, tokenizer)
-    held_out = read(command, tokenizer, held_out=True) if args.eval_strategy != "no" else None
     try:
-        with getattr(trainers, "loading", contextlib.nullcontext)():
+        processor = transformers.AutoProcessor.from_pretrained(name, **given)
+        tokenizer = getattr(processor, "tokenizer", processor)
+        template = tokenizer.chat_template
+        if isinstance(template, str):
+            # Another day than the first would change the tokens, and so the data of the run.
+            tokenizer.chat_template = _TIME.sub(lambda call: json.dumps(began.strftime(call[2])), template)
+        examples = read(command, tokenizer)
+        held_out = read(command, tokenizer, held_out=True) if args.eval_strategy != "no" else None
+        with trainers.loading():
             trainer = getattr(trl, f"{KINDS[command.kind]}Trainer")(
                 model=name,
                 args=args,
@@ -96,8 +96,10 @@ def _made(command: Command, began: dt.datetime) -> Any:
                 peft_config=trl.get_peft_config(model),
                 quantization_config=trl.get_quantization_config(model),
             )
-    except (ValueError, TypeError, KeyError, RuntimeError, ImportError) as error:
-        raise ConfigError(f"TRL rejects this: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError, OSError) as error:
+        if isinstance(error, MemascendError) or getattr(error, "errno", None):
+            raise
+        raise ConfigError(f"{name} cannot be trained: {' '.join(str(error).split())}") from error
     tokenizer.chat_template = template
     _require_exact(trainer)
     return trainer
@@ -141,8 +143,6 @@ def _save(trainer: Any, file: Path, record: dict[str, Any]) -> None:
         # A record without its model would pass for a whole one.
         os.sync()
         _write(trainer, file, record | {"saved": made})
-    if trainer.args.push_to_hub:
-        trainer.push_to_hub()
     done = "this run is finished" if is_there else "the training is done"
     trainer.accelerator.print(f"{done}: {file.parent} holds the model of step {optimizer.steps}")
     optimizer.close()
