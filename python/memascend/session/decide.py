@@ -49,7 +49,7 @@ def file_of(path: str) -> Path:
 def temporary(create: Callable[[str], Store], scratch: Path | None = None) -> Store:
     """A store on disk whose file ends with the process; in the folder `scratch`, if one is given."""
     refused: Exception | None = None
-    places = (tempfile.gettempdir(), "/var/tmp", os.getcwd()) if scratch is None else (scratch,)  # noqa: PTH109, S108
+    places = (tempfile.gettempdir(), "/var/tmp", os.getcwd()) if scratch is None else (str(scratch),)  # noqa: PTH109, S108
     for place in dict.fromkeys(places):
         try:
             # No other process knows the folder.
