@@ -83,7 +83,7 @@ def parse(words: Sequence[str]) -> Command:
         import datasets  # noqa: F401
         import trl
     except ImportError as error:
-        raise ConfigError(f"memascend train needs {error.name}: pip install 'memascend[train]'") from error
+        raise ConfigError(f"{error.name} is not installed: pip install 'memascend[train]'") from error
 
     class Parser(trl.TrlParser):  # type: ignore[misc]
         def error(self, message: str) -> NoReturn:
@@ -94,7 +94,7 @@ def parse(words: Sequence[str]) -> Command:
     if missing := [f"--{name}" for name in needed if _ALIASES.get(name, name) not in {*given, *config}]:
         raise ArgumentError(None, f"the following arguments are required: {', '.join(missing)}")
     kinds = (trl.ScriptArguments, getattr(trl, f"{KINDS[kind]}Config"), trl.ModelConfig, trl.DatasetMixtureConfig)
-    own = [(name, list[str], field(default_factory=list)) for name in ("storage", "eval")]
+    own: list[Any] = [(name, list[str], field(default_factory=list)) for name in ("storage", "eval")]
     own += [*((name, str | None, None) for name in (*OFFLOAD, "columns")), ("dry_run", bool, False)]
     parser = Parser((*kinds, make_dataclass("Own", own)), allow_abbrev=False, add_help=False)
     actions = {action.dest: action for action in parser._actions}  # noqa: SLF001

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import glob
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,6 @@ import transformers
 from trl import get_dataset
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
-import memascend
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".txt": ("text", {"sample_by": "document"}),
 }
 # The columns that an example has; beside them it may have others.
-_SHAPES = {
+_SHAPES: dict[str, list[tuple[str, ...]]] = {
     "sft": [("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"), ("text",)],
     "dpo": [("chosen", "rejected")],
     "reward": [("chosen", "rejected")],
@@ -120,7 +120,7 @@ def _shaped(data: Any, place: str, command: Command, tokenizer: Any) -> Any:
     others = (*_OTHERS, *(["prompt"] if "chosen" in shape else ()))
     columns = {name: given.get(name, name) for name in (*shape, *others)}
     # `datasets` caches the result under these arguments.
-    convert = functools.partial(_row, place, shape, columns, tokenizer if by_prefixes else None, memascend.__version__)
+    convert = functools.partial(_row, place, shape, columns, tokenizer if by_prefixes else None, version("memascend"))
     return data.map(convert, with_indices=True, remove_columns=found)
 
 

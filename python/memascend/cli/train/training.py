@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 import trl
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]
 
 from memascend import trainer as trainers
 from memascend.cli.train.arguments import KINDS, OFFLOAD
@@ -78,7 +78,7 @@ def _made(command: Command, began: dt.datetime) -> Any:
     more = {"attn_implementation": model.attn_implementation, "dtype": model.dtype}
     args.model_init_kwargs = {**given, **more, **(args.model_init_kwargs or {})}
     try:
-        processor = transformers.AutoProcessor.from_pretrained(name, **given)
+        processor = transformers.AutoProcessor.from_pretrained(name, **given)  # type: ignore[no-untyped-call]
         tokenizer = getattr(processor, "tokenizer", processor)
         template = tokenizer.chat_template
         if isinstance(template, str):
