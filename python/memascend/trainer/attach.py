@@ -159,7 +159,8 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None
             _log.info("%d lines of the log history are older than the store keeps", kept["left_out"])
     callback = Attached()
     callback.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model, optimizer=optimizer)
-    trainer.add_callback(callback)
+    # Before those that report the log.
+    trainer.callback_handler.callbacks.insert(0, callback)
     resume.begin(optimizer, kept)
     metadata.follow(resume.position)
 
