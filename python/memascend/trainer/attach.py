@@ -191,6 +191,14 @@ def _require_plain(trainer: Any) -> None:
     for name, why in _REFUSED.items():
         if getattr(args, name, None):
             raise ConfigError(f"memascend.trainer.offload() cannot train with {name}: {why}")
+    # Of GRPOTrainer and RLOOTrainer.
+    generated = (getattr(args, "steps_per_generation", None) or 1) * getattr(args, "num_iterations", 1)
+    if args.gradient_accumulation_steps % generated:
+        raise ConfigError(
+            f"one generation serves {generated} micro-batches and a step takes {args.gradient_accumulation_steps}: a "
+            "commit does not hold completions for later steps: give steps_per_generation="
+            f"{args.gradient_accumulation_steps} and num_iterations=1"
+        )
     if args.n_gpu > 1:
         raise ConfigError(
             f"{args.n_gpu} GPUs in one process are DataParallel, which copies the model to each: give one by "
