@@ -245,7 +245,8 @@ def _data(data: Any) -> str:
     if data is None or isinstance(data, IterableDataset) or not hasattr(data, "__getitem__") or isinstance(data, dict):
         return "a stream"
     own, count = RandomNumbers.now(), len(data)
-    rows = [digest_of(data[number * count // _ROWS]) for number in range(min(_ROWS, count))]
+    compared = min(_ROWS, count)
+    rows = [digest_of(data[number * count // compared]) for number in range(compared)]
     again = digest_of(data[0]) if count else ""
     own.bring_back()
     # Rows that are drawn anew each time have no digest.
