@@ -157,6 +157,11 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None
         _log.info("the training goes on after step %d", kept["step"])
         if kept.get("left_out"):
             _log.info("%d lines of the log history are older than the store keeps", kept["left_out"])
+    elif metadata.step:
+        raise ConfigError(
+            f"this begins after {metadata.step} steps that no memascend.trainer.offload() made, so that its place in "
+            "the data is not known: begin from weights alone, or train on by memascend.offload() and Callback()"
+        )
     callback = Attached()
     callback.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model, optimizer=optimizer)
     # Before those that report the log.
