@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ import torch
 import transformers
 import trl
 from support.bits import same_bits
+from support.disks import loop, small_ext4  # noqa: F401 - fixtures
 from support.small_folder import CHATML, GENERATION, make_model, make_tokenizer, write_rows
 
 from memascend.cli import main
@@ -428,6 +430,22 @@ def test_a_finished_run_says_so_and_writes_what_is_missing(folder, capsys):
     file.unlink()
     assert main(["train", *command]) == 0
     assert file.read_bytes() == whole
+
+
+@pytest.mark.root
+def test_a_save_without_space_loses_nothing_and_the_same_command_saves(folder, small_ext4, capsys):  # noqa: F811
+    command = words(folder, "--output", small_ext4 / "out", "--max_steps", 2)
+    filler = small_ext4 / "filler"
+    # Enough for the record, not for the model.
+    filler.write_bytes(bytes(shutil.disk_usage(small_ext4).free - (100 << 10)))
+    assert main(["train", *command]) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(
+        r"memascend train: .*no step is lost: give the same command again\): No space left on device$", line
+    )
+    filler.unlink()
+    assert main(["train", *command]) == 0
+    assert transformers.AutoModelForCausalLM.from_pretrained(small_ext4 / "out")
 
 
 def test_nothing_is_sent(folder):
