@@ -171,7 +171,8 @@ def test_loss_on_everything_must_be_asked_for(folder):
 @pytest.mark.parametrize("suffix", ["json", "csv", "tsv", "parquet", "txt"])
 def test_files_of_each_kind_are_read(folder, suffix):
     file, rows = folder / f"others.{suffix}", [{"prompt": "What is it?", "completion": "no, it is"}] * 3
-    table = datasets.Dataset.from_list(rows)
+    write_rows(folder / "source.jsonl", rows)
+    table = datasets.load_dataset("json", data_files=str(folder / "source.jsonl"), split="train")
     if suffix == "json":
         file.write_text(json.dumps(rows))
     elif suffix == "parquet":
@@ -244,7 +245,7 @@ def test_a_model_that_would_mix_packed_examples_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"), [("ForMaskedLM", "cannot be trained"), ("LMHeadModel", "no causal decoder")]
+    ("kind", "message"), [("ForMaskedLM", "cannot be trained|no causal decoder"), ("LMHeadModel", "no causal decoder")]
 )
 def test_a_model_that_sees_what_it_would_predict_is_refused(tmp_path, kind, message):
     tokenizer = make_tokenizer()
@@ -389,7 +390,7 @@ def test_each_kind_equals_trl_in_memory_and_its_folder_loads(tmp_path, kind, cap
     command = parse([kind, *words(tmp_path, *more)])
     command.training.output_dir = str(tmp_path / "plain")
     command.training.model_init_kwargs = {"dtype": "float32"}
-    trained = datasets.Dataset.from_list(KINDS[kind])
+    trained = datasets.load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), split="train")
     if kind == "sft":
         # TRL alone would take the loss of all tokens.
         trained = trainer_of(tmp_path, *more).train_dataset
