@@ -59,6 +59,7 @@ def main() -> None:
     trainer.train()
     trainer.save_model()
     print(optimizer.report())
+    optimizer.close()
 
 
 if __name__ == "__main__":

@@ -158,9 +158,15 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None
         _log.info("the training goes on after step %d", kept["step"])
         if kept.get("left_out"):
             _log.info("%d lines of the log history are older than the store keeps", kept["left_out"])
+    elif metadata.step:
+        raise ConfigError(
+            f"this begins after {metadata.step} steps that no memascend.trainer.offload() made, so that its place in "
+            "the data is not known: begin from weights alone, or train on by memascend.offload() and Callback()"
+        )
     callback = Attached()
     callback.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model, optimizer=optimizer)
-    trainer.add_callback(callback)
+    # Before those that report the log.
+    trainer.callback_handler.callbacks.insert(0, callback)
     resume.begin(optimizer, kept)
     metadata.follow(resume.position)
 
@@ -191,6 +197,14 @@ def _require_plain(trainer: Any) -> None:
     for name, why in _REFUSED.items():
         if getattr(args, name, None):
             raise ConfigError(f"memascend.trainer.offload() cannot train with {name}: {why}")
+    # Of GRPOTrainer and RLOOTrainer.
+    generated = (getattr(args, "steps_per_generation", None) or 1) * getattr(args, "num_iterations", 1)
+    if args.gradient_accumulation_steps % generated:
+        raise ConfigError(
+            f"one generation serves {generated} micro-batches and a step takes {args.gradient_accumulation_steps}: a "
+            "commit does not hold completions for later steps: give steps_per_generation="
+            f"{args.gradient_accumulation_steps} and num_iterations=1"
+        )
     if args.n_gpu > 1:
         raise ConfigError(
             f"{args.n_gpu} GPUs in one process are DataParallel, which copies the model to each: give one by "
@@ -242,7 +256,8 @@ def _data(data: Any) -> str:
     if data is None or isinstance(data, IterableDataset) or not hasattr(data, "__getitem__") or isinstance(data, dict):
         return "a stream"
     own, count = RandomNumbers.now(), len(data)
-    rows = [digest_of(data[number * count // _ROWS]) for number in range(min(_ROWS, count))]
+    compared = min(_ROWS, count)
+    rows = [digest_of(data[number * count // compared]) for number in range(compared)]
     again = digest_of(data[0]) if count else ""
     own.bring_back()
     # Rows that are drawn anew each time have no digest.
