@@ -114,11 +114,12 @@ def _offloaded(trainer: Any, run: dict[str, Any], options: dict[str, Any], clipp
             options["max_grad_norm"],
         )
     options = {"device": str(trainer.args.device), **prepare_optimizer(trainer), **options}
+    if getattr(trainer.args, "precompute_ref_log_probs", False):
+        # TRL hashed the weights as arrays of numpy, which are gone, and their memory still counts as numpy's.
+        for parameter in trainer.model.parameters():
+            parameter.data = parameter.data.clone()
     reference = reference_of(trainer, options)
-    if trainer.is_fsdp_enabled:
-        # Sharded parameters do not know their source.
-        options.setdefault("weights", sources_of(trainer.model))
-    else:
+    if not trainer.is_fsdp_enabled:
         Steps(trainer)
     # A repeated step passes by those.
     resume = Resume(trainer, run, exact_norm=clipping == "exact")
@@ -218,6 +219,11 @@ def _require_plain(trainer: Any) -> None:
         raise ConfigError(
             "under FSDP2 the Trainer's checkpoints want state that torch gathers, and it is on storage: pass "
             "TrainingArguments(save_strategy='no'), since the store has every step; or save_only_model=True"
+        )
+    if trainer.is_fsdp_enabled and sources_of(trainer.model) is not None:
+        raise ConfigError(
+            "accelerate shards a model by the addresses of its parameters, and one that was made in loading() has "
+            "none yet: make it outside of loading(), where the first rank alone holds it"
         )
     if any(isinstance(one, Callback) for one in trainer.callback_handler.callbacks):
         raise ConfigError("memascend.trainer.offload() adds its callback itself: leave Callback() out")
