@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -71,6 +72,8 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     print(said.replace(str(folder), "the folder"), file=sys.stderr, flush=True)
     killed = Run(options, folder, "killed")
     kills = killed.run_with_kills()
+    # To the end of the step that the last kill interrupted.
+    killed.run(kills[-1]["steps"] + 1)
     losses = killed.losses()
     killed.remove()
     whole = Run(options, folder, "whole")
@@ -98,13 +101,14 @@ class Run:
     def __init__(self, options: argparse.Namespace, folder: Path, name: str) -> None:
         self.options, self.folder = options, folder / name
         self.folder.mkdir()
-        self._log = self.folder / "log.jsonl"
+        self._output = self.folder / "trained"
         self._words = [
             sys.executable, "-m", "memascend", "train", "--model", str(folder / "model"),
-            "--data", str(folder / "data" / "texts.jsonl"), "--output", str(self.folder / "trained"),
-            "--storage", str(self.folder / "store"), "--log", str(self._log), "--packing", "--schedule", "constant",
-            "--warmup", "4",
-            "--max-length", str(options.max_length), "--accumulate", str(options.accumulate), "--lr", "1e-4",
+            "--data", str(folder / "data" / "texts.jsonl"), "--output", str(self._output),
+            "--storage", str(self.folder / "store"), "--lr_scheduler_type", "constant_with_warmup",
+            "--warmup_steps", "4", "--max_length", str(options.max_length),
+            "--per_device_train_batch_size", "1", "--logging_steps", "1",
+            "--gradient_accumulation_steps", str(options.accumulate), "--learning_rate", "1e-4",
         ]  # fmt: skip
 
     def run_with_kills(self) -> list[dict[str, Any]]:
@@ -139,7 +143,7 @@ class Run:
     @contextlib.contextmanager
     def _begun(self, steps: int) -> Iterator[subprocess.Popen[bytes]]:
         """The command, which is killed where this ends, if it has not ended by itself."""
-        words = [*self._words, "--max-steps", str(steps)]
+        words = [*self._words, "--max_steps", str(steps)]
         with (self.folder / "said").open("ab") as said:
             process = subprocess.Popen(words, stdout=said, stderr=said, start_new_session=True)
         try:
@@ -153,20 +157,15 @@ class Run:
         return (self.folder / "said").read_text(errors="replace")[-4000:]
 
     def losses(self) -> list[float]:
-        """Of each step, by the last line of the log that is about it; a line that a kill has cut counts for nothing."""
-        found: dict[int, float] = {}
-        for line in self._log.read_text().splitlines() if self._log.exists() else ():
-            try:
-                told = json.loads(line)
-            except ValueError:
-                continue
-            if "loss" in told and "step" in told:
-                found[told["step"]] = told["loss"]
-        return [found[step] for step in sorted(found)]
+        """Of each step, as the run that has ended logged them."""
+        history = json.loads((self._output / "trainer_state.json").read_text())["log_history"]
+        return [line["loss"] for line in history if "loss" in line]
 
     def steps(self) -> int:
-        """That are done, as far as the log says."""
-        return len(self.losses())
+        """That are done, as far as the progress says."""
+        said = self.folder / "said"
+        found = re.findall(r"(\d+)/\d+ \[", said.read_text(errors="replace")) if said.exists() else []
+        return int(found[-1]) if found else 0
 
     def store_bytes(self) -> int:
         """Of the training state on storage."""

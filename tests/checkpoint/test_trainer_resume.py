@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -244,6 +245,23 @@ def test_a_training_is_one(tmp_path):
         swapped.model = swapped.model_wrapped = model()
         with pytest.raises((UsageError, ConfigError)):
             swapped.train()
+
+
+@pytest.mark.parametrize("says", [{}, {"resume_from_checkpoint": True}])
+def test_it_goes_back_to_a_checkpoint(tmp_path, says):
+    options = {"save_total_limit": None, "num_train_epochs": 1}
+    want, log = trained(tmp_path, **options)
+    back = made(tmp_path / "other", Log(tmp_path / "back"), **options)
+    folder = tmp_path / "out/checkpoint-5"
+    if says:
+        shutil.copytree(folder, tmp_path / "other/checkpoint-5")
+    with memascend.trainer.offload(
+        back, storage=tmp_path / "store", existing="replace", checkpoint=folder
+    ) as optimizer:
+        assert optimizer.steps == 5
+        back.train(**says)
+        assert digest_of(back.model) == want
+    assert logged(tmp_path / "back").items() <= log.items()
 
 
 def test_a_store_of_a_loop_has_no_position(tmp_path):

@@ -1,4 +1,4 @@
-"""Tests that `memascend train`, killed at any moment and repeated, ends as a run that was never killed."""
+"""Tests that `memascend train`, killed at any moment and repeated, has the bits of a run that was never killed."""
 
 import hashlib
 import json
@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from support.small_folder import make_model, write_rows
 
+TESTS = Path(__file__).resolve().parents[1]
 STEPS, KILLS = 24, 5
 ROWS = [
     {"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"It is {n * 7}."}]}
@@ -95,3 +98,48 @@ def test_a_killed_and_repeated_run_is_the_run_that_was_never_killed(tmp_path, lo
     assert killed
     assert run(tmp_path, "killed", log=log, more=more) == 0, log.read_text()
     assert results(tmp_path, "killed") == results(tmp_path, "whole")
+
+
+# accelerate divides on GPUs alone.
+RANK = (
+    "import sys, torch; from support.launched import as_if_on_gpus; as_if_on_gpus(); torch.set_num_threads(1); "
+    "from memascend.cli import main; sys.exit(main(['train', *sys.argv[1:]]))"
+)
+
+
+def run_ranks(folder, name, log, *, kill=False):
+    """Two ranks under torchrun; all of them killed after the first step."""
+    script = folder / "rank.py"
+    script.write_text(RANK)
+    more = "fsdp: full_shard\nfsdp_config: {fsdp_version: 2, version: 2}\nlogging_steps: 1"
+    config = folder / f"{name}.yaml"
+    config.write_text(YAML.format(folder=folder, name=name, steps=6, more=more).replace(".store", ".store/"))
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "hub"), "PYTHONPATH": path}
+    environment["PYTHONUNBUFFERED"] = "1"
+    with log.open("ab") as file:
+        child = subprocess.Popen(
+            [*line, "--config", str(config)], stdout=file, stderr=file, env=environment, start_new_session=True
+        )
+    try:
+        while kill and child.poll() is None and "'loss'" not in log.read_text():
+            time.sleep(0.002)
+        if kill:
+            os.killpg(child.pid, signal.SIGKILL)
+        return child.wait(150)
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+@pytest.mark.timeout(600)
+def test_ranks_that_are_killed_and_started_again_are_those_that_never_were(tmp_path):
+    make_model(tmp_path / "model", torch.float32)
+    write_rows(tmp_path / "rows.jsonl", ROWS)
+    for name, lives in (("whole", [False]), ("killed", [True, False])):
+        log = tmp_path / f"{name}.said"
+        statuses = [run_ranks(tmp_path, name, log, kill=kill) for kill in lives]
+        assert statuses == [-signal.SIGKILL if kill else 0 for kill in lives], log.read_text()
+    assert results(tmp_path, "killed") == results(tmp_path, "whole")
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "killed")

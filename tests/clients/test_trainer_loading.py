@@ -10,10 +10,12 @@ from pathlib import Path
 import datasets
 import peft
 import pytest
+import sentence_transformers.models
 import torch
 import transformers
 import trl
 from safetensors.torch import load_file, save_file
+from sentence_transformers import losses
 from support.bits import same_bits
 from support.small_folder import make_model, make_tokenizer
 
@@ -80,7 +82,22 @@ def plain(model, folder, **more):
     )
 
 
+def embedding(model, folder):
+    body = sentence_transformers.models.Transformer(str(model))
+    made = sentence_transformers.SentenceTransformer(
+        modules=[body, sentence_transformers.models.Pooling(64)], device="cpu"
+    )
+    settings = {name: value for name, value in SETTINGS.items() if name != "gradient_accumulation_steps"}
+    return sentence_transformers.SentenceTransformerTrainer(
+        made,
+        sentence_transformers.SentenceTransformerTrainingArguments(str(folder / "output"), **settings),
+        train_dataset=datasets.Dataset.from_dict({"anchor": ANSWERS["chosen"], "positive": ANSWERS["rejected"]}),
+        loss=losses.MultipleNegativesRankingLoss(made),
+    )
+
+
 TRAINERS = {
+    "embedding": embedding,
     "plain": plain,
     "plain in fp16": lambda *given: plain(*given, dtype=torch.float16),
     "supervised": supervised,
@@ -111,10 +128,10 @@ def trained(make, model, folder, *, loads):
 
 
 def same_runs(make, model, folder):
-    losses, values = trained(make, model, folder / "loaded", loads=False)
-    their_losses, their_values = trained(make, model, folder / "streamed", loads=True)
-    assert len(losses) == 2
-    assert losses == their_losses
+    log, values = trained(make, model, folder / "loaded", loads=False)
+    their_log, their_values = trained(make, model, folder / "streamed", loads=True)
+    assert len(log) == 2
+    assert log == their_log
     assert values.keys() == their_values.keys()
     assert all(same_bits(value, their_values[name]) for name, value in values.items())
 
@@ -276,6 +293,19 @@ def test_code_that_needs_weights_is_refused(tmp_path, model):
         preferring(model, tmp_path, precompute_ref_log_probs=True)
 
 
+def test_key_mappings_are_refused(model):
+    with pytest.raises(memascend.ConfigError, match="knows no key_mapping="), memascend.trainer.loading():
+        transformers.AutoModelForCausalLM.from_pretrained(model, key_mapping={"^model": "model"})
+
+
+def test_sharding_of_a_model_without_weights_is_refused(tmp_path, model):
+    with memascend.trainer.loading():
+        trainer = plain(model, tmp_path)
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(memascend.ConfigError, match="make it outside of loading"):
+        memascend.trainer.offload(trainer, storage=tmp_path / "run.store")
+
+
 def test_a_parameter_without_values_is_refused_by_name(tmp_path, model):
     with memascend.trainer.loading():
         trainer = plain(model, tmp_path)
@@ -291,6 +321,15 @@ def program(*arguments):
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return json.loads(done.stdout.split("found ")[1].splitlines()[0])
+
+
+@pytest.mark.slow
+def test_reference_log_probabilities_may_be_computed_before(tmp_path, model):
+    found = []
+    for kind in ("dpo", "precomputed"):
+        (tmp_path / kind).mkdir()
+        found.append(program(kind, model, tmp_path / kind)["losses"])
+    assert found[1] == pytest.approx(found[0])
 
 
 LIMIT = 320 << 20

@@ -18,7 +18,8 @@ import transformers
 import memascend.trainer
 from memascend.storage import Engine
 
-FIGURES = ("loss", "learning_rate", "grad_norm", "epoch", "eval_loss", "train_loss", "num_input_tokens_seen")
+# What a log says of time and storage.
+NOT_COMPARED = ("runtime", "per_second", "host_memory_bytes", "read_bytes", "written_bytes", "waiting_seconds")
 
 
 def model():
@@ -59,7 +60,8 @@ class Log(transformers.TrainerCallback):
 
     def on_log(self, _args, state, _control, logs, **_):
         kind = next((name for name in ("loss", "eval_loss", "train_loss") if name in logs), "other")
-        line = {"step": state.global_step, "kind": kind, **{name: logs[name] for name in FIGURES if name in logs}}
+        line = {"step": state.global_step, "kind": kind}
+        line |= {name: value for name, value in logs.items() if not any(part in name for part in NOT_COMPARED)}
         with self.file.open("a") as file:
             file.write(json.dumps(line) + "\n")
 

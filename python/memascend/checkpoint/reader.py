@@ -325,7 +325,7 @@ class CheckpointValues:
         """Those of the checkpoint, and its identity, until the first step of the store commits others."""
         del groups
         manifest = self.checkpoint.manifest
-        names = ("groups", "loss_scale", "attributes", "seed", "schedule")
+        names = ("groups", "loss_scale", "attributes", "seed", "schedule", "position")
         return {**{name: manifest[name] for name in names if name in manifest}, "origin": _identity_in(manifest)}
 
     def parameters(self, units: Sequence[Unit]) -> Generator[First, None, None]:

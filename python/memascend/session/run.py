@@ -216,6 +216,10 @@ class Metadata:
         """The position of the last commit, as state dicts and checkpoints have it."""
         return {"store": self._store.info()["uuid"], "step": self.step}
 
+    def is_at(self, identity: Any) -> bool:
+        """Whether this is the present position, or that of the checkpoint from which the run began."""
+        return identity is not None and identity in (self.identity(), self._origin)
+
     def require(self, state_dict: Mapping[str, Any]) -> None:
         """Reject an optimizer's state dict of another position (`UsageError`), or with other groups (`ValueError`)."""
         here, given = self.identity(), state_dict.get("memascend")
@@ -224,7 +228,7 @@ class Metadata:
                 "this state dict was not made by an offloaded optimizer; give the optimizer that holds the state to "
                 "offload()"
             )
-        if given not in (here, self._origin):
+        if not self.is_at(given):
             began = f" (begun from a checkpoint of {shown(self._origin)})" if self._origin else ""
             raise UsageError(
                 f"this state dict is of {shown(given)}, and the storage holds {shown(here)}{began}. The optimizer's "

@@ -114,11 +114,12 @@ def _offloaded(trainer: Any, run: dict[str, Any], options: dict[str, Any], clipp
             options["max_grad_norm"],
         )
     options = {"device": str(trainer.args.device), **prepare_optimizer(trainer), **options}
+    if getattr(trainer.args, "precompute_ref_log_probs", False):
+        # TRL hashed the weights as arrays of numpy, which are gone, and their memory still counts as numpy's.
+        for parameter in trainer.model.parameters():
+            parameter.data = parameter.data.clone()
     reference = reference_of(trainer, options)
-    if trainer.is_fsdp_enabled:
-        # Sharded parameters do not know their source.
-        options.setdefault("weights", sources_of(trainer.model))
-    else:
+    if not trainer.is_fsdp_enabled:
         Steps(trainer)
     # A repeated step passes by those.
     resume = Resume(trainer, run, exact_norm=clipping == "exact")
@@ -157,6 +158,11 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None
         _log.info("the training goes on after step %d", kept["step"])
         if kept.get("left_out"):
             _log.info("%d lines of the log history are older than the store keeps", kept["left_out"])
+    elif metadata.step:
+        raise ConfigError(
+            f"this begins after {metadata.step} steps that no memascend.trainer.offload() made, so that its place in "
+            "the data is not known: begin from weights alone, or train on by memascend.offload() and Callback()"
+        )
     callback = Attached()
     callback.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model, optimizer=optimizer)
     # Before those that report the log.
@@ -214,6 +220,11 @@ def _require_plain(trainer: Any) -> None:
             "under FSDP2 the Trainer's checkpoints want state that torch gathers, and it is on storage: pass "
             "TrainingArguments(save_strategy='no'), since the store has every step; or save_only_model=True"
         )
+    if trainer.is_fsdp_enabled and sources_of(trainer.model) is not None:
+        raise ConfigError(
+            "accelerate shards a model by the addresses of its parameters, and one that was made in loading() has "
+            "none yet: make it outside of loading(), where the first rank alone holds it"
+        )
     if any(isinstance(one, Callback) for one in trainer.callback_handler.callbacks):
         raise ConfigError("memascend.trainer.offload() adds its callback itself: leave Callback() out")
 
@@ -245,7 +256,8 @@ def _data(data: Any) -> str:
     if data is None or isinstance(data, IterableDataset) or not hasattr(data, "__getitem__") or isinstance(data, dict):
         return "a stream"
     own, count = RandomNumbers.now(), len(data)
-    rows = [digest_of(data[number * count // _ROWS]) for number in range(min(_ROWS, count))]
+    compared = min(_ROWS, count)
+    rows = [digest_of(data[number * count // compared]) for number in range(compared)]
     again = digest_of(data[0]) if count else ""
     own.bring_back()
     # Rows that are drawn anew each time have no digest.

@@ -54,19 +54,21 @@ class Feed:
     def __iter__(self) -> Iterator[Any]:
         resumed, self._resumed = self._resumed, None
         if resumed is not None:
+            self._begun = RandomNumbers.of(resumed[0]["begun"])
+            self._begun_own = list(map(state_of, resumed[0]["begun_own"]))
             return self._continued(*resumed)
-        self._begun, self._fetched = RandomNumbers.now(), 0
+        self._begun, self._before, self._fetched = RandomNumbers.now(), None, 0
         self._begun_own = [one.get_state() for one in self._generators]
         return self._fetches(iter(self._loader))
 
     def taken(self) -> dict[str, Any]:
         """The place in the data, as JSON."""
         assert self._begun is not None
-        assert self._before is not None
         return {
             "begun": self._begun.said(),
             "begun_own": list(map(said_of, self._begun_own)),
-            "before": self._before.said(),
+            # A rank that is sent its batches by the first one fetches none.
+            "before": (self._before or self._begun).said(),
             "fetched": self._fetched,
             "digest": self._digest,
         }
@@ -92,9 +94,8 @@ class Feed:
 
     def _continued(self, taken: dict[str, Any], passed: int) -> Iterator[Any]:
         own = RandomNumbers.now()
-        self._begun = RandomNumbers.of(taken["begun"])
+        assert self._begun is not None
         self._begun.bring_back()
-        self._begun_own = list(map(state_of, taken["begun_own"]))
         for one, state in zip(self._generators, self._begun_own, strict=False):
             one.set_state(state)
         iterator = iter(self._loader)

@@ -80,6 +80,8 @@ def _replace(undo: contextlib.ExitStack, owner: type, name: str, instead: Callab
 
 
 def _from_pretrained(own: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    if named.get("key_mapping"):
+        raise ConfigError("loading() knows no key_mapping=: load it once without loading(), and save_pretrained() it")
     return own(*given, **named | {"device_map": None})
 
 

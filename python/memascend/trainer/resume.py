@@ -101,21 +101,19 @@ class Resume:
                 "train() was called again, and the store holds one training: make another Trainer with another "
                 "storage=, or give more steps to the first (under a constant schedule) and start the script again"
             )
-        if self._kept is not None and resume_from_checkpoint:
+        if resume_from_checkpoint:
             self._require_here(resume_from_checkpoint)
-            resume_from_checkpoint = None
         self._trains = True
-        return self._own["train"](resume_from_checkpoint, *given, **named)
+        return self._own["train"](None, *given, **named)
 
     def _require_here(self, folder: Any) -> None:
         """Reject a checkpoint of the Trainer that is not at the store's position."""
-        output = str(self._trainer.args.output_dir)
         last: Any = names.last_checkpoint
-        found = last(output) if folder is True else folder
-        here = None if self._optimizer is None else self._optimizer.state_dict()["memascend"]
-        if found is None or identity_of(Path(found)) != here:
+        found = last(str(self._trainer.args.output_dir)) if folder is True else folder
+        metadata = None if self._optimizer is None else session_of(self._optimizer).run.metadata
+        if found is None or metadata is None or not metadata.is_at(identity_of(Path(found))):
             raise UsageError(
-                f"the store has this training after step {self._kept and self._kept['step']}, and "
+                f"the store has this training after step {0 if metadata is None else metadata.step}, and "
                 f"resume_from_checkpoint={folder!r} is of another position: call train() without it, which goes on "
                 'there; or begin at the checkpoint, with existing="replace" and checkpoint= in memascend.trainer.'
                 "offload()"

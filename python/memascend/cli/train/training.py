@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import errno
 import inspect
 import json
 import os
@@ -19,9 +18,10 @@ import trl
 from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]
 
 from memascend import trainer as trainers
+from memascend.checkpoint.files import file_errors
 from memascend.cli.train.arguments import KINDS, OFFLOAD
 from memascend.cli.train.data import read
-from memascend.errors import ConfigError, MemascendError, StorageError
+from memascend.errors import ConfigError, MemascendError
 from memascend.plan.options import Options
 from memascend.session.decide import planned
 from memascend.session.optimizer import session_of
@@ -40,8 +40,7 @@ def train(command: Command) -> int:
     """Train to the end, from the step that the store has."""
     args, own = command.training, command.own
     chosen = {name: getattr(own, name) for name in OFFLOAD if getattr(own, name) is not None}
-    given = {"storage": own.storage, **chosen}
-    options = Options(**{name: value for name, value in given.items() if name != "clipping"})
+    options = Options(storage=own.storage, **{name: value for name, value in chosen.items() if name != "clipping"})
     file = Path(args.output_dir, _RECORD)
     record = json.loads(file.read_text()) if file.exists() else {"began": dt.datetime.now().astimezone().isoformat()}
     trainer = _made(command, dt.datetime.fromisoformat(record["began"]))
@@ -53,18 +52,11 @@ def train(command: Command) -> int:
             Path(args.output_dir).rmdir()
         print("this was a dry run: nothing was changed")
         return 0
-    trainers.offload(trainer, **given)
-    try:
+    trainers.offload(trainer, storage=own.storage, **chosen)
+    with file_errors(file.parent, "cannot be written (no step is lost: give the same command again)"):
         _write(trainer, file, record)
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         _save(trainer, file, record)
-    except Exception as error:
-        # safetensors tells the system's error in its text alone.
-        if "No space left" not in str(error):
-            raise
-        raise StorageError(
-            f"{error}; no step is lost: free disk space, and give the same command again", errno=errno.ENOSPC
-        ) from error
     return 0
 
 
@@ -86,7 +78,8 @@ def _made(command: Command, began: dt.datetime) -> Any:
             tokenizer.chat_template = _TIME.sub(lambda call: json.dumps(began.strftime(call[2])), template)
         examples = read(command, tokenizer)
         held_out = read(command, tokenizer, held_out=True) if args.eval_strategy != "no" else None
-        with trainers.loading():
+        # FSDP2 makes parameters of its own from the values.
+        with trainers.loading() if args.world_size == 1 else contextlib.nullcontext():
             trainer = getattr(trl, f"{KINDS[command.kind]}Trainer")(
                 model=name,
                 args=args,
@@ -129,16 +122,24 @@ def _require_exact(trainer: Any) -> None:
 def _write(trainer: Any, file: Path, record: dict[str, Any]) -> None:
     if trainer.is_world_process_zero():
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(record))
+        file.with_suffix(".new").write_text(json.dumps(record))
+        file.with_suffix(".new").replace(file)
 
 
 def _save(trainer: Any, file: Path, record: dict[str, Any]) -> None:
     """Save the model of the last step, unless it is there."""
-    optimizer = offloaded_optimizer(trainer.optimizer)
-    made = session_of(optimizer).run.metadata.identity()
+    optimizer, is_first = offloaded_optimizer(trainer.optimizer), trainer.is_world_process_zero()
+    session = session_of(optimizer)
+    made = session.run.metadata.identity()
     (is_there,) = broadcast_object_list([record.get("saved") == made])
-    if not is_there:
+    if not is_there and trainer.args.world_size > 1:
+        for old in file.parent.glob("model*.safetensors*") if is_first else ():
+            old.unlink()
+        session.saving.save_weights(file.parent if is_first else None)
+        trainer.processing_class.save_pretrained(file.parent)
+    elif not is_there:
         trainer.save_model(str(file.parent))
+    if not is_there:
         trainer.save_state()
         # A record without its model would pass for a whole one.
         os.sync()

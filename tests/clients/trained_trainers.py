@@ -1,0 +1,146 @@
+"""Programs of users who train by TRL and sentence-transformers, offloaded in one line.
+
+usage: trained_trainers.py KIND STORE LOG [MOMENT STEP]
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import datasets
+import peft
+import torch
+import trl
+from clients.test_adapters import language_model
+from clients.test_preferences import tokenizer
+from support.trained_program import Log, digest_of, kill_while_created
+
+import memascend.trainer
+
+SHARED = {
+    "use_cpu": True, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 2,
+    "logging_steps": 3, "eval_strategy": "steps", "eval_steps": 4, "save_steps": 5, "learning_rate": 1e-3,
+    "warmup_steps": 2, "lr_scheduler_type": "cosine", "report_to": "none", "disable_tqdm": True,
+    "optim": "adamw_torch_fused",
+}  # fmt: skip
+# TRL's tokens of a chat, with marks around what the assistant wrote.
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}"
+    "{% endgeneration %}{% else %}{{ message.content }}{% endif %} {% endfor %}"
+)
+
+
+def texts(count=34):
+    return datasets.Dataset.from_dict({"text": [f"w{row} w{row * 7 % 60} w{row * 3 % 60}" for row in range(count)]})
+
+
+def chats(count=26):
+    def turn(role, row):
+        return {"role": role, "content": f"w{row % 60} w{row * 5 % 60}"}
+
+    return datasets.Dataset.from_list(
+        [{"messages": [turn("user", row), turn("assistant", row + 9)]} for row in range(count)]
+    )
+
+
+def pairs(count=26):
+    rows = [
+        {"prompt": f"w{row} w{row + 1}", "chosen": f" w{row + 2} w{row + 3}", "rejected": f" w{row + 20} w{row + 31}"}
+        for row in range(count)
+    ]
+    return datasets.Dataset.from_list(rows)
+
+
+def judged(count=26):
+    rows = [
+        {"prompt": f"w{row} w{row + 1}", "completion": f" w{row + 2}", "label": row % 3 > 0} for row in range(count)
+    ]
+    return datasets.Dataset.from_list(rows)
+
+
+def supervised(out, log, data=texts, template=None, **options):
+    adapters = options.pop("adapters", None)
+    words = tokenizer()
+    words.chat_template = template
+    arguments = trl.SFTConfig(out, bf16=False, max_length=8, **SHARED, **options)
+    return trl.SFTTrainer(
+        language_model(), args=arguments, train_dataset=data(), eval_dataset=data(6), processing_class=words,
+        callbacks=[log], peft_config=adapters,
+    )  # fmt: skip
+
+
+def with_adapters(out, log):
+    torch.manual_seed(1)
+    chosen = peft.LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
+    return supervised(out, log, adapters=chosen)
+
+
+def preferring(out, log):
+    arguments = trl.DPOConfig(out, bf16=False, **SHARED)
+    return trl.DPOTrainer(
+        language_model(), language_model(), args=arguments, train_dataset=pairs(), eval_dataset=pairs(6),
+        processing_class=tokenizer(), callbacks=[log],
+    )  # fmt: skip
+
+
+def judging(out, log):
+    arguments = trl.KTOConfig(out, bf16=False, **SHARED)
+    return trl.KTOTrainer(
+        language_model(), language_model(), args=arguments, train_dataset=judged(), eval_dataset=judged(6),
+        processing_class=tokenizer(), callbacks=[log],
+    )  # fmt: skip
+
+
+def rewarding(out, log):
+    from clients.test_supervised import reward_model
+
+    arguments = trl.RewardConfig(out, bf16=False, **SHARED)
+    return trl.RewardTrainer(
+        reward_model(), args=arguments, train_dataset=pairs(), eval_dataset=pairs(6), processing_class=tokenizer(),
+        callbacks=[log],
+    )  # fmt: skip
+
+
+def embedding(out, log):
+    import sentence_transformers
+    from clients.test_sentences import encoder
+
+    data = [{"anchor": f"w{row} w{row + 1}", "positive": f"w{row + 1} w{row + 2}"} for row in range(30)]
+    rows = datasets.Dataset.from_list(data)
+    with tempfile.TemporaryDirectory() as folder:
+        model = encoder(Path(folder))
+    arguments = sentence_transformers.SentenceTransformerTrainingArguments(out, **SHARED)
+    return sentence_transformers.SentenceTransformerTrainer(
+        model=model, args=arguments, train_dataset=rows, eval_dataset=rows.select(range(6)), callbacks=[log],
+        loss=sentence_transformers.losses.MultipleNegativesRankingLoss(model),
+    )  # fmt: skip
+
+
+KINDS = {
+    "packed": lambda out, log: supervised(out, log, packing=True, packing_strategy="wrapped"),
+    "answers": lambda out, log: supervised(out, log, chats, TEMPLATE, assistant_only_loss=True),
+    "adapters": with_adapters,
+    "preferences": preferring,
+    "judgements": judging,
+    "reward": rewarding,
+    "sentences": embedding,
+}
+
+
+def main(kind, store, log, moment=None, step=0):
+    torch.set_num_threads(1)
+    if moment == "creation":
+        kill_while_created()
+    trainer = KINDS[kind](f"{store}-out", Log(log, moment, step))
+    if not store.endswith("memory"):
+        memascend.trainer.offload(trainer, storage=store, clipping="torch", device="cpu")
+    trainer.train()
+    print(digest_of(trainer.model))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
