@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 JUDGED = {
     "accumulate": ("of in turn", "bytes, of one micro-batch"),
     "clipped": ("auto, never, of unclipped", "auto, always, of ssd, always"),
+    "trainer": ("one line, of no position", "the position:", "10,000 lines of the log"),
     "muon": ("each moves", "s more than AdamW offloaded"),
 }
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _BYTES_MAX = 56 << 10
 # Averages of a Trainer of TRL come from lists with a number for each micro-batch; longer ones keep their sum alone.
 _NUMBERS_MAX = 256
+# Each step writes these lines of the log; of 10,000 that takes a tenth of a second.
+_LINES_MAX = 500
 # Fields of TrainerState that the arguments give, or that stand apart.
 _NOT_KEPT = {"global_step", "log_history", "stateful_callbacks", "max_steps", "num_train_epochs", "train_batch_size"}
 _NOT_KEPT |= {"logging_steps", "eval_steps", "save_steps", "trial_name", "trial_params", "is_hyper_param_search"}
@@ -96,7 +98,7 @@ def encoded(position: dict[str, Any]) -> str:
                 f"{large!r}: keep less in stateful callbacks and schedulers"
             )
         dropped = -(-len(lines) // 4)
-        position["left_out"] = position.get("left_out", 0) + dropped
+        position["left_out"] = position["left_out"] + dropped
         position["log_history"] = lines = lines[dropped:]
 
 
@@ -123,10 +125,12 @@ class Figures:
     def taken(self) -> dict[str, Any]:
         """The present ones, as JSON."""
         trainer = self._trainer
+        lines = trainer.state.log_history
         state = {name: value for name, value in vars(trainer.state).items() if name not in _NOT_KEPT}
         return {
             "state": _numbers(state),
-            "log_history": [_numbers(line) for line in trainer.state.log_history],
+            "log_history": [_numbers(line) for line in lines[-_LINES_MAX:]],
+            "left_out": max(0, len(lines) - _LINES_MAX),
             "callbacks": {name: [one.state() for one in found] for name, found in self._stateful()},
             "sums": {name: plain(getattr(trainer, name)) for name in names.SUMS if hasattr(trainer, name)},
             "averages": {name: _summed(getattr(trainer, name)) for name in names.AVERAGES if hasattr(trainer, name)},
