@@ -3,8 +3,8 @@
     python examples/small_model.py small
     python examples/lora.py --model small/model --data small/data/prompts.jsonl --output adapters
 
-Weights go from their files to storage one by one. `memascend train --lora 8` does the same, and goes on where it was
-killed.
+Weights go from their files to storage one by one. `memascend train --use_peft --lora_r 8` does the same, and goes on
+where it was killed.
 """
 
 import argparse

@@ -27,7 +27,7 @@ from transformers.optimization import get_linear_schedule_with_warmup
 
 import memascend
 from memascend.errors import ConfigError, UsageError
-from memascend.trainer import Callback, last_checkpoint
+from memascend.trainer import Callback
 
 STEPS = 6
 MOMENTUM = partial(torch.optim.SGD, momentum=0.9)
@@ -156,8 +156,7 @@ def test_resumed_it_is_the_undisturbed_training(tmp_path, monkeypatch, ended, un
     output = ended
     # Weights are written once, and not by the model.
     monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", lambda *_, **__: pytest.fail("saved twice"))
-    last = last_checkpoint(output)
-    assert last == output / "checkpoint-4"
+    last = output / "checkpoint-4"
     model, optimizer = begun(tmp_path, existing=existing, checkpoint=last, seed=9)
     with optimizer:
         assert optimizer.steps == 4
@@ -180,7 +179,6 @@ def test_resumed_it_is_the_undisturbed_training(tmp_path, monkeypatch, ended, un
         assert store.hyperparameters["groups"][0]["lr"] == scheduled["state"]["_last_lr"][0] == 0.0
     # What save_total_limit leaves is whole, and transformers loads it.
     assert sorted(os.listdir(output)) == ["checkpoint-4", "checkpoint-6"]
-    assert last_checkpoint(output) == output / "checkpoint-6"
     loaded = AutoModelForSeq2SeqLM.from_pretrained(output / "checkpoint-6")
     assert same_states(weights(loaded), undisturbed[1])
     files = set(os.listdir(output / "checkpoint-6"))
@@ -231,19 +229,6 @@ def test_a_checkpoint_that_the_store_has_left_behind_is_refused(tmp_path, ended,
         assert optimizer.steps == 5
         # Without the callback nothing knows that the weights come with a state.
         assert same_states(weights(model), before) == bool(callbacks)
-
-
-def test_what_was_left_unfinished_is_passed_over(tmp_path, ended):
-    assert last_checkpoint(tmp_path / "nowhere") is None
-    output = ended
-    last = output / "checkpoint-4"
-    (last / "trainer_state.json").rename(last / "elsewhere")
-    assert last_checkpoint(output) == output / "checkpoint-2"
-    (last / "elsewhere").rename(last / "trainer_state.json")
-    (last / "memascend" / "state.safetensors").unlink()
-    assert last_checkpoint(output) == output / "checkpoint-2"
-    shutil.rmtree(output / "checkpoint-2" / "memascend")
-    assert last_checkpoint(output) is None
 
 
 def simple(output, **more):
@@ -322,7 +307,6 @@ def test_adapters_on_a_frozen_model(tmp_path):
     # What peft writes is there as ever, and all that training needs beside it.
     folder = tmp_path / "whole" / "checkpoint-2"
     assert (folder / "adapter_model.safetensors").is_file()
-    assert last_checkpoint(tmp_path / "whole") == tmp_path / "whole" / "checkpoint-4"
     assert same_states(run(tmp_path / "rest", folder), whole)
 
 

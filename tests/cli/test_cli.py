@@ -72,7 +72,7 @@ def test_wrong_usage_is_two(capsys, arguments):
     assert "usage:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["doctor"], ["train"], ["store", "verify", "x"]])
+@pytest.mark.parametrize("words", [["doctor"], ["store", "verify", "x"]])
 def test_what_is_not_known_is_shown_the_usage_of_its_command(capsys, words):
     with pytest.raises(SystemExit) as caught:
         main([*words, "--nonsense"])
@@ -84,8 +84,8 @@ def test_what_is_not_known_is_shown_the_usage_of_its_command(capsys, words):
 
 def test_an_option_that_is_misspelt_is_named_rightly(capsys):
     with pytest.raises(SystemExit):
-        main(["train", "--epohcs", "3"])
-    assert capsys.readouterr().err.endswith("unrecognized arguments: --epohcs 3; did you mean --epochs?\n")
+        main(["demo", "--stpes", "3"])
+    assert capsys.readouterr().err.endswith("unrecognized arguments: --stpes 3; did you mean --steps?\n")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_errors_of_the_store_have_the_words_of_train(capsys):
         raise MemascendError(text)
 
     assert _ran(argparse.Namespace(command="train", run=run)) == 1
-    assert "which --previous opens" in capsys.readouterr().err
+    assert "which --existing previous opens" in capsys.readouterr().err
     assert _ran(argparse.Namespace(command="store", run=run)) == 1
     assert text in capsys.readouterr().err
 

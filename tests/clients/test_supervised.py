@@ -9,8 +9,8 @@ from clients.test_preferences import pairs, tokenizer
 from support.bits import same_bits
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
-import memascend
-from memascend.trainer import Callback, by_layer
+import memascend.trainer
+from memascend.trainer import Callback
 
 STEPS, COUNT = 3, 3
 
@@ -51,9 +51,10 @@ def trained(folder, kind, *, layers, **options):
             super().log(logs, *given, **named)
 
     model = make()
-    model, optimizer = memascend.offload(
-        model, adamw(model), storage=folder / f"{layers}.store", gradients="ssd", host_memory="1MiB"
-    )
+    optimizer = adamw(model)
+    given = {"storage": folder / f"{layers}.store", "gradients": "ssd", "host_memory": "1MiB"}
+    if not layers:
+        model, optimizer = memascend.offload(model, optimizer, **given)
     settings = config(
         output_dir=str(folder / "output"),
         use_cpu=True,
@@ -75,10 +76,10 @@ def trained(folder, kind, *, layers, **options):
         train_dataset=data(),
         processing_class=tokenizer(),
         optimizers=(optimizer, None),
-        callbacks=[Callback()],
+        callbacks=[] if layers else [Callback()],
     )
     if layers:
-        by_layer(trainer)
+        optimizer = memascend.trainer.offload(trainer, clipping="torch", **given)
     trainer.train()
     with optimizer:
         accumulation = optimizer._session.accumulation

@@ -3,7 +3,6 @@
 import json
 import re
 import runpy
-import shutil
 import sys
 from pathlib import Path
 
@@ -59,18 +58,14 @@ def test_trainer(run, small, tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     monkeypatch.setitem(globals(), "TINY", ())
-    options = (*small[:2], "--data", write_text(tmp_path), *small[4:], "--steps", 4, "--save-steps", 2)
-    options += ("--output", tmp_path / "trained")
+    options = (*small[:2], "--data", write_text(tmp_path), *small[4:], "--steps", 4, "--output", tmp_path / "trained")
     out = run("hf_trainer.py", *options)
-    losses = re.findall(r"'loss': '?([^',]+)", out)
-    assert len(losses) == 4
+    assert len(re.findall(r"'loss': '?([^',]+)", out)) == 4
     assert len(re.findall(r"'waiting_seconds'", out)) == 4
-    assert len(re.findall(r"^goes on: '", out, re.MULTILINE)) == 2
     assert "4 steps" in out
-    # As if it had been killed before the last checkpoint.
-    shutil.rmtree(tmp_path / "trained/checkpoint-4")
-    out = run("hf_trainer.py", *options)
-    assert re.findall(r"'loss': '?([^',]+)", out) == losses[2:]
+    # Started again, it trains nothing, and the last line of its log is written again.
+    again = run("hf_trainer.py", *options)
+    assert re.findall(r"'loss': '?([^',]+)", again) == re.findall(r"'loss': '?([^',]+)", out)[3:]
     assert (tmp_path / "trained/tokenizer.json").is_file()
     # What was written are real values, which load as any others do, and others than the first.
     trained, first = (

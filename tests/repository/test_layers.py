@@ -52,7 +52,7 @@ ROOMS = {
         "checkpoint",
     },
     "trainer": BASE | {"storage", "plan", "optim", "distributed", "checkpoint", "session"},
-    "cli": BASE | {"storage", "kernels", "plan", "checkpoint", "distributed", "session"},
+    "cli": BASE | {"storage", "kernels", "plan", "checkpoint", "session", "trainer"},
     "__main__": {"cli"},
 }
 # Who may import whom in the base itself; `engine` is the public name of a room.

@@ -224,19 +224,22 @@ def sources_of(model: torch.nn.Module) -> Callable[[str, torch.Tensor], torch.Te
         ConfigError: another parameter on meta does not.
     """
     named = dict(model.named_parameters())
-    found: dict[str, Source] = {name: vars(p)[_SOURCE] for name, p in named.items() if _SOURCE in vars(p)}
-    if not found:
+    noted: dict[str, Source] = {name: vars(p)[_SOURCE] for name, p in named.items() if _SOURCE in vars(p)}
+    if not noted:
         return None
-    for name in (name for name, parameter in named.items() if parameter.is_meta and name not in found):
-        origin = found.get(_COPIED.sub(".original_module.", name))
-        if origin is None or origin.files.described(origin.key)[1] != tuple(named[name].shape):
-            path = next(iter(found.values())).files.path
+    found = {}
+    for name, parameter in named.items():
+        if not parameter.is_meta:
+            continue
+        source = noted.get(name) or noted.get(_COPIED.sub(".original_module.", name))
+        if source is None or source.files.described(source.key)[1] != tuple(parameter.shape):
+            path = next(iter(noted.values())).files.path
             raise ConfigError(
                 f"{name} has no values: it was made of weights that {path} has, and that were not read yet (resized "
                 "embeddings, adapters that begin with the weights): save the model with it first, or make the model "
                 "outside of loading()"
             )
-        found[name] = origin
+        found[name] = source
 
     def values(name: str, like: torch.Tensor) -> torch.Tensor:
         source = found[name]

@@ -34,20 +34,9 @@ _COMMANDS = {
 }
 
 
-# Errors name arguments and methods of `offload()`; `memascend train` and `memascend plan` have these instead.
-_OWN_WORDS = {
-    'none before it: open it with existing="resume"': "none before it: leave --previous out",
-    'open it with existing="resume", or give existing="replace"': "give the command that made it, or another --storage",
-    'open the storage in a new process with existing="resume"': "give the same command again",
-    'give existing="replace" to begin anew': "name another --output and --storage to begin anew",
-    'give existing="replace"': "name another --storage",
-    'existing="previous"': "--previous",
-    'existing="replace" would write': "a new run in this --storage would write",
-    "; keep it with optimizer.save(folder)": "; the model that was saved last stays in --output",
-}
 # Arguments of `offload()` that are options of these commands with the same names, with a value or without.
 _OPTION = re.compile(
-    r"\b(host_memory|device_memory|max_grad_norm|activations|device|storage|state)=(?:(['\"])(.*?)\2)?"
+    r"\b(host_memory|device_memory|max_grad_norm|activations|device|storage|state|existing)=(?:(['\"])(.*?)\2)?"
     r"|\b(host_memory|device_memory|max_grad_norm)\b"
 )
 
@@ -59,6 +48,9 @@ class _Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
+        if self.get_default("words") is not None:
+            # The command reads its words itself.
+            found.words, unknown = list(args or ()), []
         if unknown:
             options = [option for action in self._actions for option in action.option_strings]
             near = [close[0] for word in unknown for close in [difflib.get_close_matches(word, options, 1)] if close]
@@ -116,8 +108,6 @@ def _ran(options: argparse.Namespace) -> int:
 
 
 def _in_own_words(text: str) -> str:
-    for theirs, ours in _OWN_WORDS.items():
-        text = text.replace(theirs, ours)
     return _OPTION.sub(_flag, text)
 
 

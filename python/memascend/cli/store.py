@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from memascend import storage
 
-_PREVIOUS = '`memascend train ... --previous`, or existing="previous" of offload(),'
+_PREVIOUS = '`memascend train ... --existing previous`, or existing="previous" of offload(),'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

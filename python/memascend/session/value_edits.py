@@ -35,6 +35,8 @@ class Edit:
     undo: contextlib.ExitStack
     # The parameters that get other values.
     names: list[str] = field(default_factory=list)
+    # What is committed with them, as of `Metadata.hyperparameters`; None: what there is stays.
+    hyperparameters: dict[str, Any] | None = None
 
 
 class Edits:
@@ -62,7 +64,7 @@ class Edits:
             changed = bool(edit.names) or not all(same_bits(one, targets(name)) for name, one in before.items())
             if self.is_any(changed):
                 with self.run.residency.turns.alone():
-                    self.commit(edit)
+                    self.commit(edit, hyperparameters=edit.hyperparameters)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -136,9 +138,18 @@ class Edits:
         return place
 
     @contextlib.contextmanager
-    def load(self) -> Iterator[None]:
-        """One call of `load_state_dict()`, which commits all of it at its end, or changes nothing."""
+    def load(self, position: str | None = None) -> Iterator[None]:
+        """Calls of `load_state_dict()`, which commit all at the end, or change nothing.
+
+        With a `position` of a trainer, that is committed with them.
+        """
+        metadata = self.run.metadata
         with self.together(changes_buffers=True) as edit:
+            if position is not None:
+                stored = self.run.resources.store.hyperparameters or {}
+                edit.hyperparameters = {**stored, "position": position}
+                edit.undo.callback(metadata.keep_position, metadata.position)
+                metadata.keep_position(position)
 
             def load(place: Place, values: torch.Tensor) -> None:
                 if place.name in edit.names:

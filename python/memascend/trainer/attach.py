@@ -125,6 +125,9 @@ def _offloaded(trainer: Any, run: dict[str, Any], options: dict[str, Any], clipp
 
     def begin() -> OffloadedOptimizer:
         optimizer = trainer.optimizer
+        for group in optimizer.param_groups:
+            # offload() warns of stored rates that no scheduler set.
+            group.setdefault("initial_lr", group["lr"])
         offloaded = offload_both(trainer.model, optimizer, options, reference)
         if isinstance(optimizer, Optimizer) and not hasattr(optimizer, "optimizer"):
             trainer.optimizer = trainer.callback_handler.optimizer = offloaded
@@ -290,7 +293,8 @@ def _require_same(kept: Mapping[str, Any], run: Mapping[str, Any], trainer: Any)
     changed = {name for name in {**before, **now} if before.get(name) != now.get(name)}
     args = trainer.args
     may_grow = args.lr_scheduler_type.value.startswith("constant") and not 0 < args.warmup_steps < 1
-    if may_grow:
+    best = kept.get("best")
+    if may_grow and best is None:
         changed -= {*_LENGTH}
     earlier, ranks = kept["run"]["ranks"], run["ranks"]
     batches = before[_MICRO] * earlier
@@ -304,6 +308,8 @@ def _require_same(kept: Mapping[str, Any], run: Mapping[str, Any], trainer: Any)
         found.append(f"ranks {earlier} -> {ranks}, where a step has other examples ({_MICRO} that fit ranks: {fit})")
     if found:
         longer = "only a constant schedule may get longer; " if changed and changed <= {*_LENGTH} else ""
+        if longer and best is not None:
+            longer = f"it has the best weights, those of {best}, and no longer the last ones; "
         raise ConfigError(
             f"the store holds another training, after step {kept['step']}: {'; '.join(found)}; nothing was changed: "
             f'{longer}start it as it was, or give another storage=, or existing="replace" to begin anew'

@@ -13,7 +13,16 @@ from transformers.trainer_utils import get_last_checkpoint as last_checkpoint
 
 from memascend.errors import ConfigError
 
-__all__ = ["AVERAGES", "SUMS", "ExportableState", "gather_object", "last_checkpoint", "require", "transformers_trainer"]
+__all__ = [
+    "AVERAGES",
+    "SUMS",
+    "ExportableState",
+    "PreTrainedModel",
+    "gather_object",
+    "last_checkpoint",
+    "require",
+    "transformers_trainer",
+]
 
 _TRIED = "transformers 5.16 to 5.23, accelerate 1.13 to 1.15, TRL 1.9 to 1.16"
 # Methods that are replaced on the Trainer object.
@@ -21,7 +30,7 @@ METHODS = (
     *("_inner_training_loop", "_init_training_state", "_prepare_for_training", "_run_epoch", "_load_rng_state"),
     *("_maybe_log_save_evaluate", "_finalize_training", "_clip_grad_norm", "_get_grad_norm", "get_batch_samples"),
     *("training_step", "floating_point_ops", "_track_num_input_tokens", "get_train_dataloader", "train"),
-    *("create_optimizer", "hyperparameter_search"),
+    *("create_optimizer", "hyperparameter_search", "_load_best_model"),
 )
 # Attributes that the Trainer sums up between two lines of its log.
 SUMS = (

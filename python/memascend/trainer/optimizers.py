@@ -10,19 +10,10 @@ import torch
 from memascend.errors import ConfigError
 
 _log = logging.getLogger("memascend")
-# By `optim=` of the arguments, of bitsandbytes' AdamW: the format of the moments in `memascend.offload(state=)`.
-# Pages are what the store is, anyway.
-_STATES = {
-    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), "8bit"),
-    "paged_adamw_32bit": None,
-}
-# Those that cannot, by their beginnings and ends.
-_BEGINNINGS = {
-    **dict.fromkeys(("ademamix", "lion", "paged_ademamix", "paged_lion", "rmsprop_bnb"), "it is of bitsandbytes"),
-    **dict.fromkeys(("lomo", "adalomo"), "it updates within the backward by itself"),
-    "adamw_torch_xla": "it is for TPUs",
-    "adamw_torch_npu": "it is for NPUs",
-}
+# bitsandbytes' AdamW by `optim=` of the arguments: the `state=` of `memascend.offload()`. It needs no pages.
+_ADAMW = dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), "8bit") | {"paged_adamw_32bit": None}
+# Others of bitsandbytes, and those that update within the backward by themselves, by their beginnings.
+_REFUSED = ("ademamix", "lion", "paged_ademamix", "paged_lion", "rmsprop_bnb", "lomo", "adalomo")
 _LAYERWISE = "_layerwise"
 _STREAMS = (
     "adamw_torch, adamw_torch_fused, adamw_8bit, adamw_torch_8bit, adamw_torch_4bit, adafactor, sgd, adagrad, rmsprop, "
@@ -31,24 +22,21 @@ _STREAMS = (
 
 
 def prepare_optimizer(trainer: Any) -> dict[str, Any]:
-    """Let the Trainer make an optimizer that streams; returns what `memascend.offload()` needs beside it.
+    """Let the Trainer make an optimizer that streams; returns the options of `memascend.offload()` that go with it.
 
     Raises:
         ConfigError: what its arguments ask for cannot stream.
     """
     args = trainer.args
+    name = str(getattr(args.optim, "value", args.optim))
     if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
         return {}
-    name = str(getattr(args.optim, "value", args.optim))
-    reasons = [why for begins, why in _BEGINNINGS.items() if name.startswith(begins)]
-    if name.endswith(_LAYERWISE):
-        reasons.append("it updates within the backward by itself")
-    if reasons:
-        raise ConfigError(f"optim={name!r} cannot stream, since {reasons[0]}: what can are {_STREAMS}")
-    if name not in _STATES:
+    if name.startswith(_REFUSED) or name.endswith(_LAYERWISE):
+        raise ConfigError(f"optim={name!r} cannot stream; these can: {_STREAMS}")
+    if name not in _ADAMW:
         return {}
-    betas = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    trainer.optimizer_cls_and_kwargs = (torch.optim.AdamW, {"lr": args.learning_rate, **betas})
-    state = _STATES[name]
-    _log.info("optim=%r is torch's AdamW here, with state=%r: bitsandbytes is not used", name, state)
+    options = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    trainer.optimizer_cls_and_kwargs = (torch.optim.AdamW, options)
+    state = _ADAMW[name]
+    _log.info("optim=%r is torch's AdamW with state=%r here, and not bitsandbytes'", name, state)
     return {} if state is None else {"state": state}

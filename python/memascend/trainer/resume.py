@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend.checkpoint.files import Names
 from memascend.checkpoint.reader import identity_of
+from memascend.checkpoint.weights import WeightFiles
 from memascend.errors import ConfigError, UsageError
 from memascend.optim.shared import options_of, plain, put, restored, storable
+from memascend.session.optimizer import session_of
 from memascend.trainer import names
 from memascend.trainer.feed import Feed
-from memascend.trainer.position import Figures, RandomNumbers, encoded
+from memascend.trainer.position import Figures, RandomNumbers, decoded, encoded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,6 +46,8 @@ class Resume:
         # The position to go on at; the step there is repeated until `step()`.
         self._kept: dict[str, Any] | None = None
         self._repeats = False
+        # The checkpoint with the best weights, once the store has those.
+        self._best: str | None = None
         self._feed: Feed | None = None
         # The epoch, the batches in it that the Trainer had before this step, and those of this step.
         self._epoch, self._passed, self._group = 0, 0, 0
@@ -59,6 +64,7 @@ class Resume:
         """Train with this optimizer, from the position `kept` on, if there is one."""
         self._optimizer, self._kept = optimizer, kept
         self._seconds_before = 0.0 if kept is None else kept["seconds"]
+        self._best = None if kept is None else kept.get("best")
 
     def begin_late(self, begin: Callable[[], object]) -> None:
         """Let `train()` call `begin`, which calls the method of this name, once it has prepared model and optimizer."""
@@ -257,7 +263,35 @@ class Resume:
     def _maybe_log_save_evaluate(self, losses: Any, norm: Any, *given: Any, **named: Any) -> None:
         if norm is None:
             norm = self._norm
+        if self._best is not None:
+            # The store no longer has the weights to evaluate and to save.
+            self._trainer.control.should_training_stop = True
+            return
         self._own["_maybe_log_save_evaluate"](losses, norm, *given, **named)
+
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint, tensor by tensor, in one commit that says so."""
+        assert self._optimizer is not None
+        if self._best is not None:
+            # The store has it.
+            return
+        trainer, session = self._trainer, session_of(self._optimizer)
+        self._best = str(trainer.state.best_model_checkpoint)
+        now, position = self._figures.taken(), session.run.metadata.position
+        assert position is not None
+        reported = {name: now[name] for name in ("state", "log_history", "callbacks")}
+        # The end of the training is reported once more.
+        reported["log_history"] = [line for line in reported["log_history"] if "train_runtime" not in line]
+        with session.edits.load(encoded({**decoded(position, "the store"), **reported, "best": self._best})):
+            if trainer.is_fsdp_enabled or not isinstance(trainer.model, names.PreTrainedModel):
+                self._own["_load_best_model"]()
+                return
+            files = WeightFiles(Path(self._best))
+            found = files.matched(Names(trainer.model))
+            lost = [name for name, _ in trainer.model.named_parameters() if name not in found.of]
+            if lost:
+                raise UsageError(f"the best checkpoint, {self._best}, lacks {lost[0]}, and nothing was loaded of it")
+            trainer.model.load_state_dict({name: files.at(keys[0]) for name, keys in found.of.items()}, strict=False)
 
     def _finalize_training(self, trial: Any, samples: Any, start: float) -> Any:
         # The run's time is that of all its processes.

@@ -15,7 +15,7 @@ ROOTS = (4096, 8192)
 SECTORS = (0, 4096 - 512)
 
 # How the command line says it.
-PREVIOUS = '`memascend train ... --previous`, or existing="previous" of offload(),'
+PREVIOUS = '`memascend train ... --existing previous`, or existing="previous" of offload(),'
 
 
 class Noted(Stack):

@@ -1,14 +1,11 @@
-"""`memascend train`: fine-tunes a model on files of examples, and resumes where it was killed."""
+"""`memascend train`: TRL's Trainers on a model that does not fit in memory; the same command goes on after a kill."""
 
 from __future__ import annotations
 
-import datetime as dt
-import errno
 import os
-import sys
 from typing import TYPE_CHECKING
 
-from memascend.cli.train.settings import Settings, add_arguments
+from memascend.cli.train.arguments import HELP, USAGE, parse
 
 if TYPE_CHECKING:
     import argparse
@@ -16,30 +13,18 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "run"]
 
 
-def run(options: argparse.Namespace) -> int:
-    """Train. Exit code 0 once OUT holds the model of the last step."""
-    settings = Settings.of(options)
-    if os.environ.get("RANK", "0") in {"", "0"}:
-        # Loading torch and transformers, and reading the data, take a while.
-        print(f"memascend train: reading {settings.model} and {' '.join(settings.data)}", file=sys.stderr, flush=True)
-    from memascend.cli.train.job import Job
-    from memascend.cli.train.output import Ranks
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Take all words as they are: TRL's parser reads them."""
+    parser.usage, parser.description = USAGE, HELP
+    parser.set_defaults(words=())
 
-    with Ranks() as ranks, ranks.together(lambda: Job(settings, dt.datetime.now().astimezone(), ranks)) as job:
-        if settings.dry_run:
-            plan = ranks.together(job.plan)
-            if not ranks.rank:
-                print(plan)
-            job.require_room()
-            return 0
-        try:
-            job.run()
-        except KeyboardInterrupt:
-            if not ranks.rank:
-                print(f"\ninterrupted; {job.position()}", file=sys.stderr)
-            raise
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not job.has_steps:
-                raise
-            raise job.on_full_disk(error) from error
-    return 0
+
+def run(options: argparse.Namespace) -> int:
+    """Train. Exit code 0 once the output folder holds the model of the last step."""
+    # TRL reports each run otherwise, and `datasets` each file that it reads. Both are looked at when they are imported.
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
+    command = parse(options.words)
+    from memascend.cli.train.training import train
+
+    return train(command)

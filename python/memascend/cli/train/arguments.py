@@ -1,0 +1,160 @@
+"""Reads the options of `memascend train`: those of TRL and transformers, those of `offload()`, and a file of both."""
+
+from __future__ import annotations
+
+import difflib
+from argparse import ArgumentError
+from dataclasses import field, make_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from memascend.errors import ConfigError
+from memascend.text import expanded
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# The kinds of training, and how the names of TRL's classes begin.
+KINDS = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "kto": "KTO"}
+_ALIASES = {"model": "model_name_or_path", "data": "dataset_name", "output": "output_dir"}
+_LISTS = ("dataset_name", "eval", "storage")
+# TRL's own defaults would change results in silence, and write again what the store has.
+_DEFAULTS: dict[str, Any] = {"dtype": "auto", "bf16": False, "save_strategy": "no"}
+# Options of earlier versions.
+_SUCCESSORS = {
+    "batch": "--per_device_train_batch_size",
+    "accumulate": "--gradient_accumulation_steps",
+    "optimizer": "--optim",
+    "lr": "--learning_rate",
+    "min_lr": "--lr_scheduler_type cosine_with_min_lr with --lr_scheduler_kwargs '{\"min_lr\": 1e-6}'",
+    "betas": "--adam_beta1 and --adam_beta2",
+    "eps": "--adam_epsilon",
+    "momentum": "--optim_args momentum=0.9",
+    "schedule": "--lr_scheduler_type",
+    "epochs": "--num_train_epochs",
+    "warmup": "--warmup_steps, where a number below 1 is a fraction of all steps",
+    "lora": "--use_peft with --lora_r",
+    "lora_targets": "--lora_target_modules",
+    "merge": "merge_and_unload() of peft, on the adapters in --output",
+    "save_every": "--save_steps",
+    "eval_every": "--eval_steps",
+    "keep": "--save_total_limit",
+    "report": "--report_to",
+    "log": "trainer_state.json in --output, which has every line of the log",
+    "json": "trainer_state.json in --output, which has every line of the log",
+    "previous": "--existing previous",
+}
+
+# Arguments of `memascend.trainer.offload()`, whose defaults stay.
+OFFLOAD = (
+    *("existing", "clipping", "host_memory", "device", "device_memory", "activations", "gradients", "state"),
+    *("rounding", "durability", "reduction", "scratch"),
+)
+
+
+class Command(NamedTuple):
+    """A command line in the dataclasses of its options."""
+
+    kind: str
+    script: Any  # TRL's ScriptArguments
+    training: Any  # TRL's SFTConfig, DPOConfig, ...
+    model: Any  # TRL's ModelConfig
+    mixture: Any  # TRL's DatasetMixtureConfig
+    own: Any  # OFFLOAD, storage, eval, columns and dry_run
+    finds_answers: bool  # the loss is on the assistant's turns, since --assistant_only_loss is not given
+    finds_packing: bool  # texts are packed, since --packing is not given
+
+
+USAGE = f"memascend train [{'|'.join(KINDS)}] --model F --data F --output F --storage P [--config F.yaml] [option ...]"
+# It needs neither TRL nor torch.
+HELP = (
+    "All options of TRL and transformers are taken (`trl sft --help` lists them), and of memascend.offload(): "
+    f"--{', --'.join(OFFLOAD)}. Beside them: --eval FILE, --columns OURS=THEIRS, --dry_run."
+)
+
+
+def parse(words: Sequence[str]) -> Command:
+    """The options of a command line; an ArgumentError or a ConfigError says what is wrong."""
+    kind, words = (words[0], words[1:]) if words and not words[0].startswith("-") else ("sft", words)
+    if kind not in KINDS:
+        raise ArgumentError(None, f"a training is one of {', '.join(KINDS)}, not {kind!r}")
+    given = _by_name(words)
+    try:
+        import datasets  # noqa: F401
+        import trl
+    except ImportError as error:
+        raise ConfigError(f"{error.name} is not installed: pip install 'memascend[train]'") from error
+
+    class Parser(trl.TrlParser):  # type: ignore[misc]
+        def error(self, message: str) -> NoReturn:
+            raise ArgumentError(None, message)
+
+    config = _in_file(given.pop("config")[-1]) if "config" in given else {}
+    needed = ["model", "output", "storage", *([] if "datasets" in config else ["data"])]
+    if missing := [f"--{name}" for name in needed if _ALIASES.get(name, name) not in {*given, *config}]:
+        raise ArgumentError(None, f"the following arguments are required: {', '.join(missing)}")
+    kinds = (trl.ScriptArguments, getattr(trl, f"{KINDS[kind]}Config"), trl.ModelConfig, trl.DatasetMixtureConfig)
+    own: list[Any] = [(name, list[str], field(default_factory=list)) for name in ("storage", "eval")]
+    own += [*((name, str | None, None) for name in (*OFFLOAD, "columns")), ("dry_run", bool, False)]
+    parser = Parser((*kinds, make_dataclass("Own", own)), allow_abbrev=False, add_help=False)
+    actions = {action.dest: action for action in parser._actions}  # noqa: SLF001
+    # Several files are one data set.
+    actions["dataset_name"].nargs = "+"
+    if kind == "sft":
+        config = {"assistant_only_loss": None, "packing": None, **config}
+    saves = {"save_strategy": "steps"} if "save_steps" in {*given, *config} else {}
+    unknown = parser.set_defaults_with_config(**{**_DEFAULTS, **saves, **config})
+    words = [word for name, values in given.items() for word in (f"--{name}", *values)]
+    namespace, others = parser.parse_known_args(words)
+    if unknown := unknown + others:
+        near = difflib.get_close_matches(unknown[0].lstrip("-"), actions, 1)
+        hint = f"; did you mean --{near[0]}?" if near else ""
+        raise ArgumentError(None, f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    values = vars(namespace)
+    values["use_cpu"] |= values["device"] == "cpu"
+    if values["eval"] and values["eval_strategy"] == "no":
+        values["eval_strategy"] = "epoch" if values["eval_steps"] is None else "steps"
+    finds = [values.get(name, False) is None for name in ("assistant_only_loss", "packing")]
+    values |= {name: bool(values.get(name)) for name in ("assistant_only_loss", "packing")}
+    try:
+        return Command(kind, *parser.parse_dict(values, allow_extra_keys=True), *finds)
+    except (ValueError, TypeError, ImportError) as error:
+        raise ArgumentError(None, " ".join(str(error).split())) from error
+
+
+def _name(word: str) -> str:
+    """The name of an option without its aliases; rejects those of earlier versions."""
+    name = word.lstrip("-").replace("-", "_")
+    if name in _SUCCESSORS:
+        raise ArgumentError(None, f"{word} is gone: give {_SUCCESSORS[name]}")
+    return _ALIASES.get(name, name)
+
+
+def _by_name(words: Sequence[str]) -> dict[str, list[str]]:
+    """The words of each option: all places of a list, the last value of another one that is repeated."""
+    found: dict[str, list[str]] = {"": []}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            name = _name(flag)
+            found[name] = [*(found.get(name, ()) if name in _LISTS else ()), *([value] if equals else ())]
+        else:
+            found[name].append(word)
+    if unknown := found.pop(""):
+        raise ArgumentError(None, f"unrecognized arguments: {' '.join(unknown)}")
+    return found
+
+
+def _in_file(path: str) -> dict[str, Any]:
+    """The options of a file by their names; relative paths are relative to the current folder."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(path).read_bytes())
+        found = {_name(str(key)): value for key, value in values.items() if value is not None}
+    except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
+        raise ConfigError(f"--config {path} is no YAML file of options: {' '.join(str(error).split())}") from error
+    for name in found.keys() & {*_LISTS}:
+        found[name] = [expanded(str(one)) for one in (found[name] if isinstance(found[name], list) else [found[name]])]
+    return found

@@ -1,0 +1,148 @@
+"""Trains by TRL's Trainer of a kind with `memascend.trainer.offload()`, and saves the model of the last step."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import errno
+import inspect
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+import trl
+from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]
+
+from memascend import trainer as trainers
+from memascend.cli.train.arguments import KINDS, OFFLOAD
+from memascend.cli.train.data import read
+from memascend.errors import ConfigError, MemascendError, StorageError
+from memascend.plan.options import Options
+from memascend.session.decide import planned
+from memascend.session.optimizer import session_of
+from memascend.trainer.callback import offloaded_optimizer
+
+if TYPE_CHECKING:
+    from memascend.cli.train.arguments import Command
+
+# Calls in chat templates that insert the date; their formats are literals.
+_TIME = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+# When the run began, and of which store and step the saved model is.
+_RECORD = "memascend-train.json"
+
+
+def train(command: Command) -> int:
+    """Train to the end, from the step that the store has."""
+    args, own = command.training, command.own
+    chosen = {name: getattr(own, name) for name in OFFLOAD if getattr(own, name) is not None}
+    given = {"storage": own.storage, **chosen}
+    options = Options(**{name: value for name, value in given.items() if name != "clipping"})
+    file = Path(args.output_dir, _RECORD)
+    record = json.loads(file.read_text()) if file.exists() else {"began": dt.datetime.now().astimezone().isoformat()}
+    trainer = _made(command, dt.datetime.fromisoformat(record["began"]))
+    if own.dry_run:
+        trainer.create_optimizer()
+        print(planned(trainer.model, trainer.optimizer, options, args.world_size).plan)
+        with contextlib.suppress(OSError):
+            # The Trainer made it.
+            Path(args.output_dir).rmdir()
+        print("this was a dry run: nothing was changed")
+        return 0
+    trainers.offload(trainer, **given)
+    try:
+        _write(trainer, file, record)
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        _save(trainer, file, record)
+    except Exception as error:
+        # safetensors tells the system's error in its text alone.
+        if "No space left" not in str(error):
+            raise
+        raise StorageError(
+            f"{error}; no step is lost: free disk space, and give the same command again", errno=errno.ENOSPC
+        ) from error
+    return 0
+
+
+def _made(command: Command, began: dt.datetime) -> Any:
+    """TRL's Trainer, with the model of the folder."""
+    model, args = command.model, command.training
+    name = model.model_name_or_path
+    if Path(name).resolve() == Path(args.output_dir).resolve():
+        raise ConfigError("--model and --output are one folder, and training would overwrite the model")
+    given = {"revision": model.model_revision, "trust_remote_code": args.trust_remote_code}
+    more = {"attn_implementation": model.attn_implementation, "dtype": model.dtype}
+    args.model_init_kwargs = {**given, **more, **(args.model_init_kwargs or {})}
+    try:
+        processor = transformers.AutoProcessor.from_pretrained(name, **given)  # type: ignore[no-untyped-call]
+        tokenizer = getattr(processor, "tokenizer", processor)
+        template = tokenizer.chat_template
+        if isinstance(template, str):
+            # Another day than the first would change the tokens, and so the data of the run.
+            tokenizer.chat_template = _TIME.sub(lambda call: json.dumps(began.strftime(call[2])), template)
+        examples = read(command, tokenizer)
+        held_out = read(command, tokenizer, held_out=True) if args.eval_strategy != "no" else None
+        with trainers.loading():
+            trainer = getattr(trl, f"{KINDS[command.kind]}Trainer")(
+                model=name,
+                args=args,
+                train_dataset=examples,
+                eval_dataset=held_out,
+                processing_class=processor,
+                peft_config=trl.get_peft_config(model),
+                quantization_config=trl.get_quantization_config(model),
+            )
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError, OSError) as error:
+        if isinstance(error, MemascendError) or getattr(error, "errno", None):
+            raise
+        raise ConfigError(f"{name} cannot be trained: {' '.join(str(error).split())}") from error
+    tokenizer.chat_template = template
+    _require_exact(trainer)
+    return trainer
+
+
+def _require_exact(trainer: Any) -> None:
+    """Reject models whose loss would mean nothing, or whose attention would mix packed examples."""
+    model = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
+    config, name, source = model.config, type(model).__name__, inspect.getsource(sys.modules[type(model).__module__])
+    # Some configs have is_decoder although the model's code does not read it.
+    sees_all = "config.is_decoder" in source and not getattr(config, "is_decoder", True)
+    decodes = name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+    if sees_all or config.is_encoder_decoder or not (decodes or name.endswith("ForSequenceClassification")):
+        raise ConfigError(
+            f"{name} is no causal decoder, so that this loss means nothing: train it in a loop of your own"
+        )
+    layers = {*(getattr(config, "layer_types", None) or ())}
+    if getattr(trainer.args, "packing", False) and not (
+        # Position ids keep attention within an example, unless a layer is recurrent or convolves.
+        ("position_ids=position_ids" in source and "causal_mask" in source)
+        and layers <= {"full_attention", "sliding_attention", "chunked_attention"}
+        and not any(isinstance(module, torch.nn.Conv1d) for module in model.modules())
+    ):
+        raise ConfigError(f"{name} would mix examples that share a sequence: leave --packing out")
+
+
+def _write(trainer: Any, file: Path, record: dict[str, Any]) -> None:
+    if trainer.is_world_process_zero():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(record))
+
+
+def _save(trainer: Any, file: Path, record: dict[str, Any]) -> None:
+    """Save the model of the last step, unless it is there."""
+    optimizer = offloaded_optimizer(trainer.optimizer)
+    made = session_of(optimizer).run.metadata.identity()
+    (is_there,) = broadcast_object_list([record.get("saved") == made])
+    if not is_there:
+        trainer.save_model(str(file.parent))
+        trainer.save_state()
+        # A record without its model would pass for a whole one.
+        os.sync()
+        _write(trainer, file, record | {"saved": made})
+    done = "this run is finished" if is_there else "the training is done"
+    trainer.accelerator.print(f"{done}: {file.parent} holds the model of step {optimizer.steps}")
+    optimizer.close()

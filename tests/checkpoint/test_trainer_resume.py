@@ -1,0 +1,256 @@
+"""Tests that a Trainer goes on where its process ended: with the same bits and log, or an error says why not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+import transformers
+from parity.reference import threads_of_torch
+from support import trained_program
+from support.trained_program import Log, digest_of, logged, made, masked, model, rows
+
+import memascend.trainer
+from memascend.errors import ConfigError, UsageError
+from memascend.storage import look
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    transformers.logging.set_verbosity_error()
+    with threads_of_torch(1):
+        yield
+
+
+# --- fresh processes ------------------------------------------------------------------------
+
+
+def start(*words, ends=0):
+    """Start the program; returns what it printed."""
+    ran = subprocess.run(
+        [sys.executable, trained_program.__file__, *map(str, words)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == ends, ran.stderr[-3000:]
+    return ran.stdout.splitlines()[-1:]
+
+
+MOMENTS = [
+    ("creation", 0), ("after the commit", 2), ("evaluation", 4), ("end of the step", 7),
+    ("micro-batch", 1), ("checkpoint", 5), ("before the step", 6), ("after the commit", 13), ("evaluation", 14),
+]  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("moments", [MOMENTS[:4], pytest.param(MOMENTS[4:], marks=pytest.mark.slow)])
+def test_killed_again_and_again_it_is_the_training_in_memory(tmp_path, moments):
+    want = start("memory", tmp_path / "memory.log")
+    for moment, step in moments:
+        start(tmp_path / "killed", tmp_path / "killed.log", moment, step, ends=-signal.SIGKILL)
+    assert start(tmp_path / "killed", tmp_path / "killed.log") == want
+    assert logged(tmp_path / "killed.log") == logged(tmp_path / "memory.log")
+    assert len(logged(tmp_path / "killed.log")) > 8
+
+
+# --- in this process ------------------------------------------------------------------------
+
+
+class Ended(Exception):
+    """The process is gone, as far as the test can have it."""
+
+
+class Ends(transformers.TrainerCallback):
+    def __init__(self, *steps):
+        self.steps = steps
+
+    def on_step_end(self, _args, state, *_, **__):
+        if state.global_step in self.steps:
+            raise Ended
+
+
+def trained(folder, *ends, make=made, clipping="exact", **options):
+    """Train in as many starts as it takes; the digest of the weights, and the log."""
+    log = folder / "log"
+    for number, end in enumerate((*ends, None)):
+        torch.manual_seed(100 + number)
+        trainer = make(folder / "out", Log(log), Ends(end), **options)
+        optimizer = memascend.trainer.offload(trainer, storage=folder / "store", clipping=clipping)
+        with optimizer:
+            if end is not None:
+                with pytest.raises(Ended):
+                    trainer.train()
+                continue
+            trainer.train()
+            return digest_of(trainer.model), logged(log)
+    return None
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(rows())
+
+
+class Plateau(transformers.Trainer):
+    """Its rate falls where the evaluation gets no better."""
+
+    def create_scheduler(self, _steps=0, optimizer=None, **_):
+        if self.lr_scheduler is None:
+            kind = torch.optim.lr_scheduler.ReduceLROnPlateau
+            self.lr_scheduler = kind(optimizer or self.optimizer, patience=0, threshold=0.5)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+
+class Chained(transformers.Trainer):
+    """Its rate depends on the rate of the step before."""
+
+    def create_scheduler(self, _steps=0, optimizer=None, **_):
+        if self.lr_scheduler is None:
+            self.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer or self.optimizer, 0.9)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+
+def stopping(output, *callbacks, **options):
+    """Stops where two evaluations in a row are no better."""
+    stop = transformers.EarlyStoppingCallback(2, 10.0)
+    best = {"metric_for_best_model": "eval_loss", "save_strategy": "no", "eval_steps": 2}
+    return made(output, *callbacks, stop, **best, **options)
+
+
+# The Trainer, and the steps after which its process ends.
+RUNS = {
+    "epochs": ({}, (3, 7, 10)),
+    "a random collator": ({"collate": masked}, (1, 6, 7, 12)),
+    "by length": ({"train_sampling_strategy": "group_by_length"}, (3, 9)),
+    "workers": ({"dataloader_num_workers": 1, "collate": masked}, (3, 9)),
+    "a stream": ({"data": Stream(), "max_steps": 10}, (3, 8)),
+    "a plateau": ({"kind": Plateau, "eval_steps": 2, "metric_for_best_model": "eval_loss"}, (4, 5, 9)),
+    "a chained scheduler": ({"kind": Chained}, (2, 11)),
+    "early stopping": ({"make": stopping}, (3, 4)),
+    "no evaluation ahead": ({"eval_strategy": "no", "logging_strategy": "epoch", "save_strategy": "epoch"}, (5, 8)),
+    "one batch a step": ({"gradient_accumulation_steps": 1, "max_steps": 9, "max_grad_norm": 0}, (1, 4)),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_goes_on_with_the_same_bits(tmp_path, name):
+    options, ends = RUNS[name]
+    whole = trained(tmp_path / "whole", **options)
+    assert trained(tmp_path / "ended", *ends, **options) == whole
+    # A finished training trains nothing.
+    assert trained(tmp_path / "ended", **options) == whole
+
+
+def test_more_steps_under_a_constant_schedule(tmp_path):
+    constant = {"lr_scheduler_type": "constant_with_warmup"}
+    short = trained(tmp_path / "grown", max_steps=6, **constant)
+    grown = trained(tmp_path / "grown", max_steps=11, **constant)
+    whole = trained(tmp_path / "whole", max_steps=11, **constant)
+    assert short[0] != whole[0] == grown[0]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ended")
+    trainer = made(folder / "out", Ends(5))
+    with memascend.trainer.offload(trainer, storage=folder / "store"), pytest.raises(Ended):
+        trainer.train()
+    return folder
+
+
+CHANGES = {
+    "seed": ({"seed": 1}, "seed 42 -> 1"),
+    "batch": ({"per_device_train_batch_size": 1}, "per_device_train_batch_size 2 -> 1"),
+    "accumulation": ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps 4 -> 2"),
+    "schedule": ({"lr_scheduler_type": "cosine"}, "lr_scheduler_type linear -> cosine"),
+    "rate": ({"learning_rate": 1e-3}, "learning_rate 0.01 -> 0.001"),
+    "warm-up": ({"warmup_steps": 2}, "warmup_steps 3 -> 2"),
+    "decay": ({"weight_decay": 0.1}, "weight_decay 0.0 -> 0.1"),
+    "optimizer": ({"optim": "sgd"}, "optim adamw_torch_fused -> sgd"),
+    "epochs": ({"num_train_epochs": 3}, "num_train_epochs 2 -> 3; nothing was changed: only a constant schedule"),
+    "fewer rows": ({"data": rows(49)}, "data 50 rows .* -> 49 rows"),
+    "other rows": ({"data": [{**row, "labels": row["labels"][::-1]} for row in rows()]}, "data 50 rows .* -> 50 rows"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_training_is_refused_by_what_differs(tmp_path, ended, name):
+    options, says = CHANGES[name]
+    before = (ended / "store").read_bytes()
+    with pytest.raises(ConfigError, match=f'holds another training, after step 5: {says}.*existing="replace"'):
+        memascend.trainer.offload(made(tmp_path / "out", **options), storage=ended / "store")
+    assert (ended / "store").read_bytes() == before
+
+
+def test_the_random_numbers_of_a_collator_of_its_own_cannot_be_kept(tmp_path):
+    dice = torch.Generator()
+
+    def drawn(batch):
+        found = trained_program.padded(batch)
+        return {**found, "input_ids": torch.randint(0, 64, found["input_ids"].shape, generator=dice)}
+
+    dice.seed()
+    with pytest.raises(ConfigError, match=r"batch 9 of the epoch is another one than before.*draws from a generator"):
+        trained(tmp_path, 2, collate=drawn)
+    with look(tmp_path / "store") as store:
+        assert store.step == 2
+
+
+REFUSED = {
+    "model_init": lambda out: transformers.Trainer(
+        args=transformers.TrainingArguments(str(out), use_cpu=True), model_init=model, train_dataset=rows()
+    ),
+    "auto_find_batch_size": partial(made, auto_find_batch_size=True),
+    "ignore_data_skip": partial(made, ignore_data_skip=True),
+    "takes a Trainer": lambda _: model(),
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_what_cannot_go_on_is_refused_by_name(tmp_path, says):
+    with pytest.raises(ConfigError, match=says):
+        memascend.trainer.offload(REFUSED[says](tmp_path / "out"), storage=tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_training_is_one(tmp_path):
+    trainer = made(tmp_path / "out", max_steps=2, save_steps=1, save_total_limit=None)
+    with memascend.trainer.offload(trainer, storage=tmp_path / "store"):
+        trainer.train()
+        with pytest.raises(UsageError, match=r"train\(\) was called again"):
+            trainer.train()
+        with pytest.raises(UsageError, match="a process with a storage="):
+            trainer.hyperparameter_search()
+    again = made(tmp_path / "out", max_steps=2, save_steps=1, save_total_limit=None)
+    with memascend.trainer.offload(again, storage=tmp_path / "store"):
+        with pytest.raises(UsageError, match=r"after step 2.*checkpoint-1.*another position"):
+            again.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-1"))
+        again.train(resume_from_checkpoint=True)
+        assert again.state.global_step == 2
+    swapped = made(tmp_path / "other", max_steps=2)
+    with memascend.trainer.offload(swapped, storage=tmp_path / "other-store"):
+        swapped.model = swapped.model_wrapped = model()
+        with pytest.raises((UsageError, ConfigError)):
+            swapped.train()
+
+
+def test_a_store_of_a_loop_has_no_position(tmp_path):
+    own = model()
+    own, optimizer = memascend.offload(own, torch.optim.AdamW(own.parameters()), storage=tmp_path / "store")
+    with optimizer:
+        own(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long)).loss.backward()
+        optimizer.step()
+    with pytest.raises(ConfigError, match="1 steps that no Trainer made"):
+        memascend.trainer.offload(made(tmp_path / "out"), storage=tmp_path / "store")

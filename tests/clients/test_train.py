@@ -1,0 +1,446 @@
+"""Tests `memascend train`: the labels of each shape of examples, packing, errors of one line, and the saved folder."""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+
+import datasets
+import pytest
+import torch
+import transformers
+import trl
+from support.bits import same_bits
+from support.small_folder import CHATML, GENERATION, make_model, make_tokenizer, write_rows
+
+from memascend.cli import main
+from memascend.cli.train.arguments import OFFLOAD, parse
+from memascend.cli.train.training import _made
+from memascend.errors import ConfigError
+from memascend.plan.options import Options
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"),
+]
+
+ANSWERS = ["yes", "no, it is not", "the model learns", "It is a test.", "no"]
+CHATS = [
+    {
+        "messages": [
+            {"role": "system", "content": "The model learns."},
+            {"role": "user", "content": f"What is {number}?"},
+            {"role": "assistant", "content": ANSWERS[number % 5]},
+            {"role": "user", "content": "Is it?"},
+            {"role": "assistant", "content": ANSWERS[(number + 1) % 5]},
+        ]
+    }
+    for number in range(10)
+]
+# What ChatML makes of a question and an answer.
+SAID = "<|im_start|>system\nIt is.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n"
+# Marks nothing, and has no special token behind an answer.
+PLAIN = (
+    "{% for message in messages %}{{ '[' + message['role'] + ']' + message['content'] + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+# Drops what was answered before, so that no text begins as a longer one does.
+FORGETS = (
+    "{% for message in messages %}{% if message['role'] != 'assistant' or loop.last %}{{ message['role'] + ': ' + "
+    "message['content'] + '\\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def _caches(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model, whose template does not mark answers, and conversations."""
+    make_model(tmp_path / "model", torch.float32)
+    write_rows(tmp_path / "rows.jsonl", CHATS)
+    return tmp_path
+
+
+def words(folder, *more, rows="rows.jsonl", model="model"):
+    places = {"model": folder / model, "data": folder / rows, "output": folder / "out", "storage": folder / "store"}
+    given = [word for name, place in places.items() for word in (f"--{name}", str(place))]
+    return [*given, "--device", "cpu", "--disable_tqdm", "true", "--logging_steps", "1", *map(str, more)]
+
+
+def trainer_of(folder, *more, kind="sft", **places):
+    """TRL's Trainer, as the command makes it."""
+    import datetime as dt
+
+    return _made(parse([kind, *words(folder, *more, **places)]), dt.datetime(2024, 7, 26, tzinfo=dt.UTC))
+
+
+def learnt(trainer):
+    """Of each example its text, and the parts of it that have a loss."""
+    tokenizer, found = trainer.processing_class, []
+    for row in trainer.train_dataset:
+        parts, last = [], False
+        for token, label in zip(row["input_ids"], row["labels"], strict=True):
+            if label != -100:
+                assert label == token
+                parts = [*parts[:-1], [*parts[-1], token]] if last else [*parts, [token]]
+            last = label != -100
+        found.append((tokenizer.decode(row["input_ids"]), [tokenizer.decode(part) for part in parts]))
+    return found
+
+
+# --- labels -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "separator"),
+    [(CHATML, "<|im_end|>", "\n"), (GENERATION, "<|im_end|>", "\n"), (PLAIN, "\n", "")],
+)
+def test_the_loss_is_on_all_that_the_assistant_wrote_and_on_nothing_else(tmp_path, template, end, separator):
+    """Compared with the text put together here, whether TRL finds the answers by marks or prefixes show them."""
+    make_model(tmp_path / "model", torch.float32, make_tokenizer(template))
+    write_rows(tmp_path / "rows.jsonl", CHATS)
+    found = learnt(trainer_of(tmp_path))
+    assert len(found) == len(CHATS)
+    for (text, parts), row in zip(found, CHATS, strict=True):
+        answers = [turn["content"] for turn in row["messages"] if turn["role"] == "assistant"]
+        assert parts == [answer + end for answer in answers]
+        for turn in row["messages"]:
+            assert turn["content"] + end + separator in text
+
+
+def test_labels_are_trls_token_by_token_where_the_template_marks_answers(tmp_path):
+    """The same conversations under two templates that write the same text: one marks the answers, and one does not."""
+    found = []
+    for name, template in (("marked", GENERATION), ("plain", CHATML)):
+        make_model(tmp_path / name, torch.float32, make_tokenizer(template))
+        write_rows(tmp_path / "rows.jsonl", CHATS)
+        trainer = trainer_of(tmp_path, model=name)
+        found.append([(row["input_ids"], row["labels"]) for row in trainer.train_dataset])
+        assert trainer.args.assistant_only_loss == (name == "marked")
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "text", "parts"),
+    [
+        (
+            {
+                "system": "It is.",
+                "conversations": [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "no"}],
+            },
+            SAID.format("What?", "no"),
+            ["no<|im_end|>"],
+        ),
+        (
+            {"instruction": "What is it?", "input": "a test", "output": "yes", "system": "It is."},
+            SAID.format("What is it?\n\na test", "yes"),
+            # TRL takes all that follows the prompt.
+            ["yes<|im_end|>\n"],
+        ),
+        ({"prompt": "What is it?", "completion": "no"}, "What is it?no<|im_end|>", ["no<|im_end|>"]),
+        ({"text": "It is a test."}, "It is a test.<|im_end|>", ["It is a test.<|im_end|>"]),
+    ],
+)
+def test_each_shape_of_examples_has_its_labels(folder, rows, text, parts):
+    write_rows(folder / "others.jsonl", [rows, rows])
+    trainer = trainer_of(folder, "--packing", "false", rows="others.jsonl")
+    assert learnt(trainer) == [(text, parts)] * 2
+
+
+def test_columns_are_named(folder):
+    write_rows(folder / "others.jsonl", [{"id": 3, "question": "What is it?", "answer": "no", "text": "nothing"}])
+    trainer = trainer_of(folder, "--columns", "prompt=question,completion=answer", rows="others.jsonl")
+    assert learnt(trainer) == [("What is it?no<|im_end|>", ["no<|im_end|>"])]
+
+
+def test_loss_on_everything_must_be_asked_for(folder):
+    assert all(parts == [text] for text, parts in learnt(trainer_of(folder, "--assistant_only_loss", "false")))
+
+
+@pytest.mark.parametrize("suffix", ["json", "csv", "tsv", "parquet", "txt"])
+def test_files_of_each_kind_are_read(folder, suffix):
+    file, rows = folder / f"others.{suffix}", [{"prompt": "What is it?", "completion": "no, it is"}] * 3
+    table = datasets.Dataset.from_list(rows)
+    if suffix == "json":
+        file.write_text(json.dumps(rows))
+    elif suffix == "parquet":
+        table.to_parquet(file)
+    elif suffix == "txt":
+        file.write_text("It is a test.\n\nThe model learns.\n" * 30)
+    else:
+        table.to_csv(file, index=False, sep="," if suffix == "csv" else "\t")
+    found = learnt(trainer_of(folder, "--max_length", 64, rows=file.name))
+    if suffix == "txt":
+        # In as many sequences as it takes: nothing is cut off.
+        assert "".join(text for text, _ in sorted(found, reverse=True)).count("The model learns.") >= 29
+        assert all(parts == [text] for text, parts in found)
+        assert sum(len(text) for text, _ in found) == len(file.read_text()) + len("<|im_end|>")
+    else:
+        assert found == [("What is it?no, it is<|im_end|>", ["no, it is<|im_end|>"])] * 3
+
+
+def test_several_files_and_patterns_are_one_data_set(folder):
+    for number in range(3):
+        write_rows(folder / f"part-{number}.jsonl", CHATS[number : number + 1])
+    trainer = trainer_of(folder, "--data", folder / "rows.jsonl", rows="part-*.jsonl")
+    assert len(trainer.train_dataset) == 3 + len(CHATS)
+
+
+def test_the_date_of_a_template_is_that_of_the_first_start(tmp_path):
+    template = "{{ strftime_now('%d %b %Y') }}\n" + CHATML
+    make_model(tmp_path / "model", torch.float32, make_tokenizer(template))
+    write_rows(tmp_path / "rows.jsonl", CHATS)
+    trainer = trainer_of(tmp_path)
+    assert learnt(trainer)[0][0].startswith("26 Jul 2024\n")
+    assert trainer.processing_class.chat_template == template
+
+
+# --- packing ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_each_example_of_a_packed_sequence_has_the_loss_that_it_has_alone(folder, attention):
+    more = ("--attn_implementation", attention, "--max_length", 256)
+    packed = trainer_of(folder, "--packing", *more)
+    assert len(packed.train_dataset) < len(CHATS) / 2
+    own = packed.train_dataset
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation=attention).eval()
+    compared = 0
+    for row in own:
+        batch = packed.data_collator([row])
+        # As TRL calls it: the labels alone are left out, so that all logits are there.
+        together = model(**{name: batch[name] for name in batch if name != "labels"}, use_cache=False).logits[0]
+        start = 0
+        for length in row["seq_lengths"]:
+            ids = torch.tensor([row["input_ids"][start : start + length]])
+            alone = model(input_ids=ids).logits[0]
+            assert torch.allclose(together[start : start + length], alone, atol=1e-5)
+            # An example's first token is predicted by no other's last one.
+            assert batch["labels"][0, start] == -100
+            start += length
+            compared += 1
+    assert compared == len(CHATS)
+
+
+def test_a_model_that_would_mix_packed_examples_is_refused(tmp_path):
+    tokenizer = make_tokenizer()
+    config = transformers.MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2, state_size=4)
+    transformers.MambaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    write_rows(tmp_path / "rows.jsonl", CHATS)
+    with pytest.raises(ConfigError, match="MambaForCausalLM would mix examples that share a sequence"):
+        trainer_of(tmp_path, "--packing")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("ForMaskedLM", "cannot be trained"), ("LMHeadModel", "no causal decoder")]
+)
+def test_a_model_that_sees_what_it_would_predict_is_refused(tmp_path, kind, message):
+    tokenizer = make_tokenizer()
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    getattr(transformers, f"Bert{kind}")(transformers.BertConfig(vocab_size=320, **shape)).save_pretrained(
+        tmp_path / "model"
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    write_rows(tmp_path / "rows.jsonl", CHATS)
+    with pytest.raises(ConfigError, match=message):
+        trainer_of(tmp_path)
+
+
+# --- defaults -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_dtype_is_that_of_the_folder(tmp_path, dtype):
+    make_model(tmp_path / "model", dtype)
+    write_rows(tmp_path / "rows.jsonl", CHATS)
+    trainer = trainer_of(tmp_path)
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {dtype}
+    assert not trainer.args.bf16
+    assert all(parameter.is_meta for parameter in trainer.model.parameters())
+
+
+def test_options_of_a_file_and_of_the_command_line(folder):
+    (folder / "run.yaml").write_text(
+        f"model: {folder / 'model'}\ndata:\n- {folder / 'rows.jsonl'}\noutput: {folder / 'out'}\n"
+        f"storage: [{folder / 'a'}, {folder / 'b'}]\nlearning-rate: 1e-4\nmax_steps: 7\nhost_memory: 1GiB\n"
+        "lr_scheduler_kwargs: {min_lr: 1e-6}\nlr_scheduler_type: cosine_with_min_lr\nuse_cpu: true\n"
+    )
+    command = parse(["--config", str(folder / "run.yaml"), "--max-steps=3", "--storage", "c", "--storage=d"])
+    assert (command.kind, command.training.learning_rate, command.training.max_steps) == ("sft", 1e-4, 3)
+    assert command.own.storage == ["c", "d"]
+    assert command.own.host_memory == "1GiB"
+    assert command.training.save_strategy == "no"
+    assert parse(["dpo", "--config", str(folder / "run.yaml"), "--save_steps", "5"]).training.save_strategy == "steps"
+
+
+def test_each_argument_of_offload_is_known_to_it():
+    assert {*OFFLOAD} - {"clipping"} <= {*Options.__dataclass_fields__}
+
+
+# --- errors -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("r.jsonl", '{"text": "a"}\n{"text": \n', r"r\.jsonl:2: not valid JSON: Expecting value"),
+        ("r.json", '[{"text": "a"},\n{"text": }]', r"r\.json:1: not valid JSON"),
+        ("r.jsonl", '{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": ""}\n',
+         r"r\.jsonl:2: `completion` is missing or empty"),
+        ("r.jsonl", '{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n', r"r\.jsonl:2: `completion` is missing"),
+        ("r.jsonl", '{"messages": [{"role": "user", "content": "a"}]}', r"r\.jsonl:1: no message is the assistant's"),
+        ("r.jsonl", '{"messages": [{"role": "usr", "content": "a"}]}', r"r\.jsonl:1: message 1 needs a role"),
+        ("r.jsonl", '{"conversations": [{"from": "human"}]}', r"r\.jsonl:1: message 1 needs a role"),
+        ("r.csv", "prompt,completion\na,b\na\n", r"r\.csv: example 2: `completion` is missing"),
+        ("r.jsonl", "", r"r\.jsonl has no examples"),
+        ("r.xlsx", "x", r"r\.xlsx has no examples: give a file that ends in \.jsonl"),
+        ("r.jsonl", '{"q": "a"}', r"r\.jsonl has columns 'q', and memascend train sft takes `messages` or"),
+        ("r.jsonl", '{"text": "a", "messages": [{"role": "assistant", "content": "a"}]}', "takes `messages` or `text`"),
+        ("r.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c"}', "memascend train sft takes"),
+    ],
+)  # fmt: skip
+def test_a_wrong_example_is_named_in_one_line(folder, capsys, name, content, message):
+    (folder / name).write_text(content)
+    assert main(["train", *words(folder, rows=name)]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("memascend train:")]
+    assert re.search(message, line)
+    assert not (folder / "out").exists()
+    assert not (folder / "store").exists()
+
+
+def test_a_template_that_does_not_show_the_answers_is_an_error(tmp_path):
+    make_model(tmp_path / "model", torch.float32, make_tokenizer(FORGETS))
+    write_rows(tmp_path / "rows.jsonl", CHATS)
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:1: the chat template cannot be used: it does not show which"):
+        trainer_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--lerning_rate", "1"), r"unrecognized arguments: --lerning_rate 1; did you mean --learning_rate\?"),
+        (("--learning_rate", "x"), "invalid float value: 'x'"),
+        (("--eval_strategy", "never"), "never"),
+    ],
+)
+def test_wrong_usage_is_named(folder, more, message):
+    with pytest.raises(argparse.ArgumentError, match=message):
+        parse(words(folder, *more))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--existing", "never"), "existing is one of"),
+        (("--host_memory", "1KiB"), "--host-memory 1KiB is too small"),
+        (("--data", "nothing.jsonl"), r"nothing\.jsonl does not exist"),
+        (("--eval_strategy", "epoch"), "give --eval FILE"),
+        (("--model", "nothing/at/all"), "nothing/at/all cannot be trained"),
+        (("--columns", "prompt=q"), "name them by --columns"),
+    ],
+)
+def test_what_does_not_fit_is_an_error_before_anything_changes(folder, capsys, more, message):
+    assert main(["train", *words(folder, *more)]) == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert not (folder / "store").exists()
+
+
+# --- runs ---------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_prints_the_plan_and_changes_nothing(folder, capsys):
+    assert main(["train", *words(folder, "--dry_run")]) == 0
+    out = capsys.readouterr().out
+    assert "Host memory:" in out
+    assert out.endswith("this was a dry run: nothing was changed\n")
+    assert sorted(path.name for path in folder.iterdir()) == ["cache", "model", "rows.jsonl"]
+
+
+KINDS = {
+    "sft": CHATS,
+    "dpo": [{"prompt": f"What is {n}?", "chosen": "yes, it is", "rejected": "no"} for n in range(8)],
+    "reward": [{"prompt": f"What is {n}?", "chosen": "yes, it is", "rejected": "no"} for n in range(8)],
+    "kto": [{"prompt": f"What is {n}?", "completion": "yes, it is", "label": bool(n % 2)} for n in range(8)],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_equals_trl_in_memory_and_its_folder_loads(tmp_path, kind, capsys):
+    """Plain TRL with the same arguments, on the model in memory."""
+    make_model(tmp_path / "model", torch.float32)
+    write_rows(tmp_path / "rows.jsonl", KINDS[kind])
+    more = ("--max_steps", 3, "--max_grad_norm", 0, "--per_device_train_batch_size", 2, "--learning_rate", "1e-3")
+    assert main(["train", kind, *words(tmp_path, *more)]) == 0
+    assert "the training is done" in capsys.readouterr().out
+    own = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+
+    command = parse([kind, *words(tmp_path, *more)])
+    command.training.output_dir = str(tmp_path / "plain")
+    command.training.model_init_kwargs = {"dtype": "float32"}
+    trained = datasets.Dataset.from_list(KINDS[kind])
+    if kind == "sft":
+        # TRL alone would take the loss of all tokens.
+        trained = trainer_of(tmp_path, *more).train_dataset
+    name = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "kto": "KTO"}[kind]
+    trainer = getattr(trl, f"{name}Trainer")(str(tmp_path / "model"), args=command.training, train_dataset=trained)
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert [line["loss"] for line in own if "loss" in line] == losses
+    loaded = type(trainer.model).from_pretrained(tmp_path / "out")
+    assert all(map(same_bits, loaded.state_dict().values(), trainer.model.state_dict().values()))
+    assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "out")) == len(make_tokenizer())
+
+
+def test_adapters_are_trained_and_saved(folder):
+    more = ("--use_peft", "--lora_r", 4, "--lora_target_modules", "q_proj", "v_proj", "--max_steps", 2)
+    assert main(["train", *words(folder, *more)]) == 0
+    import peft
+
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(folder / "out")
+    assert any(bool(value.any()) for name, value in model.named_parameters() if "lora_B" in name)
+
+
+def test_held_out_examples_are_evaluated(folder):
+    assert main(["train", *words(folder, "--eval", folder / "rows.jsonl", "--eval_steps", 2, "--max_steps", 4)]) == 0
+    history = json.loads((folder / "out" / "trainer_state.json").read_text())["log_history"]
+    assert [line["step"] for line in history if "eval_loss" in line] == [2, 4]
+
+
+def test_a_finished_run_says_so_and_writes_what_is_missing(folder, capsys):
+    command = words(folder, "--max_steps", 2)
+    assert main(["train", *command]) == 0
+    file = folder / "out" / "model.safetensors"
+    whole, changed = file.read_bytes(), file.stat().st_mtime_ns
+    assert main(["train", *command]) == 0
+    assert "this run is finished" in capsys.readouterr().out
+    assert file.stat().st_mtime_ns == changed
+    (folder / "out" / "memascend-train.json").unlink()
+    file.unlink()
+    assert main(["train", *command]) == 0
+    assert file.read_bytes() == whole
+
+
+def test_nothing_is_sent(folder):
+    """Of a fresh process, whose first connection to anywhere would be an error."""
+    program = (
+        "import socket, sys\n"
+        "def refuse(*_, **__): raise SystemExit('this is a connection')\n"
+        "socket.getaddrinfo = socket.create_connection = socket.socket.connect = refuse\n"
+        "from memascend.cli import main\n"
+        "code = main(['train', *sys.argv[1:]])\n"
+        "sys.exit(code)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("CI", "HF_HUB_OFFLINE")}
+    line = [sys.executable, "-c", program, *words(folder, "--max_steps", "1")]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=200, env=environment)
+    assert done.returncode == 0, done.stderr

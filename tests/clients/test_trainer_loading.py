@@ -1,0 +1,321 @@
+"""Tests models that a Trainer is given without their weights: they train as loaded ones, in little memory."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import datasets
+import peft
+import pytest
+import torch
+import transformers
+import trl
+from safetensors.torch import load_file, save_file
+from support.bits import same_bits
+from support.small_folder import make_model, make_tokenizer
+
+import memascend
+import memascend.trainer
+
+PROGRAM = Path(__file__).parent / "loaded_program.py"
+SETTINGS = {
+    "use_cpu": True,
+    "bf16": False,
+    "max_steps": 2,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "logging_steps": 1,
+}
+ROWS = range(8)
+TEXTS = datasets.Dataset.from_dict({"text": [f"What is it? {row} It is a test." for row in ROWS]})
+ANSWERS = {"chosen": [f"it is a test {row}" for row in ROWS], "rejected": [f"no model {row}" for row in ROWS]}
+CHOICES = datasets.Dataset.from_dict(ANSWERS)
+PAIRS = datasets.Dataset.from_dict(ANSWERS | {"prompt": [f"it {row}" for row in ROWS]})
+JUDGED = datasets.Dataset.from_dict(
+    {"prompt": ["it"] * 8, "completion": [f" is {row}" for row in ROWS], "label": [row % 2 == 0 for row in ROWS]}
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    make_model(folder, torch.bfloat16)
+    return folder
+
+
+def adapters(**more):
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **more)
+
+
+def supervised(model, folder, peft_config=None, **more):
+    arguments = trl.SFTConfig(str(folder / "output"), **SETTINGS, **more)
+    return trl.SFTTrainer(str(model), arguments, train_dataset=TEXTS, peft_config=peft_config)
+
+
+def preferring(model, folder, peft_config=None, **more):
+    arguments = trl.DPOConfig(str(folder / "output"), **SETTINGS, **more)
+    return trl.DPOTrainer(str(model), args=arguments, train_dataset=PAIRS, peft_config=peft_config)
+
+
+def judging(model, folder):
+    return trl.KTOTrainer(str(model), args=trl.KTOConfig(str(folder / "output"), **SETTINGS), train_dataset=JUDGED)
+
+
+def rewarding(model, folder, peft_config=None):
+    arguments = trl.RewardConfig(str(folder / "output"), **SETTINGS)
+    return trl.RewardTrainer(str(model), arguments, train_dataset=CHOICES, peft_config=peft_config)
+
+
+def plain(model, folder, **more):
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, **more)
+    rows = [{"input_ids": torch.arange(4, 20) + row, "labels": torch.arange(4, 20) + row} for row in ROWS]
+    return transformers.Trainer(
+        loaded, transformers.TrainingArguments(str(folder / "output"), **SETTINGS), train_dataset=rows
+    )
+
+
+TRAINERS = {
+    "plain": plain,
+    "plain in fp16": lambda *given: plain(*given, dtype=torch.float16),
+    "supervised": supervised,
+    "supervised in the files' dtype": lambda *given: supervised(*given, model_init_kwargs={"dtype": "auto"}),
+    "adapters": lambda *given: supervised(*given, adapters()),
+    "adapters in bf16": lambda *given: supervised(*given, adapters(), model_init_kwargs={"dtype": "bfloat16"}),
+    "adapters and a head": lambda *given: supervised(*given, adapters(modules_to_save=["lm_head"])),
+    "reward": rewarding,
+    "reward by adapters": lambda *given: rewarding(*given, adapters(modules_to_save=["score"], task_type="SEQ_CLS")),
+    "preferences": preferring,
+    "preferences by adapters": lambda *given: preferring(*given, adapters()),
+    "judged": judging,
+}
+
+
+def trained(make, model, folder, *, loads):
+    """The losses, and the weights, of a Trainer that was given a model with or without its weights."""
+    folder.mkdir()
+    # Adapters may be drawn before a Trainer sets its seed.
+    torch.manual_seed(5)
+    with memascend.trainer.loading() if loads else contextlib.nullcontext():
+        trainer = make(model, folder)
+    assert any(parameter.is_meta for parameter in trainer.model.parameters()) == loads
+    with memascend.trainer.offload(trainer, storage=folder / "run.store"):
+        trainer.train()
+        values = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line], values
+
+
+def same_runs(make, model, folder):
+    losses, values = trained(make, model, folder / "loaded", loads=False)
+    their_losses, their_values = trained(make, model, folder / "streamed", loads=True)
+    assert len(losses) == 2
+    assert losses == their_losses
+    assert values.keys() == their_values.keys()
+    assert all(same_bits(value, their_values[name]) for name, value in values.items())
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_training_has_the_bits_of_a_loaded_model(tmp_path, model, kind):
+    same_runs(TRAINERS[kind], model, tmp_path)
+
+
+def saved(config, folder, dtype=torch.float32, *, shards="5GB", seed=3):
+    torch.manual_seed(seed)
+    made = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    made.save_pretrained(folder, max_shard_size=shards)
+    make_tokenizer().save_pretrained(folder)
+
+
+SMALL = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 2}
+
+
+def tied(folder):
+    saved(transformers.LlamaConfig(**SMALL, tie_word_embeddings=True), folder)
+
+
+def tied_and_both_in_the_files(folder):
+    tied(folder)
+    values = load_file(folder / "model.safetensors")
+    values["lm_head.weight"] = values["model.embed_tokens.weight"].clone()
+    save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def untied_by_the_files(folder):
+    tied(folder)
+    values = load_file(folder / "model.safetensors")
+    values["lm_head.weight"] = values["model.embed_tokens.weight"] + 0.01
+    save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def in_shards(folder):
+    saved(transformers.LlamaConfig(**SMALL), folder, shards="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+
+
+def experts(folder):
+    config = transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
+    saved(config, folder, torch.bfloat16)
+
+
+def with_buffers(folder):
+    # Its position embeddings, masks and norms have buffers, biases and other names.
+    saved(transformers.GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=2, n_positions=64), folder)
+
+
+@pytest.mark.parametrize(
+    "make", [tied, tied_and_both_in_the_files, untied_by_the_files, in_shards, experts, with_buffers]
+)
+def test_files_are_read_as_transformers_reads_them(tmp_path, make):
+    make(tmp_path / "model")
+    same_runs(plain, tmp_path / "model", tmp_path)
+
+
+def test_what_a_trainer_did_not_load_stays_what_it_is(tmp_path, model):
+    given = transformers.AutoModelForCausalLM.from_pretrained(model)
+    with memascend.trainer.loading():
+        arguments = transformers.TrainingArguments(str(tmp_path), **SETTINGS)
+        trainer = transformers.Trainer(given, arguments, train_dataset=[{"input_ids": [1], "labels": [1]}])
+    assert trainer.model is given
+    assert not any(parameter.is_meta for parameter in given.parameters())
+
+
+def test_other_threads_and_later_code_load_as_ever(model):
+    found = []
+
+    def load():
+        found.append(transformers.AutoModelForCausalLM.from_pretrained(model).to("cpu"))
+
+    before = [vars(transformers.PreTrainedModel)["from_pretrained"], vars(torch.nn.Module)["to"]]
+    with memascend.trainer.loading():
+        thread = threading.Thread(target=load)
+        thread.start()
+        thread.join()
+    load()
+    assert len(found) == 2
+    assert not any(parameter.is_meta for one in found for parameter in one.parameters())
+    assert before == [vars(transformers.PreTrainedModel)["from_pretrained"], vars(torch.nn.Module)["to"]]
+
+
+def test_buffers_and_generation_settings_are_there(model):
+    with memascend.trainer.loading():
+        made = transformers.AutoModelForCausalLM.from_pretrained(model)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model)
+    assert all(same_bits(one, other) for one, other in zip(made.buffers(), loaded.buffers(), strict=True))
+    assert made.generation_config.to_dict() == loaded.generation_config.to_dict()
+    assert made.training == loaded.training
+
+
+def test_memascend_offload_streams_it_too(tmp_path, model):
+    with memascend.trainer.loading():
+        made = transformers.AutoModelForCausalLM.from_pretrained(model)
+    made, optimizer = memascend.offload(made, torch.optim.SGD(made.parameters(), lr=0.1), storage=tmp_path / "a.store")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model).state_dict()
+    with optimizer:
+        assert all(same_bits(value, loaded[name]) for name, value in made.state_dict().items())
+
+
+def test_a_refused_call_may_be_made_again(tmp_path, model):
+    with memascend.trainer.loading():
+        trainer = preferring(model, tmp_path, optim="adamw_8bit", max_grad_norm=0.5)
+    before = dict(vars(trainer))
+    with pytest.raises(memascend.BudgetError, match=r"the reference model takes \d+ bytes beside it") as caught:
+        memascend.trainer.offload(trainer, storage=tmp_path / "run.store", host_memory="1KiB")
+    assert vars(trainer) == before
+    smallest = caught.value.smallest
+    with memascend.trainer.offload(trainer, storage=tmp_path / "run.store", host_memory=smallest) as optimizer:
+        trainer.train()
+        reference = trainer.ref_model.__dict__["_memascend"]
+        assert optimizer.plan.budget + reference.plan.budget == smallest
+        assert "8bit" in str(optimizer.plan) or optimizer.state_of(trainer.model.lm_head.weight)
+        reference.close()
+    # The store of the reference is an unlinked file.
+    assert [path.name for path in tmp_path.glob("*.store")] == ["run.store"]
+    assert not list(tmp_path.glob("memascend-*"))
+
+
+def quantized(folder):
+    (folder / "config.json").write_text(
+        json.dumps(
+            json.loads((folder / "config.json").read_text())
+            | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
+        )
+    )
+    return memascend.ConfigError, r"is quantized \(bitsandbytes\)"
+
+
+def pickled(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    return memascend.ConfigError, "has its weights in no safetensors"
+
+
+def cut_short(folder):
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    return memascend.CorruptionError, "no whole safetensors file"
+
+
+@pytest.mark.parametrize("spoil", [quantized, pickled, cut_short])
+def test_other_weights_are_refused(tmp_path, spoil):
+    saved(transformers.LlamaConfig(**SMALL), tmp_path)
+    error, message = spoil(tmp_path)
+    with pytest.raises(error, match=message), memascend.trainer.loading():
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_code_that_needs_weights_is_refused(tmp_path, model):
+    with pytest.raises(memascend.UsageError, match="needs values of weights"), memascend.trainer.loading():
+        supervised(model, tmp_path, adapters(use_dora=True))
+    with pytest.raises(memascend.UsageError, match="needs values of weights"), memascend.trainer.loading():
+        preferring(model, tmp_path, precompute_ref_log_probs=True)
+
+
+def test_a_parameter_without_values_is_refused_by_name(tmp_path, model):
+    with memascend.trainer.loading():
+        trainer = plain(model, tmp_path)
+    trainer.model.resize_token_embeddings(400, mean_resizing=False)
+    with pytest.raises(memascend.ConfigError, match=r"model\.embed_tokens\.weight has no values"):
+        memascend.trainer.offload(trainer, storage=tmp_path / "run.store")
+    assert not (tmp_path / "run.store").exists()
+
+
+def program(*arguments):
+    done = subprocess.run(
+        [sys.executable, PROGRAM, *map(str, arguments)], capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return json.loads(done.stdout.split("found ")[1].splitlines()[0])
+
+
+LIMIT = 320 << 20
+
+
+def large_folder(folder):
+    """A model of 500 MB in fp32."""
+    size = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 8}
+    config = transformers.LlamaConfig(**SMALL | size, tie_word_embeddings=False, dtype=torch.float32)
+    saved(config, folder, shards="60MB")
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_a_model_larger_than_the_cgroups_memory_trains(tmp_path, cgroup, kind):
+    # Beside the source, since a temporary folder may be memory.
+    assert large_folder(tmp_path / "model") > 1.5 * LIMIT
+    (tmp_path / "run").mkdir()
+    first = program(kind, tmp_path / "model", tmp_path / "run", cgroup, LIMIT)
+    again = program(kind, tmp_path / "model", tmp_path / "run", cgroup, LIMIT)
+    assert (first["begun"], again["begun"]) == (0, 2)
+    assert first["losses"] == again["losses"]
+    assert first["digest"] == again["digest"]
+    (tmp_path / "free").mkdir()
+    assert program(kind, tmp_path / "model", tmp_path / "free")["digest"] == first["digest"]

@@ -1,0 +1,157 @@
+"""Tests the optimizers of TrainingArguments, offloaded: with the bits of memory, or rejected with those that stream."""
+
+import logging
+
+import pytest
+import torch
+import transformers
+from support.bits import same_bits
+
+import memascend
+import memascend.trainer
+
+ROWS = [{"input_ids": torch.arange(4, 20) + row, "labels": torch.arange(4, 20) + row} for row in range(16)]
+SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+
+
+def language_model():
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+
+
+def made(folder, optim, **more):
+    settings = {
+        "output_dir": str(folder / "output"),
+        "use_cpu": True,
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "optim": optim,
+        "max_grad_norm": 0.0,
+        "learning_rate": 1e-3,
+        "weight_decay": 0.1,
+        **more,
+    }
+    arguments = transformers.TrainingArguments(**settings)
+    return transformers.Trainer(language_model(), arguments, train_dataset=ROWS, eval_dataset=ROWS)
+
+
+def result(trainer):
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    return losses, {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def same(one, other):
+    return one[0] == other[0] and all(same_bits(value, other[1][name]) for name, value in one[1].items())
+
+
+CONSTANT = {"lr_scheduler_type": "constant"}
+STREAMED = {
+    "adamw_torch_fused": {},
+    "adamw_torch_8bit": {},
+    "adamw_torch_4bit": {},
+    "adafactor": {},
+    "sgd": {"optim_args": "momentum=0.9"},
+    "adagrad": {},
+    "rmsprop": {},
+    "schedule_free_adamw": CONSTANT,
+    "schedule_free_radam": CONSTANT,
+    "schedule_free_sgd": CONSTANT,
+}
+
+
+@pytest.mark.parametrize("optim", STREAMED)
+def test_what_streams_is_used_as_the_trainer_makes_it(tmp_path, optim):
+    in_memory = result(made(tmp_path, optim, **STREAMED[optim]))
+    trainer = made(tmp_path, optim, **STREAMED[optim])
+    with memascend.trainer.offload(trainer, storage=tmp_path / "run.store"):
+        assert same(in_memory, result(trainer))
+
+
+def test_torchs_default_update_is_the_fused_one(tmp_path):
+    in_memory = result(made(tmp_path, "adamw_torch_fused"))
+    trainer = made(tmp_path, "adamw_torch")
+    with memascend.trainer.offload(trainer, storage=tmp_path / "run.store"):
+        assert same(in_memory, result(trainer))
+
+
+@pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"])
+def test_adamw_of_bitsandbytes_is_that_of_torch_in_its_format(tmp_path, caplog, optim):
+    bits = {"state": "8bit"} if "8bit" in optim else {}
+    plain = made(tmp_path, "adamw_torch")
+    with memascend.trainer.offload(plain, storage=tmp_path / "plain.store", **bits):
+        expected = result(plain)
+    trainer = made(tmp_path, optim)
+    with caplog.at_level(logging.INFO, "memascend"):
+        optimizer = memascend.trainer.offload(trainer, storage=tmp_path / "run.store")
+    assert f"optim='{optim}' is torch's AdamW" in caplog.text
+    with optimizer:
+        assert same(expected, result(trainer))
+    # The store tells that the arguments changed.
+    with pytest.raises(memascend.ConfigError, match=f"optim {optim} -> adamw_torch"):
+        memascend.trainer.offload(made(tmp_path, "adamw_torch"), storage=tmp_path / "run.store")
+
+
+@pytest.mark.parametrize(
+    "optim", ["lion_32bit", "paged_lion_8bit", "ademamix", "rmsprop_bnb", "lomo", "galore_adamw_layerwise"]
+)
+def test_what_cannot_stream_is_refused_with_what_can(tmp_path, optim):
+    trainer = made(tmp_path, optim)
+    with pytest.raises(memascend.ConfigError, match=rf"optim='{optim}' cannot stream; these can: adamw_torch, .*sgd"):
+        memascend.trainer.offload(trainer, storage=tmp_path / "run.store")
+    assert trainer.optimizer is None
+    assert not (tmp_path / "run.store").exists()
+
+
+def test_an_optimizer_that_was_given_is_used(tmp_path):
+    found = []
+    for offloads in (False, True):
+        trainer = made(tmp_path, "adamw_torch")
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+        if offloads:
+            memascend.trainer.offload(trainer, storage=tmp_path / "run.store")
+        found.append(result(trainer))
+    trainer.optimizer.close() if hasattr(trainer.optimizer, "close") else trainer.optimizer.optimizer.close()
+    assert same(*found)
+
+
+BEST = {
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "load_best_model_at_end": True,
+    # The worst, so that it is not the last.
+    "metric_for_best_model": "eval_loss",
+    "greater_is_better": True,
+    "max_steps": 6,
+    **CONSTANT,
+}
+
+
+def test_the_best_model_is_loaded_and_a_longer_run_is_refused(tmp_path):
+    in_memory = made(tmp_path / "memory", "adamw_torch_fused", **BEST)
+    expected = result(in_memory)
+    history = [{key: line[key] for key in line if key in ("loss", "eval_loss", "train_loss", "step")} for line in
+               in_memory.state.log_history]  # fmt: skip
+    for begun in (0, 6):
+        trainer = made(tmp_path, "adamw_torch_fused", **BEST)
+        saved = tmp_path / "output" / "checkpoint-6" / "model.safetensors"
+        before = saved.read_bytes() if begun else None
+        with memascend.trainer.offload(trainer, storage=tmp_path / "run.store") as optimizer:
+            assert optimizer.steps == begun
+            assert same(expected, result(trainer))
+        assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
+        found = [{key: line[key] for key in line if key in ("loss", "eval_loss", "train_loss", "step")} for line in
+                 trainer.state.log_history]  # fmt: skip
+        assert found == history
+        # Nothing is saved anew from the best weights.
+        assert before in (None, saved.read_bytes())
+    longer = made(tmp_path, "adamw_torch_fused", **BEST | {"max_steps": 8})
+    with pytest.raises(memascend.ConfigError, match=r"max_steps 6 -> 8; .*it has the best weights, those of .*-2,"):
+        memascend.trainer.offload(longer, storage=tmp_path / "run.store")

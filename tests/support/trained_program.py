@@ -1,0 +1,146 @@
+"""A program of a user who trains by a Trainer, offloaded in one line; a test starts it, kills it, and starts it again.
+
+usage: trained_program.py STORE LOG [MOMENT STEP]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+import memascend.trainer
+from memascend.storage import Engine
+
+FIGURES = ("loss", "learning_rate", "grad_norm", "epoch", "eval_loss", "train_loss", "num_input_tokens_seen")
+
+
+def model():
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.Qwen2Config(vocab_size=64, num_hidden_layers=2, attention_dropout=0.1, **shape)
+    return transformers.Qwen2ForCausalLM(config)
+
+
+def rows(count=50):
+    tokens = torch.randint(0, 64, (count, 12), generator=torch.Generator().manual_seed(3)).tolist()
+    return [{"input_ids": row[: 6 + index % 7], "labels": row[: 6 + index % 7]} for index, row in enumerate(tokens)]
+
+
+def padded(batch):
+    return collated(batch, lambda ids: ids)
+
+
+def masked(batch):
+    """Replaces tokens, drawn from torch's generator."""
+    return collated(batch, lambda ids: torch.where(torch.rand(ids.shape) < 0.2, 1, ids))
+
+
+def collated(batch, change):
+    width = max(len(row["input_ids"]) for row in batch)
+
+    def column(name, padding):
+        return torch.tensor([row[name] + [padding] * (width - len(row[name])) for row in batch])
+
+    return {"input_ids": change(column("input_ids", 0)), "labels": column("labels", -100)}
+
+
+class Log(transformers.TrainerCallback):
+    """Writes each line of the log, and ends the process at a moment of a step."""
+
+    def __init__(self, file, moment=None, step=0):
+        self.file, self.moment, self.step = Path(file), moment, int(step)
+
+    def on_log(self, _args, state, _control, logs, **_):
+        kind = next((name for name in ("loss", "eval_loss", "train_loss") if name in logs), "other")
+        line = {"step": state.global_step, "kind": kind, **{name: logs[name] for name in FIGURES if name in logs}}
+        with self.file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _at(self, moment, state):
+        if (moment, state.global_step) == (self.moment, self.step):
+            end_of_process()
+
+    def on_substep_end(self, _args, state, *_, **__):
+        self._at("micro-batch", state)
+
+    def on_pre_optimizer_step(self, _args, state, *_, **__):
+        self._at("before the step", state)
+
+    def on_optimizer_step(self, _args, state, *_, **__):
+        self._at("after the commit", state)
+
+    def on_step_end(self, _args, state, *_, **__):
+        self._at("end of the step", state)
+
+    def on_prediction_step(self, _args, state, *_, **__):
+        self._at("evaluation", state)
+
+    def on_save(self, _args, state, *_, **__):
+        self._at("checkpoint", state)
+
+
+def end_of_process():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_while_created():
+    own = Engine.commit
+
+    def commit(self, step, **options):
+        if step == 0:
+            end_of_process()
+        return own(self, step, **options)
+
+    Engine.commit = commit
+
+
+def made(output, *callbacks, data=None, collate=padded, optimizers=(None, None), kind=transformers.Trainer, **options):
+    """The Trainer: two micro-batches a step and a short last one, warm-up, dropout, an evaluation, checkpoints."""
+    arguments = transformers.TrainingArguments(
+        **{
+            "output_dir": str(output), "num_train_epochs": 2, "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 4, "learning_rate": 1e-2, "warmup_steps": 3, "logging_steps": 3,
+            "eval_strategy": "steps", "eval_steps": 4, "save_steps": 5, "save_total_limit": 1, "report_to": [],
+            "use_cpu": True, "disable_tqdm": True, "optim": "adamw_torch_fused", "remove_unused_columns": False,
+            "include_num_input_tokens_seen": True, **options,
+        }
+    )  # fmt: skip
+    return kind(
+        model(), arguments, train_dataset=rows() if data is None else data, eval_dataset=rows(8), data_collator=collate,
+        callbacks=list(callbacks), optimizers=optimizers,
+    )  # fmt: skip
+
+
+def digest_of(trained):
+    digest = hashlib.sha256()
+    for name, parameter in trained.named_parameters():
+        digest.update(name.encode() + parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def logged(file):
+    """The last line of each step and kind."""
+    lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
+    return {(line["step"], line["kind"]): line for line in lines}
+
+
+def main(store, log, moment=None, step=0):
+    torch.set_num_threads(1)
+    if moment == "creation":
+        kill_while_created()
+    trainer = made(f"{store}-out", Log(log, moment, step))
+    if store != "memory":
+        memascend.trainer.offload(trainer, storage=store, clipping="torch")
+    trainer.train()
+    print(digest_of(trainer.model))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
