@@ -21,7 +21,9 @@ swift sft \
     --lr_scheduler_type cosine \
     --max_length 512 \
     --logging_steps 10 \
-    --save_strategy no \
+    --save_strategy epoch \
+    --save_only_model true \
+    --save_total_limit 1 \
     --output_dir trained \
     --add_version false \
     "$@"

@@ -33,7 +33,10 @@ class MemascendOptimizer(OptimizerCallback):
         del trainer.train
         # They are our options, and say nothing of the run.
         trainer.args.optim_args = None
-        offload(trainer, **self._options)
+        optimizer = offload(trainer, **self._options)
+        if optimizer is not None:
+            # The Trainer's own would give it another list of groups.
+            trainer.create_optimizer = lambda **_: optimizer
         return trainer.train(*given, **named)
 
 
