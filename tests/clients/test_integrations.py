@@ -1,6 +1,7 @@
 """Tests the plugins in their programs, which fresh processes start with the files of examples/: killed, they go on.
 
-Each program has an environment of its own (`make test-plugins`); here, tests of the others are skipped.
+Each program has an environment of its own (`make test-axolotl`, `test-swift`, `test-llamafactory`); there, tests of the
+others are skipped.
 """
 
 import hashlib
@@ -158,9 +159,7 @@ def test_llama_factory_goes_on_where_it_was_killed(folder):
     shutil.copytree(installed, folder / "site/llamafactory")
     patch = EXAMPLES / "llamafactory.patch"
     subprocess.run(["patch", "--silent", "-p1", "-d", folder / "site", "-i", patch], check=True)
-    example(
-        folder, "llamafactory.yaml", ("bf16: true", "use_cpu: true"), ("logging_steps: 10", "logging_steps: 1")
-    )
+    example(folder, "llamafactory.yaml", ("bf16: true", "use_cpu: true"), ("logging_steps: 10", "logging_steps: 1"))
     tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
     shape = {"file_name": "data.jsonl", "formatting": "sharegpt", "columns": {"messages": "messages"}, "tags": tags}
     write_rows(folder / "dataset_info.json", [{"own": shape}])
