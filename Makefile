@@ -116,7 +116,7 @@ test-rust: $(VENV)/synced ## The Rust tests alone
 	timeout 900 cargo test --quiet --locked --workspace
 
 .PHONY: test-all
-test-all: test test-slow test-posing test-valgrind test-oldest test-clients docs ## Everything: slow tests, Valgrind, oldest torch, clients, the site
+test-all: test test-slow test-posing test-valgrind test-oldest test-clients test-axolotl test-swift test-llamafactory docs ## Everything: slow tests, Valgrind, oldest torch, clients, plugins, the site
 
 .PHONY: test-slow
 test-slow: setup ## The tests that take longer than a push can wait
@@ -146,18 +146,31 @@ test-oldest: setup ## The Python tests on the oldest supported torch
 	.venv-oldest/bin/pytest $(PYTEST_OPTIONS) -m "not slow and not soak"
 
 # What is there already stays; the lock says what has to be.
-.venv-clients/synced: $(VENV)/synced requirements/clients.lock
-	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-clients
-	$(BIN)/uv pip sync --quiet --python .venv-clients/bin/python --require-hashes requirements/clients.lock
+CLIENTS := clients axolotl swift llamafactory
+$(CLIENTS:%=.venv-%/synced): .venv-%/synced: $(VENV)/synced requirements/%.lock
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-$*
+	$(BIN)/uv pip sync --quiet --python .venv-$*/bin/python --require-hashes requirements/$*.lock
 	@touch $@
 
-.venv-clients/installed: .venv-clients/synced $(VENV)/installed
-	VIRTUAL_ENV=$(abspath .venv-clients) $(BIN)/maturin develop --uv --quiet --release --locked
+$(CLIENTS:%=.venv-%/installed): .venv-%/installed: .venv-%/synced $(VENV)/installed
+	VIRTUAL_ENV=$(abspath .venv-$*) $(BIN)/maturin develop --uv --quiet --release --locked
 	@touch $@
 
 .PHONY: test-clients
 test-clients: .venv-clients/installed ## Optimizers, averages and loops of other libraries, in an environment of their own
 	.venv-clients/bin/pytest $(PYTEST_OPTIONS) -W default tests/clients
+
+.PHONY: test-axolotl
+test-axolotl: .venv-axolotl/installed ## The plugin in Axolotl, in an environment of its own
+	.venv-axolotl/bin/pytest -W default tests/clients/test_integrations.py
+
+.PHONY: test-swift
+test-swift: .venv-swift/installed ## The plugin in ms-swift, in an environment of its own
+	.venv-swift/bin/pytest -W default tests/clients/test_integrations.py
+
+.PHONY: test-llamafactory
+test-llamafactory: .venv-llamafactory/installed ## The patch in LLaMA-Factory, in an environment of its own
+	.venv-llamafactory/bin/pytest -W default tests/clients/test_integrations.py
 
 .PHONY: clients-table
 clients-table: .venv-clients/installed ## Renew docs/optimizers.md: what of these libraries streams
@@ -284,6 +297,8 @@ lock: $(VENV)/synced ## Renew the locks of the development environment
 		requirements/oldest.in -o requirements/oldest.lock
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --upgrade \
 		requirements/clients.in -o requirements/clients.lock
+	for name in axolotl swift llamafactory; do $(BIN)/uv pip compile --quiet --universal --python-version 3.11 \
+		--generate-hashes --no-header --upgrade requirements/$$name.in -o requirements/$$name.lock; done
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --upgrade \
 		requirements/docs.in -o requirements/docs.lock
 	cargo update

@@ -53,6 +53,7 @@ ROOMS = {
     },
     "trainer": BASE | {"storage", "plan", "optim", "distributed", "checkpoint", "session"},
     "cli": BASE | {"storage", "kernels", "plan", "checkpoint", "session", "trainer"},
+    "integrations": BASE | {"session", "trainer"},
     "__main__": {"cli"},
 }
 # Who may import whom in the base itself; `engine` is the public name of a room.

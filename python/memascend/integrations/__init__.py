@@ -1,0 +1,36 @@
+"""Plugins for programs that make a Trainer themselves, from a file of settings: Axolotl and ms-swift."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from memascend.errors import ConfigError
+from memascend.session import offload as session_offload
+from memascend.trainer import offload
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["offload", "options_of"]
+
+
+def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `memascend.trainer.offload()` that settings have, checked before a model is loaded.
+
+    Raises:
+        ConfigError: an option is unknown, or `storage` is missing.
+    """
+    functions = (offload, session_offload.offload)
+    known = {
+        name
+        for function in functions
+        for name, one in inspect.signature(function).parameters.items()
+        if one.kind is one.KEYWORD_ONLY
+    }
+    unknown = sorted(given.keys() - known)
+    if unknown:
+        raise ConfigError(f"memascend has no option {unknown[0]!r}: its options are {', '.join(sorted(known))}")
+    if not given.get("storage"):
+        raise ConfigError("memascend needs storage, the path of the store: for example storage: run.store")
+    return dict(given)

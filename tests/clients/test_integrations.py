@@ -1,0 +1,178 @@
+"""Tests the plugins in their programs, which fresh processes start with the files of examples/: killed, they go on.
+
+Each program has an environment of its own (`make test-axolotl`, `test-swift`, `test-llamafactory`); there, tests of the
+others are skipped.
+"""
+
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.small_folder import make_model, write_rows
+
+from memascend.errors import ConfigError
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PYTHON = Path(sys.executable).parent
+WORDS = "What is it? It is a test of a small model and the answer to the question is yes or no".split()
+STEPS = 18
+LOGGED = re.compile(r"\{'loss': '(\S+)', 'grad_norm': '(\S+)', 'learning_rate': '(\S+)',.*?'epoch': '(\S+)'")
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def needs(program):
+    return pytest.mark.skipif(importlib.util.find_spec(program) is None, reason=f"{program} is not here")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model and conversations, as the examples name them."""
+    make_model(tmp_path / "model", torch.float32)
+    turns = [(" ".join(WORDS[row % 5 :][:3]), " ".join(WORDS[row * 3 % 7 :][:4])) for row in range(24)]
+    rows = [
+        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
+        for asked, said in turns
+    ]
+    write_rows(tmp_path / "data.jsonl", rows)
+    return tmp_path
+
+
+def example(folder, name, *replaced):
+    """The file of examples/, but for what is another on a machine without a GPU, and a line of the log per step."""
+    text = (EXAMPLES / name).read_text(encoding="utf-8")
+    for old, new in replaced:
+        assert old in text
+        text = text.replace(old, new)
+    (folder / name).write_text(text, encoding="utf-8")
+
+
+def run(folder, command, *, kill_after=None, **environment):
+    """Start a program, and kill all its processes after some lines of its log; returns what it logged by epoch."""
+    variables = {
+        "PATH": f"{PYTHON}:{os.environ['PATH']}",
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(folder / "hub"),
+        **environment,
+    }
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=os.environ | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    output, logged = "", {}
+    with process:
+        for line in process.stdout:
+            output += line
+            logged |= {found[3]: found[:3] for found in LOGGED.findall(line)}
+            if kill_after is not None and len(logged) == kill_after:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert (process.returncode == 0) == (kill_after is None), output[-4000:]
+    return logged, output
+
+
+def require_exact(folder, command, weights, **environment):
+    """Compare a run that is killed with one that is not."""
+    whole, _ = run(folder, command, **environment)
+    expected = digest(folder, weights)
+    assert len(whole) == STEPS
+    shutil.rmtree(folder / "trained")
+    (folder / "run.store").unlink()
+    first, _ = run(folder, command, kill_after=5, **environment)
+    rest, _ = run(folder, command, **environment)
+    # The step at which it was killed may be logged again.
+    assert STEPS <= len(first) + len(rest) <= STEPS + 1
+    assert first | rest == whole
+    assert digest(folder, weights) == expected
+
+
+def digest(folder, weights):
+    return hashlib.sha256((folder / "trained" / weights).read_bytes()).hexdigest()
+
+
+AXOLOTL = ("axolotl.yaml", ("bf16: true", "bf16: false"), ("logging_steps: 10", "logging_steps: 1"))
+TRAIN_AXOLOTL = ("axolotl", "train", "axolotl.yaml", "--launcher", "python")
+
+
+@needs("axolotl")
+def test_axolotl_goes_on_where_it_was_killed(folder):
+    example(folder, *AXOLOTL)
+    require_exact(folder, TRAIN_AXOLOTL, "model.safetensors", AXOLOTL_DO_NOT_TRACK="1")
+
+
+@needs("axolotl")
+def test_axolotl_rejects_an_unknown_option_before_it_loads_the_model(folder):
+    example(folder, *AXOLOTL, ("host_memory:", "hostmemory:"))
+    shutil.rmtree(folder / "model")
+    with pytest.raises(AssertionError, match="memascend has no option 'hostmemory': its options are .*host_memory"):
+        run(folder, TRAIN_AXOLOTL, AXOLOTL_DO_NOT_TRACK="1")
+
+
+@needs("axolotl")
+def test_axolotl_passes_null_on(folder):
+    """Axolotl leaves out settings without a value; here it is one: no master weights."""
+    import yaml
+    from axolotl.cli.config import load_cfg
+
+    example(folder, *AXOLOTL, ("host_memory: 8GiB", "master_dtype: null"))
+    os.chdir(folder)
+    options = dict(load_cfg("axolotl.yaml").memascend)
+    assert options == yaml.safe_load((folder / "axolotl.yaml").read_text())["memascend"]
+
+
+@needs("swift")
+def test_swift_goes_on_where_it_was_killed(folder):
+    example(folder, "swift.sh", ("--logging_steps 10", "--logging_steps 1 --use_cpu true"))
+    command = ("sh", "swift.sh")
+    require_exact(folder, command, f"checkpoint-{STEPS}/model.safetensors", USE_HF="1", MODELSCOPE_CACHE=str(folder))
+
+
+@needs("swift")
+def test_options_of_swift():
+    from memascend.integrations.ms_swift import _options
+
+    assert _options("storage=run.store,host_memory=8GiB") == {"storage": "run.store", "host_memory": "8GiB"}
+    found = _options("storage=[/a=1/x.store, /b/y.store], log_steps=8,master_dtype=null")
+    assert found == {"storage": ["/a=1/x.store", "/b/y.store"], "log_steps": 8, "master_dtype": None}
+    for wrong in ("storage", "storage=[", None):
+        with pytest.raises(ConfigError, match="name=value|needs storage"):
+            _options(wrong)
+
+
+@needs("llamafactory")
+def test_llama_factory_goes_on_where_it_was_killed(folder):
+    installed = Path(importlib.util.find_spec("llamafactory").origin).parent
+    shutil.copytree(installed, folder / "site/llamafactory")
+    patch = EXAMPLES / "llamafactory.patch"
+    subprocess.run(["patch", "--silent", "-p1", "-d", folder / "site", "-i", patch], check=True)
+    example(folder, "llamafactory.yaml", ("bf16: true", "use_cpu: true"), ("logging_steps: 10", "logging_steps: 1"))
+    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+    shape = {"file_name": "data.jsonl", "formatting": "sharegpt", "columns": {"messages": "messages"}, "tags": tags}
+    write_rows(folder / "dataset_info.json", [{"own": shape}])
+    path = f"{folder / 'site'}:{os.environ.get('PYTHONPATH', '')}"
+    require_exact(folder, ("llamafactory-cli", "train", "llamafactory.yaml"), "model.safetensors", PYTHONPATH=path)
+
+
+def test_options_are_checked():
+    from memascend.integrations import options_of
+
+    given = {"storage": "run.store", "clipping": "torch", "host_memory": "8GiB"}
+    assert options_of(given) == given
+    with pytest.raises(ConfigError, match="memascend has no option 'memory': its options are .*host_memory"):
+        options_of({**given, "memory": 1})
+    with pytest.raises(ConfigError, match="needs storage"):
+        options_of({"host_memory": "8GiB"})
