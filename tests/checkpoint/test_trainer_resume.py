@@ -182,6 +182,7 @@ CHANGES = {
     "optimizer": ({"optim": "sgd"}, "optim adamw_torch_fused -> sgd"),
     "epochs": ({"num_train_epochs": 3}, "num_train_epochs 2 -> 3; nothing was changed: only a constant schedule"),
     "fewer rows": ({"data": rows(49)}, "data 50 rows .* -> 49 rows"),
+    "the last row": ({"data": [*rows()[:-1], rows()[0]]}, "data 50 rows .* -> 50 rows"),
     "other rows": ({"data": [{**row, "labels": row["labels"][::-1]} for row in rows()]}, "data 50 rows .* -> 50 rows"),
 }
 

@@ -22,7 +22,7 @@ from memascend.errors import ConfigError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PYTHON = Path(sys.executable).parent
-WORDS = "What is it? It is a test of a small model and the answer to the question is yes or no".split()
+WORDS = ["What", "is", "it?", "a", "test", "of", "small", "models", "and", "the", "answer", "yes", "or", "no"]
 STEPS = 18
 LOGGED = re.compile(r"\{'loss': '(\S+)', 'grad_norm': '(\S+)', 'learning_rate': '(\S+)',.*?'epoch': '(\S+)'")
 
@@ -118,7 +118,7 @@ def test_axolotl_goes_on_where_it_was_killed(folder):
 def test_axolotl_rejects_an_unknown_option_before_it_loads_the_model(folder):
     example(folder, *AXOLOTL, ("host_memory:", "hostmemory:"))
     shutil.rmtree(folder / "model")
-    with pytest.raises(AssertionError, match="memascend has no option 'hostmemory': its options are .*host_memory"):
+    with pytest.raises(AssertionError, match=r"memascend has no option 'hostmemory': its options are .*host_memory"):
         run(folder, TRAIN_AXOLOTL, AXOLOTL_DO_NOT_TRACK="1")
 
 
@@ -149,7 +149,7 @@ def test_options_of_swift():
     found = _options("storage=[/a=1/x.store, /b/y.store], log_steps=8,master_dtype=null")
     assert found == {"storage": ["/a=1/x.store", "/b/y.store"], "log_steps": 8, "master_dtype": None}
     for wrong in ("storage", "storage=[", None):
-        with pytest.raises(ConfigError, match="name=value|needs storage"):
+        with pytest.raises(ConfigError, match=r"name=value|needs storage"):
             _options(wrong)
 
 
@@ -172,7 +172,7 @@ def test_options_are_checked():
 
     given = {"storage": "run.store", "clipping": "torch", "host_memory": "8GiB"}
     assert options_of(given) == given
-    with pytest.raises(ConfigError, match="memascend has no option 'memory': its options are .*host_memory"):
+    with pytest.raises(ConfigError, match=r"memascend has no option 'memory': its options are .*host_memory"):
         options_of({**given, "memory": 1})
     with pytest.raises(ConfigError, match="needs storage"):
         options_of({"host_memory": "8GiB"})

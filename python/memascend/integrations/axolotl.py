@@ -23,7 +23,7 @@ class MemascendArguments(BaseModel):
         return options_of(given)
 
 
-class MemascendPlugin(BasePlugin):
+class MemascendPlugin(BasePlugin):  # type: ignore[misc]
     """Offloads what Axolotl's Trainer trains; the same settings started again go on at the next step."""
 
     def get_input_args(self) -> str:

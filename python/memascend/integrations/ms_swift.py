@@ -18,7 +18,7 @@ from memascend.integrations import offload, options_of
 __all__ = ["MemascendOptimizer"]
 
 
-class MemascendOptimizer(OptimizerCallback):
+class MemascendOptimizer(OptimizerCallback):  # type: ignore[misc]
     """Offloads what ms-swift's Trainer trains, with the optimizer that its arguments name."""
 
     def __init__(self, args: Any, trainer: Any) -> None:

@@ -46,7 +46,6 @@ _MICRO = "gradient_accumulation_steps"
 _LENGTH = ("max_steps", "num_train_epochs")
 _REFUSED = {
     "auto_find_batch_size": "it restarts the training in the midst of a step: give per_device_train_batch_size",
-    "deepspeed": "it offloads by itself: leave deepspeed= out",
     "sync_ref_model": "it writes to the reference's weights between steps: leave it out",
     "ignore_data_skip": "a resume goes on in the midst of the data: leave it out",
 }
@@ -194,6 +193,10 @@ def _require_plain(trainer: Any) -> None:
     args = trainer.args
     if trainer.model_init is not None:
         raise ConfigError("model_init= makes another model in train(), which was not offloaded: give model=")
+    if trainer.is_deepspeed_enabled:
+        raise ConfigError(
+            "memascend.trainer.offload() cannot train with DeepSpeed, which offloads by itself: leave it out"
+        )
     for name, why in _REFUSED.items():
         if getattr(args, name, None):
             raise ConfigError(f"memascend.trainer.offload() cannot train with {name}: {why}")
