@@ -45,6 +45,7 @@ _FREE = (
 _MICRO = "gradient_accumulation_steps"
 _LENGTH = ("max_steps", "num_train_epochs")
 _REFUSED = {
+    "deepspeed": "it offloads by itself: leave it out",
     "auto_find_batch_size": "it restarts the training in the midst of a step: give per_device_train_batch_size",
     "sync_ref_model": "it writes to the reference's weights between steps: leave it out",
     "ignore_data_skip": "a resume goes on in the midst of the data: leave it out",
