@@ -140,7 +140,7 @@ def _train(work: dict[str, Any]) -> None:
     if by_hand:
         optimizer = trainer.create_optimizer()
         _, optimizer = memascend.offload(model, optimizer, storage=storage, device="cpu", max_grad_norm=1.0)
-        callbacks = [memascend.trainer.Callback()]
+        callbacks: list[Any] = [memascend.trainer.Callback()]
         trainer = transformers.Trainer(
             model, arguments, train_dataset=rows, optimizers=(optimizer, None), callbacks=callbacks
         )
@@ -170,14 +170,14 @@ class _Positions:
             self.bytes, self.again = len(text), lambda: position(resume)
             return text
 
-        Resume.position = position  # type: ignore[method-assign]
+        Resume.position = position  # type: ignore[assignment,method-assign]
 
 
 def _turns(positions: _Positions) -> Any:
     """A callback that takes as many steps as it is asked for, and then answers."""
     import transformers
 
-    class Turns(transformers.TrainerCallback):  # type: ignore[misc]
+    class Turns(transformers.TrainerCallback):
         """Answers between two steps."""
 
         def __init__(self) -> None:
