@@ -117,7 +117,8 @@ def _train(work: dict[str, Any]) -> None:
     from benchmarks.train.cell.workload import WORKLOADS, configuration, prepared
 
     positions = _Positions(empty=work["case"] == "no position")
-    workload, models = WORKLOADS[f"{work['parameters']}-1x128"], transformers.AutoModelForCausalLM
+    workload = WORKLOADS[f"{work['parameters']}-1x128"]
+    models: Any = transformers.AutoModelForCausalLM
     torch.manual_seed(0)
     model = prepared(workload, models.from_config(configuration(workload), dtype=torch.float32))
     ids = torch.randint(0, workload.vocabulary, (_ROWS, work["length"])).tolist()
