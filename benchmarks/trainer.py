@@ -117,7 +117,8 @@ def _train(work: dict[str, Any]) -> None:
     from benchmarks.train.cell.workload import WORKLOADS, configuration, prepared
 
     positions = _Positions(empty=work["case"] == "no position")
-    workload, models = WORKLOADS[f"{work['parameters']}-1x128"], transformers.AutoModelForCausalLM
+    workload = WORKLOADS[f"{work['parameters']}-1x128"]
+    models: Any = transformers.AutoModelForCausalLM
     torch.manual_seed(0)
     model = prepared(workload, models.from_config(configuration(workload), dtype=torch.float32))
     ids = torch.randint(0, workload.vocabulary, (_ROWS, work["length"])).tolist()
@@ -140,7 +141,7 @@ def _train(work: dict[str, Any]) -> None:
     if by_hand:
         optimizer = trainer.create_optimizer()
         _, optimizer = memascend.offload(model, optimizer, storage=storage, device="cpu", max_grad_norm=1.0)
-        callbacks = [memascend.trainer.Callback()]
+        callbacks: list[Any] = [memascend.trainer.Callback()]
         trainer = transformers.Trainer(
             model, arguments, train_dataset=rows, optimizers=(optimizer, None), callbacks=callbacks
         )
@@ -170,14 +171,14 @@ class _Positions:
             self.bytes, self.again = len(text), lambda: position(resume)
             return text
 
-        Resume.position = position  # type: ignore[method-assign]
+        Resume.position = position  # type: ignore[assignment,method-assign]
 
 
 def _turns(positions: _Positions) -> Any:
     """A callback that takes as many steps as it is asked for, and then answers."""
     import transformers
 
-    class Turns(transformers.TrainerCallback):  # type: ignore[misc]
+    class Turns(transformers.TrainerCallback):
         """Answers between two steps."""
 
         def __init__(self) -> None:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _BYTES_MAX = 56 << 10
 # Averages of a Trainer of TRL come from lists with a number for each micro-batch; longer ones keep their sum alone.
 _NUMBERS_MAX = 256
-# Each step writes these lines of the log; of 10,000 that takes a tenth of a second.
-_LINES_MAX = 500
+# Each step writes these lines of the log, which fit as a rule; of 10,000 it took a tenth of a second.
+_LINES_MAX = 300
 # Fields of TrainerState that the arguments give, or that stand apart.
 _NOT_KEPT = {"global_step", "log_history", "stateful_callbacks", "max_steps", "num_train_epochs", "train_batch_size"}
 _NOT_KEPT |= {"logging_steps", "eval_steps", "save_steps", "trial_name", "trial_params", "is_hyper_param_search"}
