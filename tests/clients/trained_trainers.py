@@ -135,7 +135,7 @@ def main(kind, store, log, moment=None, step=0):
     torch.set_num_threads(1)
     if moment == "creation":
         kill_while_created()
-    trainer = KINDS[kind](f"{store}-out", Log(log, moment, step))
+    trainer = KINDS[kind](f"{log}-out", Log(log, moment, step))
     if not store.endswith("memory"):
         memascend.trainer.offload(trainer, storage=store, clipping="torch", device="cpu")
     trainer.train()

@@ -137,7 +137,7 @@ def main(store, log, moment=None, step=0):
     torch.set_num_threads(1)
     if moment == "creation":
         kill_while_created()
-    trainer = made(f"{store}-out", Log(log, moment, step))
+    trainer = made(f"{log}-out", Log(log, moment, step))
     if store != "memory":
         memascend.trainer.offload(trainer, storage=store, clipping="torch")
     trainer.train()

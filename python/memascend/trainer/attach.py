@@ -194,12 +194,8 @@ def _require_plain(trainer: Any) -> None:
     args = trainer.args
     if trainer.model_init is not None:
         raise ConfigError("model_init= makes another model in train(), which was not offloaded: give model=")
-    if trainer.is_deepspeed_enabled:
-        raise ConfigError(
-            "memascend.trainer.offload() cannot train with DeepSpeed, which offloads by itself: leave it out"
-        )
     for name, why in _REFUSED.items():
-        if getattr(args, name, None):
+        if getattr(args, name, None) or getattr(trainer, f"is_{name}_enabled", False):
             raise ConfigError(f"memascend.trainer.offload() cannot train with {name}: {why}")
     # Of GRPOTrainer and RLOOTrainer.
     generated = (getattr(args, "steps_per_generation", None) or 1) * getattr(args, "num_iterations", 1)
@@ -214,6 +210,13 @@ def _require_plain(trainer: Any) -> None:
             f"{args.n_gpu} GPUs in one process are DataParallel, which copies the model to each: give one by "
             "CUDA_VISIBLE_DEVICES, or start a process for each by torchrun, with FSDP2"
         )
+    _require_ranks(trainer)
+    if any(isinstance(one, Callback) for one in trainer.callback_handler.callbacks):
+        raise ConfigError("memascend.trainer.offload() adds its callback itself: leave Callback() out")
+
+
+def _require_ranks(trainer: Any) -> None:
+    args = trainer.args
     if args.world_size > 1 and not (trainer.is_fsdp_enabled and _is_second(trainer)):
         raise ConfigError(
             "several processes without FSDP2 are DDP, which copies the model to each: give TrainingArguments("
@@ -229,8 +232,6 @@ def _require_plain(trainer: Any) -> None:
             "accelerate shards a model by the addresses of its parameters, and one that was made in loading() has "
             "none yet: make it outside of loading(), where the first rank alone holds it"
         )
-    if any(isinstance(one, Callback) for one in trainer.callback_handler.callbacks):
-        raise ConfigError("memascend.trainer.offload() adds its callback itself: leave Callback() out")
 
 
 def _is_second(trainer: Any) -> bool:

@@ -129,6 +129,8 @@ class Figures:
         state = {name: value for name, value in vars(trainer.state).items() if name not in _NOT_KEPT}
         return {
             "state": _numbers(state),
+            # Axolotl counts tokens so.
+            "tensors": {name: _summed(value) for name, value in state.items() if _are_tensors(value)},
             "log_history": [_numbers(line) for line in lines[-_LINES_MAX:]],
             "left_out": max(0, len(lines) - _LINES_MAX),
             "callbacks": {name: [one.state() for one in found] for name, found in self._stateful()},
@@ -142,6 +144,8 @@ class Figures:
         trainer = self._trainer
         for name, value in taken["state"].items():
             setattr(trainer.state, name, value)
+        for name, value in taken["tensors"].items():
+            _put(vars(trainer.state).setdefault(name, {}), value)
         trainer.state.log_history[:] = taken["log_history"]
         for name, found in self._stateful():
             for one, said in zip(found, taken["callbacks"].get(name, ()), strict=False):
@@ -185,6 +189,11 @@ def _summed(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return [str(value.dtype).removeprefix("torch."), value.item()]
     return plain(value)
+
+
+def _are_tensors(value: Any) -> bool:
+    """Whether it is a dict of scalars of torch alone."""
+    return isinstance(value, dict) and all(isinstance(one, torch.Tensor) and one.numel() == 1 for one in value.values())
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, Any]:
