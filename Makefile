@@ -158,7 +158,11 @@ $(CLIENTS:%=.venv-%/installed): .venv-%/installed: .venv-%/synced $(VENV)/instal
 
 .PHONY: test-clients
 test-clients: .venv-clients/installed ## Optimizers, averages and loops of other libraries, in an environment of their own
-	.venv-clients/bin/pytest $(PYTEST_OPTIONS) -W default tests/clients
+	.venv-clients/bin/pytest $(PYTEST_OPTIONS) -W default -m "not slow" tests/clients
+
+.PHONY: test-clients-slow
+test-clients-slow: .venv-clients/installed ## Twenty kills of each kind of Trainer: an hour
+	.venv-clients/bin/pytest $(PYTEST_OPTIONS) -W default -m slow tests/clients
 
 .PHONY: test-axolotl
 test-axolotl: .venv-axolotl/installed ## The plugin in Axolotl, in an environment of its own
