@@ -116,7 +116,7 @@ test-rust: $(VENV)/synced ## The Rust tests alone
 	timeout 900 cargo test --quiet --locked --workspace
 
 .PHONY: test-all
-test-all: test test-slow test-posing test-valgrind test-oldest test-clients test-axolotl test-swift test-llamafactory docs ## Everything: slow tests, Valgrind, oldest torch, clients, plugins, the site
+test-all: test test-slow test-posing test-valgrind test-oldest test-clients test-clients-slow test-trainers-oldest test-axolotl test-swift test-llamafactory docs ## Everything: slow tests, Valgrind, oldest torch, clients, plugins, the site
 
 .PHONY: test-slow
 test-slow: setup ## The tests that take longer than a push can wait
@@ -146,7 +146,7 @@ test-oldest: setup ## The Python tests on the oldest supported torch
 	.venv-oldest/bin/pytest $(PYTEST_OPTIONS) -m "not slow and not soak"
 
 # What is there already stays; the lock says what has to be.
-CLIENTS := clients axolotl swift llamafactory
+CLIENTS := clients trainers-oldest axolotl swift llamafactory
 $(CLIENTS:%=.venv-%/synced): .venv-%/synced: $(VENV)/synced requirements/%.lock
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-$*
 	$(BIN)/uv pip sync --quiet --python .venv-$*/bin/python --require-hashes requirements/$*.lock
@@ -163,6 +163,11 @@ test-clients: .venv-clients/installed ## Optimizers, averages and loops of other
 .PHONY: test-clients-slow
 test-clients-slow: .venv-clients/installed ## Twenty kills of each kind of Trainer: an hour
 	.venv-clients/bin/pytest $(PYTEST_OPTIONS) -W default -m slow tests/clients
+
+.PHONY: test-trainers-oldest
+test-trainers-oldest: .venv-trainers-oldest/installed ## Trainers of the oldest transformers, TRL and accelerate
+	.venv-trainers-oldest/bin/pytest $(PYTEST_OPTIONS) -W default -m "not slow" \
+		tests/checkpoint/test_trainer*.py tests/clients/test_train*.py
 
 .PHONY: test-axolotl
 test-axolotl: .venv-axolotl/installed ## The plugin in Axolotl, in an environment of its own
@@ -301,7 +306,7 @@ lock: $(VENV)/synced ## Renew the locks of the development environment
 		requirements/oldest.in -o requirements/oldest.lock
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --upgrade \
 		requirements/clients.in -o requirements/clients.lock
-	for name in axolotl swift llamafactory; do $(BIN)/uv pip compile --quiet --universal --python-version 3.11 \
+	for name in trainers-oldest axolotl swift llamafactory; do $(BIN)/uv pip compile --quiet --universal --python-version 3.11 \
 		--generate-hashes --no-header --upgrade requirements/$$name.in -o requirements/$$name.lock; done
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --upgrade \
 		requirements/docs.in -o requirements/docs.lock
