@@ -1,5 +1,7 @@
 """Tests adapters by peft on offloaded models: trained and merged as in memory, added later by offloading anew."""
 
+import contextlib
+
 import peft
 import pytest
 import torch
@@ -55,6 +57,11 @@ def values(model):
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
+def written(model, offloaded):
+    """The door for code that writes to weights."""
+    return memascend.materialized(model, modify=True) if offloaded else contextlib.nullcontext()
+
+
 @pytest.mark.parametrize("gradients", ["fused", "ssd"])
 @pytest.mark.parametrize("over", ["adapters", "all"])
 def test_adapters_train_and_merge_as_in_memory(tmp_path, gradients, over):
@@ -70,7 +77,8 @@ def test_adapters_train_and_merge_as_in_memory(tmp_path, gradients, over):
         with model.disable_adapter(), torch.no_grad():
             losses.append(model(input_ids=tokens(9)).logits)
         saved = {name: value.clone() for name, value in peft.get_peft_model_state_dict(model).items()}
-        merged = model.merge_and_unload()
+        with written(model, offloaded):
+            merged = model.merge_and_unload()
         with torch.no_grad():
             losses.append(merged(input_ids=tokens(9)).logits)
         found.append((losses, saved, values(merged)))
@@ -91,10 +99,12 @@ def test_adapters_merged_and_taken_back_leave_training_as_it_was(tmp_path):
         if offloaded:
             model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "run.store")
         losses = train(model, optimizer, range(2))
-        model.merge_adapter()
+        with written(model, offloaded):
+            model.merge_adapter()
         with torch.no_grad():
             losses.append(model(input_ids=tokens(9)).logits)
-        model.unmerge_adapter()
+        with written(model, offloaded):
+            model.unmerge_adapter()
         found.append((losses + train(model, optimizer, range(2, 5)), values(model)))
         if offloaded:
             optimizer.close()

@@ -33,7 +33,7 @@ def ended(child, ends=0):
 # A moment and a step of each kind.
 KILLS = {
     "packed": ("creation", 0),
-    "answers": ("micro-batch", 6),
+    "answers": ("micro-batch", 5),
     "adapters": ("evaluation", 4),
     "preferences": ("after the commit", 7),
     "judgements": ("checkpoint", 5),

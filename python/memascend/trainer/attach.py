@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 _Path = str | os.PathLike[str]
 _log = logging.getLogger("memascend")
 _ROWS = 64
+# Entries of a configuration that tell where it came from.
+_OF_NO_MODEL = ("_name_or_path", "transformers_version")
 # Arguments that decide no result, by their beginnings.
 _FREE = (
     *("output_dir", "log", "save_", "eval_", "report_to", "run_name", "project", "trackio", "hub", "push_to_hub"),
@@ -244,16 +247,26 @@ def _is_second(trainer: Any) -> bool:
 def description(trainer: Any) -> dict[str, Any]:
     """What decides a run's results: the arguments, the model, the data."""
     kept = {name: value for name, value in trainer.args.to_dict().items() if not name.startswith(_FREE)}
-    model = getattr(trainer.model, "config", None)
-    name = getattr(model, "_name_or_path", "")
     return {
         "arguments": {
             name: value if isinstance(value, int | float | str) else str(value) for name, value in kept.items()
         },
-        "model": f"{type(trainer.model).__name__} {Path(name).name}".strip(),
+        "model": _model(trainer.model),
         "data": _data(trainer.train_dataset),
         "ranks": trainer.args.world_size,
     }
+
+
+def _model(model: Any) -> str:
+    """The class of a model, and a digest of its configuration and, where it was loaded, of rows of its embeddings."""
+    config = getattr(model, "config", None)
+    settings: dict[str, Any] = {} if config is None or not hasattr(config, "to_dict") else config.to_dict()
+    parts: list[Any] = [{name: one for name, one in settings.items() if name not in _OF_NO_MODEL}]
+    if getattr(config, "_name_or_path", "") and hasattr(model, "get_input_embeddings"):
+        with contextlib.suppress(NotImplementedError, AttributeError):
+            weight = model.get_input_embeddings().weight
+            parts.append(None if weight.is_meta else weight.detach()[:_ROWS])
+    return f"{type(model).__name__} {digest_of(parts)}"
 
 
 def _data(data: Any) -> str:

@@ -24,7 +24,7 @@ __all__ = [
     "transformers_trainer",
 ]
 
-_TRIED = "transformers 5.16 to 5.23, accelerate 1.13 to 1.15, TRL 1.9 to 1.16"
+_TRIED = "transformers 5.6 to 5.23, accelerate 1.11 to 1.15, TRL 0.24 to 1.16"
 # Methods that are replaced on the Trainer object.
 METHODS = (
     *("_inner_training_loop", "_init_training_state", "_prepare_for_training", "_run_epoch", "_load_rng_state"),
@@ -37,8 +37,8 @@ SUMS = (
     *("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos"),
     *("_initial_num_input_tokens_seen", "_total_train_tokens"),
 )
-# Those of TRL's and sentence-transformers' Trainers: numbers by name, of which the log has the averages.
-AVERAGES = ("_metrics", "accum_loss_components")
+# Those of TRL's, Axolotl's and sentence-transformers' Trainers: numbers by name, of which the log has the averages.
+AVERAGES = ("_metrics", "_stored_metrics", "accum_loss_components")
 # What the loop calls to skip batches; a resume knows them itself.
 SKIP = "skip_first_batches"
 # What from_pretrained() calls to read files into the model, which it made on meta.

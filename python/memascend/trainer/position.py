@@ -6,6 +6,7 @@ import base64
 import json
 import random
 import zlib
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -207,8 +208,9 @@ def _put(home: dict[str, Any], value: dict[str, Any]) -> None:
     for name in [name for name in home if name not in value]:
         del home[name]
     for name, part in value.items():
-        if isinstance(part, dict) and isinstance(home.get(name), dict):
-            _put(home[name], part)
+        if isinstance(part, dict):
+            # A defaultdict makes the kind that it wants.
+            _put(home[name] if isinstance(home, defaultdict) else home.setdefault(name, {}), part)
         elif isinstance(part, list) and part and isinstance(part[0], str):
             home[name] = torch.tensor(part[1], dtype=getattr(torch, part[0]))
         else:
