@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,3 +55,30 @@ def _disk_busy(path: Path) -> float:
     except OSError:
         return 0.0
     return int(words[9]) / 1e3
+
+
+class MemoryTaken(threading.Thread):
+    """Watches what the machine's memory lacks beside its caches: a driver's pinned memory too, which no process has."""
+
+    _EVERY = 0.02
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._before = self._least = _available()
+        self.start()
+
+    def run(self) -> None:
+        """Until the process ends."""
+        while True:
+            self._least = min(self._least, _available())
+            time.sleep(self._EVERY)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes, since it began."""
+        return self._before - self._least
+
+
+def _available() -> int:
+    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    return int(line.split()[1]) << 10

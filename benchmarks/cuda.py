@@ -80,11 +80,16 @@ def shape(parameters: int, vocabulary: int = 32_768) -> Qwen2Config:
     return found[1]
 
 
+def recomputed(model: Any) -> None:
+    """Have its blocks recomputed in the backward, by either name that transformers has for it."""
+    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+
+
 def bodiless(config: Qwen2Config) -> Any:
     """The model on "meta", its blocks recomputed in the backward."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.activation_checkpointing_enable()
+    recomputed(model)
     return model.train()
 
 
@@ -211,7 +216,7 @@ def compute(config: Qwen2Config, tokens: torch.Tensor, device: torch.device) -> 
         few = Qwen2Config.from_dict({**config.to_dict(), "num_hidden_layers": blocks, "layer_types": None})
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(few, dtype=torch.bfloat16).train()
-        model.activation_checkpointing_enable()
+        recomputed(model)
 
         def forward(model: Any = model) -> Any:
             return model(input_ids=tokens, labels=tokens).loss

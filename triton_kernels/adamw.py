@@ -122,7 +122,8 @@ def _formula(
     m = _fma(torch.full_like(g, s.first_weight), g - m, g if s.from_gradient else m)
     v = _fma(g * s.one_minus_beta2, g, v * s.beta2)
     # Through float64, which is exact: torch's own fp32 square root on CPU is sometimes off by one unit.
-    denominator = v.double().sqrt().float() / s.bias2_root + s.eps
+    # By a tensor: a GPU multiplies by the reciprocal of a number, which rounds twice.
+    denominator = v.double().sqrt().float() / torch.full_like(v, s.bias2_root) + s.eps
     return p + (m * s.step_size) / denominator, m, v
 
 

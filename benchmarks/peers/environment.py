@@ -29,13 +29,14 @@ def found(given: str | None) -> Path | None:
     return Path(given) if given else ENVIRONMENT if ENVIRONMENT.exists() else None
 
 
-def variables(python: Path, package: Path) -> dict[str, str]:
+def variables(python: Path, package: Path, device: str = "cpu") -> dict[str, str]:
     """The environment of a program in DeepSpeed's interpreter.
 
     Args:
         python: the interpreter.
         package: an empty folder. It gets links to these benchmarks and to memascend, so that the program can import
             their modules, without what is installed beside them here: the peer has a torch of its own.
+        device: what computes, "cpu" or "cuda".
     """
     for own in (benchmarks, memascend):
         (package / own.__name__).symlink_to(Path(str(own.__file__)).parent)
@@ -46,7 +47,7 @@ def variables(python: Path, package: Path) -> dict[str, str]:
         # It calls ninja, which lies beside its Python, for its extensions; these are kept there, too.
         "PATH": f"{folder}:{os.environ.get('PATH', '')}",
         "TORCH_EXTENSIONS_DIR": str(folder.parent / "torch_extensions"),
-        "DS_ACCELERATOR": "cpu",
+        "DS_ACCELERATOR": device,
         # Huge pages, as far as it can get them: they gain it some percent.
         "THP_MEM_ALLOC_ENABLE": "1",
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",

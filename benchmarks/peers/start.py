@@ -9,6 +9,7 @@ import socket
 def start() -> None:
     """Its extensions and its world of one process."""
     import deepspeed
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder import AsyncIOBuilder
     from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
 
@@ -18,4 +19,5 @@ def start() -> None:
         free.bind(("127.0.0.1", 0))
         os.environ["MASTER_PORT"] = str(free.getsockname()[1])
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    backend = "nccl" if get_accelerator().device_name() == "cuda" else "gloo"
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)

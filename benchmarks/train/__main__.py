@@ -13,7 +13,7 @@ from benchmarks.machine import described
 from benchmarks.peers import environment
 from benchmarks.train.ablation import ablation, ablation_table
 from benchmarks.train.cell.systems import SYSTEMS
-from benchmarks.train.cell.workload import WORKLOADS
+from benchmarks.train.cell.workload import WORKLOADS, on_device
 from benchmarks.train.code import commit
 from benchmarks.train.curves import CURVES, draw, points
 from benchmarks.train.judge import LOSS_TOLERANCE, judged
@@ -55,6 +55,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--picture", metavar="PNG", help="draw the result into this file")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, metavar="NAME", help="instead of the headline's")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="what computes, in every system (cpu)")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, metavar="NAME", help="instead of all")
     parser.add_argument(
         "--parts",
@@ -115,8 +116,9 @@ def _cells(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str,
         chosen = {name: tuple(options.systems) for name in chosen}
     measured: dict[str, dict[str, dict[str, Any]]] = {}
     for name, systems in chosen.items():
-        measured[name] = judged({system: bench.cell(WORKLOADS[name], system) for system in systems})
-        printed(workload_table(WORKLOADS[name], measured[name]))
+        work = on_device(WORKLOADS[name], options.device)
+        measured[work.name] = judged({system: bench.cell(work, system) for system in systems})
+        printed(workload_table(work, measured[work.name]))
     printed(f"losses are at most {LOSS_TOLERANCE:.0%} from in-memory torch's, at every step\n{notes()}")
     printed(_measured_on(measured))
     if options.picture and not options.curves:

@@ -33,6 +33,8 @@ def judged(cells: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
             "added_bytes": cell["added_bytes"],
             "peak_bytes": max(cell["peak_bytes"], cell["set_up_peak_bytes"]),
             "cgroup_peak_bytes": cell["cgroup_peak_bytes"],
+            "machine_added_bytes": cell.get("machine_added_bytes"),
+            "device_peak_bytes": cell.get("device_peak_bytes"),
             "moved_per_parameter": cell["read_per_parameter"] + cell["written_per_parameter"],
             "counted_per_parameter": cell["counted_per_parameter"],
         }
@@ -113,4 +115,7 @@ def _beside_peers(found: dict[str, dict[str, Any]]) -> None:
         ours, theirs = (result, good.get("zero-infinity")) if mine else (good.get("memascend"), result)
         if ours is not None and theirs is not None:
             result["ours_faster"] = theirs["seconds"]["step"] / ours["seconds"]["step"]
-            result["ours_of_memory"] = ours["added_bytes"] / theirs["added_bytes"]
+            # A driver's pinned memory is none of the process'.
+            pinned = theirs["machine_added_bytes"] and ours["machine_added_bytes"]
+            of = "machine_added_bytes" if pinned else "added_bytes"
+            result["ours_of_memory"] = ours[of] / theirs[of]

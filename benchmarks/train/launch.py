@@ -91,7 +91,7 @@ class Launcher:
             if way.deepspeed and self.deepspeed is not None:
                 package = Path(folder, "package")
                 package.mkdir()
-                python, environment = self.deepspeed, variables(self.deepspeed, package)
+                python, environment = self.deepspeed, variables(self.deepspeed, package, work.device)
             words = [str(python), "-m", "benchmarks.train.cell", json.dumps(order)]
             return self._answer(words, environment, group, self.seconds if seconds is None else seconds)
 

@@ -26,6 +26,8 @@ _COLUMNS = (
     "MB added",
     "MB process",
     "MB cgroup",
+    "MB machine",
+    "MB device",
     "computes",
     "waits",
     "disk busy",
@@ -38,8 +40,9 @@ _COLUMNS = (
     "loss off by",
 )
 _NOTES = """MB added: the process' peak after set-up, less what importing took; process: its peak, set-up too;
-cgroup: the peak after set-up, with the page cache. computes, waits: seconds of a step that the training thread ran,
-and did not; disk busy: that the device had requests. SSD bytes by the kernel, and as memascend counts them.
+cgroup: the peak after set-up, with the page cache; machine: what its memory lacked, beside caches, with what a driver
+pins (only where a GPU computes); device: torch's peak there. computes, waits: seconds of a step that the training
+thread ran, and did not; disk busy: that the device had requests. SSD bytes by the kernel, and as memascend counts them.
 x bound: of max(compute, bytes / bandwidth), for forward and backward. ours is x as fast: memascend at its default
 against the system of the row; in memascend's own rows: that row against zero-infinity."""
 
@@ -85,6 +88,8 @@ def _row(system: str, cell: dict[str, Any]) -> tuple[str, ...]:
         shown("added_bytes", ".0f", 1e-6),
         shown("peak_bytes", ".0f", 1e-6),
         shown("cgroup_peak_bytes", ".0f", 1e-6),
+        shown("machine_added_bytes", ".0f", 1e-6),
+        shown("device_peak_bytes", ".0f", 1e-6),
         f"{mean['main_thread']:.3f}",
         f"{mean['wall'] - mean['main_thread']:.3f}",
         f"{mean['disk_busy']:.3f}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -33,11 +34,14 @@ def quiet():
 # --- fresh processes ------------------------------------------------------------------------
 
 
-def start(*words, ends=0):
-    """Start the program; returns what it printed."""
+def start(*words, ends=0, **options):
+    """Start the program, with options of the Trainer; returns what it printed."""
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TRAINED_OPTIONS": json.dumps(options)}
+    # What deterministic matrix products of a GPU need.
+    environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     ran = subprocess.run(
         [sys.executable, trained_program.__file__, *map(str, words)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=120,
@@ -62,6 +66,19 @@ def test_killed_again_and_again_it_is_the_training_in_memory(tmp_path, moments):
     assert start(tmp_path / "killed", tmp_path / "killed.log") == want
     assert logged(tmp_path / "killed.log") == logged(tmp_path / "memory.log")
     assert len(logged(tmp_path / "killed.log")) > 8
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True}], ids=str)
+def test_on_a_gpu_it_goes_on_with_its_random_numbers_and_loss_scale(tmp_path, precision):
+    """Dropout is drawn there, and the scaler's state is torch's; a GPU's own AdamW rounds otherwise than the CPU's."""
+    options = {"use_cpu": False, **precision}
+    want = start(tmp_path / "whole", tmp_path / "whole.log", **options)
+    for moment, step in [("after the commit", 2), ("micro-batch", 4), ("checkpoint", 5), ("before the step", 9)]:
+        start(tmp_path / "killed", tmp_path / "killed.log", moment, step, ends=-signal.SIGKILL, **options)
+    assert start(tmp_path / "killed", tmp_path / "killed.log", **options) == want
+    assert logged(tmp_path / "killed.log") == logged(tmp_path / "whole.log")
 
 
 # --- in this process ------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from parity.harness import Case
 from parity.zoo_plain import next_token, tokens
 
 import memascend
+from memascend import memory
 
 pytestmark = pytest.mark.gpu
 
@@ -106,8 +108,10 @@ def test_the_first_copies_come_after_what_the_memory_was_used_for(tmp_path, devi
         assert losses(model, optimizer, data) == expected
 
 
-def test_memory_is_kept_for_the_streams_that_use_it(tmp_path, device, data, expected):
+def test_memory_is_kept_for_the_streams_that_use_it(tmp_path, device, data, expected, monkeypatch):
     """What a stream of the user has yet to compute, after the run was closed, nobody writes under."""
+    # To end the registration of memory waits for the whole device.
+    monkeypatch.setattr(memory, "ChunkRing", partial(memory.ChunkRing, pin="mlock"))
     model, optimizer = begun(tmp_path, device, device_memory="1GiB")
     nbytes = optimizer._session.run.resources.units.arena.reserved_bytes
     side = torch.cuda.Stream(device)
@@ -143,6 +147,8 @@ def test_real_parameters_for_a_while(tmp_path, device, data, expected):
         assert next_token(model, data[1]).item() == expected[1]
 
 
+# Dynamo asks activations for it, too.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_attention_kernels(tmp_path, device, dtype, compiled):

@@ -1,6 +1,6 @@
 """A program of a user who trains by a Trainer, offloaded in one line; a test starts it, kills it, and starts it again.
 
-usage: trained_program.py STORE LOG [MOMENT STEP]
+usage: [TRAINED_OPTIONS=JSON] trained_program.py STORE LOG [MOMENT STEP]
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ NOT_COMPARED = ("runtime", "per_second", "host_memory_bytes", "read_bytes", "wri
 def model():
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    # Other kernels of attention draw and add in an order of their own on a GPU.
+    shape["attn_implementation"] = "eager"
     config = transformers.Qwen2Config(vocab_size=64, num_hidden_layers=2, attention_dropout=0.1, **shape)
     return transformers.Qwen2ForCausalLM(config)
 
@@ -123,7 +125,7 @@ def made(output, *callbacks, data=None, collate=padded, optimizers=(None, None),
 def digest_of(trained):
     digest = hashlib.sha256()
     for name, parameter in trained.named_parameters():
-        digest.update(name.encode() + parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(name.encode() + parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -137,7 +139,10 @@ def main(store, log, moment=None, step=0):
     torch.set_num_threads(1)
     if moment == "creation":
         kill_while_created()
-    trainer = made(f"{log}-out", Log(log, moment, step))
+    options = json.loads(os.environ.get("TRAINED_OPTIONS", "{}"))
+    if not options.get("use_cpu", True):
+        torch.use_deterministic_algorithms(True)
+    trainer = made(f"{log}-out", Log(log, moment, step), **options)
     if store != "memory":
         memascend.trainer.offload(trainer, storage=store, clipping="torch")
     trainer.train()

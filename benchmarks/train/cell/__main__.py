@@ -34,6 +34,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     storage = Path(order["storage"])
     module = importlib.import_module(f"benchmarks.train.cell.systems.{way.module}")
     libraries = module.ready()
+    taken = counters.MemoryTaken() if work.device != "cpu" else None
     baseline = process.resident()
     began = counters.counts(storage)
     system = module.begin(work, way.settings | order.get("settings", {}), storage)
@@ -51,6 +52,8 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
         "cgroup_set_up_peak_bytes": cgroup_set_up,
         "cgroup_peak_bytes": _peak(cgroup),
         "added_bytes": process.resident_peak() - baseline,
+        "machine_added_bytes": taken.peak if taken else None,
+        "device_peak_bytes": _device_peak(work),
         **trained,
         **system.end(),
     }
@@ -84,6 +87,7 @@ def _trained(system: System, work: Workload, order: dict[str, Any], storage: Pat
         at.append(counters.counts(storage))
         del loss
         system.update()
+        _synchronize(work)
         at.append(counters.counts(storage))
         if not math.isfinite(losses[-1]):
             raise ValueError(f"the loss of step {index} is {losses[-1]}")
@@ -108,6 +112,23 @@ def _trained(system: System, work: Workload, order: dict[str, Any], storage: Pat
         if counted is None or counted_end is None
         else (counted_end - counted) / max(steps, 1) / work.parameters,
     }
+
+
+def _synchronize(work: Workload) -> None:
+    """Until a device has done what is queued, which the next step would wait for."""
+    if work.device != "cpu":
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def _device_peak(work: Workload) -> int | None:
+    """What torch held of a device at once."""
+    if work.device == "cpu":
+        return None
+    import torch
+
+    return torch.cuda.max_memory_allocated()
 
 
 def _restarted_peak(cgroup: Path | None) -> int | None:

@@ -14,6 +14,7 @@ __all__ = [
     "Workload",
     "configuration",
     "made",
+    "on_device",
     "prepared",
     "tokens",
     "workload",
@@ -45,6 +46,7 @@ class Workload:
     checkpoint: bool = False
     clip: float | None = None
     overflow: bool = False
+    device: str = "cpu"
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON takes it."""
@@ -88,6 +90,11 @@ def _named() -> dict[str, Workload]:
 
 
 WORKLOADS = _named()
+
+
+def on_device(work: Workload, device: str) -> Workload:
+    """The same, computed by "cpu" or "cuda", and named by it."""
+    return work if device == work.device else replace(work, device=device, name=f"{work.name}-{device}")
 
 
 def workload(values: dict[str, Any]) -> Workload:
@@ -140,4 +147,4 @@ def tokens(work: Workload) -> list[Any]:
     # Arithmetic, as random numbers may differ between versions of torch.
     shape = (work.micro_batches, work.batch, work.length)
     count = work.micro_batches * work.batch * work.length
-    return list((torch.arange(count) * 7919 % 9973 % work.vocabulary).view(shape))
+    return list((torch.arange(count) * 7919 % 9973 % work.vocabulary).view(shape).to(work.device))

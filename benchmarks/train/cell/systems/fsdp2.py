@@ -28,13 +28,13 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Sharded:  
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    torch.distributed.init_process_group("gloo", init_method=f"file://{storage}/ranks", rank=0, world_size=1)
+    torch.distributed.init_process_group(init_method=f"file://{storage}/ranks", rank=0, world_size=1)
     dtype = getattr(torch, work.dtype)
     model = made(work).float()
     options: dict[str, Any] = {
-        "mesh": init_device_mesh("cpu", (1,)),
+        "mesh": init_device_mesh(work.device, (1,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype),
-        "offload_policy": CPUOffloadPolicy(pin_memory=False),
+        "offload_policy": CPUOffloadPolicy(pin_memory=work.device != "cpu"),
     }
     for block in model.model.layers:
         fully_shard(block, **options)

@@ -1,4 +1,4 @@
-"""Trains in memory as users do without memascend: float32 masters under torch's fused AdamW."""
+"""Trains in the memory of what computes, as users do without memascend: float32 masters under torch's fused AdamW."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def ready() -> list[ModuleType]:
 
 def begin(work: Workload, settings: dict[str, Any], storage: Path) -> InRam:  # noqa: ARG001 - as every system is begun
     """The model beside its masters."""
-    return InRam(made(work), clip=work.clip, scale=2.0**LOSS_SCALE_POWER if work.dtype == "float16" else None)
+    return InRam(
+        made(work).to(work.device), clip=work.clip, scale=2.0**LOSS_SCALE_POWER if work.dtype == "float16" else None
+    )
 
 
 def one_after_the_other(system: System, batches: list[Any]) -> Any:

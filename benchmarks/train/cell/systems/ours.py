@@ -45,8 +45,7 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
     else:
         model = made(work)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    # All systems compute on the CPU here, also where there is a GPU.
-    options: dict[str, Any] = {"storage": storage / "memascend.store", "existing": "replace", "device": "cpu"}
+    options: dict[str, Any] = {"storage": storage / "memascend.store", "existing": "replace", "device": work.device}
     if settings.get("weights"):
         options["weights"] = storage / "values"
         # As a checkpoint comes to a user: this process never held its values.

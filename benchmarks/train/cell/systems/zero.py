@@ -52,6 +52,7 @@ def config(work: Workload, settings: dict[str, Any], storage: Path) -> dict[str,
     """
     largest = work.vocabulary * work.hidden
     matrix = work.hidden * work.intermediate
+    pinned = work.device != "cpu"
     pipelined = bool(settings.get("pipelined", False))
     zero: dict[str, Any] = {
         "stage": settings["stage"],
@@ -62,7 +63,7 @@ def config(work: Workload, settings: dict[str, Any], storage: Path) -> dict[str,
         "offload_optimizer": {
             "device": settings["state"],
             "nvme_path": str(storage),
-            "pin_memory": False,
+            "pin_memory": pinned,
             "buffer_count": settings.get("state_buffers", 4),
             "pipeline_read": pipelined,
             "pipeline_write": pipelined,
@@ -79,7 +80,7 @@ def config(work: Workload, settings: dict[str, Any], storage: Path) -> dict[str,
             "offload_param": {
                 "device": settings["parameters"],
                 "nvme_path": str(storage),
-                "pin_memory": False,
+                "pin_memory": pinned,
                 "buffer_count": settings.get("parameter_buffers", 5),
                 "buffer_size": largest,
                 "max_in_cpu": 0,
