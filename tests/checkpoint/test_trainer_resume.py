@@ -39,6 +39,7 @@ def start(*words, ends=0, **options):
     environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TRAINED_OPTIONS": json.dumps(options)}
     # What deterministic matrix products of a GPU need.
     environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    environment["ENDS_BY"] = str(-ends)
     ran = subprocess.run(
         [sys.executable, trained_program.__file__, *map(str, words)],
         env=os.environ | environment,
@@ -61,8 +62,10 @@ MOMENTS = [
 @pytest.mark.parametrize("moments", [MOMENTS[:4], pytest.param(MOMENTS[4:], marks=pytest.mark.slow)])
 def test_killed_again_and_again_it_is_the_training_in_memory(tmp_path, moments):
     want = start("memory", tmp_path / "memory.log")
-    for moment, step in moments:
-        start(tmp_path / "killed", tmp_path / "killed.log", moment, step, ends=-signal.SIGKILL)
+    for index, (moment, step) in enumerate(moments):
+        # By Ctrl-C every third time.
+        ends = -signal.SIGINT if index % 3 == 2 else -signal.SIGKILL
+        start(tmp_path / "killed", tmp_path / "killed.log", moment, step, ends=ends)
     assert start(tmp_path / "killed", tmp_path / "killed.log") == want
     assert logged(tmp_path / "killed.log") == logged(tmp_path / "memory.log")
     assert len(logged(tmp_path / "killed.log")) > 8

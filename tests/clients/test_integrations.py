@@ -55,8 +55,8 @@ def example(folder, name, *replaced):
     (folder / name).write_text(text, encoding="utf-8")
 
 
-def run(folder, command, *, kill_after=None, **environment):
-    """Start a program, and kill all its processes after some lines of its log; returns what it logged by epoch."""
+def run(folder, command, *, kill_after=None, by=signal.SIGKILL, **environment):
+    """Start a program, and end all its processes after some lines of its log; returns what it logged by epoch."""
     variables = {
         "PATH": f"{PYTHON}:{os.environ['PATH']}",
         "PYTHONUNBUFFERED": "1",
@@ -80,23 +80,24 @@ def run(folder, command, *, kill_after=None, **environment):
             output += line
             logged |= {found[3]: found[:3] for found in LOGGED.findall(line)}
             if kill_after is not None and len(logged) == kill_after:
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(process.pid, by)
     assert (process.returncode == 0) == (kill_after is None), output[-4000:]
     return logged, output
 
 
 def require_exact(folder, command, weights, **environment):
-    """Compare a run that is killed with one that is not."""
+    """Compare a run that is killed, and then ended by Ctrl-C, with one that is not."""
     whole, _ = run(folder, command, **environment)
     expected = digest(folder, weights)
     assert len(whole) == STEPS
     shutil.rmtree(folder / "trained")
     (folder / "run.store").unlink()
     first, _ = run(folder, command, kill_after=5, **environment)
+    second, _ = run(folder, command, kill_after=4, by=signal.SIGINT, **environment)
     rest, _ = run(folder, command, **environment)
-    # The step at which it was killed may be logged again.
-    assert STEPS <= len(first) + len(rest) <= STEPS + 1
-    assert first | rest == whole
+    # The step at which it was ended may be logged again.
+    assert STEPS <= len(first) + len(second) + len(rest) <= STEPS + 2
+    assert first | second | rest == whole
     assert digest(folder, weights) == expected
 
 
