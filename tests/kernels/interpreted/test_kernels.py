@@ -97,6 +97,7 @@ def tiles(dtype):
     edges = torch.cat([powers.reshape(-1), torch.zeros(TILE - powers.numel())]).to(dtype)
     return {
         "highest": highest,
+        "higher": torch.cat([full * 8, full.repeat(CHUNK // TILE - 1) * 32]),
         "lowest": least.repeat(CHUNK // TILE),
         "rising": torch.cat([few * 0, least, few, full, full * 4096, torch.full((TILE,), limits.max, dtype=dtype)]),
         "falling": torch.cat([full * limits.max / 2, mixed, full, few, few * 0, least, few * 0, few]),
@@ -106,7 +107,7 @@ def tiles(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", ["highest", "lowest", "rising", "falling", "alternating", "edges"])
+@pytest.mark.parametrize("case", ["highest", "higher", "lowest", "rising", "falling", "alternating", "edges"])
 def test_tiles_of_other_magnitudes(dtype, case):
     values = tiles(dtype)[case]
     assert found([values]) == [kernels.checked(values)]
