@@ -1,8 +1,9 @@
 """Defines the Triton body of `check_and_unscale`: one launch for each dtype, which reads every element once.
 
 The sums are whole numbers, so they are exact in any order: the square of a finite fp32 is a whole number of units of
-2^-298 (see `memascend.tensors`). Exponents are divided into windows of `SPAN`. A block adds its squares of one window
-in int64, shifted to the unit of that window, and then adds the result to four numbers that all programs share.
+2^-298 (see `memascend.tensors`). A program reads its chunk tile by tile. The first tile gives a grid (`squares_jit.py`)
+on which nearly all values of a chunk are whole numbers, and each lane adds their squares. A tile with larger values
+gives another grid; one with values too small for the grid is read again, with finer grids for these.
 """
 
 from __future__ import annotations
@@ -15,113 +16,145 @@ import triton
 import triton.language as tl
 
 from .arguments import flat
-from .sums import INFINITE, NAN, PARTS, SPAN, SUMS, WINDOWS
+from .squares_jit import (
+    INFINITY,
+    NARROW,
+    NARROW_COUNT,
+    NARROW_TOP,
+    WIDE,
+    WIDE_COUNT,
+    WIDE_TOP,
+    add_columns,
+    floor_of,
+    largest_of,
+    smallest_of,
+    squares_by_row,
+    squares_of,
+)
+from .sums import DIGIT, DIGITS, INFINITE, NAN, SUMS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-# 32 Ki elements a program: 2,048 programs for 128 MiB of bf16, enough to fill the largest GPU.
+# Elements of a program. One warp needs no barriers.
 CHUNK = 32768
-# Half a square has 24 bits and is shifted by at most 26; the sum of 2^11 of them has 61 bits.
-BLOCK = 2048
-WARPS = 8
+WARPS = 1
+# Of a tile, which a lane has in 32 registers: that many loads of 16 bytes are under way.
+ROWS = 8
 
-_INFINITY: tl.constexpr = tl.constexpr(0x7F800000)
-_SPAN: tl.constexpr = tl.constexpr(SPAN)
-_PARTS: tl.constexpr = tl.constexpr(PARTS)
 _INFINITE: tl.constexpr = tl.constexpr(INFINITE)
 _NAN: tl.constexpr = tl.constexpr(NAN)
-# A digit of the folded sum is as wide as a window. The parts of the last window reach three digits further.
-_DIGIT: tl.constexpr = tl.constexpr(2 * SPAN)
-_DIGIT_MASK: tl.constexpr = tl.constexpr((1 << 2 * SPAN) - 1)
-_DIGITS: tl.constexpr = tl.constexpr(WINDOWS + 3)
-_WINDOWS: tl.constexpr = tl.constexpr(WINDOWS)
+_DIGIT: tl.constexpr = tl.constexpr(DIGIT)
+_DIGIT_MASK: tl.constexpr = tl.constexpr((1 << DIGIT) - 1)
+_DIGITS: tl.constexpr = tl.constexpr(DIGITS)
+# A tile that is smaller than the grid expects by more than so many powers of two gives another grid.
+_SLACK: tl.constexpr = tl.constexpr(8)
 
 
 @triton.jit
-def _add(sums, total):  # type: ignore[no-untyped-def]
-    # In two numbers, so that neither overflows for any tensor.
-    tl.atomic_add(sums, total & 0xFFFFFFFF, sem="relaxed")
-    tl.atomic_add(sums + 1, total >> 32, sem="relaxed")
+def _find(table, count, chunk):  # type: ignore[no-untyped-def]
+    """The tensor that has this chunk, and which of its chunks that is."""
+    low = 0
+    high = count - 1
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(table + middle) <= chunk:
+            low = middle + 1
+        else:
+            high = middle
+    if low > 0:
+        chunk -= tl.load(table + low - 1)
+    return low, chunk
 
 
 @triton.jit
-def _add_block(values, sums, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Adds the squares of a block, window by window; most blocks have two or three windows."""
-    magnitudes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    exponents = magnitudes >> 23
-    significands = (magnitudes & 0x7FFFFF) | tl.where(exponents > 0, 0x800000, 0)
-    # Denormals have the unit of the smallest exponent.
-    places = tl.maximum(exponents, 1) - 1
-    windows = places // _SPAN
-    shifts = ((places - windows * _SPAN) * 2).to(tl.int64)
-    squares = significands.to(tl.int64) * significands.to(tl.int64)
-    waiting = tl.where((magnitudes > 0) & (magnitudes < _INFINITY), windows, -1)
-    window = tl.max(waiting, 0)
-    while window >= 0:
-        here = waiting == window
-        into = sums + window * _PARTS
-        if not NARROW:
-            _add(into, tl.sum(tl.where(here, (squares & 0xFFFFFF) << shifts, 0), 0))
-        # The lower half of the square of a 16-bit value is zero.
-        _add(into + 2, tl.sum(tl.where(here, (squares >> 24) << shifts, 0), 0))
-        waiting = tl.where(here, -1, waiting)
-        window = tl.max(waiting, 0)
-    largest = tl.max(magnitudes, 0)
-    if largest >= _INFINITY:
-        tl.atomic_add(sums + _INFINITE, tl.sum((magnitudes == _INFINITY).to(tl.int64), 0), sem="relaxed")
-        tl.atomic_add(sums + _NAN, tl.sum((magnitudes > _INFINITY).to(tl.int64), 0), sem="relaxed")
+def _read(  # type: ignore[no-untyped-def]
+    data, start, numel, factor, UNSCALE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The magnitudes of a tile, as they are once multiplied."""
+    offsets = start + (tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
+    # Whole tiles are read 16 bytes at a time.
+    if start + ROWS * COLUMNS <= numel:
+        stored = tl.load(data + offsets)
+        if UNSCALE:
+            stored = (stored.to(tl.float32) * factor).to(stored.dtype)
+            tl.store(data + offsets, stored)
+    else:
+        stored = tl.load(data + offsets, mask=offsets < numel, other=0.0)
+        if UNSCALE:
+            stored = (stored.to(tl.float32) * factor).to(stored.dtype)
+            tl.store(data + offsets, stored, mask=offsets < numel)
+    return stored.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def check_kernel(  # type: ignore[no-untyped-def]
     data, numel, table, count, sums, factor,
-    DTYPE: tl.constexpr, MANY: tl.constexpr, ALIGNED: tl.constexpr, UNSCALE: tl.constexpr, NARROW: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr, MANY: tl.constexpr, ALIGNED: tl.constexpr, UNSCALE: tl.constexpr,
+    GRID: tl.constexpr, LOWEST: tl.constexpr, BITS: tl.constexpr, LEAST: tl.constexpr,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Checks one chunk: of `data`, or, with MANY, of the tensor that the table names for this program.
 
     `table` holds four rows of `count` int64: the number of chunks up to and including each tensor, addresses, lengths,
-    and where its sums are.
+    and where its sums are. A significand has BITS bits, and the smallest exponent of a normal value is LEAST.
     """
     # 64 bits before the multiplication: a tensor may have more than 2^31 elements.
     chunk = tl.program_id(0).to(tl.int64)
     if MANY:
-        low = 0
-        high = count - 1
-        while low < high:
-            middle = (low + high) // 2
-            if tl.load(table + middle) <= chunk:
-                low = middle + 1
-            else:
-                high = middle
-        if low > 0:
-            chunk -= tl.load(table + low - 1)
-        numel = tl.load(table + 2 * count + low)
-        sums += tl.load(table + 3 * count + low)
-        data = tl.load(table + count + low).to(tl.pointer_type(DTYPE))
+        which, chunk = _find(table, count, chunk)
+        numel = tl.load(table + 2 * count + which)
+        sums += tl.load(table + 3 * count + which)
+        data = tl.load(table + count + which).to(tl.pointer_type(DTYPE))
         if ALIGNED:
             data = tl.multiple_of(data, 16)
     # An argument of 1 arrives as a constant, which has no `.to`.
     numel += tl.zeros((), tl.int64)
     start = chunk * CHUNK
     end = tl.minimum(start + CHUNK, numel)
+    low = tl.zeros((COLUMNS,), tl.int64)
+    middle = low
+    high = low
+    # Nothing is below this, so that the first tile decides.
+    ceiling = tl.zeros((), tl.int32)
+    floor = ceiling
+    top = ceiling
     while start < end:
-        offsets = start + tl.arange(0, BLOCK)
-        # Whole blocks are read 16 bytes at a time.
-        if start + BLOCK <= numel:
-            stored = tl.load(data + offsets)
+        magnitudes = _read(data, start, numel, factor, UNSCALE, ROWS, COLUMNS)
+        largest = largest_of(magnitudes)
+        smallest = smallest_of(magnitudes)
+        is_bad = largest >= INFINITY
+        if is_bad:
+            largest = largest_of(tl.where(magnitudes < INFINITY, magnitudes, 0))
+        # Later tiles may be a little larger.
+        wanted = tl.minimum(tl.maximum((largest >> 23) + 1, LOWEST), 254)
+        if (largest >= ceiling) | ((largest > 0) & (wanted + _SLACK < top)):
+            if top > 0:
+                add_columns(sums, top, low, middle, high, GRID)
+            low = tl.zeros((COLUMNS,), tl.int64)
+            middle = low
+            high = low
+            top = wanted
+            ceiling = (top + 1) << 23
+            floor = floor_of(top, GRID, BITS, LEAST)
+        # Zeros are on every grid.
+        if smallest < floor:
+            smallest = smallest_of(tl.where(magnitudes > 0, magnitudes, INFINITY))
+        if is_bad | (smallest < floor):
+            # The lanes read what others may just have written; it is not multiplied again.
             if UNSCALE:
-                stored = (stored.to(tl.float32) * factor).to(stored.dtype)
-                tl.store(data + offsets, stored)
+                tl.debug_barrier()
+            more_low, more_middle, more_high = squares_by_row(
+                data, start, numel, top, floor, sums, GRID, BITS, LEAST, ROWS, COLUMNS
+            )
         else:
-            stored = tl.load(data + offsets, mask=offsets < numel, other=0.0)
-            if UNSCALE:
-                stored = (stored.to(tl.float32) * factor).to(stored.dtype)
-                tl.store(data + offsets, stored, mask=offsets < numel)
-        _add_block(stored.to(tl.float32), sums, NARROW)
-        start += BLOCK
+            more_low, more_middle, more_high = squares_of(magnitudes, top, GRID)
+        low += more_low
+        middle += more_middle
+        high += more_high
+        start += ROWS * COLUMNS
+    add_columns(sums, top, low, middle, high, GRID)
 
 
 @triton.jit
@@ -134,14 +167,7 @@ def fold_kernel(sums, squares_out, found_out):  # type: ignore[no-untyped-def]
     # The same of the digit that comes next.
     before, second, rest = zero, zero, zero
     for digit in tl.static_range(_DIGITS):
-        value = carry
-        if digit < _WINDOWS:
-            value += tl.load(sums + digit * _PARTS) + ((tl.load(sums + digit * _PARTS + 2) & 15) << 24)
-        # 32 bits up, and 24, where a digit has 28; and both.
-        if digit >= 1 and digit <= _WINDOWS:
-            value += (tl.load(sums + digit * _PARTS - 3) << 4) + (tl.load(sums + digit * _PARTS - 2) >> 4)
-        if digit >= 2 and digit <= _WINDOWS + 1:
-            value += tl.load(sums + digit * _PARTS - 5)
+        value = carry + tl.load(sums + digit)
         carry = value >> _DIGIT
         value &= _DIGIT_MASK
         filled = value > 0
@@ -169,7 +195,27 @@ def fold_kernel(sums, squares_out, found_out):  # type: ignore[no-untyped-def]
     tl.store(found_out, (infinite + nan > 0).to(tl.uint8))
 
 
-_TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# Each with the bits of a significand, and with the exponent, as fp32 has it, of the smallest normal value.
+_FORMATS = {
+    torch.float32: (tl.float32, 24, 1),
+    torch.bfloat16: (tl.bfloat16, 8, 1),
+    torch.float16: (tl.float16, 11, 113),
+}
+
+
+def constants(dtype: torch.dtype) -> dict[str, object]:
+    """What the kernel is compiled with for elements of this dtype."""
+    stored, bits, least = _FORMATS[dtype]
+    is_narrow = dtype.itemsize == 2
+    grid, lowest = (NARROW.value, NARROW_TOP.value) if is_narrow else (WIDE.value, WIDE_TOP.value)
+    # A row has 16 bytes for each lane, which adds up its columns.
+    columns = WARPS * 32 * 16 // dtype.itemsize
+    assert CHUNK // columns <= (NARROW_COUNT if is_narrow else WIDE_COUNT)
+    return {
+        "DTYPE": stored, "GRID": grid, "BITS": bits, "LEAST": least, "CHUNK": CHUNK, "ROWS": ROWS, "COLUMNS": columns,
+        # On this grid are the smallest values of fp16 and fp32. Those of bf16 are on none that the scale reaches.
+        "LOWEST": max(lowest, least + grid - bits),
+    }  # fmt: skip
 
 
 def begin(placed: Sequence[tuple[int, torch.Tensor]], factor: float, sums: torch.Tensor) -> None:
@@ -185,8 +231,8 @@ def begin(placed: Sequence[tuple[int, torch.Tensor]], factor: float, sums: torch
             check_kernel[(sum(chunks),)](
                 flat(first), first.numel(), _table(group, chunks, sums.device) if many else sums, len(group),
                 sums if many else sums[row], factor,
-                DTYPE=_TRITON_DTYPES[dtype], MANY=many, ALIGNED=all(t.data_ptr() % 16 == 0 for _, t in group),
-                UNSCALE=factor != 1.0, NARROW=dtype != torch.float32, CHUNK=CHUNK, BLOCK=BLOCK,
+                MANY=many, ALIGNED=all(t.data_ptr() % 16 == 0 for _, t in group),
+                UNSCALE=factor != 1.0, **constants(dtype),
                 num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
 
@@ -201,7 +247,9 @@ def fold(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    # To enter a device costs microseconds, and it is mostly the current one.
+    is_current = device.type != "cuda" or device.index in (None, torch.cuda.current_device())
+    return contextlib.nullcontext() if is_current else torch.cuda.device(device)
 
 
 def _table(group: Sequence[tuple[int, torch.Tensor]], chunks: Sequence[int], device: torch.device) -> torch.Tensor:

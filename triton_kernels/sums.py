@@ -15,24 +15,16 @@ if TYPE_CHECKING:
     from memascend.tensors import Squares
 
 
-# Exponents of fp32 that share a window. The units of a window are 2^(2 SPAN) times those of the one below it.
-SPAN = 14
-# For exponents from 1 to 254.
-WINDOWS = -(-254 // SPAN)
-# A square is split after its lower 24 bits, and the sum of either half after its lower 32 bits.
-PARTS = 4
-_LOWER_BITS, _SUM_BITS = 24, 32
-INFINITE, NAN = WINDOWS * PARTS, WINDOWS * PARTS + 1
+# Bits of a digit. Each is an int64 to which parts are added; a part may be wider, so that totals carry.
+DIGIT = 28
+# The largest squares, of 556 bits, and what 2^40 of them take.
+DIGITS = 22
+INFINITE, NAN = DIGITS, DIGITS + 1
 # Numbers (int64) in a row: rows begin at multiples of 128 bytes.
-SUMS = 80
+SUMS = 32
 
-# The power of two by which each part counts, in units of 2^-298.
-_POWERS = [
-    2 * SPAN * window + _LOWER_BITS * half + _SUM_BITS * part
-    for window in range(WINDOWS)
-    for half in range(2)
-    for part in range(2)
-]
+# A square is split after its lower 24 bits.
+_LOWER_BITS = 24
 # Elements that the reference computes at a time. Its temporaries take about 50 bytes an element.
 _PIECE_ELEMENTS = 1 << 20
 
@@ -52,7 +44,7 @@ def _found(row: list[int]) -> tuple[bool, Squares]:
         return True, math.nan
     if row[INFINITE]:
         return True, math.inf
-    return False, sum(value << power for value, power in zip(row, _POWERS, strict=False) if value)
+    return False, sum(value << DIGIT * place for place, value in enumerate(row[:DIGITS]) if value)
 
 
 def add_reference(placed: Sequence[tuple[int, torch.Tensor]], sums: torch.Tensor) -> None:
@@ -71,8 +63,8 @@ def _add_piece(bits: torch.Tensor, row: torch.Tensor) -> None:
     squares = torch.where(exponents < 0xFF, squares, 0)
     places = exponents.clamp(1, 0xFE) - 1
     for half in range(2):
+        powers = 2 * places + _LOWER_BITS * half
         part = (squares >> _LOWER_BITS * half) & ((1 << _LOWER_BITS) - 1)
-        part = part << 2 * (places % SPAN)
-        column = places // SPAN * PARTS + 2 * half
-        row.index_add_(0, column, part & ((1 << _SUM_BITS) - 1))
-        row.index_add_(0, column + 1, part >> _SUM_BITS)
+        part = part << powers % DIGIT
+        row.index_add_(0, powers // DIGIT, part & ((1 << DIGIT) - 1))
+        row.index_add_(0, powers // DIGIT + 1, part >> DIGIT)

@@ -5,6 +5,7 @@ import inspect
 import re
 
 import pytest
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -16,7 +17,7 @@ TARGETS = [80, 90, 100, 120]
 # What rounds otherwise than the CPU, or flushes what is small.
 INEXACT = re.compile(r"\bdiv\.(?:full|approx)\S*|\bsqrt\.approx\S*|\brsqrt\S*|\brcp\.approx\S*|\S+\.ftz\S*")
 FUSED = re.compile(r"\bfma\.rn\S*\s")
-FLOATS = {"fp32": triton.language.float32, "bf16": triton.language.bfloat16, "fp16": triton.language.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCALARS = ["grad_factor", "decay", "l2", "first_weight", "beta2", "one_minus_beta2", "bias2_root", "eps", "step_size"]
 
 
@@ -39,8 +40,7 @@ def check(dtype, many, unscale, capability):
     return compiled(
         check_jit.check_kernel,
         {"data": f"*{dtype}", "numel": "i64", "table": "*i64", "count": "i32", "sums": "*i64", "factor": "fp32"},
-        {"DTYPE": FLOATS[dtype], "MANY": many, "ALIGNED": True, "UNSCALE": unscale, "NARROW": dtype != "fp32",
-         "CHUNK": check_jit.CHUNK, "BLOCK": check_jit.BLOCK},
+        {"MANY": many, "ALIGNED": True, "UNSCALE": unscale, **check_jit.constants(DTYPES[dtype])},
         capability, aligned=["data", "table", "sums", "numel"], warps=check_jit.WARPS,
     )  # fmt: skip
 
@@ -58,13 +58,13 @@ def adamw(dtype, out, l2, from_gradient, capability):
 
 def offsets_are_64_bit(binary):
     """Each pointer that is advanced by as many lanes as a block has must be advanced by 64-bit offsets."""
-    tensors = re.findall(r"tt\.addptr .*: tensor<(\d+)x!tt\.ptr<\w+>>, tensor<\d+x(i\d+)>", binary.asm["ttir"])
+    tensors = re.findall(r"tt\.addptr .*: tensor<([\dx]+)x!tt\.ptr<\w+>>, tensor<[\dx]+x(i\d+)>", binary.asm["ttir"])
     assert tensors
     return all(kind == "i64" for _, kind in tensors)
 
 
 @pytest.mark.parametrize("capability", TARGETS)
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("unscale", [False, True])
 def test_check_compiles(dtype, many, unscale, capability):
@@ -80,9 +80,13 @@ def test_check_compiles(dtype, many, unscale, capability):
     assert added
     assert all(".add.u64" in one and ".gpu." in one for one in added), added
     assert ".f64" not in binary.asm["ptx"]
-    # Each is read once: where a block is whole, and where it is not.
-    assert len(re.findall(r"tt\.load .*tensor<2048x", binary.asm["ttir"])) == 2
-    assert binary.metadata.shared < 48 << 10
+    # Each is read once, where a tile is whole, and where it is not; but for rows of tiles with very small values.
+    columns = 512 // DTYPES[dtype].itemsize
+    assert len(re.findall(rf"tt\.load .*tensor<8x{columns}x", binary.asm["ttir"])) == 2
+    assert len(re.findall(rf"tt\.load .*tensor<1x{columns}x", binary.asm["ttir"])) == 2
+    # One warp of a program waits for no other, and no lane's values are spilt.
+    assert binary.metadata.shared == 0
+    assert ".local" not in binary.asm["ptx"]
 
 
 @pytest.mark.parametrize("capability", TARGETS)
@@ -96,7 +100,7 @@ def test_fold_compiles(capability):
 
 
 @pytest.mark.parametrize("capability", TARGETS)
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("out", [None, "bf16", "fp16"])
 @pytest.mark.parametrize(("l2", "from_gradient"), [(False, False), (True, True)])
 def test_adamw_compiles(dtype, out, l2, from_gradient, capability):

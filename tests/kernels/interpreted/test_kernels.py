@@ -17,10 +17,12 @@ from memascend.tensors import rounded
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-BLOCK, CHUNK = check_jit.BLOCK, check_jit.CHUNK
-LENGTHS = [1, 2, 15, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK, CHUNK + 1]
+CHUNK = check_jit.CHUNK
+# Of the largest tile: those of fp32 are half as large.
+TILE = check_jit.ROWS * check_jit.constants(torch.bfloat16)["COLUMNS"]
+LENGTHS = [1, 2, 15, TILE - 1, TILE, TILE + 1, CHUNK, CHUNK + 1]
 # The last and first elements of what is read, computed or summed at once, and of all.
-BOUNDARIES = [0, 15, 16, BLOCK - 1, BLOCK, CHUNK - 1, CHUNK, CHUNK + 40]
+BOUNDARIES = [0, 15, 16, TILE - 1, TILE, CHUNK - 1, CHUNK, CHUNK + 40]
 
 # The interpreter computes with numpy, which warns where infinities meet; a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -53,7 +55,7 @@ def folded(tensors, factor=1.0):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("numel", "values"), [*((numel, randoms) for numel in LENGTHS), (1, spread), (BLOCK + 1, spread)]
+    ("numel", "values"), [*((numel, randoms) for numel in LENGTHS), (1, spread), (TILE + 1, spread)]
 )
 def test_a_sum_is_the_one_of_the_cpu(numel, dtype, values):
     """And that of Python's numbers, bit for bit."""
@@ -68,7 +70,7 @@ def test_a_sum_is_the_one_of_the_cpu(numel, dtype, values):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", [1, 15, BLOCK, CHUNK + 1])
+@pytest.mark.parametrize("numel", [1, 15, TILE, CHUNK + 1])
 def test_unscaled_values_are_summed(dtype, numel):
     tensor = randoms(numel, dtype)
     expected = tensor.clone()
@@ -78,6 +80,45 @@ def test_unscaled_values_are_summed(dtype, numel):
     assert nonfinite is reference[0].item() is False
     assert squares == pytest.approx(reference[1].item(), rel=1e-12)
     assert squares == rounded(kernels.checked(expected)[1])
+
+
+def tiles(dtype):
+    """Chunks of tiles that do not have the magnitudes of the tiles before."""
+    limits = torch.finfo(dtype)
+    full = torch.full((TILE,), 2 - 2 * limits.eps, dtype=dtype)
+    least = torch.full((TILE,), limits.smallest_normal * limits.eps, dtype=dtype)
+    few = torch.zeros(TILE, dtype=dtype)
+    few[::97] = 2.0**-12
+    mixed = torch.where(torch.arange(TILE) % 5 == 0, least, full)
+    # The first tile leaves room for a factor of two: all bits of all others are at the highest places.
+    highest = torch.cat([full, full.repeat(CHUNK // TILE - 1) * 2])
+    # Of every power of two the value with one bit, that with the first and the last, and that with all.
+    powers = 2.0 ** -torch.arange(64.0)[:, None] * torch.tensor([1, 1 + limits.eps, 2 - limits.eps])
+    edges = torch.cat([powers.reshape(-1), torch.zeros(TILE - powers.numel())]).to(dtype)
+    return {
+        "highest": highest,
+        "higher": torch.cat([full * 8, full.repeat(CHUNK // TILE - 1) * 32]),
+        "lowest": least.repeat(CHUNK // TILE),
+        "rising": torch.cat([few * 0, least, few, full, full * 4096, torch.full((TILE,), limits.max, dtype=dtype)]),
+        "falling": torch.cat([full * limits.max / 2, mixed, full, few, few * 0, least, few * 0, few]),
+        "alternating": torch.cat([mixed, few, mixed * 64, full * 1024, mixed, least, full[:-5]]),
+        "edges": torch.cat([full, edges, full * 4096, edges, spread(999, dtype)]),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", ["highest", "higher", "lowest", "rising", "falling", "alternating", "edges"])
+def test_tiles_of_other_magnitudes(dtype, case):
+    values = tiles(dtype)[case]
+    assert found([values]) == [kernels.checked(values)]
+    # What is read a second time must not be multiplied again.
+    scaled, expected = values.clone(), values.clone()
+    reference = check_and_unscale_reference([expected], 0.3, CPU)
+    assert folded([scaled], 0.3) == (reference[0].item(), rounded(kernels.checked(expected)[1]))
+    assert same_bits(scaled, expected)
+    infinite = values.clone()
+    infinite[len(values) // 2] = math.inf
+    assert found([infinite, values]) == [(True, math.inf), kernels.checked(values)]
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -110,7 +151,7 @@ def test_a_result_that_overflows_its_dtype_is_found():
 @pytest.mark.parametrize("magnitude", [1e-45, 1e-30, 1e-20, 1.0, 1e19, 1e25, 1 - 2.0**-24, 3.4e38])
 def test_equal_magnitudes(magnitude):
     """Sums of a window's largest parts, whose last bits a float would lose."""
-    tensor = torch.full((2 * BLOCK + 5,), magnitude)
+    tensor = torch.full((2 * TILE + 5,), magnitude)
     assert folded([tensor]) == (False, math.fsum(tensor.double().square().tolist()))
 
 
@@ -143,7 +184,7 @@ def test_empty_tensors_among_others(monkeypatch):
         torch.zeros(0),
         randoms(5, torch.bfloat16),
         torch.zeros(0, dtype=torch.float16),
-        randoms(BLOCK + 1, torch.float32),
+        randoms(TILE + 1, torch.float32),
     ]
     sums = new_sums(len(tensors), CPU)
     kernels.begin_check(tensors, sums)
