@@ -149,6 +149,7 @@ def test_real_parameters_for_a_while(tmp_path, device, data, expected):
 
 # Dynamo asks activations for it, too.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_attention_kernels(tmp_path, device, dtype, compiled):
