@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 _TB = 10**12
 # Host memory of Python, torch and transformers without a model.
 IMPORTS = 740 << 20
+# What CUDA adds to it: its context, and libraries with their kernels (of an H100).
+CONTEXT = 700 << 20
 # The heap keeps what is freed, with gaps that serve nothing: 0.1 to 0.3 of torch's memory for three kinds of models.
 _GAPS = 0.2
 # Warranted terabytes written of consumer drives, for each terabyte of size; server drives have 2 to 10 times as much.
@@ -159,6 +161,11 @@ class Answer:
         return max(longest, key=lambda part: longest[part])
 
 
+def beside(question: Question, plan: Plan) -> int:
+    """Bytes of host memory that the process has beside what memascend plans, and torch's where the host computes."""
+    return IMPORTS + (CONTEXT if question.gpu is not None else 0) + plan.object_bytes
+
+
 def answer(question: Question, found: Decision | None = None) -> Answer:
     """Plan as `offload()` does, unless its plan is `found` already, and estimate the run on the machine."""
     found = found or planned(question.model, question.optimizer, question.options, question.ranks)
@@ -166,7 +173,7 @@ def answer(question: Question, found: Decision | None = None) -> Answer:
     # Each of several ranks also has the parameters that torch has gathered.
     gathered = 0 if found.network is None else found.network.gathered
     torchs = gathered + question.torchs
-    ours = plan.host_peak + plan.object_bytes + IMPORTS + question.gaps
+    ours = plan.host_peak + beside(question, plan) + question.gaps
     steps = _phases(question, plan, found.network)
     # Drives have whole terabytes.
     scratch = question.scratch(plan)

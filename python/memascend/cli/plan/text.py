@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from memascend.cli.plan.answer import ENDURANCE_PER_TB, IMPORTS, answer, disk_seconds, forecast_of, moved
+from memascend.cli.plan.answer import ENDURANCE_PER_TB, answer, beside, disk_seconds, forecast_of, moved
 from memascend.cli.plan.machine import REACHED
 from memascend.text import bytes_shown, seconds_shown, table
 
@@ -83,7 +83,8 @@ def _memory(question: Question, found: Answer) -> list[Row]:
         rows += _torchs(question)
     rows.append(("host memory, the whole process", bytes_shown(found.host_bytes), in_memory))
     rows.append(("  memascend", bytes_shown(plan.host_peak), f"within the budget of {bytes_shown(plan.budget)}"))
-    rows.append(("  Python, torch and objects", bytes_shown(IMPORTS + plan.object_bytes), "assumed"))
+    libraries = "Python, torch" if gpu is None else "Python, torch, CUDA"
+    rows.append((f"  {libraries} and objects", bytes_shown(beside(question, plan)), "assumed"))
     if gpu is None:
         rows += _torchs(question)
         if question.gaps:
