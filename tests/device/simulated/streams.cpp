@@ -373,8 +373,8 @@ API void simulated_fill(cudaStream_t stream, void* at, size_t bytes, uint16_t el
         std::fill(out, out + bytes / sizeof element, element);
     });
 }
-// Adds the squares of finite fp32 to a row of sums, as the check of gradients does (see memascend.tensors): whole numbers
-// of units of 2^-298, by windows of 14 exponents, the lower 24 bits of a square apart from the others.
+// Adds the squares of finite fp32 to a row of sums, as the check of gradients does (see memascend.kernels.sums): whole
+// numbers of units of 2^-298, in digits of 28 bits, the lower 24 bits of a square apart from the others.
 API void simulated_check(cudaStream_t stream, const void* at, size_t bytes, void* sums) {
     launch(stream, [=] {
         auto* row = (int64_t*)real(sums);
@@ -382,14 +382,14 @@ API void simulated_check(cudaStream_t stream, const void* at, size_t bytes, void
             uint32_t bits = ((const uint32_t*)real(at))[index] & 0x7FFFFFFF;
             uint64_t significand = (bits & 0x7FFFFF) | (bits >> 23 ? 0x800000 : 0), square = significand * significand;
             if (bits >= 0x7F800000) {
-                row[bits == 0x7F800000 ? 76 : 77]++;
+                row[bits == 0x7F800000 ? 22 : 23]++;
                 continue;
             }
-            unsigned place = std::max(bits >> 23, 1u) - 1, window = place / 14;
             for (int half = 0; half < 2; half++) {
-                uint64_t part = ((square >> (24 * half)) & 0xFFFFFF) << (2 * (place % 14));
-                row[4 * window + 2 * half] += int64_t(part & 0xFFFFFFFF);
-                row[4 * window + 2 * half + 1] += int64_t(part >> 32);
+                unsigned power = 2 * (std::max(bits >> 23, 1u) - 1) + 24 * half;
+                uint64_t part = ((square >> (24 * half)) & 0xFFFFFF) << power % 28;
+                row[power / 28] += int64_t(part & 0xFFFFFFF);
+                row[power / 28 + 1] += int64_t(part >> 28);
             }
         }
     });
