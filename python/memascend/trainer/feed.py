@@ -172,4 +172,6 @@ def _add(digest: Any, value: Any) -> None:
     elif hasattr(value, "__array__"):
         _add(digest, torch.as_tensor(value.__array__().copy()))
     else:
-        digest.update(type(value).__qualname__.encode())
+        # A picture has bytes; of what has none, the type has to do.
+        own = value.tobytes() if callable(getattr(value, "tobytes", None)) else b""
+        digest.update(type(value).__qualname__.encode() + own)
