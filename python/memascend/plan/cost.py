@@ -93,15 +93,15 @@ _UPDATE_SECONDS, _CHECK_SECONDS = 1.1e-9, 0.03e-9
 _IN_RAM_THREADS = 4
 
 
-def assumed_host(link: float | None, *, threads: int = 1, shared: bool = False) -> Host:
-    """A processor with default speeds: the update's threads, beside a device that computes unless it is shared."""
+def assumed_host(link: float | None, *, shared: bool = False) -> Host:
+    """A processor with default speeds: one updates, beside a device that computes unless it is shared."""
     return Host(
         update=_UPDATE_SECONDS,
         check=_CHECK_SECONDS,
-        threads=threads,
+        threads=1,
         shared=shared,
         link=link,
-        ram_tier_threads=threads if shared else max(threads, _IN_RAM_THREADS),
+        ram_tier_threads=1 if shared else _IN_RAM_THREADS,
     )
 
 

@@ -172,7 +172,7 @@ class Session:
         def failed() -> None:
             metadata.schedule.take_back()
             metadata.scale.load(before)
-            metadata.keep_position(position)
+            metadata.position = position
             give_back()
 
         with run.committing(lambda: self._committed(present), failed):

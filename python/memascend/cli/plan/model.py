@@ -8,7 +8,6 @@ import gc
 import json
 import logging
 import re
-import warnings
 import weakref
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -79,49 +78,19 @@ def untie(model: nn.Module, names: Iterable[str]) -> None:
         setattr(model.get_submodule(module), last, nn.Parameter(torch.empty_like(model.get_parameter(name))))
 
 
-def with_adapters(
-    model: nn.Module, rank: int, *, alpha: float | None = None, dropout: float = 0.0, targets: str = "all-linear"
-) -> Any:
-    """The model of transformers with LoRA adapters on "meta", which are then its only trained parameters.
-
-    The adapters are scaled by alpha / rank; without `alpha` it is twice the rank.
-    """
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError("--lora needs peft, which is not installed: pip install 'memascend[train]'") from error
-    if not hasattr(model, "config"):
-        raise ConfigError("--lora is for language models of transformers: give the folder with its config.json")
-    whole: Any = model
-    config = peft.LoraConfig(
-        r=rank,
-        lora_alpha=alpha or 2 * rank,  # type: ignore[arg-type] # peft divides it
-        lora_dropout=dropout,
-        target_modules=targets if targets == "all-linear" else [name.strip() for name in targets.split(",")],
-        task_type="CAUSAL_LM",
-    )
-    with warnings.catch_warnings(), torch.device("meta"):
-        # peft calls methods of transformers that later versions rename.
-        warnings.simplefilter("ignore", FutureWarning)
-        try:
-            return peft.get_peft_model(whole, config)
-        except ValueError as error:
-            raise ConfigError(f"--lora-targets {targets}: {error}") from error
-
-
 # LBFGS evaluates the model several times in a step; SparseAdam takes sparse gradients only; Muon takes matrices only.
 _UNFIT = (torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon)
 
 
-def optimizer_class(name: str, others: str = "") -> type[torch.optim.Optimizer]:
-    """The class of torch.optim with this name, in any case; `others` are further names that the caller accepts."""
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """The class of torch.optim with this name, in any case."""
     kinds = {
         kind.__name__.lower(): kind
         for kind in vars(torch.optim).values()
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind not in _UNFIT
     }
     if name.lower() not in kinds:
-        raise ConfigError(f"--optimizer must be {others}one of torch.optim's {', '.join(sorted(kinds))}, not {name!r}")
+        raise ConfigError(f"--optimizer must be one of torch.optim's {', '.join(sorted(kinds))}, not {name!r}")
     return kinds[name.lower()]
 
 
