@@ -88,16 +88,10 @@ def test_a_shape_is_planned_as_transformers_model_is(tmp_path, name):
 @pytest.mark.parametrize(
     ("text", "name", "tflops", "gib", "link"),
     [
-        ("3060", "RTX 3060", 25.5, 12, 25e9), ("rtx-4080", "RTX 4080", 97.5, 16, 25e9),
-        ("nvidia h100-pcie", "H100 PCIe", 756, 80, 50e9), ("L40S", "L40S", 362, 48, 25e9),
-        ("RTX 3070", "RTX 3070", 40.6, 8, 25e9),
-        ("4060", "RTX 4060", 30.2, 8, 12.5e9), ("4060 Ti", "RTX 4060 Ti 8 GB", 44.1, 8, 12.5e9),
+        ("rtx-4080", "RTX 4080", 97.5, 16, 25e9), ("nvidia h100-pcie", "H100 PCIe", 756, 80, 50e9),
         ("RTX 4060 Ti 16GB", "RTX 4060 Ti 16 GB", 44.1, 16, 12.5e9), ("5060ti", "RTX 5060 Ti 8 GB", 47.4, 8, 25e9),
-        ("5070", "RTX 5070", 61.7, 12, 50e9), ("T4", "T4", 65, 15, 12e9),
-        ("Tesla V100-32GB", "V100 32 GB", 125, 32, 12e9), ("A5000", "RTX A5000", 111.1, 24, 25e9),
-        ("GeForce RTX 4070 SUPER", "RTX 4070 Super", 71, 12, 25e9), ("a100", "A100 80 GB", 312, 80, 25e9),
-        ("a100-40", "A100 40 GB", 312, 40, 25e9), ("h100", "H100 SXM", 989, 80, 50e9),
-        ("6000ada", "RTX 6000 Ada", 364, 48, 25e9),
+        ("Tesla V100-32GB", "V100 32 GB", 125, 32, 12e9), ("a100", "A100 80 GB", 312, 80, 25e9),
+        ("GeForce RTX 4070 SUPER", "RTX 4070 Super", 71, 12, 25e9), ("a100-40", "A100 40 GB", 312, 40, 25e9),
     ],
 )  # fmt: skip
 def test_cards_have_their_figures(text, name, tflops, gib, link):

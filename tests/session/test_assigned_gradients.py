@@ -99,28 +99,6 @@ def test_gradients_that_are_views_of_one_buffer_are_that_buffer(tmp_path, gradie
         require_same(plain, model)
 
 
-@pytest.mark.parametrize("gradients", ["ssd", "fused", "auto", "ram"])
-def test_a_gradient_that_was_assigned_before_the_backward_and_is_held_is_what_step_uses(tmp_path, gradients):
-    plain, theirs, model, optimizer = twins(tmp_path, gradients)
-
-    def run(one, opt):
-        for seed in range(3):
-            held = [torch.zeros_like(p) for p in one.parameters()]
-            for p, gradient in zip(one.parameters(), held, strict=True):
-                p.grad = gradient
-            loss_of(one, seed).backward()
-            assert all(p.grad is gradient for p, gradient in zip(one.parameters(), held, strict=True))
-            for gradient in held:
-                gradient.mul_(0.5)
-            opt.step()
-            opt.zero_grad()
-
-    with optimizer:
-        run(plain, theirs)
-        run(model, optimizer)
-        require_same(plain, model)
-
-
 class Flat(torch.nn.Module):
     """Gives its weight as a flat view, so that what backward() is given becomes its gradient, without a copy."""
 

@@ -1,12 +1,11 @@
 """Tests values that are loaded into the model: committed, or as they were before."""
 
-import gc
 from functools import partial
 
 import pytest
 import torch
 from support.bits import same_states
-from support.chains import batch, offloaded, step, values
+from support.chains import offloaded, step, values
 from torch import nn
 
 WIDTH = 16
@@ -30,28 +29,6 @@ class Stack(nn.Module):
 
 def begun(folder, **options):
     return offloaded(folder / "run.store", Stack(), FUSED, host_memory="64MiB", **options)
-
-
-def test_a_load_is_committed_at_once(tmp_path):
-    model, optimizer = begun(tmp_path)
-    step(model, optimizer)
-    loaded = {name: tensor + 1 for name, tensor in values(model).items()}
-    plain = Stack()
-    plain.load_state_dict(loaded)
-    model.load_state_dict(loaded)
-    assert same_states(values(model), loaded)
-    assert torch.equal(optimizer.state_of(model.blocks[0].weight)["master"], loaded["blocks.0.weight"])
-    assert torch.equal(model.eval()(batch(3, WIDTH)), plain.eval()(batch(3, WIDTH)))
-    optimizer.save(tmp_path / "saved")
-    other, another = offloaded(None, Stack(), FUSED, checkpoint=tmp_path / "saved")
-    with another:
-        assert same_states(values(other), loaded)
-    del model, optimizer
-    gc.collect()
-    model, optimizer = begun(tmp_path, existing="resume")
-    with optimizer:
-        assert optimizer.steps == 1
-        assert same_states(values(model), loaded)
 
 
 @pytest.mark.parametrize("wrong", ["shape", "missing", "unexpected"])

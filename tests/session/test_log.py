@@ -230,12 +230,6 @@ def test_half_of_the_free_room_is_left_to_others(tmp_path, monkeypatch):
         assert optimizer.plan.log_steps == 12, "as it was asked for"
 
 
-@pytest.mark.parametrize("steps", [-1, 2.0, True, "3", 5000])
-def test_a_number_of_steps_is_one(tmp_path, steps):
-    with pytest.raises(memascend.ConfigError, match="log_steps is an integer"):
-        begun(tmp_path / "store", log_steps=steps)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts")
 def test_a_disk_that_fills_up_while_the_log_grows_has_a_shorter_one(small_disk, monkeypatch, caplog):

@@ -66,13 +66,6 @@ def test_a_number_that_has_no_room_is_refused_with_one_that_has(tmp_path, room):
         assert optimizer.plan.log_steps == 16
 
 
-def test_where_nothing_lasts_a_log_is_refused(tmp_path):
-    with pytest.raises(memascend.ConfigError, match="durability='none' there is no gradient log"):
-        begun(tmp_path / "store", log_steps=4, durability="none")
-    with pytest.raises(memascend.ConfigError, match="temporary store"):
-        begun(None, log_steps=4, existing="refuse")
-
-
 def test_a_log_that_is_full_is_told_once_and_changes_no_bit(tmp_path, caplog):
     """A gradient that is dropped by itself keeps its place to the commit: a loop that drops it often fills the log."""
     ends = []

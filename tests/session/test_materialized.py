@@ -6,7 +6,6 @@ import pytest
 import torch
 from support.bits import same_bits, same_states
 from support.chains import chain, loss_of, offloaded, values
-from support.grids import covered
 
 import memascend
 
@@ -20,17 +19,9 @@ WRITES = {
 }
 
 
-RUNS = [
-    (2, torch.optim.AdamW, torch.float32),
-    (16, torch.optim.AdamW, torch.bfloat16),
-    (16, torch.optim.RMSprop, torch.float16),
-]
-
-
-@pytest.mark.parametrize(("write", "run"), covered(WRITES, RUNS))
-def test_what_is_changed_without_modify_is_said(tmp_path, write, run):
-    units, optimizer, dtype = run
-    model, optimizer = offloaded(tmp_path / "s", chain(units, bias=True, dtype=dtype), optimizer)
+@pytest.mark.parametrize("write", WRITES)
+def test_what_is_changed_without_modify_is_said(tmp_path, write):
+    model, optimizer = offloaded(tmp_path / "s", chain(bias=True, dtype=torch.bfloat16))
     with optimizer:
         before = values(model)
         expected = pytest.warns(UserWarning, match="1.weight were changed .* modify=True")

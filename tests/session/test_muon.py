@@ -3,8 +3,6 @@
 import pytest
 import torch
 from support.bits import same_bits
-from support.grids import covered
-from support.orthogonal import MuonAlone
 from torch import nn
 
 import memascend
@@ -12,7 +10,6 @@ from memascend.plan.options import Options
 from memascend.session.decide import planned
 
 WIDE, NARROW = 200, 136
-KINDS = [torch.optim.Muon, MuonAlone]
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,19 +65,6 @@ def values(model, optimizer):
 def require_same(one, other):
     assert len(one) == len(other)
     assert all(same_bits(a, b) for a, b in zip(one, other, strict=True))
-
-
-@pytest.mark.parametrize(("gradients", "budget", "kind"), covered(["fused", "ssd", "ram"], [None, "64MiB"], KINDS))
-def test_halves_of_masters_have_the_bits_of_memory(tmp_path, kind, gradients, budget):
-    """Streamed and in the RAM tier, through a resume."""
-    dtype, options = torch.bfloat16, {"gradients": gradients, "host_memory": budget}
-    model, optimizer = offloaded(tmp_path / "store", kind, dtype, **options)
-    with optimizer:
-        stepped(model, optimizer, dtype, 2)
-    model, optimizer = offloaded(tmp_path / "store", kind, dtype, existing="resume", **options)
-    with optimizer:
-        stepped(model, optimizer, dtype, 4)
-        require_same(values(model, optimizer), in_memory(kind, dtype, 4))
 
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])

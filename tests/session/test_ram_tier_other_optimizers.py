@@ -156,24 +156,3 @@ def test_an_option_that_cannot_be_ends_the_step_and_not_the_run(tmp_path):
         ours.param_groups[0]["lr"] = 1e-2
         stepped(plain, theirs, model, ours, range(2, 4))
         require_equal(plain, theirs, model, ours)
-
-
-@pytest.mark.parametrize("kind", [Watched, torch.optim.NAdam], ids=["unknown", "known"])
-def test_what_is_dropped_or_not_committed_leaves_nothing(tmp_path, kind, monkeypatch):
-    plain, theirs, model, ours = made(tmp_path, kind)
-    with ours:
-        stepped(plain, theirs, model, ours, range(2))
-        loss_of(model, 7).backward()
-        ours.zero_grad()
-        store = ours._session.run.resources.store
-        for number, error in enumerate((memascend.StorageError, KeyboardInterrupt)):
-            loss_of(model, 7).backward()
-            with monkeypatch.context() as patch:
-                # After what is written, before the commit.
-                patch.setattr(type(store), "make_live", lambda *_, error=error, **__: (_ for _ in ()).throw(error("x")))
-                with pytest.raises(error):
-                    ours.step()
-            assert ours.steps == 2, number
-            ours.zero_grad()
-        stepped(plain, theirs, model, ours, range(2, 5))
-        require_equal(plain, theirs, model, ours)

@@ -380,17 +380,6 @@ def test_a_scheduler_that_cannot_be_loaded_leaves_what_there_was(tmp_path):
         assert (given.last_epoch, [group["lr"] for group in optimizer.param_groups]) == (0, before)
 
 
-def test_another_base_rate_is_refused(tmp_path):
-    one_turn(tmp_path / "s")
-    model, _ = made()
-    optimizer = torch.optim.AdamW([{"params": layer.parameters()} for layer in model], lr=2e-3)
-    scheduler = SCHEDULERS["cosine"](optimizer)
-    with pytest.warns(UserWarning, match="stored options stand"):
-        model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s", existing="resume")
-    with optimizer, pytest.raises(ConfigError, match=r"base_lrs \[0\.001, 0\.003\] -> \[0\.002, 0\.002\]"):
-        optimizer.schedule(scheduler)
-
-
 # --- schedulers that are not given --------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from optim.test_shared import ScheduleFree
 from support.bits import same_bits
 from support.orthogonal import (
     BatchedMuon,
@@ -19,47 +20,9 @@ from torch import nn
 
 import memascend
 from memascend import ConfigError, UsageError
-from memascend.plan.options import Options
-from memascend.session.decide import planned
 
 GRADIENTS = ("fused", "ssd", "ram", "auto")
 WIDTH = 32
-
-
-class Switching(torch.optim.Optimizer):
-    """Keeps an average beside each parameter, and swaps both between training and evaluation."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.1, "training": True})
-
-    @torch.no_grad()
-    def step(self, closure=None):  # noqa: ARG002
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self.state[parameter]
-                    if not state:
-                        state["average"] = parameter.clone()
-                    parameter.sub_(parameter.grad, alpha=group["lr"])
-                    state["average"].lerp_(parameter, 0.5)
-
-    def train(self):
-        self._switch(training=True)
-
-    def eval(self):
-        self._switch(training=False)
-
-    @torch.no_grad()
-    def _switch(self, *, training):
-        for group in self.param_groups:
-            if group["training"] == training:
-                continue
-            for parameter in group["params"]:
-                if self.state[parameter]:
-                    value = parameter.clone()
-                    parameter.copy_(self.state[parameter]["average"])
-                    self.state[parameter]["average"].copy_(value)
-            group["training"] = training
 
 
 def made(dtype=torch.float32):
@@ -376,26 +339,6 @@ def test_what_was_made_with_other_optimizers_is_refused(tmp_path, first, then, s
     refused(tmp_path, then, says, checkpoint=tmp_path / "saved")
 
 
-def test_a_checkpoint_has_all_members(tmp_path):
-    memory, model = InMemory(in_stacks, torch.float32), made()
-    model, optimizer = memascend.offload(model, in_stacks(dict(model.named_parameters())), storage=tmp_path / "store")
-    for index in range(2):
-        turn(memory, memory.model, index)
-        turn(optimizer, model, index)
-    optimizer.save(tmp_path / "saved")
-    optimizer.close()
-    model = made()
-    members = in_stacks(dict(model.named_parameters()))
-    model, optimizer = memascend.offload(model, members, storage=tmp_path / "b", checkpoint=tmp_path / "saved")
-    turn(memory, memory.model, 2)
-    turn(optimizer, model, 2)
-    require_same(memory, model)
-    optimizer.close()
-    with memascend.engine.Store.open(tmp_path / "store") as store:
-        assert store.info()["optimizer"] == " + ".join(type(one).__name__ for one in members)
-        assert [one["optimizer"] for one in store.hyperparameters["members"]] == [type(m).__name__ for m in members]
-
-
 # --- what each of them keeps ------------------------------------------------------------------
 
 
@@ -424,7 +367,9 @@ def test_formats_are_of_the_members_that_have_them(tmp_path, caplog):
 def test_modes_are_of_the_members_that_have_them(tmp_path):
     def optimizers(named):
         matrices, rest = parts(named)
-        return [Switching(matrices), torch.optim.AdamW(rest, lr=1e-2, fused=True)]
+        own = ScheduleFree(matrices)
+        own.train()
+        return [own, torch.optim.AdamW(rest, lr=1e-2, fused=True)]
 
     memory, model = InMemory(optimizers, torch.float32), made()
     model, optimizer = memascend.offload(model, optimizers(dict(model.named_parameters())), storage=tmp_path / "store")
@@ -440,16 +385,3 @@ def test_modes_are_of_the_members_that_have_them(tmp_path):
     turn(optimizer, model, 2)
     require_same(memory, model)
     optimizer.close()
-
-
-def test_the_plan_counts_the_largest_matrix_whole():
-    model = made(torch.bfloat16)
-    named = dict(model.named_parameters())
-    plan = planned(model, muon_and_adamw(named), Options()).plan
-    largest = 2 * WIDTH * WIDTH
-    # Master and momentum, values and gradient, and the gradient in float32. Of the next one, what is read of it.
-    nbytes = plan.to_dict()["host"]["whole parameters"]
-    assert nbytes >= largest * (4 + 4 + 2 + 2 + 4) + plan.whole_next_bytes
-    assert plan.whole_next_bytes >= WIDTH * WIDTH * (4 + 4 + 2 + 2)
-    alone = planned(model, torch.optim.AdamW(named.values()), Options()).plan
-    assert alone.to_dict()["host"]["whole parameters"] == 0
