@@ -312,21 +312,6 @@ def test_thousands_of_experts_are_no_burden():
     assert plan(units, easy.comfortable + (1 << 20)).saved_bytes > 0
 
 
-def test_the_table_tells_a_user():
-    text = str(plan(model()))
-    for part in (
-        "layers.0 .. layers.5 (6)",
-        "update staging",
-        "12 chunks",
-        "2 in use at once",
-        "read: state",
-        "Storage",
-    ):
-        assert part in text
-    small = str(plan(model(), plan(model()).smallest))
-    assert f"host_memory={plan(model()).comfortable}" in small
-
-
 def test_repeated_units_are_one_row_whatever_stands_between_them():
     halves = [unit(f"layers.{index}.{part}", size) for index in range(4) for part, size in (("up", 30), ("down", 20))]
     units = [unit("embedding", 100), *halves, unit("q", 7), unit("k", 7), unit("head", 99)]

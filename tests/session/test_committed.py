@@ -117,49 +117,6 @@ def test_a_buffer_that_the_model_has_no_more_stays_as_it_was_committed(tmp_path,
         assert torch.equal(again[1].running_mean, model[1].running_mean)
 
 
-class Blocks(nn.Module):
-    """Equal blocks that are read one after the other, and small parts that stay in memory."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([nn.Linear(64, 64) for _ in range(6)])
-        self.scale = nn.Parameter(torch.full((64,), 2.0))
-        self.norm = nn.LayerNorm(64)
-
-    def forward(self, x):
-        x = x * self.scale
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return self.norm(x)
-
-
-@pytest.mark.parametrize("gradients", ["fused", "ssd"])
-def test_every_forward_after_a_commit_has_its_values_though_views_keep_the_old_ones(tmp_path, gradients):
-    """Of pinned units, too."""
-    plain, model = Blocks(), Blocks()
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
-    model, optimizer = memascend.offload(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), storage=tmp_path / "s", gradients=gradients
-    )
-    kept = []
-    for block in model.blocks:
-        block.register_forward_hook(lambda one, *_: kept.append(one.weight.detach()))
-    with optimizer:
-        homes = optimizer._session.run.residency.units.homes
-        assert any(home.pinned for home in homes)
-        assert not any(home.in_ram for home in homes)
-        for seed in range(3):
-            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
-            kept = kept[-len(plain.blocks) :]
-            wanted, got = plain(x), model(x)
-            assert torch.equal(wanted, got), f"after {seed} steps"
-            for loss, own in ((wanted, theirs), (got, optimizer)):
-                loss.square().mean().backward()
-                own.step()
-                own.zero_grad()
-
-
 @pytest.mark.parametrize("change", ["shape", "dtype", "shape in place"])
 @pytest.mark.parametrize("gradients", ["fused", "ssd"])
 def test_a_buffer_of_another_kind_is_refused_before_the_step_and_put_back(tmp_path, change, gradients):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from support.bits import same_bits, same_states
 from support.chains import train
-from support.stores import damage
 
 import memascend
 from memascend import engine
@@ -131,26 +130,6 @@ def test_the_stored_seed_stands(tmp_path):
 
 
 # --- what a store of a format says ------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("state", "of"), [("bf16", "exp_avg_sq"), ("8bit", "exp_avg"), ("8bit", "exp_avg_absmax"),
-                                           ("8bit", "rounded_up")])  # fmt: skip
-def test_a_flipped_bit_is_an_error_that_names_the_parameter(tmp_path, state, of):
-    trained, optimizer = begin(tmp_path / "store", state)
-    train(trained, optimizer, range(2))
-    optimizer.close()
-    with engine.Store.open(tmp_path / "store") as store:
-        tensor = store.read("0.weight")[1][of]
-    damage(tmp_path / "store", tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()[:64], 5)
-    with pytest.raises(memascend.CorruptionError, match=r"0\.weight"):
-        shown(tmp_path / "store", state)
-
-
-def shown(path, state):
-    """What is in RAM is read when the store is opened, all else when it is needed."""
-    trained, optimizer = begin(path, state, existing="resume")
-    with optimizer:
-        return optimizer.state_of(trained[0].weight)
 
 
 def test_a_store_says_its_formats(tmp_path):

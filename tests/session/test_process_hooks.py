@@ -79,10 +79,6 @@ def test_an_optimizer_of_offloaded_parameters_that_is_another_does_not_step(tmp_
             other.zero_grad()
 
 
-def parametrized(model):
-    nn.utils.parametrizations.weight_norm(model[0])
-
-
 def module_set(model):
     model.new = nn.Linear(WIDTH, WIDTH)
 
@@ -105,17 +101,6 @@ def nested(model):
 
 
 NEW = r"new trainable .* offload\(\) anew"
-
-
-@pytest.mark.parametrize("units", [2, 16])
-def test_a_parameter_on_an_offloaded_one_is_refused_at_once(tmp_path, units):
-    model, optimizer = offloaded(tmp_path / "s", chain(units, bias=True))
-    with optimizer:
-        names = [name for name, _ in model.named_modules()]
-        with pytest.raises(memascend.ConfigError, match=NEW):
-            parametrized(model)
-        assert [name for name, _ in model.named_modules()] == names
-        assert len(list(model.parameters())) == 2 * units
 
 
 @pytest.mark.parametrize(
