@@ -25,11 +25,11 @@ def batch(index, dtype):
     return torch.randn(4, WIDE, generator=torch.Generator().manual_seed(index)).to(dtype)
 
 
-def in_memory(kind, dtype, steps, momentum=torch.float32):
+def in_memory(dtype, steps, momentum=torch.float32):
     """Values, masters and momenta after training with masters; momenta are rounded after each step."""
     model = made(dtype)
     masters = [nn.Parameter(one.detach().float()) for one in model.parameters()]
-    optimizer = kind(masters, lr=0.02)
+    optimizer = torch.optim.Muon(masters, lr=0.02)
     for index in range(steps):
         model(batch(index, dtype)).float().square().mean().backward()
         for one, master in zip(model.parameters(), masters, strict=True):
@@ -44,9 +44,9 @@ def in_memory(kind, dtype, steps, momentum=torch.float32):
     return [one.detach().clone() for one in found]
 
 
-def offloaded(storage, kind, dtype, **options):
+def offloaded(storage, dtype, **options):
     model = made(dtype)
-    return memascend.offload(model, kind(model.parameters(), lr=0.02), storage=storage, **options)
+    return memascend.offload(model, torch.optim.Muon(model.parameters(), lr=0.02), storage=storage, **options)
 
 
 def stepped(model, optimizer, dtype, upto):
@@ -75,11 +75,11 @@ def test_memory_for_one_matrix_or_two_has_the_same_bits(tmp_path, gradients):
     one = {}
     for budget, is_next in [(plan.smallest, False), (plan.comfortable - 1, False), (plan.comfortable, True)]:
         storage, options = tmp_path / str(budget), {"gradients": gradients, "host_memory": budget}
-        model, optimizer = offloaded(storage, torch.optim.Muon, dtype, **options)
+        model, optimizer = offloaded(storage, dtype, **options)
         with optimizer:
             assert (optimizer.plan.whole_next_bytes > 0) == is_next
             stepped(model, optimizer, dtype, 3)
-            require_same(values(model, optimizer), in_memory(torch.optim.Muon, dtype, 3))
+            require_same(values(model, optimizer), in_memory(dtype, 3))
             host = optimizer.report().to_dict()["host"]
             assert host["total"] <= host["peak"] <= budget
             one[budget] = host["owners"]["whole parameters"]["bytes"]
@@ -89,17 +89,17 @@ def test_memory_for_one_matrix_or_two_has_the_same_bits(tmp_path, gradients):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 def test_a_momentum_of_16_bits_is_rounded_after_each_step(tmp_path, dtype):
     options = {"state": "bf16", "loss_scale": 1.0} if dtype == torch.float16 else {"state": "bf16"}
-    model, optimizer = offloaded(tmp_path / "store", torch.optim.Muon, dtype, **options)
+    model, optimizer = offloaded(tmp_path / "store", dtype, **options)
     with optimizer:
         stepped(model, optimizer, dtype, 3)
-        want = in_memory(torch.optim.Muon, dtype, 3, momentum=torch.bfloat16)
+        want = in_memory(dtype, 3, momentum=torch.bfloat16)
         require_same(values(model, optimizer), want)
 
 
 @pytest.mark.parametrize(("state", "most"), [(None, 18.0), ("bf16", 14.0)])
 def test_a_parameter_moves_18_bytes_a_step(tmp_path, state, most):
     """Beside what pages are filled up with, of which small parameters have much."""
-    model, optimizer = offloaded(tmp_path / "store", torch.optim.Muon, torch.bfloat16, gradients="fused", state=state)
+    model, optimizer = offloaded(tmp_path / "store", torch.bfloat16, gradients="fused", state=state)
     with optimizer:
         stepped(model, optimizer, torch.bfloat16, 2)
         before = optimizer.report()
@@ -112,14 +112,14 @@ def test_a_parameter_moves_18_bytes_a_step(tmp_path, state, most):
 
 
 def test_a_checkpoint_has_a_momentum_of_16_bits(tmp_path):
-    kind, dtype = torch.optim.Muon, torch.bfloat16
-    model, optimizer = offloaded(tmp_path / "store", kind, dtype, state="bf16")
+    dtype = torch.bfloat16
+    model, optimizer = offloaded(tmp_path / "store", dtype, state="bf16")
     with optimizer:
         stepped(model, optimizer, dtype, 2)
         optimizer.save(tmp_path / "saved")
         stepped(model, optimizer, dtype, 4)
         want = values(model, optimizer)
-    model, optimizer = offloaded(tmp_path / "other", kind, dtype, checkpoint=tmp_path / "saved", state="bf16")
+    model, optimizer = offloaded(tmp_path / "other", dtype, checkpoint=tmp_path / "saved", state="bf16")
     with optimizer:
         stepped(model, optimizer, dtype, 4)
         require_same(values(model, optimizer), want)
@@ -128,5 +128,5 @@ def test_a_checkpoint_has_a_momentum_of_16_bits(tmp_path):
 def test_other_formats_are_refused(tmp_path):
     for options in ({"state": "8bit"}, {"state": "bf16", "master_dtype": None}):
         with pytest.raises(memascend.ConfigError, match="state="):
-            offloaded(tmp_path / "store", torch.optim.Muon, torch.bfloat16, **options)
+            offloaded(tmp_path / "store", torch.bfloat16, **options)
     assert not (tmp_path / "store").exists()

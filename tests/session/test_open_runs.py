@@ -61,21 +61,12 @@ def of_another_shape():
     return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 5))
 
 
-def of_two_groups(model):
-    return torch.optim.AdamW([{"params": layer.parameters()} for layer in model])
-
-
 OTHERS = {
     "shape": (of_another_shape, adamw, r"does not fit: .*1\.weight.*the run .* continues"),
     "optimizer": (
         chain,
         lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
         r"does not fit: .*SGD.*the run .* continues",
-    ),
-    "groups": (
-        lambda: chain(bias=True),
-        of_two_groups,
-        r"1 parameter groups, and the optimizer has 2 \(group 0: 2, group 1: 2 param",
     ),
 }
 
