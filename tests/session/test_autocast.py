@@ -4,14 +4,8 @@ import warnings
 
 import pytest
 import torch
+from support.chains import offloaded
 from torch import nn
-
-import memascend
-
-
-def offloaded(tmp_path, *layers):
-    model = nn.Sequential(*layers)
-    return memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=tmp_path / "run.store")
 
 
 def forward(model, dtype):
@@ -20,7 +14,7 @@ def forward(model, dtype):
 
 
 def test_it_is_said_at_the_first_forward_that_sees_it(tmp_path):
-    model, optimizer = offloaded(tmp_path, nn.Linear(32, 32), nn.Linear(32, 32))
+    model, optimizer = offloaded(tmp_path / "run.store", nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
     with optimizer:
         model(torch.ones(2, 32)).sum().backward()
         optimizer.zero_grad()
@@ -34,7 +28,9 @@ def test_it_is_said_at_the_first_forward_that_sees_it(tmp_path):
 
 
 def test_nothing_is_said_of_small_parts_in_32_bits(tmp_path):
-    model, optimizer = offloaded(tmp_path, nn.Linear(32, 32).bfloat16(), nn.LayerNorm(32), nn.Linear(32, 2))
+    model, optimizer = offloaded(
+        tmp_path / "run.store", nn.Sequential(nn.Linear(32, 32).bfloat16(), nn.LayerNorm(32), nn.Linear(32, 2))
+    )
     with optimizer, warnings.catch_warnings():
         warnings.simplefilter("error")
         forward(model, torch.bfloat16)

@@ -5,30 +5,20 @@ from functools import partial
 import pytest
 import torch
 from support.bits import same_states
-from support.chains import offloaded, step, values
+from support.chains import chain, offloaded, step, values
 from torch import nn
 
 WIDTH = 16
 FUSED = partial(torch.optim.AdamW, fused=True)
 
 
-class Stack(nn.Module):
-    """Equal blocks, and statistics that are a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.norm(x)
+def stack():
+    """Equal layers, and statistics that are a buffer."""
+    return nn.Sequential(*chain(bias=True, width=WIDTH), nn.BatchNorm1d(WIDTH))
 
 
 def begun(folder, **options):
-    return offloaded(folder / "run.store", Stack(), FUSED, host_memory="64MiB", **options)
+    return offloaded(folder / "run.store", stack(), FUSED, host_memory="64MiB", **options)
 
 
 @pytest.mark.parametrize("wrong", ["shape", "missing", "unexpected"])
@@ -38,17 +28,17 @@ def test_a_load_that_torch_refuses_changes_nothing(tmp_path, wrong):
     before = values(model)
     loaded = {name: tensor + 1 for name, tensor in before.items()}
     if wrong == "shape":
-        loaded["blocks.1.weight"] = torch.zeros(3, 3)
+        loaded["1.weight"] = torch.zeros(3, 3)
     elif wrong == "missing":
-        del loaded["blocks.1.weight"]
+        del loaded["1.weight"]
     else:
         loaded["more"] = torch.zeros(3)
     with pytest.raises(RuntimeError, match="Error"):
         model.load_state_dict(loaded)
     assert same_states(values(model), before)
     # A load that fits takes nothing of the other with it.
-    before["blocks.1.bias"] = before["blocks.1.bias"] + 2
-    model.load_state_dict({"blocks.1.bias": before["blocks.1.bias"]}, strict=False)
+    before["1.bias"] = before["1.bias"] + 2
+    model.load_state_dict({"1.bias": before["1.bias"]}, strict=False)
     optimizer.close()
     model, optimizer = begun(tmp_path, existing="resume")
     with optimizer:
@@ -59,7 +49,7 @@ def test_a_buffer_with_gaps_is_loaded_and_committed(tmp_path):
     """A part of a larger tensor: what lies between its elements is not its own."""
 
     def made(**options):
-        model = Stack()
+        model = stack()
         model.register_buffer("table", torch.zeros(2, 4)[:, :2])
         return offloaded(tmp_path / "run.store", model, FUSED, **options)
 

@@ -4,8 +4,7 @@ import threading
 
 import pytest
 import torch
-from support.chains import WIDTH, batch, loss_of, require_same, twins
-from torch import nn
+from support.chains import batch, chain, loss_of, require_same, twins
 
 
 def test_a_unit_whose_read_failed_is_read_again(tmp_path, monkeypatch):
@@ -38,21 +37,15 @@ def test_a_unit_whose_read_failed_is_read_again(tmp_path, monkeypatch):
                 pytest.fail("nothing was read")
 
 
-class Turns(nn.Module):
+def turns():
     """Two modules in one unit, which different threads are in at one time."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.two.weight, self.two.bias = self.one.weight, self.one.bias
-
-    def forward(self, x):
-        return self.two(self.one(x))
+    model = chain(bias=True)
+    model[1].weight, model[1].bias = model[0].weight, model[0].bias
+    return model
 
 
 def test_a_unit_stays_until_the_last_thread_has_left_it(tmp_path):
-    plain, _, model, optimizer = twins(tmp_path, make=Turns)
+    plain, _, model, optimizer = twins(tmp_path, make=turns)
     known, inside, left = threading.Event(), threading.Event(), threading.Event()
     found = []
 
@@ -61,7 +54,7 @@ def test_a_unit_stays_until_the_last_thread_has_left_it(tmp_path):
             # Each thread is known from its first forward of the whole model.
             model(batch())
             known.set()
-            found.append(model.two(batch()))
+            found.append(model[1](batch()))
 
     other = threading.Thread(target=second)
 
@@ -69,23 +62,23 @@ def test_a_unit_stays_until_the_last_thread_has_left_it(tmp_path):
         if known.is_set() and threading.current_thread() is other:
             inside.set()
             assert left.wait(20)
-            found.append(torch.equal(model.two.weight.data, plain.two.weight))
+            found.append(torch.equal(model[1].weight.data, plain[1].weight))
 
     def leaves_later(*_):
         if known.is_set() and threading.current_thread() is not other:
             assert inside.wait(20)
 
-    model.two.register_forward_pre_hook(is_there)
-    model.one.register_forward_pre_hook(leaves_later)
+    model[1].register_forward_pre_hook(is_there)
+    model[0].register_forward_pre_hook(leaves_later)
     with optimizer, torch.no_grad():
         model(batch())
         other.start()
         assert known.wait(20)
-        model.one(batch())
+        model[0](batch())
         left.set()
         other.join(20)
         assert found[0] is True, "the unit was taken away while another thread computed with it"
-        assert torch.equal(found[1], plain.two(batch()))
+        assert torch.equal(found[1], plain[1](batch()))
 
 
 def test_forwards_in_another_thread_do_not_fail_a_backward(tmp_path):
