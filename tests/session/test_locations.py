@@ -6,7 +6,6 @@ import os
 import stat
 import subprocess
 import sys
-import textwrap
 import warnings
 from contextlib import contextmanager, suppress
 
@@ -16,7 +15,7 @@ from support.bits import same_states
 from support.chains import chain, offloaded, step, values
 
 from memascend import engine, memory, nvme
-from memascend.errors import ConfigError, StorageError
+from memascend.errors import ConfigError, CorruptionError, StorageError
 
 
 def records(value=7.0):
@@ -30,47 +29,27 @@ def mode_of(path):
 # --- what is there, and where -------------------------------------------------------------------------------
 
 
-def test_resume_from_an_empty_file_begins_no_other_run(tmp_path, loaded):
-    """A run's store that was emptied or zeroed, and two places where no file can be."""
-    program = """
-        import os, sys, torch, memascend
-        def offloaded(path, **options):
-            model = torch.nn.Linear(8, 8)
-            return memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=path, **options)
-        path = sys.argv[1]
-        model, optimizer = offloaded(path)
-        model(torch.ones(8)).sum().backward()
-        optimizer.step()
-        optimizer.close()
-        size = os.path.getsize(path)
-        for length in (0, size):
-            os.truncate(path, 0)
-            os.truncate(path, length)
-            for existing in ("resume", "previous"):
-                try:
-                    offloaded(path, existing=existing)
-                except memascend.errors.CorruptionError as error:
-                    print(error)
-                assert os.path.getsize(path) == length
-        with offloaded(path, existing="replace")[1] as optimizer:
-            assert optimizer.steps == 0
-        os.remove(path)
-        with offloaded(path, existing="resume")[1] as optimizer:
-            assert optimizer.steps == 0
-        for path in ("/proc/run.store", "/proc/runs/", "/sys/run.store"):
-            try:
-                offloaded(path)
-            except memascend.errors.StorageError as error:
-                print(error)
-    """
+def test_resume_from_an_empty_file_begins_no_other_run(tmp_path):
+    """A run's store that was emptied or zeroed, and places where no file can be."""
     path = tmp_path / "run.store"
-    said = loaded(textwrap.dedent(program), path).splitlines()
-    for found, line in zip(["has no bytes"] * 2 + ["begin and end in zeros"] * 2, said[:4], strict=True):
-        assert f"{path}: the store is damaged" in line
-        assert found in line
-        assert 'existing="replace"' in line
-    assert len(said) == 7
-    assert all("shows the state of the kernel" in line and "choose a folder on a disk" in line for line in said[4:])
+    model, optimizer = offloaded(path)
+    step(model, optimizer)
+    optimizer.close()
+    for length, found in ((0, "has no bytes"), (path.stat().st_size, "begin and end in zeros")):
+        os.truncate(path, 0)
+        os.truncate(path, length)
+        for existing in ("resume", "previous"):
+            with pytest.raises(CorruptionError, match=rf'^{path}: the store is damaged.*{found}.*existing="replace"'):
+                offloaded(path, existing=existing)
+            assert path.stat().st_size == length
+    with offloaded(path, existing="replace")[1] as optimizer:
+        assert optimizer.steps == 0
+    path.unlink()
+    with offloaded(path, existing="resume")[1] as optimizer:
+        assert optimizer.steps == 0
+    for place in ("/proc/run.store", "/proc/runs/", "/sys/run.store"):
+        with pytest.raises(StorageError, match="shows the state of the kernel.*choose a folder on a disk"):
+            offloaded(place)
 
 
 # --- until it is filled ------------------------------------------------------------------------------------
