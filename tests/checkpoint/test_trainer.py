@@ -280,15 +280,6 @@ def test_an_optimizer_that_is_not_offloaded(tmp_path):
         trainer(model, optimizer, tmp_path, Callback())
 
 
-def test_a_trainer_that_was_not_given_the_optimizer_says_so(tmp_path):
-    model, optimizer = offloaded(tmp_path / "store", Plain())
-    with optimizer:
-        before = weights(model)
-        with pytest.raises(UsageError, match=r"not the optimizer that offload\(\) returned.*optimizers=\(optimizer"):
-            Trainer(model, simple(tmp_path / "out", max_steps=2), train_dataset=rows()).train()
-        assert same_states(weights(model), before)
-
-
 def test_adapters_on_a_frozen_model(tmp_path):
     peft = pytest.importorskip("peft")
 

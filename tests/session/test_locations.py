@@ -48,7 +48,7 @@ def test_resume_from_an_empty_file_begins_no_other_run(tmp_path):
     with offloaded(path, existing="resume")[1] as optimizer:
         assert optimizer.steps == 0
     for place in ("/proc/run.store", "/proc/runs/", "/sys/run.store"):
-        with pytest.raises(StorageError, match="shows the state of the kernel.*choose a folder on a disk"):
+        with pytest.raises(StorageError, match=r"shows the state of the kernel.*choose a folder on a disk"):
             offloaded(place)
 
 
