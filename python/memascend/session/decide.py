@@ -76,15 +76,12 @@ def room_beside(paths: Sequence[str] | None, total_bytes: int) -> int | None:
                 continue
             # Several shards on one file system share its free space.
             free = shutil.disk_usage(nearest(place)).free // systems.count(system)
-            rooms.append(free + bytes_there(place))
+            # A new store takes over the bytes of a store's file, whether or not it was ever filled.
+            there = (file.stat().st_size for file in (place, pending_file(place)) if file.is_file())
+            rooms.append(free + next(there, 0))
     except OSError:
         return None
     return max(0, min(rooms) * len(rooms) - total_bytes)
-
-
-def bytes_there(place: Path) -> int:
-    """The bytes of a store's file that a new store takes over, whether or not it was ever filled."""
-    return next((file.stat().st_size for file in (place, pending_file(place)) if file.is_file()), 0)
 
 
 def nearest(place: Path) -> Path:
@@ -103,16 +100,13 @@ def folders_of(options: Options) -> list[Path]:
 _TRAINED = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 
 
-def find_trained(
+def _find_trained(
     model: torch.nn.Module,
     named: Mapping[str, torch.nn.Parameter],
     optimizer: torch.optim.Optimizer,
-    device: torch.device | None = None,
+    device: torch.device | None,
 ) -> set[str]:
-    """The names of the trained parameters; rejects parameters that cannot be offloaded.
-
-    `named` are the model's parameters, or the rows that a rank has of them; `device` is the one that computes.
-    """
+    """The names of the trained parameters; rejects those that cannot be offloaded. `device` computes."""
     if not named:
         raise ConfigError("the model has no parameters, so there is nothing to offload: pass a model that has some")
     require_one_owner(optimizer, named)
@@ -245,7 +239,7 @@ class Subject:
         self.sharding = sharding
         _refuse_kinds(model, optimizer, only_planned=only_planned)
         self.named = dict(model.named_parameters() if sharding is None else sharding.named)
-        self.trained = find_trained(model, self.named, optimizer, None if device is None else device.torch_device)
+        self.trained = _find_trained(model, self.named, optimizer, None if device is None else device.torch_device)
         require_plain(self.named)
         if options.weights is not None and not any(parameter.is_meta for parameter in self.named.values()):
             raise ConfigError("weights= is for parameters on meta, and the model has none there: leave it out")
