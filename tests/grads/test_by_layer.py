@@ -10,7 +10,6 @@ import time
 
 import pytest
 import torch
-from parity.reference import Reference, threads_of_torch
 from support.bits import same_bits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -159,29 +158,6 @@ def test_bits_are_those_of_one_after_the_other(tmp_path, kind, option, count):
         for by_layer in (True, False)
     )
     require_same(layers, turns)
-
-
-def test_seeds_are_those_of_a_loop_in_memory(tmp_path):
-    batches = rows(COUNT)
-    with threads_of_torch(1):
-        layers = trained(tmp_path, lambda: Stack(drop=0.2), batches, square, by_layer=True)
-        torch.manual_seed(0)
-        model = Stack(drop=0.2)
-        optimizer = Reference(adamw(model))
-        found = []
-        for _ in range(3):
-            seeds = [int(torch.empty((), dtype=torch.int64).random_().item()) for _ in batches]
-            for seed, batch in zip(seeds, batches, strict=True):
-                torch.manual_seed(seed)
-                loss = square(model, batch)
-                (loss * (1 / COUNT)).backward()
-                found.append(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
-        weights = values(model)
-    losses = [one for index, one in enumerate(layers[: 3 * (COUNT + 1)]) if (index + 1) % (COUNT + 1)]
-    require_same(losses, found)
-    require_same(layers[3 * (COUNT + 1) : 3 * (COUNT + 1) + len(weights)], weights)
 
 
 def moved_bytes(tmp_path, make, batches, **options):
@@ -551,20 +527,3 @@ def test_a_thread_that_the_system_does_not_have_fails_the_call(tmp_path, monkeyp
         optimizer.zero_grad()
         optimizer.accumulate(lambda batch: square(model, batch), rows(COUNT), by_layer=True)
         optimizer.step()
-
-
-def test_a_dynamic_scale_that_overflows_skips_the_step(tmp_path):
-    torch.manual_seed(0)
-    model = Stack().half()
-    model, optimizer = memascend.offload(model, adamw(model), storage=tmp_path / "run.store")
-    batches = [(1e-2 * batch.detach()).half().requires_grad_() for batch in rows(COUNT)]
-    with optimizer:
-        for step in range(3):
-            scale = 1e6 if step == 1 else 1.0
-            optimizer.accumulate(
-                lambda batch: model(batch).float().square().mean(), batches, scale=scale, by_layer=True
-            )
-            optimizer.step()
-            assert optimizer.overflowed == (step == 1)
-            optimizer.zero_grad()
-        assert optimizer.steps == 2
