@@ -133,7 +133,7 @@ class Machine(RuleBasedStateMachine):
         if self.is_unclosed:
             model, members = self.plain.setup.made(0)
             options = {"storage": corpse, "existing": "resume", **self.plain.setup.options}
-            with pytest.raises(StorageError, match="not closed, .*durability"):
+            with pytest.raises(StorageError, match=r"not closed, .*durability"):
                 memascend.offload(model, one_or_list(members), **options)
             self.seen["refused as unclosed"] += 1
             return
