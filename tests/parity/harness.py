@@ -164,13 +164,13 @@ def nothing(*_):
     return contextlib.nullcontext()
 
 
-def in_ram(case, threads, kind=Reference):
+def in_ram(case, threads):
     def take(model, original):
         if "state" not in case.options and "rounding" not in case.options:
-            return model, kind(original, **case.options)
+            return model, Reference(original, **case.options)
         names = {p: name for name, p in model.named_parameters()}
         embeddings = [one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding)]
-        return model, kind(original, names=names, embeddings=embeddings, **case.options)
+        return model, Reference(original, names=names, embeddings=embeddings, **case.options)
 
     return play(case, threads, take, read=nothing)
 
