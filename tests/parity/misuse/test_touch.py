@@ -1,6 +1,5 @@
 """Tests access to parameters that are on storage: what works, and what raises instead of being wrong."""
 
-import copy
 import ctypes
 import io
 import itertools
@@ -12,7 +11,6 @@ import torch
 from parity.zoo_plain import VOCABULARY, Stack
 from torch import nn
 
-import memascend
 from memascend import UsageError
 
 
@@ -337,18 +335,3 @@ def test_transforms_are_refused(training, transform):
     with training.keeps_weights(), pytest.raises(UsageError):
         TRANSFORMS[transform](training.model)
     training.step(1)
-
-
-# --- materialized -----------------------------------------------------------------
-
-
-def test_materialized_gives_real_parameters_and_takes_them_back(training, weight):
-    with memascend.materialized(training.model) as inside:
-        assert inside is training.model or inside is None
-        assert type(weight) is nn.Parameter
-        assert weight.data_ptr()
-        copied = copy.deepcopy(training.model)
-        expected = weight.detach().clone()
-    assert torch.equal(copied.blocks[1].up.weight, expected)
-    with pytest.raises(UsageError):
-        weight.data_ptr()
