@@ -229,7 +229,7 @@ CASES = {case.name: case for case in TRANSFORMERS if case.name in ("checkpointed
     [
         ("host", "large"),
         pytest.param("host", "smallest", marks=pytest.mark.slow),
-        pytest.param("ssd", "smallest", marks=pytest.mark.slow),
+        ("ssd", "smallest"),
     ],
 )
 def test_models_of_others(name, where, budget, tmp_path, monkeypatch, fake):

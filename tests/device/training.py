@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 
 import torch
-from parity.harness import BUDGETS_MAX, Nothing, differences, play
+from parity.harness import BUDGETS_MAX, differences, nothing, play
 from parity.reference import Reference
 from torch.utils._pytree import tree_map
 
@@ -97,7 +97,7 @@ def reference(case, device):
     def take(model, original):
         return moved(model, device), OnHost(original, **case.options)
 
-    outcome = played(case, device, take, Nothing)
+    outcome = played(case, device, take, nothing)
     assert not all(torch.equal(outcome.start[name], outcome.weights[name]) for name in outcome.weights)
     return outcome
 

@@ -6,7 +6,6 @@ import threading
 
 import pytest
 import torch
-from grads.test_by_layer import seeded
 from parity.reference import threads_of_torch
 from support.bits import same_bits
 from support.checkpointed import Block
@@ -152,39 +151,6 @@ def written(model, write):
             write(parameter)
 
 
-def edited(model, optimizer):
-    """Through the door, where there is one."""
-    parameters = list(model.blocks.parameters())
-    if not isinstance(optimizer, memascend.OffloadedOptimizer):
-        written(model, in_place)
-        return
-    with optimizer.edit(parameters) as values:
-        torch._foreach_clamp_min_(values, -0.05)
-        torch._foreach_clamp_max_(values, 0.05)
-
-
-def train(model, optimizer, accumulate):
-    """Train and write to weights in between; `accumulate(batches)` gives the losses of one call. All that it leaves."""
-    losses = []
-    for step in range(3):
-        if step:
-            edited(model, optimizer)
-        losses += accumulate(listed_batches())
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*(loss.detach() for loss in losses), *(value.clone() for value in model.state_dict().values())]
-
-
-def in_turn(model, batches):
-    """The plain loop, with seeds for micro-batches as by layer."""
-    losses = []
-    for seed, batch in seeded(batches):
-        torch.manual_seed(seed)
-        losses.append(square(model)(batch))
-        losses[-1].backward()
-    return losses
-
-
 def made():
     torch.manual_seed(0)
     model = Stack()
@@ -200,16 +166,6 @@ def smallest(gradients):
     with pytest.raises(memascend.BudgetError) as refused:
         memascend.offload(*made(), host_memory=1, gradients=gradients, durability="none")
     return refused.value.smallest
-
-
-@pytest.mark.parametrize(("gradients", "small"), [("auto", True), ("ssd", False), ("fused", True)])
-def test_weights_that_are_written_between_two_calls_count(tmp_path, gradients, small):
-    model, optimizer = made()
-    expected = train(model, optimizer, lambda batches: in_turn(model, batches))
-    other, optimizer = offloaded(tmp_path, gradients, small=small)
-    with optimizer:
-        found = train(other, optimizer, lambda batches: optimizer.accumulate(square(other), batches, by_layer=True))
-    assert all(same_bits(one, other) for one, other in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from support.checkpointed import OwnCheckpoint
 
 import memascend
 from memascend.errors import UsageError
-from memascend.grads.gradient import GradientState, moved
 
 
 def begun(tmp_path, gradients, **options):
@@ -139,23 +138,3 @@ def test_a_replaced_gradient_can_be_zeroed_in_every_mode(tmp_path):
         optimizer.step()
         assert optimizer.steps == 1
         assert same_states(values(model), before)
-
-
-def test_moves_that_make_no_sense_are_assertions():
-    legal = {
-        "store": {GradientState.NONE},
-        "change": {GradientState.STORED},
-        "take": {GradientState.NONE},
-        "begin": {GradientState.NONE, GradientState.STORED},
-        "stage": {GradientState.NONE, GradientState.STORED, GradientState.EARLY},
-        "unstage": {GradientState.MEMORY_STAGED, GradientState.STORED_STAGED, GradientState.EARLY},
-        "end": {GradientState.MEMORY_STAGED, GradientState.STORED_STAGED, GradientState.EARLY, GradientState.TAKEN},
-        "drop": set(GradientState),
-    }
-    for move, states in legal.items():
-        for state in GradientState:
-            if state in states:
-                assert moved("w", state, move) in GradientState
-            else:
-                with pytest.raises(AssertionError, match=f"'{move}'.*'w'.*{state.name}"):
-                    moved("w", state, move)

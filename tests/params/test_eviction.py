@@ -70,52 +70,6 @@ def test_one_that_is_used_before_it_leaves_only_if_it_must():
     assert victim_for(homes[3], homes, order, None, must=True) is homes[2]
 
 
-# What a unit may do, by what it is.
-ALLOWED = {
-    Bytes.OFFLOADED: {"begin_read", "adopt", "stand", "leave"},
-    Bytes.READING: {"arrive", "leave"},
-    Bytes.CACHED: {"leave"},
-    Bytes.IN_PLACE: {"leave"},
-}
-
-
-def unit_that_is(state):
-    """A unit in a state, with bytes of its version that somebody keeps where it is offloaded."""
-    home = Home(0, "unit", 0, SLOT, pinned=False)
-    base = torch.empty(0)
-    if state is Bytes.OFFLOADED:
-        cached(home)
-        kept = home.base
-        home.leave()
-        return home, kept
-    if state is Bytes.READING:
-        home.begin_read(Read(), base)
-    elif state is Bytes.CACHED:
-        cached(home)
-    else:
-        home.stand(base, 0)
-    return home, base
-
-
-@pytest.mark.parametrize("state", Bytes)
-@pytest.mark.parametrize("move", ["begin_read", "arrive", "adopt", "stand", "leave"])
-def test_a_unit_moves_as_its_state_allows(state, move):
-    home, kept = unit_that_is(state)
-    assert home.state is state
-    given = {"begin_read": (Read(), kept), "stand": (kept, 0)}.get(move, ())
-    if move in ALLOWED[state]:
-        moved = getattr(home, move)(*given)
-        assert moved is not False
-        assert (home.state is state) == (state is Bytes.OFFLOADED and move == "leave")
-        assert (home.base is not None) == (home.state in {Bytes.CACHED, Bytes.IN_PLACE})
-    elif move == "adopt":
-        assert home.adopt() is False
-        assert home.state is state
-    else:
-        with pytest.raises(AssertionError):
-            getattr(home, move)(*given)
-
-
 class FailingRead(Read):
     """A read whose bytes are not what was written."""
 
@@ -135,7 +89,10 @@ def test_a_read_that_fails_leaves_nothing():
 
 def test_bytes_of_older_values_are_not_taken_again():
     for end in (Home.train, Home.forget):
-        home, kept = unit_that_is(Bytes.OFFLOADED)
+        home = Home(0, "unit", 0, SLOT, pinned=False)
+        cached(home)
+        kept = home.base
+        home.leave()
         end(home)
         assert not home.adopt()
         del kept

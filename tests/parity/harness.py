@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import sys
@@ -158,26 +159,20 @@ def play(case, threads, take, *, read):
         return Outcome(run.records, weights, buffers, state, random, start)
 
 
-class Nothing:
-    def __init__(self, *_):
-        pass
-
-    def __enter__(self):
-        pass
-
-    def __exit__(self, *_):
-        pass
+def nothing(*_):
+    """Reads a model in memory."""
+    return contextlib.nullcontext()
 
 
-def in_ram(case, threads, kind=Reference):
+def in_ram(case, threads):
     def take(model, original):
         if "state" not in case.options and "rounding" not in case.options:
-            return model, kind(original, **case.options)
+            return model, Reference(original, **case.options)
         names = {p: name for name, p in model.named_parameters()}
         embeddings = [one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding)]
-        return model, kind(original, names=names, embeddings=embeddings, **case.options)
+        return model, Reference(original, names=names, embeddings=embeddings, **case.options)
 
-    return play(case, threads, take, read=Nothing)
+    return play(case, threads, take, read=nothing)
 
 
 _references: dict[tuple[str, int], Outcome] = {}
@@ -193,34 +188,26 @@ def reference(case, threads):
     return _references[key]
 
 
-class Read:
+@contextlib.contextmanager
+def committed(model, optimizer, file):
     """The committed weights, for as long as they are read; the budget was kept; then the store is closed.
 
     Where its log has steps, whoever found it so would come to the same.
     """
-
-    def __init__(self, model, optimizer, file):
-        self.optimizer = optimizer
-        self.file = file
-        self.real = memascend.materialized(model)
-
-    def __enter__(self):
-        report = self.optimizer.report()
-        host = report.to_dict()["host"]
-        assert host["peak"] <= host["budget"], host
-        written, planned = report.written, self.optimizer.plan.written_bytes
-        if not planned.get("values") and not planned.get("state"):
-            assert (written["values"], written["state"]) == (0, 0), "nothing before close()"
-        if self.optimizer.plan.logged:
-            assert report.log_steps > 0
-            if self.optimizer.steps:
-                assert written["log"] > 0
-                require_replay(self.optimizer, self.file)
-        self.real.__enter__()
-
-    def __exit__(self, *error):
-        self.real.__exit__(*error)
-        self.optimizer.close()
+    report = optimizer.report()
+    host = report.to_dict()["host"]
+    assert host["peak"] <= host["budget"], host
+    written, planned = report.written, optimizer.plan.written_bytes
+    if not planned.get("values") and not planned.get("state"):
+        assert (written["values"], written["state"]) == (0, 0), "nothing before close()"
+    if optimizer.plan.logged:
+        assert report.log_steps > 0
+        if optimizer.steps:
+            assert written["log"] > 0
+            require_replay(optimizer, file)
+    with memascend.materialized(model):
+        yield
+    optimizer.close()
 
 
 def smallest_budget(case, **options):
@@ -266,7 +253,7 @@ def offloaded(case, mode, folder):
 
     for _ in range(BUDGETS_MAX):
         try:
-            return play(case, mode.threads, take, read=lambda model, optimizer: Read(model, optimizer, file))
+            return play(case, mode.threads, take, read=lambda model, optimizer: committed(model, optimizer, file))
         except memascend.BudgetError as error:
             if not case.learns_budget or not taken:
                 raise

@@ -6,7 +6,7 @@ import contextlib
 import warnings
 
 import torch
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_
 
 CLIPPED = 0.05  # below the norms that the small models here have, so that it clips
 
@@ -23,21 +23,6 @@ def clips(run):
     for index in range(4):
         run.loss(index).backward()
         run.record(clip_grad_norm_(run.model.parameters(), CLIPPED))
-        finish(run)
-
-
-def clips_at_infinity(run):
-    """As the Trainer does for its log: nothing changes, so this is allowed in every mode."""
-    for index in range(4):
-        run.loss(index).backward()
-        clip_grad_norm_(run.model.parameters(), float("inf"))
-        finish(run)
-
-
-def clips_values(run):
-    for index in range(4):
-        run.loss(index).backward()
-        clip_grad_value_(run.model.parameters(), 1e-3)
         finish(run)
 
 
@@ -232,14 +217,6 @@ def failing(module, where):
         handle.remove()
 
 
-def fails_without_gradients(run):
-    for index in range(4):
-        with failing(run.model.blocks[2], "after"), torch.no_grad():
-            run.loss(index)
-        run.loss(index).backward()
-        finish(run)
-
-
 def retains(run):
     """A second forward before the first one's backward, and a graph that is walked twice."""
     for index in range(3):
@@ -267,12 +244,3 @@ def watches(run):
                 average.lerp_(p, 0.25)
             run.record(torch.cat([p.flatten() for p in parameters]).double().sum())
     run.record(*averages)
-
-
-def reads_gradients(run):
-    for index in range(4):
-        run.loss(index).backward()
-        for p in run.model.parameters():
-            if p.grad is not None:
-                run.record(p.grad.abs().max(), p.grad.float().sum())
-        finish(run)

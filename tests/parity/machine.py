@@ -133,7 +133,7 @@ class Machine(RuleBasedStateMachine):
         if self.is_unclosed:
             model, members = self.plain.setup.made(0)
             options = {"storage": corpse, "existing": "resume", **self.plain.setup.options}
-            with pytest.raises(StorageError, match="closed"):
+            with pytest.raises(StorageError, match=r"not closed, .*durability"):
                 memascend.offload(model, one_or_list(members), **options)
             self.seen["refused as unclosed"] += 1
             return
@@ -397,8 +397,9 @@ class Machine(RuleBasedStateMachine):
         if not committed:
             self.seen["overflows"] += 1
             return
-        # In 16 bits, factors round the gradients in memory, and no norm that is taken on storage.
-        near = {"rel": 0.05 if self.changed else 1e-12}
+        # Factors round the gradients in memory, and no norm that is taken on storage: in 16 bits that is much.
+        rounds = 1e-6 if self.plain.setup.dtype == torch.float32 else 0.05
+        near = {"rel": rounds if self.changed else 1e-12}
         assert self.optimizer.grad_norm == pytest.approx(self.plain.grad_norm, nan_ok=True, **near)
         self.seen[f"steps {self.mode}"] += 1
         self.steps_of_life += 1

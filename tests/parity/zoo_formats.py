@@ -6,10 +6,10 @@ import torch
 from parity import loops
 from parity.harness import KEPT, Case
 from parity.zoo_loops import BF16, FP16, WHOLE
-from parity.zoo_plain import next_token
+from parity.zoo_plain import VOCABULARY, next_token, tokens
 from torch import nn
 
-VOCABULARY, WIDTH, WIDE = 64, 320, 313
+WIDTH, WIDE = 320, 313
 
 
 class Mixed(nn.Module):
@@ -26,10 +26,6 @@ class Mixed(nn.Module):
     def forward(self, tokens):
         x = self.embedding(tokens)
         return self.head(x + self.down(torch.nn.functional.silu(self.up(self.norm(x)))))
-
-
-def tokens(generator, batches=4):
-    return [torch.randint(0, VOCABULARY, (2, 9), generator=generator) for _ in range(batches)]
 
 
 def mixed(name, state, loop=None, *, rounding="nearest", seed=7, options=None, **fields):

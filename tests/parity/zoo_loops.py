@@ -35,8 +35,6 @@ def towers(name, loop, **options):
 
 LOOPS = [
     *both("clip", loops.clips, gradients=WHOLE),
-    stack("clip-infinity", loops.clips_at_infinity, dtype=BF16),
-    *both("clip-values", loops.clips_values, gradients=WHOLE),
     *both("max-grad-norm", loops.clips_in_step, gradients=WHOLE, options={"max_grad_norm": loops.CLIPPED}),
     *both("accumulate", loops.accumulates, gradients=WHOLE),
     Case(
@@ -74,10 +72,8 @@ LOOPS = [
         dtype=BF16,
     ),
     stack("autocast", loops.casts_automatically),
-    stack("fail-without-gradients", loops.fails_without_gradients),
     stack("retain", loops.retains, learns_budget=True),
     *both("watch", loops.watches, learns_budget=True),
-    *both("read-gradients", loops.reads_gradients, gradients=WHOLE),
 ]
 
 

@@ -11,36 +11,31 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 class KeptInMemory:
     """A keeper that holds the gradient in RAM, as the store holds it on SSD; it counts what is out at a time."""
 
-    def __init__(self, tensor, *, name="layer.weight", fused=False, knows_nonfinite=True):
+    name, fused = "layer.weight", False
+
+    def __init__(self, tensor):
         self.tensor = tensor.clone()
-        self.name, self.fused, self.knows_nonfinite = name, fused, knows_nonfinite
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.seen = []
         self.reads = 0
 
     def read(self):
-        assert not self.fused
         self.reads += 1
         return self.tensor.clone()
 
     def add(self, gradient, **_):
-        assert not self.fused
         assert gradient.stride() == self.tensor.stride()
         assert gradient.dtype == self.dtype
         self.tensor = self.tensor + gradient
 
     def assign(self, gradient):
-        assert not self.fused
         assert gradient.stride() == self.tensor.stride()
         assert gradient.dtype == self.dtype
         assert type(gradient) is torch.Tensor
         self.tensor = gradient
 
-    def norm(self):
-        return self.tensor.double().norm().item()
-
     def nonfinite(self):
-        return not self.tensor.isfinite().all().item() if self.knows_nonfinite else None
+        return not self.tensor.isfinite().all().item()
 
     def noticed(self, what):
         self.seen.append(what)
@@ -52,8 +47,8 @@ def handle_over(backing, strides=None):
     return GradientHandle(DeferredGradient(backing, strides, torch.device("cpu")))
 
 
-def handle_of(tensor, **options):
-    return handle_over(KeptInMemory(tensor, **options), tensor.stride())
+def handle_of(tensor):
+    return handle_over(KeptInMemory(tensor), tensor.stride())
 
 
 def assert_same(handle, expected):

@@ -49,11 +49,6 @@ class _UnitUpload:
         self.working = 0
         self.error: BaseException | None = None
 
-    def take_part(self) -> int:
-        index, self.next = self.next, self.next + 1
-        self.working += 1
-        return index
-
     def end_part(self, error: BaseException | None, copy: Copy | None) -> None:
         """End the work on a part: its copy was begun, it failed, or its unit was dropped."""
         self.working -= 1
@@ -63,10 +58,6 @@ class _UnitUpload:
         self.error = self.error or error
         if self.ended and not self.working:
             self.let_go()
-
-    def cancel(self) -> None:
-        """Let parts that are being read go nowhere."""
-        self.base = None
 
     def let_go(self) -> None:
         """Release the lease, and the slots that are read, which may be staged into again."""
@@ -182,7 +173,8 @@ class Staging:
     def dropped(self, unit: _UnitUpload) -> None:
         """See `Staged`."""
         with self._changed:
-            unit.cancel()
+            # Parts that are being read go nowhere.
+            unit.base = None
             if unit in self._waiting:
                 self._waiting.remove(unit)
             while unit.working and self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -250,7 +242,8 @@ class Staging:
                     self._waiting.popleft()
                     self._changed.notify_all()
                     continue
-                index = unit.take_part()
+                index, unit.next = unit.next, unit.next + 1
+                unit.working += 1
             chunk = self._free.popleft()
             try:
                 part = parts.begin(index, chunk[: unit.places[index][1]])

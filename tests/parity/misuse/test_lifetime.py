@@ -53,25 +53,6 @@ def test_nothing_outlives_a_model_that_is_dropped(tmp_path):
         assert optimizer.steps == 1
 
 
-class Numbers(torch.utils.data.Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return torch.full((9,), index)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_workers_of_a_loader_are_forked_from_it(offloaded):
-    training = offloaded(steps=1)
-    for _ in range(2):
-        for ids in torch.utils.data.DataLoader(Numbers(), batch_size=2, num_workers=2, multiprocessing_context="fork"):
-            next_token(training.model, ids).backward()
-            training.optimizer.step()
-            training.optimizer.zero_grad()
-    assert training.optimizer.steps == 9
-
-
 EXITS = {
     "the end": "",
     "sys.exit": "sys.exit(0)",

@@ -206,24 +206,6 @@ def test_a_store_is_refused_unless_one_says_what_to_do_with_it(offloaded):
     assert offloaded(existing="replace").optimizer.steps == 0
 
 
-def test_an_unclosed_store_that_was_not_made_to_survive_is_refused_by_name(tmp_path, loaded):
-    program = """if True:
-        import os, sys, torch, memascend
-        model = torch.nn.Linear(64, 64)
-        optimizer = torch.optim.AdamW(model.parameters())
-        model, optimizer = memascend.offload(model, optimizer, storage=sys.argv[1], durability="none")
-        for _ in range(2):
-            model(torch.randn(3, 64)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        os._exit(0)
-    """
-    loaded(program, tmp_path / "run.store")
-    model = nn.Linear(64, 64)
-    with pytest.raises(StorageError, match="durability"):
-        memascend.offload(model, adamw(model), storage=tmp_path / "run.store", existing="resume")
-
-
 def test_a_store_whose_first_write_did_not_finish_is_refused_by_name(offloaded, tmp_path, unchanged):
     storage = tmp_path / "run.store"
     records = [memascend.engine.Record(name="weight", values=torch.empty(64, 64, device="meta"), state={})]

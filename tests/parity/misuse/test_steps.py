@@ -1,13 +1,15 @@
 """Tests that inexact steps raise and say what to do, and that training goes on afterwards."""
 
 import contextlib
+import copy
+import math
 import re
 
 import pytest
 import torch
 from parity.harness import adamw
-from parity.zoo_plain import Stack
-from torch.nn.utils import clip_grad_norm_
+from parity.zoo_plain import Stack, next_token
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import memascend
 from memascend import ConfigError, MemascendError, UsageError
@@ -43,51 +45,83 @@ def test_a_second_gradient_in_fused_mode_is_refused_and_leaves_no_half_of_a_step
     assert len(moved) in (0, len(before))
 
 
-def test_clipping_in_fused_mode(fused):
-    fused.loss(0).backward()
-    assert clip_grad_norm_(fused.model.parameters(), float("inf")) > 0
-    assert fused.optimizer.clip_grad_norm_(float("inf")) > 0
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_used_gradients_have_their_norm_and_are_not_clipped(offloaded, foreach, dtype):
+    plain, training = Stack().to(dtype), offloaded(Stack().to(dtype), gradients="fused")
+    plain.load_state_dict(training.model.state_dict())
+    parameters = list(training.model.parameters())
+    next_token(plain, training.batches[0]).backward()
+    training.loss(0).backward()
+    norm = clip_grad_norm_(parameters, math.inf, foreach=foreach)
+    exact = math.sqrt(sum(float(p.grad.double().square().sum()) for p in plain.parameters()))
+    assert norm.dtype == dtype
+    assert float(norm) == pytest.approx(exact, rel=4 * torch.finfo(dtype).eps)
+    assert training.optimizer.clip_grad_norm_(math.inf) == pytest.approx(exact, rel=1e-6)
+    clip_grad_value_(parameters, math.inf, foreach=foreach)
     for clip in (
-        lambda: clip_grad_norm_(fused.model.parameters(), 1e-3),
-        lambda: fused.optimizer.clip_grad_norm_(1e-3),
-        lambda: torch.nn.utils.clip_grad_value_(fused.model.parameters(), 1e-3),
+        lambda: clip_grad_norm_(parameters, 1e-3, foreach=foreach),
+        lambda: training.optimizer.clip_grad_norm_(1e-3),
+        lambda: clip_grad_value_(parameters, 1e-3, foreach=foreach),
     ):
-        with pytest.raises(UsageError, match=r"max_grad_norm|gradients") as error:
+        with pytest.raises(UsageError, match=r"max_grad_norm= to offload\(\) \(and set the Trainer's to 0\)") as error:
             clip()
         instead(str(error.value))
+    with pytest.raises(UsageError, match="gradients='ssd'"):
+        clip_grad_norm_(parameters, math.inf, 1.0, foreach=foreach)
 
 
-def test_gradients_that_moved_away_have_no_values_in_fused_mode(fused):
+GONE = "gradients='ssd'"
+LATE = f"max_grad_norm=.*{GONE}"
+ZEROED = f"set_to_none=False.*{GONE}"
+# What cannot be done to a gradient that an update has used, and the words of the error.
+TOO_LATE = [
+    (lambda g: g.mul_(0.5), LATE),
+    (lambda g: g.mul_(math.nan), LATE),
+    (lambda g: g.mul_(torch.tensor(0.5)), LATE),
+    (lambda g: torch._foreach_mul_([g], 0.5), LATE),
+    (lambda g: g.clamp_(-1, 1), LATE),
+    (lambda g: g.copy_(torch.ones(g.shape)), GONE),
+    (lambda g: g.mul_(torch.ones(g.shape)), GONE),
+    (lambda g: g.add_(torch.ones(g.shape)), f"accumulation_steps=.*{GONE}"),
+    (lambda g: g.zero_(), ZEROED),
+    (lambda g: torch._foreach_zero_([g]), ZEROED),
+    (lambda g: g.clone(), GONE),
+    (lambda g: g + 1, GONE),
+    (lambda g: g.abs().max().item(), GONE),
+    (lambda g: g.tolist(), GONE),
+    (copy.deepcopy, GONE),
+    (lambda g: g.norm(1), GONE),
+    (lambda g: torch.linalg.vector_norm(g, 2, dim=0), GONE),
+    (lambda g: torch.zeros(g.shape).copy_(g), GONE),
+    (lambda g: g.numpy(), "gradients='ram'"),
+    (
+        lambda g: torch._amp_foreach_non_finite_check_and_unscale_([g], torch.zeros(1), torch.ones(1)),
+        f"loss_scale=.*{GONE}",
+    ),
+]
+
+
+def test_used_gradients_have_no_values(fused):
     fused.loss(0).backward()
     gradient = fused.model.head.weight.grad
-    assert gradient.shape == fused.model.head.weight.shape
-    assert gradient.dtype == torch.float32
-    for read in (
-        lambda: gradient + 1,
-        lambda: gradient.abs().max().item(),
-        lambda: gradient.mul_(0.5),
-        lambda: gradient.add_(torch.ones(gradient.shape)),
-        gradient.zero_,
-        gradient.numpy,
-        gradient.clone,
-        lambda: torch._foreach_mul_([gradient], 0.5),
-        gradient.tolist,
-    ):
-        with pytest.raises(UsageError) as error:
-            read()
-        instead(str(error.value))
+    assert (gradient.shape, gradient.dtype) == (fused.model.head.weight.shape, torch.float32)
+    for call, words in TOO_LATE:
+        with pytest.raises(UsageError, match=words):
+            call(gradient)
     assert gradient.mul_(1.0) is gradient
+    assert "already used" in repr(gradient)
+    assert torch.linalg.vector_norm(gradient, 2, dtype=torch.float64).dtype == torch.float64
+    assert torch._foreach_norm([gradient], 2, torch.float64)[0].dtype == torch.float64
+    assert not torch.zeros_like(gradient).any()
 
 
-def test_gradients_on_storage_have_values_but_no_views(offloaded):
-    training = offloaded(gradients="ssd")
-    training.loss().backward()
-    gradient = training.model.head.weight.grad
-    assert float(gradient.abs().max()) > 0
-    for view in (lambda: gradient.view(-1), lambda: gradient[0], gradient.t, gradient.data_ptr):
-        with pytest.raises(UsageError):
-            view()
-    training.optimizer.step()
+def test_a_model_with_used_gradients_goes_to_where_it_is(fused):
+    """Lightning does so when training has ended: each gradient's `.data` becomes that gradient."""
+    fused.loss(0).backward()
+    kept = fused.model.head.weight.grad
+    assert fused.model.cpu() is fused.model
+    assert fused.model.head.weight.grad is kept
 
 
 def test_gradients_in_memory_are_plain_tensors(offloaded):
@@ -98,13 +132,6 @@ def test_gradients_in_memory_are_plain_tensors(offloaded):
     gradient.view(-1)[0] = 1.0
     assert gradient[0, 0] == gradient.t()[0, 0] == 1.0
     training.optimizer.step()
-
-
-def test_zeroing_to_zero_in_fused_mode(fused):
-    fused.loss(0).backward()
-    with pytest.raises(UsageError) as error:
-        fused.optimizer.zero_grad(set_to_none=False)
-    instead(str(error.value))
 
 
 @pytest.mark.parametrize("option", ["lr", "weight_decay", "betas", "eps", "maximize"])
@@ -211,15 +238,6 @@ def test_user_state_is_small_and_plain(offloaded):
             training.step()
         training.optimizer.user_state = None
         training.optimizer.zero_grad()
-
-
-def test_options_in_the_store_win_and_are_listed(offloaded):
-    training = offloaded(steps=1)
-    training.optimizer.close()
-    model = Stack()
-    with pytest.warns(UserWarning, match=r"lr.*0\.01.*0\.5|lr.*0\.5.*0\.01"):
-        again = offloaded(model, adamw(model, lr=0.5), existing="resume")
-    assert again.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2)
 
 
 def test_the_warning_of_stored_options_says_how_to_get_other_ones(offloaded, tmp_path):
