@@ -1,6 +1,5 @@
-"""Tests that models as transformers, peft, accelerate and the Trainer hold them are taken: nothing aliases a weight."""
+"""Tests that models as transformers, peft and the Trainer hold them are taken: nothing aliases a weight."""
 
-import accelerate
 import peft
 import pytest
 import torch
@@ -57,16 +56,6 @@ def test_adapters_on_it_are_taken(tmp_path, loaded):
     model, optimizer = memascend.offload(model, adamw(model), storage=tmp_path / "run.store")
     with optimizer:
         steps(model, optimizer)
-
-
-def test_what_accelerate_prepared_and_trained_is_taken(tmp_path, loaded):
-    accelerator = accelerate.Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(loaded, adamw(loaded))
-    steps(model, optimizer)
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "run.store")
-    with optimizer:
-        steps(model, optimizer)
-    accelerator.free_memory()
 
 
 @pytest.mark.filterwarnings("default")
