@@ -125,9 +125,7 @@ def encoder(folder):
         )
     ).save_pretrained(folder)
     body = models.Transformer(str(folder), max_seq_length=16)
-    return sentence_transformers.SentenceTransformer(
-        modules=[body, sentence_transformers.models.Pooling(64)], device="cpu"
-    )
+    return SentenceTransformer(modules=[body, models.Pooling(64)], device="cpu")
 
 
 def embedding(out, log):
