@@ -1,11 +1,11 @@
-"""Tests updates, whole and compact: against masters in memory, and by the bytes they move."""
+"""Tests values that are resident beside a compact state, by the bytes that updates move; and walks over all bytes."""
 
 import pytest
 import torch
-from support.bits import same_bits, same_states
-from support.stores import CHUNK, NUMBERS, parameters
+from support.bits import same_bits
+from support.stores import CHUNK
 
-from memascend import engine, kernels
+from memascend import engine
 from memascend.errors import ConfigError, UsageError
 
 
@@ -13,44 +13,15 @@ def compact(values):
     return engine.encode_state(values, {}, "compact") if values.dtype == torch.bfloat16 else engine.adam_state(values)
 
 
-def described(held):
-    spill = torch.bfloat16
-    return [engine.Record(name=name, values=held[name], state=compact(held[name]), spill=spill) for name in held]
-
-
-def made(path, held, **options):
-    return engine.Store.create(path, described(held), chunk_elements=CHUNK, **options)
-
-
-def test_updates_by_spilled_gradients_from_fetched_values(tmp_path):
-    held = parameters([torch.bfloat16])
-    masters = {name: engine.adam_state(values) for name, values in held.items()}
-    with made(tmp_path, held) as store, engine.Engine(store) as updates:
-        unit = torch.zeros(engine.PAGE_BYTES * 10, dtype=torch.uint8)
-        unit = unit[-unit.data_ptr() % engine.PAGE_BYTES :][: sum(engine.sizes(described(held)).unit_bytes.values())]
-        places = {record["name"]: record["unit_offset"] for record in store.records()}
-        for step in range(1, 21):
-            assert store.fetch("all", unit).wait() == store.info()["generation"]
-            for index, (name, values) in enumerate(held.items()):
-                one, other = (torch.randn(values.shape).bfloat16() for _ in range(2))
-                updates.spill(name, one)
-                updates.spill(name, other, add=True)
-                place = places[name]
-                live = unit[place : place + values.nbytes].view(torch.bfloat16).view(values.shape)
-                live = live if (step + index) % 2 else None
-                updates.update_spilled(name, engine.Adam(step=step, **NUMBERS), factors=[0.5], values=live)
-                kernels.adamw(grad=(one + other) * 0.5, out16=values, **masters[name], step=step, **NUMBERS)
-            updates.commit(step)
-        for name, values in held.items():
-            stored, state = store.read(name)
-            assert same_bits(stored, values), name
-            assert same_states(engine.decode_state(stored, state, "compact"), masters[name]), name
+def made(path, values):
+    record = engine.Record(name="w", values=values, state=compact(values))
+    return engine.Store.create(path, [record], chunk_elements=CHUNK)
 
 
 def test_values_that_are_resident_are_not_read(tmp_path):
     numel = 3 * CHUNK
     values = torch.randn(numel).bfloat16()
-    with made(tmp_path, {"w": values}) as store, engine.Engine(store) as updates:
+    with made(tmp_path, values) as store, engine.Engine(store) as updates:
         before = updates.counters()
 
         def moved(live):
@@ -74,7 +45,7 @@ def test_values_that_are_resident_are_not_read(tmp_path):
 
 def test_values_that_are_not_the_committed_ones_are_refused(tmp_path):
     values = torch.randn(5000).bfloat16()
-    with made(tmp_path, {"w": values}) as store, engine.Engine(store) as updates:
+    with made(tmp_path, values) as store, engine.Engine(store) as updates:
         changed = values.clone()
         changed[4999] += 1
         updates.update("w", torch.ones(5000).bfloat16(), engine.Adam(step=1), values=changed)
@@ -91,15 +62,6 @@ def test_values_that_are_not_the_committed_ones_are_refused(tmp_path):
         updates.update("w", torch.ones(5000).bfloat16(), engine.Adam(step=2), values=values)
         with pytest.raises(UsageError, match="not those of its last commit"):
             updates.commit(2)
-
-
-def test_a_store_of_the_other_layout_is_refused(tmp_path):
-    held = {"w": torch.randn(50).bfloat16()}
-    made(tmp_path, held).close()
-    plain = [engine.Record(name="w", values=held["w"], state=engine.adam_state(held["w"]))]
-    with pytest.raises(ConfigError, match=r'the state of "w" .*rest'):
-        engine.Store.create(tmp_path, plain, existing="resume", chunk_elements=CHUNK)
-    made(tmp_path, held, existing="resume").close()
 
 
 def test_a_walk_shows_every_byte_once(tmp_path):
