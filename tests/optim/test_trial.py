@@ -263,15 +263,6 @@ def test_what_is_kept_is_what_the_options_in_force_make():
     assert layout.numbers == {"norm": float}
 
 
-def test_a_subclass_is_not_taken_for_the_class():
-    class Mine(torch.optim.AdamW):
-        pass
-
-    optimizer = Mine([torch.nn.Parameter(torch.zeros(3))])
-    require_streamable(optimizer)
-    assert not elementwise(optimizer)
-
-
 def test_what_is_kept_is_told_from_meta_parameters():
     parameter = torch.nn.Parameter(torch.empty(7, 300, 5, dtype=torch.bfloat16, device="meta"))
     kept = layout_of(torch.optim.Adafactor([parameter]), parameter)
