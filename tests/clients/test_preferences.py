@@ -12,6 +12,16 @@ from support.bits import same_bits
 
 import memascend
 
+# Of all Trainers here.
+SETTINGS = {
+    "use_cpu": True,
+    "per_device_train_batch_size": 2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
 
 def tokenizer():
     words = {"<pad>": 0, "<eos>": 1, **{f"w{word}": 2 + word for word in range(60)}}
@@ -42,16 +52,7 @@ def trained(folder, offloaded, adapters=None, **options):
     if offloaded:
         model, optimizer = memascend.offload(model, optimizer, storage=folder / "run.store", gradients="ssd")
     settings = trl.DPOConfig(
-        output_dir=str(folder / "output"),
-        use_cpu=True,
-        bf16=False,
-        per_device_train_batch_size=2,
-        max_steps=4,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        **{"gradient_checkpointing": False, **options},
+        str(folder / "output"), bf16=False, max_steps=4, **{**SETTINGS, "gradient_checkpointing": False, **options}
     )
     trainer = trl.DPOTrainer(
         model,

@@ -5,7 +5,7 @@ import pytest
 import torch
 import trl
 from clients.test_adapters import adamw, language_model
-from clients.test_preferences import pairs, tokenizer
+from clients.test_preferences import SETTINGS, pairs, tokenizer
 from support.bits import same_bits
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
@@ -52,17 +52,12 @@ def trained(folder, kind, *, layers, **options):
     if not layers:
         model, optimizer = memascend.offload(model, optimizer, **given)
     settings = config(
-        output_dir=str(folder / "output"),
-        use_cpu=True,
+        str(folder / "output"),
         bf16=False,
-        per_device_train_batch_size=2,
         gradient_accumulation_steps=COUNT,
         max_steps=STEPS,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
         max_grad_norm=0,
+        **SETTINGS,
         **more,
         **options,
     )

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from clients.test_adapters import language_model
+from clients.test_preferences import SETTINGS
 from support.bits import same_bits
 
 import memascend
@@ -16,14 +17,9 @@ ROWS = [{"input_ids": torch.arange(4, 20) + row, "labels": torch.arange(4, 20) +
 
 def made(folder, optim, **more):
     settings = {
+        **SETTINGS,
         "output_dir": str(folder / "output"),
-        "use_cpu": True,
         "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "logging_steps": 1,
         "optim": optim,
         "max_grad_norm": 0.0,
         "learning_rate": 1e-3,
