@@ -44,13 +44,6 @@ class Momentum(Plain):
         parameter.sub_(state["buffer"], alpha=group["lr"] / state["count"])
 
 
-class Counting(Plain):
-    count = 0
-
-    def after(self):
-        self.count += 1
-
-
 class Remembering(Plain):
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -60,15 +53,14 @@ class Remembering(Plain):
         self.seen.append(object())
 
 
-class CountingUpdates(Counting):
+class CountingUpdates(Plain):
     """Its count is that of parameters with a gradient; alone each of them counts one."""
+
+    count = 0
 
     def one(self, group, parameter, state):
         self.count += 1
         super().one({"lr": group["lr"] / self.count}, parameter, state)
-
-    def after(self):
-        pass
 
 
 class CountingAll(CountingUpdates):

@@ -2,7 +2,6 @@
 
 import gc
 import mmap
-import threading
 from dataclasses import replace
 
 import pytest
@@ -104,28 +103,6 @@ def test_order_of_a_tensor():
     for gaps in (plain[:, :2], torch.zeros(3, 1).expand(3, 4)):
         with pytest.raises(ConfigError):
             engine.order_of(gaps)
-
-
-def test_fetches_from_many_threads_and_dropped_ones(tmp_path):
-    sizes = engine.sizes(records("meta"), chunk_elements=CHUNK)
-    with made(tmp_path / "store") as store:
-        wrong = []
-        wanted = as_bytes(records()[0].values)
-
-        def reader():
-            for _ in range(20):
-                store.fetch("two", pages(sizes.unit_bytes["two"]))  # dropped while it is read
-                into = pages(sizes.unit_bytes["one"])
-                store.fetch("one", into).wait()
-                wrong.extend([None] * (not torch.equal(into[: wanted.numel()], wanted)))
-
-        threads = [threading.Thread(target=reader) for _ in range(4)]
-        [thread.start() for thread in threads]
-        [thread.join() for thread in threads]
-        assert not wrong
-        waited = store.fetch("one", pages(sizes.unit_bytes["one"]))
-        assert waited.wait() == waited.wait() == 1
-        assert waited.done()
 
 
 def test_fetches_refuse_what_does_not_fit_and_name_what_is_damaged(tmp_path):
