@@ -110,6 +110,19 @@ def test_an_optimizer_that_was_given_is_used(tmp_path):
     assert same(*found)
 
 
+def test_what_a_trainer_has_trained_is_offloaded(tmp_path):
+    """Nothing of it keeps a weight."""
+    trainer = made(tmp_path, "adamw_torch")
+    trainer.train()
+    trainer.model.zero_grad()
+    model, optimizer = memascend.offload(trainer.model, trainer.optimizer, storage=tmp_path / "run.store")
+    with optimizer:
+        tokens = ROWS[0]["input_ids"][None]
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        assert optimizer.steps == 1
+
+
 BEST = {
     "save_strategy": "steps",
     "save_steps": 2,

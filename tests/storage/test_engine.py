@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from support.bits import same_bits
 from support.stores import CHUNK, damage, parameters
 
 from memascend import engine
@@ -22,20 +21,6 @@ def made(path, **options):
     frozen = engine.Record(name="frozen", values=torch.arange(5000.0).bfloat16(), state={}, unit="rest")
     buffer = engine.Record(name="mean", values=torch.zeros(3), state={}, unit="rest", buffer=True)
     return engine.Store.create(path, [*records, frozen, buffer], chunk_elements=CHUNK, **options)
-
-
-def test_a_commit_has_what_was_staged_beside_updates(tmp_path):
-    with made(tmp_path / "store") as store, engine.Engine(store) as updates:
-        updates.update(LARGE, torch.ones(3, 1741), engine.Adam(step=1))
-        store.stage("mean", torch.ones(3), step=1)
-        updates.commit(1, user_state={"seen": 1}, hyperparameters={"lr": 1e-2})
-        assert store.verify()[0] == 58
-    with engine.Store.open(tmp_path / "store") as store:
-        assert (store.step, store.user_state) == (1, {"seen": 1})
-        assert store.hyperparameters["lr"] == 1e-2
-        assert not same_bits(store.read(LARGE)[0], parameters()[LARGE])
-        assert torch.equal(store.read("frozen")[0], torch.arange(5000.0).bfloat16())
-        assert torch.equal(store.read("mean")[0], torch.ones(3))
 
 
 def test_devices_that_are_swapped_missing_or_foreign_are_named(tmp_path):

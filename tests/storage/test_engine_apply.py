@@ -231,23 +231,6 @@ def test_a_tensor_that_is_kept_fails_the_step_and_stays_readable(tmp_path):
         assert (store.read(name)[0] == 1).all()
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_function_cannot_wait_for_its_own_engine(tmp_path, whole):
-    store, held, _ = made(tmp_path / "store")
-    name = "float32.(13,)"
-    with store, engine.Engine(store, whole=1 << 16) as applying:
-        for call in (applying.finish, lambda: applying.commit(1), applying.discard):
-            applying.apply(name, lambda _, call=call: call(), step=1, gradient=held[name], whole=whole)
-            with pytest.raises(UsageError) as error:
-                applying.finish()
-            assert "cannot wait for the engine" in str(error.value.__cause__)
-            applying.discard()
-        applying.apply(name, lambda _: applying.close(), step=1, gradient=held[name], whole=whole)
-        applying.close()
-        with pytest.raises(UsageError, match="closed"):
-            applying.apply(name, print, step=2, gradient=held[name])
-
-
 def test_what_cannot_be_applied_is_refused(tmp_path):
     store, held, _ = made(tmp_path / "store", spill=torch.float32)
     name = "float32.(2049,)"

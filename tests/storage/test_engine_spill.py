@@ -71,36 +71,6 @@ def test_sums_norms_and_updates_have_the_bits_of_torch(tmp_path, dtype, chunks):
         assert store.info()["spill_index_bytes"] > 0
 
 
-def test_jobs_of_one_record_run_in_their_order(tmp_path):
-    name, shape = "float32.(3, 1741)", (3, 1741)
-    with made(tmp_path / "store") as store, engine.Engine(store) as updates:
-        total = torch.zeros(shape)
-        updates.spill(name, total.clone())
-        for value in range(50):
-            more = torch.full(shape, float(value))
-            total.add_(more)
-            updates.spill(name, more, add=True)
-        back = torch.empty(shape)
-        updates.read_spilled(name, back)
-        assert torch.equal(back, total)
-        updates.update_spilled(name, engine.Adam(step=1))
-        updates.drop_spilled(name)
-        with pytest.raises(UsageError, match="no gradient of"):
-            updates.spill(name, total, add=True)
-        updates.commit(1)
-        for use in (
-            lambda: updates.spilled(name),
-            lambda: updates.read_spilled(name, back),
-            lambda: updates.update_spilled(name, engine.Adam(step=2)),
-        ):
-            with pytest.raises(UsageError, match="no gradient of"):
-                use()
-        updates.spill(name, torch.full(shape, float("inf")))
-        assert updates.spilled(name) == (True, float("inf"))
-        updates.drop_spilled(name)
-        updates.drop_spilled(name)
-
-
 def test_what_does_not_fit_is_refused(tmp_path):
     with made(tmp_path / "store") as store, engine.Engine(store) as updates:
         with pytest.raises(ConfigError, match="room for 13 of bfloat16"):
