@@ -1,4 +1,4 @@
-"""Tests loops of accelerate beside memory, and which of its saved states are loaded."""
+"""Tests loops of accelerate beside memory, which of its saved states are loaded, and its wrapper of an optimizer."""
 
 import accelerate
 import pytest
@@ -83,3 +83,19 @@ def test_a_state_of_an_older_step_is_refused(tmp_path, accelerator):
     assert optimizer.steps == 4
     assert all(map(same_bits, masters, (optimizer.state_of(one)["exp_avg"] for one in trained.parameters())))
     optimizer.close()
+
+
+def test_its_optimizer_is_taken_off(tmp_path, accelerator):
+    plain = model()
+    train(plain, torch.optim.AdamW(plain.parameters(), fused=True), range(5))
+    trained = model()
+    prepared, optimizer = accelerator.prepare(trained, torch.optim.AdamW(trained.parameters(), fused=True))
+    train(prepared, optimizer, range(2))
+    prepared, offloaded = offload(tmp_path, prepared, optimizer)
+    # Who holds the wrapper goes on with it.
+    train(prepared, optimizer, range(2, 4))
+    train(prepared, offloaded, range(4, 5))
+    assert offloaded.steps == 3
+    assert all(map(same_bits, values(prepared), values(plain)))
+    accelerator.free_memory()
+    offloaded.close()

@@ -99,43 +99,30 @@ def test_diffusers_averages_and_swaps(tmp_path, dtype, gradients, before, foreac
     compare(tmp_path, by_diffusers, make, dtype, gradients, before)
 
 
-def by_timm(model, optimizer, average):
-    seen = []
+AVERAGES = {
+    "timm's second": lambda model: ModelEmaV2(model, decay=0.9),
+    "timm's third": lambda model: ModelEmaV3(model, decay=0.9),
+    "torch's equal": AveragedModel,
+    "torch's exponential": lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True),
+}
+
+
+def by_modules(model, optimizer, average):
+    """An average that is a model; torch's are also given the statistics of batches anew, and so is the model."""
+    seen, is_torchs = [], isinstance(average, AveragedModel)
     for step in range(STEPS):
         train_step(model, optimizer, step)
-        average.update(model)
+        (average.update_parameters if is_torchs else average.update)(model)
         with torch.no_grad():
             seen.append(average(batch(50, next(model.parameters()).dtype)))
-    return [*seen, *average.module.state_dict().values()]
-
-
-@DTYPES
-@GRADIENTS
-@ORDER
-@pytest.mark.parametrize("kind", [ModelEmaV2, ModelEmaV3])
-def test_timm_averages(tmp_path, dtype, gradients, before, kind):
-    compare(tmp_path, by_timm, lambda model: kind(model, decay=0.9), dtype, gradients, before)
-
-
-def by_torch(model, optimizer, average):
-    seen = []
-    for step in range(STEPS):
-        train_step(model, optimizer, step)
-        average.update_parameters(model)
-        with torch.no_grad():
-            seen.append(average(batch(50, next(model.parameters()).dtype)))
-    update_bn([batch(step, next(model.parameters()).dtype) for step in range(3)], average)
-    update_bn([batch(step, next(model.parameters()).dtype) for step in range(2)], model)
+    for module, count in [(average, 3), (model, 2)] if is_torchs else ():
+        update_bn([batch(step, next(model.parameters()).dtype) for step in range(count)], module)
     return [*seen, *average.state_dict().values()]
 
 
 @DTYPES
 @GRADIENTS
 @ORDER
-@pytest.mark.parametrize("mean", ["equal", "exponential"])
-def test_torch_averages_and_renews_the_statistics(tmp_path, dtype, gradients, before, mean):
-    def make(model):
-        options = {} if mean == "equal" else {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True}
-        return AveragedModel(model, **options)
-
-    compare(tmp_path, by_torch, make, dtype, gradients, before)
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_models_of_averages_follow(tmp_path, dtype, gradients, before, kind):
+    compare(tmp_path, by_modules, AVERAGES[kind], dtype, gradients, before)

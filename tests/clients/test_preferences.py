@@ -12,6 +12,16 @@ from support.bits import same_bits
 
 import memascend
 
+# Of all Trainers here.
+SETTINGS = {
+    "use_cpu": True,
+    "per_device_train_batch_size": 2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
 
 def tokenizer():
     words = {"<pad>": 0, "<eos>": 1, **{f"w{word}": 2 + word for word in range(60)}}
@@ -20,8 +30,8 @@ def tokenizer():
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")  # noqa: S106
 
 
-def pairs():
-    rows = range(8)
+def pairs(count=8):
+    rows = range(count)
     return datasets.Dataset.from_dict(
         {
             "prompt": [f"w{row} w{row + 1}" for row in rows],
@@ -42,16 +52,7 @@ def trained(folder, offloaded, adapters=None, **options):
     if offloaded:
         model, optimizer = memascend.offload(model, optimizer, storage=folder / "run.store", gradients="ssd")
     settings = trl.DPOConfig(
-        output_dir=str(folder / "output"),
-        use_cpu=True,
-        bf16=False,
-        per_device_train_batch_size=2,
-        max_steps=4,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        **{"gradient_checkpointing": False, **options},
+        str(folder / "output"), bf16=False, max_steps=4, **{**SETTINGS, "gradient_checkpointing": False, **options}
     )
     trainer = trl.DPOTrainer(
         model,
@@ -89,16 +90,3 @@ def test_preferences_are_learned_as_in_memory(tmp_path, mode):
     assert len(losses) == 4
     assert losses == their_losses
     assert all(map(same_bits, weights, their_weights))
-
-
-def test_an_adapter_that_comes_to_an_offloaded_model_is_refused_where_it_would_train(tmp_path):
-    model = peft.get_peft_model(language_model(), CONFIG)
-    model, optimizer = memascend.offload(model, adamw(model), storage=tmp_path / "run.store")
-    with optimizer:
-        model.add_adapter("other", CONFIG)
-        model.set_adapter("other")
-        tokens = torch.ones(1, 4, dtype=torch.long)
-        with pytest.raises(memascend.ConfigError, match=r"other.weight' is a new trainable .* offload\(\) anew"):
-            model(tokens)
-        model.set_adapter("default")
-        assert model(tokens).logits.isfinite().all()

@@ -5,7 +5,7 @@ import pytest
 import torch
 import trl
 from clients.test_adapters import adamw, language_model
-from clients.test_preferences import pairs, tokenizer
+from clients.test_preferences import SETTINGS, pairs, tokenizer
 from support.bits import same_bits
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
@@ -26,14 +26,10 @@ def reward_model():
     return Qwen2ForSequenceClassification(config)
 
 
-def many_pairs():
-    return datasets.concatenate_datasets([pairs()] * 3)
-
-
 KINDS = {
     "supervised": (trl.SFTTrainer, trl.SFTConfig, language_model, rows, {}),
     "packed": (trl.SFTTrainer, trl.SFTConfig, language_model, rows, {"packing": True, "max_length": 8}),
-    "reward": (trl.RewardTrainer, trl.RewardConfig, reward_model, many_pairs, {}),
+    "reward": (trl.RewardTrainer, trl.RewardConfig, reward_model, lambda: pairs(24), {}),
 }
 
 
@@ -56,17 +52,12 @@ def trained(folder, kind, *, layers, **options):
     if not layers:
         model, optimizer = memascend.offload(model, optimizer, **given)
     settings = config(
-        output_dir=str(folder / "output"),
-        use_cpu=True,
+        str(folder / "output"),
         bf16=False,
-        per_device_train_batch_size=2,
         gradient_accumulation_steps=COUNT,
         max_steps=STEPS,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
         max_grad_norm=0,
+        **SETTINGS,
         **more,
         **options,
     )

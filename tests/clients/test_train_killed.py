@@ -43,14 +43,15 @@ disable_tqdm: true
 _NOT_COMPARED = ("runtime", "per_second", "host_memory_bytes", "read_bytes", "written_bytes", "waiting_seconds")
 
 
-def run(folder, name, *, kill=None, log=None, kind=(), more=""):
-    """The command in a process of its own; killed so long after it reported a further step, if it has not ended."""
+def run(folder, name, log, *, kill=None, start=("-m", "memascend", "train"), steps=STEPS, more=""):
+    """The command in a session of its own; killed so long after it reported a further step, if it has not ended."""
     config = folder / f"{name}.yaml"
-    config.write_text(YAML.format(folder=folder, name=name, steps=STEPS, more=more))
-    line = [sys.executable, "-m", "memascend", "train", *kind, "--config", str(config)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "hub"), "PYTHONUNBUFFERED": "1"}
+    config.write_text(YAML.format(folder=folder, name=name, steps=steps, more=more))
+    line = [sys.executable, *start, "--config", str(config)]
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    own = {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "hub"), "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
     with log.open("ab") as file:
-        child = subprocess.Popen(line, stdout=file, stderr=file, env=environment)
+        child = subprocess.Popen(line, stdout=file, stderr=file, env=os.environ | own, start_new_session=True)
     try:
         if kill is not None:
             place, seconds = kill
@@ -60,11 +61,11 @@ def run(folder, name, *, kill=None, log=None, kind=(), more=""):
                 time.sleep(0.002)
             time.sleep(seconds)
             if child.poll() is None:
-                child.send_signal(signal.SIGKILL)
+                os.killpg(child.pid, signal.SIGKILL)
         return child.wait(150)
     finally:
         if child.poll() is None:
-            child.kill()
+            os.killpg(child.pid, signal.SIGKILL)
             child.wait()
 
 
@@ -86,17 +87,17 @@ def test_a_killed_and_repeated_run_is_the_run_that_was_never_killed(tmp_path, lo
     write_rows(tmp_path / "rows.jsonl", ROWS)
     more = f"logging_steps: {logging}"
     log = tmp_path / "said"
-    assert run(tmp_path, "whole", log=log, more=more) == 0, log.read_text()
+    assert run(tmp_path, "whole", log, more=more) == 0, log.read_text()
     rng = random.Random(logging)
     # While it loads, when it has made the store, in the midst of a step or an evaluation, at the end.
     places = ["Map", *[rng.choice(("'loss'", "'eval_loss'")) for _ in range(KILLS - 2)], "'train_runtime'"]
     log, killed = tmp_path / "killed.said", 0
     for place in places:
-        status = run(tmp_path, "killed", kill=(place, rng.uniform(0, 0.15)), log=log, more=more)
+        status = run(tmp_path, "killed", log, kill=(place, rng.uniform(0, 0.15)), more=more)
         assert status in (0, -signal.SIGKILL), log.read_text()
         killed += status != 0
     assert killed
-    assert run(tmp_path, "killed", log=log, more=more) == 0, log.read_text()
+    assert run(tmp_path, "killed", log, more=more) == 0, log.read_text()
     assert results(tmp_path, "killed") == results(tmp_path, "whole")
 
 
@@ -105,41 +106,19 @@ RANK = (
     "import sys, torch; from support.launched import as_if_on_gpus; as_if_on_gpus(); torch.set_num_threads(1); "
     "from memascend.cli import main; sys.exit(main(['train', *sys.argv[1:]]))"
 )
-
-
-def run_ranks(folder, name, log, *, kill=False):
-    """Two ranks under torchrun; all of them killed after the first step."""
-    script = folder / "rank.py"
-    script.write_text(RANK)
-    more = "fsdp: full_shard\nfsdp_config: {fsdp_version: 2, version: 2}\nlogging_steps: 1"
-    config = folder / f"{name}.yaml"
-    config.write_text(YAML.format(folder=folder, name=name, steps=6, more=more).replace(".store", ".store/"))
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "hub"), "PYTHONPATH": path}
-    environment["PYTHONUNBUFFERED"] = "1"
-    with log.open("ab") as file:
-        child = subprocess.Popen(
-            [*line, "--config", str(config)], stdout=file, stderr=file, env=environment, start_new_session=True
-        )
-    try:
-        while kill and child.poll() is None and "'loss'" not in log.read_text():
-            time.sleep(0.002)
-        if kill:
-            os.killpg(child.pid, signal.SIGKILL)
-        return child.wait(150)
-    finally:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
+SHARDED = "fsdp: full_shard\nfsdp_config: {fsdp_version: 2, version: 2}\nlogging_steps: 1"
 
 
 @pytest.mark.timeout(600)
 def test_ranks_that_are_killed_and_started_again_are_those_that_never_were(tmp_path):
     make_model(tmp_path / "model", torch.float32)
     write_rows(tmp_path / "rows.jsonl", ROWS)
-    for name, lives in (("whole", [False]), ("killed", [True, False])):
+    (tmp_path / "rank.py").write_text(RANK)
+    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", tmp_path / "rank.py")
+    given = {"start": start, "steps": 6, "more": SHARDED}
+    for name, lives in (("whole", [None]), ("killed", [("'loss'", 0), None])):
         log = tmp_path / f"{name}.said"
-        statuses = [run_ranks(tmp_path, name, log, kill=kill) for kill in lives]
+        statuses = [run(tmp_path, name, log, kill=kill, **given) for kill in lives]
         assert statuses == [-signal.SIGKILL if kill else 0 for kill in lives], log.read_text()
     assert results(tmp_path, "killed") == results(tmp_path, "whole")
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "killed")

@@ -14,6 +14,7 @@ import sentence_transformers.models
 import torch
 import transformers
 import trl
+from clients import test_preferences
 from safetensors.torch import load_file, save_file
 from sentence_transformers import losses
 from support.bits import same_bits
@@ -23,17 +24,7 @@ import memascend
 import memascend.trainer
 
 PROGRAM = Path(__file__).parent / "loaded_program.py"
-SETTINGS = {
-    "use_cpu": True,
-    "bf16": False,
-    "max_steps": 2,
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
-    "report_to": "none",
-    "save_strategy": "no",
-    "disable_tqdm": True,
-    "logging_steps": 1,
-}
+SETTINGS = {**test_preferences.SETTINGS, "bf16": False, "max_steps": 2, "gradient_accumulation_steps": 2}
 ROWS = range(8)
 TEXTS = datasets.Dataset.from_dict({"text": [f"What is it? {row} It is a test." for row in ROWS]})
 ANSWERS = {"chosen": [f"it is a test {row}" for row in ROWS], "rejected": [f"no model {row}" for row in ROWS]}

@@ -5,31 +5,21 @@ import logging
 import pytest
 import torch
 import transformers
+from clients.test_adapters import language_model
+from clients.test_preferences import SETTINGS
 from support.bits import same_bits
 
 import memascend
 import memascend.trainer
 
 ROWS = [{"input_ids": torch.arange(4, 20) + row, "labels": torch.arange(4, 20) + row} for row in range(16)]
-SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4}
-
-
-def language_model():
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
 
 
 def made(folder, optim, **more):
     settings = {
+        **SETTINGS,
         "output_dir": str(folder / "output"),
-        "use_cpu": True,
         "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "logging_steps": 1,
         "optim": optim,
         "max_grad_norm": 0.0,
         "learning_rate": 1e-3,
@@ -120,6 +110,19 @@ def test_an_optimizer_that_was_given_is_used(tmp_path):
     assert same(*found)
 
 
+def test_what_a_trainer_has_trained_is_offloaded(tmp_path):
+    """Nothing of it keeps a weight."""
+    trainer = made(tmp_path, "adamw_torch")
+    trainer.train()
+    trainer.model.zero_grad()
+    model, optimizer = memascend.offload(trainer.model, trainer.optimizer, storage=tmp_path / "run.store")
+    with optimizer:
+        tokens = ROWS[0]["input_ids"][None]
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        assert optimizer.steps == 1
+
+
 BEST = {
     "save_strategy": "steps",
     "save_steps": 2,
@@ -134,11 +137,15 @@ BEST = {
 }
 
 
+def figures(trainer):
+    names = ("loss", "eval_loss", "train_loss", "step")
+    return [{name: line[name] for name in names if name in line} for line in trainer.state.log_history]
+
+
 def test_the_best_model_is_loaded_and_a_longer_run_is_refused(tmp_path):
     in_memory = made(tmp_path / "memory", "adamw_torch_fused", **BEST)
     expected = result(in_memory)
-    history = [{key: line[key] for key in line if key in ("loss", "eval_loss", "train_loss", "step")} for line in
-               in_memory.state.log_history]  # fmt: skip
+    history = figures(in_memory)
     for begun in (0, 6):
         trainer = made(tmp_path, "adamw_torch_fused", **BEST)
         saved = tmp_path / "output" / "checkpoint-6" / "model.safetensors"
@@ -147,9 +154,7 @@ def test_the_best_model_is_loaded_and_a_longer_run_is_refused(tmp_path):
             assert optimizer.steps == begun
             assert same(expected, result(trainer))
         assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
-        found = [{key: line[key] for key in line if key in ("loss", "eval_loss", "train_loss", "step")} for line in
-                 trainer.state.log_history]  # fmt: skip
-        assert found == history
+        assert figures(trainer) == history
         # Nothing is saved anew from the best weights.
         assert before in (None, saved.read_bytes())
     longer = made(tmp_path, "adamw_torch_fused", **BEST | {"max_steps": 8})

@@ -16,7 +16,7 @@ import peft
 import torch
 import trl
 from clients.test_adapters import language_model
-from clients.test_preferences import tokenizer
+from clients.test_preferences import pairs, tokenizer
 from support.trained_program import Log, digest_of, kill_while_created
 
 import memascend.trainer
@@ -47,14 +47,6 @@ def chats(count=26):
     )
 
 
-def pairs(count=26):
-    rows = [
-        {"prompt": f"w{row} w{row + 1}", "chosen": f" w{row + 2} w{row + 3}", "rejected": f" w{row + 20} w{row + 31}"}
-        for row in range(count)
-    ]
-    return datasets.Dataset.from_list(rows)
-
-
 def judged(count=26):
     rows = [
         {"prompt": f"w{row} w{row + 1}", "completion": f" w{row + 2}", "label": row % 3 > 0} for row in range(count)
@@ -82,7 +74,7 @@ def with_adapters(out, log):
 def preferring(out, log):
     arguments = trl.DPOConfig(out, bf16=False, **SHARED)
     return trl.DPOTrainer(
-        language_model(), language_model(), args=arguments, train_dataset=pairs(), eval_dataset=pairs(6),
+        language_model(), language_model(), args=arguments, train_dataset=pairs(26), eval_dataset=pairs(6),
         processing_class=tokenizer(), callbacks=[log],
     )  # fmt: skip
 
@@ -100,14 +92,44 @@ def rewarding(out, log):
 
     arguments = trl.RewardConfig(out, bf16=False, **SHARED)
     return trl.RewardTrainer(
-        reward_model(), args=arguments, train_dataset=pairs(), eval_dataset=pairs(6), processing_class=tokenizer(),
+        reward_model(), args=arguments, train_dataset=pairs(26), eval_dataset=pairs(6), processing_class=tokenizer(),
         callbacks=[log],
     )  # fmt: skip
 
 
+def encoder(folder):
+    import tokenizers
+    import transformers
+    from sentence_transformers import SentenceTransformer, models
+
+    words = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, **{f"w{word}": 4 + word for word in range(60)}}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))  # noqa: S106
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        pad_token="[PAD]",  # noqa: S106
+        unk_token="[UNK]",  # noqa: S106
+        cls_token="[CLS]",  # noqa: S106
+        sep_token="[SEP]",  # noqa: S106
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    transformers.BertModel(
+        transformers.BertConfig(
+            vocab_size=64,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    ).save_pretrained(folder)
+    body = models.Transformer(str(folder), max_seq_length=16)
+    return SentenceTransformer(modules=[body, models.Pooling(64)], device="cpu")
+
+
 def embedding(out, log):
     import sentence_transformers
-    from clients.test_sentences import encoder
 
     data = [{"anchor": f"w{row} w{row + 1}", "positive": f"w{row + 1} w{row + 2}"} for row in range(30)]
     rows = datasets.Dataset.from_list(data)

@@ -1,7 +1,6 @@
 """Tests that stores go on where they belong alone: with their rank, in one continuation of the run, on their host."""
 
 import json
-import os
 import shutil
 import socket
 import threading
@@ -9,9 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.bits import same_bits
-from support.rank_models import adamw, loss_of, said, sharded
-from support.ranks import on_ranks
 from torch import distributed, nn
 
 import memascend
@@ -168,72 +164,6 @@ def test_one_process_refuses_the_store_of_a_rank(tmp_path):
     with pytest.raises(memascend.ConfigError, match="is that of rank 1 of 2, and this is one process"):
         offloaded("resume")
     assert (tmp_path / "run").read_bytes() == before
-
-
-def drawn_by_rows(folder):
-    """Of each of this rank's parameters: whether a killed copy of the store has what the run reads."""
-    trained = sharded(torch.bfloat16)
-    trained, optimizer = memascend.offload(
-        trained,
-        torch.optim.AdamW(trained.parameters(), lr=1e-2),
-        storage=f"{folder}/run",
-        state="bf16",
-        host_memory="256MiB",
-        log_steps=8,
-    )
-    rank = distributed.get_rank()
-    for step in range(2):
-        loss_of(trained, step, rank).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    store = optimizer._session.run.resources.store
-    assert store.info()["log_steps"] == 2
-    (path,) = (device for device in store.info()["devices"])
-    shutil.copy(path, f"{folder}/killed-{rank}")
-    found = {}
-    with Store.open(f"{folder}/killed-{rank}") as killed:
-        for record in store.each_record():
-            name = record["name"]
-            values, state = store.read(name)
-            again, state_again = killed.read(name)
-            found[name] = same_bits(again, values) and all(same_bits(state_again[of], state[of]) for of in state)
-    optimizer.close()
-    return found
-
-
-def test_the_store_of_a_rank_has_the_first_elements_of_its_rows(tmp_path):
-    """What is drawn by chance goes by them, also where the store is opened without the run."""
-    for found in on_ranks(2, drawn_by_rows, tmp_path):
-        assert found
-        assert all(found.values()), found
-
-
-def by_local_rank(folder):
-    """What is refused where ranks have other local ranks than before, and the step from which they go on."""
-    rank = distributed.get_rank()
-
-    def begun(local, existing):
-        os.environ["LOCAL_RANK"] = local
-        trained = sharded(torch.float32)
-        storage = f"{folder}/run-{{local_rank}}"
-        return memascend.offload(trained, adamw(trained.parameters()), storage=storage, existing=existing)
-
-    own, other = f"{7 + rank}", f"{8 - rank}"
-    trained, optimizer = begun(own, "refuse")
-    with optimizer:
-        loss_of(trained, 0, rank).backward()
-        optimizer.step()
-    words = said(lambda: begun(other, "resume"))
-    with begun(own, "resume")[1] as optimizer:
-        return {"words": words, "steps": optimizer.steps}
-
-
-def test_local_ranks_name_stores_and_are_refused_where_they_are_others(tmp_path):
-    for rank, found in enumerate(on_ranks(2, by_local_rank, tmp_path)):
-        assert f"run-{8 - rank}" in found["words"], found["words"]
-        assert f"is the store of rank {1 - rank} of 2" in found["words"], found["words"]
-        assert found["steps"] == 1
-    assert sorted(path.name for path in tmp_path.glob("run-*")) == ["run-7", "run-8"]
 
 
 # --- which continuation it is of ----------------------------------------------------------------

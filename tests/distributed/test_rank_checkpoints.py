@@ -242,25 +242,6 @@ def test_what_ranks_save_keep_and_plan_where_something_fails_too(tmp_path):
     alone.close()
 
 
-def save_what_is_resumed(folder, name, case):
-    dtype, kind, _, _, state = case
-    trained = shard(model(getattr(torch, dtype)))
-    trained, optimizer = memascend.offload(
-        trained, optimizer_of(trained, kind), storage=f"{folder}/store-{name}", existing="resume", state=state
-    )
-    optimizer.save(f"{folder}/resumed")
-    optimizer.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "adamw"), ("float32", "sgd"), ("bfloat16", "sgd")])
-def test_state_of_8_bits_goes_to_another_number_of_ranks(tmp_path, dtype, kind):
-    case = (dtype, kind, "values", 2, "8bit")
-    on_ranks(2, train_all, tmp_path, [case], None)
-    on_ranks(4, save_what_is_resumed, tmp_path, "0", case)
-    same_checkpoints(tmp_path / "0", tmp_path / "resumed")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 4])
 def test_more_ranks_write_it_too(tmp_path, count):

@@ -72,21 +72,6 @@ def state_of(trained, optimizer):
     return [tensor for one in trained.parameters() for tensor in optimizer.state_of(one).values()]
 
 
-@pytest.mark.slow
-def test_runs_of_three_ranks_are_resumed(tmp_path):
-    cases = [
-        {**options, "durability": durability}
-        for durability in ("step", "none")
-        for options in (
-            {"gradients": "ssd"},
-            {"gradients": "ram", "host_memory": "1GiB"},
-            {"kind": torch.optim.RMSprop},
-            {"loss_scale": None, "max_grad_norm": 0.1},
-        )
-    ]
-    assert on_ranks(3, resumes, tmp_path, cases, seconds=300) == [[True] * len(cases)] * 3
-
-
 # --- one rank fails --------------------------------------------------------------------------
 
 

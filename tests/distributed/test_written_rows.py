@@ -3,11 +3,10 @@
 import pytest
 import torch
 from support.bits import same_bits
-from support.rank_models import Odd, adamw, loss_of, sharded
+from support.rank_models import Odd, adamw, loss_of, shard, sharded
 from support.ranks import on_ranks
 from torch import distributed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import fully_shard
 
 import memascend
 
@@ -18,10 +17,7 @@ FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 def made(folder, **options):
     """Odd, whose rows do not divide, divided; offloaded where there is a folder."""
     torch.manual_seed(0)
-    trained = Odd()
-    for block in trained:
-        fully_shard(block)
-    fully_shard(trained)
+    trained = shard(Odd())
     # Its bits do not depend on where in a vector an element lies.
     optimizer = torch.optim.SGD([one for one in trained.parameters() if one.requires_grad], lr=0.1, momentum=0.9)
     if options:

@@ -81,25 +81,6 @@ def test_the_bits_are_those_of_torch_fused(optimizer, kind, betas):
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_many_steps_in_16_bits_stay_with_torch(dtype):
-    numel = 1 << 16
-    master, out = randoms(numel, scale=0.02), torch.empty(numel, dtype=dtype)
-    m, v = torch.zeros(numel), torch.zeros(numel)
-    parameter = torch.nn.Parameter(master.clone())
-    theirs = torch.optim.AdamW([parameter], lr=3e-4, weight_decay=0.1, fused=True)
-    for step in range(1, 21):
-        grad = randoms(numel, dtype, seed=step, scale=1e-2)
-        parameter.grad = grad.float() * 0.25
-        theirs.step()
-        kernels.adamw(
-            master, grad, m, v, out, lr=3e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, step=step, grad_scale=0.25
-        )
-    assert same_bits(master, parameter.data)
-    assert same_bits(out, parameter.data.to(dtype))
-
-
-@pytest.mark.usefixtures("one_thread")
 def test_only_the_last_elements_of_torch_differ():
     # torch's own tail: at most 1 ulp of v, in the last numel % 16 elements. Ours is one formula.
     p, g, m, v = state_like("usual", 4096 + 15, seed=3)
@@ -211,29 +192,14 @@ def test_checked_refuses_what_it_cannot_read():
     threads=st.integers(1, 3),
 )
 @settings(max_examples=300, deadline=None)
-def test_the_flag_is_exact(dtype, numel, bad, seed, shift, threads):
+def test_flag_and_sum_are_exact(dtype, numel, bad, seed, shift, threads):
     tensor = any_bits(numel + shift, seed, dtype)[shift:]
     for where, value in bad:
         tensor[where % numel] = value
     found, squares = kernels.check_and_unscale(tensor, threads=threads)
     assert found.item() == (not tensor.isfinite().all().item())
-    exact = tensor.double().square().sum().item()
-    assert squares.item() == pytest.approx(exact, rel=1e-6, nan_ok=True, abs=0)
-
-
-@pytest.mark.parametrize("magnitude", [1e-45, 1e-30, 2.0**-50, 1e-8, 1.0, 2.0**50, 1e25, 3.4e38])
-def test_norms_that_fp32_cannot_hold(magnitude):
-    found, squares = kernels.check_and_unscale(torch.full((100_000,), magnitude))
-    exact = torch.tensor(magnitude).double().square().item() * 100_000
-    assert not found.item()
-    assert squares.item() == pytest.approx(exact, rel=1e-6, abs=0)
-
-
-def test_the_norm_of_many_elements_loses_nothing_that_matters():
-    # 64 Mi elements of widely different sizes; a plain fp32 sum is off by percents here.
-    tensor = randoms(1 << 26) * torch.logspace(-4, 4, 1 << 13).repeat(1 << 13)
-    exact = sum(piece.double().square().sum().item() for piece in tensor.split(1 << 22))
-    assert kernels.check_and_unscale(tensor)[1].item() == pytest.approx(exact, rel=1e-8)
+    exact = math.fsum(tensor.double().square().tolist())
+    assert squares.item() == exact or (math.isnan(exact) and math.isnan(squares.item()))
 
 
 def test_the_norm_has_the_same_bits_for_any_number_of_threads():

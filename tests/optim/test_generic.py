@@ -1,79 +1,14 @@
 """Tests single updates: what they are made from, what they refuse, where they run."""
 
-import gc
-from types import SimpleNamespace
-
 import pytest
 import torch
 from optim.conftest import layout_of, update_of
 from support.bits import same_bits
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memascend.errors import ConfigError, UsageError
 from memascend.optim import generic
 from memascend.optim.rules import Arithmetic, EngineRule
 from memascend.optim.state import StateFormats
-
-
-def sparse(generator):
-    rows = torch.randint(50, (33,), generator=generator)
-    values = torch.randn(33, 9, generator=generator)
-    return torch.sparse_coo_tensor(rows[None], values, (50, 9), check_invariants=False)
-
-
-def test_hooks_are_for_steps_and_not_for_parameters(streamed_part):
-    parameter = torch.nn.Parameter(torch.zeros(5))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    calls = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    everywhere = register_optimizer_step_post_hook(lambda *_: calls.append("after"))
-    try:
-        streamed_part(optimizer, parameter, None).step(optimizer, optimizer.param_groups[0], torch.ones(5))
-    finally:
-        everywhere.remove()
-    assert calls == []
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch, about torch
-@pytest.mark.parametrize("name", ["SGD", "Adagrad"])
-def test_sparse_gradients_get_the_bits_of_torch(streamed_part, name):
-    values = torch.randn(50, 9)
-    twin = torch.nn.Parameter(values.clone())
-    original = getattr(torch.optim, name)([torch.nn.Parameter(values.clone())])
-    reference = getattr(torch.optim, name)([twin])
-    streamed = streamed_part(original, original.param_groups[0]["params"][0], torch.float32)
-    generator = torch.Generator().manual_seed(2)
-    for _ in range(4):
-        twin.grad = sparse(generator)
-        reference.step()
-        streamed.step(original, original.param_groups[0], twin.grad)
-    assert same_bits(streamed.shaped(streamed.values), twin.detach())
-
-
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad", "Rprop", "Adafactor", "Muon"])
-def test_nothing_of_a_chunk_is_held_after_the_call(name):
-    """The engine leases the memory, and waits for what does not come back."""
-    parameter = torch.nn.Parameter(torch.randn(8, 4, dtype=torch.bfloat16))
-    optimizer = getattr(torch.optim, name)([parameter])
-    kept = layout_of(optimizer, parameter)
-    buffers = {of: bytearray(max(1, tensor.nbytes)) for of, tensor in {**kept.tensors, "": parameter}.items()}
-    buffers["gradient"] = bytearray(b"1" * parameter.nbytes)
-
-    def chunk():
-        tensors = {of: torch.frombuffer(buffers[of], dtype=tensor.dtype) for of, tensor in kept.tensors.items()}
-        values, gradient = (torch.frombuffer(buffers[of], dtype=torch.bfloat16) for of in ("", "gradient"))
-        return SimpleNamespace(values=values, gradient=gradient, state=tensors, start=0, count=32, last=True)
-
-    gc.disable()
-    try:
-        for first in (True, False):
-            function = update_of(optimizer, optimizer.param_groups[0], kept, first=first)
-            function(chunk())
-            for buffer in buffers.values():
-                buffer.append(0)  # a BufferError while a tensor lies on it
-                buffer.pop()
-    finally:
-        gc.enable()
 
 
 def test_state_without_its_optimizers_options_is_kept():

@@ -105,18 +105,18 @@ def train(trained, optimizer, steps, *, without=()):
             parameter.requires_grad_(True)
 
 
-def begun(storage, kind=None, dtype=torch.float32, **options):
+def begun(storage, kind=Counted, dtype=torch.float32, **options):
     """A run, and the original of its optimizer."""
     trained = model(dtype)
-    original = (kind or Counted)(groups(trained))
+    original = kind(groups(trained))
     return *memascend.offload(trained, original, storage=storage, **options), original
 
 
-def in_memory(kind, steps, **options):
+def in_memory(steps, **options):
     plain = model()
-    reference = kind(groups(plain))
+    reference = Counted(groups(plain))
     train(plain, reference, steps, **options)
-    return list(plain.state_dict().values()), reference
+    return values_of(plain), reference
 
 
 def values_of(trained):
@@ -130,7 +130,7 @@ def same_options(one, other):
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
 def test_counters_of_groups_and_attributes_stream_and_are_resumed(tmp_path, gradients):
-    expected, reference = in_memory(Counted, range(7), without=(2, 5))
+    expected, reference = in_memory(range(7), without=(2, 5))
     trained, optimizer, _ = begun(tmp_path / "store", gradients=gradients)
     train(trained, optimizer, range(4), without=(2,))
     assert [group["k"] for group in optimizer.param_groups] == [4, 4]
@@ -148,7 +148,7 @@ def test_counters_of_groups_and_attributes_stream_and_are_resumed(tmp_path, grad
 
 
 def test_a_checkpoint_has_them_too(tmp_path):
-    expected, _ = in_memory(Counted, range(5))
+    expected, _ = in_memory(range(5))
     trained, optimizer, _ = begun(tmp_path / "one")
     train(trained, optimizer, range(3))
     optimizer.save(tmp_path / "saved")
@@ -184,7 +184,7 @@ def test_what_is_discarded_leaves_them_as_they_were(tmp_path, gradients):
     assert all(map(same_options, before, optimizer.param_groups))
     optimizer.zero_grad()
     train(trained, optimizer, range(2, 4))
-    assert all(map(same_bits, values_of(trained), in_memory(Counted, range(4))[0]))
+    assert all(map(same_bits, values_of(trained), in_memory(range(4))[0]))
     optimizer.close()
 
 
@@ -239,17 +239,14 @@ def test_what_cannot_be_committed_ends_the_step_by_name(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_train_and_eval_work_on_streamed_values(tmp_path, dtype):
-    def loop(trained, optimizer, seen):
-        for epoch in range(2):
-            optimizer.train()
-            train(trained, optimizer, range(3 * epoch, 3 * epoch + 3))
-            optimizer.eval()
-            seen += [parameter.detach().clone() for parameter in trained.parameters()] if seen is not None else []
-
     plain = model(dtype)
     reference = ScheduleFree(groups(plain))
     expected, found = [], []
-    loop(plain, reference, expected)
+    for epoch in range(2):
+        reference.train()
+        train(plain, reference, range(3 * epoch, 3 * epoch + 3))
+        reference.eval()
+        expected += values_of(plain)
     options = {"storage": tmp_path / "store", "kind": ScheduleFree, "dtype": dtype, "master_dtype": None}
     trained, optimizer, _ = begun(**options)
     for epoch in range(2):

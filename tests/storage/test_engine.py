@@ -1,4 +1,4 @@
-"""Tests stores and updates from Python: committed together, damaged, refused."""
+"""Tests stores and updates from Python: damaged, refused, by the bytes they move, and walks over all bytes."""
 
 import re
 
@@ -22,20 +22,6 @@ def made(path, **options):
     frozen = engine.Record(name="frozen", values=torch.arange(5000.0).bfloat16(), state={}, unit="rest")
     buffer = engine.Record(name="mean", values=torch.zeros(3), state={}, unit="rest", buffer=True)
     return engine.Store.create(path, [*records, frozen, buffer], chunk_elements=CHUNK, **options)
-
-
-def test_a_commit_has_what_was_staged_beside_updates(tmp_path):
-    with made(tmp_path / "store") as store, engine.Engine(store) as updates:
-        updates.update(LARGE, torch.ones(3, 1741), engine.Adam(step=1))
-        store.stage("mean", torch.ones(3), step=1)
-        updates.commit(1, user_state={"seen": 1}, hyperparameters={"lr": 1e-2})
-        assert store.verify()[0] == 58
-    with engine.Store.open(tmp_path / "store") as store:
-        assert (store.step, store.user_state) == (1, {"seen": 1})
-        assert store.hyperparameters["lr"] == 1e-2
-        assert not same_bits(store.read(LARGE)[0], parameters()[LARGE])
-        assert torch.equal(store.read("frozen")[0], torch.arange(5000.0).bfloat16())
-        assert torch.equal(store.read("mean")[0], torch.ones(3))
 
 
 def test_devices_that_are_swapped_missing_or_foreign_are_named(tmp_path):
@@ -113,3 +99,70 @@ def test_what_does_not_fit_is_refused_and_loses_nothing(tmp_path):
     with pytest.raises(UsageError, match="closed"):
         store.stage("frozen", torch.zeros(5000).bfloat16(), step=1)
     store.close()
+
+
+def compact(values):
+    return engine.encode_state(values, {}, "compact") if values.dtype == torch.bfloat16 else engine.adam_state(values)
+
+
+def test_values_that_are_resident_are_not_read(tmp_path):
+    numel = 3 * CHUNK
+    values = torch.randn(numel).bfloat16()
+    record = engine.Record(name="w", values=values, state=compact(values))
+    with (
+        engine.Store.create(tmp_path / "store", [record], chunk_elements=CHUNK) as store,
+        engine.Engine(store) as updates,
+    ):
+        before = updates.counters()
+
+        def moved(live):
+            updates.update("w", torch.ones(numel).bfloat16(), engine.Adam(step=1), values=live)
+            updates.finish()
+            updates.discard()
+            counters = updates.counters()
+            kinds = ("state_read", "values_read", "state_written", "values_written")
+            bytes_moved = [(counters[kind] - before[kind]) / numel for kind in kinds]
+            before.update(counters)
+            return bytes_moved
+
+        assert moved(None) == [10, 2, 10, 2]
+        assert moved(values) == [10, 0, 10, 2]
+        assert store.info()["slot_bytes"] == 12 * numel
+    meta = values.to("meta")
+    for state, wanted in ((compact(meta), 12), (engine.adam_state(meta), 14)):
+        record = engine.Record(name="w", values=meta, state=state)
+        assert engine.sizes([record], chunk_elements=CHUNK).slot_bytes == wanted * numel
+
+
+def test_a_walk_shows_every_byte_once(tmp_path):
+    torch.manual_seed(3)
+    made_of = {
+        "bf16": torch.randn(5000).bfloat16(),
+        "none": torch.zeros(0),
+        "f32": torch.randn(3, 1741),
+    }
+    odd = {"row": torch.randn(600), "moment": torch.randn(700, 600), "big": torch.randn(300_000)}
+    records = [engine.Record(name=name, values=tensor, state=compact(tensor)) for name, tensor in made_of.items()]
+    records.append(engine.Record(name="odd", values=torch.randn(700, 600), state=odd))
+    with engine.Store.create(tmp_path / "store", records, chunk_elements=CHUNK) as store:
+        found = {}
+
+        def visit(name, parts):
+            assert len({part.values.numel() for part in parts}) == 1
+            for part in parts:
+                kept = found.setdefault((name, part.of), [])
+                assert sum(map(len, kept)) == part.start
+                kept.append(part.values.clone())
+
+        store.scan([record.name for record in records], visit)
+        for record in records:
+            values, state = store.read(record.name)
+            for of, tensor in {"": values, **state}.items():
+                got = torch.cat(found.pop((record.name, of), [tensor[:0].reshape(-1)]))
+                assert same_bits(got, tensor.reshape(-1)), (record.name, of)
+        assert not found
+        with pytest.raises(ZeroDivisionError):
+            store.scan(["f32"], lambda *_: 1 / 0)
+        kept = []
+        with pytest.raises(UsageError, match="clone"):
+            store.scan(["f32"], lambda _, parts: kept.append(parts))

@@ -46,28 +46,6 @@ def arithmetic(values, gradient, state, *, first, last):
         state["rows"] *= -1.5
 
 
-def three_steps(applying, held, states, *, spilled, whole, **more):
-    """The same arithmetic three times, by the engine and in memory."""
-    for step in range(1, 4):
-        for name, values in held.items():
-            gradient = torch.randn(values.shape).bfloat16()
-            if spilled:
-                applying.spill(name, gradient)
-            given = {} if spilled else {"gradient": gradient}
-            applying.apply(name, on_chunk, step=step, whole=whole, **given, **more)
-            arithmetic(values, gradient, states[name], first=True, last=True)
-        applying.commit(step)
-    assert applying.counters()["applied"] == 3 * len(held)
-
-
-def require_same(store, held, states):
-    for name, values in held.items():
-        stored, state = store.read(name)
-        assert same_bits(stored, values), name
-        for of, tensor in states[name].items():
-            assert same_bits(state[of], tensor), (name, of)
-
-
 def on_chunk(chunk):
     arithmetic(chunk.values, chunk.gradient, chunk.state, first=chunk.start == 0, last=chunk.last)
 
@@ -80,9 +58,21 @@ def test_what_was_applied_is_what_it_is_in_memory(tmp_path, whole, slots, spille
     room = 30_001 * (4 + 4 + 2 + 2) + 4 * 64 if whole else 0
     following = room if slots == 2 else 0
     with store, engine.Engine(store, chunks=chunks, queue=100_000, whole=room, whole_next=following) as applying:
-        three_steps(applying, held, states, spilled=spilled, whole=whole)
+        for step in range(1, 4):
+            for name, values in held.items():
+                gradient = torch.randn(values.shape).bfloat16()
+                if spilled:
+                    applying.spill(name, gradient)
+                given = None if spilled else gradient
+                applying.apply(name, on_chunk, step=step, whole=whole, gradient=given)
+                arithmetic(values, gradient, states[name], first=True, last=True)
+            applying.commit(step)
+        assert applying.counters()["applied"] == 3 * len(held)
         store.verify()
-        require_same(store, held, states)
+        for name, values in held.items():
+            stored, state = store.read(name)
+            assert same_bits(stored, values), name
+            assert all(same_bits(state[of], tensor) for of, tensor in states[name].items()), name
         # The ring, two sets of other state, and the room for whole ones: nothing else, whatever the records' number.
         sizes = store.info()
         assert sizes["index_bytes"] < 1 << 20
@@ -241,23 +231,6 @@ def test_a_tensor_that_is_kept_fails_the_step_and_stays_readable(tmp_path):
         assert (store.read(name)[0] == 1).all()
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_function_cannot_wait_for_its_own_engine(tmp_path, whole):
-    store, held, _ = made(tmp_path / "store")
-    name = "float32.(13,)"
-    with store, engine.Engine(store, whole=1 << 16) as applying:
-        for call in (applying.finish, lambda: applying.commit(1), applying.discard):
-            applying.apply(name, lambda _, call=call: call(), step=1, gradient=held[name], whole=whole)
-            with pytest.raises(UsageError) as error:
-                applying.finish()
-            assert "cannot wait for the engine" in str(error.value.__cause__)
-            applying.discard()
-        applying.apply(name, lambda _: applying.close(), step=1, gradient=held[name], whole=whole)
-        applying.close()
-        with pytest.raises(UsageError, match="closed"):
-            applying.apply(name, print, step=2, gradient=held[name])
-
-
 def test_what_cannot_be_applied_is_refused(tmp_path):
     store, held, _ = made(tmp_path / "store", spill=torch.float32)
     name = "float32.(2049,)"
@@ -302,23 +275,6 @@ def test_what_is_applied_has_as_many_threads_as_the_caller(tmp_path, openmp, who
             )
             applying.commit(step)
     assert seen == [1, 3, 1]
-
-
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("spilled", [False, True])
-def test_calls_after_the_commit_are_applied_to_in_ram_records_in_memory(tmp_path, whole, spilled):
-    store, held, states = made(tmp_path / "store", spill=torch.bfloat16, durability="none")
-    room = 30_001 * (4 + 4 + 2 + 2) + 4 * 64 if whole else 0
-    with store, engine.Engine(store, chunks=4, queue=100_000, whole=room) as applying:
-        store.hold(list(held))
-        store.refresh(list(held))
-        three_steps(applying, held, states, spilled=spilled, whole=whole, after_commit=True)
-        counters = applying.counters()
-        assert counters["state_written"] == counters["values_written"] == 0
-        require_same(store, held, states)
-    with engine.Store.open(tmp_path / "store") as store:
-        store.verify()
-        assert all(same_bits(store.read(name)[0], values) for name, values in held.items())
 
 
 def test_a_call_after_the_commit_that_fails_ends_the_run(tmp_path):

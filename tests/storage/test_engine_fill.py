@@ -65,25 +65,6 @@ def test_what_does_not_fit_is_refused(tmp_path):
             filling.fill("alone", torch.zeros(3))
 
 
-def test_one_record_alone_is_discarded(tmp_path):
-    first = {name: torch.randn(100_000) for name in "abc"}
-    made = [engine.Record(name=name, values=values, state={}) for name, values in first.items()]
-    made = engine.Store.create(tmp_path / "store", made, chunk_elements=CHUNK)
-    with made as store, engine.Engine(store) as filling:
-        for times in range(1, 20):
-            for name in "abc":
-                filling.fill(name, torch.full((100_000,), float(times)))
-            filling.discard("b")
-            if times % 2:
-                filling.fill("b", torch.full((100_000,), -float(times)))
-            before = store.read("b")[0]
-            filling.commit(times)
-            for name in "ac":
-                assert torch.equal(store.read(name)[0], torch.full((100_000,), float(times)))
-            wanted = torch.full((100_000,), -float(times)) if times % 2 else before
-            assert torch.equal(store.read("b")[0], wanted)
-
-
 def test_adam_begins_with_a_master_of_16_bit_values():
     values = torch.randn(5)
     assert engine.adam_state(values).keys() == {"exp_avg", "exp_avg_sq"}

@@ -247,21 +247,6 @@ def test_values_in_another_order_of_dimensions_come_back() -> None:
             assert torch.equal(back["exp_avg"].t().reshape(-1), blockwise.dequantized(codes, absmax, signed=True))
 
 
-def test_chance_depends_on_seed_name_and_step() -> None:
-    gradient = _noise(9)
-
-    def after(name: str, seed: int, step: int) -> list[bytes]:
-        values, state = _begun("bf16", torch.float32, "adam")
-        _in_memory(values, state, gradient, "bf16", engine.Adam(step=step, lr=0.0, seed=seed), name)
-        return _bytes(state["exp_avg_sq"])
-
-    whole = after("weight", 5, 1)
-    assert whole == after("weight", 5, 1)
-    assert whole != after("weight", 6, 1)
-    assert whole != after("weights", 5, 1)
-    assert whole != after("weight", 5, 2)
-
-
 def _refused(call: Any, *words: str) -> None:
     with pytest.raises(ConfigError) as raised:
         call()

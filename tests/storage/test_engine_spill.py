@@ -71,36 +71,6 @@ def test_sums_norms_and_updates_have_the_bits_of_torch(tmp_path, dtype, chunks):
         assert store.info()["spill_index_bytes"] > 0
 
 
-def test_jobs_of_one_record_run_in_their_order(tmp_path):
-    name, shape = "float32.(3, 1741)", (3, 1741)
-    with made(tmp_path / "store") as store, engine.Engine(store) as updates:
-        total = torch.zeros(shape)
-        updates.spill(name, total.clone())
-        for value in range(50):
-            more = torch.full(shape, float(value))
-            total.add_(more)
-            updates.spill(name, more, add=True)
-        back = torch.empty(shape)
-        updates.read_spilled(name, back)
-        assert torch.equal(back, total)
-        updates.update_spilled(name, engine.Adam(step=1))
-        updates.drop_spilled(name)
-        with pytest.raises(UsageError, match="no gradient of"):
-            updates.spill(name, total, add=True)
-        updates.commit(1)
-        for use in (
-            lambda: updates.spilled(name),
-            lambda: updates.read_spilled(name, back),
-            lambda: updates.update_spilled(name, engine.Adam(step=2)),
-        ):
-            with pytest.raises(UsageError, match="no gradient of"):
-                use()
-        updates.spill(name, torch.full(shape, float("inf")))
-        assert updates.spilled(name) == (True, float("inf"))
-        updates.drop_spilled(name)
-        updates.drop_spilled(name)
-
-
 def test_what_does_not_fit_is_refused(tmp_path):
     with made(tmp_path / "store") as store, engine.Engine(store) as updates:
         with pytest.raises(ConfigError, match="room for 13 of bfloat16"):
@@ -140,54 +110,3 @@ def test_a_flipped_bit_is_an_error_with_a_name(tmp_path):
         updates.spill(name, values)
         updates.update_spilled(name, engine.Adam(step=1))
         updates.commit(1)
-
-
-def test_staging_memory_does_not_grow_with_what_is_spilled(tmp_path):
-    records = [
-        engine.Record(
-            name=str(index), values=values, state=engine.adam_state(values), spill=torch.float32, unit=str(index)
-        )
-        for index, values in enumerate(torch.zeros(20, 300_000).bfloat16())
-    ]
-    with engine.Store.create(tmp_path / "store", records) as store, engine.Engine(store) as updates:
-        wanted = engine.sizes(records).chunk_bytes
-        assert wanted == 86_016 * (12 + 2 + 4), "as many elements as have their state in 1 MiB"
-        assert updates.staging_bytes == 12 * wanted
-
-
-@pytest.mark.parametrize("held", [False, True])
-def test_float64_waits_and_adds_up_as_it_is(tmp_path, held):
-    torch.manual_seed(4)
-    total = torch.randn(3, 1741, dtype=torch.float64)
-    record = engine.Record(name="double", values=torch.zeros_like(total), state={}, spill=torch.float64)
-    with engine.Store.create(tmp_path / "store", [record], chunk_elements=CHUNK) as store:
-        store.hold(["double"] if held else [])
-        store.refresh(["double"] if held else [])
-        with engine.Engine(store) as updates:
-            updates.spill("double", total.clone())
-            for _ in range(2):
-                more = torch.randn(3, 1741, dtype=torch.float64)
-                updates.spill("double", more, add=True)
-                total.add_(more)
-            back = torch.empty_like(total)
-            updates.read_spilled("double", back)
-            assert same_bits(back, total)
-            nonfinite, squared = updates.spilled("double")
-            assert not nonfinite
-            assert rounded(squared) == pytest.approx(float(total.square().sum()), rel=1e-14)
-            # The last of the second chunk.
-            more[0, 0] = 0
-            more.view(-1)[2 * CHUNK - 1] = torch.inf
-            updates.spill("double", more, add=True)
-            assert updates.spilled("double")[0]
-
-
-def test_the_kernel_has_no_update_by_float64(tmp_path):
-    values = torch.zeros(CHUNK)
-    record = engine.Record(name="single", values=values, state=engine.adam_state(values), spill=torch.float64)
-    with engine.Store.create(tmp_path / "store", [record]) as store, engine.Engine(store) as updates:
-        updates.spill("single", values.double())
-        with pytest.raises(ConfigError, match="float64: float32, bfloat16 and float16 have an update"):
-            updates.update_spilled("single", engine.Adam(step=1, **NUMBERS))
-        with pytest.raises(ConfigError, match="float64: float32, bfloat16 and float16 have an update"):
-            updates.update("single", values.double(), engine.Adam(step=1, **NUMBERS))

@@ -1,9 +1,7 @@
-"""Tests stores around updates: sizes, orders of dimensions, filling by the caller, fetched units."""
+"""Tests stores around updates: sizes, orders of dimensions, fetched units."""
 
 import gc
 import mmap
-import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -12,7 +10,7 @@ from support.bits import as_bytes
 from support.stores import damage
 
 from memascend import engine
-from memascend.errors import ConfigError, CorruptionError, StorageError, UsageError
+from memascend.errors import ConfigError, CorruptionError, UsageError
 
 CHUNK = 2048
 
@@ -42,16 +40,6 @@ def made(path, **options):
 
 def pages(nbytes):
     return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
-
-
-def fetched(store, sizes, unit):
-    into = pages(sizes.unit_bytes[unit])
-    version = store.fetch(unit, into).wait()
-    return into, version
-
-
-def laid_out(values, order):
-    return as_bytes(values.permute(order) if order else values)
 
 
 def test_sizes_need_no_device_and_are_what_the_store_and_the_engine_say(tmp_path):
@@ -117,72 +105,6 @@ def test_order_of_a_tensor():
             engine.order_of(gaps)
 
 
-def test_a_store_that_is_left_unfilled_is_filled_by_its_caller(tmp_path):
-    path = tmp_path / "store"
-    with engine.Store.create(path, records("meta"), chunk_elements=CHUNK, fill=False) as store:
-        assert store.created
-        assert store.info()["generation"] == 0
-    with pytest.raises(StorageError, match="there is no store"):
-        engine.Store.open(path)
-    assert not list(tmp_path.iterdir())
-    options = {"chunk_elements": CHUNK, "fill": False, "existing": "resume"}
-    with engine.Store.create(path, records("meta"), **options) as store:
-        for one in records():
-            store.stage(one.name, one.values, one.state, step=0)
-        assert store.commit(0) == 1
-    with engine.Store.create(path, records("meta"), **options) as store:
-        assert not store.created
-        assert torch.equal(store.read("embed")[0], records()[0].values)
-    with pytest.raises(ConfigError, match="meta"):
-        engine.Store.create(tmp_path / "other", records("meta"))
-    assert not (tmp_path / "other").exists()
-
-
-@pytest.mark.parametrize("backend", ["io_uring", "threads"])
-def test_a_unit_is_fetched_as_it_was_committed(tmp_path, backend):
-    sizes = engine.sizes(records("meta"), chunk_elements=CHUNK)
-    with made(tmp_path / "store", backend=backend) as store:
-        held = {one.name: one.values for one in records()}
-        for step in range(1, 4):
-            if step > 1:
-                held["embed"] = held["embed"] + 1
-                store.stage("embed", held["embed"], records()[0].state, step=step)
-                store.commit(step)
-            for number, unit in enumerate(sizes.unit_bytes):
-                into, version = fetched(store, sizes, unit)
-                assert version == (step if unit == "one" else 1)
-                for one in store.records():
-                    if one["unit"] == number:
-                        wanted = laid_out(held[one["name"]], one["order"])
-                        at = one["unit_offset"]
-                        assert torch.equal(into[at : at + wanted.numel()], wanted)
-        counters = store.counters()
-        assert counters["fetches"] == 9
-        assert counters["fetched_bytes"] == 3 * sum(sizes.unit_bytes.values()) <= counters["read_bytes"]
-        assert counters["wait_seconds"] > 0
-
-
-def test_fetches_from_many_threads_and_dropped_ones(tmp_path):
-    sizes = engine.sizes(records("meta"), chunk_elements=CHUNK)
-    with made(tmp_path / "store") as store:
-        wrong = []
-        wanted = as_bytes(records()[0].values)
-
-        def reader():
-            for _ in range(20):
-                store.fetch("two", pages(sizes.unit_bytes["two"]))  # dropped while it is read
-                into, _ = fetched(store, sizes, "one")
-                wrong.extend([None] * (not torch.equal(into[: wanted.numel()], wanted)))
-
-        threads = [threading.Thread(target=reader) for _ in range(4)]
-        [thread.start() for thread in threads]
-        [thread.join() for thread in threads]
-        assert not wrong
-        waited = store.fetch("one", pages(sizes.unit_bytes["one"]))
-        assert waited.wait() == waited.wait() == 1
-        assert waited.done()
-
-
 def test_fetches_refuse_what_does_not_fit_and_name_what_is_damaged(tmp_path):
     path = tmp_path / "store"
     sizes = engine.sizes(records("meta"), chunk_elements=CHUNK)
@@ -211,26 +133,3 @@ def test_fetches_refuse_what_does_not_fit_and_name_what_is_damaged(tmp_path):
     assert late.wait() == 1
     with pytest.raises(UsageError):
         store.fetch("two", pages(sizes.unit_bytes["two"]))
-
-
-@pytest.mark.timeout(60)
-def test_reads_that_ended_hold_up_no_step(tmp_path):
-    numel = 3 << 18
-    record = engine.Record(name="weight", values=torch.zeros(numel), state={}, unit="one")
-    with engine.Store.create(tmp_path / "store", [record], chunk_elements=1 << 18) as store:
-        into, parts = pages(4 * numel), store.parts("one", 1 << 20)
-        in_parts = [pages(nbytes) for _, nbytes in parts.places()]
-        assert len(in_parts) == 3
-        reads = [store.fetch("one", into), *(parts.begin(index, memory) for index, memory in enumerate(in_parts))]
-        while not all(read.done() for read in reads):
-            time.sleep(0.001)
-        for step in range(1, 5):
-            store.stage("weight", torch.full((numel,), float(step)), step=step)
-            store.commit(step)
-        assert reads[0].wait() == reads[0].wait() == 1, "the generation that it began at"
-        for read in reads[1:]:
-            read.wait()
-        assert not into.any()
-        assert not torch.cat(in_parts).any()
-        with pytest.raises(UsageError, match="overwritten"):
-            parts.begin(0, in_parts[0])

@@ -1,9 +1,7 @@
-"""Tests the store's format from Python: elements of any size, copies of labels, other versions."""
+"""Tests the store's format from Python: elements of any size, copies of labels."""
 
 import json
-import lzma
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +9,7 @@ from support.bits import same_bits
 from support.chains import batch, require_same, twins
 from torch import nn
 
-import memascend
 from memascend import cli, engine
-from memascend.errors import ConfigError, StorageError
 
 ONE_BYTE = [
     name
@@ -61,23 +57,6 @@ def test_values_of_any_size_beside_twenty_bytes_of_state_come_back(tmp_path, nam
             assert values.dtype == record.values.dtype
             assert same_bits(values, record.values), record.name
             assert all(torch.equal(found[of], tensor) for of, tensor in record.state.items())
-
-
-def test_chunks_are_those_of_before_where_they_end_with_pages():
-    def chunk(*dtypes, numel=200_000, spill=None):
-        state = {f"state.{index}": torch.empty(numel, device="meta") for index in range(5)}
-        of = [torch.empty(numel, dtype=dtype, device="meta") for dtype in dtypes]
-        return engine.chunk_elements_of(
-            [engine.Record(name=str(index), values=values, state=state, spill=spill) for index, values in enumerate(of)]
-        )
-
-    assert chunk(torch.float32) == chunk(torch.bfloat16, torch.complex64) == 51_200
-    assert chunk(torch.float32, torch.bool) == chunk(torch.bfloat16, spill=torch.float8_e5m2) == 49_152
-    # One chunk has none behind it.
-    assert chunk(torch.bool, numel=51_200) == 51_200
-    record = engine.Record(name="mask", values=torch.zeros(51_201, dtype=torch.bool), state={})
-    with pytest.raises(ConfigError, match=r"ends inside a page.*multiple of 4096"):
-        engine.sizes([record], chunk_elements=51_200)
 
 
 class Masked(nn.Module):
@@ -128,32 +107,3 @@ def test_a_damaged_label_is_named_by_verify_and_repaired_by_the_next_step(tmp_pa
     with engine.Store.open(path) as store:
         assert store.damaged() == []
         assert torch.equal(store.read("weight")[0], values + 1)
-
-
-# --- version 1 ----------------------------------------------------------------------------
-
-
-def test_a_store_of_version_1_is_refused_by_name_and_left_alone(tmp_path, capsys):
-    path = tmp_path / "store"
-    path.write_bytes(before := lzma.decompress((Path(__file__).parent / "version_1.store.xz").read_bytes()))
-
-    def offloaded(existing):
-        model = nn.Linear(4, 4)
-        return memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=path, existing=existing)[1]
-
-    for attempt in (
-        lambda: engine.Store.open(path),
-        lambda: offloaded("resume"),
-        lambda: offloaded("refuse"),
-        lambda: offloaded("previous"),
-    ):
-        with pytest.raises(
-            StorageError, match=r"version 1, and this memascend reads version 2 alone.*existing=\"replace\""
-        ):
-            attempt()
-    for action in ("info", "verify"):
-        assert cli.main(["store", action, str(path)]) == 1
-        assert "format has version 1" in capsys.readouterr().err
-    assert path.read_bytes() == before
-    with offloaded("replace") as optimizer:
-        assert optimizer.steps == 0

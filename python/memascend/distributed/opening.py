@@ -211,14 +211,7 @@ def choose(
     own = seen[exchange.rank]["commits"][0]
     # After a close, both roots may name the same commit.
     newest = is_at(own, number, identity) and seen[exchange.rank]["damage"] is None
-    return Opening(
-        exchange=exchange,
-        existing="resume" if newest else "previous",
-        run=run,
-        number=number,
-        identity=identity,
-        nonce=nonce,
-    )
+    return replace(anew, existing="resume" if newest else "previous", run=run, number=number, identity=identity)
 
 
 def seen_at(paths: _Path | Sequence[_Path] | None) -> dict[str, Any]:

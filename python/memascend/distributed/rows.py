@@ -107,11 +107,6 @@ class RowsOfRank(Partition):
     gathers: Sequence[tuple[str, Sequence[str]]]  # names, and the names of the parameters that are gathered together
     local: Mapping[int, torch.nn.Parameter]  # the rows, by the id of the model's parameter
 
-    @property
-    def first_elements(self) -> dict[str, int]:
-        """Where in the whole parameters the rows begin, by name."""
-        return {name: rows.first_element for name, rows in self.rows.items()}
-
     def elements(self) -> dict[int, int]:
         """The number of elements of each whole parameter, by the id of its rows."""
         return {id(rows): self.rows[name].whole.numel() for name, rows in self.named.items()}

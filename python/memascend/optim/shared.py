@@ -410,14 +410,13 @@ def take_options(
     groups: Sequence[dict[str, Any]],
     stored: list[dict[str, Any]] | None,
     undo: contextlib.ExitStack,
-    changed_by_steps: Mapping[SharedName, Any] | None = None,
-    scheduled: Container[str] = (),
+    changed_by_steps: Mapping[SharedName, Any],
+    scheduled: Container[str],
 ) -> None:
     """Set the stored options on the groups; `undo` restores the groups' own.
 
     A warning lists the options that differ, but for those that the optimizer's own steps change, or its schedulers.
     """
-    examples = changed_by_steps or {}
     require_as_many(groups, stored)
     assert stored is not None
     changed = []
@@ -426,12 +425,12 @@ def take_options(
         for name, value in options.items():
             if now.get(name) != value:
                 place = SharedName(number, name)
-                if place not in examples and name not in scheduled and not _is_scheduled(name, now, options):
+                if place not in changed_by_steps and name not in scheduled and not _is_scheduled(name, now, options):
                     changed.append((number, name, now.get(name), value))
                 undo.callback(put, group, name, copied(group.get(name, GONE)))
                 # What a scheduler adds is of the kind of the rate, which may be a tensor.
                 like = group.get(name, group.get("lr") if name in _RATES else None)
-                put(group, name, restored(value, examples.get(place, like)))
+                put(group, name, restored(value, changed_by_steps.get(place, like)))
     if changed:
         number, name, own, _ = changed[0]
         words = (

@@ -409,7 +409,7 @@ def _log(subject: Subject, records: list[Record], sizes: engines.Sizes) -> Log |
 def _records(subject: Subject, units: Sequence[Unit]) -> list[Record]:
     records = []
     sharding = subject.sharding
-    firsts = {} if sharding is None or sharding.count == 1 else sharding.first_elements
+    rows = {} if sharding is None or sharding.count == 1 else sharding.rows
     for unit in units:
         for name in unit.parameters:
             parameter = subject.named[name]
@@ -425,7 +425,7 @@ def _records(subject: Subject, units: Sequence[Unit]) -> list[Record]:
                     # Also where gradients stay in memory: another mode may resume the store.
                     spill=parameter.dtype if trained else None,
                     format=subject.arithmetic.of(parameter).format if trained else None,
-                    first_element=firsts.get(name),
+                    first_element=rows[name].first_element if name in rows else None,
                 )
             )
     return records + subject.buffers.records()
