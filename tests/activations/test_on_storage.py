@@ -70,8 +70,7 @@ def test_room_is_used_again(tmp_path):
             optimizer.zero_grad()
         kept = keeper(model)
         kept._reap()
-        in_use = len(kept._chunks._held) + len(kept._chunks._loose)
-        assert len(room._free) + in_use == room.file_bytes // room._place_bytes
+        assert len(room._free) + kept._chunks.occupied == room.file_bytes // room._place_bytes
         assert len(room._volumes) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["run.store"]
 

@@ -99,7 +99,10 @@ _log = logging.getLogger("memascend")
 
 @dataclass(eq=False, slots=True)
 class Piece:
-    """A chunk's worth of a tensor: in which chunk it is, or where on storage; or both."""
+    """A chunk's worth of a tensor: in which chunk it is, or where on storage; or both.
+
+    Only `ActivationChunk` and this change it.
+    """
 
     nbytes: int
     number: int  # of its tensor: later ones are used earlier
@@ -117,6 +120,14 @@ class Piece:
         """Note its chunk, where it lies or is being read."""
         assert self.chunk is None, "a piece is in one chunk"
         self.chunk = chunk
+
+    def leave(self) -> None:
+        """Note that it is in no chunk any more."""
+        self.chunk = None
+
+    def die(self) -> None:
+        """Note that no graph refers to it any more."""
+        self.dead = True
 
 
 @dataclass(eq=False, slots=True)
@@ -168,11 +179,15 @@ class ActivationChunk:
         source, self.copy, self.source = self.source, None, None
         return source
 
+    def end_transfer(self) -> None:
+        """Note that the transfer from or to storage has ended."""
+        self.ticket = None
+
     def clear(self) -> Piece | None:
         """Become empty; returns the piece that was in it."""
         piece, self.piece, self.ticket = self.piece, None, None
         if piece is not None:
-            piece.chunk = None
+            piece.leave()
         return piece
 
     @property
@@ -357,7 +372,7 @@ class Chunks:
             if chunk.ticket.done():
                 self._failed(chunk)
             raise
-        chunk.ticket = None
+        chunk.end_transfer()
         piece = chunk.piece
         if chunk.reading and piece is not None and not piece.dead:
             found = checksum_of(chunk.memory[: piece.nbytes])
@@ -394,7 +409,7 @@ class Chunks:
 
     def drop(self, piece: Piece) -> None:
         """Release a piece, to which no graph refers any more."""
-        piece.dead = True
+        piece.die()
         chunk = piece.chunk
         if chunk is None:
             if piece.place is not None:
@@ -407,9 +422,14 @@ class Chunks:
             self._free.append(chunk)
 
     @property
+    def occupied(self) -> int:
+        """Chunks that have something in them."""
+        return len(self._held) + len(self._loose)
+
+    @property
     def count(self) -> int:
         """Chunks that were taken."""
-        return len(self._free) + len(self._held) + len(self._loose)
+        return len(self._free) + self.occupied
 
     @property
     def host_bytes(self) -> int:

@@ -59,6 +59,10 @@ class _UnitUpload:
         if self.ended and not self.working:
             self.let_go()
 
+    def cancel(self) -> None:
+        """Let parts that are being read go nowhere."""
+        self.base = None
+
     def let_go(self) -> None:
         """Release the lease, and the slots that are read, which may be staged into again."""
         self.base = self.parts = None
@@ -173,8 +177,7 @@ class Staging:
     def dropped(self, unit: _UnitUpload) -> None:
         """See `Staged`."""
         with self._changed:
-            # Parts that are being read go nowhere.
-            unit.base = None
+            unit.cancel()
             if unit in self._waiting:
                 self._waiting.remove(unit)
             while unit.working and self._thread.is_alive() and threading.current_thread() is not self._thread:

@@ -34,7 +34,7 @@ class Backwards:
         self.declared: float = declared
         # Backwards before those that a call has said will follow; None outside of such a call.
         self.before: int | None = None
-        # Backwards that ended and brought a gradient; those of micro-batches by layer are counted by their call.
+        # Backwards that ended and brought a gradient.
         self.count = 0
         self._begins = begins
         self._fails = fails
@@ -98,6 +98,10 @@ class Backwards:
     def restart(self) -> None:
         """Count anew: a step was made, or all gradients were dropped."""
         self.count = 0
+
+    def note_ended(self, more: int) -> None:
+        """Count backwards that ended and brought gradients, and that this object did not follow."""
+        self.count += more
 
     def forget_failure(self) -> None:
         """The gradients of a failed backward were dropped."""

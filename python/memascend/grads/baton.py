@@ -312,11 +312,23 @@ class MicroBatch:
     def __init__(self, index: int, states: list[torch.Tensor]) -> None:
         self.index = index
         self.states = states
-        # The stage that it is in or waits for; -1 before the first one, infinity at its end.
+        # The stage that it is in or waits for; -1 before the first one.
         self.stage: float = -1
         self.path = Path()
         self.turn = threading.Semaphore(0)
         self.result: Any = None
+
+    def reach(self, stage: float) -> None:
+        """Note the next stage, which begins once its turn comes; infinity: the micro-batch has ended."""
+        self.stage = stage
+
+    def pause(self, generators: Generators) -> None:
+        """Others compute, with random numbers of their own."""
+        self.states = generators.states()
+
+    def finish(self, result: Any) -> None:
+        """Note the result: all of the micro-batch was computed."""
+        self.result = result
 
     @property
     def ended(self) -> bool:
@@ -376,7 +388,7 @@ class Baton:
             if stage is None:
                 self.strayed = True
                 continue
-            own.stage = stage
+            own.reach(stage)
             self._pass(own)
 
     def _pass(self, own: MicroBatch) -> None:
@@ -388,7 +400,7 @@ class Baton:
         if chosen is own or chosen is None:
             return
         self._tidy()
-        own.states = self._generators.states()
+        own.pause(self._generators)
         self._hand_to(chosen)
         own.turn.acquire()
         self._require_whole()
@@ -445,7 +457,7 @@ class Baton:
             except RuntimeError as error:
                 # The system has no more threads: those that have begun end.
                 self._fail(error)
-                one.stage = math.inf
+                one.reach(math.inf)
         self._hand_to(first)
         modes.context.copy().run(live, first)
 
@@ -469,7 +481,7 @@ class Baton:
         try:
             with working_for(thread), modes.entered():
                 if self._failure is None:
-                    own.result = compute(own)
+                    own.finish(compute(own))
         except _Abandoned:
             module_hooks.let_go()
         except BaseException as error:  # noqa: BLE001 - it is raised by the call
@@ -480,8 +492,8 @@ class Baton:
             self._end(own)
 
     def _end(self, own: MicroBatch) -> None:
-        own.stage = math.inf
-        own.states = self._generators.states()
+        own.reach(math.inf)
+        own.pause(self._generators)
         try:
             chosen = self._choose()
         except BaseException as error:  # noqa: BLE001 - likewise

@@ -133,6 +133,10 @@ class Gradient:
         # The memory that it came on, which others have, too; in memory it would be on it still.
         self._given: Outlived | None = None
 
+    def expect_pieces(self) -> None:
+        """Note that it comes in several pieces in one backward."""
+        self.in_pieces = True
+
     @property
     def values(self) -> torch.Tensor | None:
         """What stands in `p.grad`: the handle, or values in memory."""
@@ -346,7 +350,7 @@ class Gradient:
     def assign(self, gradient: torch.Tensor) -> None:
         """Replace it by another gradient."""
         self.change(gradient, add=False)
-        self._gradients.fresh = True
+        self._gradients.note_change()
 
     def measure(self) -> Measure:
         """Whether a gradient that has a handle has a value that is not finite, and its squared norm; nothing is read.

@@ -156,7 +156,7 @@ class Gradients:
             gradient.note_given(values)
             values = values.clone()
         if nested:
-            gradient.in_pieces = True
+            gradient.expect_pieces()
         self._use(gradient, values, whole=self.backwards.is_last() and not gradient.in_pieces)
 
     def _use(self, gradient: Gradient, values: torch.Tensor, *, whole: bool) -> None:
@@ -192,6 +192,10 @@ class Gradients:
             # The handle was taken away: what stood behind it is dropped.
             gradient.drop()
         self._brought[gradient.name] = self.backwards.count
+        self.fresh = True
+
+    def note_change(self) -> None:
+        """A gradient became another one, which no step has used."""
         self.fresh = True
 
     def note_step(self, *, unchanged: bool) -> None:
@@ -235,7 +239,7 @@ class Gradients:
         brought = self._brought.get(gradient.name, -1)
         again = brought == self.backwards.count and inside and first
         if again:
-            gradient.in_pieces = True
+            gradient.expect_pieces()
         else:
             # A call that has said how many backwards follow is detected as any loop where it is one of several.
             if self.backwards.before is None or brought < self.backwards.before:
@@ -310,7 +314,7 @@ class Gradients:
         # first, is not all of it.
         for gradient in self.by_name.values():
             if id(gradient.place.parameter) in parameters:
-                gradient.in_pieces = True
+                gradient.expect_pieces()
 
     def are_taken_away(self) -> bool:
         """Whether each `p.grad` of what is staged is None, as `model.zero_grad()` leaves it."""

@@ -9,7 +9,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,16 +41,32 @@ if TYPE_CHECKING:
     from memascend.storage import Engine
 
 
-@dataclass(eq=False, slots=True)
 class _Sum:
     """The sum of one parameter's gradient so far."""
 
-    gradient: Gradient
-    stage: int  # at which its parts arrive: a micro-batch that has passed it brings none
-    came: set[int] = field(default_factory=set)  # the micro-batches whose parts have come
-    early: dict[int, torch.Tensor] = field(default_factory=dict)  # parts that came before one of an earlier micro-batch
-    values: torch.Tensor | None = None
-    stored: bool = False  # on storage, to which the other parts are added: it did not fit into memory
+    __slots__ = ("came", "early", "gradient", "stage", "stored", "values")
+
+    def __init__(self, gradient: Gradient, stage: int) -> None:
+        self.gradient = gradient
+        # At which its parts arrive: a micro-batch that has passed it brings none.
+        self.stage = stage
+        # The micro-batches whose parts have come.
+        self.came: set[int] = set()
+        # Parts that came before one of an earlier micro-batch.
+        self.early: dict[int, torch.Tensor] = {}
+        self.values: torch.Tensor | None = None
+        # The sum is on storage: it did not fit into memory.
+        self.stored = False
+
+    def begin(self, values: torch.Tensor) -> None:
+        assert not self.stored
+        assert self.values is None
+        self.values = values
+
+    def be_stored(self) -> None:
+        """The first part is on storage, to which the others are added."""
+        assert self.values is None
+        self.stored = True
 
     def take(self) -> torch.Tensor:
         values, self.values = self.values, None
@@ -188,14 +204,14 @@ class PartialSums:
         elif self._keeps_all or self.nbytes + values.nbytes <= self.limit:
             self.room(self.nbytes + values.nbytes)
             self.nbytes += values.nbytes
-            found.values = values
+            found.begin(values)
         else:
             self._store(found, values)
 
     def _store(self, found: _Sum, values: torch.Tensor) -> None:
         self.gradients.store_sum(found.gradient, values)
         found.gradient.put(None)
-        found.stored = True
+        found.be_stored()
 
     def _complete(self, found: _Sum) -> None:
         gradient = found.gradient
@@ -398,7 +414,7 @@ class Accumulation:
             raise
         finally:
             free_scratch()
-        backwards.count += len(batches)
+        backwards.note_ended(len(batches))
         if baton.strayed:
             before = Path(self._course.units, self._course.arrivals)
             self._course = Course([before, *(one.path for one in baton.micro_batches)])

@@ -379,11 +379,10 @@ class CachedUnits:
                 if not written:
                     continue
                 self.written.update(written)
-                for place in home.places:
-                    place.note_version()
-                    if home.in_ram:
-                        # A write to one through its storage may have reached all of them.
-                        self._memory.spoil(place.name)
+                home.note_written()
+                # A write to one through its storage may have reached all of them.
+                for place in home.places if home.in_ram else ():
+                    self._memory.spoil(place.name)
                 self.evict(home)
                 home.forget()
 

@@ -173,6 +173,11 @@ class Home:
                 if place.parameter._version != place.known_version  # noqa: SLF001
             ]
 
+    def note_written(self) -> None:
+        """Writes in place were reported: count from now on."""
+        for place in self.places:
+            place.note_version()
+
     # --- its users ---------------------------------------------------------------------
 
     def count(self, holder: int, more: int) -> None:
