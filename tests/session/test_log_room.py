@@ -103,7 +103,7 @@ def test_a_temporary_store_writes_nothing_of_what_is_in_ram(tmp_path):
             assert sum(optimizer.plan.written_bytes.get(kind, 0) for kind in written) == 0 or store is not None
             core = optimizer._session.run.resources.store
             counted = core.counters()["written_bytes"]
-            optimizer._session.run.resources.unread = False
+            optimizer._session.run.resources.values_read()
         assert (core.counters()["written_bytes"] - counted > 1 << 16) == (store is not None), "closing wrote it"
     assert same_states(*ends)
 
@@ -126,7 +126,7 @@ def test_a_weight_of_a_temporary_store_that_is_written_in_place_ends_the_run_by_
         optimizer.zero_grad()
         with pytest.raises(memascend.UsageError, match=r"no other copy .*storage="):
             stepped(model, optimizer, 1, first=1)
-        optimizer._session.run.resources.unread = False
+        optimizer._session.run.resources.values_read()
 
 
 @pytest.mark.slow

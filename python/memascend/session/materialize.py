@@ -89,7 +89,7 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
             _MATERIALIZED.add(model)
             # A copy or pickle that is made inside is of a plain model.
             attachment.leave()
-            run.resources.unread = False
+            run.resources.values_read()
             yield
             values = {place.name: place.parameter.detach() for home in homes for place in home.places}
             if checksums is None:
@@ -214,7 +214,7 @@ class Saving:
         if not all(state == states[0] for state in states):
             facts["user_states"] = states
         self._write(own, lambda contents: save(folder, contents, self._model, facts, among_others=among_others))
-        self._run.resources.unread = False
+        self._run.resources.values_read()
         missing = self._newcomers.unsaved(self._run.buffers.names)
         if missing:
             warn(

@@ -131,7 +131,7 @@ def _make_state_dict(module: torch.nn.Module, *args: Any, **options: Any) -> Any
     with state_dicts.making():
         found = _STATE_DICT(module, *args, **options)
     for residency in _residencies(module):
-        residency.session.run.resources.unread = False
+        residency.session.run.resources.values_read()
     return found
 
 

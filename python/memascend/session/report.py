@@ -252,8 +252,7 @@ class Measurements:
     def __init__(self, run: Run, decision: Decision) -> None:
         self._run = run
         self._resources = run.resources
-        # With the gradient log that the store has space for, once that has begun.
-        self.planned = decision.plan
+        self._planned = decision.plan
         self._in_memory = TorchBytes.of(decision)
         # Earlier counts do not belong to the training.
         self._before = self._counted()
@@ -277,13 +276,17 @@ class Measurements:
     def plan(self) -> Plan:
         """The plan in force, with the memory that was added where no budget was given."""
         arena = self._resources.units.arena
-        return self.planned.with_added(arena.added, arena.added_bytes)
+        return self._planned.with_added(arena.added, arena.added_bytes)
+
+    def log_began(self, plan: Plan) -> None:
+        """The plan in force is this one, with the gradient log that the store has space for."""
+        self._planned = plan
 
     def step_ended(self, began: float) -> None:
         """A step was committed, whose `step()` began then."""
         self._step_seconds += time.perf_counter() - began
         self._kept_peak = max(self._kept_peak, self._kept())
-        if not self.planned.log_steps or self._warned_of_log:
+        if not self._planned.log_steps or self._warned_of_log:
             return
         unlogged = self._resources.engine.counters()["unlogged"]
         if unlogged:
@@ -293,7 +296,7 @@ class Measurements:
                 "%d gradients found no space in the gradient log of %d steps, so their parameters were written whole; "
                 "report() counts this if it happens again",
                 unlogged,
-                self.planned.log_steps,
+                self._planned.log_steps,
             )
 
     def own_figures(self) -> list[int]:

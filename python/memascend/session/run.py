@@ -44,7 +44,7 @@ class Resources:
     temporary: bool  # the store ends with the process
     closed: bool = False
     process: OwnProcess = field(default_factory=OwnProcess)
-    unread: bool = False  # there are committed steps whose values were not read out
+    _unread: bool = False  # there are committed steps whose values were not read out
     _warned_of_loss: bool = False
 
     def _close_store(self) -> None:
@@ -79,6 +79,14 @@ class Resources:
                     raise
                 raise
 
+    def values_changed(self) -> None:
+        """A step was committed: closing a temporary store loses it."""
+        self._unread = True
+
+    def values_read(self) -> None:
+        """The values were read out."""
+        self._unread = False
+
     def require_open(self) -> None:
         """Reject calls after close(), and calls in a forked child."""
         if self.closed:
@@ -109,7 +117,7 @@ class Resources:
             last_first.callback(self._close_store)
             last_first.callback(self.units.stop)
             last_first.callback(self.engine.close)
-        if self.temporary and self.unread:
+        if self.temporary and self._unread:
             warn(
                 "the trained weights were in a temporary store and are gone, for nobody read them out: give storage=, "
                 "or save model.state_dict() before close()"
@@ -142,13 +150,21 @@ class Metadata:
         self.user_state: Any = store.user_state
         # Where a trainer is after the last step, as text; None where none made it.
         self.position: str | None = (store.hyperparameters or {}).get("position")
-        # Gives the position of a trainer within `step()`; None where no trainer runs.
-        self.positioned: Callable[[], str] | None = None
+        self._positioned: Callable[[], str] | None = None
 
     def follow(self, positioned: Callable[[], str]) -> None:
         """Commit with each step the position of a trainer, which `positioned` gives within `step()`."""
-        self.positioned = positioned
-        self.schedule.is_of_trainer = True
+        self._positioned = positioned
+        self.schedule.leave_to_trainer()
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether a trainer's position is committed."""
+        return self._positioned is not None
+
+    def take_position(self) -> None:
+        """Note where the trainer is after the step that is about to be committed."""
+        self.position = None if self._positioned is None else self._positioned()
 
     def hyperparameters(self) -> dict[str, Any]:
         """The groups' options, the optimizer's attributes that its steps change, schedulers and loss scale, as JSON."""

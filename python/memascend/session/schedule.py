@@ -81,8 +81,11 @@ class Schedule:
         self._before: _Moment | None = None
         # This run has committed a step, or is about to; and whether it had before the present step.
         self._stepped = self._had_stepped = False
-        # A trainer's position has its schedulers, so that none is missing here.
-        self.is_of_trainer = False
+        self._is_of_trainer = False
+
+    def leave_to_trainer(self) -> None:
+        """A trainer's position has its schedulers, so that none is missing here."""
+        self._is_of_trainer = True
 
     # --- given by the user -----------------------------------------------------------------
 
@@ -168,7 +171,7 @@ class Schedule:
         """
         self._before, self._had_stepped = None, self._stepped
         self._require_own()
-        is_missing = not self._schedulers and not self.is_of_trainer
+        is_missing = not self._schedulers and not self._is_of_trainer
         if is_missing and self._resumed and not self._stepped and self._store.step:
             self._warn_of_others(optimizers)
 

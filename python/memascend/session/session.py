@@ -177,10 +177,10 @@ class Session:
 
         with run.committing(lambda: self._committed(present), failed):
             metadata.schedule.advance()
-            if metadata.positioned is not None and not self._norm_comes_first:
+            if metadata.is_followed and not self._norm_comes_first:
                 # A trainer logs it after the commit, also where it resumes.
                 self.grad_norm = gradients.norm(present)
-            metadata.position = None if metadata.positioned is None else metadata.positioned()
+            metadata.take_position()
             engine.commit(step, user_state=metadata.user_state, hyperparameters=metadata.hyperparameters())
         learnt = gradients.loop.learn()
         if learnt:
@@ -233,7 +233,7 @@ class Session:
         self.run.metadata.advance()
         if not self._norm_comes_first:
             self.grad_norm, self.overflowed = self.run.gradients.norm(present), False
-        self.run.resources.unread = True
+        self.run.resources.values_changed()
         self.run.buffers.committed()
         self.run.changed(self.run.gradients.committed(present))
 
