@@ -23,6 +23,20 @@ if TYPE_CHECKING:
 _PROBE_BYTES = 8 << 20
 
 
+def examine_registration() -> Finding:
+    """Register some memory with CUDA, in a process with a CUDA context."""
+    subject = "registration with CUDA"
+    with memory.Region(_PROBE_BYTES, owner="doctor") as region:
+        if region.pinned == "cuda":
+            return Finding(subject=subject, found="possible")
+        return Finding(
+            subject=subject,
+            found=f"refused; {region.pinned or 'nothing'} instead",
+            verdict="slower",
+            advice=f"{region.why_not}; {memory.UNREGISTERED}",
+        )
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--storage", metavar="P", help="also look at this folder, file or device")
@@ -115,16 +129,10 @@ def _torch() -> Iterator[Finding]:
         yield Finding(subject=f"GPU {index}", found=about)
     # Registration needs a CUDA context, which this makes.
     torch.zeros(1, device="cuda")
-    subject = "registration with CUDA"
     try:
-        with memory.Region(_PROBE_BYTES, owner="doctor") as region:
-            if region.pinned == "cuda":
-                yield Finding(subject=subject, found="possible")
-                return
-            found, advice = f"refused; {region.pinned or 'nothing'} instead", f"{region.why_not}; {memory.UNREGISTERED}"
-            yield Finding(subject=subject, found=found, verdict="slower", advice=advice)
+        yield examine_registration()
     except MemascendError as error:
-        yield _failed(subject, error)
+        yield _failed("registration with CUDA", error)
 
 
 def _triton() -> Iterator[Finding]:

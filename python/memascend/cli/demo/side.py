@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from memascend.cli import process
 from memascend.cli.demo import Settings
 from memascend.errors import MemascendError
 from memascend.session.offload import offload
@@ -113,7 +114,7 @@ def _train(settings: Settings) -> None:
     torch.set_num_threads(1)
     text = read_text()
     _warm_up()
-    imported = _memory("VmRSS")
+    imported = process.resident()
     torch.manual_seed(0)
     model: torch.nn.Module = ByteModel(settings.layers, settings.width, settings.length)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, fused=True)
@@ -123,7 +124,7 @@ def _train(settings: Settings) -> None:
         optimizer = offloaded
     with contextlib.suppress(OSError):
         # Some containers forbid it; then the peak includes the imports.
-        Path("/proc/self/clear_refs").write_text("5")
+        process.restart_peak()
     done = offloaded.steps if offloaded else 0
     last = (offloaded.user_state or {}) if offloaded else {}
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -140,17 +141,9 @@ def _train(settings: Settings) -> None:
         optimizer.zero_grad()
         done += 1
         seconds = time.perf_counter() - began
-        held, peak = (max(0, _memory(name) - imported) for name in ("VmRSS", "VmHWM"))
+        held, peak = (max(0, bytes_now - imported) for bytes_now in (process.resident(), process.resident_peak()))
         _answer(step=done, loss=loss.item(), seconds=seconds, held=held, peak=peak)
     _answer(digest=_digest(model), disk=offloaded.plan.disk_bytes if offloaded else 0)
-
-
-def _memory(name: str) -> int:
-    """The kernel's account of this process: bytes in memory now ("VmRSS"), or at most since a reset ("VmHWM")."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) << 10
-    raise KeyError(name)
 
 
 def _warm_up() -> None:

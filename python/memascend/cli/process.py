@@ -1,0 +1,27 @@
+"""Reads the kernel's account of this process's memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def resident() -> int:
+    """Bytes in memory now."""
+    return _status("VmRSS")
+
+
+def resident_peak() -> int:
+    """The most bytes in memory at once since the start, or since `restart_peak`."""
+    return _status("VmHWM")
+
+
+def restart_peak() -> None:
+    """Reset the peak to the bytes in memory now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) << 10
+    raise KeyError(name)
