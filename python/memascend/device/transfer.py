@@ -49,6 +49,11 @@ class _UnitUpload:
         self.working = 0
         self.error: BaseException | None = None
 
+    def take_part(self) -> int:
+        index, self.next = self.next, self.next + 1
+        self.working += 1
+        return index
+
     def end_part(self, error: BaseException | None, copy: Copy | None) -> None:
         """End the work on a part: its copy was begun, it failed, or its unit was dropped."""
         self.working -= 1
@@ -245,8 +250,7 @@ class Staging:
                     self._waiting.popleft()
                     self._changed.notify_all()
                     continue
-                index, unit.next = unit.next, unit.next + 1
-                unit.working += 1
+                index = unit.take_part()
             chunk = self._free.popleft()
             try:
                 part = parts.begin(index, chunk[: unit.places[index][1]])

@@ -73,6 +73,11 @@ class Operation:
         """Whether the result is the same for any gradient."""
         return self.name in OVERWRITING
 
+    @property
+    def rounds_its_scalar(self) -> bool:
+        """Whether torch's CPU code rounds the scalar to the gradient's dtype: `_foreach_mul_` does, `mul_` does not."""
+        return self.function._overloadname in {"Scalar", "ScalarList"}  # noqa: SLF001
+
     def changes_nothing(self) -> bool:
         """Whether any gradient stays as it is; waits for a GPU only where the number lies on one."""
         numbers = [*self.arguments, *self.options.values()]
@@ -120,8 +125,7 @@ class Operation:
             scalar = torch.tensor(number, dtype=kind, device="cpu")
         rounded = scalar.to(dtype).to(torch.float32).item()
         value = scalar.to(torch.float32).item()
-        if self.function._overloadname in {"Scalar", "ScalarList"} and device.type == "cpu":  # noqa: SLF001
-            # torch's CPU code rounds the scalar to the gradient's dtype: `_foreach_mul_` does, `mul_` does not.
+        if self.rounds_its_scalar and device.type == "cpu":
             value = rounded
         elif (self.listed or scalar.device.type != "cpu" or device.type != "cpu") and rounded != value:
             # On a GPU it depends on the kernel whether the scalar is rounded to the gradient's dtype first.
