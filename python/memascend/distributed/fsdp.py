@@ -125,6 +125,10 @@ class FsdpParameter:
         found: Any = self.leaf.grad
         return None if found is None else found._local_tensor  # noqa: SLF001
 
+    def set_grad(self, values: torch.Tensor | None) -> None:
+        """Replace the gradient, which is a DTensor."""
+        self.leaf.grad = values
+
     def as_sharded(self, local: torch.Tensor) -> torch.Tensor:
         """A DTensor of the parameter's shape and sharding, with these rows: the form of `.grad`."""
         with torch.no_grad():
@@ -531,8 +535,8 @@ class LocalParameter(torch.nn.Parameter):
 
     @grad.setter
     def grad(self, values: torch.Tensor | None) -> None:
-        self.sharded.leaf.grad = None if values is None else self.sharded.as_sharded(values)
+        self.sharded.set_grad(None if values is None else self.sharded.as_sharded(values))
 
     @grad.deleter
     def grad(self) -> None:
-        self.sharded.leaf.grad = None
+        self.sharded.set_grad(None)

@@ -114,7 +114,7 @@ class OrderedReduction(_Met, ReduceScatter):
         for one in self._group.parameters:
             if one.leaf.grad is not None:
                 self._before[id(one)] = one.leaf.grad
-                one.leaf.grad = None
+                one.set_grad(None)
 
     def take(self, one: FsdpParameter) -> Sequence[torch.Tensor]:
         """Put this round's sum into a parameter's gradient, or return the parts to add to that of earlier rounds.
@@ -131,7 +131,7 @@ class OrderedReduction(_Met, ReduceScatter):
         if end == self._parts.shape[1]:
             self._end()
         if before is not None:
-            one.leaf.grad = before
+            one.set_grad(before)
             return parts
         values = one.grad
         for number, part in enumerate(parts):
@@ -144,4 +144,4 @@ class OrderedReduction(_Met, ReduceScatter):
         for one in self._group.parameters:
             before = self._before.pop(id(one), None)
             if before is not None:
-                one.leaf.grad = before
+                one.set_grad(before)

@@ -308,7 +308,8 @@ class EarlierValues:
     def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """The hyperparameters of the last commit."""
         del groups
-        return {**(self._hyperparameters or {}), EARLIER: self.earlier.stands_for}
+        kept = {name: value for name, value in (self._hyperparameters or {}).items() if name != "line"}
+        return {**kept, EARLIER: self.earlier.stands_for}
 
     def parameters(self, units: Sequence[Any]) -> Generator[First, None, None]:
         """Each of this rank's parameters once; all ranks move the rows of all parameters in one order."""

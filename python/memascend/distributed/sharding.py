@@ -83,6 +83,10 @@ class Sharding(RowsOfRank):
 
     # --- before there is a store ---------------------------------------------------------
 
+    def open_by(self, opening: Opening) -> None:
+        """Set how the stores of all ranks are opened."""
+        self.opening = opening
+
     def stand_in(self, optimizer: torch.optim.Optimizer, undo: contextlib.ExitStack) -> None:
         """Give the optimizer this rank's rows for the model's parameters, and their part of its state."""
         leaves = {id(one.leaf) for one in self._sharded.values()}
@@ -234,7 +238,7 @@ class Sharding(RowsOfRank):
             local = self.named.get(one.name)
             if local is None:
                 # No rows, no gradient.
-                one.leaf.grad = None
+                one.set_grad(None)
                 return
             heard = self._heard()
             if heard is not None:

@@ -164,7 +164,11 @@ class Metadata:
 
     def take_position(self) -> None:
         """Note where the trainer is after the step that is about to be committed."""
-        self.position = None if self._positioned is None else self._positioned()
+        self.keep_position(None if self._positioned is None else self._positioned())
+
+    def keep_position(self, position: str | None) -> None:
+        """Let commits have this position."""
+        self.position = position
 
     def hyperparameters(self) -> dict[str, Any]:
         """The groups' options, the optimizer's attributes that its steps change, schedulers and loss scale, as JSON."""

@@ -172,7 +172,7 @@ class Session:
         def failed() -> None:
             metadata.schedule.take_back()
             metadata.scale.load(before)
-            metadata.position = position
+            metadata.keep_position(position)
             give_back()
 
         with run.committing(lambda: self._committed(present), failed):
