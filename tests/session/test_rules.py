@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support import chains
-from support.chains import WIDTH, require_same
+from support.chains import WIDTH, loss_of, require_same
 from support.chains import batch as x
 from torch import nn
 
@@ -29,6 +29,22 @@ def offloaded(tmp_path, model=None, *, more=0, host_memory=None):
 
 
 # --- what is taken inside of a forward ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("host_memory", [None, "64MiB"])
+def test_a_view_of_a_forward_keeps_its_bytes_when_the_unit_is_away_and_after_the_step(tmp_path, host_memory):
+    model, optimizer = offloaded(tmp_path, more=1 << 16, host_memory=host_memory)
+    expected, kept = blocks()[1][0].weight.detach(), []
+    with optimizer:
+        assert optimizer._session.run.residency.units.home_of["1.0.weight"].in_ram == (host_memory is not None)
+        with model[1][0].register_forward_hook(lambda module, *_: kept.append(module.weight.detach())):
+            loss_of(model).backward()
+        optimizer.step()
+        for seed in range(3):
+            model(x(seed))
+        assert torch.equal(kept[0], expected)
+        with memascend.materialized(model):
+            assert not torch.equal(model[1][0].weight, expected)
 
 
 def test_other_hooks_on_saved_tensors_get_what_is_not_ours(tmp_path):

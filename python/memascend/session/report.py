@@ -72,7 +72,8 @@ class Report:
     """Memory, traffic and times of a run since `offload()` returned. `str()` is a table."""
 
     owners: dict[str, Owner]  # host memory
-    plan: Plan  # the plan in force, with its budgets and its gradient log
+    budget: int  # the limit in force, in bytes
+    object_bytes: int  # about the bytes of Python's and torch's objects for each parameter, which no budget limits
     read: dict[str, int]  # bytes by kind; "other" is the catalog, and values that were read out
     written: dict[str, int]  # bytes by kind; "first values" were written by `offload()` itself
     ram_tier: int  # bytes that were taken from the RAM tier instead of being read
@@ -82,18 +83,17 @@ class Report:
     in_memory: TorchBytes
     early: int = 0  # steps whose updates began before `step()`, since few of their gradients are clipped or changed
     anew: int = 0  # of these, the steps whose gradients were clipped or changed, so that their updates were repeated
-    unlogged: int = 0  # updates that the log had no space for, so that their parameters were written whole
-    # Where the host does not compute: the device's memory, all memory that torch has there (the owners', activations
-    # and the user's own tensors), and why copies are slower than possible (None: they are not).
+    log_steps: int = 0  # steps of gradients that fit into the store's gradient log; 0: there is no log
+    log_bytes: int = 0  # its space on storage
+    log_wanted: int = 0  # the steps that it would have with enough space
+    unlogged: int = 0  # updates that it had no space for, so that their parameters were written whole
+    # Where the host does not compute: the device's memory, its budget, all memory that torch has there (the owners',
+    # activations and the user's own tensors), and why copies are slower than possible (None: they are not).
     device: dict[str, Owner] = field(default_factory=dict)
+    device_budget: int = 0
     device_torch: Owner | None = None
     device_copies: str | None = None
     ranks: AllRanks | None = None  # of all ranks; all other figures are this rank's. None before the first step
-
-    @property
-    def budget(self) -> int:
-        """The limit of host memory in force, in bytes."""
-        return self.plan.budget
 
     @property
     def total(self) -> int:
@@ -118,20 +118,20 @@ class Report:
             "written": dict(self.written),
             "seconds": dict(self.seconds),
             "steps": self.steps,
-            "beside": {"Python objects": self.plan.object_bytes},
+            "beside": {"Python objects": self.object_bytes},
         }
         if self.device_torch is not None:
-            found["device"] = {**_as_json(self.device, self.plan.device_budget), "torch": asdict(self.device_torch)}
+            found["device"] = {**_as_json(self.device, self.device_budget), "torch": asdict(self.device_torch)}
         if self.ram_tier:
             found["ram_tier"] = self.ram_tier
         if self.early:
             found["early"] = {"steps": self.early, "anew": self.anew}
         if self.ranks is not None:
             found["ranks"] = asdict(self.ranks)
-        if self.plan.log_wanted:
-            found["log"] = log = {"steps": self.plan.log_steps, "bytes": self.plan.log_bytes}
-            if self.plan.log_steps < self.plan.log_wanted:
-                log["wanted"] = self.plan.log_wanted
+        if self.log_wanted:
+            found["log"] = log = {"steps": self.log_steps, "bytes": self.log_bytes}
+            if self.log_steps < self.log_wanted:
+                log["wanted"] = self.log_wanted
             if self.unlogged:
                 log["unlogged"] = self.unlogged
         return found
@@ -139,7 +139,7 @@ class Report:
     def __str__(self) -> str:
         saved = f", {self.in_memory.total / self.peak:.1f} times as much" if self.peak else ""
         cached = self.units["hits"] + self.units["adopted"]
-        beside = f"beside it Python's objects take about {bytes_shown(self.plan.object_bytes)}"
+        beside = f"beside it Python's objects take about {bytes_shown(self.object_bytes)}"
         budget = f"The budget is {bytes_shown(self.budget)}; {beside}."
         in_memory = f"In memory the same training would hold {bytes_shown(self.in_memory.total)}{saved}."
         parts = [
@@ -148,7 +148,7 @@ class Report:
         ]
         if self.device_torch is not None:
             owners = {**self.device, "all that torch holds": self.device_torch}
-            text = f"The budget is {bytes_shown(self.plan.device_budget)}, for all but what else torch holds."
+            text = f"The budget is {bytes_shown(self.device_budget)}, for all but what else torch holds."
             if self.device_copies is not None:
                 text += f"\nCopies are slower than they could be: {self.device_copies}."
             parts += [_owners_table("device memory", owners), text]
@@ -172,17 +172,17 @@ class Report:
 
     def _kept_in_ram(self) -> list[str]:
         """Sentences about the RAM tier and its gradient log, where there are any."""
-        said, plan = [], self.plan
+        said = []
         if self.ram_tier:
             each = f", {bytes_shown(self.ram_tier // self.steps)} for each step" if self.steps else ""
             said.append(f"Parameters kept in RAM saved {bytes_shown(self.ram_tier)} of reads{each}.")
-        if plan.log_steps:
-            room = bytes_shown(plan.log_bytes)
-            less = f" (no disk space for {plan.log_wanted})" if plan.log_steps < plan.log_wanted else ""
+        if self.log_steps:
+            room = bytes_shown(self.log_bytes)
+            less = f" (no disk space for {self.log_wanted})" if self.log_steps < self.log_wanted else ""
             said.append(
-                f"Gradients of parameters kept in RAM go to a gradient log of {plan.log_steps} steps{less}, {room}."
+                f"Gradients of parameters kept in RAM go to a gradient log of {self.log_steps} steps{less}, {room}."
             )
-        elif plan.log_wanted:
+        elif self.log_wanted:
             said.append("No disk space for a gradient log: parameters kept in RAM are written whole each step.")
         if self.unlogged:
             said.append(f"{self.unlogged} updates found no space in it: their parameters were written whole.")
@@ -318,10 +318,14 @@ class Measurements:
         read, written = self._traffic(engine, store)
         return Report(
             owners=self._owners(),
-            plan=self.plan,
+            budget=self.plan.budget,
+            object_bytes=self.plan.object_bytes,
             read=read,
             written=written,
             ram_tier=store["ram_tier_bytes"],
+            log_steps=self.plan.log_steps,
+            log_bytes=self.plan.log_bytes,
+            log_wanted=self.plan.log_wanted,
             unlogged=engine["unlogged"],
             seconds={
                 "wall": counted["seconds"],
@@ -414,6 +418,7 @@ class Measurements:
         reserved = int(units.arena.stats()["reserved"])
         return {
             "device": {"units": Owner(reserved, reserved), "gradients": self._gradients()},
+            "device_budget": self.plan.device_budget,
             "device_torch": Owner(*units.device.allocated()),
             "device_copies": units.unregistered,
         }
