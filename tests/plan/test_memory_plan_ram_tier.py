@@ -108,7 +108,8 @@ def test_frozen_values_are_in_ram_too():
 
 @pytest.mark.parametrize("applies", [False, True])
 def test_seconds_of_larger_budgets_are_those_of_their_plans(applies):
-    run = dataclasses.replace(run_of(model()), applies=applies)
+    run = run_of(model())
+    run = dataclasses.replace(run, applied=run.gradient_bytes.keys() if applies else ())
     host = dataclasses.replace(assumed_host(None, shared=True), threads=2, ram_tier_threads=2)
     drive = Drive(read=5e6, write=4e6)
 

@@ -122,8 +122,8 @@ class Requirements:
     # (values of 32 bits), "never" (the state has a master of its own).
     update_values: Literal["resident", "read", "never"] = "resident"
     streamed: Collection[str] = ()  # the names of the parameters that are never kept in the RAM tier
-    # Updates in the RAM tier are applied in memory, and written only at the end.
-    applies: bool = False
+    # The parameters whose updates in the RAM tier are applied in memory, and written only at the end.
+    applied: Collection[str] = ()
     # The options of their gradient log, where each step is durable; None: there is no log.
     log: Log | None = None
 
@@ -522,7 +522,7 @@ def _traffic(run: Requirements, chosen: MemorySplit, reads: Reads, ram_tier: Ram
         "state": state - ram_tier.state,
         "gradients": spilled,
     }
-    spared = (ram_tier.update, ram_tier.state) if run.applies else (0, 0)
+    spared = run.sum_records(name for name in ram_tier.names if name in run.applied)
     whole = {"values": trained - spared[0], "state": state - spared[1], "gradients": spilled}
     written = with_log(whole, ram_tier.logged_bytes, 0 if run.log is None else run.log.plan(ram_tier.logged)[0])
     return Traffic(

@@ -388,7 +388,7 @@ def _requirements(
         update_values=subject.arithmetic.update_values,
         gradient_bytes={name: subject.named[name].nbytes for name in subject.trained},
         streamed=subject.streamed.keys(),
-        applies=subject.durability == "none",
+        applied=_replayed(subject) if subject.durability == "none" else (),
         log=_log(subject, records, sizes),
     )
 
@@ -397,13 +397,17 @@ def _log(subject: Subject, records: list[Record], sizes: engines.Sizes) -> Log |
     options = subject.options
     if subject.durability == "none":
         return None
-    trained = {name: subject.named[name] for name in subject.trained}
-    names = frozenset(name for name, one in trained.items() if subject.arithmetic.of(one).is_replayed)
+    names = _replayed(subject)
     nbytes = engines.log_bytes(records)
     # A raw device is the store's alone.
     shares = any(not Path(path).is_block_device() for path in options.paths or ())
     room = None if subject.unplaced else room_beside(options.paths, sizes.total_bytes)
     return Log(names, nbytes, options.log_steps, room, shares=shares)
+
+
+def _replayed(subject: Subject) -> frozenset[str]:
+    """The trained parameters that our own kernels update, which cannot fail half-way, in RAM or in a replay."""
+    return frozenset(name for name in subject.trained if subject.arithmetic.of(subject.named[name]).is_replayed)
 
 
 def _records(subject: Subject, units: Sequence[Unit]) -> list[Record]:
