@@ -130,6 +130,7 @@ def encoder(folder):
 
 def embedding(out, log):
     import sentence_transformers
+    from sentence_transformers import losses
 
     data = [{"anchor": f"w{row} w{row + 1}", "positive": f"w{row + 1} w{row + 2}"} for row in range(30)]
     rows = datasets.Dataset.from_list(data)
@@ -138,7 +139,7 @@ def embedding(out, log):
     arguments = sentence_transformers.SentenceTransformerTrainingArguments(out, **SHARED)
     return sentence_transformers.SentenceTransformerTrainer(
         model=model, args=arguments, train_dataset=rows, eval_dataset=rows.select(range(6)), callbacks=[log],
-        loss=sentence_transformers.losses.MultipleNegativesRankingLoss(model),
+        loss=losses.MultipleNegativesRankingLoss(model),
     )  # fmt: skip
 
 
