@@ -59,7 +59,7 @@ MOMENTS = [
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("moments", [MOMENTS[:4], pytest.param(MOMENTS[4:], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moments", [MOMENTS[:3], pytest.param(MOMENTS[3:], marks=pytest.mark.slow)])
 def test_killed_again_and_again_it_is_the_training_in_memory(tmp_path, moments):
     want = start("memory", tmp_path / "memory.log")
     for index, (moment, step) in enumerate(moments):
