@@ -174,6 +174,21 @@ def test_it_goes_on_with_the_same_bits(tmp_path, name):
     assert trained(tmp_path / "ended", **options) == whole
 
 
+def test_a_model_that_was_loaded_is_known_by_its_weights_which_stay_its_own(tmp_path, monkeypatch):
+    """As people have it: from a folder, in another dtype than the files'."""
+    folder = tmp_path / "model"
+    model().bfloat16().save_pretrained(folder)
+    load = partial(transformers.Qwen2ForCausalLM.from_pretrained, folder, dtype=torch.float32)
+    monkeypatch.setattr(trained_program, "model", load)
+    want = trained(tmp_path / "whole", max_steps=3)
+    assert trained(tmp_path / "ended", 2, max_steps=3) == want
+    other = load()
+    other.get_input_embeddings().weight.data.add_(1)
+    other.save_pretrained(folder)
+    with pytest.raises(ConfigError, match="model"):
+        trained(tmp_path / "ended", max_steps=3)
+
+
 def test_more_steps_under_a_constant_schedule(tmp_path):
     constant = {"lr_scheduler_type": "constant_with_warmup"}
     short = trained(tmp_path / "grown", max_steps=6, **constant)

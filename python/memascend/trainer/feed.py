@@ -159,7 +159,9 @@ def _add(digest: Any, value: Any) -> None:
         flat = value.detach().reshape(-1)
         count = _COMPARED_BYTES // max(1, flat.element_size())
         for part in (flat[:count], flat[count:][-count:]):
-            digest.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() if part.numel() else b"")
+            # A copy: memory that numpy has had is taken for numpy's from then on, and a weight may not lie in such.
+            own = part.contiguous().to("cpu", copy=True)
+            digest.update(own.view(torch.uint8).numpy().tobytes() if own.numel() else b"")
     elif isinstance(value, Mapping):
         for name, part in value.items():
             digest.update(f"{name}:".encode())
