@@ -1,4 +1,4 @@
-"""Tests what `memascend train` says without TRL: its help, wrong usage, and what to install."""
+"""Tests what `memascend train` says without TRL: its help, options of earlier versions, and what to install."""
 
 import subprocess
 import sys
@@ -12,13 +12,40 @@ from memascend.cli.train.arguments import OFFLOAD, parse
 PLACES = ["--model", "m", "--data", "d", "--output", "o", "--storage", "s"]
 
 
-def test_wrong_usage_is_one_line_and_exit_code_2(capsys):
+@pytest.mark.parametrize(
+    ("words", "successor"),
+    [
+        (["--batch", "4"], "--per_device_train_batch_size"),
+        (["--accumulate=8"], "--gradient_accumulation_steps"),
+        (["--lr", "1e-5"], "--learning_rate"),
+        (["--min-lr", "1e-6"], "cosine_with_min_lr"),
+        (["--schedule", "linear"], "--lr_scheduler_type"),
+        (["--epochs", "1"], "--num_train_epochs"),
+        (["--warmup", "0.03"], "--warmup_steps, where a number below 1 is a fraction"),
+        (["--optimizer", "adamw"], "--optim"),
+        (["--betas", "0.9,0.95"], "--adam_beta1 and --adam_beta2"),
+        (["--eps", "1e-8"], "--adam_epsilon"),
+        (["--momentum", "0.9"], "--optim_args"),
+        (["--lora", "8"], "--use_peft with --lora_r"),
+        (["--lora-targets", "q_proj"], "--lora_target_modules"),
+        (["--merge"], "merge_and_unload"),
+        (["--save-every", "5"], "--save_steps"),
+        (["--eval_every", "5"], "--eval_steps"),
+        (["--keep", "2"], "--save_total_limit"),
+        (["--report", "wandb"], "--report_to"),
+        (["--log", "f"], "trainer_state.json"),
+        (["--json"], "trainer_state.json"),
+        (["--previous"], "--existing previous"),
+    ],
+)
+def test_an_option_of_an_earlier_version_names_its_successor(capsys, words, successor):
     with pytest.raises(SystemExit) as caught:
-        main(["train", "stf", *PLACES])
+        main(["train", *PLACES, *words])
     assert caught.value.code == 2
     usage, line = capsys.readouterr().err.splitlines()
     assert usage.startswith("usage: memascend train [sft|dpo|reward|kto] --model")
-    assert line.startswith("memascend train: error: a training is one of sft")
+    assert line.startswith(f"memascend train: error: {words[0].partition('=')[0]} is gone: give ")
+    assert successor in line
 
 
 @pytest.mark.parametrize(

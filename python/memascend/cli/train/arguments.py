@@ -20,6 +20,31 @@ _ALIASES = {"model": "model_name_or_path", "data": "dataset_name", "output": "ou
 _LISTS = ("dataset_name", "eval", "storage")
 # TRL's own defaults would change results in silence, and write again what the store has.
 _DEFAULTS: dict[str, Any] = {"dtype": "auto", "bf16": False, "save_strategy": "no"}
+# Options of earlier versions.
+_SUCCESSORS = {
+    "batch": "--per_device_train_batch_size",
+    "accumulate": "--gradient_accumulation_steps",
+    "optimizer": "--optim",
+    "lr": "--learning_rate",
+    "min_lr": "--lr_scheduler_type cosine_with_min_lr with --lr_scheduler_kwargs '{\"min_lr\": 1e-6}'",
+    "betas": "--adam_beta1 and --adam_beta2",
+    "eps": "--adam_epsilon",
+    "momentum": "--optim_args momentum=0.9",
+    "schedule": "--lr_scheduler_type",
+    "epochs": "--num_train_epochs",
+    "warmup": "--warmup_steps, where a number below 1 is a fraction of all steps",
+    "lora": "--use_peft with --lora_r",
+    "lora_targets": "--lora_target_modules",
+    "merge": "merge_and_unload() of peft, on the adapters in --output",
+    "save_every": "--save_steps",
+    "eval_every": "--eval_steps",
+    "keep": "--save_total_limit",
+    "report": "--report_to",
+    "log": "trainer_state.json in --output, which has every line of the log",
+    "json": "trainer_state.json in --output, which has every line of the log",
+    "previous": "--existing previous",
+}
+
 # Arguments of `memascend.trainer.offload()`, whose defaults stay.
 OFFLOAD = (
     *("existing", "clipping", "host_memory", "device", "device_memory", "activations", "gradients", "state"),
@@ -98,8 +123,10 @@ def parse(words: Sequence[str]) -> Command:
 
 
 def _name(word: str) -> str:
-    """The name of an option without its aliases."""
+    """The name of an option without its aliases; rejects those of earlier versions."""
     name = word.lstrip("-").replace("-", "_")
+    if name in _SUCCESSORS:
+        raise ArgumentError(None, f"{word} is gone: give {_SUCCESSORS[name]}")
     return _ALIASES.get(name, name)
 
 
