@@ -175,5 +175,6 @@ def _add(digest: Any, value: Any) -> None:
         _add(digest, torch.as_tensor(value.__array__().copy()))
     else:
         # A picture has bytes; of what has none, the type has to do.
-        own = value.tobytes() if callable(getattr(value, "tobytes", None)) else b""
-        digest.update(type(value).__qualname__.encode() + own)
+        digest.update(type(value).__qualname__.encode())
+        if callable(getattr(value, "tobytes", None)):
+            digest.update(value.tobytes())
