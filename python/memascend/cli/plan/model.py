@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from memascend.checkpoint.files import Names, read_bounded
 from memascend.cli.plan.decoder import Decoder
 from memascend.cli.plan.shapes import named_shape
 from memascend.errors import ConfigError
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
 
 _CONFIG = "config.json"
+_CONFIG_BYTES_MAX = 16 << 20
 # The deepest published models have some hundred layers, DeepNet 1,000. Even on "meta", a layer of transformers takes a
 # millisecond or more and some hundred kilobytes.
 _LAYERS_MAX = 10_000
@@ -99,6 +99,7 @@ def _untied(model: nn.Module, path: Path | None, *, tied: bool) -> list[str]:
 
     The files in `path` decide; without files it is `tied`: whether the config ties the LM head.
     """
+    from memascend.checkpoint.files import Names
     from memascend.checkpoint.weights import WeightFiles
 
     names = Names(model)
@@ -115,9 +116,12 @@ def _untied(model: nn.Module, path: Path | None, *, tied: bool) -> list[str]:
 
 def read_config(config: Path) -> dict[str, Any]:
     """The values of a model's config.json."""
-    text = read_bounded(config, "config: give the model's config.json")
+    if config.stat().st_size > _CONFIG_BYTES_MAX:
+        raise ConfigError(
+            f"{config} is larger than {_CONFIG_BYTES_MAX} bytes, so it is no config: give the model's config.json"
+        )
     try:
-        values = json.loads(text)
+        values = json.loads(config.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{config} is no JSON ({error}): fetch it again") from error
     if not isinstance(values, dict):
