@@ -83,6 +83,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     if options.steps < 1:
         raise ConfigError("--steps is at least 1")
+    if options.device != "cpu" and (options.full or set(options.parts or ()) - {"cells"}):
+        raise ConfigError("--device cuda is for cells alone: all other parts compute on the processor")
     if not Path(options.storage).is_dir():
         raise ConfigError(f"--storage {options.storage}: there is no such folder")
     launcher = Launcher(Path(options.storage), environment.found(options.deepspeed))
