@@ -7,7 +7,7 @@ import hashlib
 import json
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -20,6 +20,7 @@ from memascend.errors import ConfigError, RankError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from memascend.distributed.rows import Layout
     from memascend.distributed.sharding import Sharding
     from memascend.errors import MemascendError
     from memascend.storage import Store
@@ -320,9 +321,20 @@ class Agreement:
     number: int  # of the last commit; 0 before the first
     identity: bytes  # of the last commit, or of the commit that first values are from
     nonce: bytes  # drawn at this opening: commits of another opening of the same stores have other identities
+    layout: Layout
+    # Number and identity of commits that this rank makes alone, to fill its store; None: all make them.
+    _own: tuple[int, bytes] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.store.share(self)
+
+    def alone(self, number: int, identity: bytes) -> None:
+        """Let this rank alone make the next commits, of this number and identity, until `together`."""
+        self._own = number, identity
+
+    def together(self) -> None:
+        """Let all ranks make later commits."""
+        self._own = None
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -343,6 +355,8 @@ class Agreement:
             RankError: a rank failed. If it reported this before any root was written, the step can be discarded and
                 tried again on all ranks. Otherwise no rank commits any more, not by `close()` either.
         """
+        if self._own is not None:
+            return make((self.run, *self._own, self.exchange.rank, self.layout.shards), lambda: None)
         number = self.number + 1
         said = self.identity + self.nonce + number.to_bytes(8, "little")
         identity = hashlib.blake2b(said, digest_size=_IDENTITY_BYTES).digest()
@@ -350,13 +364,13 @@ class Agreement:
 
         def agree() -> None:
             nonlocal agreed
-            self._ask("staged", number, DISCARDED)
+            self._require_equal(self._ask("staged", [number, self.store.digest()], DISCARDED))
             agreed = True
 
         with self.step():
             try:
-                generation = make((self.run, number, identity, self.exchange.rank, self.exchange.size), agree)
-                self._ask("written", number, _UNKNOWN)
+                generation = make((self.run, number, identity, self.exchange.rank, self.layout.shards), agree)
+                self._ask("written", [number, 0], _UNKNOWN)
             except BaseException:
                 if agreed:
                     # Roots were being written when a rank failed: reopening finds out which ranks have the commit.
@@ -365,9 +379,24 @@ class Agreement:
         self.number, self.identity = number, identity
         return generation
 
-    def _ask(self, phase: str, number: int, remedy: str) -> None:
-        numbers = self.exchange.tell(phase, number, remedy=remedy)
-        apart = {rank: other for rank, other in enumerate(numbers) if other != number}
+    def _ask(self, phase: str, said: list[int], remedy: str) -> list[int]:
+        """The digests of all ranks, which must be at the same commit."""
+        told = self.exchange.tell(phase, said, remedy=remedy)
+        apart = {rank: other for rank, (other, _) in enumerate(told) if other != said[0]}
         if apart:
             self.store.end()
-            raise RankError(f"commit {number} of rank {self.exchange.rank} meets others: {apart}", ranks=tuple(apart))
+            raise RankError(f"commit {said[0]} of rank {self.exchange.rank} meets others: {apart}", ranks=tuple(apart))
+        return [digest for _, digest in told]
+
+    def _require_equal(self, digests: list[int]) -> None:
+        """Reject a commit for which ranks with the same rows have computed other values: their stores would part."""
+        shards = self.layout.shards
+        apart = tuple(rank for rank, digest in enumerate(digests) if digest != digests[rank % shards])
+        if apart:
+            first = apart[0] % shards
+            raise RankError(
+                f"{_named(apart)} computed other values than rank {first}, which has the same rows, from the same "
+                f"gradients: their processors or versions of torch round differently. Give all replicas the same ones; "
+                f"{DISCARDED}",
+                ranks=apart,
+            )

@@ -28,9 +28,13 @@ _ROWS = 64
 class Norms:
     """The norm of all gradients of a step, from a measure that was taken once of each."""
 
-    def __init__(self, figures: Exchange | None = None) -> None:
-        """`figures` exchanges numbers between ranks, where there are several."""
+    def __init__(self, figures: Exchange | None = None, *, counts: bool = True) -> None:
+        """`figures` exchanges numbers between ranks, where there are several.
+
+        `counts`: whether this rank's squares count; where there are replicas, those of one do.
+        """
         self._figures = figures
+        self._counts = counts
         # Of gradients that were measured in memory for this step, by name.
         self._measures: dict[str, Measure] = {}
         # Gradients on a device that are not measured yet.
@@ -115,7 +119,7 @@ class Norms:
         bad, squares = any(bad for bad, _ in numbers), total(squared for _, squared in numbers)
         if self._figures is not None:
             # Each rank has measured its rows.
-            told = self._figures.everyone([bad, squares])
+            told = self._figures.everyone([bad, squares if self._counts else 0])
             bad, squares = any(bad for bad, _ in told), total(squares for _, squares in told)
         return not bad, math.sqrt(rounded(squares))
 
