@@ -252,7 +252,7 @@ def choose(
 
 
 def _lost(seen: list[dict[str, Any]], layout: Layout) -> dict[int, int]:
-    """The ranks without a store, or with one that was not filled to its end, and ranks that have one of the same rows."""
+    """The ranks without a store, or with one that was not filled to its end, and ranks that have the same rows."""
     whole = [rank for rank, one in enumerate(seen) if any(commit["number"] for commit in one["commits"])]
     lost = {}
     for rank, one in enumerate(seen):

@@ -152,7 +152,7 @@ class Refill:
     # --- at the end --------------------------------------------------------------------------
 
     def end(self, began: float) -> None:
-        """Read what was filled again, and commit it as the run's if it is what was sent; `began` is a monotonic time."""
+        """Read what was filled again, and commit it as the run's if it is what was sent; `began`: a monotonic time."""
         store, exchange = self._store, self._exchange
         assert store is not None
         nbytes = 0

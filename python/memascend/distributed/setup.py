@@ -274,9 +274,11 @@ def begin(
         sharding.require_same_generators()
     sharding.open_by(opening)
     left = [] if folder is None or not opening.number else left_over(folder, layout)
-    uses = any(f"{file.parent}/" in (own.paths or ()) for file in left)
-    if not any(exchange.everyone(uses)):
-        sharding.leave_replicas(left)
+    named = {_identity(str(file)): file for file in left if f"{file.parent}/" not in (own.paths or ())}
+    told = exchange.everyone(sorted(named))
+    # Only one rank looks at each store, since this locks it.
+    others = {name for each in told[: layout.rank] for name in each}
+    sharding.leave_replicas([file for name, file in named.items() if name not in others])
     # Not at the first save: where a rank dies while a group is made, the others wait for it as long as they may.
     exchange.line.open()
     # A rank that is one commit ahead of others goes back.
