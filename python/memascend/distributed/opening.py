@@ -372,7 +372,10 @@ def _common(seen: Mapping[int, dict[str, Any]], existing: Existing) -> tuple[byt
     damaged = {rank: one["damage"] for rank, one in seen.items() if one["damage"] is not None}
     alone = {rank: "belongs to no run" for rank, one in seen.items() if not one["commits"][0]["number"]}
     if alone:
-        raise ConfigError(f"the newest commit of {_listed(alone)} of several ranks: {_ANEW}")
+        raise ConfigError(
+            f"the newest commit of {_listed(alone)} of several ranks: {_ANEW}; to go on from one process, call "
+            "optimizer.save(folder) there, and begin with checkpoint=folder"
+        )
     if len(runs) > 1:
         of = {rank: f"is of run {one['commits'][0]['run'][:8]}" for rank, one in seen.items()}
         raise ConfigError(f"the stores are of several runs: {_listed(of)}; nothing was changed: {_ANEW}")

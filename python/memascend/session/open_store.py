@@ -160,6 +160,12 @@ def _require_whole(store: Store) -> None:
     if info["ranks"] is not None:
         store.end()
         store.close()
+        if info["ranks"] == 1:
+            raise ConfigError(
+                f"the store at {info['devices'][0]} is that of rank {info['rank']} of several, of which each has all "
+                "rows, and this is one process: start them as before, call optimizer.save(folder), and begin with "
+                "checkpoint=folder; nothing was changed"
+            )
         raise ConfigError(
             f"the store at {info['devices'][0]} is that of rank {info['rank']} of {info['ranks']}, and this is one "
             "process: give the folder that has the stores of all ranks, from which one process can resume, or start "
