@@ -396,7 +396,7 @@ class Agreement:
             first = apart[0] % shards
             raise RankError(
                 f"{_named(apart)} computed other values than rank {first}, which has the same rows, from the same "
-                "gradients: give all replicas the same learning rates and other options, the same versions of torch and "
+                "gradients: give all replicas the same learning rates and other options, one version of torch and "
                 f"processors of one kind; {DISCARDED}",
                 ranks=apart,
             )
