@@ -502,7 +502,7 @@ class LocalRows(torch.Tensor):
         options = kwargs or {}
         schema = func._schema  # noqa: SLF001
         name = schema.name.removeprefix("aten::")
-        if name in _SAME or (name == "view" and torch.Size(args[1]) == args[0].shape):
+        if name in _SAME or (func is torch.ops.aten.view.default and torch.Size(args[1]) == args[0].shape):
             return args[0].source.rows() if args[0].source.is_real else LocalRows(args[0].source, args[0].device)
         given = {one.name: value for one, value in zip(schema.arguments, args, strict=False)} | options
         written = [given.get(one.name) for one in schema.arguments if one.alias_info and one.alias_info.is_write]
