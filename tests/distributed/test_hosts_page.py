@@ -162,7 +162,7 @@ def test_a_run_that_lost_a_drive_begins_at_its_checkpoint(hosts, alone):
     shutil.rmtree(hosts.folder_of(1, "nvme1") / "run")
     told = end(start(hosts, "drives"), 1)
     assert "rank 3: holds no store, and others do" in told
-    assert "give checkpoint=FOLDER and existing='replace' on all ranks" in told
+    assert "existing='replace' on all ranks to begin anew, with checkpoint=FOLDER at the step" in told
     assert begun_at(end(start(hosts, "checkpoint"))) == 5
     assert saved(hosts) == alone
 
