@@ -131,7 +131,10 @@ class Hosts(contextlib.ExitStack):
         command += ["sh", "-c", " && ".join([*settle, 'exec bash -c "$0"']), line]
         # As a shell finds torchrun and python in an active environment.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        return Running(command, {**environment(), "PATH": path, **more}, self.folder / f"output-{next(self._outputs)}")
+        output = self.folder / f"output-{next(self._outputs)}"
+        running = Running(command, {**environment(), "PATH": path, **more}, output)
+        self.callback(running.end)
+        return running
 
     def ranks(self, host):
         """The process of each rank that runs on a host."""
@@ -170,6 +173,11 @@ class Running:
             assert time.monotonic() < until, f"no {words!r} within {SECONDS_MAX} s\n{self.output()}"
             assert self._process.poll() is None, f"{words!r} is not in\n{self.output()}"
             time.sleep(0.02)
+
+    def end(self):
+        """End it, if it is still running."""
+        self._process.kill()
+        self._process.wait()
 
     def ended(self):
         """The status and the output, at the end."""
