@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.torchrun import Hosts
+from support.torchrun import Hosts, environment
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]
 
@@ -20,6 +20,13 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs/hosts.md").read_text()
 NAMES = ("start", "train", "addresses", "drives", "restarts", "fewer", "checkpoint", "slurm")
 COMMANDS = dict(zip(NAMES, re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE), strict=True))
 
+AS_IF_ON_GPUS = """
+import os
+if "LOCAL_RANK" in os.environ:
+    from support.launched import as_if_on_gpus
+    as_if_on_gpus()
+"""
+
 
 def lines(name):
     """The lines of a block, each with its host: "host0", "each host"."""
@@ -28,9 +35,9 @@ def lines(name):
     return found
 
 
-def start(hosts, name, order=(0, 1), **more):
-    """Start a block's lines, each on its host; `order` numbers hosts differently."""
-    return [hosts.start(order[int(host[-1])], line, **more) for line, host in lines(name)]
+def start(hosts, name, **more):
+    """Start a block's lines, each on its host."""
+    return [hosts.start(int(host[-1]), line, **more) for line, host in lines(name)]
 
 
 def end(running, status=0):
@@ -98,7 +105,8 @@ def test_a_run_that_lost_a_rank_continues_on_fewer_hosts(hosts, alone):
 
 
 @pytest.mark.slow
-def test_train_on_two_hosts_has_the_bits_of_one_process(hosts):
+def test_train_on_two_hosts_has_the_bits_of_one_process(hosts, tmp_path):
+    """accelerate shards on GPUs alone, so each rank begins with `as_if_on_gpus()`."""
     pytest.importorskip("transformers")
     from safetensors.torch import load_file
     from support.small_folder import make_model, write_rows
@@ -107,9 +115,13 @@ def test_train_on_two_hosts_has_the_bits_of_one_process(hosts):
     make_model(folder / "llama", "float32")
     config = json.loads((folder / "llama/config.json").read_text())
     (folder / "llama/config.json").write_text(json.dumps({**config, "attention_dropout": 0.0}))
-    write_rows(folder / "rows.jsonl", [{"text": f"It is a test of number {number}." * 3} for number in range(16)])
+    write_rows(
+        folder / "rows.jsonl", [{"prompt": "What is it?", "completion": f"It is {number}."} for number in range(16)]
+    )
     (folder / "fsdp.json").write_text(re.search(r"`fsdp\.json` has `(.*?)`", PAGE)[1])
-    end(start(hosts, "train"))
+    (tmp_path / "sitecustomize.py").write_text(AS_IF_ON_GPUS)
+    path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    end(start(hosts, "train", PYTHONPATH=path))
     line, _ = lines("train")[0]
     command = line[line.index("-m memascend") :].split(" --fsdp ")[0].replace("--output trained", "--output alone")
     command = command.replace("llama.run/", "alone.run") + " --gradient_accumulation_steps 4"
@@ -142,9 +154,12 @@ def test_a_run_that_lost_a_host_continues_when_it_is_back(hosts, alone, dead):
     _, output = running[1 - dead].ended()
     # The page's timeout, and the end of the processes.
     assert time.monotonic() - began < 20 + 30
-    assert re.search(rf"RankError: rank {2 * dead}, rank {2 * dead + 1} ", output), output
+    # torch's store is on the first host: without it, ranks cannot look up why the one beside them left.
+    named = "every other rank is gone" if dead == 0 else "rank 2, rank 3 did not"
+    assert re.search(f"RankError: (rank {2 * dead}, rank {2 * dead + 1} did not|{named})", output), output
     hosts.connect(dead, "up")
-    told = end(start(hosts, "drives", order=(1, 0)), 1)
+    swapped = [line.replace("host0", "host1") for line, _ in reversed(lines("drives"))]
+    told = end([hosts.start(host, line) for host, line in enumerate(swapped)], 1)
     assert "number the hosts as before" in told
     assert "rank 0: holds no store at /mnt/nvme0/run" in told
     assert begun_at(end(start(hosts, "drives"))) >= 7
