@@ -124,7 +124,10 @@ _Path = str | os.PathLike[str]
 _NOTHING = "holds no store"
 _UNFILLED = "it holds no state, as its first write did not finish or what it held is lost; give existing='replace'"
 _NOT_OPENED = "the stores were not opened"
-_ANEW = "give existing='replace' to begin anew on all ranks, or bring back what is missing"
+_ANEW = (
+    "bring back what is missing, or give existing='replace' on all ranks to begin anew, with checkpoint=FOLDER at the "
+    "step that optimizer.save() wrote there"
+)
 _BEHIND = (
     "move away the stores of a replica that the run left behind, and they are filled from another one, or give "
     "existing='replace' to begin anew on all ranks"
