@@ -115,7 +115,7 @@ def leaving(folder):
 
         def moved(*given):
             calls.append(1)
-            move(*({0: each[0]} for each in given[:2]), *given[2:]) if len(calls) == 2 else move(*given)
+            move(given[0], *({0: each[0]} for each in given[1:3]), *given[3:]) if len(calls) == 2 else move(*given)
 
         exchange._move = moved
         with contextlib.suppress(KeyError):

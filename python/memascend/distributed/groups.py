@@ -110,6 +110,16 @@ class Meeting:
         words, missing = answered(look, seconds + WORD_SECONDS)
         return words, self.at_fault(missing) if missing else ()
 
+    def alarm(self) -> None:
+        """Leave a sign for all ranks that one of them has given up."""
+        # If the store is gone, ranks that lose others still notify their neighbours.
+        with contextlib.suppress(RuntimeError):
+            answered(lambda: _store().set(f"{self._prefix}/alarm", "given up"), WORD_SECONDS)
+
+    def has_alarm(self) -> bool:
+        """Whether a rank has given up."""
+        return bool(_store().check([f"{self._prefix}/alarm"]))
+
     def left_by(self, blamed: Iterable[int]) -> None:
         """Leave a note that this rank stopped because of others, so that ranks that wait for it name those."""
         note = json.dumps(sorted(blamed))

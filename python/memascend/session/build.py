@@ -176,7 +176,7 @@ class Assembly:
             scale=scale,
             loop=loop,
             speculation=Speculation(loop, ram_tier),
-            norms=Norms(figures),
+            norms=Norms(),
             residency=residency,
         )
 
