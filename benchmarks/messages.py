@@ -120,7 +120,7 @@ def sockets() -> int:
     found = 0
     for entry in Path("/proc/self/fd").iterdir():
         try:
-            found += os.readlink(entry).startswith("socket:")
+            found += str(entry.readlink()).startswith("socket:")
         except OSError:
             # The descriptor of the listing itself.
             continue
@@ -130,8 +130,8 @@ def sockets() -> int:
 def shown(found: dict[int, list[dict[str, Any]]]) -> str:
     """The table."""
     head = (
-        "ranks", "", "exchanges a step", "messages of all", "bytes of all", "seconds of a rank", "sockets of torch's own",
-        "sockets of memascend", "offload()",
+        "ranks", "", "exchanges a step", "messages of all ranks", "bytes", "seconds of a rank", "its sockets: torch's",
+        "memascend's", "offload()",
     )  # fmt: skip
     rows = []
     for count, ranks in found.items():

@@ -110,12 +110,12 @@ def leaving(folder):
     """Rank 1 is gone once rank 0 heard it; rank 2 did not hear it, and left before rank 0 asks again."""
     rank, exchange, named = distributed.get_rank(), Exchange(SECONDS), None
     if rank == 1:
-        # All have its message's length, and rank 0 alone has the message.
+        # Rank 0 alone has its message.
         move, calls = exchange._move, []
 
         def moved(*given):
             calls.append(1)
-            move(given[0], *({0: each[0]} for each in given[1:3]), *given[3:]) if len(calls) == 2 else move(*given)
+            move(given[0], *({0: each[0]} for each in given[1:3]), *given[3:]) if len(calls) == 1 else move(*given)
 
         exchange._move = moved
         with contextlib.suppress(KeyError):

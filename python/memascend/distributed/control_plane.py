@@ -41,7 +41,7 @@ _PART_DETAIL = 0.25
 _DETAIL_SECONDS_MAX = 5.0
 # How often, in that time, a rank that waits for a word looks whether another rank has given up.
 _LOOKS = 8
-# The exact sum of squares takes 180 digits, and a digest 32.
+# Of a word, and of the first part of a detail. The exact sum of squares takes 180 digits, and a digest 32.
 _WORD_BYTES = 512
 _DIGEST_BYTES = 16
 # What the ranks of a word say: all the same; different things, or one failed; nothing, as one of them is missing.
@@ -62,7 +62,7 @@ class Message(NamedTuple):
 
 
 class Word(NamedTuple):
-    """The messages of some ranks with one number, added up: of one size, and all that they need to say if they agree."""
+    """The messages of some ranks with one number, added up. It has a fixed size, and is enough if all agree."""
 
     state: int
     number: int
@@ -92,7 +92,19 @@ class Word(NamedTuple):
 
     def to_tensor(self) -> torch.Tensor:
         """As it is sent."""
-        return torch.frombuffer(bytearray(json.dumps(self).encode().ljust(_WORD_BYTES)), dtype=torch.uint8)
+        return _padded(json.dumps(self))
+
+
+def _padded(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text.encode().ljust(_WORD_BYTES)), dtype=torch.uint8)
+
+
+def _room() -> torch.Tensor:
+    return torch.empty(_WORD_BYTES, dtype=torch.uint8, device="cpu")
+
+
+def _json_in(room: torch.Tensor) -> Any:
+    return json.loads(bytes(room.tolist()))
 
 
 _LOST_WORD = Word(_LOST, 0, "", [])
@@ -113,8 +125,8 @@ class Exchange:
     rank that died or hangs is known by its number. After that no message counts any more, since some ranks may have
     received messages that others have not.
 
-    gloo's own all_reduce is a ring, which takes 2 (W - 1) hops and tells nobody who is missing; its
-    monitored_barrier names a rank on rank 0 alone; and with torch's store a rank waits for a dead one until the timeout.
+    gloo's own all_reduce is a ring, which takes 2 (W - 1) hops; its monitored_barrier names a rank on rank 0 alone; and
+    with torch's store a rank waits for a dead one until the timeout.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -130,10 +142,9 @@ class Exchange:
         self._others = [rank for rank in range(self.size) if rank != self.rank]
         # The neighbours in the tree of rank 0: ranks of one host, whose numbers are close, are close in it.
         self._parent = self.rank & (self.rank - 1)
-        powers = [1 << power for power in range(self.size.bit_length())]
-        self._children = [
-            self.rank + one for one in powers if not self.rank % (2 * one) and self.rank + one < self.size
-        ]
+        steps = [1 << power for power in range(self.size.bit_length())]
+        below = [self.rank + step for step in steps if self.rank % (2 * step) == 0]
+        self._children = [rank for rank in below if rank < self.size]
         # Words that are sent with this message and the last one. A rank that answers has received all before.
         self._sending: tuple[list[Any], list[Any]] = ([], [])
         self._detail_seconds = min(timeout * _PART_DETAIL, _DETAIL_SECONDS_MAX)
@@ -243,7 +254,8 @@ class Exchange:
         if self.broken is not None and self._group is not None:
             # A wait for a word may still be there.
             self._hang_up()
-        group, self._group = self._group, None
+        # What is being sent keeps connections open.
+        group, self._group, self._sending = self._group, None, ([], [])
         self.broken = self.broken or RankError("the ranks do not talk any more: the run was closed", ranks=())
         let_go(group)
 
@@ -347,7 +359,7 @@ class Exchange:
         return word
 
     def _received(self, group: Any, rank: int) -> Word:
-        room = torch.empty(_WORD_BYTES, dtype=torch.uint8, device="cpu")
+        room = _room()
         try:
             # gloo closes all connections at its timeout, and details still need them then.
             work = distributed.irecv(room, rank, group=group, tag=_TAG_WORD)
@@ -355,7 +367,7 @@ class Exchange:
             work.wait(timedelta(seconds=2 * self.timeout))
         except RuntimeError:
             return _LOST_WORD
-        return Word(*json.loads(bytes(room.tolist())))
+        return Word(*_json_in(room))
 
     def _send(self, group: Any, word: Word, rank: int) -> None:
         # A rank that is gone is noticed by the next word that does not come from it.
@@ -379,25 +391,28 @@ class Exchange:
     def _hang_up(self) -> None:
         """Close all connections, so that no rank waits for this one; gloo does that at a timeout."""
         with contextlib.suppress(RuntimeError):
-            room = torch.empty(1, dtype=torch.uint8, device="cpu")
-            work = distributed.irecv(room, group=self._group, tag=_TAG_NOTHING)
+            work = distributed.irecv(_room(), group=self._group, tag=_TAG_NOTHING)
             assert work is not None
             work.wait(timedelta(milliseconds=1))
 
     # --- details ------------------------------------------------------------------------
 
     def _talk(self, group: Any, own: Message, heard: dict[int, Message], lost: dict[int, str], until: float) -> None:
-        text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
-        lengths = {rank: torch.empty(1, dtype=torch.int64, device="cpu") for rank in self._others}
-        self._move(group, lengths, dict.fromkeys(lengths, torch.tensor([text.numel()], device="cpu")), lost, until)
+        text = _padded(json.dumps(own))
+        # A text that is too long is sent after its length. All others arrive even if one rank hangs, at which gloo
+        # closes all connections.
+        is_long = text.numel() > _WORD_BYTES
+        first = {rank: _room() for rank in self._others}
+        self._move(group, first, dict.fromkeys(first, _padded(str(text.numel())) if is_long else text), lost, until)
+        found = {rank: _json_in(first[rank]) for rank in first if rank not in lost}
         texts = {
-            rank: torch.empty(int(lengths[rank]), dtype=torch.uint8, device="cpu")
-            for rank in lengths
-            if rank not in lost
+            rank: torch.empty(one, dtype=torch.uint8, device="cpu")
+            for rank, one in found.items()
+            if isinstance(one, int)
         }
-        self._move(group, texts, dict.fromkeys(texts, text), lost, until)
-        for rank in texts.keys() - lost.keys():
-            heard[rank] = Message(*json.loads(bytes(texts[rank].tolist())))
+        self._move(group, texts, dict.fromkeys(found, text) if is_long else {}, lost, until)
+        found |= {rank: _json_in(room) for rank, room in texts.items() if rank not in lost}
+        heard |= {rank: Message(*one) for rank, one in found.items() if rank not in lost}
 
     def _move(
         self,
