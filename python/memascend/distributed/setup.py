@@ -267,8 +267,6 @@ def begin(
     if not has_values and options.weights is None and options.checkpoint is None:
         sharding.require_same_generators()
     sharding.open_by(opening)
-    # Not at the first save: where a rank dies while a group is made, the others wait for it as long as they may.
-    exchange.line.open()
     # A rank that is one commit ahead of others goes back.
     return sharding, replace(own, existing=opening.existing), earlier
 
