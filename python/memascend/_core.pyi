@@ -592,6 +592,12 @@ class Store:
         run: _Run | None,
         agree: Callable[[], object] | None,
     ) -> int: ...
+    def compare(self, records: Sequence[int]) -> None:
+        """Have `digest` be of what is staged of these records, by their numbers. Only the first call counts."""
+
+    def digest(self) -> int:
+        """A number that is the same in stores of the same records, if the same bytes of those compared are staged."""
+
     def end(self) -> None:
         """Have nothing written any more, by `close()` either: what is committed stays as it is."""
 

@@ -9,7 +9,8 @@ from support.ranks import on_ranks
 from torch import distributed
 
 from memascend.distributed import control_plane
-from memascend.distributed.control_plane import Agreement, Copy, Exchange, Message, Word
+from memascend.distributed.control_plane import Agreement, Exchange, Message, Word
+from memascend.distributed.rows import Layout
 from memascend.errors import RankError
 
 TIMEOUT = 8.0
@@ -97,11 +98,11 @@ def test_a_rank_that_does_not_come_is_named_by_ranks_that_do_not_wait_for_it(tmp
         assert seconds < TIMEOUT * (1 + rank / 12) + 2, words
 
 
-def copies(_, digests):
+def stages(_, digests):
     """What ranks meet where they stage rows that others stage, too."""
     rank, exchange = distributed.get_rank(), Exchange(TIMEOUT)
-    agreement = Agreement(exchange, SimpleNamespace(share=lambda _: None, end=lambda: None), b"", 0, b"", b"")
-    agreement.digest = lambda: Copy(digests[rank], rank % 2, rank // 2, len(digests) // 2)
+    store = SimpleNamespace(share=lambda _: None, end=lambda: None, digest=lambda: digests[rank])
+    agreement = Agreement(exchange, store, b"", 0, b"", b"", Layout(rank, len(digests) // 2, 2))
     try:
         agreement.commit(lambda _, agree: agree() or 1)
     except RankError as error:
@@ -112,8 +113,8 @@ def copies(_, digests):
 @pytest.mark.parametrize(
     ("digests", "apart"), [([1, 2, 1, 2, 1, 2], None), ([1, 1, 2, 1, 1, 1], [2]), ([1, 2, 2, 1, 1, 2], [2, 3])]
 )
-def test_copies_of_rows_that_differ_end_a_step_on_all(tmp_path, digests, apart):
-    for found in on_ranks(6, copies, tmp_path, digests):
+def test_replicas_that_stage_other_values_end_a_step_on_all(tmp_path, digests, apart):
+    for found in on_ranks(6, stages, tmp_path, digests):
         if apart is None:
             assert found == 1
         else:

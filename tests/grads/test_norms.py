@@ -68,7 +68,7 @@ def test_sums_that_a_rank_has_rounded_are_added_in_the_order_of_ranks():
 
 
 def test_rows_that_another_rank_has_counted_add_nothing():
-    norms, (present,) = Norms(is_counted=False), gradients([3])
+    norms, (present,) = Norms(counts=False), gradients([3])
     norms.measure_once(*present)
     assert norms.of([present]) == (False, 0)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from memascend.distributed.control_plane import Exchange
+    from memascend.distributed.rows import Layout
 
     _Done = TypeVar("_Done")
 
@@ -30,20 +31,34 @@ _SECONDS_MIN = 0.5
 class Collectives:
     """Runs the collectives of a forward and a backward.
 
-    On the CPU they use a gloo group of the run's own, with its timeout. A rank that fails leaves the group, so that the
-    others stop waiting and all ranks raise the reason. On other devices they use the mesh's group.
+    On the CPU they use gloo groups of the run's own, with its timeout: one of the ranks of a replica, and one of the
+    ranks with the same rows. A rank that fails leaves both, so that the others stop waiting and all ranks raise the
+    reason. On other devices they use the mesh's groups.
     """
 
-    def __init__(self, exchange: Exchange, ranks: Sequence[int], device: torch.device) -> None:
-        """Make the group; all ranks do so together, with the `ranks` of the mesh in its order."""
+    def __init__(self, exchange: Exchange, layout: Layout, device: torch.device) -> None:
+        """Make the groups; all ranks do so together."""
         self._exchange = exchange
+        self.layout = layout
         # Gathers and reductions since the ranks last compared them: the first names, and a checksum of all.
         self._done: list[str] = []
         self._last: list[str] = []
         self._sum = Checksum()
         self._group: Any = None
-        if device.type == "cpu":
-            self._group = exchange.meeting.make_group(max(_SECONDS_MIN, exchange.timeout * _PART), ranks)
+        self._group_of_peers: Any = None
+        if device.type != "cpu":
+            return
+        # torch has all ranks make each group, those that are not in it, too.
+        for replica in range(layout.replicas):
+            made = self._made(layout.ranks_of(replica))
+            self._group = made if replica == layout.replica else self._group
+        for shard in range(layout.shards if layout.replicas > 1 else 0):
+            made = self._made(range(shard, layout.size, layout.shards))
+            self._group_of_peers = made if shard == layout.shard else self._group_of_peers
+
+    def _made(self, ranks: Sequence[int]) -> Any:
+        exchange = self._exchange
+        return exchange.meeting.make_group(max(_SECONDS_MIN, exchange.timeout * _PART), ranks)
 
     def note(self, done: str) -> None:
         """Record a gather or a reduction of this rank."""
@@ -77,8 +92,8 @@ class Collectives:
             "model.set_reduce_scatter_unused_params(True), where torch has it"
         )
 
-    def meet(self, what: str, given: Any, do: Callable[[Any], _Done]) -> _Done:
-        """Run a collective on all ranks, by `do` with a group; `given` is the mesh's.
+    def meet(self, what: str, given: Any, do: Callable[[Any], _Done], *, peers: bool = False) -> _Done:
+        """Run a collective of a replica, or of the ranks with the same rows, by `do` with a group; `given`: the mesh's.
 
         Raises:
             RankError: a rank failed, is gone, or did not come in time; the run has ended.
@@ -86,7 +101,8 @@ class Collectives:
         if self._exchange.broken is not None:
             raise self._exchange.broken
         try:
-            return do(given if self._group is None else self._group)
+            own = self._group_of_peers if peers else self._group
+            return do(given if own is None else own)
         except RuntimeError as error:
             # Ranks that wait for this one notice when its connections close, with the last reference to the group.
             traceback.clear_frames(error.__traceback__)
@@ -107,6 +123,8 @@ class Collectives:
             raise
 
     def close(self) -> None:
-        """Leave the group, which ends the waits of other ranks for this one."""
-        group, self._group = self._group, None
-        let_go(group)
+        """Leave the groups, which ends the waits of other ranks for this one."""
+        groups = self._group, self._group_of_peers
+        self._group = self._group_of_peers = None
+        for group in groups:
+            let_go(group)

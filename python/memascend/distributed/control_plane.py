@@ -8,7 +8,7 @@ import itertools
 import json
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -21,6 +21,7 @@ from memascend.errors import ConfigError, RankError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from memascend.distributed.rows import Layout
     from memascend.distributed.sharding import Sharding
     from memascend.errors import MemascendError
     from memascend.storage import Store
@@ -493,15 +494,6 @@ def shortened(error: BaseException) -> str:
     return text if len(text) <= _TEXT_CHARACTERS_MAX else text[:_TEXT_CHARACTERS_MAX] + "..."
 
 
-class Copy(NamedTuple):
-    """What a rank has staged of rows that other ranks hold, too."""
-
-    digest: int  # of the values
-    rows: int  # the number of these rows: the same on the ranks that hold them
-    number: int  # of this copy, from 0
-    count: int  # of copies
-
-
 _IDENTITY_BYTES = 16
 # What to do after a commit of which some ranks may have the root.
 _UNKNOWN = "some ranks may have the step: start all of them again, and the run resumes at the last that all have"
@@ -521,11 +513,20 @@ class Agreement:
     number: int  # of the last commit; 0 before the first
     identity: bytes  # of the last commit, or of the commit that first values are from
     nonce: bytes  # drawn at this opening: commits of another opening of the same stores have other identities
-    # Of the values that this rank has staged, if other ranks hold the same rows: they must have staged the same.
-    digest: Callable[[], Copy] | None = None
+    layout: Layout
+    # Number and identity of commits that this rank makes alone, to fill its store; None: all make them.
+    _own: tuple[int, bytes] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.store.share(self)
+
+    def alone(self, number: int, identity: bytes) -> None:
+        """Let this rank alone make the next commits, of this number and identity, until `together`."""
+        self._own = number, identity
+
+    def together(self) -> None:
+        """Let all ranks make later commits."""
+        self._own = None
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -546,6 +547,8 @@ class Agreement:
             RankError: a rank failed. If it reported this before any root was written, the step can be discarded and
                 tried again on all ranks. Otherwise no rank commits any more, not by `close()` either.
         """
+        if self._own is not None:
+            return make((self.run, *self._own, self.exchange.rank, self.layout.shards), lambda: None)
         number = self.number + 1
         said = self.identity + self.nonce + number.to_bytes(8, "little")
         identity = hashlib.blake2b(said, digest_size=_IDENTITY_BYTES).digest()
@@ -553,16 +556,16 @@ class Agreement:
 
         def agree() -> None:
             nonlocal agreed
-            copy = None if self.digest is None else self.digest()
-            apart = self.exchange.add([] if copy is None else [_beside_others(copy)])
+            digest = self.store.digest() if self.layout.replicas > 1 else 0
+            apart = self.exchange.add([self._beside_others(digest)])
             self._ask("staged", number, DISCARDED)
-            if copy is not None and any(apart):
-                self._reject(copy)
+            if any(apart):
+                self._reject(digest)
             agreed = True
 
         with self.step():
             try:
-                generation = make((self.run, number, identity, self.exchange.rank, self.exchange.size), agree)
+                generation = make((self.run, number, identity, self.exchange.rank, self.layout.shards), agree)
                 self._ask("written", number, _UNKNOWN)
             except BaseException:
                 if agreed:
@@ -573,28 +576,30 @@ class Agreement:
         return generation
 
     def _ask(self, phase: str, number: int, remedy: str) -> None:
+        """Wait until all ranks are at this phase of this commit."""
         numbers = self.exchange.tell(phase, number, remedy=remedy)
         apart = {rank: other for rank, other in enumerate(numbers) if other != number}
         if apart:
             self.store.end()
             raise RankError(f"commit {number} of rank {self.exchange.rank} meets others: {apart}", ranks=tuple(apart))
 
-    def _reject(self, copy: Copy) -> None:
-        """Reject a step in which ranks have staged different values of the same rows; all ranks do so together."""
-        copies = [Copy(*one) for one in self.exchange.tell("digests of what is staged", copy)]
-        first = {one.rows: one.digest for one in reversed(copies)}
-        apart = tuple(rank for rank, one in enumerate(copies) if one.digest != first[one.rows])
+    def _beside_others(self, digest: int) -> int:
+        """A number whose sum over all ranks is 0 if all ranks with the same rows have the same digest.
+
+        The first replica counts for, and all others against; rows are part of the hash, so that no differences cancel.
+        """
+        layout = self.layout
+        said = hashlib.blake2b(json.dumps([digest, layout.shard]).encode(), digest_size=_DIGEST_BYTES).digest()
+        return int.from_bytes(said, "little") * (-1 if layout.replica else layout.replicas - 1)
+
+    def _reject(self, digest: int) -> None:
+        """Reject a commit for which ranks with the same rows have computed other values: their stores would part."""
+        digests, shards = self.exchange.tell("the digests", digest), self.layout.shards
+        apart = tuple(rank for rank, one in enumerate(digests) if one != digests[rank % shards])
+        first = apart[0] % shards
         raise RankError(
-            f"{_named(apart)} computed other values than the first rank with the same rows, as processors of two kinds "
-            f"may; {DISCARDED}, with ranks that compute alike",
+            f"{_named(apart)} computed other values than rank {first}, which has the same rows, from the same "
+            "gradients: give all replicas the same learning rates and other options, one version of torch and "
+            f"processors of one kind; {DISCARDED}",
             ranks=apart,
         )
-
-
-def _beside_others(copy: Copy) -> int:
-    """A number whose sum over all ranks is 0 if all copies of the same rows have the same digest.
-
-    The first copy counts for, and all others against; rows are part of the hash, so that no two differences cancel.
-    """
-    said = hashlib.blake2b(json.dumps(copy[:2]).encode(), digest_size=_DIGEST_BYTES).digest()
-    return int.from_bytes(said, "little") * (-1 if copy.number else copy.count - 1)

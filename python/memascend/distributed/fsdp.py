@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch import distributed
 from torch.distributed._state_dict_utils import _distribute_tensors
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memascend.distributed.rows import Rows
+from memascend.distributed.rows import Layout, Rows
 from memascend.errors import ConfigError, UsageError
 from memascend.params.offloaded_param import refused_write
 from memascend.params.unit import NOBODY
@@ -40,6 +42,10 @@ _OF_PARAMETERS = (
     "sharded_param", "_sharded_param_data", "padded_sharded_param_size", "sharded_size", "mp_policy", "_module_info",
     "reset_sharded_param", "_init_extensions", "to_sharded_dtensor",
 )  # fmt: skip
+
+
+# Of one dimension, and of replicas that have all rows each.
+_PLACEMENTS = ((Shard(0),), (Replicate(), Shard(0)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +92,15 @@ class FsdpParameter:
     def rows(self) -> Rows:
         """The range of rows of the parameter that this rank has."""
         shape = self.shape
-        after = int(self.leaf.device_mesh.get_local_rank()) * self.padded_shape[0]  # type: ignore[attr-defined]
+        # The last dimension of the mesh divides rows.
+        shard = int(self.leaf.device_mesh.get_coordinate()[-1])  # type: ignore[attr-defined]
+        after = shard * self.padded_shape[0]
         return Rows(self.leaf.shape, min(after, self.leaf.shape[0]), shape[0])
+
+    @property
+    def process_group_of_peers(self) -> Any:
+        """The mesh's process group of the ranks with the same rows, where there are replicas."""
+        return self.leaf.device_mesh.get_group(0)  # type: ignore[attr-defined]
 
     @property
     def device(self) -> torch.device:
@@ -163,20 +176,31 @@ class FsdpGroup:
         """The process group of the ranks that share the rows."""
         return self._torch.mesh_info.shard_process_group
 
-    def require_supported(self, world_size: int, *, ordered: bool) -> None:
+    def layout(self) -> Layout:
+        """This rank's position among all ranks.
+
+        Raises:
+            ConfigError: the mesh leaves ranks out, or numbers them in another order.
+        """
+        mesh: Any = self.parameters[0].leaf.device_mesh  # type: ignore[attr-defined]
+        rank, world_size = distributed.get_rank(), distributed.get_world_size()
+        if mesh.size() != world_size:
+            raise ConfigError(
+                f"{self.name} is on a mesh of {mesh.size()} of {world_size} ranks: offload() works where all ranks "
+                "have rows: fully_shard(module) without mesh=, or with one of all ranks, whose dimensions are replicas "
+                "and shards"
+            )
+        if int(mesh.mesh.flatten()[rank]) != rank:
+            raise ConfigError(
+                f"{self.name} is on a mesh that numbers the ranks in another order: offload() works with meshes of "
+                "init_device_mesh(), which number them replica by replica"
+            )
+        shards = int(mesh.size(mesh.ndim - 1))
+        return Layout(rank, world_size // shards, shards)
+
+    def require_supported(self, *, ordered: bool) -> None:
         """Reject a way of sharding that cannot be offloaded; `ordered`: gradients are added in the order of ranks."""
         kept = self._torch
-        # Another class: ranks hold replicas of the rows of others (HSDP), or nothing is sharded.
-        if type(kept.mesh_info).__name__ != "FSDPMeshInfo":
-            raise ConfigError(
-                f"{self.name} is on a mesh on which ranks replicate it: offload() works where the rows are divided "
-                "among all ranks: fully_shard(module), without mesh=, or with one of one dimension"
-            )
-        if self.process_group.size() != world_size:
-            raise ConfigError(
-                f"{self.name} is divided among {self.process_group.size()} of {world_size} ranks: offload() works "
-                "where the rows are divided among all of them: fully_shard(module) without mesh="
-            )
         if type(kept.offload_policy).__name__ == "CPUOffloadPolicy":
             raise ConfigError(
                 "fully_shard() was given CPUOffloadPolicy, and offload() moves parameters itself: leave "
@@ -215,11 +239,31 @@ class FsdpGroup:
                     f"{call}() was called on {self.name}, and several ranks under offload() gather and reduce by calls "
                     "of their own: leave it out"
                 )
-        if ordered and self._torch._all_reduce_hook is not None:  # noqa: SLF001
+        hook = self._torch._all_reduce_hook  # noqa: SLF001
+        if (
+            ordered
+            and hook is not None
+            and not type(getattr(hook, "__self__", None)).__module__.startswith("memascend.")
+        ):
             raise refusal(
                 f"set_all_reduce_hook() was called on {self.name}, and reduction='ordered' adds the gradients after "
                 "the hook: leave it out, or pass reduction='native' to offload(), which calls the hook as torch does"
             )
+
+    def reduce_within_replica(self, then: Callable[[torch.Tensor], None] | None, size: int) -> None:
+        """Have torch reduce gradients among the ranks of a replica alone, and call `then` with what came out.
+
+        `size` is the number of all ranks, by which torch divides unless it was told otherwise.
+        """
+        kept = self._torch
+        if isinstance(kept.mesh_info, HSDPMeshInfo):
+            within = FSDPMeshInfo(kept.mesh_info.mesh, shard_mesh_dim=kept.mesh_info.shard_mesh_dim)
+            if kept.post_forward_mesh_info is not None:
+                kept.post_forward_mesh_info = within
+            kept.mesh_info = within
+        if kept.gradient_divide_factor is None:
+            kept.gradient_divide_factor = float(size)
+        kept._all_reduce_hook = then  # noqa: SLF001
 
     def settle(self) -> None:
         """Keep torch from searching for replaced parameters: these were replaced on purpose."""
@@ -265,11 +309,11 @@ def groups_of(model: torch.nn.Module) -> list[FsdpGroup]:
                     f"a parameter of {name or 'the model'} was replaced after fully_shard(): call offload() before it "
                     "is, or fully_shard() after it was"
                 )
-            if tuple(leaf.placements) != (Shard(0),) or len(groups) > 1:
+            if tuple(leaf.placements) not in _PLACEMENTS or len(groups) > 1:
                 raise ConfigError(
                     f"{names[id(leaf)]} is divided as {leaf.placements}, and offload() takes parameters whose rows "
-                    "are divided (Shard(0)) over one mesh: leave out shard_placement_fn, tensor parallelism and "
-                    "a mesh of two dimensions"
+                    "are divided (Shard(0)) over one mesh of one dimension, or of two: replicas and shards. Leave out "
+                    "shard_placement_fn and tensor parallelism"
                 )
             parameters.append(FsdpParameter(names[id(leaf)], one.sharded_param, one))
         found.append(FsdpGroup(name or "root", tuple(parameters), module, group))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from memascend.distributed.control_plane import Agreement, shortened
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from memascend.distributed.control_plane import Exchange
+    from memascend.distributed.rows import Layout
     from memascend.storage import Store
 
 
@@ -31,10 +33,26 @@ _OF_ONE = 1
 class Stores:
     """The stores of one number of ranks, in one folder."""
 
-    count: int  # of ranks
-    owners: Mapping[int, int]  # by old rank, the present rank that reads its store
+    count: int  # of ranks that divide the rows of a replica
+    all_owners: Mapping[int, int]  # by old rank, the present rank that reads its store
     # By old rank, the contents of its roots: see `seen_at`; and, as "said", what `told_by` returns.
-    seen: Mapping[int, Mapping[str, Any]]
+    all_seen: Mapping[int, Mapping[str, Any]]
+
+    @cached_property
+    def numbers(self) -> dict[int, int]:
+        """For each share of the rows the first old rank whose store has them."""
+        ranks = sorted(self.all_seen, key=lambda rank: (not self.all_seen[rank]["commits"], rank))
+        return {rank % self.count: rank for rank in reversed(ranks)}
+
+    @property
+    def owners(self) -> dict[int, int]:
+        """The present ranks that read these."""
+        return {shard: self.all_owners[rank] for shard, rank in self.numbers.items()}
+
+    @property
+    def seen(self) -> dict[int, Mapping[str, Any]]:
+        """The contents of their roots."""
+        return {shard: self.all_seen[rank] for shard, rank in self.numbers.items()}
 
     @property
     def missing(self) -> list[int]:
@@ -125,6 +143,8 @@ class Opening:
     number: int  # of the commit that is opened; 0 for new stores
     identity: bytes  # of that commit; zeros for new stores
     nonce: bytes  # of this opening
+    layout: Layout
+    lost: Mapping[int, int] = field(default_factory=dict)  # ranks without a store, and those that fill them
 
     def open(self, make: Callable[[Existing], Store], earlier: bytes | None = None) -> tuple[Store, Agreement]:
         """Open the store by `make`, and drop commits that not all ranks have, before any rank stages.
@@ -151,9 +171,11 @@ class Opening:
                 store.close()
             raise
         before = self.identity if self.number or earlier is None else earlier
-        return store, Agreement(self.exchange, store, self.run, self.number, before, self.nonce)
+        return store, Agreement(self.exchange, store, self.run, self.number, before, self.nonce, self.layout)
 
     def _require_unchanged(self, store: Store) -> None:
+        if self.exchange.rank in self.lost:
+            return
         found = store.info()
         there = (found["run"], found["common"], found["identity"] or _NO_IDENTITY.hex())
         if self.number and there != (self.run.hex(), self.number, self.identity.hex()):
@@ -167,12 +189,14 @@ def choose(
     paths: _Path | Sequence[_Path] | None,
     exchange: Exchange,
     existing: Existing,
+    layout: Layout,
     others: Mapping[int, Sequence[str]] | None = None,
 ) -> Opening:
     """Choose the commit at which each rank opens its store. Writes nothing; all ranks call it together.
 
     Without `paths` the store is temporary. `others`: places on this rank's host, by the rank whose store would be
-    there. A rank that had another number on this host may have left a store in such a place.
+    there. A rank that had another number on this host may have left a store in such a place. A rank that has lost its
+    store gets a new one, which is filled from that of a rank with the same rows.
 
     Raises:
         ConfigError: only some ranks have a store, stores belong to other ranks or to several runs, or `existing`
@@ -187,10 +211,20 @@ def choose(
     if missing:
         _require_none_elsewhere(seen, others or {}, exchange)
     nonce = bytes.fromhex(drawn)
-    anew = Opening(exchange=exchange, existing="refuse", run=nonce, number=0, identity=_NO_IDENTITY, nonce=nonce)
+    anew = Opening(
+        exchange=exchange,
+        existing="refuse",
+        run=nonce,
+        number=0,
+        identity=_NO_IDENTITY,
+        nonce=nonce,
+        layout=layout,
+    )
     if existing == "replace":
         return replace(anew, existing="replace")
-    _require_read(seen)
+    lost = {} if existing == "refuse" else _lost(seen, layout)
+    kept = {rank: one for rank, one in enumerate(seen) if rank not in lost}
+    _require_read(kept)
     if len(missing) == len(seen):
         if existing == "previous":
             raise ConfigError(
@@ -201,17 +235,34 @@ def choose(
     if existing == "refuse":
         there = {rank: "a store is there already" for rank, one in enumerate(seen) if one["there"]}
         raise ConfigError(f"{_listed(there)}: open them with existing='resume', or give existing='replace'")
-    if missing:
+    if missing.keys() - lost.keys():
         raise ConfigError(
             f"{_listed(missing)}, and others do; nothing was changed. If the run had another number of ranks, start "
             f"that number: only a run in one folder, given to all ranks, resumes with another number. Otherwise {_ANEW}"
         )
-    require_own(seen)
-    run, number, identity = _common(seen, existing)
+    require_own(kept, layout.shards)
+    run, number, identity = _common(kept, existing)
+    anew = replace(anew, run=run, number=number, identity=identity, lost=lost)
+    if exchange.rank in lost:
+        return replace(anew, existing="replace")
     own = seen[exchange.rank]["commits"][0]
     # After a close, both roots may name the same commit.
     newest = is_at(own, number, identity) and seen[exchange.rank]["damage"] is None
-    return replace(anew, existing="resume" if newest else "previous", run=run, number=number, identity=identity)
+    return replace(anew, existing="resume" if newest else "previous")
+
+
+def _lost(seen: list[dict[str, Any]], layout: Layout) -> dict[int, int]:
+    """The ranks without a store, or with one that was not filled to its end, and ranks that have the same rows."""
+    whole = [rank for rank, one in enumerate(seen) if any(commit["number"] for commit in one["commits"])]
+    lost = {}
+    for rank, one in enumerate(seen):
+        is_begun = any(commit["run"] != _NO_IDENTITY.hex() for commit in one["commits"])
+        if rank in whole or not (not one["there"] or not one["filled"] or is_begun):
+            continue
+        source = next((peer for peer in replace(layout, rank=rank).peers if peer in whole), None)
+        if source is not None:
+            lost[rank] = source
+    return lost
 
 
 def seen_at(paths: _Path | Sequence[_Path] | None) -> dict[str, Any]:
@@ -239,24 +290,24 @@ def common_of(seen: list[dict[str, Any]]) -> tuple[int, bytes]:
     Raises:
         RankError, ConfigError, CorruptionError: there is none.
     """
-    _require_read(seen)
-    return _common(seen, "resume")[1:]
+    by_rank = dict(enumerate(seen))
+    _require_read(by_rank)
+    return _common(by_rank, "resume")[1:]
 
 
-def _require_read(seen: list[dict[str, Any]]) -> None:
-    unread = {rank: one["error"] for rank, one in enumerate(seen) if one["error"] is not None}
+def _require_read(seen: Mapping[int, dict[str, Any]]) -> None:
+    unread = {rank: one["error"] for rank, one in seen.items() if one["error"] is not None}
     if unread:
         raise RankError(f"{_listed(unread)}; nothing was changed on any rank", ranks=tuple(unread))
 
 
-def require_own(seen: list[dict[str, Any]]) -> None:
-    """Reject stores whose commits name another rank than their position in this list, or another number of ranks."""
-    count = len(seen)
-    known = {rank: whose for rank, whose in enumerate(map(_whose, seen)) if whose is not None}
+def require_own(seen: Mapping[int, dict[str, Any]], count: int) -> None:
+    """Reject stores whose commits name other rows than their rank has, which `count` ranks divide."""
+    known = {rank: whose for rank, one in seen.items() if (whose := _whose(one)) is not None}
     apart = {
         rank: f"{seen[rank]['at']} is the store of {_rank_of(whose)}"
         for rank, whose in known.items()
-        if whose != (rank, count)
+        if whose[1] != count or whose[0] % count != rank % count
     }
     if not apart:
         return
@@ -315,19 +366,25 @@ def is_at(commit: dict[str, Any], number: int, identity: bytes) -> bool:
     return bool(commit["number"] == number and commit["identity"] == identity.hex())
 
 
-def _common(seen: list[dict[str, Any]], existing: Existing) -> tuple[bytes, int, bytes]:
+def _common(seen: Mapping[int, dict[str, Any]], existing: Existing) -> tuple[bytes, int, bytes]:
     """The run's id, and number and identity of the commit that all ranks open."""
-    runs = {one["commits"][0]["run"] for one in seen}
-    damaged = {rank: one["damage"] for rank, one in enumerate(seen) if one["damage"] is not None}
-    alone = {rank: "belongs to no run" for rank, one in enumerate(seen) if not one["commits"][0]["number"]}
+    runs = {one["commits"][0]["run"] for one in seen.values()}
+    damaged = {rank: one["damage"] for rank, one in seen.items() if one["damage"] is not None}
+    alone = {rank: "belongs to no run" for rank, one in seen.items() if not one["commits"][0]["number"]}
     if alone:
-        raise ConfigError(f"the newest commit of {_listed(alone)} of several ranks: {_ANEW}")
+        raise ConfigError(
+            f"the newest commit of {_listed(alone)} of several ranks: {_ANEW}; to go on from one process, call "
+            "optimizer.save(folder) there, and begin with checkpoint=folder"
+        )
     if len(runs) > 1:
-        of = {rank: f"is of run {one['commits'][0]['run'][:8]}" for rank, one in enumerate(seen)}
+        of = {rank: f"is of run {one['commits'][0]['run'][:8]}" for rank, one in seen.items()}
         raise ConfigError(f"the stores are of several runs: {_listed(of)}; nothing was changed: {_ANEW}")
     (run,) = runs
-    have = [{(one["number"], one["identity"]) for one in each["commits"] if one["run"] == run} for each in seen]
-    both = set.intersection(*have)
+    have = {
+        rank: {(one["number"], one["identity"]) for one in each["commits"] if one["run"] == run}
+        for rank, each in seen.items()
+    }
+    both = set.intersection(*have.values())
     if damaged and existing != "previous":
         left = f"existing='previous' opens commit {max(both)[0]}, which the roots of all name" if both else _ANEW
         raise CorruptionError(f"{_listed(damaged)}; nothing was changed: {left}")
@@ -336,10 +393,10 @@ def _common(seen: list[dict[str, Any]], existing: Existing) -> tuple[bytes, int,
     if not both:
         of = {
             rank: "has " + ", ".join(f"{number} ({identity[:8]})" for number, identity in sorted(commits))
-            for rank, commits in enumerate(have)
+            for rank, commits in have.items()
         }
         why = ""
-        if set.intersection(*({number for number, _ in commits} for commits in have)):
+        if set.intersection(*({number for number, _ in commits} for commits in have.values())):
             why = ", as the run was continued more than once, and these stores are of several of its continuations"
         raise ConfigError(f"no commit is there on every rank{why}: {_listed(of)}; nothing was changed: {_ANEW}")
     number, identity = max(both)

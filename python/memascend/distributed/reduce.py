@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +13,13 @@ from memascend.distributed.fsdp import AllGather, ReduceScatter
 from memascend.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from memascend.distributed.collectives import Collectives
     from memascend.distributed.fsdp import FsdpGroup, FsdpParameter
+
+    # Called with `.grad` of earlier rounds, and whether its values are needed: these, in a tensor with memory.
+    Earlier = Callable[[torch.Tensor | None, bool], torch.Tensor | None]
 
 
 class _Met:
@@ -69,8 +73,10 @@ class OrderedReduction(_Met, ReduceScatter):
     def __init__(self, group: FsdpGroup, collectives: Collectives) -> None:
         super().__init__(collectives, group.name)
         self._group = group
-        # The parts of the present round, by rank.
+        # The parts of the present round, of the ranks of this replica.
         self._parts: torch.Tensor | None = None
+        # The memory that torch reduces from.
+        self._from: torch.Tensor | None = None
         self._at = 0
         self._before: dict[int, torch.Tensor] = {}
 
@@ -98,16 +104,34 @@ class OrderedReduction(_Met, ReduceScatter):
     ) -> None:
         """Write the first rank's part to the output; `take` returns all parts."""
         del op, async_op
-        factor = self.exact_factor(input_tensor.dtype)
         parts = torch.empty_like(input_tensor)
         self._collectives.meet(
             f"in the reduction of {self._name}",
             group,
             lambda group: distributed.all_to_all_single(parts, input_tensor, group=group),
         )
-        self._parts = parts.view(group.size(), -1)
         # FSDP2 divides this as if it were the sum.
-        output_tensor.copy_(self._parts[0])
+        output_tensor.copy_(parts.view(group.size(), -1)[0])
+        self._begin(parts)
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory to send from or to receive into: torch asks first for the former, and then for the latter."""
+        made = super().allocate(size, dtype=dtype, device=device)
+        if self._collectives.layout.shards == 1 and self._from is None:
+            self._from = made
+        return made
+
+    def reduced_alone(self, output_tensor: torch.Tensor) -> None:
+        """Torch has reduced among the ranks of a replica, which is one rank: it has copied its gradients."""
+        del output_tensor
+        assert self._from is not None
+        given, self._from = self._from, None
+        self._begin(given)
+
+    def _begin(self, parts: torch.Tensor) -> None:
+        """Divide the parts of this replica, and put gradients of earlier rounds aside."""
+        factor = self.exact_factor(parts.dtype)
+        self._parts = parts.view(self._collectives.layout.shards, -1)
         # Dividing each part equals dividing the sum of all rounds: by a power of two nothing is rounded.
         self._parts.div_(factor)
         self._at = 0
@@ -116,15 +140,16 @@ class OrderedReduction(_Met, ReduceScatter):
                 self._before[id(one)] = one.leaf.grad
                 one.set_grad(None)
 
-    def take(self, one: FsdpParameter) -> Sequence[torch.Tensor]:
-        """Put this round's sum into a parameter's gradient, or return the parts to add to that of earlier rounds.
+    def take(self, one: FsdpParameter, earlier: Earlier) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
+        """Put this round's sum into a parameter's gradient, or return what makes it of that of earlier rounds.
 
-        The parts are of all ranks, in their order, divided by FSDP2's divisor of the sum.
+        That is the parts of all ranks, to add in this order, or, where there are replicas, the sum. Parts are divided
+        by FSDP2's divisor of the sum. `earlier` reads the sum of earlier rounds.
         """
         before = self._before.pop(id(one), None)
         if self._parts is None:
             # FSDP2 has reduced nothing.
-            return ()
+            return (), None
         end = self._at + one.padded_shape.numel()
         parts = [row[self._at : self._at + one.shape.numel()].view(one.shape) for row in self._parts]
         self._at = end
@@ -132,11 +157,50 @@ class OrderedReduction(_Met, ReduceScatter):
             self._end()
         if before is not None:
             one.set_grad(before)
-            return parts
+        # What torch made, or the sum of earlier rounds.
         values = one.grad
-        for number, part in enumerate(parts):
-            values.add_(part.to(values.dtype)) if number else values.copy_(part)
-        return ()
+        if self._collectives.layout.replicas > 1 and one.shape.numel():
+            total = self._passed_on(one, parts, values, partial(earlier, None if before is None else values))
+            if before is not None:
+                return (), total
+            values.copy_(total)
+        elif before is not None:
+            return parts, None
+        else:
+            _sum_up(values, parts)
+        return (), None
+
+    def _passed_on(
+        self,
+        one: FsdpParameter,
+        parts: Sequence[torch.Tensor],
+        like: torch.Tensor,
+        earlier: Callable[[bool], torch.Tensor | None],
+    ) -> torch.Tensor:
+        """The sum of all replicas: each adds its parts to the sum of those before it, and the last one's is final.
+
+        So a gradient is added in the order of ranks, and moves once from each replica to the next.
+        """
+        layout = self._collectives.layout
+        peers, at = layout.peers, layout.replica
+        # All ranks alike reject more of a gradient that was used, before one waits for another.
+        begun = earlier(not at)
+        total = torch.empty_like(like, memory_format=torch.contiguous_format)
+
+        def pass_on(group: Any) -> None:
+            if at:
+                distributed.recv(total, peers[at - 1], group)
+            elif begun is not None:
+                total.copy_(begun)
+            _sum_up(total, parts, is_empty=not at and begun is None)
+            if at + 1 < layout.replicas:
+                distributed.send(total, peers[at + 1], group)
+            distributed.broadcast(total, peers[-1], group)
+
+        self._collectives.meet(
+            f"in the sum of {one.name} over replicas", one.process_group_of_peers, pass_on, peers=True
+        )
+        return total
 
     def _end(self) -> None:
         """All gradients of this round were taken: other parameters get their previous `.grad` back."""
@@ -145,3 +209,12 @@ class OrderedReduction(_Met, ReduceScatter):
             before = self._before.pop(id(one), None)
             if before is not None:
                 one.set_grad(before)
+
+
+def _sum_up(total: torch.Tensor, parts: Sequence[torch.Tensor], *, is_empty: bool = True) -> None:
+    """Add parts to a sum one by one, in its own type; `is_empty`: the first one begins it."""
+    for number, part in enumerate(parts):
+        if is_empty and not number:
+            total.copy_(part)
+        else:
+            total.add_(part.to(total.dtype))

@@ -17,7 +17,7 @@ from torch import distributed
 from memascend.distributed.collectives import Collectives
 from memascend.distributed.control_plane import Alone
 from memascend.distributed.opening import EARLIER, Stores, common_of, is_at, outlived_by, require_own, seen_at, told_by
-from memascend.distributed.rows import Rows, is_in_blocks
+from memascend.distributed.rows import Layout, Rows, is_in_blocks
 from memascend.errors import ConfigError
 from memascend.storage import Store, order_of, pending_file
 from memascend.tensors import bytes_of
@@ -33,14 +33,26 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("memascend")
 _FOLDER = re.compile(r"rank-(\d{1,5})-of-(\d{1,5})")
+_FOLDER_OF_REPLICA = re.compile(r"replica-(\d{1,5})")
 _FILE = "memascend.store"
 # The name under which a parameter's count of updates moves with its rows.
 _STEP = "\0step"
 
 
 def file_of_rank(folder: str, rank: int, count: int) -> Path:
-    """The store of one of several ranks in their folder; that of a single process is directly in the folder."""
-    return Path(folder, _FILE) if count == 1 else Path(folder, f"rank-{rank}-of-{count}", _FILE)
+    """The store of one of several ranks in their folder, if `count` of them divide the rows of a replica.
+
+    Those of the first replica are directly in the folder, and so is the store of a single process.
+    """
+    replica, shard = divmod(rank, count)
+    of_replica = Path(folder, f"replica-{replica}") if replica else Path(folder)
+    return of_replica / _FILE if count == 1 else of_replica / f"rank-{shard}-of-{count}" / _FILE
+
+
+def left_over(folder: str, layout: Layout) -> list[Path]:
+    """The stores with this rank's rows, on its host, of replicas that the run has no more."""
+    numbers = sorted(rank for rank, count in _there(folder) if count == layout.shards and rank >= layout.size)
+    return [file_of_rank(folder, rank, layout.shards) for rank in numbers if rank % layout.shards == layout.shard]
 
 
 class Earlier:
@@ -52,14 +64,20 @@ class Earlier:
         source: Stores | None,
         outlived: Sequence[tuple[Stores, Mapping[str, Any]]],
         exchange: Exchange | Alone,
+        layout: Layout,
     ) -> None:
         """`outlived`: stores that newer ones replaced, and their identities. No rank reads them."""
         self.exchange = exchange
-        self.rank, self.count = exchange.rank, exchange.size
+        self.layout = layout
+        self.rank, self.count = layout.rank, layout.shards
         # By old rank, the present rank that reads the store, and its file. Both are empty if the run resumes with the
         # present stores and only removes others.
         self.owners = [] if source is None else [source.owners[rank] for rank in range(source.count)]
-        self.files = [file_of_rank(folder, rank, len(self.owners)) for rank in range(len(self.owners))]
+        self.files = (
+            []
+            if source is None
+            else [file_of_rank(folder, source.numbers[rank], source.count) for rank in range(source.count)]
+        )
         # By old rank, those that are open on this rank.
         self.stores: dict[int, Store] = {}
         # Of the commit at which the old stores are opened, from which the new ones continue.
@@ -69,8 +87,9 @@ class Earlier:
         # The stores that the first commit of the new ones replaces; known once the old ones are open.
         self.stands_for: list[Mapping[str, Any]] = [identity for _, identity in others]
         self._source = source
+        gone = [one for one, _ in others] if source is None else [source, *(one for one, _ in others)]
         self._useless = [
-            (file_of_rank(folder, rank, one.count), owner) for one, _ in others for rank, owner in one.owners.items()
+            (file_of_rank(folder, rank, one.count), owner) for one in gone for rank, owner in one.all_owners.items()
         ]
         self._open = contextlib.ExitStack()
 
@@ -79,7 +98,7 @@ class Earlier:
         source = self._source
         assert source is not None
         each = [dict(source.seen[number]) for number in range(source.count)]
-        require_own(each)
+        require_own({source.numbers[rank]: one for rank, one in enumerate(each)}, source.count)
         common = None
         if source.count > 1:
             common, self.identity = common_of(each)
@@ -97,17 +116,19 @@ class Earlier:
     def remove(self) -> None:
         """Remove the old stores, once all ranks have committed the new ones."""
         self.close()
-        useless = [*self._useless, *zip(self.files, self.owners, strict=True)]
-        for file in [file for file, owner in useless if owner == self.rank]:
+        for file in [file for file, owner in self._useless if owner == self.rank]:
             file.unlink(missing_ok=True)
             _flush_folder(file.parent)
             if file.parent.name.startswith("rank-"):
                 # A folder with other files stays.
                 with contextlib.suppress(OSError):
                     file.parent.rmdir()
-        if useless:
+                    if _FOLDER_OF_REPLICA.fullmatch(file.parent.parent.name):
+                        file.parent.parent.rmdir()
+        if self._useless:
             _log.info(
-                "the run continues with %d ranks, and the stores of other numbers of ranks are removed", self.count
+                "the run continues with %d ranks, and the stores of other numbers of ranks are removed",
+                self.layout.size,
             )
 
 
@@ -120,10 +141,13 @@ def _flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def find_earlier(folder: str, existing: str, exchange: Exchange | Alone) -> Earlier | None:
-    """The stores of another number of ranks from which a run resumes; None if there are none."""
-    count = exchange.size
-    found = _found(folder, exchange)
+def find_earlier(folder: str, existing: str, exchange: Exchange | Alone, layout: Layout) -> Earlier | None:
+    """The stores of another number of ranks from which a run resumes; None if there are none.
+
+    The number is of ranks that divide the rows of a replica.
+    """
+    count = layout.shards
+    found = _found(folder, exchange, count)
     for one in [one for one in found.values() if one.is_unfilled]:
         if one.count != count:
             _log.warning(
@@ -150,7 +174,7 @@ def find_earlier(folder: str, existing: str, exchange: Exchange | Alone) -> Earl
     (source,) = newest
     outlived = [(found[of], identity) for of, identity in sorted(known.items())]
     if source.count == count:
-        return Earlier(folder, None, outlived, exchange)
+        return Earlier(folder, None, outlived, exchange, layout)
     if source.missing:
         rank = source.missing[0]
         lacks = "holds no commit" if rank in source.seen else "cannot be reached"
@@ -158,16 +182,16 @@ def find_earlier(folder: str, existing: str, exchange: Exchange | Alone) -> Earl
             f"the store of rank {rank} of {source.count} {lacks} ({file_of_rank(folder, rank, source.count)}): bring "
             "it back to where one of the ranks sees it; nothing was changed"
         )
-    return Earlier(folder, source, outlived, exchange)
+    return Earlier(folder, source, outlived, exchange, layout)
 
 
-def _found(folder: str, exchange: Exchange | Alone) -> dict[int, Stores]:
-    """The stores in the folder, by number of ranks; empty if all are of the present number of ranks."""
+def _found(folder: str, exchange: Exchange | Alone, count: int) -> dict[int, Stores]:
+    """The stores in the folder, by number of ranks; empty if all are of the present number, `count`."""
     seers: dict[int, dict[int, list[int]]] = {}
     for seer, each in enumerate(exchange.tell("which stores are there", _there(folder))):
         for number, of in each:
             seers.setdefault(of, {}).setdefault(number, []).append(seer)
-    if not seers.keys() - {exchange.size}:
+    if not seers.keys() - {count}:
         return {}
     # Only one rank looks at each store, since this locks it.
     owners = {of: {number: who[number % len(who)] for number, who in each.items()} for of, each in seers.items()}
@@ -177,7 +201,7 @@ def _found(folder: str, exchange: Exchange | Alone) -> dict[int, Stores]:
     all_seen: dict[int, dict[int, Any]] = {of: {} for of in owners}
     for of, number, one in (one for each in exchange.tell("what they name", seen) for one in each):
         all_seen[of][number] = one
-    return {of: Stores(count=of, owners=owners[of], seen=all_seen[of]) for of in sorted(owners)}
+    return {of: Stores(count=of, all_owners=owners[of], all_seen=all_seen[of]) for of in sorted(owners)}
 
 
 def _require_harmless(unfilled: Stores, filled: Sequence[Stores], existing: str) -> None:
@@ -192,19 +216,30 @@ def _require_harmless(unfilled: Stores, filled: Sequence[Stores], existing: str)
 
 
 def _there(folder: str) -> list[list[int]]:
-    """The stores in a folder: by (rank, number of ranks)."""
+    """The stores in a folder: by (rank, number of ranks that divide the rows)."""
 
-    def has_store(file: Path) -> bool:
-        # Also one that was never filled: a warning says that it can go.
-        return file.is_file() or pending_file(file).is_file()
+    def names(of: str) -> list[str]:
+        try:
+            return sorted(os.listdir(of))  # noqa: PTH208
+        except OSError:
+            return []
 
-    found = [[0, 1]] if has_store(file_of_rank(folder, 0, 1)) else []
-    with contextlib.suppress(OSError):
-        for name in sorted(os.listdir(folder)):  # noqa: PTH208
-            match = _FOLDER.fullmatch(name)
-            if match and has_store(Path(folder, name, _FILE)):
-                found.append([int(match[1]), int(match[2])])
+    places = {0: folder}
+    places |= {
+        int(match[1]): f"{folder}/{match[0]}" for match in map(_FOLDER_OF_REPLICA.fullmatch, names(folder)) if match
+    }
+    found = [[replica, 1] for replica in places if _has_store(file_of_rank(folder, replica, 1))]
+    for replica, place in places.items():
+        for match in filter(None, map(_FOLDER.fullmatch, names(place))):
+            shard, count = int(match[1]), int(match[2])
+            if _has_store(Path(place, match[0], _FILE)):
+                found += [[replica * count + shard, count]]
     return found
+
+
+def _has_store(file: Path) -> bool:
+    # Also one that was never filled: a warning says that it can go.
+    return file.is_file() or pending_file(file).is_file()
 
 
 class Passed(NamedTuple):
@@ -223,7 +258,8 @@ class Transfer:
         """Make the group; all ranks do so together."""
         self._ranks, self._rank = range(exchange.size), exchange.rank
         device = torch.device("cpu")
-        self._collectives = None if isinstance(exchange, Alone) else Collectives(exchange, self._ranks, device)
+        layout = Layout(exchange.rank, 1, exchange.size)
+        self._collectives = None if isinstance(exchange, Alone) else Collectives(exchange, layout, device)
 
     def move(self, pieces: Sequence[Passed]) -> None:
         """Move all pieces that this rank sends or receives. Pieces of a pair of ranks have the same order on both.
@@ -328,7 +364,7 @@ class EarlierValues:
         sent = None if store is None else store.read(name)[0]
         got = torch.empty(tensor.shape, dtype=tensor.dtype)
         with contextlib.closing(Transfer(self.earlier.exchange)) as transfer:
-            ranks = range(self.earlier.count)
+            ranks = range(self.earlier.layout.size)
             transfer.move([Passed(owner, rank, sent, got if rank == self.earlier.rank else None) for rank in ranks])
         tensor.copy_(got)
 
@@ -348,8 +384,8 @@ class EarlierValues:
         olds = [_rows(rows, len(earlier.files), number) for number in range(len(earlier.files))]
         read = {number: self._read(number, name) for number in earlier.stores if olds[number][0] < olds[number][1]}
         pieces = []
-        for rank in range(earlier.count):
-            start, end = _rows(rows, earlier.count, rank)
+        for rank in range(earlier.layout.size):
+            start, end = _rows(rows, earlier.count, rank % earlier.count)
             first = True
             for number, (old_start, old_end) in enumerate(olds):
                 low, high = max(start, old_start), min(end, old_end)

@@ -14,6 +14,7 @@ from memascend.plan.units import Unit
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from memascend.distributed.replicas import Refill
     from memascend.optim.rules import Arithmetic
 
 
@@ -63,13 +64,55 @@ class Rows:
         return blocks_of(self.whole) if is_in_blocks(state) else part.shape
 
 
+@dataclass(frozen=True)
+class Layout:
+    """A rank's position among all, which are numbered replica by replica: each replica has all rows of the model."""
+
+    rank: int
+    replicas: int
+    shards: int  # the ranks among which a replica divides the rows
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.replicas * self.shards
+
+    @property
+    def replica(self) -> int:
+        """The replica that the rank belongs to."""
+        return self.rank // self.shards
+
+    @property
+    def shard(self) -> int:
+        """The rank's number within its replica, which says which rows it has."""
+        return self.rank % self.shards
+
+    @property
+    def peers(self) -> range:
+        """The ranks with the same rows, this one included, by replica."""
+        return range(self.shard, self.size, self.shards)
+
+    def ranks_of(self, replica: int) -> range:
+        """The ranks of a replica."""
+        return range(replica * self.shards, (replica + 1) * self.shards)
+
+
 @dataclass(eq=False)
 class Partition:
     """The share of a model's parameters that a process has."""
 
     rows: Mapping[str, Rows] = field(default_factory=dict)  # of sharded parameters, by name; empty for one process
-    rank: int = 0  # of this process
-    count: int = 1  # the number of ranks
+    layout: Layout = Layout(0, 1, 1)
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process."""
+        return self.layout.rank
+
+    @property
+    def count(self) -> int:
+        """The number of ranks."""
+        return self.layout.size
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """The whole parameter on meta, from its part; the part itself if the parameter is not sharded."""
@@ -106,6 +149,7 @@ class RowsOfRank(Partition):
     named: Mapping[str, torch.nn.Parameter]  # by the parameters' names, in the model's order; only those with rows
     gathers: Sequence[tuple[str, Sequence[str]]]  # names, and the names of the parameters that are gathered together
     local: Mapping[int, torch.nn.Parameter]  # the rows, by the id of the model's parameter
+    refill: Refill | None = None  # of ranks that have lost their stores
 
     def elements(self) -> dict[int, int]:
         """The number of elements of each whole parameter, by the id of its rows."""
@@ -159,7 +203,7 @@ class RowsOfRank(Partition):
                 block = 8
             whole = self.rows[name].whole
             # The rows of the second rank begin here, and those of each further one as far from those before.
-            first = -(-whole[0] // self.count) * whole[1:].numel()
+            first = -(-whole[0] // self.layout.shards) * whole[1:].numel()
             if first < whole.numel() and first % block:
                 kept = "8bit" if "8bit" in given else "bf16"
                 raise ConfigError(

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from memascend.distributed.control_plane import Alone, Exchange
 from memascend.distributed.opening import choose
-from memascend.distributed.reshard import file_of_rank, find_earlier
-from memascend.distributed.rows import Rows, RowsOfRank
+from memascend.distributed.reshard import file_of_rank, find_earlier, left_over
+from memascend.distributed.rows import Layout, Rows, RowsOfRank
 from memascend.errors import ConfigError, StorageError
 from memascend.optim.members import JoinedOptimizers, members_of
 from memascend.params.aliases import require_unaliased
@@ -38,13 +38,12 @@ if TYPE_CHECKING:
     from memascend.plan.options import Options
 
 
-def places_of_rank(options: Options) -> list[str] | None:
+def places_of_rank(options: Options, layout: Layout) -> list[str] | None:
     """The paths of this rank's store; None for a temporary one."""
     if options.paths is None:
         return None
-    rank = distributed.get_rank()
     several = not (options.storage is None or isinstance(options.storage, (str, os.PathLike)))
-    return [_place(path, rank, several=several) for path in options.paths]
+    return [_place(path, layout, several=several) for path in options.paths]
 
 
 def filled(path: str, rank: int) -> str:
@@ -53,8 +52,8 @@ def filled(path: str, rank: int) -> str:
     return path.replace("{rank}", str(rank)).replace("{local_rank}", local)
 
 
-def _place(path: str, rank: int, *, several: bool) -> str:
-    place = filled(path, rank)
+def _place(path: str, layout: Layout, *, several: bool) -> str:
+    place = filled(path, layout.rank)
     if place != path:
         return place
     if several:
@@ -66,10 +65,15 @@ def _place(path: str, rank: int, *, several: bool) -> str:
             f"{path} is {what}, and each rank has a store of its own: give a folder, or a path with {{rank}} or "
             "{local_rank} in it"
         )
+    # Its name contains the number of ranks that divide the rows: another number has other rows.
+    own = file_of_rank(path, layout.rank, layout.shards).parent
+    left = left_over(path, layout)
+    if not own.exists() and len(left) > layout.replica:
+        # Its host had another replica, of which there are fewer now.
+        own = left[layout.replica].parent
     # The folder is created if missing.
-    found.mkdir(parents=True, exist_ok=True)
-    # Its name contains the number of ranks: another number has other rows.
-    return str(file_of_rank(path, rank, distributed.get_world_size()).parent) + "/"
+    own.parent.mkdir(parents=True, exist_ok=True)
+    return f"{own}/"
 
 
 def shared_folder(options: Options) -> str | None:
@@ -80,14 +84,14 @@ def shared_folder(options: Options) -> str | None:
     return options.paths[0]
 
 
-def places_of_others(options: Options) -> dict[int, list[str]]:
+def places_of_others(options: Options, layout: Layout) -> dict[int, list[str]]:
     """Places of other ranks' stores that exist on this rank's host, by the rank in their paths."""
-    folder, rank = shared_folder(options), distributed.get_rank()
-    if folder is None:
-        local = os.environ.get("LOCAL_RANK", str(rank))
-        paths = [path.replace("{local_rank}", local) for path in options.paths or ()]
-    else:
-        paths = [str(Path(folder, f"rank-{{rank}}-of-{distributed.get_world_size()}")) + "/"]
+    folder, rank = shared_folder(options), layout.rank
+    if folder is not None:
+        folders = {other: file_of_rank(folder, other, layout.shards).parent for other in range(layout.size)}
+        return {other: [f"{place}/"] for other, place in folders.items() if other != rank and place.is_dir()}
+    local = os.environ.get("LOCAL_RANK", str(rank))
+    paths = [path.replace("{local_rank}", local) for path in options.paths or ()]
     parts = os.path.normpath(paths[0]).split("{rank}") if paths else []
     if len(parts) < 2:
         # The path is the same for all ranks.
@@ -252,21 +256,29 @@ def begin(
             refuse_options(options)
         sharding = _sharding(model, optimizer, options.reduction, undo, exchange)
         # A model that is sharded here is gathered by its units.
-        return sharding, replace(options, storage=places_of_rank(options), units=None if divides else options.units)
+        places = places_of_rank(options, sharding.layout)
+        return sharding, replace(options, storage=places, units=None if divides else options.units)
 
     sharding, own = exchange.together(found)
     require_own(own.paths or (), exchange)
     folder = shared_folder(options)
-    earlier = None if folder is None else find_earlier(folder, options.existing, exchange)
+    layout = sharding.layout
+    earlier = None if folder is None else find_earlier(folder, options.existing, exchange, layout)
     if earlier is not None:
         undo.callback(earlier.close)
     # Stores of the present number of ranks were never filled, or the earlier ones replace them.
     existing = "replace" if earlier is not None and earlier.files else options.existing
-    opening = choose(own.paths, exchange, existing, places_of_others(options))
+    opening = choose(own.paths, exchange, existing, layout, places_of_others(options, layout))
     has_values = opening.number > 0 or bool(earlier is not None and earlier.files)
     if not has_values and options.weights is None and options.checkpoint is None:
         sharding.require_same_generators()
     sharding.open_by(opening)
+    left = [] if folder is None or not opening.number else left_over(folder, layout)
+    named = {_identity(str(file)): file for file in left if f"{file.parent}/" not in (own.paths or ())}
+    told = exchange.everyone(sorted(named))
+    # Only one rank looks at each store, since this locks it.
+    others = {name for each in told[: layout.rank] for name in each}
+    sharding.leave_replicas([file for name, file in named.items() if name not in others])
     # A rank that is one commit ahead of others goes back.
     return sharding, replace(own, existing=opening.existing), earlier
 
@@ -276,7 +288,7 @@ def _earlier_of_others(options: Options, undo: contextlib.ExitStack) -> tuple[Op
     storage = options.storage
     if not isinstance(storage, (str, os.PathLike)) or not any(Path(expanded(storage)).glob("rank-*-of-*")):
         return options, None
-    earlier = find_earlier(expanded(storage), options.existing, Alone())
+    earlier = find_earlier(expanded(storage), options.existing, Alone(), Layout(0, 1, 1))
     if earlier is None:
         return options, None
     undo.callback(earlier.close)
@@ -352,7 +364,7 @@ class PlannedSharding(RowsOfRank):
         root = ("root", [name for name in whole if name not in inside])
         super().__init__(
             rows,
-            count=count,
+            Layout(0, 1, count),
             named=named,
             gathers=[root, *((unit.name, unit.parameters) for unit in blocks)],
             local={id(parameter): named[name] for name, parameter in whole.items()},

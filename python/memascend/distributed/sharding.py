@@ -8,12 +8,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed
 from torch.distributed.tensor import DTensor
 
 from memascend.distributed.collectives import Collectives
 from memascend.distributed.fsdp import LocalParameter, LocalRows, RowSource, groups_of
 from memascend.distributed.reduce import Gather, NativeReduction, OrderedReduction
+from memascend.distributed.replicas import Refill, retire
 from memascend.distributed.rows import RowsOfRank
 from memascend.errors import ConfigError, UsageError
 from memascend.memory import whole_pages
@@ -23,8 +23,9 @@ from memascend.storage import checksum_of
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     from memascend.distributed.control_plane import Exchange
     from memascend.distributed.fsdp import FsdpGroup, FsdpParameter
@@ -51,9 +52,12 @@ class Sharding(RowsOfRank):
         self.exchange = exchange
         # How the stores of all ranks are opened at one commit.
         self.opening: Opening | None = None
-        rank, count = distributed.get_rank(), distributed.get_world_size()
+        layouts = [group.layout() for group in self._groups]
+        layout = layouts[0]
+        if any(one != layout for one in layouts):
+            raise ConfigError("fully_shard() was given several meshes: offload() works where one mesh divides all rows")
         for group in self._groups:
-            group.require_supported(count, ordered=self._ordered)
+            group.require_supported(ordered=self._ordered)
             if exchange is not None:
                 group.require_own_collectives(ConfigError, ordered=self._ordered)
                 if self._ordered:
@@ -62,12 +66,12 @@ class Sharding(RowsOfRank):
         named = {name: LocalParameter(one) for name, one in self._sharded.items() if one.shape.numel()}
         if not named:
             raise ConfigError(
-                f"rank {rank} has no rows of any parameter: the model is too small for {count} ranks. Start fewer"
+                f"rank {layout.rank} has no rows of any parameter: the model is too small for {layout.shards} ranks. "
+                "Start fewer"
             )
         super().__init__(
             {name: local.sharded.rows for name, local in named.items()},
-            rank,
-            count,
+            layout,
             named=named,
             gathers=[(group.name, [one.name for one in group.parameters]) for group in self._groups],
             local={id(self._sharded[name].leaf): local for name, local in named.items()},
@@ -75,17 +79,26 @@ class Sharding(RowsOfRank):
         # Of a forward and a backward.
         self.collectives: Collectives | None = None
         if exchange is not None:
-            ranks = distributed.get_process_group_ranks(self._groups[0].process_group)
-            device = next(iter(self.named.values())).device
-            self.collectives = Collectives(exchange, ranks, device)
+            self.collectives = Collectives(exchange, layout, next(iter(self.named.values())).device)
         self._reductions: list[OrderedReduction] = []
-        self._heard: Any = None
+        self._gradients: Any = None
+        self._left: Sequence[Path] = ()
 
     # --- before there is a store ---------------------------------------------------------
 
     def open_by(self, opening: Opening) -> None:
         """Set how the stores of all ranks are opened."""
         self.opening = opening
+        self.refill = Refill(opening) if opening.lost else None
+
+    def leave_replicas(self, files: Sequence[Path]) -> None:
+        """Set which stores of replicas that the run has no more are removed once it goes on."""
+        self._left = files
+
+    def retire_replicas(self) -> None:
+        """The run goes on: remove the stores of replicas that it has no more."""
+        if self.opening is not None:
+            retire(self._left, self.opening)
 
     def stand_in(self, optimizer: torch.optim.Optimizer, undo: contextlib.ExitStack) -> None:
         """Give the optimizer this rank's rows for the model's parameters, and their part of its state."""
@@ -176,15 +189,13 @@ class Sharding(RowsOfRank):
 
     # --- the run ---------------------------------------------------------------------------
 
-    def install(self, residency: Residency, places: Mapping[str, Place], heard: Any) -> None:
+    def install(self, residency: Residency, places: Mapping[str, Place], gradients: Any) -> None:
         """Let FSDP2 gather rows from storage, and pass on the gradients that it reduces.
 
-        `places` are those of this rank's rows, by the parameters' names. `heard`, a bound method, is called with each
-        gradient: the rows' parameter, the previous value of its `grad`, and the parts to add to that in their order.
-        Without a previous value, `grad` is already the sum.
+        `places` are those of this rank's rows, by the parameters' names. `gradients` gets each gradient.
         """
         # torch keeps hooks where Python's garbage collector cannot see them.
-        self._heard = weakref.WeakMethod(heard)
+        self._gradients = weakref.ref(gradients)
         for group in self._groups:
             reduction = self._reduction_of(group)
             for one in group.parameters:
@@ -214,12 +225,16 @@ class Sharding(RowsOfRank):
         module: Any = group.module
         module.set_custom_all_gather(Gather(self.collectives, group.name))
         if not self._ordered:
+            # torch itself adds the gradients of replicas, through the mesh's group.
             module.set_custom_reduce_scatter(NativeReduction(self.collectives, group.name))
             return None
         reduction = OrderedReduction(group, self.collectives)
         module.set_custom_reduce_scatter(reduction)
         # torch divides the result, not the parts.
         module.set_force_sum_reduction_for_comms(enable=True)
+        layout = self.layout
+        if layout.replicas > 1:
+            group.reduce_within_replica(reduction.reduced_alone if layout.shards == 1 else None, layout.size)
         self._reductions.append(reduction)
         return reduction
 
@@ -234,13 +249,14 @@ class Sharding(RowsOfRank):
         with self._alone():
             if self.collectives is not None:
                 self.collectives.note(f"the gradient of {one.name}")
-            parts = () if reduction is None else reduction.take(one)
+            gradients = self._gradients()
+            if gradients is None:
+                return
+            parts, total = ((), None) if reduction is None else reduction.take(one, gradients.earlier_sum)
             local = self.named.get(one.name)
             if local is None:
                 # No rows, no gradient.
                 one.set_grad(None)
                 return
-            heard = self._heard()
-            if heard is not None:
-                rows: Any = local.grad if parts else None
-                heard(local, rows, [part.to(rows.dtype) for part in parts])
+            rows: Any = local.grad if parts or total is not None else None
+            gradients.heard_parts(local, rows, [part.to(rows.dtype) for part in parts], total)

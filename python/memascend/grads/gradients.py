@@ -125,15 +125,35 @@ class Gradients:
         # Updates may have released units since the last one was used.
         self.residency.units.look_ahead()
 
-    def heard_parts(self, parameter: torch.Tensor, before: torch.Tensor | None, parts: Sequence[torch.Tensor]) -> None:
-        """A gradient came in parts, which are added one by one to `before`; None: `p.grad` has their sum already."""
+    def heard_parts(
+        self,
+        parameter: torch.Tensor,
+        before: torch.Tensor | None,
+        parts: Sequence[torch.Tensor],
+        total: torch.Tensor | None,
+    ) -> None:
+        """A gradient came in parts, which are added one by one to `before`, or as the sum of these, which replaces it.
+
+        None before it: `p.grad` has the sum already.
+        """
         with torch.no_grad():
+            if isinstance(before, GradientHandle) and total is not None:
+                before.gradient.replace_by_sum(total)
+            elif before is not None and total is not None:
+                before.copy_(total)
             for index, part in enumerate(parts):
                 if isinstance(before, GradientHandle):
                     before.add_part(part, first=index == 0, last=index + 1 == len(parts))
                 elif before is not None:
                     before.add_(part)
         self._hear(parameter, assigned=before is not None)
+
+    def earlier_sum(self, before: torch.Tensor | None, needed: bool) -> torch.Tensor | None:
+        """The sum of a gradient that stands in `p.grad`, where it is `needed`, to add another one to it elsewhere."""
+        if isinstance(before, GradientHandle):
+            before.gradient.require_open()
+            return before.gradient.materialize() if needed else None
+        return before if needed else None
 
     def _arrive(self, gradient: Gradient, values: torch.Tensor, *, lasting: bool) -> None:
         """A gradient came where there was none; `lasting`: other code has the tensor, too."""
@@ -231,10 +251,12 @@ class Gradients:
         if self.parts is not None:
             self.parts.require_open(gradient)
 
-    def add(self, gradient: Gradient, values: torch.Tensor, *, first: bool = True, last: bool = True) -> None:
+    def add(
+        self, gradient: Gradient, values: torch.Tensor, *, first: bool = True, last: bool = True, summed: bool = False
+    ) -> None:
         """A gradient came where there is one, which no update used: its handle refuses another.
 
-        `first`, `last`: of the parts in which it comes, one after the other.
+        `first`, `last`: of the parts in which it comes, one after the other. `summed`: the values are those of both.
         """
         inside = self.backwards.inside()
         if inside:
@@ -253,7 +275,7 @@ class Gradients:
         self._brought[gradient.name] = self.backwards.count
         self.fresh = True
         self.backwards.enter(delivers=inside)
-        gradient.change(gradient.laid_out(values), add=True)
+        gradient.change(gradient.laid_out(values), add=not summed)
         if last and not (again or gradient.in_pieces) and self.backwards.is_last():
             self.use_stored(gradient)
 

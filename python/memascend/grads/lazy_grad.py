@@ -164,12 +164,7 @@ class DeferredGradient:
 
         `first`, `last`: of the parts in which the gradient comes.
         """
-        self.backing.noticed("add")
-        if self.backing.fused:
-            raise UsageError(
-                f"a second gradient for {self.backing.name}, whose update already used the first: call step() and "
-                "zero_grad() after each backward, or pass accumulation_steps= or gradients='ssd' to offload()"
-            )
+        self.require_open()
         if self.operations:
             total = self.materialize()
             operation.apply(total)
@@ -177,6 +172,23 @@ class DeferredGradient:
             return
         given = self.laid_out(gradient.clone() if is_shared(gradient) else gradient)
         self.backing.add(given, first=first, last=last)
+
+    def replace_by_sum(self, total: Tensor) -> None:
+        """Replace it by its sum with another gradient, which was computed elsewhere."""
+        self.require_open()
+        if self.operations:
+            self.assign(total)
+        else:
+            self.backing.add(self.laid_out(total), summed=True)
+
+    def require_open(self) -> None:
+        """Note that another gradient is added, and reject it where an update used this one."""
+        self.backing.noticed("add")
+        if self.backing.fused:
+            raise UsageError(
+                f"a second gradient for {self.backing.name}, whose update already used the first: call step() and "
+                "zero_grad() after each backward, or pass accumulation_steps= or gradients='ssd' to offload()"
+            )
 
     def record(self, operation: Operation) -> None:
         """Do an elementwise operation by scalars, later."""

@@ -29,9 +29,9 @@ _ROWS = 64
 class Norms:
     """The norm of all gradients of a step, from a measure that was taken once of each."""
 
-    def __init__(self, *, is_counted: bool = True) -> None:
-        """`is_counted`: the squares of this rank are part of the norm of all ranks."""
-        self._is_counted = is_counted
+    def __init__(self, *, counts: bool = True) -> None:
+        """`counts`: whether this rank's squares count; where there are replicas, those of one do."""
+        self._counts = counts
         # Of gradients that were measured in memory for this step, by name.
         self._measures: dict[str, Measure] = {}
         # Gradients on a device that are not measured yet.
@@ -114,7 +114,7 @@ class Norms:
         numbers = self.read([known[one.name] if one.name in known else one.measure() for one, _ in gradients])
         # In the order of the parameters, whichever gradient came first.
         squares = total(squared for _, squared in numbers)
-        return any(bad for bad, _ in numbers), squares if self._is_counted else 0
+        return any(bad for bad, _ in numbers), squares if self._counts else 0
 
 
 def summands(own: Numbers) -> list[int]:

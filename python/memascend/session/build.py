@@ -66,7 +66,7 @@ class Assembly:
                     session.run.gradients.watch(place, rule, resources.store.record(place.name)["step"])
         if subject.sharding is not None:
             places = {place.name: place for home in session.run.residency.units.homes for place in home.places}
-            subject.sharding.install(session.run.residency, places, session.run.gradients.heard_parts)
+            subject.sharding.install(session.run.residency, places, session.run.gradients)
         for member in members_of(subject.original):
             original_state.leave(member, offloaded)
         session.attachment.enter(offloaded)
@@ -79,7 +79,7 @@ class Assembly:
         scale = self._scale()
         gradients = self._gradients(residency, scale)
         newcomers = Newcomers(subject.model, look=subject.sharding is None)
-        resumed = not resources.store.created or subject.earlier is not None
+        resumed = not resources.store.created or subject.earlier is not None or subject.refilled is not None
         schedule = Schedule(subject.original.param_groups, resources.store, resumed=resumed)
         run = Run(
             resources=resources,
@@ -163,7 +163,8 @@ class Assembly:
     def _gradients(self, residency: Residency, scale: LossScale) -> Gradients:
         subject, plan, resources = self.subject, self.decision.plan, self.resources
         options = subject.options
-        figures = None if subject.sharding is None else subject.sharding.exchange
+        sharding = subject.sharding
+        figures = None if sharding is None else sharding.exchange
         loop = Loop(options.gradients, options.accumulation_steps, keeps=options.keeps, figures=figures)
         ram_tier = frozenset(plan.ram_tier)
         # With one unit in memory at a time, an update must not prevent its eviction.
@@ -176,7 +177,7 @@ class Assembly:
             scale=scale,
             loop=loop,
             speculation=Speculation(loop, ram_tier),
-            norms=Norms(),
+            norms=Norms(counts=sharding is None or sharding.layout.replica == 0),
             residency=residency,
         )
 

@@ -248,10 +248,10 @@ class Saving:
         def do_part() -> bool:
             """Whether all rows arrived."""
             try:
-                if sharding.rank:
+                if not sharding.rank:
+                    write(GatheredContents(own, sharding.rows, line, sharding.layout.shards))
+                elif not sharding.layout.replica:
                     send_contents(own, sharding.rows, sharding.order, line)
-                else:
-                    write(GatheredContents(own, sharding.rows, line, sharding.count))
             except StoppedError as error:
                 if error.is_late:
                     raise exchange.lost(f"sending rows to the first rank ({error})", exchange.timeout) from error

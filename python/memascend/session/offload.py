@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -197,6 +198,8 @@ def _offloaded(subject: Subject) -> OffloadedOptimizer:
     forget_sources(subject.named.values())
     if subject.earlier is not None:
         subject.earlier.remove()
+    if subject.sharding is not None:
+        subject.sharding.retire_replicas()
     if session.heap_bytes:
         # The model's own memory was freed.
         settle_heap()
@@ -221,6 +224,15 @@ def _prepared(subject: Subject, undo: contextlib.ExitStack) -> Assembly:
     # Ending a log overwrites the previous commit, to which all ranks roll back where the log of one is damaged.
     exchange.together(store.check_log)
     return exchange.together(lambda: _begun(subject, decision, first, store, undo))
+
+
+def _compare_replicas(subject: Subject, store: Store, ram_tier: Sequence[str]) -> None:
+    """Have each commit compare what ranks with the same rows have computed, but for what one of them keeps in RAM."""
+    sharding = subject.sharding
+    if sharding is None or sharding.layout.replicas == 1:
+        return
+    in_ram = {name for each in exchange_of(sharding).tell("what is in RAM", sorted(ram_tier)) for name in each}
+    store.compare([store.index(name) for name in subject.trained if name not in in_ram])
 
 
 def _decided(subject: Subject, undo: contextlib.ExitStack) -> tuple[Decision, FirstValues]:
@@ -249,7 +261,14 @@ def _begun(
     end_log(store, engine)
     if options.resumes:
         first.prepare(created=store.created)
+    _compare_replicas(subject, store, plan.ram_tier)
+    refill, began = subject.refill, time.monotonic()
+    if refill is not None:
+        refill.begin(store)
     stored = first.write(engine, decision) if store.created else first.read(store, plan.ram_tier)
+    if refill is not None:
+        refill.send()
+        refill.end(began)
     subject.arithmetic.require_members(stored, f"the store at {store.info()['devices'][0]}")
     subject.arithmetic.take_seed(stored)
     groups, scheduled = subject.original.param_groups, options_set(stored)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from memascend.distributed.replicas import Refill
     from memascend.distributed.reshard import EarlierValues
     from memascend.plan.table import Plan
     from memascend.session.decide import Decision, Subject
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from memascend.storage import Engine, Store
 
     # Where the first values come from: checked before anything is written, then asked for each parameter once.
-    ValueSource = ModelValues | CheckpointValues | EarlierValues
+    ValueSource = ModelValues | CheckpointValues | EarlierValues | Refill
 
 
 # The runs of this process.
@@ -159,6 +160,12 @@ def _require_whole(store: Store) -> None:
     if info["ranks"] is not None:
         store.end()
         store.close()
+        if info["ranks"] == 1:
+            raise ConfigError(
+                f"the store at {info['devices'][0]} is that of rank {info['rank']} of several, of which each has all "
+                "rows, and this is one process: start them as before, call optimizer.save(folder), and begin with "
+                "checkpoint=folder; nothing was changed"
+            )
         raise ConfigError(
             f"the store at {info['devices'][0]} is that of rank {info['rank']} of {info['ranks']}, and this is one "
             "process: give the folder that has the stores of all ranks, from which one process can resume, or start "
@@ -237,7 +244,7 @@ class FirstValues:
             self._source.check()
             if subject.earlier is not None:
                 subject.arithmetic.require_members(self._source.hyperparameters([]), "the earlier run")
-        given = (self._weights, subject.options.checkpoint, subject.earlier)
+        given = (self._weights, subject.options.checkpoint, subject.earlier, subject.refilled)
         initialised = created and all(one is None for one in given)
         self._meta_buffers.rebuild(self._weights, saved=initialised)
         count = sum(parameter.is_meta for parameter in subject.named.values())
@@ -249,6 +256,8 @@ class FirstValues:
     def _found(self) -> ValueSource:
         subject, sharding = self._subject, self._subject.sharding
         partition = sharding or Partition()
+        if subject.refilled is not None:
+            return subject.refilled
         if subject.earlier is not None:
             from memascend.distributed.reshard import EarlierValues
 

@@ -234,6 +234,12 @@ class Store(_core.Store):
         """Make later commits together with other ranks."""
         self._shared = commits
 
+    @property
+    def shared(self) -> Agreement:
+        """What makes commits together with other ranks."""
+        assert self._shared is not None
+        return self._shared
+
     def make_live(self, commit: CommitOfOne, step: int, user_state: Any, hyperparameters: Any) -> int:
         """Commit by `commit`, the store's or its engine's, together with the other ranks if there are any."""
         said = (step, json_of(user_state), json_of(hyperparameters))

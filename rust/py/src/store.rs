@@ -270,6 +270,17 @@ impl Store {
         agreed(py, agree, |wait, agree| self.inner.commit_agreed(commit, wait, agree))
     }
 
+    /// Have `digest` be of what is staged of these records.
+    #[allow(clippy::needless_pass_by_value)]
+    fn compare(&self, records: Vec<usize>) {
+        self.inner.compare(&records);
+    }
+
+    /// A number that is the same in stores of the same records, if the same bytes of those compared are staged.
+    fn digest(&self) -> u64 {
+        self.inner.digest()
+    }
+
     /// Have nothing written any more, by `close()` either: what is committed stays as it is.
     fn end(&self) {
         self.inner.end();

@@ -1,6 +1,6 @@
 //! Indexes every record and extent of a store, in memory.
 //!
-//! It takes at most 64 bytes per MiB of state, and 72 bytes and a name for each record.
+//! It takes at most 64 bytes per MiB of state, and 80 bytes and a name for each record.
 
 use std::{ops::Range, sync::Arc};
 
@@ -28,6 +28,8 @@ pub(crate) struct Slots {
     pub(crate) missing: u32,
     /// Writes of its extents in flight.
     pub(crate) writing: u32,
+    /// Where stores are compared: a sum of checksums of what is staged, which depend on no store.
+    pub(crate) digest: u64,
     /// Version and count of updates of what memory alone has: the live slot is older.
     pub(crate) applied: Option<(u64, u64)>,
 }

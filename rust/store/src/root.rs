@@ -82,9 +82,9 @@ pub struct Run {
     pub commit: u64,
     /// What tells the commit from that of the same number in another continuation of the run; the same on all ranks.
     pub identity: [u8; 16],
-    /// The rank that has the store.
+    /// The rank that has the store. Its remainder by `ranks` says which rows those are.
     pub rank: u32,
-    /// The number of ranks.
+    /// The number of ranks that divide the rows: of all, or of a replica.
     pub ranks: u32,
 }
 
@@ -272,7 +272,7 @@ fn decode(sector: &[u8], uuid: &Uuid) -> Result<Root, Malformed> {
         if !(has(RANKS) && has(IDENTITY)) {
             return Err(format!("it names a run, and not the features {RANKS:?} and {IDENTITY:?}"));
         }
-        if root.run.rank >= root.run.ranks {
+        if root.run.ranks == 0 {
             return Err(format!("rank {} of {}", root.run.rank, root.run.ranks));
         }
     }

@@ -5,6 +5,7 @@ use memascend_mem::Wait;
 use crate::{
     Buffer, Error, Result, StepWrite, Store,
     buffer::bytes_of,
+    checksum::{Subject, checksum},
     index::{Index, Pending},
 };
 
@@ -43,6 +44,7 @@ impl Store {
             (None, _) => Pending::Snapshot { update: None },
         };
         slots.missing = extents.len() as u32;
+        slots.digest = 0;
         slots.versions[slot] = version;
         slots.steps[slot] = step.unwrap_or(slots.newest().1);
         if step.is_some() {
@@ -60,6 +62,7 @@ impl Store {
         let version = self.index.lock().generation + 1;
         let sum = self.sum_of(record, extent, version, bytes_of(&buffer));
         let number = (self.layout.record(record).first_extent + extent) as usize;
+        let digest = self.digest_of(record, extent, bytes_of(&buffer));
         let (slot, ram_tier) = {
             let mut index = self.index.lock();
             index.writable()?;
@@ -74,13 +77,40 @@ impl Store {
             index.written.set(number, true);
             index.set_sum(slot, number, sum);
             index.writing += 1;
-            index.records[record].writing += 1;
+            let slots = &mut index.records[record];
+            slots.writing += 1;
+            slots.digest = slots.digest.wrapping_add(digest);
             // A snapshot is what is in RAM.
             (slot, index.ram_tier.clone().filter(|_| !index.records[record].pending.is_snapshot()))
         };
         // Under the version that its commit makes live: until then, and after a discard, nothing finds it.
         self.keep(ram_tier.as_deref(), (record, extent), version, bytes_of(&buffer));
         self.write_of_step(buffer, self.layout.offset(&place, slot), record, Self::staged)
+    }
+
+    /// Has [`Store::digest`] be of what is staged of these records. Only the first call counts.
+    pub fn compare(&self, records: &[usize]) {
+        let mut compared = vec![false; self.description.records.len()];
+        for &record in records {
+            if let Some(one) = compared.get_mut(record) {
+                *one = true;
+            }
+        }
+        self.compared.get_or_init(|| compared);
+    }
+
+    /// A number that is the same in stores of the same records, if the same bytes of those compared are staged.
+    #[must_use]
+    pub fn digest(&self) -> u64 {
+        let index = self.index.lock();
+        let staged = index.records.iter().filter(|slots| slots.pending == Pending::Staged);
+        staged.fold(0, |sum: u64, slots| sum.wrapping_add(slots.digest))
+    }
+
+    fn digest_of(&self, record: usize, extent: u32, bytes: &[u8]) -> u64 {
+        let place = (record as u64, u64::from(extent));
+        let is_compared = self.compared.get().is_some_and(|compared| compared[record]);
+        if is_compared { checksum(&[0; 16], Subject::Extent, place, 0, bytes) } else { 0 }
     }
 
     /// Forgets everything that is staged, after what is in flight of it. The live slots are as they were.

@@ -54,6 +54,8 @@ pub struct Store {
     pub(crate) to_repair: Mutex<Vec<Damage>>,
     /// Applies gradients of the log.
     pub(crate) arithmetic: OnceLock<Arithmetic>,
+    /// The records whose staged bytes are compared with those of other stores.
+    pub(crate) compared: OnceLock<Vec<bool>>,
 }
 
 /// Memory of the buffers that the catalog is written from, and of the texts.
@@ -139,6 +141,7 @@ impl Store {
             counters: Counting::default(),
             to_repair: Mutex::default(),
             arithmetic: OnceLock::new(),
+            compared: OnceLock::new(),
         })
     }
 

@@ -1,0 +1,212 @@
+"""Fills the store of a rank from another replica's: its drive was lost, or replicas were added."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+
+from memascend.distributed.collectives import Collectives
+from memascend.distributed.opening import is_at, seen_at
+from memascend.distributed.rows import Layout
+from memascend.errors import ConfigError, CorruptionError
+from memascend.storage import Checksum
+from memascend.storage.records import room_for
+from memascend.tensors import bytes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from memascend.distributed.opening import Opening
+    from memascend.distributed.reshard import First
+    from memascend.storage import Store
+
+
+_log = logging.getLogger("memascend")
+
+
+class Refill:
+    """Fills the stores of ranks that have lost theirs, at an opening; all ranks call its methods together.
+
+    On such a rank it is the source of the first values, see `EarlierValues`. A filled store belongs to the run once
+    every byte was read again and is what was sent: until then its commit has no number, and another opening fills it
+    anew.
+    """
+
+    def __init__(self, opening: Opening) -> None:
+        """`opening` says which ranks have lost their stores."""
+        self._opening = opening
+        self._exchange = exchange = opening.exchange
+        # The rank that sends to this one; None: this rank has its store.
+        self._source = opening.lost.get(exchange.rank)
+        # The ranks to which this one sends.
+        self._targets = [rank for rank, source in opening.lost.items() if source == exchange.rank]
+        self._collectives: Collectives | None = None
+        self._store: Store | None = None
+        self._facts: Mapping[str, Any] = {}
+        # Of the bytes that were sent.
+        self._sum = Checksum()
+
+    def begin(self, store: Store) -> None:
+        """Learn of the commit that is sent; `store` is this rank's."""
+        self._store, exchange = store, self._exchange
+        said = {
+            "described": _described(store),
+            "step": store.step,
+            "user_state": store.user_state,
+            "hyperparameters": store.hyperparameters,
+        }
+        told = exchange.tell("the stores that others are filled from", said if self._targets else None)
+        if self._source is not None:
+            self._facts = told[self._source]
+            # Until it is verified, the commit has no number.
+            store.shared.alone(0, bytes(16))
+        layout = Layout(exchange.rank, 1, exchange.size)
+        self._collectives = Collectives(exchange, layout, torch.device("cpu"))
+
+    # --- on a rank that has lost its store -------------------------------------------------
+
+    @property
+    def fills_this_rank(self) -> bool:
+        """Whether the first values of this rank's store come from another rank."""
+        return self._source is not None
+
+    @property
+    def step(self) -> int:
+        """The step of the commit."""
+        return int(self._facts["step"])
+
+    @property
+    def user_state(self) -> Any:
+        """That of the rank that sends: this rank's own is lost."""
+        return self._facts["user_state"]
+
+    def check(self) -> None:
+        """Check nothing: the commit is not known before `begin`."""
+
+    def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """The hyperparameters of the commit."""
+        del groups
+        return dict(self._facts.get("hyperparameters") or {})
+
+    def parameters(self, units: Sequence[Any]) -> Generator[First, None, None]:
+        """Each parameter once, as it arrives."""
+        del units
+        assert self._store is not None
+        if self._facts["described"] != _described(self._store):
+            raise ConfigError(
+                f"the store of rank {self._exchange.rank} would be filled from that of rank {self._source}, which has "
+                "other records or formats of state: give all ranks the same model and options"
+            )
+        for name in _names(self._store, buffers=False):
+            values, state, step = self._received(name)
+            yield name, values, state, step
+
+    def buffer(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a persistent buffer of the commit."""
+        tensor.copy_(self._received(name)[0])
+
+    def _received(self, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
+        assert self._store is not None
+        values, state = room_for(self._store.record(name))
+        step = torch.zeros(1, dtype=torch.int64)
+        for tensor in (step, values, *state.values()):
+            if tensor.numel():
+                self._meet(lambda group, tensor=tensor: distributed.recv(bytes_of(tensor), self._source, group))
+        return values, state, int(step)
+
+    # --- on a rank that sends ----------------------------------------------------------------
+
+    def send(self) -> None:
+        """Send the commit of this rank's store to the ranks that have lost theirs."""
+        store = self._store
+        assert store is not None
+        if not self._targets:
+            return
+        for name in (*_names(store, buffers=False), *_names(store, buffers=True)):
+            values, state = store.read(name)
+            step = torch.tensor([store.record(name)["step"]])
+            for tensor in (step, values, *state.values()):
+                if not tensor.numel():
+                    continue
+                for target in self._targets:
+                    self._meet(lambda group, tensor=tensor, to=target: distributed.send(bytes_of(tensor), to, group))
+            self._note(step, values, state)
+
+    def _note(self, step: torch.Tensor, values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
+        for tensor in (step, values, *state.values()):
+            if tensor.numel():
+                self._sum.update(bytes_of(tensor))
+
+    def _meet(self, do: Any) -> None:
+        assert self._collectives is not None
+        self._collectives.meet("filling the store of a rank that lost it", None, do)
+
+    # --- at the end --------------------------------------------------------------------------
+
+    def end(self, began: float) -> None:
+        """Read what was filled again, and commit it as the run's if it is what was sent; `began`: a monotonic time."""
+        store, exchange = self._store, self._exchange
+        assert store is not None
+        nbytes = 0
+        if self._source is not None:
+            for name in (*_names(store, buffers=False), *_names(store, buffers=True)):
+                values, state = store.read(name)
+                self._note(torch.tensor([store.record(name)["step"]]), values, state)
+                nbytes += values.nbytes + sum(tensor.nbytes for tensor in state.values())
+        sums = exchange.everyone(str(self._sum))
+        if self._collectives is not None:
+            self._collectives.close()
+        apart = [rank for rank, source in self._opening.lost.items() if sums[rank] != sums[source]]
+        if apart:
+            raise CorruptionError(
+                f"the store of rank {apart[0]} was filled from that of rank {self._opening.lost[apart[0]]}, and what "
+                "was read again is not what was sent: start again, and it is filled anew"
+            )
+        if self._source is None:
+            return
+        store.shared.alone(self._opening.number, self._opening.identity)
+        store.commit(store.step)
+        store.shared.together()
+        _log.warning(
+            "rank %d had no store: it was filled from that of rank %d, whose user_state it has, too: %d bytes were "
+            "written and read again in %.1f s",
+            exchange.rank, self._source, nbytes, time.monotonic() - began,
+        )  # fmt: skip
+
+
+def retire(files: Sequence[Path], opening: Opening) -> None:
+    """Remove stores of replicas that the run has no more, if they have the commit that is opened.
+
+    Another one may have steps that no rank has: it stays, and a run with that replica rejects it.
+    """
+    for file in files:
+        seen = seen_at(file)
+        if any(is_at(commit, opening.number, opening.identity) for commit in seen["commits"]):
+            file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                file.parent.rmdir()
+                file.parent.parent.rmdir()
+            _log.info("%s is removed: the run goes on with fewer replicas", file)
+        else:
+            _log.warning("%s is not of the step at which the run goes on, and stays", file)
+
+
+def _names(store: Store, *, buffers: bool) -> list[str]:
+    """The parameters or the buffers of a store, in an order that does not depend on it."""
+    return sorted(record["name"] for record in store.each_record() if record["buffer"] == buffers)
+
+
+def _described(store: Store) -> str:
+    """A digest of the records that a store has, and of how their bytes lie."""
+    kept = ("name", "buffer", "dtype", "shape", "state", "order", "format")
+    records: Iterator[Any] = ([record[of] for of in kept] for record in store.each_record())
+    said = json.dumps(sorted(records, key=lambda record: record[0]))
+    return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
