@@ -16,6 +16,7 @@ from memascend.distributed import groups
 from memascend.distributed.collectives import Collectives
 from memascend.distributed.control_plane import Exchange
 from memascend.distributed.reshard import Passed, Transfer
+from memascend.distributed.rows import Layout
 from memascend.errors import RankError
 
 SECONDS = 60.0
@@ -166,7 +167,7 @@ def gone(folder, kind):
         pieces += [Passed(of, rank, None, torch.zeros(4)) for of in range(4) if of != rank]
         work = functools.partial(part.move, pieces)
     else:
-        part = Collectives(exchange, range(4), torch.device("cpu"))
+        part = Collectives(exchange, Layout(rank, 1, 4), torch.device("cpu"))
         gather = functools.partial(distributed.all_gather_into_tensor, torch.zeros(16), torch.zeros(4))
         work = functools.partial(part.meet, "a gather", None, gather)
     if rank != 3:

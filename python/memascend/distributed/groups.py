@@ -54,8 +54,8 @@ class Meeting:
         digest = self._prefix.rpartition("/")[2]
         distributed.distributed_c10d._world.group_count = int(digest, 16) >> 16  # noqa: SLF001
 
-    def make_group(self, timeout: float, ranks: Sequence[int] | None = None) -> Any:
-        """Make a group of some ranks, in their order, or of all; all ranks do so together.
+    def make_group(self, timeout: float, parts: Sequence[Sequence[int]] | None = None) -> Any:
+        """Make a group of all ranks, or of each of some parts, and return this rank's; all ranks do so together.
 
         gloo does not report which rank is missing. So the ranks look for each other before and after, through the store
         with which torch's own group was made. They wait `timeout` seconds, including the search for missing ranks.
@@ -63,7 +63,6 @@ class Meeting:
         Raises:
             RankError: no group was made; the error names the missing ranks, unless the store is gone, too.
         """
-        members = None if ranks is None else list(ranks)
         number, self._groups = self._groups, self._groups + 1
         after = min(timeout * _PART_AFTER, _SECONDS_AFTER_MAX)
         group, why = None, "it did not come"
@@ -73,7 +72,7 @@ class Meeting:
             _, missing = self._all_at(f"{number}/begins", "", timeout)
             if not missing:
                 until = time.monotonic() + timeout
-                group, why = _made(members, timeout - after)
+                group, why = _made(parts, timeout - after)
                 # A rank that has made the group may be ahead of one that still waits for a dead rank.
                 seconds = max(after, until - time.monotonic())
                 apart, missing = self._all_at(f"{number}/ends", why, seconds)
@@ -164,11 +163,19 @@ class Meeting:
         return f"{self._prefix}/left/{rank}"
 
 
-def _made(members: list[int] | None, seconds: float) -> tuple[Any, str]:
+def _made(parts: Sequence[Sequence[int]] | None, seconds: float) -> tuple[Any, str]:
     """The group, or the reason why there is none. gloo may try for several times the timeout that it is given."""
-    timeout = timedelta(seconds=seconds)
+    timeout, rank = timedelta(seconds=seconds), distributed.get_rank()
+
+    def make() -> Any:
+        if parts is None:
+            return distributed.new_group(backend="gloo", timeout=timeout)
+        # torch has all ranks make each group, those that are not in it, too.
+        made = [distributed.new_group(list(part), backend="gloo", timeout=timeout) for part in parts]
+        return next(group for part, group in zip(parts, made, strict=True) if rank in part)
+
     try:
-        return answered(lambda: distributed.new_group(members, backend="gloo", timeout=timeout), seconds), ""
+        return answered(make, seconds), ""
     except RuntimeError as error:
         return None, str(error).splitlines()[0][:200]
 
