@@ -48,17 +48,11 @@ class Collectives:
         self._group_of_peers: Any = None
         if device.type != "cpu":
             return
-        # torch has all ranks make each group, those that are not in it, too.
-        for replica in range(layout.replicas):
-            made = self._made(layout.ranks_of(replica))
-            self._group = made if replica == layout.replica else self._group
-        for shard in range(layout.shards if layout.replicas > 1 else 0):
-            made = self._made(range(shard, layout.size, layout.shards))
-            self._group_of_peers = made if shard == layout.shard else self._group_of_peers
-
-    def _made(self, ranks: Sequence[int]) -> Any:
-        exchange = self._exchange
-        return exchange.meeting.make_group(max(_SECONDS_MIN, exchange.timeout * _PART), ranks)
+        seconds = max(_SECONDS_MIN, exchange.timeout * _PART)
+        self._group = exchange.meeting.make_group(seconds, [layout.ranks_of(one) for one in range(layout.replicas)])
+        if layout.replicas > 1:
+            peers = [range(shard, layout.size, layout.shards) for shard in range(layout.shards)]
+            self._group_of_peers = exchange.meeting.make_group(seconds, peers)
 
     def note(self, done: str) -> None:
         """Record a gather or a reduction of this rank."""
