@@ -10,7 +10,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import distributed
@@ -557,10 +557,10 @@ class Agreement:
         def agree() -> None:
             nonlocal agreed
             digest = self.store.digest() if self.layout.replicas > 1 else 0
-            apart = self.exchange.add([self._beside_others(digest)])
+            apart = self.exchange.add([self.beside_others(digest)])
             self._ask("staged", number, DISCARDED)
             if any(apart):
-                self._reject(digest)
+                self.reject(digest)
             agreed = True
 
         with self.step():
@@ -583,7 +583,7 @@ class Agreement:
             self.store.end()
             raise RankError(f"commit {number} of rank {self.exchange.rank} meets others: {apart}", ranks=tuple(apart))
 
-    def _beside_others(self, digest: int) -> int:
+    def beside_others(self, digest: int) -> int:
         """A number whose sum over all ranks is 0 if all ranks with the same rows have the same digest.
 
         The first replica counts for, and all others against; rows are part of the hash, so that no differences cancel.
@@ -592,8 +592,8 @@ class Agreement:
         said = hashlib.blake2b(json.dumps([digest, layout.shard]).encode(), digest_size=_DIGEST_BYTES).digest()
         return int.from_bytes(said, "little") * (-1 if layout.replica else layout.replicas - 1)
 
-    def _reject(self, digest: int) -> None:
-        """Reject a commit for which ranks with the same rows have computed other values: their stores would part."""
+    def reject(self, digest: int) -> NoReturn:
+        """Reject a step where ranks with the same rows have computed other values: their stores would part."""
         digests, shards = self.exchange.tell("the digests", digest), self.layout.shards
         apart = tuple(rank for rank, one in enumerate(digests) if one != digests[rank % shards])
         first = apart[0] % shards

@@ -214,7 +214,11 @@ class Session:
         is_any = self.figures.add([present])
         sums = self.figures.add(summands(own))
         traffic = self.figures.add(self.measurements.own_figures())
+        rows = collectives.told_rows()
+        apart = self.figures.add([self.run.resources.store.shared.beside_others(rows)])
         collectives.require_same(self.figures.tell("the gradients", collectives.told()))
+        if any(apart):
+            self.run.resources.store.shared.reject(rows)
         self.measurements.note_all_ranks(self.figures.size, traffic)
         return any(is_any), of_all_ranks(own, sums, self.figures)
 
