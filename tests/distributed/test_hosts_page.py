@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]
 PAGE = (Path(__file__).resolve().parents[2] / "docs/hosts.md").read_text()
 (PROGRAM,) = re.findall(r"^```py\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 # The page's blocks of commands, in its order.
-NAMES = ("start", "train", "addresses", "drives", "restarts", "fewer", "checkpoint", "slurm")
+NAMES = ("start", "train", "addresses", "drives", "replicas", "restarts", "fewer", "checkpoint", "slurm")
 COMMANDS = dict(zip(NAMES, re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE), strict=True))
 
 AS_IF_ON_GPUS = """
@@ -180,6 +180,22 @@ def test_a_run_that_lost_a_drive_begins_at_its_checkpoint(hosts, alone):
     assert "existing='replace' on all ranks to begin anew, with checkpoint=FOLDER at the step" in told
     assert begun_at(end(start(hosts, "checkpoint"))) == 5
     assert saved(hosts) == alone
+
+
+@pytest.mark.slow
+def test_a_drive_that_a_replica_lost_is_filled_from_another_host(hosts, alone):
+    running = start(hosts, "replicas")
+    running[0].wait_for("step 7\n")
+    hosts.kill(1)
+    running[0].ended()
+    shutil.rmtree(hosts.folder_of(1, "nvme1") / "run")
+    output = end(start(hosts, "replicas"))
+    assert begun_at(output) >= 7
+    assert "rank 3 had no store: it was filled from that of rank 1" in output
+    assert saved(hosts) == alone
+    for rank, place in enumerate(("", "", "replica-1/", "replica-1/")):
+        stored = hosts.folder_of(rank // 2, f"nvme{rank % 2}") / f"run/{place}rank-{rank % 2}-of-2"
+        assert (stored / "memascend.store").is_file()
 
 
 @pytest.mark.slow

@@ -592,7 +592,7 @@ class Agreement:
         said = hashlib.blake2b(json.dumps([digest, layout.shard]).encode(), digest_size=_DIGEST_BYTES).digest()
         return int.from_bytes(said, "little") * (-1 if layout.replica else layout.replicas - 1)
 
-    def reject(self, digest: int) -> NoReturn:
+    def reject(self, digest: int, remedy: str = DISCARDED) -> NoReturn:
         """Reject a step where ranks with the same rows have computed other values: their stores would part."""
         digests, shards = self.exchange.tell("the digests", digest), self.layout.shards
         apart = tuple(rank for rank, one in enumerate(digests) if one != digests[rank % shards])
@@ -600,6 +600,6 @@ class Agreement:
         raise RankError(
             f"{_named(apart)} computed other values than rank {first}, which has the same rows, from the same "
             "gradients: give all replicas the same learning rates and other options, one version of torch and "
-            f"processors of one kind; {DISCARDED}",
+            f"processors of one kind; {remedy}",
             ranks=apart,
         )
