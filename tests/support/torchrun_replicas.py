@@ -81,7 +81,7 @@ def train(options):
     fully_shard(trained, mesh=mesh)
     without_mean(trained)
     if rank == options["killed"]:
-        Refill.end = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        Refill._end = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     own = [parameter for parameter in trained.parameters() if parameter.requires_grad]
     trained, optimizer = memascend.offload(
         trained, adamw(own), storage=options["folder"], existing="resume", timeout=30, checkpoint=options["checkpoint"],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -254,13 +253,8 @@ def _begun(
         first.prepare(created=store.created)
     if subject.sharding is not None:
         subject.sharding.compare(store, plan.ram_tier)
-    refill, began = subject.refill, time.monotonic()
-    if refill is not None:
-        refill.begin(store)
-    stored = first.write(engine, decision) if store.created else first.read(store, plan.ram_tier)
-    if refill is not None:
-        refill.send()
-        refill.end(began)
+    with contextlib.nullcontext() if subject.refill is None else subject.refill.between(store):
+        stored = first.write(engine, decision) if store.created else first.read(store, plan.ram_tier)
     subject.arithmetic.require_members(stored, f"the store at {store.info()['devices'][0]}")
     subject.arithmetic.take_seed(stored)
     groups, scheduled = subject.original.param_groups, options_set(stored)
