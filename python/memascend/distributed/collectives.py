@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import traceback
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,7 +11,8 @@ import torch
 
 from memascend.distributed.groups import let_go
 from memascend.errors import UsageError
-from memascend.storage import Checksum
+from memascend.storage import Checksum, checksum_of
+from memascend.tensors import flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +46,8 @@ class Collectives:
         self._done: list[str] = []
         self._last: list[str] = []
         self._sum = Checksum()
+        # Digests of rows that this rank gave to gathers since then, by the parameters' names.
+        self._rows: dict[str, int] = {}
         self._group: Any = None
         self._group_of_peers: Any = None
         if device.type != "cpu":
@@ -64,6 +68,17 @@ class Collectives:
         """A checksum of gathers and reductions since the last call, which must be equal on all ranks."""
         found, self._sum = str(self._sum), Checksum()
         self._last, self._done = self._done, []
+        return found
+
+    def note_rows(self, name: str, rows: torch.Tensor) -> None:
+        """Record the values of rows that this rank gives to a gather, to compare them with those of its peers."""
+        if name not in self._rows:
+            said = f"{name} {checksum_of(flat(rows).cpu())}".encode()
+            self._rows[name] = int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little")
+
+    def told_rows(self) -> int:
+        """A digest of the rows noted since the last call, which must be equal on ranks with the same rows."""
+        found, self._rows = sum(self._rows.values()), {}
         return found
 
     def require_same(self, told: Sequence[str]) -> None:

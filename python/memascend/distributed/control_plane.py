@@ -11,7 +11,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import distributed
@@ -560,10 +560,10 @@ class Agreement:
         def agree() -> None:
             nonlocal agreed
             digest = self.store.digest() if self.layout.replicas > 1 else 0
-            apart = self.exchange.add([self._beside_others(digest)])
+            apart = self.exchange.add([self.beside_others(digest)])
             self._ask("staged", number, DISCARDED)
             if any(apart):
-                self._reject(digest)
+                self.reject(digest)
             agreed = True
 
         with self.step():
@@ -586,7 +586,7 @@ class Agreement:
             self.store.end()
             raise RankError(f"commit {number} of rank {self.exchange.rank} meets others: {apart}", ranks=tuple(apart))
 
-    def _beside_others(self, digest: int) -> int:
+    def beside_others(self, digest: int) -> int:
         """A number whose sum over all ranks is 0 if all ranks with the same rows have the same digest.
 
         The first replica counts for, and all others against; rows are part of the hash, so that no differences cancel.
@@ -595,14 +595,14 @@ class Agreement:
         said = hashlib.blake2b(json.dumps([digest, layout.shard]).encode(), digest_size=_DIGEST_BYTES).digest()
         return int.from_bytes(said, "little") * (-1 if layout.replica else layout.replicas - 1)
 
-    def _reject(self, digest: int) -> None:
-        """Reject a commit for which ranks with the same rows have computed other values: their stores would part."""
+    def reject(self, digest: int, remedy: str = DISCARDED) -> NoReturn:
+        """Reject a step where ranks with the same rows have computed other values: their stores would part."""
         digests, shards = self.exchange.tell("the digests", digest), self.layout.shards
         apart = tuple(rank for rank, one in enumerate(digests) if one != digests[rank % shards])
         first = apart[0] % shards
         raise RankError(
             f"{_named(apart)} computed other values than rank {first}, which has the same rows, from the same "
             "gradients: give all replicas the same learning rates and other options, one version of torch and "
-            f"processors of one kind; {DISCARDED}",
+            f"processors of one kind; {remedy}",
             ranks=apart,
         )

@@ -226,15 +226,6 @@ def _prepared(subject: Subject, undo: contextlib.ExitStack) -> Assembly:
     return exchange.together(lambda: _begun(subject, decision, first, store, undo))
 
 
-def _compare_replicas(subject: Subject, store: Store, ram_tier: Sequence[str]) -> None:
-    """Have each commit compare what ranks with the same rows have computed, but for what one of them keeps in RAM."""
-    sharding = subject.sharding
-    if sharding is None or sharding.layout.replicas == 1:
-        return
-    in_ram = {name for each in exchange_of(sharding).tell("what is in RAM", sorted(ram_tier)) for name in each}
-    store.compare([store.index(name) for name in subject.trained if name not in in_ram])
-
-
 def _decided(subject: Subject, undo: contextlib.ExitStack) -> tuple[Decision, FirstValues]:
     decision = decide(subject)
     first = FirstValues(subject, undo)
@@ -261,7 +252,8 @@ def _begun(
     end_log(store, engine)
     if options.resumes:
         first.prepare(created=store.created)
-    _compare_replicas(subject, store, plan.ram_tier)
+    if subject.sharding is not None:
+        subject.sharding.compare(store, plan.ram_tier)
     refill, began = subject.refill, time.monotonic()
     if refill is not None:
         refill.begin(store)

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("memascend")
 # Of a rank without gradients, and of steps whose norm is taken later: nothing is not finite, and no squares.
 _NOTHING: Numbers = (False, 0)
+# Values in RAM are compared after the commit that made them.
+_PARTED = "the last step has them: move away the store of one, start all again, and it is filled from the other's"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -214,7 +216,11 @@ class Session:
         is_any = self.figures.add([present])
         sums = self.figures.add(summands(own))
         traffic = self.figures.add(self.measurements.own_figures())
+        rows = collectives.told_rows()
+        apart = self.figures.add([self.run.resources.store.shared.beside_others(rows)])
         collectives.require_same(self.figures.tell("the gradients", collectives.told()))
+        if any(apart):
+            self.run.resources.store.shared.reject(rows, _PARTED)
         self.measurements.note_all_ranks(self.figures.size, traffic)
         return any(is_any), of_all_ranks(own, sums, self.figures)
 
