@@ -110,14 +110,18 @@ class Collectives:
         if self._exchange.broken is not None:
             raise self._exchange.broken
         try:
-            own = self._group_of_peers if peers else self._group
-            return do(given if own is None else own)
+            return do(self._chosen(given, peers=peers))
         except RuntimeError as error:
             # Ranks that wait for this one notice when its connections close, with the last reference to the group.
             traceback.clear_frames(error.__traceback__)
             self.close()
             within = max(_SECONDS_MIN, self._exchange.timeout * (1 - _PART))
             raise self._exchange.lost(f"{what} ({str(error).splitlines()[0][:200]})", within) from error
+
+    def _chosen(self, given: Any, *, peers: bool) -> Any:
+        # Not a name within meet(), which would keep the connections open while the reason is exchanged.
+        own = self._group_of_peers if peers else self._group
+        return given if own is None else own
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -280,7 +281,8 @@ class Exchange:
             heard: dict[int, Message] = {self.rank: own}
             # Ranks that did not take part, and the reasons.
             lost: dict[int, str] = {}
-            _wait_for(lambda group=self._group: self._talk(group, own, heard, lost, until))
+            # It may end after close().
+            _wait_for(functools.partial(self._talk, self._group, own, heard, lost, until))
         except BaseException:
             self.broken = RankError(f"rank {self.rank} was interrupted while all ranks talked", ranks=(self.rank,))
             raise
@@ -340,9 +342,10 @@ class Exchange:
         over, rung = threading.Event(), threading.Event()
         listening = threading.Thread(target=self._listen, args=(over, rung), daemon=True)
         listening.start()
+        group = self._group
         try:
             _wait_for(
-                lambda group=self._group: found.append(self._added(group, own)),
+                lambda: found.append(self._added(group, own)),
                 lambda: rung.is_set() or time.monotonic() > until,
             )
         finally:

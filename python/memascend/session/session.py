@@ -182,16 +182,16 @@ class Session:
             metadata.keep_position(position)
             give_back()
 
-        norm: Callable[[], float] | None = None
-        with run.committing(lambda: self._committed(present, norm), failed):
+        of_commit: Callable[[], float] | None = None
+        with run.committing(lambda: self._committed(present, of_commit), failed):
             metadata.schedule.advance()
             if not self._norm_comes_first:
-                norm = self._norm(present)
-            if norm is not None and metadata.is_followed:
+                of_commit = self._norm(present)
+            if of_commit is not None and metadata.is_followed:
                 # A trainer logs it after the commit, also where it resumes.
                 if self.figures is not None:
                     self.figures.tell("the norm", None)
-                self.grad_norm, norm = norm(), None
+                self.grad_norm, of_commit = of_commit(), None
             metadata.take_position()
             engine.commit(step, user_state=metadata.user_state, hyperparameters=metadata.hyperparameters())
         learnt = gradients.loop.learn()
