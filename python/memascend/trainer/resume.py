@@ -22,6 +22,7 @@ from memascend.errors import ConfigError, UsageError
 from memascend.optim.shared import options_of, plain, put, restored, storable
 from memascend.session.optimizer import session_of
 from memascend.trainer import names
+from memascend.trainer.callback import is_streamed
 from memascend.trainer.feed import Feed
 from memascend.trainer.position import Figures, RandomNumbers, decoded, encoded
 
@@ -43,6 +44,8 @@ class Resume:
         self._figures = Figures(trainer)
         self._optimizer: OffloadedOptimizer | None = None
         self._late: Callable[[], object] | None = None
+        # `resume_from_checkpoint` of train().
+        self._wanted: Any = None
         # The position to go on at; the step there is repeated until `step()`.
         self._kept: dict[str, Any] | None = None
         self._repeats = False
@@ -101,9 +104,9 @@ class Resume:
                 "train() was called again, and the store holds one training: make another Trainer with another "
                 "storage=, or give more steps to the first (under a constant schedule) and start the script again"
             )
-        if resume_from_checkpoint:
+        if resume_from_checkpoint and self._late is None:
             self._require_here(resume_from_checkpoint)
-        self._trains = True
+        self._trains, self._wanted = True, resume_from_checkpoint
         return self._own["train"](None, *given, **named)
 
     def _require_here(self, folder: Any) -> None:
@@ -146,6 +149,8 @@ class Resume:
         prepared = self._own["_prepare_for_training"](*given, **named)
         if self._late is not None:
             self._late()
+            if self._wanted:
+                self._require_here(self._wanted)
         scheduler = self._trainer.lr_scheduler
         state = scheduler.state_dict()
         if not storable(state):
@@ -266,6 +271,51 @@ class Resume:
             self._trainer.control.should_training_stop = True
             return
         self._own["_maybe_log_save_evaluate"](losses, norm, *given, **named)
+
+    # --- files, where all ranks write them ----------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model. Under FSDP2 the Trainer would gather it in the memory of the first rank."""
+        trainer = self._trainer
+        if not (trainer.is_fsdp_enabled and self._optimizer is not None and self._is_streamed()):
+            self._own["save_model"](output_dir, _internal_call)
+            return
+        folder, model = Path(output_dir or trainer.args.output_dir), trainer.model
+        if _internal_call and not trainer.args.save_only_model:
+            session_of(self._optimizer).saving.save(folder, among_others=True)
+        else:
+            is_first = trainer.is_world_process_zero()
+            if is_first:
+                folder.mkdir(parents=True, exist_ok=True)
+                for old in folder.glob("model*.safetensors*"):
+                    old.unlink()
+            session_of(self._optimizer).saving.save_weights(folder if is_first else None)
+        own = vars(model).get("save_pretrained")
+        # What a Trainer writes beside weights.
+        model.save_pretrained = lambda *_, **__: None
+        try:
+            trainer._save(str(folder), state_dict={})  # noqa: SLF001
+        finally:
+            del model.save_pretrained
+            if own is not None:
+                model.save_pretrained = own
+        if trainer.args.push_to_hub and not _internal_call:
+            trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
+
+    def _is_streamed(self) -> bool:
+        session = session_of(self._optimizer)
+        return not session.run.resources.closed and is_streamed(self._trainer.model, session)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write the state. Under FSDP2 torch would gather it, and it is on storage."""
+        trainer = self._trainer
+        if not trainer.is_fsdp_enabled:
+            self._own["_save_optimizer_and_scheduler"](output_dir)
+            return
+        if not self._is_streamed():
+            session_of(self._optimizer).saving.save(output_dir, among_others=True)
+        if trainer.args.should_save:
+            torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir, names.SCHEDULER))
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint, tensor by tensor, in one commit that says so."""
