@@ -248,8 +248,7 @@ def _require_ranks(trainer: Any) -> None:
         ),
         (
             sources_of(trainer.model) is not None,
-            "accelerate shards a model by the addresses of its parameters, and one that was made in loading() has "
-            "none yet: make it outside of loading(), where the first rank alone holds it",
+            "a model that was made in loading() has no memory yet, by which accelerate shards: make it outside of loading()",
         ),
     )
     for is_so, why in refused:
