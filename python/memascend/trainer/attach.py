@@ -143,6 +143,8 @@ def _offloaded(trainer: Any, run: dict[str, Any], options: dict[str, Any], clipp
         return offloaded
 
     if trainer.is_fsdp_enabled:
+        # Else each rank would add whole gradients of the whole model in memory, and in another order than one process.
+        trainer.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
         # FSDP2 makes other parameters of the model's within train().
         resume.begin_late(begin)
         return None
@@ -248,7 +250,7 @@ def _require_ranks(trainer: Any) -> None:
         ),
         (
             sources_of(trainer.model) is not None,
-            "a model that was made in loading() has no memory yet, by which accelerate shards: make it outside of loading()",
+            "a model from loading() has no memory yet, by which accelerate shards: make it outside of loading()",
         ),
     )
     for is_so, why in refused:
