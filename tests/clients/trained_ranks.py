@@ -1,6 +1,6 @@
 """A user's script that trains by a Trainer under torchrun or `accelerate launch`, offloaded in one line.
 
-usage: [TRAINED_OPTIONS=JSON] trained_ranks.py KIND STORE FOLDER [RANKS STEP]
+usage: [TRAINED_OPTIONS=JSON] trained_ranks.py plain|supervised STORE FOLDER [RANKS STEP]
 
 STORE "memory" trains without memascend. RANKS, as "1" or "0,1", are killed after a step.
 """
