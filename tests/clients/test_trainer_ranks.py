@@ -10,7 +10,6 @@ from clients import trained_ranks
 from safetensors.torch import load_file
 from support.bits import same_bits
 from support.torchrun import environment
-from support.trained_program import NOT_COMPARED
 
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2}}
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -49,12 +48,10 @@ def results(folder):
     """Weights, the last checkpoint's state, and the log."""
     last = max((folder / "out").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     figures = [load_file(folder / "model/model.safetensors"), load_file(last / "memascend/state.safetensors")]
-    log = [
-        {name: value for name, value in line.items() if not any(part in name for part in NOT_COMPARED)}
-        for line in json.loads((folder / "log.json").read_text())
-    ]
-    # Tokens count padding, which depends on the rank.
-    return figures, [{name: value for name, value in line.items() if "tokens" not in name} for line in log]
+    # Counts of tokens and times depend on the ranks.
+    compared = ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch", "train_loss")
+    log = json.loads((folder / "log.json").read_text())
+    return figures, [{name: line[name] for name in compared if name in line} for line in log]
 
 
 def assert_same(folder, other):

@@ -43,10 +43,11 @@ def trained(kind, folder, killed, options):
             if hasattr(module, "attention_dropout"):
                 module.attention_dropout = 0.0
         return trainer
-    from clients.trained_trainers import SHARED, supervised
+    from clients.trained_trainers import SHARED, supervised, texts
 
     SHARED.update(options)
-    return supervised(str(folder / "out"), killed)
+    # As many as make whole steps.
+    return supervised(str(folder / "out"), killed, lambda count=48: texts(count))
 
 
 def main(kind, store, folder, *kill):

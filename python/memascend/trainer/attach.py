@@ -243,6 +243,10 @@ def _require_ranks(trainer: Any) -> None:
             type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy",
             "cpu_offload of the FSDP settings moves parameters, which offload() does itself: leave it out",
         ),
+        (
+            args.load_best_model_at_end and not isinstance(trainer.model, names.PreTrainedModel),
+            "load_best_model_at_end under FSDP2 takes models of transformers alone: leave it out",
+        ),
         (bool(plugin.ignored_modules), "ignored_modules of the FSDP settings are not sharded: leave it out"),
         (
             bool(others),

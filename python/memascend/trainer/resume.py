@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from memascend.checkpoint.files import Names
 from memascend.checkpoint.reader import identity_of
@@ -331,7 +332,7 @@ class Resume:
         # The end of the training is reported once more.
         reported["log_history"] = [line for line in reported["log_history"] if "train_runtime" not in line]
         with session.edits.load(encoded({**decoded(position, "the store"), **reported, "best": self._best})):
-            if trainer.is_fsdp_enabled or not isinstance(trainer.model, names.PreTrainedModel):
+            if not isinstance(trainer.model, names.PreTrainedModel):
                 self._own["_load_best_model"]()
                 return
             files = WeightFiles(Path(self._best))
@@ -339,6 +340,12 @@ class Resume:
             lost = [name for name, _ in trainer.model.named_parameters() if name not in found.of]
             if lost:
                 raise UsageError(f"the best checkpoint, {self._best}, lacks {lost[0]}, and nothing was loaded of it")
+            if trainer.is_fsdp_enabled:
+                # One by one, since torch copies what it shards.
+                options = StateDictOptions(full_state_dict=True, strict=False)
+                for name, keys in found.of.items():
+                    set_model_state_dict(trainer.model, {name: files.at(keys[0])}, options=options)
+                return
             trainer.model.load_state_dict({name: files.at(keys[0]) for name, keys in found.of.items()}, strict=False)
 
     def _finalize_training(self, trial: Any, samples: Any, start: float) -> Any:
