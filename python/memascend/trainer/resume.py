@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 
 from memascend.checkpoint.files import Names
 from memascend.checkpoint.reader import identity_of
@@ -341,10 +342,14 @@ class Resume:
             if lost:
                 raise UsageError(f"the best checkpoint, {self._best}, lacks {lost[0]}, and nothing was loaded of it")
             if trainer.is_fsdp_enabled:
-                # One by one, since torch copies what it shards.
-                options = StateDictOptions(full_state_dict=True, strict=False)
-                for name, keys in found.of.items():
-                    set_model_state_dict(trainer.model, {name: files.at(keys[0])}, options=options)
+                for module in trainer.model.modules():
+                    if isinstance(module, FSDPModule):
+                        # What an evaluation left gathered would not be loaded as shards.
+                        module.reshard()
+                values = {name: files.at(keys[0]) for name, keys in found.of.items()}
+                set_model_state_dict(
+                    trainer.model, values, options=StateDictOptions(full_state_dict=True, strict=False)
+                )
                 return
             trainer.model.load_state_dict({name: files.at(keys[0]) for name, keys in found.of.items()}, strict=False)
 
