@@ -20,11 +20,15 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs/hosts.md").read_text()
 NAMES = ("start", "train", "addresses", "drives", "restarts", "fewer", "checkpoint", "slurm")
 COMMANDS = dict(zip(NAMES, re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE), strict=True))
 
+# Without --use_cpu, which the page's command lacks, accelerate sees no device at all.
 AS_IF_ON_GPUS = """
 import os
 if "LOCAL_RANK" in os.environ:
+    from accelerate.state import PartialState
     from support.launched import as_if_on_gpus
     as_if_on_gpus()
+    begin = PartialState.__init__
+    PartialState.__init__ = lambda self, cpu=False, **options: begin(self, cpu=True, **options)
 """
 
 
