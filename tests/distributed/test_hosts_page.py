@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -167,8 +166,7 @@ def test_a_run_that_lost_a_host_continues_when_it_is_back(hosts, alone, dead):
     assert "on host0 is the store of rank 0 of 4" in told, told
     assert begun_at(end(start(hosts, "drives"))) >= 7
     assert saved(hosts) == alone
-    for rank in range(4):
-        assert hosts.folder_of(rank // 2, f"nvme{rank % 2}").joinpath(f"run/rank-{rank}-of-4").is_dir()
+    assert all((hosts.folder_of(host, drive) / "run").is_file() for host in range(2) for drive in hosts.DRIVES)
 
 
 @pytest.mark.slow
@@ -177,7 +175,7 @@ def test_a_run_that_lost_a_drive_begins_at_its_checkpoint(hosts, alone):
     running[0].wait_for("step 7\n")
     hosts.kill(1)
     running[0].ended()
-    shutil.rmtree(hosts.folder_of(1, "nvme1") / "run")
+    (hosts.folder_of(1, "nvme1") / "run").unlink()
     told = end(start(hosts, "drives"), 1)
     assert "rank 3: holds no store, and others do" in told
     assert "existing='replace' on all ranks to begin anew, with checkpoint=FOLDER at the step" in told
