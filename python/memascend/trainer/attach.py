@@ -249,7 +249,7 @@ def _require_ranks(trainer: Any) -> None:
         ),
         (
             bool(plugin.activation_checkpointing),
-            "activation_checkpointing of the FSDP settings renames parameters: give gradient_checkpointing=True instead",
+            "activation_checkpointing of the FSDP settings renames parameters: give gradient_checkpointing=True",
         ),
         (bool(plugin.ignored_modules), "ignored_modules of the FSDP settings are not sharded: leave it out"),
         (
