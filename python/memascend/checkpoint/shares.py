@@ -48,7 +48,7 @@ _SUMS = ".memascend-sums-{}"
 _BEATS = 4
 
 
-class _TensorFiles:
+class TensorFiles:
     """Files of which a process writes its part: consecutive bytes of each tensor, in their order.
 
     Other ranks write to the same pages. The files are open for writing alone, and never read before: a client of NFS
@@ -130,7 +130,7 @@ def write_into(
         if descriptor is None:
             with file_errors(folder, "cannot be read"):
                 descriptor = _opened(folder, ends)
-        files = _TensorFiles(folder, descriptor, places)
+        files = TensorFiles(folder, descriptor, places)
         ends.callback(files.close)
         progress = ends.enter_context(Progress("saving the checkpoint", contents.nbytes))
 
