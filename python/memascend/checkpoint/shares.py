@@ -179,15 +179,13 @@ class Shares:
             _write(folder / _PLACES, {"word": word, "places": places})
         path, word = exchange.everyone([str(folder), word])[0]
         with contextlib.ExitStack() as ends:
-            unseen = None
             try:
                 descriptor = _opened(Path(path), ends)
                 # It is not written to here: only tried.
                 with open(os.open(_PLACES, os.O_RDWR | os.O_CLOEXEC, dir_fd=descriptor), "rb") as file:  # noqa: PTH123
                     there = json.load(file)
-                if there["word"] != word:
-                    unseen = f"sees another folder at {path}"
-            except FileNotFoundError:
+                unseen = None if there["word"] == word else f"sees another folder at {path}"
+            except (FileNotFoundError, ValueError):
                 unseen = f"does not see {path}"
             except OSError as error:
                 unseen = f"cannot write to {path} ({error.strerror})"
