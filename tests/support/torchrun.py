@@ -1,9 +1,13 @@
 """Starts ranks as users do: by torchrun, in fresh processes, on this host or on hosts that are network namespaces."""
 
 import contextlib
+import itertools
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 import uuid
 from pathlib import Path
 
@@ -20,10 +24,10 @@ def torchrun(*command, count=2, options=("--standalone",), status=0, **more):
     return finished(running, status)
 
 
-def start(options, command, more, before=()):
-    """A torchrun that is running, with its output in one pipe; `before` is put before the command."""
+def start(options, command, more):
+    """A torchrun that is running, with its output in one pipe."""
     return subprocess.Popen(
-        [*before, sys.executable, "-m", "torch.distributed.run", *options, *map(str, command)],
+        [sys.executable, "-m", "torch.distributed.run", *options, *map(str, command)],
         env={**environment(), **more},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -51,78 +55,142 @@ def environment():
 
 
 class Hosts(contextlib.ExitStack):
-    """Two hosts with a cable between them: network namespaces with names, /etc/hosts and a folder of their own.
+    """Hosts on one switch: network namespaces, in which they are host0, host1 and so on, each with an interface eth0.
 
-    Attributes:
-        names: of the hosts.
-        interfaces: of each host, the name of the one that reaches the other host.
-        folders: of each host, the folder that it sees as `own`.
-        own: the path of a folder that is another one on each host.
+    Each sees /mnt/shared, which is the same on all, and /mnt/nvme0 and /mnt/nvme1, which are its own. A name has the
+    host's address on all hosts.
     """
 
-    def __init__(self, folder):
-        """Needs root and iproute2."""
+    SHARED = "shared"
+    DRIVES = ("nvme0", "nvme1")
+
+    def __init__(self, folder, count=2):
+        """Needs root and iproute2; what /mnt shows is in `folder`."""
         super().__init__()
+        self.folder = folder
+        self.count = count
+        self._outputs = itertools.count()
+        self._number = uuid.uuid4().hex[:6]
         with contextlib.ExitStack() as undo:
-            self._make(folder, undo)
+            self._make(undo)
             self.push(undo.pop_all())
 
-    def _make(self, folder, undo):
-        number = uuid.uuid4().hex[:6]
-        self.names = [f"ma{number}{letter}" for letter in "ab"]
-        self.interfaces = [f"{name}x" for name in self.names]
-        self.folders = [folder / letter for letter in "ab"]
-        self.own = folder / "own"
-        self.own.mkdir()
-        for name, own in zip(self.names, self.folders, strict=True):
-            own.mkdir()
+    def _namespace(self, host):
+        return f"mahosts{self._number}-{host}"
+
+    def _etc(self, host):
+        return Path("/etc/netns", self._namespace(host))
+
+    def _make(self, undo):
+        switch = self._namespace("switch")
+        ip("netns", "add", switch)
+        undo.callback(ip, "netns", "del", switch)
+        ip("-n", switch, "link", "add", "switch", "type", "bridge")
+        ip("-n", switch, "link", "set", "switch", "up")
+        for host in range(self.count):
+            name = self._namespace(host)
             ip("netns", "add", name)
             undo.callback(ip, "netns", "del", name)
-            # `ip netns exec` puts it over /etc/hosts. As Debian writes it.
-            hosts = Path("/etc/netns", name, "hosts")
-            hosts.parent.mkdir(parents=True)
-            undo.callback(hosts.parent.rmdir)
-            hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
-            undo.callback(hosts.unlink)
+            undo.callback(self.kill, host)
+            # `ip netns exec` puts its files over those of /etc.
+            self._etc(host).mkdir(parents=True)
+            undo.callback(shutil.rmtree, self._etc(host))
+            self.name_hosts(host)
+            # No name is looked up elsewhere, where nobody answers.
+            (self._etc(host) / "nsswitch.conf").write_text("hosts: files\n")
+            cable = ["link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", f"port{host}"]
+            ip(*cable, "netns", switch)
+            ip("-n", switch, "link", "set", f"port{host}", "master", "switch", "up")
+            ip("-n", name, "addr", "add", f"{_address(host)}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "lo", "up")
-        (one, other), (first, second) = self.names, self.interfaces
-        ip("link", "add", first, "netns", one, "type", "veth", "peer", "name", second, "netns", other)
-        for number, (name, interface) in enumerate(zip(self.names, self.interfaces, strict=True)):
-            ip("-n", name, "addr", "add", f"{self.address(number)}/24", "dev", interface)
-            ip("-n", name, "link", "set", interface, "up")
+            self.connect(host, "up")
+            for drive in self.DRIVES:
+                (self.folder / f"host{host}" / drive).mkdir(parents=True)
+        (self.folder / self.SHARED).mkdir()
 
-    def address(self, number):
-        """Of a host."""
-        return f"10.77.0.{number + 1}"
+    def name_hosts(self, host, *, as_debian=False):
+        """Write /etc/hosts of a host; Debian gives a host's own name a loopback address."""
+        lines = [f"{_address(other)} host{other}" for other in range(self.count) if other != host or not as_debian]
+        own = [f"127.0.1.1 host{host}"] if as_debian else []
+        (self._etc(host) / "hosts").write_text("\n".join(["127.0.0.1 localhost", *own, *lines, ""]))
 
-    def torchrun(self, *command, order=(0, 1), status=0, named=False):
-        """Run on both hosts; the output of each host.
+    def connect(self, host, state):
+        """Plug the cable of a host in ("up"), or pull it ("down")."""
+        ip("-n", self._namespace(host), "link", "set", "eth0", state)
 
-        Args:
-            command: a script, or `-m` and a module, with its arguments.
-            order: the hosts, as they are numbered.
-            status: of torchrun.
-            named: tell gloo the interface.
-        """
-        running = {}
-        with contextlib.ExitStack() as ends:
-            for rank, host in enumerate(order):
-                running[host] = self._start(command, rank, host, order, named=named)
-                ends.callback(running[host].terminate)
-            return [finished(running[host], status) for host in range(2)]
+    def folder_of(self, host, name):
+        """What a host sees as /mnt/NAME."""
+        return self.folder / (name if name == self.SHARED else f"host{host}/{name}")
 
-    def _start(self, command, rank, host, order, *, named):
-        options = [
-            "--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(rank), "--master-addr",
-            self.address(order[0]), "--master-port", "29533",
-        ]  # fmt: skip
-        more = {"GLOO_SOCKET_IFNAME": self.interfaces[host]} if named else {}
-        settle = f'hostname {self.names[host]} && mount --bind "$0" "$1" && shift && exec "$@"'
-        before = ["ip", "netns", "exec", self.names[host], "unshare", "-u"]
-        before += ["sh", "-c", settle, str(self.folders[host]), str(self.own)]
-        return start(options, command, more, before)
+    def start(self, host, line, **more):
+        """Start a line of a shell on a host, in /mnt/shared."""
+        mounts = [f"mount --bind {self.folder_of(host, name)} /mnt/{name}" for name in (self.SHARED, *self.DRIVES)]
+        folders = " ".join(f"/mnt/{name}" for name in (self.SHARED, *self.DRIVES))
+        settle = [f"hostname host{host}", "mount -t tmpfs none /mnt", f"mkdir {folders}", *mounts, "cd /mnt/shared"]
+        command = ["ip", "netns", "exec", self._namespace(host), "unshare", "-um"]
+        command += ["sh", "-c", " && ".join([*settle, 'exec bash -c "$0"']), line]
+        # As a shell finds torchrun and python in an active environment.
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        output = self.folder / f"output-{next(self._outputs)}"
+        running = Running(command, {**environment(), "PATH": path, **more}, output)
+        self.callback(running.end)
+        return running
+
+    def ranks(self, host):
+        """The process of each rank that runs on a host."""
+        found = {}
+        for pid in ip("netns", "pids", self._namespace(host)).split():
+            with contextlib.suppress(OSError):
+                variables = Path("/proc", pid, "environ").read_bytes().split(b"\0")
+                rank = [one[5:] for one in variables if one.startswith(b"RANK=")]
+                if rank:
+                    found[int(rank[0])] = int(pid)
+        return found
+
+    def kill(self, host):
+        """Kill everything that runs on a host."""
+        for pid in ip("netns", "pids", self._namespace(host)).split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
+
+class Running:
+    """A command that is running, and its output so far."""
+
+    def __init__(self, command, variables, file):
+        self._file = file
+        with file.open("w") as output:
+            self._process = subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT)
+
+    def output(self):
+        """Of all of its processes."""
+        return self._file.read_text(errors="replace")
+
+    def wait_for(self, words):
+        """Wait until the output has these words."""
+        until = time.monotonic() + SECONDS_MAX
+        while words not in self.output():
+            assert time.monotonic() < until, f"no {words!r} within {SECONDS_MAX} s\n{self.output()}"
+            assert self._process.poll() is None, f"{words!r} is not in\n{self.output()}"
+            time.sleep(0.02)
+
+    def end(self):
+        """End it, if it is still running."""
+        self._process.kill()
+        self._process.wait()
+
+    def ended(self):
+        """The status and the output, at the end."""
+        try:
+            return self._process.wait(SECONDS_MAX), self.output()
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"no end within {SECONDS_MAX} s\n{self.output()}") from None
+
+
+def _address(host):
+    return f"10.77.0.{host + 1}"
 
 
 def ip(*arguments):
-    """Run iproute2's command."""
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+    """What iproute2's command prints."""
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,223 @@
+"""Runs every command of docs/hosts.md as it stands, on hosts that are network namespaces."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from support.torchrun import Hosts, environment
+
+pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/hosts.md").read_text()
+(PROGRAM,) = re.findall(r"^```py\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+# The page's blocks of commands, in its order.
+NAMES = ("start", "train", "addresses", "drives", "replicas", "restarts", "fewer", "checkpoint", "slurm")
+COMMANDS = dict(zip(NAMES, re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE), strict=True))
+
+AS_IF_ON_GPUS = """
+import os
+if "LOCAL_RANK" in os.environ:
+    from support.launched import as_if_on_gpus
+    as_if_on_gpus()
+"""
+
+
+def lines(name):
+    """The lines of a block, each with its host: "host0", "each host"."""
+    found = re.findall(r"(.*?)  # on (host\d|each host)\n", COMMANDS[name], re.DOTALL)
+    assert "".join(f"{line}  # on {host}\n" for line, host in found) == COMMANDS[name]
+    return found
+
+
+def start(hosts, name, **more):
+    """Start a block's lines, each on its host."""
+    return [hosts.start(int(host[-1]), line, **more) for line, host in lines(name)]
+
+
+def end(running, status=0):
+    """The outputs of commands that ended, as text."""
+    ends = [one.ended() for one in running]
+    output = "\n".join(output for _, output in ends)
+    assert [found for found, _ in ends] == [status] * len(ends), output
+    return output
+
+
+@contextlib.contextmanager
+def made(folder, count=2):
+    """Hosts that share the page's program."""
+    folder.mkdir(exist_ok=True)
+    with Hosts(folder, count) as hosts:
+        (folder / "shared/train.py").write_text(PROGRAM)
+        yield hosts
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    with made(tmp_path / "hosts") as hosts:
+        yield hosts
+
+
+def files(folder):
+    """The bytes of a checkpoint, but for the manifest, which names the store."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "manifest.json"
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The last checkpoint of the page's program in one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    with made(folder, count=1) as host:
+        end([host.start(0, "torchrun --nproc-per-node 1 train.py --storage run")])
+    return files(folder / "shared/checkpoint")
+
+
+def saved(hosts):
+    """The last checkpoint."""
+    return files(hosts.folder_of(0, "shared") / "checkpoint")
+
+
+def kill(hosts, host, rank):
+    os.kill(hosts.ranks(host)[rank], signal.SIGKILL)
+
+
+def begun_at(output):
+    """The first step after a start."""
+    return int(re.findall(r"begins at step (\d+)", output)[-1])
+
+
+def test_a_run_that_lost_a_rank_continues_on_fewer_hosts(hosts, alone):
+    running = start(hosts, "start")
+    running[0].wait_for("step 7\n")
+    kill(hosts, 1, 3)
+    assert "RankError: rank 3 " in end(running, 1)
+    assert begun_at(end(start(hosts, "fewer"))) >= 7
+    assert saved(hosts) == alone
+
+
+@pytest.mark.slow
+def test_train_on_two_hosts_has_the_bits_of_one_process(hosts, tmp_path):
+    """Accelerate shards on GPUs alone, so each rank begins with `as_if_on_gpus()`."""
+    pytest.importorskip("transformers")
+    from safetensors.torch import load_file
+    from support.small_folder import make_model, write_rows
+
+    folder = hosts.folder_of(0, "shared")
+    make_model(folder / "llama", "float32")
+    config = json.loads((folder / "llama/config.json").read_text())
+    (folder / "llama/config.json").write_text(json.dumps({**config, "attention_dropout": 0.0}))
+    rows = [{"prompt": "What is it?", "completion": f"It is {number}."} for number in range(16)]
+    write_rows(folder / "rows.jsonl", rows)
+    (folder / "fsdp.json").write_text(re.search(r"`fsdp\.json` has `(.*?)`", PAGE)[1])
+    (tmp_path / "sitecustomize.py").write_text(AS_IF_ON_GPUS)
+    path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    end(start(hosts, "train", PYTHONPATH=path))
+    line, _ = lines("train")[0]
+    command = line[line.index("-m memascend") :].split(" --fsdp ")[0].replace("--output trained", "--output alone")
+    command = command.replace("llama.run/", "alone.run") + " --gradient_accumulation_steps 4"
+    end([hosts.start(0, f"python {command}")])
+    found, expected = (load_file(folder / name / "model.safetensors") for name in ("trained", "alone"))
+    assert all(found[name].equal(expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+def test_a_host_whose_name_is_a_loopback_address_needs_the_interface(hosts, alone):
+    for host in range(2):
+        hosts.name_hosts(host, as_debian=True)
+    running = start(hosts, "start")
+    for one in running:
+        one.wait_for("remote=[127.0.1.1]")
+    for host in range(2):
+        hosts.kill(host)
+    end(start(hosts, "addresses"))
+    assert saved(hosts) == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_run_that_lost_a_host_continues_when_it_is_back(hosts, alone, dead):
+    running = start(hosts, "drives")
+    running[0].wait_for("step 7\n")
+    began = time.monotonic()
+    hosts.connect(dead, "down")
+    hosts.kill(dead)
+    _, output = running[1 - dead].ended()
+    # The page's timeout, and the end of the processes.
+    assert time.monotonic() - began < 20 + 30
+    # torch's store is on the first host: without it, ranks cannot look up why the one beside them left.
+    named = "every other rank is gone" if dead == 0 else "rank 2, rank 3 did not"
+    assert re.search(f"RankError: (rank {2 * dead}, rank {2 * dead + 1} did not|{named})", output), output
+    hosts.connect(dead, "up")
+    swapped = [line.replace("host0", "host1") for line, _ in reversed(lines("drives"))]
+    told = end([hosts.start(host, line) for host, line in enumerate(swapped)], 1)
+    assert "number the hosts as before" in told
+    assert "on host0 is the store of rank 0 of 4" in told, told
+    assert begun_at(end(start(hosts, "drives"))) >= 7
+    assert saved(hosts) == alone
+    for rank in range(4):
+        assert hosts.folder_of(rank // 2, f"nvme{rank % 2}").joinpath(f"run/rank-{rank}-of-4").is_dir()
+
+
+@pytest.mark.slow
+def test_a_run_that_lost_a_drive_begins_at_its_checkpoint(hosts, alone):
+    running = start(hosts, "drives")
+    running[0].wait_for("step 7\n")
+    hosts.kill(1)
+    running[0].ended()
+    shutil.rmtree(hosts.folder_of(1, "nvme1") / "run")
+    told = end(start(hosts, "drives"), 1)
+    assert "rank 3: holds no store, and others do" in told
+    assert "existing='replace' on all ranks to begin anew, with checkpoint=FOLDER at the step" in told
+    assert begun_at(end(start(hosts, "checkpoint"))) == 5
+    assert saved(hosts) == alone
+
+
+@pytest.mark.slow
+def test_a_drive_that_a_replica_lost_is_filled_from_another_host(hosts, alone):
+    running = start(hosts, "replicas")
+    running[0].wait_for("step 7\n")
+    hosts.kill(1)
+    running[0].ended()
+    (hosts.folder_of(1, "nvme1") / "run").unlink()
+    output = end(start(hosts, "replicas"))
+    assert begun_at(output) >= 7
+    assert "rank 3 had no store: it was filled from that of rank 1" in output
+    assert saved(hosts) == alone
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_ranks_that_are_lost(hosts, alone):
+    running = start(hosts, "restarts")
+    for step, rank in ((3, 3), (9, 0)):
+        running[0].wait_for(f"step {step}\n")
+        kill(hosts, rank // 2, rank)
+    output = end(running)
+    assert output.count("begins at step") == 3
+    assert begun_at(output) >= 9
+    assert saved(hosts) == alone
+
+
+@pytest.mark.slow
+def test_slurms_line_starts_a_run(hosts, alone, tmp_path):
+    """With programs in place of Slurm's: `srun` starts its command here, on each host; `scontrol` lists both hosts."""
+    programs = {
+        "srun": 'test "$1 $2 $3 $4" = "--nodes 2 --ntasks-per-node 1" && shift 4 && exec "$@"',
+        "scontrol": 'test "$*" = "show hostnames host[0-1]" && echo host0 && echo host1',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    ((line, _),) = lines("slurm")
+    variables = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "host[0-1]"}
+    path = f"export PATH={tmp_path}:$PATH; "
+    end([hosts.start(host, path + line, SLURM_NODEID=str(host), **variables) for host in range(2)])
+    assert saved(hosts) == alone
