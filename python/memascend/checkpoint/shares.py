@@ -196,11 +196,12 @@ class Shares:
             self._log(f"rank 0 writes, since {others[0]}" if others else f"each of {len(found)} ranks writes its rows")
             if not others:
                 return self._written(own, Path(path), there["places"], descriptor)
+        line = exchange.line.open()
         if folder is not None and places is not None:
-            gathered = GatheredContents(own, sharding.rows, exchange.line, sharding.layout.shards)
+            gathered = GatheredContents(own, sharding.rows, line, sharding.layout.shards)
             return write_into(folder, places, gathered)
         if not sharding.layout.replica:
-            send_contents(own, sharding.rows, sharding.order, exchange.line)
+            send_contents(own, sharding.rows, sharding.order, line)
         return {}
 
     def _log(self, way: str) -> None:

@@ -251,7 +251,7 @@ class Saving:
         if sharding is None or shares is None or isinstance(exchange, Alone):
             write(own.records, lambda folder, places: write_into(folder, places, own))
             return
-        line = exchange.line.open()
+        line = exchange.line
 
         def do_part() -> bool:
             """Whether all rows arrived."""
