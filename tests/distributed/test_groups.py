@@ -16,6 +16,7 @@ from memascend.distributed import groups
 from memascend.distributed.collectives import Collectives
 from memascend.distributed.control_plane import Exchange
 from memascend.distributed.reshard import Passed, Transfer
+from memascend.distributed.rows import Layout
 from memascend.errors import RankError
 
 SECONDS = 60.0
@@ -110,12 +111,12 @@ def leaving(folder):
     """Rank 1 is gone once rank 0 heard it; rank 2 did not hear it, and left before rank 0 asks again."""
     rank, exchange, named = distributed.get_rank(), Exchange(SECONDS), None
     if rank == 1:
-        # All have its message's length, and rank 0 alone has the message.
+        # Rank 0 alone has its message.
         move, calls = exchange._move, []
 
         def moved(*given):
             calls.append(1)
-            move(*({0: each[0]} for each in given[:2]), *given[2:]) if len(calls) == 2 else move(*given)
+            move(given[0], *({0: each[0]} for each in given[1:3]), *given[3:]) if len(calls) == 1 else move(*given)
 
         exchange._move = moved
         with contextlib.suppress(KeyError):
@@ -166,7 +167,7 @@ def gone(folder, kind):
         pieces += [Passed(of, rank, None, torch.zeros(4)) for of in range(4) if of != rank]
         work = functools.partial(part.move, pieces)
     else:
-        part = Collectives(exchange, range(4), torch.device("cpu"))
+        part = Collectives(exchange, Layout(rank, 1, 4), torch.device("cpu"))
         gather = functools.partial(distributed.all_gather_into_tensor, torch.zeros(16), torch.zeros(4))
         work = functools.partial(part.meet, "a gather", None, gather)
     if rank != 3:

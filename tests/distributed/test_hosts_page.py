@@ -10,15 +10,22 @@ import time
 from pathlib import Path
 
 import pytest
-from support.torchrun import Hosts
+from support.torchrun import Hosts, environment
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/hosts.md").read_text()
 (PROGRAM,) = re.findall(r"^```py\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 # The page's blocks of commands, in its order.
-NAMES = ("start", "train", "addresses", "drives", "restarts", "fewer", "checkpoint", "slurm")
+NAMES = ("start", "train", "addresses", "drives", "replicas", "restarts", "fewer", "checkpoint", "slurm")
 COMMANDS = dict(zip(NAMES, re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE), strict=True))
+
+AS_IF_ON_GPUS = """
+import os
+if "LOCAL_RANK" in os.environ:
+    from support.launched import as_if_on_gpus
+    as_if_on_gpus()
+"""
 
 
 def lines(name):
@@ -28,9 +35,9 @@ def lines(name):
     return found
 
 
-def start(hosts, name, order=(0, 1), **more):
-    """Start a block's lines, each on its host; `order` numbers hosts differently."""
-    return [hosts.start(order[int(host[-1])], line, **more) for line, host in lines(name)]
+def start(hosts, name, **more):
+    """Start a block's lines, each on its host."""
+    return [hosts.start(int(host[-1]), line, **more) for line, host in lines(name)]
 
 
 def end(running, status=0):
@@ -98,7 +105,8 @@ def test_a_run_that_lost_a_rank_continues_on_fewer_hosts(hosts, alone):
 
 
 @pytest.mark.slow
-def test_train_on_two_hosts_has_the_bits_of_one_process(hosts):
+def test_train_on_two_hosts_has_the_bits_of_one_process(hosts, tmp_path):
+    """Accelerate shards on GPUs alone, so each rank begins with `as_if_on_gpus()`."""
     pytest.importorskip("transformers")
     from safetensors.torch import load_file
     from support.small_folder import make_model, write_rows
@@ -107,9 +115,12 @@ def test_train_on_two_hosts_has_the_bits_of_one_process(hosts):
     make_model(folder / "llama", "float32")
     config = json.loads((folder / "llama/config.json").read_text())
     (folder / "llama/config.json").write_text(json.dumps({**config, "attention_dropout": 0.0}))
-    write_rows(folder / "rows.jsonl", [{"text": f"It is a test of number {number}." * 3} for number in range(16)])
+    rows = [{"prompt": "What is it?", "completion": f"It is {number}."} for number in range(16)]
+    write_rows(folder / "rows.jsonl", rows)
     (folder / "fsdp.json").write_text(re.search(r"`fsdp\.json` has `(.*?)`", PAGE)[1])
-    end(start(hosts, "train"))
+    (tmp_path / "sitecustomize.py").write_text(AS_IF_ON_GPUS)
+    path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    end(start(hosts, "train", PYTHONPATH=path))
     line, _ = lines("train")[0]
     command = line[line.index("-m memascend") :].split(" --fsdp ")[0].replace("--output trained", "--output alone")
     command = command.replace("llama.run/", "alone.run") + " --gradient_accumulation_steps 4"
@@ -142,11 +153,14 @@ def test_a_run_that_lost_a_host_continues_when_it_is_back(hosts, alone, dead):
     _, output = running[1 - dead].ended()
     # The page's timeout, and the end of the processes.
     assert time.monotonic() - began < 20 + 30
-    assert re.search(rf"RankError: rank {2 * dead}, rank {2 * dead + 1} ", output), output
+    # torch's store is on the first host: without it, ranks cannot look up why the one beside them left.
+    named = "every other rank is gone" if dead == 0 else "rank 2, rank 3 did not"
+    assert re.search(f"RankError: (rank {2 * dead}, rank {2 * dead + 1} did not|{named})", output), output
     hosts.connect(dead, "up")
-    told = end(start(hosts, "drives", order=(1, 0)), 1)
+    swapped = [line.replace("host0", "host1") for line, _ in reversed(lines("drives"))]
+    told = end([hosts.start(host, line) for host, line in enumerate(swapped)], 1)
     assert "number the hosts as before" in told
-    assert "rank 0: holds no store at /mnt/nvme0/run" in told
+    assert "on host0 is the store of rank 0 of 4" in told, told
     assert begun_at(end(start(hosts, "drives"))) >= 7
     assert saved(hosts) == alone
     for rank in range(4):
@@ -164,6 +178,19 @@ def test_a_run_that_lost_a_drive_begins_at_its_checkpoint(hosts, alone):
     assert "rank 3: holds no store, and others do" in told
     assert "existing='replace' on all ranks to begin anew, with checkpoint=FOLDER at the step" in told
     assert begun_at(end(start(hosts, "checkpoint"))) == 5
+    assert saved(hosts) == alone
+
+
+@pytest.mark.slow
+def test_a_drive_that_a_replica_lost_is_filled_from_another_host(hosts, alone):
+    running = start(hosts, "replicas")
+    running[0].wait_for("step 7\n")
+    hosts.kill(1)
+    running[0].ended()
+    (hosts.folder_of(1, "nvme1") / "run").unlink()
+    output = end(start(hosts, "replicas"))
+    assert begun_at(output) >= 7
+    assert "rank 3 had no store: it was filled from that of rank 1" in output
     assert saved(hosts) == alone
 
 

@@ -11,10 +11,10 @@ from collections import Counter
 from contextlib import suppress
 
 import pytest
-from support import torchrun_replicas
+from support import torchrun_lives
 from support.rank_models import adamw, loss_of, model
 from support.torchrun import Hosts
-from support.torchrun_replicas import rows_digest, whole_of
+from support.torchrun_lives import rows_digest, whole_of
 
 import memascend
 from memascend.distributed.reshard import file_of_rank
@@ -48,7 +48,7 @@ class Alone:
 
     def __init__(self, folder, micros, options):
         self._micros = micros
-        self._model = model(torchrun_replicas.torch.bfloat16)
+        self._model = model(torchrun_lives.torch.bfloat16)
         self._model, self._optimizer = memascend.offload(
             self._model, adamw(self._model.parameters()), storage=folder, **options
         )
@@ -94,7 +94,7 @@ class Drill:
         port = 29500 + self.life
         line = (
             f"exec torchrun --nnodes {HOSTS} --node-rank {{}} --master-addr host0 --master-port {port} "
-            f"--nproc-per-node {RANKS_OF_HOST} {torchrun_replicas.__file__} /mnt/shared {self.life}"
+            f"--nproc-per-node {RANKS_OF_HOST} {torchrun_lives.__file__} /mnt/shared {self.life}"
         )
         self._running = [self.hosts.start(host, line.format(host)) for host in range(HOSTS)]
 
@@ -377,7 +377,7 @@ class Drill:
         with memascend.engine.Store.open(file) as store:
             names = [record["name"] for record in store.each_record() if record["shape"][0]]
             name = self.random.choice(names)
-            values = torchrun_replicas.as_bytes(store.read(name)[0]).numpy().tobytes()
+            values = torchrun_lives.as_bytes(store.read(name)[0]).numpy().tobytes()
         held = bytearray(file.read_bytes())
         at = held.find(values)
         assert at > 0

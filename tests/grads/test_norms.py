@@ -8,7 +8,7 @@ import torch
 
 from memascend import kernels
 from memascend.grads import norms as of_norms
-from memascend.grads.norms import Norms
+from memascend.grads.norms import Norms, norm_of, of_all_ranks, summands
 from memascend.tensors import rounded, total
 
 WIDTH = 24
@@ -55,12 +55,27 @@ def test_a_norm_is_that_of_the_exact_sum_in_any_order_and_division():
 def test_ranks_add_what_none_of_them_has_rounded():
     """As many ranks as it takes for their roundings to show."""
     values = torch.randn(999, generator=torch.Generator().manual_seed(5))
-    figures = SimpleNamespace(everyone=lambda mine: [mine] * 1001)
-    norms = Norms(figures)
-    gradient = SimpleNamespace(name="only")
-    norms.measure_once(gradient, values)
+    own = kernels.checked(values)
     wanted = math.fsum(values.double().square().tolist() * 1001)
-    assert norms.of([(gradient, values)]) == (True, math.sqrt(wanted))
+    assert norm(of_all_ranks(own, [1001 * one for one in summands(own)], None)) == (True, math.sqrt(wanted))
+
+
+def test_sums_that_a_rank_has_rounded_are_added_in_the_order_of_ranks():
+    squares = [3.0, 1 << 298, 1e-17, 1e-17]
+    sums = [sum(each) for each in zip(*(summands((False, one)) for one in squares), strict=True)]
+    exchange = SimpleNamespace(tell=lambda *_: squares)
+    assert of_all_ranks((False, 3.0), sums, exchange) == (False, total(squares))
+
+
+def test_rows_that_another_rank_has_counted_add_nothing():
+    norms, (present,) = Norms(counts=False), gradients([3])
+    norms.measure_once(*present)
+    assert norms.of([present]) == (False, 0)
+
+
+def norm(numbers):
+    """Whether all are finite, and the norm."""
+    return not numbers[0], norm_of(numbers[1])
 
 
 class Counted:
@@ -104,12 +119,12 @@ def test_gradients_in_a_devices_memory_are_measured_by_one_launch(counted, dtype
         norms.measure_once(gradient, values)
         norms.measure_once(gradient, torch.zeros(1))
     assert counted.launches == []
-    assert norms.of(present) == (True, exact(present))
+    assert norm(norms.of(present)) == (True, exact(present))
     assert counted.launches == [5]
     present[2][1][7] = math.nan
     norms.begin_step()
     norms.measure_once(*present[2])
-    assert not norms.of(present[2:3])[0]
+    assert norms.of(present[2:3])[0]
 
 
 def test_a_bucket_is_bounded(counted, monkeypatch):
@@ -117,7 +132,7 @@ def test_a_bucket_is_bounded(counted, monkeypatch):
     norms, present = Norms(), gradients([100, 100, 100, 400, 10])
     for gradient, values in present:
         norms.measure_once(gradient, values)
-    assert norms.of(present) == (True, exact(present))
+    assert norm(norms.of(present)) == (True, exact(present))
     assert counted.launches == [3, 1, 1]
 
 
@@ -132,4 +147,4 @@ def test_a_gradient_that_arrives_on_a_device_is_measured_at_once(counted):
         values.zero_()
     for (gradient, _), measure in zip(present, arrived, strict=True):
         gradient.measure = lambda measure=measure: measure
-    assert norms.of(present) == (True, exact(gradients([3] * 150)))
+    assert norm(norms.of(present)) == (True, exact(gradients([3] * 150)))

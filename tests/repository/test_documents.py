@@ -151,11 +151,12 @@ def test_every_example_runs_as_it_says(example, tmp_path):
     if example == "lora.py":
         pytest.importorskip("peft")
     said = ast.get_docstring(ast.parse((ROOT / "examples" / example).read_text()))
-    lines = re.findall(r"^ +python (examples/.*)", said, re.MULTILINE)
+    lines = re.findall(r"^ +(python|torchrun) (.*\bexamples/.*)", said, re.MULTILINE)
     assert lines
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    for line in lines:
-        words = shlex.split(line, comments=True)
+    for program, line in lines:
+        words = ["-m", "torch.distributed.run"] if program == "torchrun" else []
+        words += shlex.split(line, comments=True)
         words += {"hf_trainer.py": ["--steps", "4"]}.get(Path(words[0]).name, [])
         done = subprocess.run([sys.executable, "-W", "default", *words], cwd=tmp_path, check=False, timeout=900,
                               capture_output=True, text=True)  # fmt: skip

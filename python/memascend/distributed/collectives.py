@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import traceback
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,7 +11,8 @@ import torch
 
 from memascend.distributed.groups import let_go
 from memascend.errors import UsageError
-from memascend.storage import Checksum
+from memascend.storage import Checksum, checksum_of
+from memascend.tensors import flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -44,21 +46,17 @@ class Collectives:
         self._done: list[str] = []
         self._last: list[str] = []
         self._sum = Checksum()
+        # Digests of rows that this rank gave to gathers since then, by the parameters' names.
+        self._rows: dict[str, int] = {}
         self._group: Any = None
         self._group_of_peers: Any = None
         if device.type != "cpu":
             return
-        # torch has all ranks make each group, those that are not in it, too.
-        for replica in range(layout.replicas):
-            made = self._made(layout.ranks_of(replica))
-            self._group = made if replica == layout.replica else self._group
-        for shard in range(layout.shards if layout.replicas > 1 else 0):
-            made = self._made(range(shard, layout.size, layout.shards))
-            self._group_of_peers = made if shard == layout.shard else self._group_of_peers
-
-    def _made(self, ranks: Sequence[int]) -> Any:
-        exchange = self._exchange
-        return exchange.meeting.make_group(max(_SECONDS_MIN, exchange.timeout * _PART), ranks)
+        seconds = max(_SECONDS_MIN, exchange.timeout * _PART)
+        self._group = exchange.meeting.make_group(seconds, [layout.ranks_of(one) for one in range(layout.replicas)])
+        if layout.replicas > 1:
+            peers = [range(shard, layout.size, layout.shards) for shard in range(layout.shards)]
+            self._group_of_peers = exchange.meeting.make_group(seconds, peers)
 
     def note(self, done: str) -> None:
         """Record a gather or a reduction of this rank."""
@@ -70,6 +68,17 @@ class Collectives:
         """A checksum of gathers and reductions since the last call, which must be equal on all ranks."""
         found, self._sum = str(self._sum), Checksum()
         self._last, self._done = self._done, []
+        return found
+
+    def note_rows(self, name: str, rows: torch.Tensor) -> None:
+        """Record the values of rows that this rank gives to a gather, to compare them with those of its peers."""
+        if name not in self._rows:
+            said = f"{name} {checksum_of(flat(rows).cpu())}".encode()
+            self._rows[name] = int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little")
+
+    def told_rows(self) -> int:
+        """A digest of the rows noted since the last call, which must be equal on ranks with the same rows."""
+        found, self._rows = sum(self._rows.values()), {}
         return found
 
     def require_same(self, told: Sequence[str]) -> None:
@@ -101,14 +110,18 @@ class Collectives:
         if self._exchange.broken is not None:
             raise self._exchange.broken
         try:
-            own = self._group_of_peers if peers else self._group
-            return do(given if own is None else own)
+            return do(self._chosen(given, peers=peers))
         except RuntimeError as error:
             # Ranks that wait for this one notice when its connections close, with the last reference to the group.
             traceback.clear_frames(error.__traceback__)
             self.close()
             within = max(_SECONDS_MIN, self._exchange.timeout * (1 - _PART))
             raise self._exchange.lost(f"{what} ({str(error).splitlines()[0][:200]})", within) from error
+
+    def _chosen(self, given: Any, *, peers: bool) -> Any:
+        # Not a name within meet(), which would keep the connections open while the reason is exchanged.
+        own = self._group_of_peers if peers else self._group
+        return given if own is None else own
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import itertools
 import json
 import threading
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import distributed
@@ -35,18 +37,79 @@ _TEXT_CHARACTERS_MAX = 600
 _INTERRUPT_SECONDS = 0.05
 # The shortest wait, even if other ranks took all of the time: the message may have arrived.
 _SECONDS_MIN = 0.01
-_TAG = 23
+_TAG_WORD, _TAG_DETAIL, _TAG_NOTHING = range(23, 26)
+# The share of the timeout that is left for details, in which ranks find out who is missing.
+_PART_DETAIL = 0.25
+_DETAIL_SECONDS_MAX = 5.0
+# How often, in that time, a rank that waits for a word looks whether another rank has given up.
+_LOOKS = 8
+# Of a word, and of the first part of a detail. The exact sum of squares takes 180 digits, and a digest 32.
+_WORD_BYTES = 512
+_DIGEST_BYTES = 16
+# What the ranks of a word say: all the same; different things, or one failed; nothing, as one of them is missing.
+_SAME, _APART, _LOST = range(3)
 # failed: an error on this rank; lost: other ranks did not take part.
 _Kind = Literal["said", "failed", "lost"]
 
 
 class Message(NamedTuple):
-    """The message with one number that a rank sends to all others."""
+    """The message with one number that a rank has for all others."""
 
     number: int
     kind: _Kind
     about: str | None  # its subject, which must be the same on all ranks
     value: Any  # a JSON value, or the text of an error
+    numbers: list[int]  # to add over all ranks
+    waited: float = 0.0  # seconds, until it was sent to each rank by itself
+
+
+class Word(NamedTuple):
+    """The messages of some ranks with one number, added up. It has a fixed size, and is enough if all agree."""
+
+    state: int
+    number: int
+    digest: str  # of the subject and the value
+    sums: list[int]
+
+    @classmethod
+    def of(cls, message: Message) -> Word:
+        """The word of one rank."""
+        said = json.dumps([message.about, message.value]).encode()
+        digest = hashlib.blake2b(said, digest_size=_DIGEST_BYTES).hexdigest()
+        state = _SAME if message.kind == "said" else _APART
+        word = cls(state, message.number, digest, message.numbers)
+        return word if len(json.dumps(word)) <= _WORD_BYTES else word.apart()
+
+    def apart(self) -> Word:
+        """The word of ranks that do not agree, or whose sums do not fit into one."""
+        return Word(max(self.state, _APART), self.number, self.digest, [])
+
+    def and_of(self, other: Word) -> Word:
+        """The word of these ranks and of others."""
+        state = max(self.state, other.state)
+        if self[1:3] != other[1:3] or len(self.sums) != len(other.sums):
+            return Word(state, *self[1:]).apart()
+        word = Word(state, *self[1:3], [one + more for one, more in zip(self.sums, other.sums, strict=True)])
+        return word if len(json.dumps(word)) <= _WORD_BYTES else word.apart()
+
+    def to_tensor(self) -> torch.Tensor:
+        """As it is sent."""
+        return _padded(json.dumps(self))
+
+
+def _padded(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text.encode().ljust(_WORD_BYTES)), dtype=torch.uint8)
+
+
+def _room() -> torch.Tensor:
+    return torch.empty(_WORD_BYTES, dtype=torch.uint8, device="cpu")
+
+
+def _json_in(room: torch.Tensor) -> Any:
+    return json.loads(bytes(room.tolist()))
+
+
+_LOST_WORD = Word(_LOST, 0, "", [])
 
 
 class Failure(NamedTuple):
@@ -59,10 +122,13 @@ class Failure(NamedTuple):
 class Exchange:
     """Exchanges small JSON values between all ranks, over a gloo group of its own.
 
-    Every rank sends to every other one, so a rank that died or hangs is known by its number. After that no message
-    counts any more, since some ranks may have received messages that others have not. torch's TCPStore and gloo's
-    monitored_barrier cannot replace this: with the store a rank waits for a dead rank until the timeout, and the
-    barrier names a rank on rank 0 alone.
+    Ranks that agree, as in most steps, send one word of a fixed size up a binomial tree and its sum down again. Only if
+    they say different things, or one failed or is missing, each sends its whole message to every other one, so that a
+    rank that died or hangs is known by its number. After that no message counts any more, since some ranks may have
+    received messages that others have not.
+
+    gloo's own all_reduce is a ring, which takes 2 (W - 1) hops; its monitored_barrier names a rank on rank 0 alone; and
+    with torch's store a rank waits for a dead one until the timeout.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -76,9 +142,19 @@ class Exchange:
         self.failure: Failure | None = None
         self._group: Any = self.meeting.make_group(timeout)
         self._others = [rank for rank in range(self.size) if rank != self.rank]
+        # The neighbours in the tree of rank 0: ranks of one host, whose numbers are close, are close in it.
+        self._parent = self.rank & (self.rank - 1)
+        steps = [1 << power for power in range(self.size.bit_length())]
+        below = [self.rank + step for step in steps if self.rank % (2 * step) == 0]
+        self._children = [rank for rank in below if rank < self.size]
+        # Words that are sent with this message and the last one. A rank that answers has received all before.
+        self._sending: tuple[list[Any], list[Any]] = ([], [])
+        self._detail_seconds = min(timeout * _PART_DETAIL, _DETAIL_SECONDS_MAX)
         # It moves rows to the first rank.
         self.line = Line(self.meeting, timeout)
         self._count = 0
+        # Numbers that go with the next message.
+        self._adding: list[list[int]] = []
 
     def tell(self, about: str, said: Any, *, remedy: str = DISCARDED) -> list[Any]:
         """Send the JSON value `said` to all other ranks, and return the values of all ranks, by rank.
@@ -96,6 +172,15 @@ class Exchange:
             ranks, reasons = self.failure
             raise RankError(f"{_named(ranks)} failed, and {remedy} ({reasons})", ranks=ranks)
         return [one.value for one in heard]
+
+    def add(self, numbers: Iterable[int]) -> list[int]:
+        """Let whole numbers go with the next message; the list then has their sums over all ranks, once it is there.
+
+        All ranks add as many. One that is not to be counted adds zeros.
+        """
+        sums = [*map(int, numbers)]
+        self._adding.append(sums)
+        return sums
 
     def everyone(self, mine: Any) -> list[Any]:
         """The JSON values of all ranks, by rank; all ranks make this call together."""
@@ -168,7 +253,11 @@ class Exchange:
     def close(self) -> None:
         """Leave all groups: ranks that still use them see that this one is gone."""
         self.line.close()
-        group, self._group = self._group, None
+        if self.broken is not None and self._group is not None:
+            # A wait for a word may still be there.
+            self._hang_up()
+        # What is being sent keeps connections open.
+        group, self._group, self._sending = self._group, None, ([], [])
         self.broken = self.broken or RankError("the ranks do not talk any more: the run was closed", ranks=())
         let_go(group)
 
@@ -177,20 +266,29 @@ class Exchange:
         if self.broken is not None:
             raise self.broken
         self._count += 1
-        own = Message(self._count, kind, about, value)
-        heard: dict[int, Message] = {self.rank: own}
-        # Ranks that did not take part, and the reasons.
-        lost: dict[int, str] = {}
-        until = time.monotonic() + (self.timeout if within is None else within)
-        # On a thread: gloo's waits ignore signals.
-        talk = threading.Thread(target=self._talk, args=(own, heard, lost, until), daemon=True)
-        talk.start()
+        adding, self._adding = self._adding, []
+        own = Message(self._count, kind, about, value, [one for each in adding for one in each])
+        began = time.monotonic()
+        until = began + (self.timeout if within is None else within)
         try:
-            while talk.is_alive():
-                talk.join(_INTERRUPT_SECONDS)
+            word = _LOST_WORD if kind == "lost" else self._agreed(Word.of(own), until - self._detail_seconds)
+            if word.state == _SAME:
+                _put(word.sums, adding)
+                return [own] * self.size
+            if word.state == _LOST:
+                self._ring()
+            own = own._replace(waited=time.monotonic() - began)
+            heard: dict[int, Message] = {self.rank: own}
+            # Ranks that did not take part, and the reasons.
+            lost: dict[int, str] = {}
+            # It may end after close().
+            _wait_for(functools.partial(self._talk, self._group, own, heard, lost, until))
         except BaseException:
             self.broken = RankError(f"rank {self.rank} was interrupted while all ranks talked", ranks=(self.rank,))
             raise
+        if word.state == _LOST and not lost and all(one.kind != "lost" for one in heard.values()):
+            # All came in the end, after another rank had given up.
+            lost[min(heard, key=lambda rank: heard[rank].waited)] = "it came too late"
         self._require_all(own, heard, lost)
         told = {rank: one for rank, one in sorted(heard.items()) if one.kind != "said"}
         if told:
@@ -200,6 +298,8 @@ class Exchange:
                 self.end(self.failure.reasons)
                 assert self.broken is not None
                 raise self.broken
+        else:
+            _put([sum(each) for each in zip(*(one.numbers for one in heard.values()), strict=True)], adding)
         return [heard[rank] for rank in range(self.size)]
 
     def _require_all(self, own: Message, heard: dict[int, Message], lost: dict[int, str]) -> None:
@@ -216,6 +316,8 @@ class Exchange:
             return
         # Ranks that lose this one look up the ranks that it blames; it does the same for the ranks that it lost.
         self.meeting.left_by(lost)
+        if lost:
+            self._hang_up()
         ranks = self.meeting.at_fault(lost) if lost else tuple(sorted(strange))
         named = _named(ranks)
         if len(ranks) == len(lost) == len(self._others) > 1:
@@ -231,25 +333,102 @@ class Exchange:
         )
         raise self.broken
 
-    def _talk(self, own: Message, heard: dict[int, Message], lost: dict[int, str], until: float) -> None:
-        text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
-        lengths = {rank: torch.empty(1, dtype=torch.int64, device="cpu") for rank in self._others}
-        self._move(lengths, dict.fromkeys(lengths, torch.tensor([text.numel()], device="cpu")), lost, until)
+    # --- words --------------------------------------------------------------------------
+
+    def _agreed(self, own: Word, until: float) -> Word:
+        """The words of all ranks, added; that of a loss if one is missing, or if another rank has given up."""
+        found: list[Word] = []
+        self._sending = (self._sending[1], [])
+        over, rung = threading.Event(), threading.Event()
+        listening = threading.Thread(target=self._listen, args=(over, rung), daemon=True)
+        listening.start()
+        group = self._group
+        try:
+            _wait_for(
+                lambda: found.append(self._added(group, own)),
+                lambda: rung.is_set() or time.monotonic() > until,
+            )
+        finally:
+            over.set()
+        return found[0] if found else _LOST_WORD
+
+    def _added(self, group: Any, word: Word) -> Word:
+        for child in self._children:
+            word = word.and_of(self._received(group, child))
+        if self.rank:
+            self._send(group, word, self._parent)
+            word = self._received(group, self._parent)
+        for child in reversed(self._children):
+            self._send(group, word, child)
+        return word
+
+    def _received(self, group: Any, rank: int) -> Word:
+        room = _room()
+        try:
+            # gloo closes all connections at its timeout, and details still need them then.
+            work = distributed.irecv(room, rank, group=group, tag=_TAG_WORD)
+            assert work is not None
+            work.wait(timedelta(seconds=2 * self.timeout))
+        except RuntimeError:
+            return _LOST_WORD
+        return Word(*_json_in(room))
+
+    def _send(self, group: Any, word: Word, rank: int) -> None:
+        # A rank that is gone is noticed by the next word that does not come from it.
+        with contextlib.suppress(RuntimeError):
+            self._sending[1].append(distributed.isend(word.to_tensor(), rank, group=group, tag=_TAG_WORD))
+
+    def _listen(self, over: threading.Event, rung: threading.Event) -> None:
+        """Notice within a short time that another rank has given up: this one may wait for one that hangs, too."""
+        with contextlib.suppress(RuntimeError):
+            while not over.wait(self._detail_seconds / _LOOKS):
+                if self.meeting.has_alarm():
+                    rung.set()
+                    return
+
+    def _ring(self) -> None:
+        """Call all ranks out of their waits for a word: through the store, and the neighbours also without it."""
+        self.meeting.alarm()
+        for rank in {*self._children, self._parent} - {self.rank}:
+            self._send(self._group, _LOST_WORD, rank)
+
+    def _hang_up(self) -> None:
+        """Close all connections, so that no rank waits for this one; gloo does that at a timeout."""
+        with contextlib.suppress(RuntimeError):
+            work = distributed.irecv(_room(), group=self._group, tag=_TAG_NOTHING)
+            assert work is not None
+            work.wait(timedelta(milliseconds=1))
+
+    # --- details ------------------------------------------------------------------------
+
+    def _talk(self, group: Any, own: Message, heard: dict[int, Message], lost: dict[int, str], until: float) -> None:
+        text = _padded(json.dumps(own))
+        # A text that is too long is sent after its length. All others arrive even if one rank hangs, at which gloo
+        # closes all connections.
+        is_long = text.numel() > _WORD_BYTES
+        first = {rank: _room() for rank in self._others}
+        self._move(group, first, dict.fromkeys(first, _padded(str(text.numel())) if is_long else text), lost, until)
+        found = {rank: _json_in(first[rank]) for rank in first if rank not in lost}
         texts = {
-            rank: torch.empty(int(lengths[rank]), dtype=torch.uint8, device="cpu")
-            for rank in lengths
-            if rank not in lost
+            rank: torch.empty(one, dtype=torch.uint8, device="cpu")
+            for rank, one in found.items()
+            if isinstance(one, int)
         }
-        self._move(texts, dict.fromkeys(texts, text), lost, until)
-        for rank in texts.keys() - lost.keys():
-            heard[rank] = Message(*json.loads(bytes(texts[rank].tolist())))
+        self._move(group, texts, dict.fromkeys(found, text) if is_long else {}, lost, until)
+        found |= {rank: _json_in(room) for rank, room in texts.items() if rank not in lost}
+        heard |= {rank: Message(*one) for rank, one in found.items() if rank not in lost}
 
     def _move(
-        self, into: dict[int, torch.Tensor], out: dict[int, torch.Tensor], lost: dict[int, str], until: float
+        self,
+        group: Any,
+        into: dict[int, torch.Tensor],
+        out: dict[int, torch.Tensor],
+        lost: dict[int, str],
+        until: float,
     ) -> None:
         """Receive from some ranks and send to some; ranks with which this failed are added to `lost`."""
-        begun = [(rank, self._begun(distributed.irecv, room, rank)) for rank, room in into.items()]
-        begun += [(rank, self._begun(distributed.isend, message, rank)) for rank, message in out.items()]
+        begun = [(rank, _begun(distributed.irecv, room, rank, group)) for rank, room in into.items()]
+        begun += [(rank, _begun(distributed.isend, message, rank, group)) for rank, message in out.items()]
         for rank, work in begun:
             try:
                 if isinstance(work, RuntimeError):
@@ -260,11 +439,27 @@ class Exchange:
                 is_late = "Timed out" in str(error)
                 lost.setdefault(rank, "no answer in time" if is_late else "its process ended, or its connection")
 
-    def _begun(self, begin: Any, memory: torch.Tensor, rank: int) -> Any:
-        try:
-            return begin(memory, rank, group=self._group, tag=_TAG)
-        except RuntimeError as error:
-            return error
+
+def _put(sums: Iterable[int], adding: list[list[int]]) -> None:
+    """Put sums in place of the numbers that were added."""
+    found = iter(sums)
+    for each in adding:
+        each[:] = itertools.islice(found, len(each))
+
+
+def _begun(begin: Any, memory: torch.Tensor, rank: int, group: Any) -> Any:
+    try:
+        return begin(memory, rank, group=group, tag=_TAG_DETAIL)
+    except RuntimeError as error:
+        return error
+
+
+def _wait_for(do: Callable[[], object], is_over: Callable[[], bool] = lambda: False) -> None:
+    """Call `do` on a thread until it returns or `is_over`: gloo's waits ignore signals."""
+    talk = threading.Thread(target=do, daemon=True)
+    talk.start()
+    while talk.is_alive() and not is_over():
+        talk.join(_INTERRUPT_SECONDS)
 
 
 class Alone:
@@ -364,13 +559,17 @@ class Agreement:
 
         def agree() -> None:
             nonlocal agreed
-            self._require_equal(self._ask("staged", [number, self.store.digest()], DISCARDED))
+            digest = self.store.digest() if self.layout.replicas > 1 else 0
+            apart = self.exchange.add([self.beside_others(digest)])
+            self._ask("staged", number, DISCARDED)
+            if any(apart):
+                self.reject(digest)
             agreed = True
 
         with self.step():
             try:
                 generation = make((self.run, number, identity, self.exchange.rank, self.layout.shards), agree)
-                self._ask("written", [number, 0], _UNKNOWN)
+                self._ask("written", number, _UNKNOWN)
             except BaseException:
                 if agreed:
                     # Roots were being written when a rank failed: reopening finds out which ranks have the commit.
@@ -379,24 +578,31 @@ class Agreement:
         self.number, self.identity = number, identity
         return generation
 
-    def _ask(self, phase: str, said: list[int], remedy: str) -> list[int]:
-        """The digests of all ranks, which must be at the same commit."""
-        told = self.exchange.tell(phase, said, remedy=remedy)
-        apart = {rank: other for rank, (other, _) in enumerate(told) if other != said[0]}
+    def _ask(self, phase: str, number: int, remedy: str) -> None:
+        """Wait until all ranks are at this phase of this commit."""
+        numbers = self.exchange.tell(phase, number, remedy=remedy)
+        apart = {rank: other for rank, other in enumerate(numbers) if other != number}
         if apart:
             self.store.end()
-            raise RankError(f"commit {said[0]} of rank {self.exchange.rank} meets others: {apart}", ranks=tuple(apart))
-        return [digest for _, digest in told]
+            raise RankError(f"commit {number} of rank {self.exchange.rank} meets others: {apart}", ranks=tuple(apart))
 
-    def _require_equal(self, digests: list[int]) -> None:
-        """Reject a commit for which ranks with the same rows have computed other values: their stores would part."""
-        shards = self.layout.shards
-        apart = tuple(rank for rank, digest in enumerate(digests) if digest != digests[rank % shards])
-        if apart:
-            first = apart[0] % shards
-            raise RankError(
-                f"{_named(apart)} computed other values than rank {first}, which has the same rows, from the same "
-                "gradients: give all replicas the same learning rates and other options, one version of torch and "
-                f"processors of one kind; {DISCARDED}",
-                ranks=apart,
-            )
+    def beside_others(self, digest: int) -> int:
+        """A number whose sum over all ranks is 0 if all ranks with the same rows have the same digest.
+
+        The first replica counts for, and all others against; rows are part of the hash, so that no differences cancel.
+        """
+        layout = self.layout
+        said = hashlib.blake2b(json.dumps([digest, layout.shard]).encode(), digest_size=_DIGEST_BYTES).digest()
+        return int.from_bytes(said, "little") * (-1 if layout.replica else layout.replicas - 1)
+
+    def reject(self, digest: int, remedy: str = DISCARDED) -> NoReturn:
+        """Reject a step where ranks with the same rows have computed other values: their stores would part."""
+        digests, shards = self.exchange.tell("the digests", digest), self.layout.shards
+        apart = tuple(rank for rank, one in enumerate(digests) if one != digests[rank % shards])
+        first = apart[0] % shards
+        raise RankError(
+            f"{_named(apart)} computed other values than rank {first}, which has the same rows, from the same "
+            "gradients: give all replicas the same learning rates and other options, one version of torch and "
+            f"processors of one kind; {remedy}",
+            ranks=apart,
+        )

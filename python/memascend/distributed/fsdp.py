@@ -355,8 +355,12 @@ class RowSource:
         place: Place | None,
         residency: Residency,
         alone: Callable[[], AbstractContextManager[None]],
+        note: Callable[[str, torch.Tensor], None] | None = None,
     ) -> None:
-        """`place`: the parameter's place in a unit; None: this rank has no rows. `alone`: around work of this rank."""
+        """`place`: the parameter's place in a unit; None: this rank has no rows. `alone`: around work of this rank.
+
+        `note` is called with the rows of each gather.
+        """
         self.name = sharded.name
         self.shape = sharded.shape
         self.dtype = sharded.local.dtype
@@ -364,6 +368,7 @@ class RowSource:
         self._place = place
         self.residency = residency
         self._alone = alone
+        self._note = note
         # Rows of a whole state dict, until they are loaded, and the version of those that they replace.
         self._given: tuple[torch.Tensor, int] | None = None
 
@@ -377,6 +382,8 @@ class RowSource:
         found: list[torch.Tensor] = []
 
         def take(values: torch.Tensor) -> None:
+            if self._note is not None:
+                self._note(self.name, values)
             if self.shape == self._padded_shape:
                 found.append(values.to(wanted))
                 return
@@ -502,7 +509,7 @@ class LocalRows(torch.Tensor):
         options = kwargs or {}
         schema = func._schema  # noqa: SLF001
         name = schema.name.removeprefix("aten::")
-        if name in _SAME or (name == "view" and torch.Size(args[1]) == args[0].shape):
+        if name in _SAME or (func is torch.ops.aten.view.default and torch.Size(args[1]) == args[0].shape):
             return args[0].source.rows() if args[0].source.is_real else LocalRows(args[0].source, args[0].device)
         given = {one.name: value for one, value in zip(schema.arguments, args, strict=False)} | options
         written = [given.get(one.name) for one in schema.arguments if one.alias_info and one.alias_info.is_write]

@@ -16,7 +16,10 @@ from memascend.distributed.rendezvous import (
     LOOK_SECONDS,
     WORD_SECONDS,
     answered,
+    come,
     gone,
+    have_all_come,
+    look_seconds,
     meet,
     store_failed,
     values_of_ranks,
@@ -33,7 +36,7 @@ _PART_AFTER = 0.25
 _SECONDS_AFTER_MAX = 5.0
 # With two ranks, the other one is always at fault.
 _PAIR = 2
-# The word of a rank that has made the group.
+# The word of a rank that has made the group, or is about to.
 _MADE = "made"
 
 
@@ -51,8 +54,8 @@ class Meeting:
         digest = self._prefix.rpartition("/")[2]
         distributed.distributed_c10d._world.group_count = int(digest, 16) >> 16  # noqa: SLF001
 
-    def make_group(self, timeout: float, ranks: Sequence[int] | None = None) -> Any:
-        """Make a group of some ranks, in their order, or of all; all ranks do so together.
+    def make_group(self, timeout: float, parts: Sequence[Sequence[int]] | None = None) -> Any:
+        """Make a group of all ranks, or of each of some parts, and return this rank's; all ranks do so together.
 
         gloo does not report which rank is missing. So the ranks look for each other before and after, through the store
         with which torch's own group was made. They wait `timeout` seconds, including the search for missing ranks.
@@ -60,22 +63,20 @@ class Meeting:
         Raises:
             RankError: no group was made; the error names the missing ranks, unless the store is gone, too.
         """
-        members = None if ranks is None else list(ranks)
         number, self._groups = self._groups, self._groups + 1
         after = min(timeout * _PART_AFTER, _SECONDS_AFTER_MAX)
         group, why = None, "it did not come"
         missing: tuple[int, ...] = ()
         apart: dict[int, str] = {}
         try:
-            _, missing = self._all_at(f"{number}/begins", "here", timeout)
+            _, missing = self._all_at(f"{number}/begins", "", timeout)
             if not missing:
                 until = time.monotonic() + timeout
-                group, why = _made(members, timeout - after)
+                group, why = _made(parts, timeout - after)
                 # A rank that has made the group may be ahead of one that still waits for a dead rank.
                 seconds = max(after, until - time.monotonic())
-                words, missing = self._all_at(f"{number}/ends", why or _MADE, seconds)
-                apart = {rank: word for rank, word in enumerate(words) if word != _MADE}
-                if not apart:
+                apart, missing = self._all_at(f"{number}/ends", why, seconds)
+                if not apart and not missing:
                     return group
         except RuntimeError as error:
             why, missing, apart = f"{why}; {store_failed(error)}", (), {}
@@ -92,23 +93,40 @@ class Meeting:
             ranks=some,
         )
 
-    def _all_at(self, moment: str, word: str, seconds: float) -> tuple[list[str], tuple[int, ...]]:
-        """The words of all ranks at a moment of making a group, and the ranks at fault if some come too late."""
+    def _all_at(self, moment: str, why: str, seconds: float) -> tuple[dict[int, str], tuple[int, ...]]:
+        """At a moment of making a group: which ranks have none and why, and the ranks at fault if some come too late.
+
+        `why` this rank has none; "" if all is well.
+        """
         prefix, until = f"{self._prefix}/{moment}", time.monotonic() + seconds
 
-        def look() -> tuple[list[str], list[int]]:
+        def look() -> tuple[dict[int, str], list[int]]:
             store = _store()
-            store.set(f"{prefix}/{self.rank}", word)
-            while True:
-                is_over = time.monotonic() > until
-                words = values_of_ranks(store, prefix, self.size, each=is_over)
-                missing = [rank for rank, one in enumerate(words) if not one]
-                if is_over or not missing:
-                    return words, missing
-                time.sleep(LOOK_SECONDS)
+            store.set(f"{prefix}/{self.rank}", why or _MADE)
+            if why:
+                store.set(f"{prefix}/apart", why)
+            come(store, prefix, self.size)
+            while not (is_there := have_all_come(store, prefix)) and time.monotonic() < until:
+                time.sleep(look_seconds(self.size))
+            if is_there and not store.check([f"{prefix}/apart"]):
+                return {}, []
+            # One by one, which is much for the store.
+            words = values_of_ranks(store, prefix, self.size, each=True)
+            apart = {rank: word for rank, word in enumerate(words) if word not in ("", _MADE)}
+            return apart, [rank for rank, word in enumerate(words) if not word]
 
-        words, missing = answered(look, seconds + WORD_SECONDS)
-        return words, self.at_fault(missing) if missing else ()
+        apart, missing = answered(look, seconds + WORD_SECONDS)
+        return apart, self.at_fault(missing) if missing else ()
+
+    def alarm(self) -> None:
+        """Leave a sign for all ranks that one of them has given up."""
+        # If the store is gone, ranks that lose others still notify their neighbours.
+        with contextlib.suppress(RuntimeError):
+            answered(lambda: _store().set(f"{self._prefix}/alarm", "given up"), WORD_SECONDS)
+
+    def has_alarm(self) -> bool:
+        """Whether a rank has given up."""
+        return bool(_store().check([f"{self._prefix}/alarm"]))
 
     def left_by(self, blamed: Iterable[int]) -> None:
         """Leave a note that this rank stopped because of others, so that ranks that wait for it name those."""
@@ -145,11 +163,19 @@ class Meeting:
         return f"{self._prefix}/left/{rank}"
 
 
-def _made(members: list[int] | None, seconds: float) -> tuple[Any, str]:
+def _made(parts: Sequence[Sequence[int]] | None, seconds: float) -> tuple[Any, str]:
     """The group, or the reason why there is none. gloo may try for several times the timeout that it is given."""
-    timeout = timedelta(seconds=seconds)
+    timeout, rank = timedelta(seconds=seconds), distributed.get_rank()
+
+    def make() -> Any:
+        if parts is None:
+            return distributed.new_group(backend="gloo", timeout=timeout)
+        # torch has all ranks make each group, those that are not in it, too.
+        made = [distributed.new_group(list(part), backend="gloo", timeout=timeout) for part in parts]
+        return next(group for part, group in zip(parts, made, strict=True) if rank in part)
+
     try:
-        return answered(lambda: distributed.new_group(members, backend="gloo", timeout=timeout), seconds), ""
+        return answered(make, seconds), ""
     except RuntimeError as error:
         return None, str(error).splitlines()[0][:200]
 

@@ -128,6 +128,10 @@ _ANEW = (
     "bring back what is missing, or give existing='replace' on all ranks to begin anew, with checkpoint=FOLDER at the "
     "step that optimizer.save() wrote there"
 )
+_BEHIND = (
+    "move away the stores of a replica that the run left behind, and they are filled from another one, or give "
+    "existing='replace' to begin anew on all ranks"
+)
 AS_THEY_WERE = (
     "number the hosts as before (torchrun --node-rank 0, 1, ... with --master-addr, and without --rdzv-backend and "
     "--rdzv-endpoint, under which torchrun numbers them itself), or move each store to where its rank looks for it"
@@ -244,7 +248,7 @@ def choose(
             f"that number: only a run in one folder, given to all ranks, resumes with another number. Otherwise {_ANEW}"
         )
     require_own(kept, layout.shards)
-    run, number, identity = _common(kept, existing)
+    run, number, identity = _common(kept, existing, _ANEW if layout.replicas == 1 else _BEHIND)
     anew = replace(anew, run=run, number=number, identity=identity, lost=lost)
     if exchange.rank in lost:
         return replace(anew, existing="replace")
@@ -369,7 +373,7 @@ def is_at(commit: dict[str, Any], number: int, identity: bytes) -> bool:
     return bool(commit["number"] == number and commit["identity"] == identity.hex())
 
 
-def _common(seen: Mapping[int, dict[str, Any]], existing: Existing) -> tuple[bytes, int, bytes]:
+def _common(seen: Mapping[int, dict[str, Any]], existing: Existing, remedy: str = _ANEW) -> tuple[bytes, int, bytes]:
     """The run's id, and number and identity of the commit that all ranks open."""
     runs = {one["commits"][0]["run"] for one in seen.values()}
     damaged = {rank: one["damage"] for rank, one in seen.items() if one["damage"] is not None}
@@ -401,7 +405,7 @@ def _common(seen: Mapping[int, dict[str, Any]], existing: Existing) -> tuple[byt
         why = ""
         if set.intersection(*({number for number, _ in commits} for commits in have.values())):
             why = ", as the run was continued more than once, and these stores are of several of its continuations"
-        raise ConfigError(f"no commit is there on every rank{why}: {_listed(of)}; nothing was changed: {_ANEW}")
+        raise ConfigError(f"no commit is there on every rank{why}: {_listed(of)}; nothing was changed: {remedy}")
     number, identity = max(both)
     return bytes.fromhex(run), number, bytes.fromhex(identity)
 

@@ -6,6 +6,7 @@ import hashlib
 import ipaddress
 import json
 import os
+import resource
 import secrets
 import socket
 import threading
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 
 
 _Answer = TypeVar("_Answer")
-# How often a rank that waits for others looks for their keys.
+# How often a rank that waits for others looks for a key: of more ranks, each looks less often, since all ask one store.
 LOOK_SECONDS = 0.01
+_LOOKING_MAX = 16
 # How long to wait for the reason of a rank that may just have left; a dead rank leaves none.
 WORD_SECONDS = 0.5
 
@@ -30,44 +32,93 @@ def meet(store: Any, rank: int, count: int, timeout: float) -> str:
     """Agree with all ranks on a prefix for keys that no other attempt of the run has used; all ranks do so together.
 
     torchrun keeps its store when it restarts the processes, so that the keys of the attempt before are still there. So
-    each rank writes a word that it draws now, and then a digest of the words of all. When the digests of all ranks are
-    equal, each of them contains the present word of each rank.
+    each rank writes a word that it draws now. Rank 0 answers each word with a digest of the words of all, and does so
+    again if one changes: it was of an earlier attempt. Once all ranks have the same digest, each of them is there.
 
     Raises:
         RankError: a rank did not come; the error names it.
-        ConfigError: a host of several would tell the others an address that only itself can reach.
+        ConfigError: a host of several would tell the others an address that only itself can reach, or a rank may open
+            too few files.
     """
-    word = secrets.token_hex(8)
     apart: list[int] = []
     try:
-        words, apart = answered(lambda: _gathered(store, rank, count, word, timeout), timeout + WORD_SECONDS)
-        if not apart:
-            _require_reachable([json.loads(store.get(_about(one))) for one in words])
-            return f"memascend/{_digest(words)}"
+        answer, apart = answered(lambda: _Gathering(store, rank, count).answer(timeout), timeout + WORD_SECONDS)
     except RuntimeError as error:
         raise gone((), timeout, store_failed(error)) from error
-    raise gone(apart, timeout, "it did not come")
+    if apart:
+        raise gone(apart, timeout, "it did not come")
+    if answer["refused"]:
+        raise ConfigError(answer["refused"])
+    return f"memascend/{answer['digest']}"
 
 
-def _gathered(store: Any, rank: int, count: int, word: str, seconds: float) -> tuple[list[str], list[int]]:
-    """The words of all ranks, and the ranks that did not come in time."""
-    store.set(_about(word), json.dumps(_this_host()))
-    store.set(f"memascend/word/{rank}", word)
-    until, own = time.monotonic() + seconds, ""
-    while True:
-        is_over = time.monotonic() > until
-        words = values_of_ranks(store, "memascend/word", count, each=is_over)
-        apart = [rank for rank, one in enumerate(words) if not one]
-        if not apart:
-            digest = _digest(words)
-            if digest != own:
-                own = digest
-                store.set(f"memascend/digest/{rank}", own)
-            digests = values_of_ranks(store, "memascend/digest", count, each=is_over)
-            apart = [rank for rank, one in enumerate(digests) if one != own]
-        if is_over or not apart:
-            return words, apart
-        time.sleep(LOOK_SECONDS)
+class _Gathering:
+    """The words of all ranks, in a store that may have those of an earlier attempt."""
+
+    def __init__(self, store: Any, rank: int, count: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._count = count
+        self._word = secrets.token_hex(8)
+        # The words that rank 0 has answered last.
+        self._answered: list[str] = []
+
+    def answer(self, seconds: float) -> tuple[dict[str, str], list[int]]:
+        """The answer that all ranks have, and the ranks that did not come in time."""
+        store, own = self._store, f"memascend/answer/{self._word}"
+        store.set(_about(self._word), json.dumps({**_this_host(), "refused": _too_few_files(self._count)}))
+        store.set(f"memascend/word/{self._rank}", self._word)
+        until, text, found = time.monotonic() + seconds, "", {"digest": ""}
+        while True:
+            is_over = time.monotonic() > until
+            if self._rank == 0:
+                self._answer_all()
+            if store.check([own]) and text != (new := store.get(own).decode()):
+                text, found = new, json.loads(new)
+                store.set(f"memascend/digest/{self._rank}", found["digest"])
+                come(store, f"memascend/{found['digest']}", self._count)
+            if found["digest"] and have_all_come(store, f"memascend/{found['digest']}"):
+                return found, []
+            if is_over:
+                return found, self._apart(found["digest"])
+            time.sleep(look_seconds(self._count))
+
+    def _answer_all(self) -> None:
+        words = values_of_ranks(self._store, "memascend/word", self._count, each=False)
+        if not all(words) or words == self._answered:
+            return
+        refused = _refusal([json.loads(self._store.get(_about(one))) for one in words])
+        for one in words:
+            self._store.set(f"memascend/answer/{one}", json.dumps({"digest": _digest(words), "refused": refused}))
+        self._answered = words
+
+    def _apart(self, digest: str) -> list[int]:
+        """The ranks that have another digest than this one, or no word; the first one if it has answered none."""
+        missing = [
+            rank
+            for rank, one in enumerate(values_of_ranks(self._store, "memascend/word", self._count, each=True))
+            if not one
+        ]
+        if missing or not digest:
+            return missing or [0]
+        digests = values_of_ranks(self._store, "memascend/digest", self._count, each=True)
+        return [rank for rank, one in enumerate(digests) if one != digest]
+
+
+def come(store: Any, prefix: str, count: int) -> None:
+    """Note that this rank has come, which each does once; the last one notes that all have."""
+    if store.add(f"{prefix}/came", 1) == count:
+        store.set(f"{prefix}/all", "came")
+
+
+def have_all_come(store: Any, prefix: str) -> bool:
+    """Whether all ranks have noted that they came."""
+    return bool(store.check([f"{prefix}/all"]))
+
+
+def look_seconds(count: int) -> float:
+    """How long one of `count` ranks waits before it looks again."""
+    return LOOK_SECONDS * max(1, count / _LOOKING_MAX)
 
 
 def values_of_ranks(store: Any, prefix: str, count: int, *, each: bool) -> list[str]:
@@ -134,6 +185,8 @@ def _about(word: str) -> str:
 
 _LOOPBACK = "127.0.0.1"
 _INTERFACES = "GLOO_SOCKET_IFNAME"
+# The ranks that an error lists.
+_NAMED_MAX = 8
 
 
 def _this_host() -> dict[str, Any]:
@@ -146,21 +199,27 @@ def _this_host() -> dict[str, Any]:
     }
 
 
-def _require_reachable(abouts: Sequence[dict[str, Any]]) -> None:
-    """Reject hosts that would tell others a loopback address: the ranks there would wait for each other in vain."""
+def _refusal(abouts: Sequence[dict[str, Any]]) -> str:
+    """Why the ranks cannot talk, or "".
+
+    A host would tell others a loopback address, so that ranks would wait for each other in vain; or a limit is too low.
+    """
+    low = [f"rank {rank} on {one['name']}: {one['refused']}" for rank, one in enumerate(abouts) if one.get("refused")]
+    if low:
+        return f"{'; '.join(low[:_NAMED_MAX])}; nothing was changed"
     # The first rank of each host.
     hosts: dict[str, tuple[int, dict[str, Any]]] = {}
     for rank, one in enumerate(abouts):
         hosts.setdefault(one["host"], (rank, one))
     apart = [(rank, one) for rank, one in hosts.values() if one["loopback"]]
     if len(hosts) == 1 or not apart:
-        return
+        return ""
     who = "; ".join(
         f"rank {rank} on {one['name']} would give the address {one['loopback']}: set "
         f"{_INTERFACES}={one['interface']} there"
         for rank, one in apart
     )
-    raise ConfigError(
+    return (
         "the ranks are on several hosts, and gloo gives the others the address of the interface that "
         f"{_INTERFACES} names first, or else of the host's name (see /etc/hosts), which is a loopback address here. "
         f"{who}, or let the host's name have an address that the others reach; nothing was changed"
@@ -203,3 +262,30 @@ def _interface() -> str:
         return Path("/proc/net/route").read_text(encoding="ascii").splitlines()[1].split()[0]
     except (OSError, IndexError):
         return "the interface that the other hosts reach"
+
+
+# --- files ------------------------------------------------------------------------------
+
+# gloo groups that a run makes at most at once: of messages, of rows and gradients, of a save() or of first values.
+_GROUPS = 3
+# What stores, loaders of data and others open meanwhile.
+_FILES_BESIDE = 128
+
+
+def _too_few_files(count: int) -> str:
+    """Let this process open the files that it needs, as far as it may; why it cannot, or "".
+
+    A group of gloo has a socket for each other rank, and one on which it listens.
+    """
+    need = sum(1 for _ in Path("/proc/self/fd").iterdir()) + _GROUPS * count + _FILES_BESIDE
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= need:
+        return ""
+    if hard != resource.RLIM_INFINITY and hard < need:
+        return (
+            f"{count} ranks connect with each other by about {_GROUPS * count} sockets of each, and a process may have "
+            f"{hard} files open here: run `ulimit -Hn {need} && ulimit -n {need}` as root before torchrun, or raise "
+            "nofile in /etc/security/limits.conf"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
+    return ""

@@ -33,7 +33,7 @@ _log = logging.getLogger("memascend")
 
 
 class Refill:
-    """Fills the stores of ranks that have lost theirs, at an opening; all ranks call its methods together.
+    """Fills the stores of ranks that have lost theirs, at an opening; all ranks do so together.
 
     On such a rank it is the source of the first values, see `EarlierValues`. A filled store belongs to the run once
     every byte was read again and is what was sent: until then its commit has no number, and another opening fills it
@@ -54,8 +54,22 @@ class Refill:
         # Of the bytes that were sent.
         self._sum = Checksum()
 
-    def begin(self, store: Store) -> None:
-        """Learn of the commit that is sent; `store` is this rank's."""
+    @contextlib.contextmanager
+    def between(self, store: Store) -> Iterator[None]:
+        """Around what reads this rank's store, or fills it, by which this is asked for first values."""
+        began = time.monotonic()
+        self._begin(store)
+        assert self._collectives is not None
+        try:
+            yield
+            self._send()
+        finally:
+            # Also where this rank failed: no other one waits for it.
+            self._collectives.close()
+        self._end(began)
+
+    def _begin(self, store: Store) -> None:
+        """Learn of the commit that is sent."""
         self._store, exchange = store, self._exchange
         said = {
             "described": _described(store),
@@ -89,7 +103,7 @@ class Refill:
         return self._facts["user_state"]
 
     def check(self) -> None:
-        """Check nothing: the commit is not known before `begin`."""
+        """Check nothing: the commit is not known before `between`."""
 
     def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """The hyperparameters of the commit."""
@@ -124,7 +138,7 @@ class Refill:
 
     # --- on a rank that sends ----------------------------------------------------------------
 
-    def send(self) -> None:
+    def _send(self) -> None:
         """Send the commit of this rank's store to the ranks that have lost theirs."""
         store = self._store
         assert store is not None
@@ -151,7 +165,7 @@ class Refill:
 
     # --- at the end --------------------------------------------------------------------------
 
-    def end(self, began: float) -> None:
+    def _end(self, began: float) -> None:
         """Read what was filled again, and commit it as the run's if it is what was sent; `began`: a monotonic time."""
         store, exchange = self._store, self._exchange
         assert store is not None
@@ -162,8 +176,6 @@ class Refill:
                 self._note(torch.tensor([store.record(name)["step"]]), values, state)
                 nbytes += values.nbytes + sum(tensor.nbytes for tensor in state.values())
         sums = exchange.everyone(str(self._sum))
-        if self._collectives is not None:
-            self._collectives.close()
         apart = [rank for rank, source in self._opening.lost.items() if sums[rank] != sums[source]]
         if apart:
             raise CorruptionError(

@@ -279,8 +279,6 @@ def begin(
     # Only one rank looks at each store, since this locks it.
     others = {name for each in told[: layout.rank] for name in each}
     sharding.leave_replicas([file for name, file in named.items() if name not in others])
-    # Not at the first save: where a rank dies while a group is made, the others wait for it as long as they may.
-    exchange.line.open()
     # A rank that is one commit ahead of others goes back.
     return sharding, replace(own, existing=opening.existing), earlier
 

@@ -23,7 +23,7 @@ from memascend.storage import checksum_of
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from memascend.distributed.opening import Opening
     from memascend.params.offloaded_param import Place
     from memascend.params.residency import Residency
+    from memascend.storage import Store
 
 
 class Sharding(RowsOfRank):
@@ -83,6 +84,7 @@ class Sharding(RowsOfRank):
         self._reductions: list[OrderedReduction] = []
         self._gradients: Any = None
         self._left: Sequence[Path] = ()
+        self._compared: Collection[str] = ()
 
     # --- before there is a store ---------------------------------------------------------
 
@@ -94,6 +96,17 @@ class Sharding(RowsOfRank):
     def leave_replicas(self, files: Sequence[Path]) -> None:
         """Set which stores of replicas that the run has no more are removed once it goes on."""
         self._left = files
+
+    def compare(self, store: Store, ram_tier: Collection[str]) -> None:
+        """Compare what ranks with the same rows have computed, at each commit; all ranks call this together.
+
+        What one of them keeps in RAM has no new values at the commit: it is compared when the next forward gathers it.
+        """
+        if self.exchange is None or self.layout.replicas == 1:
+            return
+        self._compared = {name for each in self.exchange.tell("what is in RAM", sorted(ram_tier)) for name in each}
+        kept = {record["name"] for record in store.each_record() if record["buffer"]} | self._compared
+        store.compare([number for number in range(store.count()) if store.record_at(number)["name"] not in kept])
 
     def retire_replicas(self) -> None:
         """The run goes on: remove the stores of replicas that it has no more."""
@@ -200,7 +213,8 @@ class Sharding(RowsOfRank):
             reduction = self._reduction_of(group)
             for one in group.parameters:
                 place = places.get(one.name)
-                source = RowSource(one, place, residency, self._alone)
+                note = self.collectives.note_rows if self.collectives and one.name in self._compared else None
+                source = RowSource(one, place, residency, self._alone, note)
                 one.replace_local(LocalRows(source, one.device))
                 one.leaf.__dict__["_memascend"] = place
                 if one.leaf.requires_grad:

@@ -17,6 +17,7 @@ from memascend.errors import UsageError
 from memascend.grads.backward import Backwards, in_reentrant_checkpoint
 from memascend.grads.gradient import Gradient, GradientState
 from memascend.grads.lazy_grad import GradientHandle, shares_memory
+from memascend.grads.norms import norm_of
 from memascend.optim.shared import give_gradient
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from memascend.grads.baton import Recorder
+    from memascend.grads.gradient import Numbers
     from memascend.grads.loop import Loop, LossScale, Speculation
     from memascend.grads.microbatches import PartialSums
     from memascend.grads.norms import Norms
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from memascend.params.offloaded_param import Place
     from memascend.params.residency import Residency
     from memascend.storage import Chunk, Engine, Store
+    from memascend.tensors import Squares
 
     # Gradients, each with what stands in `p.grad`.
     Present = Sequence[tuple[Gradient, torch.Tensor]]
@@ -445,20 +448,19 @@ class Gradients:
         # While the engine's thread works: its gradient is not written to.
         self.norms.measure_once(gradient, values)
 
-    def measured(self, present: Present) -> tuple[bool, float]:
-        """Before the updates: whether all gradients are finite, and their norm, unscaled, in double precision."""
+    def measured(self, present: Present) -> Numbers:
+        """Before the updates: whether any gradient is not finite, and the sum of their squares."""
         self.engine.drain()
         for gradient, values in present:
             if values is not gradient.handle:
                 self.norms.measure_once(gradient, gradient.laid_out(values))
             elif gradient.state.stored and gradient.handle.gradient.operations:
                 self.norms.measure_once(gradient, gradient.handle.gradient.materialize())
-        finite, norm = self.norms.of(present)
-        return finite, norm * abs(self.scale.inverse)
+        return self.norms.of(present)
 
-    def norm(self, present: Present) -> float:
-        """After the updates: the norm of the gradients that they used, before `factor`; nothing is read for it."""
-        return self.norms.of(present)[1] * abs(self.scale.inverse)
+    def norm(self, squares: Squares) -> float:
+        """The norm with these squares, unscaled, in double precision."""
+        return norm_of(squares) * abs(self.scale.inverse)
 
     def committed(self, present: Present) -> list[str]:
         """The step is committed; the names of the parameters that it updated."""

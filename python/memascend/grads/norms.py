@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from memascend.distributed.control_plane import Exchange
     from memascend.grads.gradient import Gradient, Measure, Numbers
+    from memascend.tensors import Squares
 
 
 # The dtypes that the kernels have.
@@ -28,12 +29,8 @@ _ROWS = 64
 class Norms:
     """The norm of all gradients of a step, from a measure that was taken once of each."""
 
-    def __init__(self, figures: Exchange | None = None, *, counts: bool = True) -> None:
-        """`figures` exchanges numbers between ranks, where there are several.
-
-        `counts`: whether this rank's squares count; where there are replicas, those of one do.
-        """
-        self._figures = figures
+    def __init__(self, *, counts: bool = True) -> None:
+        """`counts`: whether this rank's squares count; where there are replicas, those of one do."""
         self._counts = counts
         # Of gradients that were measured in memory for this step, by name.
         self._measures: dict[str, Measure] = {}
@@ -105,8 +102,8 @@ class Norms:
         # Of dtypes that the kernels do not have, all others are numbers already.
         return [found.get(index) or _numbers(measure) for index, measure in enumerate(measures)]
 
-    def of(self, gradients: Iterable[tuple[Gradient, torch.Tensor]]) -> tuple[bool, float]:
-        """Whether all of these are finite, and the norm of them all, in double precision.
+    def of(self, gradients: Iterable[tuple[Gradient, torch.Tensor]]) -> Numbers:
+        """Whether any of these is not finite, and the sum of their squares.
 
         The sum of all ranks is rounded once: neither order, nor device, nor the number of ranks changes the norm.
         Nothing is read for it that was measured as it was handed on, written or used. What was done by scalars to one
@@ -116,12 +113,26 @@ class Norms:
         known = self._measures
         numbers = self.read([known[one.name] if one.name in known else one.measure() for one, _ in gradients])
         # In the order of the parameters, whichever gradient came first.
-        bad, squares = any(bad for bad, _ in numbers), total(squared for _, squared in numbers)
-        if self._figures is not None:
-            # Each rank has measured its rows.
-            told = self._figures.everyone([bad, squares if self._counts else 0])
-            bad, squares = any(bad for bad, _ in told), total(squares for _, squares in told)
-        return not bad, math.sqrt(rounded(squares))
+        squares = total(squared for _, squared in numbers)
+        return any(bad for bad, _ in numbers), squares if self._counts else 0
+
+
+def summands(own: Numbers) -> list[int]:
+    """What a rank adds to the sums over all ranks: its rows are no other's."""
+    bad, squares = own
+    return [bad, 0, squares] if isinstance(squares, int) else [bad, 1, 0]
+
+
+def of_all_ranks(own: Numbers, sums: Sequence[int], exchange: Exchange) -> Numbers:
+    """The numbers of all ranks, from the sums of their `summands`; all ranks make this call together."""
+    bad, were_rounded, squares = sums
+    # They are added in the order of ranks.
+    return bool(bad), total(exchange.tell("rounded squares", own[1])) if were_rounded else squares
+
+
+def norm_of(squares: Squares) -> float:
+    """The norm with these squares, in double precision."""
+    return math.sqrt(rounded(squares))
 
 
 def _is_counted(values: torch.Tensor) -> bool:

@@ -177,7 +177,7 @@ class Assembly:
             scale=scale,
             loop=loop,
             speculation=Speculation(loop, ram_tier),
-            norms=Norms(figures, counts=sharding is None or sharding.layout.replica == 0),
+            norms=Norms(counts=sharding is None or sharding.layout.replica == 0),
             residency=residency,
         )
 

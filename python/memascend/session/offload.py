@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -226,15 +225,6 @@ def _prepared(subject: Subject, undo: contextlib.ExitStack) -> Assembly:
     return exchange.together(lambda: _begun(subject, decision, first, store, undo))
 
 
-def _compare_replicas(subject: Subject, store: Store, ram_tier: Sequence[str]) -> None:
-    """Have each commit compare what ranks with the same rows have computed, but for what one of them keeps in RAM."""
-    sharding = subject.sharding
-    if sharding is None or sharding.layout.replicas == 1:
-        return
-    in_ram = {name for each in exchange_of(sharding).tell("what is in RAM", sorted(ram_tier)) for name in each}
-    store.compare([store.index(name) for name in subject.trained if name not in in_ram])
-
-
 def _decided(subject: Subject, undo: contextlib.ExitStack) -> tuple[Decision, FirstValues]:
     decision = decide(subject)
     first = FirstValues(subject, undo)
@@ -261,14 +251,10 @@ def _begun(
     end_log(store, engine)
     if options.resumes:
         first.prepare(created=store.created)
-    _compare_replicas(subject, store, plan.ram_tier)
-    refill, began = subject.refill, time.monotonic()
-    if refill is not None:
-        refill.begin(store)
-    stored = first.write(engine, decision) if store.created else first.read(store, plan.ram_tier)
-    if refill is not None:
-        refill.send()
-        refill.end(began)
+    if subject.sharding is not None:
+        subject.sharding.compare(store, plan.ram_tier)
+    with contextlib.nullcontext() if subject.refill is None else subject.refill.between(store):
+        stored = first.write(engine, decision) if store.created else first.read(store, plan.ram_tier)
     subject.arithmetic.require_members(stored, f"the store at {store.info()['devices'][0]}")
     subject.arithmetic.take_seed(stored)
     groups, scheduled = subject.original.param_groups, options_set(stored)

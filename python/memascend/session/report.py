@@ -304,10 +304,9 @@ class Measurements:
         store = _since(self._counted(), self._before)["store"]
         return [sum(owner.peak for owner in self._owners().values()), store["read_bytes"], store["written_bytes"]]
 
-    def note_all_ranks(self, figures: Sequence[Sequence[int]]) -> None:
-        """Remember the figures of all ranks, so that a report needs no communication."""
-        peak, read, written = map(sum, zip(*figures, strict=True))
-        self._all_ranks = AllRanks(len(figures), peak, read, written)
+    def note_all_ranks(self, count: int, sums: Sequence[int]) -> None:
+        """Remember the sums of the figures of all ranks, so that a report needs no communication."""
+        self._all_ranks = AllRanks(count, *sums)
 
     def report(self) -> Report:
         """The figures so far, or at the end."""

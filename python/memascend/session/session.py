@@ -14,6 +14,7 @@ import torch
 
 from memascend.device.device import refuse_graphs
 from memascend.errors import ConfigError, MemascendError, UsageError
+from memascend.grads.norms import of_all_ranks, summands
 from memascend.memory import end_heap_step
 from memascend.params import module_hooks
 from memascend.params.weight_access import DOORS
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from memascend.distributed.control_plane import Exchange
     from memascend.distributed.sharding import Sharding
-    from memascend.grads.gradient import Gradient
+    from memascend.grads.gradient import Gradient, Numbers
     from memascend.grads.microbatches import Accumulation
     from memascend.session.attachment import Attachment, AutocastWatch, Newcomers
     from memascend.session.materialize import Saving
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("memascend")
+# Of a rank without gradients, and of steps whose norm is taken later: nothing is not finite, and no squares.
+_NOTHING: Numbers = (False, 0)
+# Values in RAM are compared after the commit that made them.
+_PARTED = "the last step has them: move away the store of one, start all again, and it is filled from the other's"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -149,12 +154,14 @@ class Session:
         run, gradients, metadata = self.run, self.run.gradients, self.run.metadata
         engine, store = run.resources.engine, run.resources.store
         present = self._present()
-        if not self._is_any_present(bool(present)):
+        own = gradients.measured(present) if present and self._norm_comes_first else _NOTHING
+        is_any, (bad, squares) = self._of_all_ranks(bool(present), own)
+        if not is_any:
             return False
         factor = 1.0
         if self._norm_comes_first:
-            finite, norm = gradients.measured(present)
-            self.grad_norm, self.overflowed = norm, metadata.scale.enabled and not finite
+            norm = gradients.norm(squares)
+            self.grad_norm, self.overflowed = norm, metadata.scale.enabled and bad
             if self.overflowed:
                 gradients.skip()
                 metadata.scale.update(overflowed=True)
@@ -175,11 +182,16 @@ class Session:
             metadata.keep_position(position)
             give_back()
 
-        with run.committing(lambda: self._committed(present), failed):
+        of_commit: Callable[[], float] | None = None
+        with run.committing(lambda: self._committed(present, of_commit), failed):
             metadata.schedule.advance()
-            if metadata.is_followed and not self._norm_comes_first:
+            if not self._norm_comes_first:
+                of_commit = self._norm(present)
+            if of_commit is not None and metadata.is_followed:
                 # A trainer logs it after the commit, also where it resumes.
-                self.grad_norm = gradients.norm(present)
+                if self.figures is not None:
+                    self.figures.tell("the norm", None)
+                self.grad_norm, of_commit = of_commit(), None
             metadata.take_position()
             engine.commit(step, user_state=metadata.user_state, hyperparameters=metadata.hyperparameters())
         learnt = gradients.loop.learn()
@@ -192,19 +204,37 @@ class Session:
         """Exchanges figures between the ranks of the run; None for one process."""
         return None if self.sharding is None else self.sharding.exchange
 
-    def _is_any_present(self, present: bool) -> bool:
-        """Whether any rank has gradients: one may have no rows of the parameters that have.
+    def _of_all_ranks(self, present: bool, own: Numbers) -> tuple[bool, Numbers]:
+        """Whether any rank has gradients (one may have no rows of the parameters that have), and their squares.
 
         The figures of the report go along.
         """
         if self.sharding is None or self.figures is None:
-            return present
+            return present, own
         collectives = self.sharding.collectives
         assert collectives is not None
-        told = self.figures.everyone([collectives.told(), present, *self.measurements.own_figures()])
-        self.measurements.note_all_ranks([one[2:] for one in told])
-        collectives.require_same([one[0] for one in told])
-        return any(one[1] for one in told)
+        is_any = self.figures.add([present])
+        sums = self.figures.add(summands(own))
+        traffic = self.figures.add(self.measurements.own_figures())
+        rows = collectives.told_rows()
+        apart = self.figures.add([self.run.resources.store.shared.beside_others(rows)])
+        collectives.require_same(self.figures.tell("the gradients", collectives.told()))
+        if any(apart):
+            self.run.resources.store.shared.reject(rows, _PARTED)
+        self.measurements.note_all_ranks(self.figures.size, traffic)
+        return any(is_any), of_all_ranks(own, sums, self.figures)
+
+    def _norm(self, present: Sequence[tuple[Gradient, torch.Tensor]]) -> Callable[[], float]:
+        """After the updates: a function that has the norm of the gradients that they used, before `factor`.
+
+        Nothing is read for it. Of several ranks, it is to be called after the next message.
+        """
+        gradients, figures = self.run.gradients, self.figures
+        if figures is None:
+            return lambda: gradients.norm(gradients.norms.of(present)[1])
+        own = gradients.norms.of(present)
+        sums = figures.add(summands(own))
+        return lambda: gradients.norm(of_all_ranks(own, sums, figures)[1])
 
     def _present(self) -> Sequence[tuple[Gradient, torch.Tensor]]:
         """The present gradients; raises where no exact step can be made of them."""
@@ -229,10 +259,11 @@ class Session:
         """Whether the step depends on the norm; else the norm is taken after the commit."""
         return self.run.metadata.scale.enabled or self.max_grad_norm is not None
 
-    def _committed(self, present: Sequence[tuple[Gradient, torch.Tensor]]) -> None:
+    def _committed(self, present: Sequence[tuple[Gradient, torch.Tensor]], norm: Callable[[], float] | None) -> None:
         self.run.metadata.advance()
-        if not self._norm_comes_first:
-            self.grad_norm, self.overflowed = self.run.gradients.norm(present), False
+        self.overflowed = False
+        if norm is not None:
+            self.grad_norm = norm()
         self.run.resources.values_changed()
         self.run.buffers.committed()
         self.run.changed(self.run.gradients.committed(present))

@@ -143,6 +143,8 @@ def _offloaded(trainer: Any, run: dict[str, Any], options: dict[str, Any], clipp
         return offloaded
 
     if trainer.is_fsdp_enabled:
+        # Else each rank would add whole gradients of the whole model in memory, and in another order than one process.
+        trainer.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
         # FSDP2 makes other parameters of the model's within train().
         resume.begin_late(begin)
         return None
@@ -191,6 +193,11 @@ class Attached(Callback):
     def _schedule(self, scheduler: Any) -> None:
         pass
 
+    def on_save(self, args: Any, state: Any, *given: Any, **others: Any) -> None:
+        """Add our files to a checkpoint; under FSDP2 all ranks did that before."""
+        if args.world_size == 1:
+            super().on_save(args, state, *given, **others)
+
 
 def _require_plain(trainer: Any) -> None:
     """Reject what cannot be exact, or would replace model and optimizer in silence."""
@@ -220,25 +227,42 @@ def _require_plain(trainer: Any) -> None:
 
 def _require_ranks(trainer: Any) -> None:
     args = trainer.args
-    if args.world_size > 1 and not (trainer.is_fsdp_enabled and _is_second(trainer)):
-        raise ConfigError(
-            "several processes without FSDP2 are DDP, which copies the model to each: give TrainingArguments("
-            "fsdp='full_shard', fsdp_config={'fsdp_version': 2})"
-        )
-    if trainer.is_fsdp_enabled and args.save_strategy != "no" and not args.save_only_model:
-        raise ConfigError(
-            "under FSDP2 the Trainer's checkpoints want state that torch gathers, and it is on storage: pass "
-            "TrainingArguments(save_strategy='no'), since the store has every step; or save_only_model=True"
-        )
-    if trainer.is_fsdp_enabled and sources_of(trainer.model) is not None:
-        raise ConfigError(
-            "accelerate shards a model by the addresses of its parameters, and one that was made in loading() has "
-            "none yet: make it outside of loading(), where the first rank alone holds it"
-        )
+    if not trainer.is_fsdp_enabled:
+        if args.world_size > 1:
+            raise ConfigError(
+                f"several processes without FSDP2 are DDP, which copies the model to each: {_FSDP2}, or start it by "
+                "`accelerate launch` with fsdp_version: 2"
+            )
+        return
+    plugin = trainer.accelerator.state.fsdp_plugin
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    others = [] if parallel is None else parallel.non_dp_dim_names
+    refused = (
+        (getattr(plugin, "fsdp_version", 1) != 2, f"FSDP1 flattens parameters: {_FSDP2}"),
+        (
+            type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy",
+            "cpu_offload of the FSDP settings moves parameters, which offload() does itself: leave it out",
+        ),
+        (
+            args.load_best_model_at_end and not isinstance(trainer.model, names.PreTrainedModel),
+            "load_best_model_at_end under FSDP2 takes models of transformers alone: leave it out",
+        ),
+        (bool(plugin.ignored_modules), "ignored_modules of the FSDP settings are not sharded: leave it out"),
+        (
+            bool(others),
+            f"parallelism_config has {', '.join(others)}, which shards other things than rows: leave it out",
+        ),
+        (
+            sources_of(trainer.model) is not None,
+            "a model from loading() has no memory yet, by which accelerate shards: make it outside of loading()",
+        ),
+    )
+    for is_so, why in refused:
+        if is_so:
+            raise ConfigError(why)
 
 
-def _is_second(trainer: Any) -> bool:
-    return getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) == 2
+_FSDP2 = "give TrainingArguments(fsdp=True, fsdp_config={'version': 2})"
 
 
 # --- which run it is ------------------------------------------------------------------------------------

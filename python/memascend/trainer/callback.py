@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from memascend.session.session import Session
 
-__all__ = ["Callback", "offloaded_optimizer"]
+__all__ = ["Callback", "is_streamed", "offloaded_optimizer"]
 
 _log = logging.getLogger("memascend")
 # Stages of a report in which the training loop waits.
@@ -111,7 +111,7 @@ class Callback(TrainerCallback):
         self._unwatch()
         self._schedule(others.get("lr_scheduler"))
         model = others["model"]
-        if _is_streamed(model, self._session) and not args.save_only_model:
+        if is_streamed(model, self._session) and not args.save_only_model:
             model.save_pretrained = _Saving(model.save_pretrained, self._session, state)
 
     def _schedule(self, scheduler: Any) -> None:
@@ -222,7 +222,7 @@ def offloaded_optimizer(optimizer: Any) -> OffloadedOptimizer:
     return optimizer
 
 
-def _is_streamed(model: Any, session: Session) -> bool:
+def is_streamed(model: Any, session: Session) -> bool:
     """Whether `save_pretrained` of the model writes only its weights and configuration."""
     saves: Any = getattr(model, "save_pretrained", None)
     its_own = isinstance(saves, _Saving) or getattr(saves, "__func__", None) is PreTrainedModel.save_pretrained

@@ -30,7 +30,8 @@ METHODS = (
     *("_inner_training_loop", "_init_training_state", "_prepare_for_training", "_run_epoch", "_load_rng_state"),
     *("_maybe_log_save_evaluate", "_finalize_training", "_clip_grad_norm", "_get_grad_norm", "get_batch_samples"),
     *("training_step", "floating_point_ops", "_track_num_input_tokens", "get_train_dataloader", "train"),
-    *("create_optimizer", "hyperparameter_search", "_load_best_model"),
+    *("create_optimizer", "hyperparameter_search", "_load_best_model", "save_model"),
+    "_save_optimizer_and_scheduler",
 )
 # Attributes that the Trainer sums up between two lines of its log.
 SUMS = (
@@ -39,6 +40,8 @@ SUMS = (
 )
 # Those of TRL's, Axolotl's and sentence-transformers' Trainers: numbers by name, of which the log has the averages.
 AVERAGES = ("_metrics", "_stored_metrics", "accum_loss_components")
+# The file of a scheduler in a checkpoint.
+SCHEDULER = "scheduler.pt"
 # What the loop calls to skip batches; a resume knows them itself.
 SKIP = "skip_first_batches"
 # What from_pretrained() calls to read files into the model, which it made on meta.

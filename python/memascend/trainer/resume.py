@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 
 from memascend.checkpoint.files import Names
 from memascend.checkpoint.reader import identity_of
@@ -22,6 +24,7 @@ from memascend.errors import ConfigError, UsageError
 from memascend.optim.shared import options_of, plain, put, restored, storable
 from memascend.session.optimizer import session_of
 from memascend.trainer import names
+from memascend.trainer.callback import is_streamed
 from memascend.trainer.feed import Feed
 from memascend.trainer.position import Figures, RandomNumbers, decoded, encoded
 
@@ -43,6 +46,8 @@ class Resume:
         self._figures = Figures(trainer)
         self._optimizer: OffloadedOptimizer | None = None
         self._late: Callable[[], object] | None = None
+        # `resume_from_checkpoint` of train().
+        self._wanted: Any = None
         # The position to go on at; the step there is repeated until `step()`.
         self._kept: dict[str, Any] | None = None
         self._repeats = False
@@ -101,9 +106,9 @@ class Resume:
                 "train() was called again, and the store holds one training: make another Trainer with another "
                 "storage=, or give more steps to the first (under a constant schedule) and start the script again"
             )
-        if resume_from_checkpoint:
+        if resume_from_checkpoint and self._late is None:
             self._require_here(resume_from_checkpoint)
-        self._trains = True
+        self._trains, self._wanted = True, resume_from_checkpoint
         return self._own["train"](None, *given, **named)
 
     def _require_here(self, folder: Any) -> None:
@@ -146,6 +151,8 @@ class Resume:
         prepared = self._own["_prepare_for_training"](*given, **named)
         if self._late is not None:
             self._late()
+            if self._wanted:
+                self._require_here(self._wanted)
         scheduler = self._trainer.lr_scheduler
         state = scheduler.state_dict()
         if not storable(state):
@@ -267,6 +274,51 @@ class Resume:
             return
         self._own["_maybe_log_save_evaluate"](losses, norm, *given, **named)
 
+    # --- files, where all ranks write them ----------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model. Under FSDP2 the Trainer would gather it in the memory of the first rank."""
+        trainer = self._trainer
+        if not (trainer.is_fsdp_enabled and self._optimizer is not None and self._is_streamed()):
+            self._own["save_model"](output_dir, _internal_call)
+            return
+        folder, model = Path(output_dir or trainer.args.output_dir), trainer.model
+        if _internal_call and not trainer.args.save_only_model:
+            session_of(self._optimizer).saving.save(folder, among_others=True)
+        else:
+            is_first = trainer.is_world_process_zero()
+            if is_first:
+                folder.mkdir(parents=True, exist_ok=True)
+                for old in folder.glob("model*.safetensors*"):
+                    old.unlink()
+            session_of(self._optimizer).saving.save_weights(folder if is_first else None)
+        own = vars(model).get("save_pretrained")
+        # What a Trainer writes beside weights.
+        model.save_pretrained = lambda *_, **__: None
+        try:
+            trainer._save(str(folder), state_dict={})  # noqa: SLF001
+        finally:
+            del model.save_pretrained
+            if own is not None:
+                model.save_pretrained = own
+        if trainer.args.push_to_hub and not _internal_call:
+            trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
+
+    def _is_streamed(self) -> bool:
+        session = session_of(self._optimizer)
+        return not session.run.resources.closed and is_streamed(self._trainer.model, session)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write the state. Under FSDP2 torch would gather it, and it is on storage."""
+        trainer = self._trainer
+        if not trainer.is_fsdp_enabled:
+            self._own["_save_optimizer_and_scheduler"](output_dir)
+            return
+        if not self._is_streamed():
+            session_of(self._optimizer).saving.save(output_dir, among_others=True)
+        if trainer.args.should_save:
+            torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir, names.SCHEDULER))
+
     def _load_best_model(self) -> None:
         """Load the best checkpoint, tensor by tensor, in one commit that says so."""
         assert self._optimizer is not None
@@ -281,7 +333,7 @@ class Resume:
         # The end of the training is reported once more.
         reported["log_history"] = [line for line in reported["log_history"] if "train_runtime" not in line]
         with session.edits.load(encoded({**decoded(position, "the store"), **reported, "best": self._best})):
-            if trainer.is_fsdp_enabled or not isinstance(trainer.model, names.PreTrainedModel):
+            if not isinstance(trainer.model, names.PreTrainedModel):
                 self._own["_load_best_model"]()
                 return
             files = WeightFiles(Path(self._best))
@@ -289,6 +341,16 @@ class Resume:
             lost = [name for name, _ in trainer.model.named_parameters() if name not in found.of]
             if lost:
                 raise UsageError(f"the best checkpoint, {self._best}, lacks {lost[0]}, and nothing was loaded of it")
+            if trainer.is_fsdp_enabled:
+                for module in trainer.model.modules():
+                    if isinstance(module, FSDPModule):
+                        # What an evaluation left gathered would not be loaded as shards.
+                        module.reshard()
+                values = {name: files.at(keys[0]) for name, keys in found.of.items()}
+                set_model_state_dict(
+                    trainer.model, values, options=StateDictOptions(full_state_dict=True, strict=False)
+                )
+                return
             trainer.model.load_state_dict({name: files.at(keys[0]) for name, keys in found.of.items()}, strict=False)
 
     def _finalize_training(self, trial: Any, samples: Any, start: float) -> Any:

@@ -128,18 +128,11 @@ def _write(trainer: Any, file: Path, record: dict[str, Any]) -> None:
 
 def _save(trainer: Any, file: Path, record: dict[str, Any]) -> None:
     """Save the model of the last step, unless it is there."""
-    optimizer, is_first = offloaded_optimizer(trainer.optimizer), trainer.is_world_process_zero()
-    session = session_of(optimizer)
-    made = session.run.metadata.identity()
+    optimizer = offloaded_optimizer(trainer.optimizer)
+    made = session_of(optimizer).run.metadata.identity()
     (is_there,) = broadcast_object_list([record.get("saved") == made])
-    if not is_there and trainer.args.world_size > 1:
-        for old in file.parent.glob("model*.safetensors*") if is_first else ():
-            old.unlink()
-        session.saving.save_weights(file.parent if is_first else None)
-        trainer.processing_class.save_pretrained(file.parent)
-    elif not is_there:
-        trainer.save_model(str(file.parent))
     if not is_there:
+        trainer.save_model(str(file.parent))
         trainer.save_state()
         # A record without its model would pass for a whole one.
         os.sync()

@@ -1,0 +1,158 @@
+"""Counts what the ranks of a run send each other to agree: `python -m benchmarks.messages [--ranks 8] [--storage D]`.
+
+gloo processes on the CPU train a small model, with and without clipping. The table has the messages and bytes of a step
+on all ranks (not the rows and gradients, which are FSDP2's), the seconds that a rank spends on them, which contain its
+waits for ranks that share the processors, and the sockets of a rank. gloo sends two short notices with each message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from memascend.text import bytes_shown, seconds_shown, table
+
+WARM = 3
+WIDTH, BLOCKS, ROWS = 64, 2, 4
+WAYS = {"no clipping": None, "clipping": 0.1}
+
+
+def main() -> None:
+    """Run the ranks, or be one of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk (here)")
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_of:
+        be_rank(Path(options.rank_of), options.steps)
+        return
+    print(shown({count: measured(count, options) for count in options.ranks}))
+
+
+def measured(count: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What each rank has found, by rank."""
+    with tempfile.TemporaryDirectory(dir=options.storage, prefix="memascend-bench-") as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+        command += ["-m", "benchmarks.messages", "--steps", str(options.steps), "--rank-of", folder]
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=sys.stderr)
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(count)]
+
+
+def be_rank(folder: Path, steps: int) -> None:
+    """Train both ways, one after the other, and write what was found."""
+    import torch
+    from torch import distributed, nn
+    from torch.distributed.fsdp import fully_shard
+
+    import memascend
+
+    torch.set_num_threads(1)
+    before = sockets()
+    distributed.init_process_group("gloo")
+    rank = distributed.get_rank()
+    found: dict[str, Any] = {"sockets": {"torch's own": sockets() - before}, "ways": {}}
+    counts = watch()
+    for name, limit in WAYS.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
+        for block in model:
+            fully_shard(block)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        before, began = sockets(), time.perf_counter()
+        model, optimizer = memascend.offload(
+            model, optimizer, storage=folder / name, gradients="ssd", max_grad_norm=limit
+        )
+        found["offload"] = time.perf_counter() - began
+        found["sockets"]["memascend"] = sockets() - before
+        each: list[dict[str, float]] = []
+        for step in range(WARM + steps):
+            inputs = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step * 100 + rank))
+            counts.update(dict.fromkeys(counts, 0))
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            each.append(dict(counts))
+        found["ways"][name] = {what: statistics.median(one[what] for one in each[WARM:]) for what in counts}
+        optimizer.close()
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    distributed.destroy_process_group()
+
+
+def watch() -> dict[str, float]:
+    """Count what the ranks of this process send each other from now on, and how long they exchange it."""
+    from torch import distributed
+
+    from memascend.distributed.control_plane import Exchange
+
+    counts: dict[str, float] = {"sends": 0, "bytes": 0, "exchanges": 0, "seconds": 0.0}
+    send, hear = distributed.isend, Exchange._heard  # noqa: SLF001
+
+    def sent(tensor: Any, *given: Any, **named: Any) -> Any:
+        counts["sends"] += 1
+        counts["bytes"] += tensor.nbytes
+        return send(tensor, *given, **named)
+
+    def heard(*given: Any, **named: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return hear(*given, **named)
+        finally:
+            counts["exchanges"] += 1
+            counts["seconds"] += time.perf_counter() - began
+
+    distributed.isend, Exchange._heard = sent, heard  # type: ignore[assignment,method-assign]  # noqa: SLF001
+    return counts
+
+
+def sockets() -> int:
+    """The number of sockets that this process has."""
+    found = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found += str(entry.readlink()).startswith("socket:")
+        except OSError:
+            # The descriptor of the listing itself.
+            continue
+    return found
+
+
+def shown(found: dict[int, list[dict[str, Any]]]) -> str:
+    """The table."""
+    head = (
+        "ranks", "", "exchanges a step", "messages of all ranks", "bytes", "seconds of a rank", "its sockets: torch's",
+        "memascend's", "offload()",
+    )  # fmt: skip
+    rows = []
+    for count, ranks in found.items():
+        own, more = (max(rank["sockets"][of] for rank in ranks) for of in ("torch's own", "memascend"))
+        for name in WAYS:
+            of = {what: [rank["ways"][name][what] for rank in ranks] for what in ranks[0]["ways"][name]}
+            rows.append(
+                (
+                    str(count),
+                    name,
+                    f"{of['exchanges'][0]:g}",
+                    f"{sum(of['sends']):g}",
+                    bytes_shown(int(sum(of["bytes"]))),
+                    seconds_shown(statistics.median(of["seconds"])),
+                    str(own),
+                    str(more),
+                    seconds_shown(max(rank["offload"] for rank in ranks)),
+                )
+            )
+    return table(head, rows)
+
+
+if __name__ == "__main__":
+    main()

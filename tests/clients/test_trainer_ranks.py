@@ -1,0 +1,105 @@
+"""Tests Trainers of several ranks, as users start them: by torchrun and `accelerate launch`, killed, and resumed."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from clients import trained_ranks
+from safetensors.torch import load_file
+from support.bits import same_bits
+from support.torchrun import environment
+
+FSDP = {"fsdp": True, "fsdp_config": {"version": 2}}
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+LAUNCH = ("accelerate.commands.accelerate_cli", "launch", "--num_processes", "2", "--config_file")
+# As docs/distributed.md has it.
+CONFIG = """
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+"""
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+
+
+def run(folder, kind, *kill, start=TORCHRUN, fails=False, **options):
+    """Train in a folder; what was said. Two ranks, or one process where `start` is empty."""
+    folder.mkdir(exist_ok=True)
+    words = [kind, folder / "run", folder, *kill]
+    module = [part for word in start[:1] for part in ("-m", word)]
+    ran = subprocess.run(
+        [sys.executable, *module, *start[1:], trained_ranks.__file__, *map(str, words)],
+        env=environment()
+        | {"TRAINED_OPTIONS": json.dumps(options), "HF_HOME": str(folder), "PYTHONWARNINGS": "ignore"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (ran.returncode != 0) == fails, ran.stdout[-6000:]
+    return ran.stdout
+
+
+def results(folder):
+    """Weights, the last checkpoint's state, and the log."""
+    last = max((folder / "out").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    figures = [load_file(folder / "model/model.safetensors"), load_file(last / "memascend/state.safetensors")]
+    # Counts of tokens and times depend on the ranks.
+    compared = ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch", "train_loss")
+    log = json.loads((folder / "log.json").read_text())
+    return figures, [{name: line[name] for name in compared if name in line} for line in log]
+
+
+def assert_same(folder, other):
+    (tensors, log), (others, its_log) = results(folder), results(other)
+    assert log == its_log
+    for one, another in zip(tensors, others, strict=True):
+        assert one.keys() == another.keys()
+        assert all(same_bits(values, another[name]) for name, values in one.items())
+
+
+@pytest.mark.parametrize("kind", ["plain", "supervised"])
+def test_ranks_that_are_killed_and_resumed_are_one_process(tmp_path, kind):
+    """Losses and norms of the log, weights, and the optimizer state in the Trainer's own checkpoints."""
+    run(tmp_path / "one", kind, start=(), gradient_accumulation_steps=4)
+    options = {"gradient_accumulation_steps": 2, **FSDP}
+    run(tmp_path / "two", kind, "1", "6", fails=True, **options)
+    run(tmp_path / "two", kind, "0,1", "8", fails=True, **options)
+    run(tmp_path / "two", kind, **options)
+    assert_same(tmp_path / "two", tmp_path / "one")
+
+
+def test_another_number_of_ranks_goes_on_from_the_trainers_checkpoint(tmp_path):
+    run(tmp_path / "one", "plain", start=(), gradient_accumulation_steps=4)
+    run(tmp_path / "ranks", "plain", "1", "6", fails=True, gradient_accumulation_steps=2, **FSDP)
+    run(tmp_path / "ranks", "plain", start=(), gradient_accumulation_steps=4)
+    assert same_weights(tmp_path / "ranks", tmp_path / "one")
+
+
+def same_weights(folder, other):
+    one, another = (load_file(place / "model/model.safetensors") for place in (folder, other))
+    return all(same_bits(values, another[name]) for name, values in one.items())
+
+
+def test_accelerate_launch_needs_no_arguments_of_the_script(tmp_path):
+    (tmp_path / "fsdp.yaml").write_text(CONFIG)
+    run(tmp_path / "one", "plain", start=(), gradient_accumulation_steps=2)
+    run(tmp_path / "two", "plain", start=(*LAUNCH, str(tmp_path / "fsdp.yaml")), gradient_accumulation_steps=1)
+    assert_same(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "several processes without FSDP2 are DDP"),
+        ({"fsdp": True, "fsdp_config": {"version": 2, "cpu_offload": True}}, "cpu_offload of the FSDP settings"),
+    ],
+    ids=["ddp", "cpu_offload"],
+)
+def test_what_cannot_work_is_rejected_before_anything_is_made(tmp_path, options, message):
+    assert message in run(tmp_path / "run", "plain", fails=True, **options)
+    assert not os.path.lexists(tmp_path / "run/run")
