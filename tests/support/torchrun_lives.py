@@ -29,16 +29,27 @@ from memascend.distributed import reduce
 from memascend.distributed.control_plane import Agreement
 from memascend.distributed.replicas import Refill
 
-__all__ = ["rows_digest", "whole_of"]
+__all__ = ["made", "rows_digest", "whole_of"]
 
 POLL_SECONDS = 0.02
 
 
+def made():
+    """A model with buffers in no order."""
+    trained = model(torch.bfloat16)
+    trained[2].register_buffer("second", torch.arange(7.0))
+    trained[2].register_buffer("first", torch.ones(3, dtype=torch.int32))
+    return trained
+
+
 def whole_of(trained, optimizer):
-    """Values and state of all parameters; under `fully_shard` this rank's rows."""
+    """Values and state of all parameters, under `fully_shard` this rank's rows, and buffers."""
     return [
-        [getattr(one, "to_local", lambda one=one: one)().detach().clone(), *optimizer.state_of(one).values()]
-        for one in trained.parameters()
+        *(
+            [getattr(one, "to_local", lambda one=one: one)().detach().clone(), *optimizer.state_of(one).values()]
+            for one in trained.parameters()
+        ),
+        *([torch.empty(0), buffer] for buffer in trained.buffers()),
     ]
 
 
@@ -60,6 +71,7 @@ class Life:
         self.rank = rank
         self.task = task
         self._faults = [one for one in task["faults"] if one["rank"] == rank]
+        (place / f"process-{rank}").write_text(str(os.getpid()))
         self._file = (place / f"rank-{rank}").open("a")
 
     def say(self, what, **more):
@@ -93,7 +105,7 @@ class Life:
         store = distributed.PrefixStore(f"life-{self.task['life']}", store)
         distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=size)
         mesh = distributed.init_device_mesh("cpu", tuple(self.task["mesh"]), mesh_dim_names=("replicate", "shard"))
-        trained = model(torch.bfloat16)
+        trained = made()
         for block in (*trained, trained):
             fully_shard(block, mesh=mesh)
         without_mean(trained)
@@ -163,7 +175,11 @@ class Life:
         return do(*arguments, **more)
 
     def _method(self, moment, own):
-        return lambda *arguments: self._before(moment, own, *arguments)
+        def reached(*arguments):
+            time.sleep(self.task["fill_seconds"])
+            return self._before(moment, own, *arguments)
+
+        return reached
 
 
 def main(folder, first):
@@ -183,7 +199,6 @@ def main(folder, first):
         if not process:
             Life(place, rank, task).live()
             return
-        (place / f"process-{rank}").write_text(str(process))
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         (place / f"end-{rank}").write_text(str(status))
 
