@@ -149,7 +149,7 @@ class Refill:
         assert store is not None
         for name in _names(store) if self._targets else ():
             values, state = store.read(name)
-            step = torch.tensor([store.record(name)["step"]])
+            step = _updates(store.record(name))
             for tensor in (step, values, *state.values()):
                 if not tensor.numel():
                     continue
@@ -188,7 +188,7 @@ class Refill:
         nbytes = 0
         for name in () if self._source is None else _names(store):
             values, state = store.read(name)
-            self._note(torch.tensor([store.record(name)["step"]]), values, state)
+            self._note(_updates(store.record(name)), values, state)
             nbytes += values.nbytes + sum(tensor.nbytes for tensor in state.values())
             self._reach()
         self._reach_end()
@@ -232,6 +232,11 @@ def _names(store: Store, *, buffers: Sequence[bool] = (False, True)) -> list[str
     """The parameters, the buffers or both of a store, in an order that does not depend on it."""
     each = sorted((record["buffer"], record["name"]) for record in store.each_record())
     return [name for is_buffer, name in each if is_buffer in buffers]
+
+
+def _updates(record: Mapping[str, Any]) -> torch.Tensor:
+    """The updates of a record; a buffer has none, and its store counts otherwise once it is filled anew."""
+    return torch.tensor([0 if record["buffer"] else record["step"]])
 
 
 def _described(store: Store) -> str:
