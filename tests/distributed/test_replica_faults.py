@@ -136,7 +136,7 @@ class Drill:
         finally:
             for rank in set(ranks) - gone:
                 if not self._has_ended(place, rank):
-                    with suppress(ProcessLookupError):
+                    with suppress(ProcessLookupError, FileNotFoundError):
                         os.kill(self.process(rank), signal.SIGKILL)
             self._wait(lambda: all(self._has_ended(place, rank) for rank in set(ranks) - gone), place)
             self.life += 1
