@@ -12,6 +12,7 @@ from contextlib import suppress
 
 import pytest
 from support import torchrun_lives
+from support.bits import as_bytes
 from support.rank_models import adamw, loss_of
 from support.torchrun import Hosts
 from support.torchrun_lives import rows_digest, whole_of
@@ -29,11 +30,11 @@ TIMEOUT = 12.0
 LATE_SECONDS = 8.0
 LIFE_SECONDS = 150.0
 # By moment, the highest number of times that a life of two steps reaches it.
-TURNS = {"opening": 1, "loss": 2, "forward": 2, "sum": 20, "commit": 2, "agreed": 2, "written": 2, "fill": 40}
+TURNS = {"opening": 1, "loss": 2, "forward": 2, "sum": 20, "commit": 2, "agreed": 2, "written": 2, "fill": 60}
 # 40 faults.
 KINDS = {
-    "kill": 10, "kill_opening": 3, "kill_filling": 3, "stop": 5, "raises": 2, "full": 3, "host": 3, "host_gone": 1,
-    "link": 3, "lost_store": 2, "lost_host": 2, "flip": 3,
+    "kill": 8, "kill_opening": 3, "kill_filling": 3, "stop": 5, "raises": 2, "full": 3, "host": 3, "host_gone": 1,
+    "link": 3, "lost_store": 1, "lost_after_kill": 2, "lost_host": 2, "flip": 2, "flip_source": 2,
 }  # fmt: skip
 RUNS = [
     {"mesh": [3, 2], "micros": 12, "options": {"gradients": "ssd", "max_grad_norm": 0.5}},
@@ -238,13 +239,17 @@ class Drill:
         return self.one("kill", self.random.choice(["loss", "forward", "sum", "commit", "agreed", "written", "time"]))
 
     def kill_opening(self):
-        return self.one("kill", "opening")
+        """Before a rank begins to open its store, or while it does."""
+        if self.random.random() < 0.3:
+            return self.one("kill", "opening")
+        fault = self.fault("kill", "time")
+        fault["turn"] /= 4
+        self.faulty([fault], [fault["rank"]])
+        return fault
 
     def kill_filling(self):
         lost = self.lose_store()
-        shards = self.mesh[1]
-        peers = [rank for rank in range(RANKS) if rank % shards == lost % shards]
-        fault = self.fault("kill", "fill", self.random.choice([lost, min(set(peers) - {lost})]))
+        fault = self.fault("kill", "fill", self.random.choice([lost, min(set(self.peers(lost)) - {lost})]))
         self.faulty([fault], [fault["rank"]])
         self.filled({lost})
         return fault
@@ -372,6 +377,11 @@ class Drill:
         self.filled({rank})
         return {"rank": rank}
 
+    def lost_after_kill(self):
+        """The ranks may be one commit apart when a store is lost."""
+        self.one("kill", self.random.choice(["agreed", "written"]))
+        return self.lost_store()
+
     def lost_host(self):
         host = self.random.randrange(HOSTS)
         self.lose_host(host)
@@ -381,24 +391,49 @@ class Drill:
     def flip(self):
         """A byte of a store is another one; without that store, all is well."""
         rank = self.random.randrange(RANKS)
+        self._flip(rank)
+        self._recover(rank, {rank})
+        return {"rank": rank}
+
+    def flip_source(self):
+        """The same of a store that another one is filled from: a third replica has all that both had."""
+        lost = self.lose_store()
+        rank = min(set(self.peers(lost)) - {lost})
+        self._flip(rank)
+        self._recover(rank, {rank, lost} if self.mesh[0] > 2 else None)
+        return {"rank": rank, "lost": lost}
+
+    def peers(self, rank):
+        """The ranks with the same rows."""
+        return range(rank % self.mesh[1], RANKS, self.mesh[1])
+
+    def _flip(self, rank):
         file = self.store(rank)
         with memascend.engine.Store.open(file) as store:
-            names = [record["name"] for record in store.each_record() if record["shape"][0]]
-            name = self.random.choice(names)
-            values = torchrun_lives.as_bytes(store.read(name)[0]).numpy().tobytes()
+            name = self.random.choice([one["name"] for one in store.each_record() if one["shape"][0]])
+            values, state = store.read(name)
+        values = as_bytes(self.random.choice([values, *state.values()])).numpy().tobytes()
         held = bytearray(file.read_bytes())
         at = held.find(values)
         assert at > 0
         assert held.find(values, at + 1) < 0
-        held[at + self.random.randrange(len(values))] ^= 1 << self.random.randrange(8)
+        self._flipped = at + self.random.randrange(len(values))
+        held[self._flipped] ^= 1
         file.write_bytes(held)
+
+    def _recover(self, rank, filled):
+        """Each opening names the damaged store; without it these are filled (None: once it is mended, its peers)."""
         for _ in range(2):
             events = self.live()
-            now = time.time()
-            self.judge(events, {rank}, now, own=("CorruptionError",))
-        file.unlink()
-        self.filled({rank})
-        return {"rank": rank, "name": name}
+            self.judge(events, {rank}, events[rank][-1]["at"], own=("CorruptionError",))
+        file = self.store(rank)
+        if filled is None:
+            held = bytearray(file.read_bytes())
+            held[self._flipped] ^= 1
+            file.write_bytes(held)
+        else:
+            file.unlink()
+        self.filled(filled or set(self.peers(rank)) - {rank})
 
     # --- other numbers of replicas ---------------------------------------------------------------
 
@@ -479,6 +514,7 @@ def test_a_killed_rank_a_lost_host_a_pulled_cable_and_a_slow_fill(tmp_path):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_forty_random_faults(tmp_path):
     seed = int(os.environ.get("MEMASCEND_SEED", time.time()))
     kinds = [kind for kind, count in KINDS.items() for _ in range(count)]
