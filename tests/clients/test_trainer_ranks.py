@@ -97,8 +97,12 @@ def test_accelerate_launch_needs_no_arguments_of_the_script(tmp_path):
     [
         ({}, "several processes without FSDP2 are DDP"),
         ({"fsdp": True, "fsdp_config": {"version": 2, "cpu_offload": True}}, "cpu_offload of the FSDP settings"),
+        (
+            {"fsdp": True, "fsdp_config": {"version": 2, "activation_checkpointing": True}},
+            "gradient_checkpointing=True",
+        ),
     ],
-    ids=["ddp", "cpu_offload"],
+    ids=["ddp", "cpu_offload", "checkpointing"],
 )
 def test_what_cannot_work_is_rejected_before_anything_is_made(tmp_path, options, message):
     assert message in run(tmp_path / "run", "plain", fails=True, **options)

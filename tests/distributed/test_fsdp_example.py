@@ -30,7 +30,7 @@ def kill(folder, count, *more):
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_killed_run_ends_as_that_of_one_rank(tmp_path, count):
     """4 ranks are two replicas."""
-    steps = ("--steps", "40")
+    steps = ("--steps", "12")
     torchrun(EXAMPLE, "--storage", tmp_path / "one", *steps, count=1)
     more = ("--replicas", str(count // 2))
     kill(tmp_path / "ranks", count, *more)

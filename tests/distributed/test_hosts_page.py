@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -20,11 +19,15 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs/hosts.md").read_text()
 NAMES = ("start", "train", "addresses", "drives", "replicas", "restarts", "fewer", "checkpoint", "slurm")
 COMMANDS = dict(zip(NAMES, re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE), strict=True))
 
+# Without --use_cpu, which the page's command lacks, accelerate sees no device at all.
 AS_IF_ON_GPUS = """
 import os
 if "LOCAL_RANK" in os.environ:
+    from accelerate.state import PartialState
     from support.launched import as_if_on_gpus
     as_if_on_gpus()
+    begin = PartialState.__init__
+    PartialState.__init__ = lambda self, cpu=False, **options: begin(self, cpu=True, **options)
 """
 
 
@@ -163,8 +166,7 @@ def test_a_run_that_lost_a_host_continues_when_it_is_back(hosts, alone, dead):
     assert "on host0 is the store of rank 0 of 4" in told, told
     assert begun_at(end(start(hosts, "drives"))) >= 7
     assert saved(hosts) == alone
-    for rank in range(4):
-        assert hosts.folder_of(rank // 2, f"nvme{rank % 2}").joinpath(f"run/rank-{rank}-of-4").is_dir()
+    assert all((hosts.folder_of(host, drive) / "run").is_file() for host in range(2) for drive in hosts.DRIVES)
 
 
 @pytest.mark.slow
@@ -173,7 +175,7 @@ def test_a_run_that_lost_a_drive_begins_at_its_checkpoint(hosts, alone):
     running[0].wait_for("step 7\n")
     hosts.kill(1)
     running[0].ended()
-    shutil.rmtree(hosts.folder_of(1, "nvme1") / "run")
+    (hosts.folder_of(1, "nvme1") / "run").unlink()
     told = end(start(hosts, "drives"), 1)
     assert "rank 3: holds no store, and others do" in told
     assert "existing='replace' on all ranks to begin anew, with checkpoint=FOLDER at the step" in told

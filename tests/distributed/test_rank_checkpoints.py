@@ -1,16 +1,20 @@
 """Tests checkpoints of several ranks: what they write is what one process writes, and everybody starts from it."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.hidden_folder import make_hidden
 from support.rank_models import Odd, loss_of, said, shard, without_mean
 from support.ranks import on_ranks
 from torch import distributed, nn
 
 import memascend
+from memascend.checkpoint.reader import Checkpoint
 from memascend.plan.options import Options
 from memascend.session.decide import planned
 
@@ -85,10 +89,14 @@ def train_and_save(folder, name, case, source, count):
     optimizer.save(f"{folder}/{name}")
     # Twice is fine: the earlier one is replaced.
     optimizer.save(f"{folder}/{name}")
+    if several:
+        # As if the other ranks were on another host: their rows are sent.
+        optimizer.save(f"{folder}/hidden/{name}")
     optimizer.close()
 
 
 def train_all(folder, cases, source):
+    make_hidden(folder)
     for number, case in enumerate(cases):
         train_and_save(folder, f"{number}", case, source, distributed.get_world_size())
 
@@ -101,9 +109,20 @@ def same_checkpoints(one, other):
         if name != "memascend/manifest.json":
             assert (one / name).read_bytes() == (other / name).read_bytes(), (one, name)
     manifests = [json.loads((folder / "memascend/manifest.json").read_bytes()) for folder in (one, other)]
-    for manifest in manifests:
+    for folder, manifest in zip((one, other), manifests, strict=True):
+        Checkpoint(folder).verify()
         del manifest["store"], manifest["checksum"]
+    # What several ranks have written has a checksum for the part of each.
+    parts = {
+        (name, key): sums
+        for name, file in manifests[0]["files"].items()
+        for key, sums in file["tensors"].items()
+        if isinstance(sums, list)
+    }
+    for (name, key), sums in parts.items():
+        manifests[1]["files"][name]["tensors"][key] = sums
     assert manifests[0] == manifests[1]
+    return bool(parts)
 
 
 def what_each_rank_kept(folder):
@@ -146,9 +165,14 @@ def what_fails(folder):
     found["staged"] = said(lambda: optimizer.save(f"{folder}/saved"))
     optimizer.zero_grad()
     optimizer.save(f"{folder}/saved")
+    before = (Path(folder) / "saved" / "model.safetensors").read_bytes()
+    own = os.pwrite
+    if rank == 1:
+        os.pwrite = full
+    found["full"] = said(lambda: optimizer.save(f"{folder}/saved"))
+    os.pwrite = own
     if rank == 1:
         _flip_a_bit(Path(folder) / "run" / "rank-1-of-2", trained.embed.weight.detach().to_local().clone())
-    before = (Path(folder) / "saved" / "model.safetensors").read_bytes()
     distributed.barrier()
     found["damaged"] = said(lambda: optimizer.save(f"{folder}/saved"))
     found["stays"] = (Path(folder) / "saved" / "model.safetensors").read_bytes() == before
@@ -156,6 +180,10 @@ def what_fails(folder):
     found["left"] = sorted(path.name for path in Path(folder).iterdir() if path.name.startswith(".saved"))
     optimizer.close()
     return found
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def _flip_a_bit(folder, values):
@@ -194,7 +222,9 @@ def require_what_one_process_writes(tmp_path, count, cases):
     on_ranks(count, train_all, tmp_path, cases, source)
     for number, case in enumerate(cases):
         train_and_save(tmp_path, f"alone-{number}", case, source, count)
-        same_checkpoints(tmp_path / f"{number}", tmp_path / f"alone-{number}")
+        alone = tmp_path / f"alone-{number}"
+        assert same_checkpoints(tmp_path / f"{number}", alone)
+        assert not same_checkpoints(tmp_path / f"hidden/{number}", alone)
 
 
 def test_two_ranks_write_what_one_process_writes_wherever_they_begin(tmp_path):
@@ -218,6 +248,8 @@ def test_what_ranks_save_keep_and_plan_where_something_fails_too(tmp_path):
         assert found["staged"].startswith("UsageError")
         assert found["damaged"].startswith("CorruptionError" if rank == 1 else "RankError"), found["damaged"]
         assert "rank 1 refused" in found["damaged"] or rank == 1
+        assert found["full"].startswith("StorageError" if rank == 1 else "RankError"), found["full"]
+        assert "No space left on device" in found["full"]
         assert found["stays"]
         assert found["left"] == []
         state, too_soon, *_ = kept

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from support.bits import same_bits
+from support.hidden_folder import make_hidden
 from support.rank_models import backward, offloaded, train
 from support.ranks import on_ranks
 from torch import distributed
 
-from memascend.checkpoint.files import TensorFile
-from memascend.checkpoint.reader import identity_of
+from memascend.checkpoint.reader import Checkpoint, identity_of
+from memascend.checkpoint.shares import TensorFiles
 from memascend.distributed.groups import Line
 
 # A run takes minutes where ten others want the processors.
@@ -233,14 +234,15 @@ def test_a_damaged_log_of_one_rank_leaves_the_commit_before_to_all(tmp_path):
 # --- one rank is gone while all save ---------------------------------------------------------
 
 
-def killed_in_save(folder, victim):
+def killed_in_save(folder, victim, place):
+    """Ranks write their own rows to `saved`; to `hidden/saved`, which one of them has not, they send them."""
     rank = distributed.get_rank()
-    trained, optimizer = run(f"{folder}/run", existing="resume" if victim else "refuse")
-    train(trained, optimizer, 1 + victim, MICROS)
-    if not victim:
-        optimizer.save(f"{folder}/saved")
-    train(trained, optimizer, 2 + victim, MICROS)
-    owner, name = (TensorFile, "write") if rank == 0 else (Line, "send")
+    make_hidden(folder)
+    trained, optimizer = run(f"{folder}/run-{victim}")
+    train(trained, optimizer, 1, MICROS)
+    optimizer.save(f"{folder}/{place}")
+    train(trained, optimizer, 2, MICROS)
+    owner, name = (Line, "send") if rank and place != "saved" else (TensorFiles, "put")
     own, calls = getattr(owner, name), []
 
     def killing(*arguments):
@@ -250,36 +252,39 @@ def killed_in_save(folder, victim):
         return own(*arguments)
 
     setattr(owner, name, killing)
-    found, _ = met(lambda: optimizer.save(f"{folder}/saved"))
+    found, _ = met(lambda: optimizer.save(f"{folder}/{place}"))
     optimizer.close()
     return found
 
 
-def resumed(folder):
-    trained, optimizer = run(f"{folder}/run", existing="resume")
+def resumed(folder, name):
+    trained, optimizer = run(f"{folder}/{name}", existing="resume")
     with optimizer:
         return optimizer.steps, train(trained, optimizer, STEPS, MICROS)
 
 
 @pytest.mark.slow
-def test_a_rank_killed_in_the_midst_of_a_save(tmp_path):
+@pytest.mark.parametrize("place", ["saved", "hidden/saved"])
+def test_a_rank_killed_in_the_midst_of_a_save(tmp_path, place):
     """The earlier checkpoint is whole, and the run goes on where it was committed."""
     values = on_ranks(2, whole, tmp_path, seconds=SECONDS)[0]
     for victim in (0, 1):
-        other = on_ranks(2, killed_in_save, tmp_path, victim, ends=(0, -signal.SIGKILL), seconds=SECONDS)[1 - victim]
+        ends = (0, -signal.SIGKILL)
+        other = on_ranks(2, killed_in_save, tmp_path, victim, place, ends=ends, seconds=SECONDS)[1 - victim]
         assert other == ["RankError", victim, True]
-        assert identity_of(tmp_path / "saved")["step"] == 1
-    for steps, found in on_ranks(2, resumed, tmp_path, seconds=SECONDS):
-        assert steps == 3
+        assert identity_of(tmp_path / place)["step"] == 1
+        Checkpoint(tmp_path / place).verify()
+    for steps, found in on_ranks(2, resumed, tmp_path, "run-1", seconds=SECONDS):
+        assert steps == 2
         assert all(map(same_bits, found, values))
 
 
 def hanging_in_save(folder, timeout):
-    """Rank 1 hangs while all send their rows to rank 0, which waits for it and is waited for by rank 2."""
+    """Rank 1 hangs while all write their rows."""
     trained, optimizer = run(f"{folder}/run", timeout=timeout)
     train(trained, optimizer, 1, MICROS)
     if distributed.get_rank() == 1:
-        Line.send = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+        TensorFiles.put = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
     found, _ = met(lambda: optimizer.save(f"{folder}/saved"))
     optimizer.close()
     return found[:2], Path(folder, "saved").exists()

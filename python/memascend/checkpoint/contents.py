@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from memascend.distributed.groups import Line
-    from memascend.distributed.rows import Rows
+    from memascend.distributed.rows import Layout, Rows
     from memascend.storage import Part, Store
 
     # Called with consecutive elements of a record's values ("") or of a state tensor, and the first one's number.
@@ -144,6 +144,7 @@ class StoreContents:
         self._trained = trained
         self._values_alone = values_alone
         self.records = [self._content(record) for record in self._stored]
+        self.nbytes = _bytes_in(self.records)
 
     def _content(self, record: Mapping[str, Any]) -> Content:
         name = record["name"]
@@ -165,10 +166,11 @@ class StoreContents:
             name, _meta(record["dtype"], record["shape"]), state, list(record["order"]) if in_blocks else None
         )
 
-    def read(self, put: Put) -> None:
-        """Read all records."""
+    def read(self, put: Put, wanted: Callable[[str], bool] = lambda _: True) -> None:
+        """Read all records, or those whose names are `wanted`."""
+        stored = [record for record in self._stored if wanted(record["name"])]
         # Row-major ones are scanned together.
-        for row_major, run in itertools.groupby(self._stored, lambda record: record["order"] is None):
+        for row_major, run in itertools.groupby(stored, lambda record: record["order"] is None):
             names = [record["name"] for record in run]
             for some in [names] if row_major else [[name] for name in names]:
                 self.read_records(some, put)
@@ -224,7 +226,7 @@ class GatheredContents:
         self._rows = rows
         self._line = line
         self._others = range(1, ranks)
-        self.records = [_whole(record, rows.get(record.name)) for record in own.records]
+        self.nbytes = _bytes_in(whole_records(own, rows))
 
     def read(self, put: Put) -> None:
         """Read all records: of each parameter the rows of one rank after the other.
@@ -274,6 +276,47 @@ def _send(own: StoreContents, record: Content, rows: Rows, line: Line) -> None:
     own.read_records([record.name], put)
 
 
+class ShareContents:
+    """The part of a checkpoint that one rank writes itself: its rows, at their place in whole parameters."""
+
+    def __init__(self, own: StoreContents, rows: Mapping[str, Rows], layout: Layout, names: Collection[str]) -> None:
+        """`rows` says which rows of each parameter the store has; `names` are the parameters whose rows it writes."""
+        self._own = own
+        self._rows = rows
+        self._layout = layout
+        self._names = names
+        self.nbytes = _bytes_in([record for record in own.records if self._is_own(record.name)])
+
+    def read(self, put: Put) -> None:
+        """Read all that this rank writes."""
+        tensors = {(record.name, ""): record.values for record in self._own.records}
+        tensors |= {(record.name, of): one for record in self._own.records for of, one in record.state.items()}
+
+        def put_rows(name: str, of: str, start: int, values: torch.Tensor) -> None:
+            rows = self._rows.get(name)
+            first = None if rows is None or of == UPDATES else rows.first_of(of, tensors[name, of])
+            if first is not None:
+                put(name, of, first + start, values)
+            elif not self._layout.shard:
+                # A tensor that is not divided is the same on all ranks.
+                put(name, of, start, values)
+
+        self._own.read(put_rows, self._is_own)
+
+    def _is_own(self, name: str) -> bool:
+        # Buffers are the first rank's.
+        return name in self._names if name in self._rows else not self._layout.rank
+
+
+def _bytes_in(records: Iterable[Content]) -> int:
+    return sum(tensor.nbytes for record in records for tensor in (record.values, *record.state.values()))
+
+
+def whole_records(own: StoreContents, rows: Mapping[str, Rows]) -> list[Content]:
+    """The records of a checkpoint, from those of the first rank, which has rows of all parameters."""
+    return [_whole(record, rows.get(record.name)) for record in own.records]
+
+
 def _whole(record: Content, rows: Rows | None) -> Content:
     if rows is None:
         return record
@@ -285,5 +328,5 @@ def _whole(record: Content, rows: Rows | None) -> Content:
     return Content(record.name, values, state, record.order)
 
 
-# The contents that a checkpoint is written from.
-Contents = StoreContents | GatheredContents
+# What files are written from.
+Contents = StoreContents | GatheredContents | ShareContents

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from memascend.errors import ConfigError, CorruptionError, StorageError, UsageError
-from memascend.storage import Checksum, checksum_of
-from memascend.tensors import memory_of
+from memascend.storage import checksum_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -171,8 +170,6 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # The largest size of a file, unless a single tensor is larger: suits file systems, caches and downloads.
 FILE_BYTES_MAX = 4 << 30
-# Bytes in the page cache after which a file is flushed.
-_FLUSH_BYTES = 256 << 20
 _ALIGN = 64
 
 
@@ -229,61 +226,22 @@ def divide_into_files(stem: str, tensors: Mapping[str, torch.Tensor], metadata: 
     ]
 
 
-class TensorFile:
-    """A file that is being written; the parts of a tensor are written in their order."""
+def make_file(folder: Path, layout: FileLayout) -> tuple[dict[str, Any], dict[str, int]]:
+    """Make a file of its full size with its header, whose tensors are written later.
 
-    def __init__(self, folder: Path, layout: FileLayout) -> None:
-        """Make the file and write its header."""
-        self.path = folder / layout.name
-        header, self._offsets = layout.header()
-        self.nbytes = len(header) + layout.nbytes
-        self._written = 0
-        self._unflushed = 0
-        self._sums = {name: Checksum() for name in layout.tensors}
-        self._header_sum = checksum_of(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-        with file_errors(self.path, "cannot be written"):
-            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._write(header, 0)
-
-    def write(self, name: str, start: int, values: torch.Tensor) -> None:
-        """Write contiguous elements of a tensor from element `start` on, right after those written before."""
-        if values.numel() == 0:
-            return
-        self._sums[name].update(values)
-        self._write(memory_of(values), self._offsets[name] + start * values.element_size())
-
-    def _write(self, part: bytes | memoryview, offset: int) -> None:
-        at = 0
-        with file_errors(self.path, "cannot be written"):
-            while at < len(part):
-                at += os.pwrite(self._descriptor, part[at:], offset + at)
-            self._written += at
-            self._unflushed += at
-            if self._unflushed >= _FLUSH_BYTES:
-                self._flush()
-
-    def _flush(self) -> None:
-        os.fsync(self._descriptor)
-        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        self._unflushed = 0
-
-    def finish(self) -> dict[str, Any]:
-        """Flush and close the file, and return its part of the manifest."""
-        assert self._written == self.nbytes, f"{self.path}: {self._written} bytes of {self.nbytes}"
-        with file_errors(self.path, "cannot be written"):
-            self._flush()
-        self.close()
-        return {
-            "bytes": self.nbytes,
-            "header": self._header_sum,
-            "tensors": {name: str(checksum) for name, checksum in self._sums.items()},
-        }
-
-    def close(self) -> None:
-        """Close the file. A second call does nothing."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+    Returns its part of the manifest, without tensors, and where in the file each tensor begins.
+    """
+    path = folder / layout.name
+    header, offsets = layout.header()
+    nbytes = len(header) + layout.nbytes
+    with file_errors(path, "cannot be written"):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:  # noqa: PTH123
+            file.write(header)
+            file.truncate(nbytes)
+            file.flush()
+            os.fsync(descriptor)
+    return {"bytes": nbytes, "header": checksum_of(torch.frombuffer(bytearray(header), dtype=torch.uint8))}, offsets
 
 
 @dataclass(frozen=True)

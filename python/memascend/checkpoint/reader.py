@@ -160,7 +160,15 @@ def _well(name: str, said: Any) -> bool:
     parts = Path(name).parts
     inside = parts in ((name,), (FOLDER, parts[-1] if parts else "")) and ".." not in parts and parts[-1] != "/"
     kinds = {"bytes": int, "header": str, "tensors": dict}
-    return inside and isinstance(said, dict) and all(isinstance(said.get(of), kind) for of, kind in kinds.items())
+    is_whole = isinstance(said, dict) and all(isinstance(said.get(of), kind) for of, kind in kinds.items())
+    return inside and is_whole and all(isinstance(one, str) or _in_parts(one) for one in said["tensors"].values())
+
+
+def _in_parts(said: Any) -> bool:
+    """Whether a list has the first byte and the checksum of each part of a tensor, from its beginning on."""
+    whole = isinstance(said, list) and all(isinstance(part, list) and [*map(type, part)] == [int, str] for part in said)
+    firsts = [part[0] for part in said] if whole else []
+    return firsts[:1] == [0] and firsts == sorted(firsts)
 
 
 def _verify(path: Path, said: Mapping[str, Any], mine: Callable[[], bool], progress: Progress) -> None:
@@ -198,13 +206,21 @@ def _verify(path: Path, said: Mapping[str, Any], mine: Callable[[], bool], progr
             )
         for name, described in header.items():
             start, end = described["data_offsets"]
-            if mine() and checksum(8 + length + start, end - start) != said["tensors"][name]:
-                raise CorruptionError(
-                    f"{name!r} in {path} is damaged: its checksum is not the manifest's. Begin from another checkpoint",
-                    path=str(path),
-                    offset=8 + length + start,
-                    nbytes=end - start,
-                )
+            for first, until, expected in _parts(said["tensors"][name], end - start):
+                if mine() and checksum(8 + length + start + first, until - first) != expected:
+                    raise CorruptionError(
+                        f"{name!r} in {path} is damaged: its checksum is not the manifest's. Begin from another "
+                        "checkpoint",
+                        path=str(path),
+                        offset=8 + length + start + first,
+                        nbytes=until - first,
+                    )
+
+
+def _parts(said: Any, nbytes: int) -> list[tuple[int, int, str]]:
+    """First byte, end and checksum of each part of a tensor, from its checksum or those of the parts."""
+    firsts, sums = ([0], [said]) if isinstance(said, str) else zip(*said, strict=True)
+    return [*zip(firsts, [*firsts[1:], nbytes], sums, strict=True)]
 
 
 @dataclass(eq=False)

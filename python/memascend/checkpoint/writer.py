@@ -8,32 +8,35 @@ import json
 import os
 import re
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memascend.checkpoint.files import (
     Names,
-    TensorFile,
     divide_into_files,
     file_errors,
     is_empty,
+    make_file,
     new_folder,
     put_in_place,
     sync,
 )
 from memascend.checkpoint.reader import FOLDER, FORMAT, MANIFEST, VERSION, render_manifest, state_key
+from memascend.checkpoint.shares import checksums_of
 from memascend.checkpoint.weights import misread_names
 from memascend.errors import ConfigError, StorageError
-from memascend.text import Progress, expanded, refusal_of, warn
+from memascend.text import expanded, refusal_of, warn
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
-    from memascend.checkpoint.contents import Contents
-    from memascend.checkpoint.files import FileLayout
+    from memascend.checkpoint.contents import Content
+    from memascend.checkpoint.shares import Places, Sums
+
+    # Writes the tensors into the files of a folder, which are there with their headers.
+    Fill = Callable[[Path, Places], Sums]
 
 
 # Weights as transformers names them, whole or in parts.
@@ -42,17 +45,18 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.ind
 
 def save(
     folder: str | os.PathLike[str],
-    contents: Contents,
+    records: Sequence[Content],
     model: torch.nn.Module,
     facts: Mapping[str, Any],
+    fill: Fill,
     *,
     among_others: bool = False,
 ) -> None:
     """Write a checkpoint to a folder, whose parent exists; an earlier one is replaced at the end, or stays whole.
 
-    Nothing is staged in the store of `contents`. `facts` are fields of the manifest beside files and format. Other
-    files in the folder are kept; `among_others`: also where there is no earlier checkpoint, whose weights are replaced
-    then.
+    `fill` writes the bytes of the tensors of `records` into files that are there. `facts` are fields of the manifest
+    beside files and format. Other files in the folder are kept; `among_others`: also where there is no earlier
+    checkpoint, whose weights are replaced then.
     """
     why = refusal_of(folder)
     if why is not None:
@@ -61,11 +65,11 @@ def save(
             "another one"
         )
     target = Path(os.path.abspath(expanded(folder)))  # noqa: PTH100
-    files = _CheckpointFiles(contents, model)
+    files = _CheckpointFiles(records, model)
     _require_place(target, files.nbytes, among_others=among_others)
     with new_folder(target) as new:
         (new / FOLDER).mkdir()
-        described = files.run(new)
+        described = files.write(new, fill)
         configured = _configure(model, new)
         manifest = {
             **facts,
@@ -83,13 +87,13 @@ def save(
         put_in_place(target, new)
 
 
-def save_weights(folder: Path, contents: Contents, model: torch.nn.Module) -> None:
+def save_weights(folder: Path, records: Sequence[Content], model: torch.nn.Module, fill: Fill) -> None:
     """Write values and configuration for `from_pretrained` into an existing folder without such files.
 
-    `contents` are without state; names and configuration are those of `model`.
+    `records` are without state; names and configuration are those of `model`; `fill` is that of `save`.
     """
-    files = _CheckpointFiles(contents, model)
-    files.run(folder)
+    files = _CheckpointFiles(records, model)
+    files.write(folder, fill)
     _configure(model, folder)
     files.index(folder)
 
@@ -97,60 +101,30 @@ def save_weights(folder: Path, contents: Contents, model: torch.nn.Module) -> No
 class _CheckpointFiles:
     """The files of one checkpoint; tensors lie in them in the order of the model's names."""
 
-    def __init__(self, contents: Contents, model: torch.nn.Module) -> None:
-        self._contents = contents
+    def __init__(self, records: Sequence[Content], model: torch.nn.Module) -> None:
         order = {name: position for position, (name, _) in enumerate(model.named_parameters())}
         # The order of files does not depend on how the model was divided into units.
-        records = sorted(contents.records, key=lambda record: order.get(record.name, len(order)))
+        records = sorted(records, key=lambda record: order.get(record.name, len(order)))
         values = {record.name: record.values for record in records}
         state = {state_key(record.name, of): tensor for record in records for of, tensor in record.state.items()}
         # The metadata maps tied names to their first names, as safetensors' own save_model() does.
         self._weights = divide_into_files("model", values, {"format": "pt", **Names(model).tied})
-        self._state = divide_into_files(f"{FOLDER}/state", state, {}) if state else []
-        self._layout_of = {
-            (is_state, name): layout
-            for is_state, layouts in ((False, self._weights), (True, self._state))
-            for layout in layouts
-            for name in layout.tensors
-        }
+        self._all = [*self._weights, *(divide_into_files(f"{FOLDER}/state", state, {}) if state else [])]
         self.orders = {record.name: record.order for record in records if record.order is not None}
-        self.nbytes = sum(layout.nbytes for layout in (*self._weights, *self._state))
-        # Files that are being written, and the bytes that are left to write of each.
-        self._open: dict[str, TensorFile] = {}
-        self._left = {layout.name: layout.nbytes for layout in (*self._weights, *self._state)}
-        self._said: dict[str, Any] = {}
+        self.nbytes = sum(layout.nbytes for layout in self._all)
 
-    def run(self, folder: Path) -> dict[str, Any]:
+    def write(self, folder: Path, fill: Fill) -> dict[str, Any]:
         """Write all files, and return their part of the manifest."""
-        try:
-            with Progress("saving the checkpoint", self.nbytes) as progress:
-                self._contents.read(partial(self._put, folder, progress))
-            for layout in (*self._weights, *self._state):
-                if layout.name not in self._said:
-                    self._file(folder, layout)
-                    self._finish(layout)
-        finally:
-            for file in self._open.values():
-                file.close()
-        return self._said
-
-    def _put(self, folder: Path, progress: Progress, name: str, of: str, start: int, values: torch.Tensor) -> None:
-        """Write elements of a record's values, or of the state tensor that `of` names."""
-        key = state_key(name, of) if of else name
-        layout = self._layout_of[bool(of), key]
-        self._file(folder, layout).write(key, start, values)
-        self._left[layout.name] -= values.nbytes
-        progress.add(values.nbytes)
-        if not self._left[layout.name]:
-            self._finish(layout)
-
-    def _file(self, folder: Path, layout: FileLayout) -> TensorFile:
-        if layout.name not in self._open:
-            self._open[layout.name] = TensorFile(folder, layout)
-        return self._open[layout.name]
-
-    def _finish(self, layout: FileLayout) -> None:
-        self._said[layout.name] = self._open.pop(layout.name).finish()
+        said, places = {}, {}
+        for layout in self._all:
+            said[layout.name], places[layout.name] = make_file(folder, layout)
+        sums = fill(folder, places)
+        for layout in self._all:
+            tensors = layout.tensors.items()
+            said[layout.name]["tensors"] = {
+                name: checksums_of(tensor.nbytes, sums.get((layout.name, name), ())) for name, tensor in tensors
+            }
+        return said
 
     def index(self, folder: Path) -> list[str]:
         """Write the index that several files of weights need, and return its name."""

@@ -150,6 +150,11 @@ class Sharding(RowsOfRank):
         return [one.name for group in self._groups for one in group.parameters if one.leaf.shape.numel()]
 
     @property
+    def written(self) -> set[str]:
+        """The parameters whose rows this rank writes to a checkpoint: replicas have the same rows, and share them."""
+        return self.rows.keys() & set(self.order[self.layout.replica :: self.layout.replicas])
+
+    @property
     def leaves(self) -> dict[str, torch.nn.Parameter]:
         """The model's own parameters, by name."""
         return {name: one.leaf for name, one in self._sharded.items()}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from memascend.checkpoint.contents import GatheredContents, StoreContents, send_contents
+from memascend.checkpoint.contents import StoreContents, whole_records
+from memascend.checkpoint.shares import Shares, write_into
 from memascend.checkpoint.writer import save, save_weights
 from memascend.distributed.control_plane import Alone, exchange_of
 from memascend.distributed.groups import StoppedError
@@ -20,12 +22,13 @@ from memascend.text import listed, warn
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import torch
 
-    from memascend.checkpoint.contents import Contents
+    from memascend.checkpoint.contents import Content
+    from memascend.checkpoint.writer import Fill
     from memascend.distributed.sharding import Sharding
     from memascend.params.offloaded_param import Place
     from memascend.params.residency import Residency
@@ -203,7 +206,8 @@ class Saving:
         self._run = run
         self._newcomers = newcomers
         self._sharding = sharding
-        self._exchange = exchange_of(sharding)
+        exchange = self._exchange = exchange_of(sharding)
+        self._shares = None if sharding is None or isinstance(exchange, Alone) else Shares(sharding, exchange)
 
     def save(self, folder: str | os.PathLike[str], *, among_others: bool = False) -> None:
         """Write a checkpoint of the last commit, with the current options of the groups."""
@@ -213,7 +217,11 @@ class Saving:
         states = self._exchange.everyone(self._run.metadata.user_state)
         if not all(state == states[0] for state in states):
             facts["user_states"] = states
-        self._write(own, lambda contents: save(folder, contents, self._model, facts, among_others=among_others))
+
+        def write(records: Sequence[Content], fill: Fill) -> None:
+            save(folder, records, self._model, facts, fill, among_others=among_others)
+
+        self._write(own, write)
         self._run.resources.values_read()
         missing = self._newcomers.unsaved(self._run.buffers.names)
         if missing:
@@ -228,7 +236,7 @@ class Saving:
         `folder` is the first rank's; the others have none.
         """
         own = self._contents(values_alone=True)
-        self._write(own, lambda contents: save_weights(cast("Path", folder), contents, self._model))
+        self._write(own, lambda records, fill: save_weights(cast("Path", folder), records, self._model, fill))
 
     def _contents(self, *, values_alone: bool = False) -> StoreContents:
         """The last commit of this rank. No rank has any where a step is staged on one."""
@@ -237,21 +245,21 @@ class Saving:
         names = run.gradients.by_name.keys()
         return self._exchange.together(lambda: StoreContents(run.resources.store, names, values_alone=values_alone))
 
-    def _write(self, own: StoreContents, write: Callable[[Contents], None]) -> None:
-        """Let the first rank write the rows of all ranks."""
-        sharding, exchange = self._sharding, self._exchange
-        if sharding is None or isinstance(exchange, Alone):
-            write(own)
+    def _write(self, own: StoreContents, write: Callable[[Sequence[Content], Fill], None]) -> None:
+        """Let the first rank, or the only process, make the files, and each rank write its rows where it can."""
+        sharding, exchange, shares = self._sharding, self._exchange, self._shares
+        if sharding is None or shares is None or isinstance(exchange, Alone):
+            write(own.records, lambda folder, places: write_into(folder, places, own))
             return
-        line = exchange.line.open()
+        line = exchange.line
 
         def do_part() -> bool:
             """Whether all rows arrived."""
             try:
                 if not sharding.rank:
-                    write(GatheredContents(own, sharding.rows, line, sharding.layout.shards))
-                elif not sharding.layout.replica:
-                    send_contents(own, sharding.rows, sharding.order, line)
+                    write(whole_records(own, sharding.rows), partial(shares.fill, own))
+                else:
+                    shares.fill(own)
             except StoppedError as error:
                 if error.is_late:
                     raise exchange.lost(f"sending rows to the first rank ({error})", exchange.timeout) from error

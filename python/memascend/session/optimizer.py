@@ -339,8 +339,8 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         others put into an earlier checkpoint's folder stay. Call it between steps; `offload(checkpoint=folder)` resumes
         from it, bit-identically.
 
-        Several ranks call it together, and write one checkpoint: the first rank writes the rows that the others send.
-        Any number of ranks can start from it, and so can one process.
+        Several ranks call it together, and write one checkpoint: each its rows, or the first rank all rows if others do
+        not see the folder. Any number of ranks can start from it, and so can one process.
 
         Args:
             folder: of the checkpoint; on the first rank its parent must exist.

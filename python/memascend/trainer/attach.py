@@ -247,6 +247,10 @@ def _require_ranks(trainer: Any) -> None:
             args.load_best_model_at_end and not isinstance(trainer.model, names.PreTrainedModel),
             "load_best_model_at_end under FSDP2 takes models of transformers alone: leave it out",
         ),
+        (
+            bool(plugin.activation_checkpointing),
+            "activation_checkpointing of the FSDP settings renames parameters: give gradient_checkpointing=True",
+        ),
         (bool(plugin.ignored_modules), "ignored_modules of the FSDP settings are not sharded: leave it out"),
         (
             bool(others),

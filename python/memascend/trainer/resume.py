@@ -305,6 +305,7 @@ class Resume:
             trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
 
     def _is_streamed(self) -> bool:
+        assert self._optimizer is not None
         session = session_of(self._optimizer)
         return not session.run.resources.closed and is_streamed(self._trainer.model, session)
 
@@ -315,6 +316,7 @@ class Resume:
             self._own["_save_optimizer_and_scheduler"](output_dir)
             return
         if not self._is_streamed():
+            assert self._optimizer is not None
             session_of(self._optimizer).saving.save(output_dir, among_others=True)
         if trainer.args.should_save:
             torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir, names.SCHEDULER))
@@ -346,7 +348,7 @@ class Resume:
                     if isinstance(module, FSDPModule):
                         # What an evaluation left gathered would not be loaded as shards.
                         module.reshard()
-                values = {name: files.at(keys[0]) for name, keys in found.of.items()}
+                values: dict[str, Any] = {name: files.at(keys[0]) for name, keys in found.of.items()}
                 set_model_state_dict(
                     trainer.model, values, options=StateDictOptions(full_state_dict=True, strict=False)
                 )

@@ -1,0 +1,245 @@
+"""Fills the files of a checkpoint: each rank writes its rows into them, or sends them to the first rank."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memascend.checkpoint.contents import GatheredContents, ShareContents, send_contents
+from memascend.checkpoint.files import file_errors
+from memascend.checkpoint.reader import FOLDER, state_key
+from memascend.storage import Checksum
+from memascend.tensors import memory_of
+from memascend.text import Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+    from memascend.checkpoint.contents import Contents, StoreContents
+    from memascend.distributed.control_plane import Exchange
+    from memascend.distributed.sharding import Sharding
+
+    # By file, the byte at which each tensor begins.
+    Places = Mapping[str, Mapping[str, int]]
+    # First byte, end and checksum of what a process has written of a tensor.
+    Part = tuple[int, int, str]
+    # By file and tensor, the parts of all processes, in order.
+    Sums = Mapping[tuple[str, str], Sequence[Part]]
+
+
+_log = logging.getLogger("memascend")
+# Bytes in the page cache after which files are flushed.
+_FLUSH_BYTES = 256 << 20
+# A checkpoint of terabytes has more files than a process may open.
+_OPEN_MAX = 16
+# While a checkpoint is written: what the ranks need to write to it, and the checksums of each rank.
+_PLACES = ".memascend-places"
+_SUMS = ".memascend-sums-{}"
+# How often in `timeout` ranks that write report that they go on.
+_BEATS = 4
+
+
+class TensorFiles:
+    """Files of which a process writes its part: consecutive bytes of each tensor, in their order.
+
+    Other ranks write to the same pages. The files are open for writing alone, and never read before: a client of NFS
+    that knows a whole page may write all of it, with what was there before.
+    """
+
+    def __init__(self, folder: Path, descriptor: int, places: Places) -> None:
+        """`descriptor` is of the folder: a rank that hangs, and is left behind, never opens files of a later save."""
+        self._folder = folder
+        self._descriptor = descriptor
+        self._places = {
+            (Path(file).parent.name == FOLDER, name): (file, offset)
+            for file, offsets in places.items()
+            for name, offset in offsets.items()
+        }
+        self._open: dict[str, int] = {}
+        self._unflushed = 0
+        # By file and tensor: first byte, end and checksum.
+        self._written: dict[tuple[str, str], tuple[int, int, Checksum]] = {}
+
+    def put(self, name: str, of: str, start: int, values: torch.Tensor) -> None:
+        """Write elements of a record's values, or of the state tensor that `of` names."""
+        if values.numel() == 0:
+            return
+        key = state_key(name, of) if of else name
+        file, offset = self._places[bool(of), key]
+        at = start * values.element_size()
+        first, end, checksum = self._written.get((file, key)) or (at, at, Checksum())
+        assert end == at, f"{key} of {self._folder}: byte {at} after {end}"
+        checksum.update(values)
+        self._written[file, key] = first, at + values.nbytes, checksum
+        part, done = memory_of(values), 0
+        with file_errors(self._folder / file, "cannot be written"):
+            descriptor = self._file(file)
+            while done < len(part):
+                done += os.pwrite(descriptor, part[done:], offset + at + done)
+            self._unflushed += done
+            if self._unflushed >= _FLUSH_BYTES:
+                self._flush()
+
+    def _file(self, name: str) -> int:
+        if name not in self._open:
+            if len(self._open) == _OPEN_MAX:
+                self._flush()
+                self.close()
+            self._open[name] = os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=self._descriptor)
+        return self._open[name]
+
+    def _flush(self) -> None:
+        for descriptor in self._open.values():
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        self._unflushed = 0
+
+    def finish(self) -> dict[tuple[str, str], Part]:
+        """Flush all, and return what was written."""
+        with file_errors(self._folder, "cannot be written"):
+            self._flush()
+        return {key: (first, end, str(checksum)) for key, (first, end, checksum) in self._written.items()}
+
+    def close(self) -> None:
+        """Close the files that are open."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+def write_into(
+    folder: Path,
+    places: Places,
+    contents: Contents,
+    descriptor: int | None = None,
+    beat: Callable[[], object] = lambda: None,
+) -> dict[tuple[str, str], list[Part]]:
+    """Write all of `contents` into the files of a folder, and flush them; `beat` is called again and again.
+
+    `descriptor` is of the folder, where it is open.
+    """
+    with contextlib.ExitStack() as ends:
+        if descriptor is None:
+            with file_errors(folder, "cannot be read"):
+                descriptor = _opened(folder, ends)
+        files = TensorFiles(folder, descriptor, places)
+        ends.callback(files.close)
+        progress = ends.enter_context(Progress("saving the checkpoint", contents.nbytes))
+
+        def put(name: str, of: str, start: int, values: torch.Tensor) -> None:
+            files.put(name, of, start, values)
+            progress.add(values.nbytes)
+            beat()
+
+        contents.read(put)
+        return {key: [part] for key, part in files.finish().items()}
+
+
+def checksums_of(nbytes: int, parts: Sequence[Part]) -> str | list[tuple[int, str]]:
+    """What the manifest has of a tensor: its checksum, or the first byte and the checksum of each of its parts."""
+    ends = [0, *(end for _, end, _ in parts)]
+    assert [*(first for first, _, _ in parts), nbytes] == ends, f"{parts} of {nbytes} bytes"
+    if len(parts) > 1:
+        return [(first, checksum) for first, _, checksum in parts]
+    return parts[0][2] if parts else str(Checksum())
+
+
+def _opened(folder: Path, ends: contextlib.ExitStack) -> int:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    ends.callback(os.close, descriptor)
+    return descriptor
+
+
+class Shares:
+    """Writes the tensors of one checkpoint after the other, all ranks together."""
+
+    def __init__(self, sharding: Sharding, exchange: Exchange) -> None:
+        self._sharding = sharding
+        self._exchange = exchange
+        self._logged: str | None = None
+        self._beat_at = 0.0
+
+    def fill(self, own: StoreContents, folder: Path | None = None, places: Places | None = None) -> Sums:
+        """Write into the files of a folder, which the first rank alone knows, and which gets the parts of all.
+
+        Raises:
+            StoppedError: rows did not arrive at the first rank, which writes those of all.
+        """
+        sharding, exchange, rank = self._sharding, self._exchange, self._sharding.rank
+        word = uuid.uuid4().hex
+        if folder is not None:
+            _write(folder / _PLACES, {"word": word, "places": places})
+        path, word = exchange.everyone([str(folder), word])[0]
+        with contextlib.ExitStack() as ends:
+            try:
+                descriptor = _opened(Path(path), ends)
+                # It is not written to here: only tried.
+                with open(os.open(_PLACES, os.O_RDWR | os.O_CLOEXEC, dir_fd=descriptor), "rb") as file:  # noqa: PTH123
+                    there = json.load(file)
+                unseen = None if there["word"] == word else f"sees another folder at {path}"
+            except (FileNotFoundError, ValueError):
+                unseen = f"does not see {path}"
+            except OSError as error:
+                unseen = f"cannot write to {path} ({error.strerror})"
+            found = exchange.everyone(unseen and f"rank {rank} on host {platform.node()} {unseen}")
+            if folder is not None:
+                (folder / _PLACES).unlink()
+            others = [one for one in found if one is not None]
+            self._log(f"rank 0 writes, since {others[0]}" if others else f"each of {len(found)} ranks writes its rows")
+            if not others:
+                return self._written(own, Path(path), there["places"], descriptor)
+        line = exchange.line.open()
+        if folder is not None and places is not None:
+            gathered = GatheredContents(own, sharding.rows, line, sharding.layout.shards)
+            return write_into(folder, places, gathered)
+        if not sharding.layout.replica:
+            send_contents(own, sharding.rows, sharding.order, line)
+        return {}
+
+    def _log(self, way: str) -> None:
+        if way != self._logged and not self._sharding.rank:
+            _log.info("the checkpoint: %s", way)
+        self._logged = way
+
+    def _written(self, own: StoreContents, folder: Path, places: Places, descriptor: int) -> Sums:
+        """Write this rank's rows. The first rank gets the parts of all, through files: they may be many."""
+        sharding, exchange = self._sharding, self._exchange
+        share = ShareContents(own, sharding.rows, sharding.layout, sharding.written)
+        self._beat_at = time.monotonic() + exchange.timeout / _BEATS
+        sums = write_into(folder, places, share, descriptor, self._beat)
+        if sharding.rank:
+            _write(folder / _SUMS.format(sharding.rank), [*sums.items()], descriptor)
+        while not all(exchange.everyone(True)):
+            pass
+        for rank in () if sharding.rank else range(1, exchange.size):
+            path = folder / _SUMS.format(rank)
+            with file_errors(path, "cannot be read"):
+                for (file, name), parts in json.loads(path.read_bytes()):
+                    sums.setdefault((file, name), []).extend(parts)
+                path.unlink()
+        return sums
+
+    def _beat(self) -> None:
+        """Report in time that this rank goes on: others wait for it if they have fewer rows, or a faster drive."""
+        if time.monotonic() >= self._beat_at:
+            self._exchange.everyone(False)
+            self._beat_at = time.monotonic() + self._exchange.timeout / _BEATS
+
+
+def _write(path: Path, content: object, folder: int | None = None) -> None:
+    """Write a file of JSON; `folder` is the descriptor of its folder."""
+    name = path if folder is None else path.name
+    with file_errors(path, "cannot be written"):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        with open(os.open(name, flags, 0o600, dir_fd=folder), "w", encoding="ascii") as file:  # noqa: PTH123
+            json.dump(content, file)
+            file.flush()
+            os.fsync(file.fileno())
