@@ -53,6 +53,8 @@ class Refill:
         self._facts: Mapping[str, Any] = {}
         # Of the bytes that were sent.
         self._sum = Checksum()
+        # The most records that a rank sends, and how many of them all ranks have gone through together.
+        self._records = self._reached = 0
 
     @contextlib.contextmanager
     def between(self, store: Store) -> Iterator[None]:
@@ -76,8 +78,10 @@ class Refill:
             "step": store.step,
             "user_state": store.user_state,
             "hyperparameters": store.hyperparameters,
+            "records": len(_names(store)),
         }
         told = exchange.tell("the stores that others are filled from", said if self._targets else None)
+        self._records = max(each["records"] for each in told if each is not None)
         if self._source is not None:
             self._facts = told[self._source]
             # Until it is verified, the commit has no number.
@@ -119,7 +123,7 @@ class Refill:
                 f"the store of rank {self._exchange.rank} would be filled from that of rank {self._source}, which has "
                 "other records or formats of state: give all ranks the same model and options"
             )
-        for name in _names(self._store, buffers=False):
+        for name in _names(self._store, buffers=(False,)):
             values, state, step = self._received(name)
             yield name, values, state, step
 
@@ -134,6 +138,7 @@ class Refill:
         for tensor in (step, values, *state.values()):
             if tensor.numel():
                 self._meet(lambda group, tensor=tensor: distributed.recv(bytes_of(tensor), self._source, group))
+        self._reach()
         return values, state, int(step)
 
     # --- on a rank that sends ----------------------------------------------------------------
@@ -142,17 +147,28 @@ class Refill:
         """Send the commit of this rank's store to the ranks that have lost theirs."""
         store = self._store
         assert store is not None
-        if not self._targets:
-            return
-        for name in (*_names(store, buffers=False), *_names(store, buffers=True)):
+        for name in _names(store) if self._targets else ():
             values, state = store.read(name)
-            step = torch.tensor([store.record(name)["step"]])
+            step = _updates(store.record(name))
             for tensor in (step, values, *state.values()):
                 if not tensor.numel():
                     continue
                 for target in self._targets:
                     self._meet(lambda group, tensor=tensor, to=target: distributed.send(bytes_of(tensor), to, group))
             self._note(step, values, state)
+            self._reach()
+        self._reach_end()
+
+    def _reach(self) -> None:
+        """Go on to the next record with all ranks: those with nothing to fill wait for one record, not for all."""
+        self._exchange.everyone(None)
+        self._reached += 1
+
+    def _reach_end(self) -> None:
+        """Wait for ranks that have more records."""
+        while self._reached < self._records:
+            self._reach()
+        self._reached = 0
 
     def _note(self, step: torch.Tensor, values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
         for tensor in (step, values, *state.values()):
@@ -170,11 +186,12 @@ class Refill:
         store, exchange = self._store, self._exchange
         assert store is not None
         nbytes = 0
-        if self._source is not None:
-            for name in (*_names(store, buffers=False), *_names(store, buffers=True)):
-                values, state = store.read(name)
-                self._note(torch.tensor([store.record(name)["step"]]), values, state)
-                nbytes += values.nbytes + sum(tensor.nbytes for tensor in state.values())
+        for name in () if self._source is None else _names(store):
+            values, state = store.read(name)
+            self._note(_updates(store.record(name)), values, state)
+            nbytes += values.nbytes + sum(tensor.nbytes for tensor in state.values())
+            self._reach()
+        self._reach_end()
         sums = exchange.everyone(str(self._sum))
         apart = [rank for rank, source in self._opening.lost.items() if sums[rank] != sums[source]]
         if apart:
@@ -211,9 +228,15 @@ def retire(files: Sequence[Path], opening: Opening) -> None:
             _log.warning("%s is not of the step at which the run goes on, and stays", file)
 
 
-def _names(store: Store, *, buffers: bool) -> list[str]:
-    """The parameters or the buffers of a store, in an order that does not depend on it."""
-    return sorted(record["name"] for record in store.each_record() if record["buffer"] == buffers)
+def _names(store: Store, *, buffers: Sequence[bool] = (False, True)) -> list[str]:
+    """The parameters, the buffers or both of a store, in an order that does not depend on it."""
+    each = sorted((record["buffer"], record["name"]) for record in store.each_record())
+    return [name for is_buffer, name in each if is_buffer in buffers]
+
+
+def _updates(record: Mapping[str, Any]) -> torch.Tensor:
+    """The updates of a record; a buffer has none, and its store counts otherwise once it is filled anew."""
+    return torch.tensor([0 if record["buffer"] else record["step"]])
 
 
 def _described(store: Store) -> str:

@@ -298,7 +298,8 @@ class FirstValues:
                         engine.finish()
                         waiting = 0
                     progress.add(values.nbytes + sum(tensor.nbytes for tensor in self._described(name).values()))
-            for name in subject.buffers.names:
+            # In the order in which another rank sends them.
+            for name in sorted(subject.buffers.names):
                 target = subject.buffers.target(name)
                 if not isinstance(source, ModelValues):
                     self._undo.callback(target.copy_, target.clone())
