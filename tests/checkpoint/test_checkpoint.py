@@ -12,7 +12,7 @@ from support.checkpoints import made, trained
 import memascend
 from memascend.checkpoint import files as tensorfile
 from memascend.checkpoint import reader as checkpoints
-from memascend.checkpoint import writer as saving
+from memascend.checkpoint import shares
 from memascend.errors import UsageError
 from memascend.text import Progress
 
@@ -170,7 +170,7 @@ def test_a_bar_goes_to_its_end(tmp_path, monkeypatch):
             self.said = (what, nbytes)
             bars.append(self)
 
-    for module in (saving, checkpoints):
+    for module in (shares, checkpoints):
         monkeypatch.setattr(module, "Progress", Bar)
     _, optimizer = memascend.offload(*made(torch.bfloat16, torch.optim.AdamW))
     with optimizer:

@@ -14,6 +14,7 @@ import memascend
 from memascend.distributed.control_plane import Agreement, Alone, Exchange
 from memascend.distributed.opening import choose, require_own, seen_at
 from memascend.distributed.reshard import find_earlier
+from memascend.distributed.rows import Layout
 from memascend.distributed.setup import places_of_others
 from memascend.engine import Record, Store, commits
 from memascend.errors import RankError
@@ -48,6 +49,11 @@ class Talker:
         assert {one[0] for one in told} == {about}, told
         return [one[1] for one in told]
 
+    def add(self, numbers):
+        # One replica has nothing to compare.
+        assert not any(numbers)
+        return numbers
+
     def meet(self):
         try:
             self.talk.barrier.wait()
@@ -79,7 +85,8 @@ class Life:
     def _lived(self, exchange):
         path = self.given.get("paths", {}).get(exchange.rank, self.folder / f"rank-{exchange.rank}")
         records = [Record(name="rows", values=torch.full((5,), float(exchange.rank)), state={})]
-        opening = choose(path, exchange, self.existing, self.given.get("others", {}).get(exchange.rank))
+        layout = Layout(exchange.rank, 1, exchange.size)
+        opening = choose(path, exchange, self.existing, layout, self.given.get("others", {}).get(exchange.rank))
         store, agreement = opening.open(
             lambda existing: Store.create(path, records, existing=existing, fill=False), self.given.get("earlier")
         )
@@ -155,7 +162,7 @@ def test_one_process_refuses_the_store_of_a_rank(tmp_path):
     offloaded("refuse").close()
     with Store.open(tmp_path / "run") as store:
         # As a rank commits it.
-        Agreement(Talk(1).of(0), store, bytes(16), 4, bytes(16), bytes(16))
+        Agreement(Talk(1).of(0), store, bytes(16), 4, bytes(16), bytes(16), Layout(0, 1, 1))
         store._shared.exchange.rank, store._shared.exchange.size = 1, 2
         store._shared.exchange.tell = lambda _, said, **__: [said]
         store.stage("weight", torch.zeros(3, 4), {}, step=1)
@@ -224,11 +231,14 @@ def test_places_of_other_ranks_are_found_by_their_paths(tmp_path, monkeypatch, s
     for number in (0, 1, 5):
         (tmp_path / place.format(number, number)).mkdir(parents=True)
     (tmp_path / place.format(0, 5)).mkdir(parents=True, exist_ok=True)
-    found = places_of_others(Options(storage=str(tmp_path / storage)))
+    layout = Layout(1, 1, 2)
+    found = places_of_others(Options(storage=str(tmp_path / storage)), layout)
     numbers = {number: [Path(one) for one in places] for number, places in found.items()}
-    assert numbers == {number: [tmp_path / place.format(number, number)] for number in (0, 5)}
-    assert places_of_others(Options(storage=str(tmp_path / "a{local_rank}"))) == {}
-    assert places_of_others(Options()) == {}
+    # Files belong to the run by their names; a folder has those of its ranks.
+    there = (0,) if storage == "run" else (0, 5)
+    assert numbers == {number: [tmp_path / place.format(number, number)] for number in there}
+    assert places_of_others(Options(storage=str(tmp_path / "a{local_rank}")), layout) == {}
+    assert places_of_others(Options(), layout) == {}
 
 
 def test_ranks_that_are_numbered_otherwise_do_not_begin_anew(tmp_path):
@@ -261,13 +271,13 @@ def test_earlier_stores_are_those_of_their_ranks(tmp_path):
     paths = [tmp_path / f"rank-{rank}-of-2" / "memascend.store" for rank in range(2)]
     [path.parent.mkdir() for path in paths]
     Life(tmp_path, 3, paths=dict(enumerate(paths)))
-    earlier = find_earlier(str(tmp_path), "resume", Alone())
+    earlier = find_earlier(str(tmp_path), "resume", Alone(), Layout(0, 1, 1))
     earlier.open()
     earlier.close()
     assert earlier.identity == commits(paths[0])[0][0].identity
     swap(*paths)
     with pytest.raises(memascend.ConfigError, match=r"rank 0: .* is the store of rank 1 of 2"):
-        find_earlier(str(tmp_path), "resume", Alone()).open()
+        find_earlier(str(tmp_path), "resume", Alone(), Layout(0, 1, 1)).open()
     # Nor is one that was copied to where that of a single process is.
     with pytest.raises(memascend.ConfigError, match=r"rank 0: .* is the store of rank 1 of 2"):
-        require_own([seen_at(paths[0])])
+        require_own({0: seen_at(paths[0])}, 1)

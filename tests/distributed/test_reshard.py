@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import memascend
 from memascend.distributed.control_plane import Alone, Exchange
 from memascend.distributed.reshard import Earlier, EarlierValues, find_earlier
+from memascend.distributed.rows import Layout
 
 MICRO_BATCHES = 12
 LEFT_OPEN = []
@@ -235,10 +236,10 @@ def test_stores_that_were_never_filled_are_ignored_and_damaged_ones_are_not(tmp_
     loaded(UNFILLED, *paths)
     # One of them has a commit.
     with pytest.raises(memascend.ConfigError, match="its first write did not finish"):
-        find_earlier(str(tmp_path), "resume", Alone())
-    assert find_earlier(str(tmp_path), "replace", Alone()) is None
+        find_earlier(str(tmp_path), "resume", Alone(), Layout(0, 1, 1))
+    assert find_earlier(str(tmp_path), "replace", Alone(), Layout(0, 1, 1)) is None
     paths[1].write_bytes(b"another file")
-    assert find_earlier(str(tmp_path), "resume", Alone()).files == paths
+    assert find_earlier(str(tmp_path), "resume", Alone(), Layout(0, 1, 1)).files == paths
 
 
 def begun_by_three(tmp_path):

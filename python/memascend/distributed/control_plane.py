@@ -319,16 +319,15 @@ class Exchange:
         if lost:
             self._hang_up()
         ranks = self.meeting.at_fault(lost) if lost else tuple(sorted(strange))
-        named = _named(ranks)
+        named = f"{_named(ranks)} did not take part within {self.timeout:g} s"
         if len(ranks) == len(lost) == len(self._others) > 1:
             named = "every other rank is gone: this one came too late, or its network failed"
         why = {rank: (lost or strange).get(rank, "others lost it") for rank in ranks}
         because = {rank: f"it ended because of {_named(ranks)}" for rank in lost if rank not in ranks}
         reasons = "; ".join(f"{rank}: {words}" for rank, words in sorted({**why, **because}.items()))
         self.broken = RankError(
-            f"{named} did not take part within {self.timeout:g} s ({own.about or own.value}): the step ended on all "
-            f"ranks, and none commits any more; start all of them again, and the run resumes at the last step of all "
-            f"({reasons})",
+            f"{named} ({own.about or own.value}): the step ended on all ranks, and none commits any more; start all of "
+            f"them again, and the run resumes at the last step of all ({reasons})",
             ranks=ranks,
         )
         raise self.broken
