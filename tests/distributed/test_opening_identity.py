@@ -162,7 +162,7 @@ def test_one_process_refuses_the_store_of_a_rank(tmp_path):
     offloaded("refuse").close()
     with Store.open(tmp_path / "run") as store:
         # As a rank commits it.
-        Agreement(Talk(1).of(0), store, bytes(16), 4, bytes(16), bytes(16), Layout(0, 1, 1))
+        Agreement(Talk(1).of(0), store, bytes(16), 4, bytes(16), bytes(16), Layout(0, 1, 2))
         store._shared.exchange.rank, store._shared.exchange.size = 1, 2
         store._shared.exchange.tell = lambda _, said, **__: [said]
         store.stage("weight", torch.zeros(3, 4), {}, step=1)
