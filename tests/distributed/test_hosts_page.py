@@ -118,7 +118,8 @@ def test_train_on_two_hosts_has_the_bits_of_one_process(hosts, tmp_path):
     make_model(folder / "llama", "float32")
     config = json.loads((folder / "llama/config.json").read_text())
     (folder / "llama/config.json").write_text(json.dumps({**config, "attention_dropout": 0.0}))
-    rows = [{"prompt": "What is it?", "completion": f"It is {number}."} for number in range(16)]
+    # A batch of 8 for each rank: a step has the same examples in one process.
+    rows = [{"prompt": "What is it?", "completion": f"It is {number}."} for number in range(32)]
     write_rows(folder / "rows.jsonl", rows)
     (folder / "fsdp.json").write_text(re.search(r"`fsdp\.json` has `(.*?)`", PAGE)[1])
     (tmp_path / "sitecustomize.py").write_text(AS_IF_ON_GPUS)

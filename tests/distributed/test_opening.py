@@ -36,7 +36,7 @@ def test_stores_without_a_common_commit_do_not():
 def stores(count, *each, said=None):
     """Those of a number of ranks; None where a rank's is not there. `said`: by each of them."""
     seen = {rank: {**one, "said": said} for rank, one in enumerate(each) if one is not None}
-    return Stores(count=count, owners=dict.fromkeys(seen, 0), seen=seen)
+    return Stores(count=count, all_owners=dict.fromkeys(seen, 0), all_seen=seen)
 
 
 def identity(count, number):
