@@ -410,7 +410,7 @@ class Drill:
     def _flip(self, rank):
         file = self.store(rank)
         with memascend.engine.Store.open(file) as store:
-            names = [one["name"] for one in store.each_record() if one["shape"][0]]
+            names = [one["name"] for one in store.each_record() if one["shape"][0] and not one["buffer"]]
             values, state = store.read(self.random.choice(names))
         held = bytearray(file.read_bytes())
         each = [as_bytes(tensor).numpy().tobytes() for tensor in (values, *state.values())]
