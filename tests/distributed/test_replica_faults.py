@@ -113,6 +113,7 @@ class Drill:
         self.options = {**run["options"], "timeout": TIMEOUT}
         self.storage = f"run-{self.life}"
         self.alone = Alone(folder / f"alone-{self.life}", self.micros, run["options"])
+        self.hosts.callback(self.alone.close)
         # The last step that a rank reported to be committed.
         self.done = 0
 
