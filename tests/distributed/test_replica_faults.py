@@ -293,7 +293,7 @@ class Drill:
                 with suppress(ProcessLookupError):
                     os.kill(self.process(rank), signal.SIGKILL)
 
-        self.judge(self.live(steps=6, meanwhile=kill), set(ranks_of(host)), *since)
+        self.judge(self.live(steps=100, meanwhile=kill), set(ranks_of(host)), *since)
         return {"host": host, "seconds": seconds}
 
     def process(self, rank):
@@ -313,7 +313,7 @@ class Drill:
             return set(ranks_of(host))
 
         try:
-            events = self.live(steps=6, meanwhile=kill)
+            events = self.live(steps=100, meanwhile=kill)
         finally:
             for each in range(HOSTS):
                 self.hosts.kill(each)
@@ -333,7 +333,7 @@ class Drill:
             self.hosts.connect(host, "down")
 
         try:
-            events = self.live(steps=6, meanwhile=pull)
+            events = self.live(steps=100, meanwhile=pull)
         finally:
             self.hosts.connect(host, "up")
         own = set(ranks_of(host))
