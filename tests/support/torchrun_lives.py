@@ -32,6 +32,7 @@ from memascend.distributed.replicas import Refill
 __all__ = ["made", "rows_digest", "whole_of"]
 
 POLL_SECONDS = 0.02
+WAIT_SECONDS = 300
 
 
 def made():
@@ -188,7 +189,10 @@ def main(folder, first):
     rank = int(os.environ["RANK"])
     for life in count(first):
         place = folder / f"life-{life}"
+        until = time.monotonic() + WAIT_SECONDS
         while not (place / "task").exists():
+            if time.monotonic() > until:
+                sys.exit("nobody tells what to do: the test has ended")
             time.sleep(POLL_SECONDS)
         task = json.loads((place / "task").read_text())
         if task is None:
