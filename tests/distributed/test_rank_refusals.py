@@ -37,8 +37,8 @@ def what_is_refused(folder):
     columns = parallelize_module(model(torch.float32), init_device_mesh("cpu", (2,)), {"3": ColwiseParallel()})
     refused("tensor parallel", lambda: (columns, adamw(columns.parameters())))
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    hybrid = fully_shard(model(torch.float32), mesh=mesh)
-    refused("hsdp", lambda: (hybrid, adamw(hybrid.parameters())))
+    part = fully_shard(model(torch.float32), mesh=mesh["shard"])
+    refused("part", lambda: (part, adamw(part.parameters())))
     refused("one file", whole, storage=[f"{folder}/same.store"])
     # As if each were on a host of its own.
     os.environ["LOCAL_RANK"] = "0"
@@ -118,7 +118,7 @@ def test_what_does_not_work_is_refused_on_all_ranks(tmp_path):
         assert "rank 1 has other values" in found["plain"]
         assert "give the module inside it" in found["ddp"]
         assert "tensor parallelism" in found["tensor parallel"]
-        assert "a mesh on which ranks replicate it" in found["hsdp"] or "a mesh of two dimensions" in found["hsdp"]
+        assert "a mesh of 1 of 2 ranks" in found["part"]
         assert "put {rank}" in found["one file"]
         assert "rank 0 and to rank 1" in found["twice"]
         assert "Adafactor needs whole parameters" in found["adafactor"]

@@ -4,9 +4,12 @@ import json
 import shutil
 
 import pytest
+import torch
 from support import torchrun_replicas
 from support.torchrun import torchrun
 from support.torchrun_replicas import in_one_process
+
+import memascend
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -98,6 +101,30 @@ def test_a_whole_replica_is_filled_and_one_that_was_left_behind_is_refused(tmp_p
     shutil.rmtree(tmp_path / "run/replica-1")
     met, _ = lives(tmp_path, 2, 2, steps=5)
     assert {(each["began"], each["digest"]) for each in met} == {(4, in_one_process(5, 4))}
+
+
+@pytest.mark.slow
+def test_a_replica_that_missed_one_step_is_filled_and_no_rank_goes_back(tmp_path):
+    lives(tmp_path, 2, 2)
+    shutil.copytree(tmp_path / "run/replica-1", tmp_path / "behind")
+    lives(tmp_path, 1, 2, steps=3, rounds=2)
+    shutil.copytree(tmp_path / "behind", tmp_path / "run/replica-1")
+    met, output = lives(tmp_path, 2, 2, steps=4)
+    assert "rank 3 had no store" in output
+    assert {(each["began"], each["digest"]) for each in met} == {(3, in_one_process(4, 4))}
+
+
+@pytest.mark.slow
+def test_hosts_of_the_last_replicas_go_on_alone_with_the_stores_that_they_have(tmp_path):
+    """One process is told that it cannot."""
+    lives(tmp_path, 3, 1)
+    (tmp_path / "run/memascend.store").unlink()
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(memascend.ConfigError, match="replica-1/memascend.store is the store of one of several ranks"):
+        memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=f"{tmp_path}/run", existing="resume")
+    met, _ = lives(tmp_path, 2, 1, steps=3)
+    assert [each["began"] for each in met] == [2, 2]
+    assert stores(tmp_path) == ["replica-1", "replica-2"]
 
 
 @pytest.mark.slow

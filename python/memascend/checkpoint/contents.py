@@ -247,17 +247,18 @@ class GatheredContents:
             put(record.name, names[piece.tensor], piece.start, piece.values)
 
 
-def send_contents(own: StoreContents, rows: Mapping[str, Rows], order: Sequence[str], line: Line) -> None:
+def send_contents(own: StoreContents | None, rows: Mapping[str, Rows], order: Sequence[str], line: Line) -> None:
     """Send this rank's rows to the first rank, which reads them as `GatheredContents`.
 
     `rows` says which rows of each parameter the store has, and `order` names the first rank's parameters, in its order.
+    Without `own` no rows are sent.
 
     Raises:
         StoppedError: the first rank receives no more.
     """
-    there = {record.name: record for record in own.records}
+    there = {} if own is None else {record.name: record for record in own.records}
     for name in order:
-        if name in there:
+        if own is not None and name in there:
             _send(own, there[name], rows[name], line)
         line.end()
 

@@ -237,8 +237,9 @@ def make_file(folder: Path, layout: FileLayout) -> tuple[dict[str, Any], dict[st
     with file_errors(path, "cannot be written"):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with open(descriptor, "wb") as file:  # noqa: PTH123
-            file.write(header)
+            # Before the header: NFS writes all of a page that is new at its end, over what other hosts write there.
             file.truncate(nbytes)
+            file.write(header)
             file.flush()
             os.fsync(descriptor)
     return {"bytes": nbytes, "header": checksum_of(torch.frombuffer(bytearray(header), dtype=torch.uint8))}, offsets
@@ -284,6 +285,11 @@ def each_buffer(model: torch.nn.Module) -> Iterator[tuple[BufferPlace, torch.Ten
                 yield BufferPlace(f"{prefix}.{short}" if prefix else short, module, short), tensor
 
 
+def saved_name(name: str) -> str:
+    """The name of a tensor in files, that of the state dict: without the level of torch's `checkpoint_wrapper()`."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
 class Names:
     """All names of a model's tensors; a tied tensor is known by its first name."""
 
@@ -298,15 +304,16 @@ class Names:
         self._base = prefix if isinstance(prefix, str) and prefix else None
         seen: dict[int, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            first = self._first[name] = seen.setdefault(id(parameter), name)
+            first = self._first[name] = self._first[saved_name(name)] = seen.setdefault(id(parameter), name)
             if first != name:
-                self.tied[name] = first
+                self.tied[saved_name(name)] = saved_name(first)
         for place, buffer in each_buffer(model):
-            first = self._first[place.name] = seen.setdefault(id(buffer), place.name)
+            name = saved_name(place.name)
+            first = self._first[place.name] = self._first[name] = seen.setdefault(id(buffer), place.name)
             if not place.is_saved:
-                self._unsaved.add(place.name)
+                self._unsaved |= {place.name, name}
             elif first != place.name:
-                self.tied[place.name] = first
+                self.tied[name] = saved_name(first)
 
     def matched(self, keys: Collection[str]) -> Matched:
         """Match the names in files, as they are or with a prefix added or removed, so that the fewest are left over."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.checkpoint.contents import UPDATES, StateForm, conversion_warning, form_of, kinds_of, plain_tensors
-from memascend.checkpoint.files import Names, read_bounded
+from memascend.checkpoint.files import Names, read_bounded, saved_name
 from memascend.checkpoint.weights import WeightFiles
 from memascend.distributed.rows import is_in_blocks
 from memascend.errors import ConfigError, CorruptionError, MemascendError
@@ -53,7 +53,7 @@ def _identity_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 def state_key(name: str, of: str) -> str:
     """The name of a parameter's state tensor in a checkpoint."""
-    return f"{name}.{of}"
+    return f"{saved_name(name)}.{of}"
 
 
 def render_manifest(manifest: Mapping[str, Any]) -> bytes:
@@ -326,7 +326,7 @@ class CheckpointValues:
     def _order_of(self, name: str) -> list[int] | None:
         """The order of dimensions in which blocks of a parameter's state were counted; None: row-major."""
         orders: dict[str, list[int]] = self.checkpoint.manifest.get("orders", {})
-        return orders.get(name)
+        return orders.get(saved_name(name))
 
     def _own_order(self, name: str) -> list[int] | None:
         """The same for the run, if its state has blocks."""

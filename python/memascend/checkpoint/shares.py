@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memascend.checkpoint.contents import GatheredContents, ShareContents, send_contents
-from memascend.checkpoint.files import file_errors
+from memascend.checkpoint.files import file_errors, saved_name
 from memascend.checkpoint.reader import FOLDER, state_key
 from memascend.storage import Checksum
 from memascend.tensors import memory_of
@@ -73,7 +73,7 @@ class TensorFiles:
         """Write elements of a record's values, or of the state tensor that `of` names."""
         if values.numel() == 0:
             return
-        key = state_key(name, of) if of else name
+        key = state_key(name, of) if of else saved_name(name)
         file, offset = self._places[bool(of), key]
         at = start * values.element_size()
         first, end, checksum = self._written.get((file, key)) or (at, at, Checksum())
@@ -198,10 +198,10 @@ class Shares:
                 return self._written(own, Path(path), there["places"], descriptor)
         line = exchange.line.open()
         if folder is not None and places is not None:
-            gathered = GatheredContents(own, sharding.rows, line, sharding.layout.shards)
+            gathered = GatheredContents(own, sharding.rows, line, exchange.size)
             return write_into(folder, places, gathered)
-        if not sharding.layout.replica:
-            send_contents(own, sharding.rows, sharding.order, line)
+        # Another replica has the same rows: it sends none, and waits as long as the others.
+        send_contents(None if sharding.layout.replica else own, sharding.rows, sharding.order, line)
         return {}
 
     def _log(self, way: str) -> None:

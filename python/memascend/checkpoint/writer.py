@@ -19,6 +19,7 @@ from memascend.checkpoint.files import (
     make_file,
     new_folder,
     put_in_place,
+    saved_name,
     sync,
 )
 from memascend.checkpoint.reader import FOLDER, FORMAT, MANIFEST, VERSION, render_manifest, state_key
@@ -105,12 +106,12 @@ class _CheckpointFiles:
         order = {name: position for position, (name, _) in enumerate(model.named_parameters())}
         # The order of files does not depend on how the model was divided into units.
         records = sorted(records, key=lambda record: order.get(record.name, len(order)))
-        values = {record.name: record.values for record in records}
+        values = {saved_name(record.name): record.values for record in records}
         state = {state_key(record.name, of): tensor for record in records for of, tensor in record.state.items()}
         # The metadata maps tied names to their first names, as safetensors' own save_model() does.
         self._weights = divide_into_files("model", values, {"format": "pt", **Names(model).tied})
         self._all = [*self._weights, *(divide_into_files(f"{FOLDER}/state", state, {}) if state else [])]
-        self.orders = {record.name: record.order for record in records if record.order is not None}
+        self.orders = {saved_name(record.name): record.order for record in records if record.order is not None}
         self.nbytes = sum(layout.nbytes for layout in self._all)
 
     def write(self, folder: Path, fill: Fill) -> dict[str, Any]:

@@ -497,6 +497,8 @@ def shortened(error: BaseException) -> str:
 
 
 _IDENTITY_BYTES = 16
+# What to do where the first values differ.
+_OTHER_VALUES = "these are the first values of the run: give all ranks the same seed or the same files"
 # What to do after a commit of which some ranks may have the root.
 _UNKNOWN = "some ranks may have the step: start all of them again, and the run resumes at the last that all have"
 
@@ -562,7 +564,7 @@ class Agreement:
             apart = self.exchange.add([self.beside_others(digest)])
             self._ask("staged", number, DISCARDED)
             if any(apart):
-                self.reject(digest)
+                self.reject(digest, DISCARDED if self.number else _OTHER_VALUES)
             agreed = True
 
         with self.step():

@@ -41,8 +41,23 @@ class Stores:
     @cached_property
     def numbers(self) -> dict[int, int]:
         """For each share of the rows the first old rank whose store has them."""
-        ranks = sorted(self.all_seen, key=lambda rank: (not self.all_seen[rank]["commits"], rank))
+        ranks = sorted(self.all_seen, key=lambda rank: (-self._newest(rank), rank))
         return {rank % self.count: rank for rank in reversed(ranks)}
+
+    def _newest(self, rank: int) -> int:
+        """The number of the newest commit; 0 for a single process, less where there is none of the run."""
+        one = self.all_seen[rank]
+        return -1 if _is_unverified(one) else max((commit["number"] for commit in one["commits"]), default=-1)
+
+    def redundant(self, number: int | None) -> list[int]:
+        """The old ranks whose stores have nothing that those of `numbers` at this commit have not."""
+        chosen = set(self.numbers.values())
+        at = {rank: {commit["number"] for commit in one["commits"]} for rank, one in self.all_seen.items()}
+        return [
+            rank
+            for rank, one in self.all_seen.items()
+            if rank in chosen or number in at[rank] or not at[rank] or _is_unverified(one)
+        ]
 
     @property
     def owners(self) -> dict[int, int]:
@@ -92,7 +107,7 @@ class Stores:
     def _is_empty(self, rank: int) -> bool:
         # An empty file and a store whose first write did not finish name no commit.
         one = self.seen[rank]
-        return not one["commits"] and (not one["there"] or not one["filled"])
+        return _is_unverified(one) or (not one["commits"] and (not one["there"] or not one["filled"]))
 
 
 def told_by(file: Path) -> dict[str, Any] | None:
@@ -249,6 +264,8 @@ def choose(
         )
     require_own(kept, layout.shards)
     run, number, identity = _common(kept, existing, _ANEW if layout.replicas == 1 else _BEHIND)
+    if existing == "resume":
+        number, identity, lost = _left_out(kept, layout, number, identity, lost)
     anew = replace(anew, run=run, number=number, identity=identity, lost=lost)
     if exchange.rank in lost:
         return replace(anew, existing="replace")
@@ -258,13 +275,36 @@ def choose(
     return replace(anew, existing="resume" if newest else "previous")
 
 
+def _left_out(
+    seen: Mapping[int, dict[str, Any]], layout: Layout, number: int, identity: bytes, lost: dict[int, int]
+) -> tuple[int, bytes, dict[int, int]]:
+    """The commit to open, and the ranks to fill for it, where the last replicas took no part in the newest one.
+
+    They have the commit before it, so that all could go back a step, which the others have made. Their stores are not
+    of another continuation: the others name the commit that they have, too.
+    """
+    newest = {rank: one["commits"][0] for rank, one in seen.items()}
+    ahead = {rank for rank, one in newest.items() if one["number"] == number + 1}
+    first = next(iter(sorted(ahead)), None)
+    replicas = len(ahead) // layout.shards
+    if first is None or not 0 < replicas < layout.replicas or ahead != {*range(replicas * layout.shards)}:
+        return number, identity, lost
+    left = [rank for rank in range(layout.size) if rank not in ahead]
+    return number + 1, bytes.fromhex(newest[first]["identity"]), {rank: rank % layout.shards for rank in left}
+
+
+def _is_unverified(one: Mapping[str, Any]) -> bool:
+    """Whether a store was filled from another replica's, and not yet read again."""
+    runs = {(commit["run"] != _NO_IDENTITY.hex(), commit["number"]) for commit in one["commits"]}
+    return runs == {(True, 0)}
+
+
 def _lost(seen: list[dict[str, Any]], layout: Layout) -> dict[int, int]:
     """The ranks without a store, or with one that was not filled to its end, and ranks that have the same rows."""
     whole = [rank for rank, one in enumerate(seen) if any(commit["number"] for commit in one["commits"])]
     lost = {}
     for rank, one in enumerate(seen):
-        is_begun = any(commit["run"] != _NO_IDENTITY.hex() for commit in one["commits"])
-        if rank in whole or not (not one["there"] or not one["filled"] or is_begun):
+        if rank in whole or (one["there"] and one["filled"] and not _is_unverified(one)):
             continue
         source = next((peer for peer in replace(layout, rank=rank).peers if peer in whole), None)
         if source is not None:

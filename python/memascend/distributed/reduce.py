@@ -80,6 +80,10 @@ class OrderedReduction(_Met, ReduceScatter):
         self._at = 0
         self._before: dict[int, torch.Tensor] = {}
 
+    def forward_begins(self) -> None:
+        """Forget what a round that failed has left."""
+        self._from = None
+
     def exact_factor(self, dtype: torch.dtype) -> float:
         """FSDP2's divisor of a sum of this dtype.
 
@@ -126,6 +130,9 @@ class OrderedReduction(_Met, ReduceScatter):
         del output_tensor
         assert self._from is not None
         given, self._from = self._from, None
+        if given.is_cuda:
+            # torch frees it after its own copy of it, and this stream reads it later.
+            given.record_stream(torch.cuda.current_stream(given.device))
         self._begin(given)
 
     def _begin(self, parts: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ from torch import distributed
 
 from memascend.distributed.collectives import Collectives
 from memascend.distributed.opening import is_at, seen_at
+from memascend.distributed.reshard import flush_folder
 from memascend.distributed.rows import Layout
 from memascend.errors import ConfigError, CorruptionError
 from memascend.storage import Checksum
@@ -220,6 +221,7 @@ def retire(files: Sequence[Path], opening: Opening) -> None:
         seen = seen_at(file)
         if any(is_at(commit, opening.number, opening.identity) for commit in seen["commits"]):
             file.unlink(missing_ok=True)
+            flush_folder(file.parent)
             with contextlib.suppress(OSError):
                 file.parent.rmdir()
                 file.parent.parent.rmdir()

@@ -51,8 +51,13 @@ def file_of_rank(folder: str, rank: int, count: int) -> Path:
 
 def left_over(folder: str, layout: Layout) -> list[Path]:
     """The stores with this rank's rows, on its host, of replicas that the run has no more."""
-    numbers = sorted(rank for rank, count in _there(folder) if count == layout.shards and rank >= layout.size)
-    return [file_of_rank(folder, rank, layout.shards) for rank in numbers if rank % layout.shards == layout.shard]
+    there = stores_in(folder, layout.shards).items()
+    return [file for rank, file in there if rank >= layout.size and rank % layout.shards == layout.shard]
+
+
+def stores_in(folder: str, count: int) -> dict[int, Path]:
+    """The stores in a folder whose rows `count` ranks divide, by rank."""
+    return {rank: file_of_rank(folder, rank, count) for rank, of in sorted(_there(folder)) if of == count}
 
 
 class Earlier:
@@ -87,9 +92,11 @@ class Earlier:
         # The stores that the first commit of the new ones replaces; known once the old ones are open.
         self.stands_for: list[Mapping[str, Any]] = [identity for _, identity in others]
         self._source = source
-        gone = [one for one, _ in others] if source is None else [source, *(one for one, _ in others)]
+        self._folder = folder
         self._useless = [
-            (file_of_rank(folder, rank, one.count), owner) for one in gone for rank, owner in one.all_owners.items()
+            (file_of_rank(folder, rank, one.count), one.all_owners[rank])
+            for one, identity in others
+            for rank in one.redundant(identity["number"])
         ]
         self._open = contextlib.ExitStack()
 
@@ -108,6 +115,10 @@ class Earlier:
             self._open.callback(store.close)
             self.stores[number] = store
         self.stands_for = [source.named(common), *self.stands_for]
+        self._useless += [
+            (file_of_rank(self._folder, rank, source.count), source.all_owners[rank])
+            for rank in source.redundant(common)
+        ]
 
     def close(self) -> None:
         """Close the stores."""
@@ -118,7 +129,7 @@ class Earlier:
         self.close()
         for file in [file for file, owner in self._useless if owner == self.rank]:
             file.unlink(missing_ok=True)
-            _flush_folder(file.parent)
+            flush_folder(file.parent)
             if file.parent.name.startswith("rank-"):
                 # A folder with other files stays.
                 with contextlib.suppress(OSError):
@@ -132,7 +143,7 @@ class Earlier:
             )
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
     """Make a removal survive a loss of power: a store must not reappear beside the newer one that replaced it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from memascend.distributed.control_plane import Alone, Exchange
 from memascend.distributed.opening import choose
-from memascend.distributed.reshard import file_of_rank, find_earlier, left_over
+from memascend.distributed.reshard import file_of_rank, find_earlier, left_over, stores_in
 from memascend.distributed.rows import Layout, Rows, RowsOfRank
 from memascend.errors import ConfigError, StorageError
 from memascend.optim.members import JoinedOptimizers, members_of
@@ -66,14 +66,14 @@ def _place(path: str, layout: Layout, *, several: bool) -> str:
             "{local_rank} in it"
         )
     # Its name contains the number of ranks that divide the rows: another number has other rows.
-    own = file_of_rank(path, layout.rank, layout.shards).parent
+    own = file_of_rank(path, layout.rank, layout.shards)
     left = left_over(path, layout)
-    if not own.exists() and len(left) > layout.replica:
-        # Its host had another replica, of which there are fewer now.
-        own = left[layout.replica].parent
+    if left and not own.is_file():
+        # Its host had another replica, of which there are fewer now. A folder that all ranks see has those of all.
+        own = left[layout.replica if layout.replica < len(left) else 0]
     # The folder is created if missing.
-    own.parent.mkdir(parents=True, exist_ok=True)
-    return f"{own}/"
+    own.parent.parent.mkdir(parents=True, exist_ok=True)
+    return f"{own.parent}/"
 
 
 def shared_folder(options: Options) -> str | None:
@@ -88,8 +88,8 @@ def places_of_others(options: Options, layout: Layout) -> dict[int, list[str]]:
     """Places of other ranks' stores that exist on this rank's host, by the rank in their paths."""
     folder, rank = shared_folder(options), layout.rank
     if folder is not None:
-        folders = {other: file_of_rank(folder, other, layout.shards).parent for other in range(layout.size)}
-        return {other: [f"{place}/"] for other, place in folders.items() if other != rank and place.is_dir()}
+        # Also of replicas that there are no more: no run begins anew beside them.
+        return {other: [f"{file.parent}/"] for other, file in stores_in(folder, layout.shards).items() if other != rank}
     local = os.environ.get("LOCAL_RANK", str(rank))
     paths = [path.replace("{local_rank}", local) for path in options.paths or ()]
     parts = os.path.normpath(paths[0]).split("{rank}") if paths else []
@@ -274,11 +274,9 @@ def begin(
         sharding.require_same_generators()
     sharding.open_by(opening)
     left = [] if folder is None or not opening.number else left_over(folder, layout)
-    named = {_identity(str(file)): file for file in left if f"{file.parent}/" not in (own.paths or ())}
-    told = exchange.everyone(sorted(named))
+    used = {place for each in exchange.everyone(own.paths or []) for place in each}
     # Only one rank looks at each store, since this locks it.
-    others = {name for each in told[: layout.rank] for name in each}
-    sharding.leave_replicas([file for name, file in named.items() if name not in others])
+    sharding.leave_replicas([file for file in left if not layout.replica and f"{file.parent}/" not in used])
     # A rank that is one commit ahead of others goes back.
     return sharding, replace(own, existing=opening.existing), earlier
 
@@ -286,9 +284,19 @@ def begin(
 def _earlier_of_others(options: Options, undo: contextlib.ExitStack) -> tuple[Options, Earlier | None]:
     """The stores of several ranks in the folder of a single process, which resumes from them."""
     storage = options.storage
-    if not isinstance(storage, (str, os.PathLike)) or not any(Path(expanded(storage)).glob("rank-*-of-*")):
+    if not isinstance(storage, (str, os.PathLike)) or not Path(expanded(storage)).is_dir():
         return options, None
-    earlier = find_earlier(expanded(storage), options.existing, Alone(), Layout(0, 1, 1))
+    alone = Layout(0, 1, 1)
+    of_replicas = left_over(expanded(storage), alone)
+    if of_replicas and not file_of_rank(expanded(storage), 0, 1).is_file():
+        raise ConfigError(
+            f"{of_replicas[0]} is the store of one of several ranks, of which each has all rows, and this is one "
+            "process: start them as before, call optimizer.save(folder), and begin with checkpoint=folder; to begin "
+            "anew, move it away; nothing was changed"
+        )
+    if not any(Path(expanded(storage)).glob("**/rank-*-of-*")):
+        return options, None
+    earlier = find_earlier(expanded(storage), options.existing, Alone(), alone)
     if earlier is None:
         return options, None
     undo.callback(earlier.close)

@@ -80,7 +80,8 @@ class Sharding(RowsOfRank):
         # Of a forward and a backward.
         self.collectives: Collectives | None = None
         if exchange is not None:
-            self.collectives = Collectives(exchange, layout, next(iter(self.named.values())).device)
+            # That of the mesh: rows may be on meta.
+            self.collectives = Collectives(exchange, layout, next(iter(self._sharded.values())).device)
         self._reductions: list[OrderedReduction] = []
         self._gradients: Any = None
         self._left: Sequence[Path] = ()
@@ -236,6 +237,7 @@ class Sharding(RowsOfRank):
                 group.require_own_collectives(UsageError, ordered=self._ordered)
         for reduction in self._reductions:
             reduction.exact_factor(torch.float32)
+            reduction.forward_begins()
 
     def _reduction_of(self, group: FsdpGroup) -> OrderedReduction | None:
         """Gather and reduce a group through `Collectives`, whose errors name a rank that is gone."""

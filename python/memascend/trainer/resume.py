@@ -296,7 +296,8 @@ class Resume:
         # What a Trainer writes beside weights.
         model.save_pretrained = lambda *_, **__: None
         try:
-            trainer._save(str(folder), state_dict={})  # noqa: SLF001
+            if trainer.args.should_save:
+                trainer._save(str(folder), state_dict={})  # noqa: SLF001
         finally:
             del model.save_pretrained
             if own is not None:
