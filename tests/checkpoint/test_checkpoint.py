@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from support.bits import same_states
 from support.chains import everything
 from support.checkpoints import made, trained
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import memascend
 from memascend.checkpoint import files as tensorfile
@@ -178,3 +180,31 @@ def test_a_bar_goes_to_its_end(tmp_path, monkeypatch):
     checkpoints.Checkpoint(tmp_path / "saved").verify()
     assert [bar.said[0] for bar in bars] == ["saving the checkpoint", "checking the checkpoint"]
     assert all(bar._done == bar.said[1] > 0 for bar in bars)
+
+
+def test_names_are_those_of_the_state_dict_where_blocks_are_wrapped_for_checkpointing(tmp_path):
+    """The files load into models with and without such wrappers, which rename parameters."""
+
+    def run(*, wraps, steps, **options):
+        torch.manual_seed(0)
+        blocks = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4).eval()) for _ in range(2)]
+        model = torch.nn.Sequential(*(checkpoint_wrapper(block) if wraps else block for block in blocks))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        names = list(model.state_dict())
+        model, optimizer = memascend.offload(model, optimizer, **options)
+        while optimizer.steps < steps:
+            torch.manual_seed(optimizer.steps)
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.save(tmp_path / f"saved-{wraps}-{steps}")
+        optimizer.close()
+        return names, load_file(tmp_path / f"saved-{wraps}-{steps}" / "model.safetensors")
+
+    names, _ = run(wraps=True, steps=1, storage=tmp_path / "one")
+    for wraps in (False, True):
+        storage = tmp_path / f"other-{wraps}"
+        _, found = run(wraps=wraps, steps=2, storage=storage, checkpoint=tmp_path / "saved-True-1")
+        assert sorted(found) == sorted(names)
+        _, expected = run(wraps=wraps, steps=2, storage=tmp_path / f"whole-{wraps}")
+        assert all(torch.equal(found[name], expected[name]) for name in names)
