@@ -51,6 +51,13 @@ def _identity_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {name: manifest[name] for name in ("store", "step")}
 
 
+def _divided(key: str, names: Mapping[str, str]) -> tuple[str, str]:
+    """A parameter's name and that of its state, which may both have dots; `names` are the model's, by those in files."""
+    ends = [end for end, letter in enumerate(key) if letter == "." and key[:end] in names]
+    end = ends[-1] if ends else key.rfind(".")
+    return names.get(key[:end], key[:end]), key[end + 1 :]
+
+
 def state_key(name: str, of: str) -> str:
     """The name of a parameter's state tensor in a checkpoint."""
     return f"{saved_name(name)}.{of}"
@@ -277,8 +284,9 @@ class CheckpointValues:
     def _problems(self) -> list[str]:
         """The state tensors that do not fit, in words; also finds the parameters to convert."""
         there: dict[str, dict[str, torch.Tensor]] = {}
+        of_saved = {saved_name(name): name for name in self.named}
         for key in self._state.keys:
-            name, of = self._divided(key)
+            name, of = _divided(key, of_saved)
             there.setdefault(name, {})[of] = self.partition.part(name, self._state.on_meta(key), of)
         if self.partition.count > 1:
             # Other ranks check the parameters of which this rank has no rows.
@@ -289,12 +297,6 @@ class CheckpointValues:
         for name, tensors in there.items():
             problems += [f"{state_key(name, of)}, which the optimizer does not keep" for of in sorted(tensors)]
         return problems
-
-    def _divided(self, key: str) -> tuple[str, str]:
-        """A parameter's name and that of its state, which may both have dots."""
-        ends = [end for end, letter in enumerate(key) if letter == "." and key[:end] in self.named]
-        end = ends[-1] if ends else key.rfind(".")
-        return key[:end], key[end + 1 :]
 
     def _problems_of(self, name: str, found: dict[str, torch.Tensor]) -> list[str]:
         kept, shape = self._kept(name), self.named[name].shape
