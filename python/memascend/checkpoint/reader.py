@@ -52,7 +52,7 @@ def _identity_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _divided(key: str, names: Mapping[str, str]) -> tuple[str, str]:
-    """A parameter's name and that of its state, which may both have dots; `names` are the model's, by those in files."""
+    """A parameter and its state, by names that may both have dots; `names` are the model's, by those in files."""
     ends = [end for end, letter in enumerate(key) if letter == "." and key[:end] in names]
     end = ends[-1] if ends else key.rfind(".")
     return names.get(key[:end], key[:end]), key[end + 1 :]
