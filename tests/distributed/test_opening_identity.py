@@ -230,13 +230,14 @@ def test_places_of_other_ranks_are_found_by_their_paths(tmp_path, monkeypatch, s
     monkeypatch.setenv("LOCAL_RANK", "7")
     for number in (0, 1, 5):
         (tmp_path / place.format(number, number)).mkdir(parents=True)
+        (tmp_path / place.format(number, number) / "memascend.store").touch()
     (tmp_path / place.format(0, 5)).mkdir(parents=True, exist_ok=True)
     layout = Layout(1, 1, 2)
     found = places_of_others(Options(storage=str(tmp_path / storage)), layout)
     numbers = {number: [Path(one) for one in places] for number, places in found.items()}
-    # Files belong to the run by their names; a folder has those of its ranks.
-    there = (0,) if storage == "run" else (0, 5)
-    assert numbers == {number: [tmp_path / place.format(number, number)] for number in there}
+    # No rank 5 has a folder beside those of two ranks.
+    there = {0: place.format(0, 0)} if storage == "run" else {number: place.format(number, number) for number in (0, 5)}
+    assert numbers == {number: [tmp_path / one] for number, one in there.items()}
     assert places_of_others(Options(storage=str(tmp_path / "a{local_rank}")), layout) == {}
     assert places_of_others(Options(), layout) == {}
 

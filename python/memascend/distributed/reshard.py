@@ -243,7 +243,7 @@ def _there(folder: str) -> list[list[int]]:
     for replica, place in places.items():
         for match in filter(None, map(_FOLDER.fullmatch, names(place))):
             shard, count = int(match[1]), int(match[2])
-            if _has_store(Path(place, match[0], _FILE)):
+            if shard < count and _has_store(Path(place, match[0], _FILE)):
                 found += [[replica * count + shard, count]]
     return found
 
