@@ -271,7 +271,7 @@ impl Store {
     }
 
     /// Have `digest` be of what is staged of these records.
-    #[allow(clippy::needless_pass_by_value)]
+    #[expect(clippy::needless_pass_by_value, reason = "PyO3 makes it")]
     fn compare(&self, records: Vec<usize>) {
         self.inner.compare(&records);
     }

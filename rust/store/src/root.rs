@@ -347,8 +347,10 @@ mod tests {
             let full = Root { beside, ..full.clone() };
             assert_eq!(read(&full.encode(), &UUID), Ok(Found::Root(Box::new(full))));
         }
-        let foreign = Root { run: Run { rank: 22, ..full.run }, ..full.clone() };
-        assert!(read(&foreign.encode(), &UUID).is_err_and(|why| why.contains("rank 22 of 22")));
+        let of_a_replica = Root { run: Run { rank: 22, ..full.run }, ..full.clone() };
+        assert_eq!(read(&of_a_replica.encode(), &UUID), Ok(Found::Root(Box::new(of_a_replica))));
+        let foreign = Root { run: Run { ranks: 0, ..full.run }, ..full.clone() };
+        assert!(read(&foreign.encode(), &UUID).is_err_and(|why| why.contains("rank 21 of 0")));
         for (beside, said) in [(7, "beside generation 7"), (0, "does not say")] {
             let impossible = Root { beside: Beside::Root(beside), ..full.clone() };
             assert!(read(&impossible.encode(), &UUID).is_err_and(|why| why.contains(said)));
