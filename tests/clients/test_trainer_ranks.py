@@ -56,7 +56,12 @@ def results(folder):
 
 def assert_same(folder, other):
     (tensors, log), (others, its_log) = results(folder), results(other)
-    assert log == its_log
+    assert len(log) == len(its_log)
+    for line, its_line in zip(log, its_log, strict=True):
+        assert line.keys() == its_line.keys()
+        for name, value in line.items():
+            # The Trainer itself takes the mean of the losses of all ranks.
+            assert value == (pytest.approx(its_line[name], rel=1e-6) if "loss" in name else its_line[name]), name
     for one, another in zip(tensors, others, strict=True):
         assert one.keys() == another.keys()
         assert all(same_bits(values, another[name]) for name, values in one.items())
@@ -64,7 +69,7 @@ def assert_same(folder, other):
 
 @pytest.mark.parametrize("kind", ["plain", "supervised"])
 def test_ranks_that_are_killed_and_resumed_are_one_process(tmp_path, kind):
-    """Losses and norms of the log, weights, and the optimizer state in the Trainer's own checkpoints."""
+    """Norms of the log, weights, and the optimizer state in the Trainer's own checkpoints; losses but for rounding."""
     run(tmp_path / "one", kind, start=(), gradient_accumulation_steps=4)
     options = {"gradient_accumulation_steps": 2, **FSDP}
     run(tmp_path / "two", kind, "1", "6", fails=True, **options)

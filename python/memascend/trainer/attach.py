@@ -43,7 +43,7 @@ _FREE = (
     *("disable_tqdm", "do_", "dataloader_", "local_rank", "ddp_", "resume_from", "overwrite", "skip_memory_metrics"),
     *("load_best_model", "metric_for_best", "greater_is_better", "include_", "restore_callback", "use_cpu", "debug"),
     *("per_device_eval", "prediction_loss_only", "batch_eval_metrics", "torch_empty_cache", "dataset_num_proc"),
-    *("ignore_data_skip", "enable_jit_checkpoint", "auto_find_batch_size", "place_model"),
+    *("ignore_data_skip", "enable_jit_checkpoint", "auto_find_batch_size", "place_model", "fsdp"),
 )
 _MICRO = "gradient_accumulation_steps"
 _LENGTH = ("max_steps", "num_train_epochs")
