@@ -48,8 +48,8 @@ def results(folder):
     """Weights, the last checkpoint's state, and the log."""
     last = max((folder / "out").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     figures = [load_file(folder / "model/model.safetensors"), load_file(last / "memascend/state.safetensors")]
-    # Counts of tokens and times depend on the ranks.
-    compared = ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch", "train_loss")
+    # Counts of tokens, times and means over batches of an evaluation depend on the ranks.
+    compared = ("loss", "grad_norm", "learning_rate", "epoch", "train_loss")
     log = json.loads((folder / "log.json").read_text())
     return figures, [{name: line[name] for name in compared if name in line} for line in log]
 
