@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ranks import measured
 from memascend.text import bytes_shown, seconds_shown, table
 
 WARM = 3
@@ -36,16 +33,7 @@ def main() -> None:
     if options.rank_of:
         be_rank(Path(options.rank_of), options.steps)
         return
-    print(shown({count: measured(count, options) for count in options.ranks}))
-
-
-def measured(count: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What each rank has found, by rank."""
-    with tempfile.TemporaryDirectory(dir=options.storage, prefix="memascend-bench-") as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-        command += ["-m", "benchmarks.messages", "--steps", str(options.steps), "--rank-of", folder]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=sys.stderr)
-        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(count)]
+    print(shown({count: measured(count, options, "benchmarks.messages") for count in options.ranks}))
 
 
 def be_rank(folder: Path, steps: int) -> None:

@@ -48,11 +48,11 @@ def main() -> None:
         draw(found, options.picture)
 
 
-def measured(count: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What each rank has found, by rank."""
+def measured(count: int, options: argparse.Namespace, module: str = "benchmarks.ranks") -> list[dict[str, Any]]:
+    """What each rank of a benchmark has found, by rank."""
     with tempfile.TemporaryDirectory(dir=options.storage, prefix="memascend-bench-") as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-        command += ["-m", "benchmarks.ranks", "--steps", str(options.steps), "--rank-of", folder]
+        command += ["-m", module, "--steps", str(options.steps), "--rank-of", folder]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=sys.stderr)
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(count)]
 

@@ -170,13 +170,18 @@ def test_a_run_that_lost_a_host_continues_when_it_is_back(hosts, alone, dead):
     assert all((hosts.folder_of(host, drive) / "run").is_file() for host in range(2) for drive in hosts.DRIVES)
 
 
-@pytest.mark.slow
-def test_a_run_that_lost_a_drive_begins_at_its_checkpoint(hosts, alone):
-    running = start(hosts, "drives")
+def lose_drive(hosts, name):
+    """The run of a block loses its second host, and then a drive of that."""
+    running = start(hosts, name)
     running[0].wait_for("step 7\n")
     hosts.kill(1)
     running[0].ended()
     (hosts.folder_of(1, "nvme1") / "run").unlink()
+
+
+@pytest.mark.slow
+def test_a_run_that_lost_a_drive_begins_at_its_checkpoint(hosts, alone):
+    lose_drive(hosts, "drives")
     told = end(start(hosts, "drives"), 1)
     assert "rank 3: holds no store, and others do" in told
     assert "existing='replace' on all ranks to begin anew, with checkpoint=FOLDER at the step" in told
@@ -186,11 +191,7 @@ def test_a_run_that_lost_a_drive_begins_at_its_checkpoint(hosts, alone):
 
 @pytest.mark.slow
 def test_a_drive_that_a_replica_lost_is_filled_from_another_host(hosts, alone):
-    running = start(hosts, "replicas")
-    running[0].wait_for("step 7\n")
-    hosts.kill(1)
-    running[0].ended()
-    (hosts.folder_of(1, "nvme1") / "run").unlink()
+    lose_drive(hosts, "replicas")
     output = end(start(hosts, "replicas"))
     assert begun_at(output) >= 7
     assert "rank 3 had no store: it was filled from that of rank 1" in output

@@ -280,21 +280,28 @@ class Drill:
         assert kinds != {"RankError"}, [events[rank][-1] for rank in ranks_of(host)]
         return {"host": host, "at": moment}
 
-    def host(self):
-        """All ranks of a host are killed at once."""
-        host = self.random.randrange(HOSTS)
-        seconds = self.random.uniform(0, 3)
-        since = []
+    def later(self, strike):
+        """A random host, what strikes it within three seconds, the moment of that once it has, and the facts."""
+        host, seconds, since = self.random.randrange(HOSTS), self.random.uniform(0, 3), []
 
-        def kill():
+        def wait_and_strike():
             time.sleep(seconds)
             since.append(time.time())
+            return strike(host)
+
+        return host, wait_and_strike, since, {"host": host, "seconds": seconds}
+
+    def host(self):
+        """All ranks of a host are killed at once."""
+
+        def kill(host):
             for rank in ranks_of(host):
                 with suppress(ProcessLookupError):
                     os.kill(self.process(rank), signal.SIGKILL)
 
-        self.judge(self.live(steps=100, meanwhile=kill), set(ranks_of(host)), *since)
-        return {"host": host, "seconds": seconds}
+        host, meanwhile, since, facts = self.later(kill)
+        self.judge(self.live(steps=100, meanwhile=meanwhile), set(ranks_of(host)), *since)
+        return facts
 
     def process(self, rank):
         """The process of a rank in this life."""
@@ -302,38 +309,26 @@ class Drill:
 
     def host_gone(self):
         """All that runs on a host is killed, torchrun as well."""
-        host = self.random.randrange(HOSTS)
-        seconds = self.random.uniform(0, 3)
-        since = []
 
-        def kill():
-            time.sleep(seconds)
-            since.append(time.time())
+        def kill(host):
             self.hosts.kill(host)
             return set(ranks_of(host))
 
+        host, meanwhile, since, facts = self.later(kill)
         try:
-            events = self.live(steps=100, meanwhile=kill)
+            events = self.live(steps=100, meanwhile=meanwhile)
         finally:
             for each in range(HOSTS):
                 self.hosts.kill(each)
             self.start()
         self.judge(events, set(ranks_of(host)), *since)
-        return {"host": host, "seconds": seconds}
+        return facts
 
     def link(self):
         """The cable of a host is pulled, and plugged in once all ranks have ended."""
-        host = self.random.randrange(HOSTS)
-        seconds = self.random.uniform(0, 3)
-        since = []
-
-        def pull():
-            time.sleep(seconds)
-            since.append(time.time())
-            self.hosts.connect(host, "down")
-
+        host, meanwhile, since, facts = self.later(lambda host: self.hosts.connect(host, "down"))
         try:
-            events = self.live(steps=100, meanwhile=pull)
+            events = self.live(steps=100, meanwhile=meanwhile)
         finally:
             self.hosts.connect(host, "up")
         own = set(ranks_of(host))
@@ -342,7 +337,7 @@ class Drill:
         self.judge(events, own, *since)
         turned = [[] if rank in others else each for rank, each in enumerate(events)]
         self.judge(turned, others, *since)
-        return {"host": host, "seconds": seconds}
+        return facts
 
     # --- drives -------------------------------------------------------------------------------
 

@@ -69,7 +69,10 @@ def test_a_run_goes_on_with_other_numbers_of_replicas_and_shards(tmp_path):
     four, _ = lives(tmp_path, 2, 2, steps=5)
     five, _ = lives(tmp_path, 4, 1, steps=6)
     assert stores(tmp_path) == [".", "replica-1", "replica-2", "replica-3"]
-    for steps, met in enumerate((one, two, three, four, five), start=2):
+    six, _ = lives(tmp_path, 1, 2, steps=7, rounds=2)
+    assert stores(tmp_path) == ["rank-0-of-2", "rank-1-of-2"]
+    seven, _ = lives(tmp_path, 1, 2, steps=8, rounds=2)
+    for steps, met in enumerate((one, two, three, four, five, six, seven), start=2):
         assert {(each["began"], each["digest"]) for each in met} == {(steps - 1, in_one_process(steps, 4))}
 
 

@@ -49,14 +49,17 @@ class Stores:
         one = self.all_seen[rank]
         return -1 if _is_unverified(one) else max((commit["number"] for commit in one["commits"]), default=-1)
 
-    def redundant(self, number: int | None) -> list[int]:
-        """The old ranks whose stores have nothing that those of `numbers` at this commit have not."""
-        chosen = set(self.numbers.values())
-        at = {rank: {commit["number"] for commit in one["commits"]} for rank, one in self.all_seen.items()}
+    @property
+    def redundant(self) -> list[int]:
+        """The old ranks whose stores are those of `numbers`, or have no commit that these have not."""
+        known = {shard: [commit["identity"] for commit in one["commits"]] for shard, one in self.seen.items()}
         return [
             rank
             for rank, one in self.all_seen.items()
-            if rank in chosen or number in at[rank] or not at[rank] or _is_unverified(one)
+            if rank == self.numbers[rank % self.count]
+            or not one["commits"]
+            or _is_unverified(one)
+            or one["commits"][0]["identity"] in known[rank % self.count]
         ]
 
     @property

@@ -14,7 +14,7 @@ from torch import distributed
 
 from memascend.distributed.collectives import Collectives
 from memascend.distributed.opening import is_at, seen_at
-from memascend.distributed.reshard import flush_folder
+from memascend.distributed.reshard import remove_store
 from memascend.distributed.rows import Layout
 from memascend.errors import ConfigError, CorruptionError
 from memascend.storage import Checksum
@@ -220,11 +220,7 @@ def retire(files: Sequence[Path], opening: Opening) -> None:
     for file in files:
         seen = seen_at(file)
         if any(is_at(commit, opening.number, opening.identity) for commit in seen["commits"]):
-            file.unlink(missing_ok=True)
-            flush_folder(file.parent)
-            with contextlib.suppress(OSError):
-                file.parent.rmdir()
-                file.parent.parent.rmdir()
+            remove_store(file)
             _log.info("%s is removed: the run goes on with fewer replicas", file)
         else:
             _log.warning("%s is not of the step at which the run goes on, and stays", file)

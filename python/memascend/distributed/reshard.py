@@ -92,11 +92,9 @@ class Earlier:
         # The stores that the first commit of the new ones replaces; known once the old ones are open.
         self.stands_for: list[Mapping[str, Any]] = [identity for _, identity in others]
         self._source = source
-        self._folder = folder
+        gone = [one for one, _ in others] if source is None else [source, *(one for one, _ in others)]
         self._useless = [
-            (file_of_rank(folder, rank, one.count), one.all_owners[rank])
-            for one, identity in others
-            for rank in one.redundant(identity["number"])
+            (file_of_rank(folder, rank, one.count), one.all_owners[rank]) for one in gone for rank in one.redundant
         ]
         self._open = contextlib.ExitStack()
 
@@ -115,10 +113,6 @@ class Earlier:
             self._open.callback(store.close)
             self.stores[number] = store
         self.stands_for = [source.named(common), *self.stands_for]
-        self._useless += [
-            (file_of_rank(self._folder, rank, source.count), source.all_owners[rank])
-            for rank in source.redundant(common)
-        ]
 
     def close(self) -> None:
         """Close the stores."""
@@ -128,14 +122,7 @@ class Earlier:
         """Remove the old stores, once all ranks have committed the new ones."""
         self.close()
         for file in [file for file, owner in self._useless if owner == self.rank]:
-            file.unlink(missing_ok=True)
-            flush_folder(file.parent)
-            if file.parent.name.startswith("rank-"):
-                # A folder with other files stays.
-                with contextlib.suppress(OSError):
-                    file.parent.rmdir()
-                    if _FOLDER_OF_REPLICA.fullmatch(file.parent.parent.name):
-                        file.parent.parent.rmdir()
+            remove_store(file)
         if self._useless:
             _log.info(
                 "the run continues with %d ranks, and the stores of other numbers of ranks are removed",
@@ -143,13 +130,21 @@ class Earlier:
             )
 
 
-def flush_folder(folder: Path) -> None:
-    """Make a removal survive a loss of power: a store must not reappear beside the newer one that replaced it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def remove_store(file: Path) -> None:
+    """Remove the store of a rank, and the folders of ranks and replicas that are empty then."""
+    file.unlink(missing_ok=True)
+    # A removal survives a loss of power: a store must not reappear beside the newer one that replaced it.
+    descriptor = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    # A folder with other files stays.
+    with contextlib.suppress(OSError):
+        for folder in file.parents:
+            if not (_FOLDER.fullmatch(folder.name) or _FOLDER_OF_REPLICA.fullmatch(folder.name)):
+                break
+            folder.rmdir()
 
 
 def find_earlier(folder: str, existing: str, exchange: Exchange | Alone, layout: Layout) -> Earlier | None:

@@ -106,8 +106,8 @@ class Sharding(RowsOfRank):
         if self.exchange is None or self.layout.replicas == 1:
             return
         self._compared = {name for each in self.exchange.tell("what is in RAM", sorted(ram_tier)) for name in each}
-        kept = {record["name"] for record in store.each_record() if record["buffer"]} | self._compared
-        store.compare([number for number in range(store.count()) if store.record_at(number)["name"] not in kept])
+        streamed = [not record["buffer"] and record["name"] not in self._compared for record in store.each_record()]
+        store.compare([number for number, is_streamed in enumerate(streamed) if is_streamed])
 
     def retire_replicas(self) -> None:
         """The run goes on: remove the stores of replicas that it has no more."""
