@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from memascend.cli.plan.answer import Question
-    from memascend.cli.plan.model import Trace
+    from memascend.cli.plan.subject import Trace
     from memascend.plan.table import Plan
 
 # Of one depth of the model: after a first pass, which maps and loads what the others find, so many, or those that fit
@@ -71,7 +71,7 @@ def main(words: Sequence[str] | None = None) -> int:
     plans.add_arguments(parser)
     options = parser.parse_args(words)
     asked = plans.ask(options)
-    shape = plans.shape_of(options, asked.question.model)
+    shape = plans.shape_of(options, asked.question.subject)
     return plans.print_answer(options, replace(asked, question=_with_processor(asked.question, shape)))
 
 
@@ -81,7 +81,10 @@ def _with_processor(question: Question, shape: tuple[int, int]) -> Question:
     if isinstance(question.trace, str):
         return question
     folders = (path if path.is_dir() else path.parent for path in map(Path, question.options.paths or ()))
-    processor = measure(question.model, question.trace, shape, next(folders, None))
+    model = question.subject.module
+    if model is None:
+        raise ConfigError("a built-in shape has no code to run: give a config.json, or the folder that has it")
+    processor = measure(model, question.trace, shape, next(folders, None))
     return replace(question, measured=partial(_taken, processor), processor=None)
 
 

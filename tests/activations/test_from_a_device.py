@@ -15,6 +15,7 @@ from support.checkpointed import WIDTH, keeper, require_two_backwards
 import memascend
 from memascend.activations import activations
 from memascend.activations import chunks as activation_memory
+from memascend.plan import decision
 
 ROWS, BLOCKS = 64, 6
 NBYTES = ROWS * WIDTH * 4
@@ -27,10 +28,10 @@ CHUNK = 4096
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(activations, "CHUNKS", {CHUNK: 3})
+    monkeypatch.setattr(decision, "ACTIVATION_CHUNKS", {CHUNK: 3})
     # One tensor's.
-    monkeypatch.setattr(activations, "MORE", NBYTES // CHUNK)
-    monkeypatch.setattr(activations, "MORE_USUAL", GROUPS)
+    monkeypatch.setattr(decision, "ACTIVATION_GROUP", NBYTES // CHUNK)
+    monkeypatch.setattr(decision, "ACTIVATION_GROUPS", GROUPS)
 
 
 offloaded = partial(checkpointed.offloaded, blocks=BLOCKS, activations="host", gradients="ssd")
@@ -208,7 +209,7 @@ def test_memory_that_is_not_to_be_had_is_storage(tmp_path, monkeypatch, caplog):
     real = activation_memory.memory.ChunkRing
 
     def scarce(chunk_bytes, count, **options):
-        if (chunk_bytes, count) == (CHUNK, activations.MORE):
+        if (chunk_bytes, count) == (CHUNK, decision.ACTIVATION_GROUP):
             raise memascend.MemoryLimitError("there is no more", needed=1, available=0)
         return real(chunk_bytes, count, **options)
 

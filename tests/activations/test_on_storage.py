@@ -14,15 +14,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memascend
-from memascend.activations import activations
 from memascend.activations import chunks as scratch
+from memascend.plan import decision
 
 ROWS, BLOCKS = 128, 10
 
 
 @pytest.fixture(params=[{4096: 3}, {1 << 20: 8}], ids=["small", "usual"])
 def chunks(request, monkeypatch):
-    monkeypatch.setattr(activations, "CHUNKS", request.param)
+    monkeypatch.setattr(decision, "ACTIVATION_CHUNKS", request.param)
 
 
 offloaded = partial(checkpointed.offloaded, blocks=BLOCKS, activations="ssd", gradients="ram")
@@ -130,7 +130,7 @@ def test_what_no_checkpoint_saves_stays(tmp_path):
 
 
 def test_damage_is_named_and_nothing_is_committed(tmp_path, monkeypatch):
-    monkeypatch.setattr(activations, "CHUNKS", {4096: 3})
+    monkeypatch.setattr(decision, "ACTIVATION_CHUNKS", {4096: 3})
     model, optimizer = offloaded(tmp_path)
     with optimizer:
         loss = model(rows()).square().mean()

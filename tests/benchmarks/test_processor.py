@@ -33,7 +33,7 @@ def config(tmp_path):
 @pytest.mark.parametrize(("seconds", "deepest"), [(1e-6, 12), (0.05, 9), (100.0, 2)])
 def test_blocks_that_are_not_computed_take_what_the_others_take(config, monkeypatch, seconds, deepest):
     """Beside what is there once, each of 12 blocks takes as long; the slower, the fewer are computed."""
-    model, depths = describe(config, None).model, []
+    model, depths = describe(config, None)[0], []
 
     def passed(_, depth, *__):
         depths.append(depth)
@@ -47,7 +47,7 @@ def test_blocks_that_are_not_computed_take_what_the_others_take(config, monkeypa
 
 
 def test_a_shallow_model_has_the_first_blocks_and_computes(config):
-    model = describe(config, None).model
+    model = describe(config, None)[0]
     assert processor._depth(model) == 12
     assert len(processor._shallow(model, 3).model.layers) == 3
     assert len(model.model.layers) == 12

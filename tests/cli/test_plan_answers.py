@@ -9,7 +9,8 @@ from support.planned import CONFIG, HIDDEN, LAYERS, VOCABULARY, WIDE, shown, tol
 
 from memascend.cli import main
 from memascend.cli.plan.machine import parse_gpu
-from memascend.cli.plan.model import describe, grown, trace
+from memascend.cli.plan.model import describe, trace
+from memascend.cli.plan.subject import grown
 from memascend.errors import ConfigError
 from memascend.text import bytes_shown
 
@@ -17,7 +18,7 @@ MACHINE = ("--drive", "5,4", "--gpu", "4090")
 
 
 def traced(config, batch=1, length=128, **options):
-    return trace(describe(config, None).model, batch, length, **{"recomputes": True, **options})
+    return trace(describe(config, None)[0], batch, length, **{"recomputes": True, **options})
 
 
 def products(tokens, length):
@@ -193,13 +194,13 @@ def test_the_table_answers_in_words(capsys, config):
     # Little more than the least, which holds nothing and waits for the disk.
     out = shown(capsys, config, *MACHINE, "--host-memory", "26MiB", "--tokens", "256")
     for words in (
-        "memascend.offload(model, optimizer, storage=", "host_memory='26MiB'", "ion_checkpointing_enable()",
+        "memascend.offload(model, optimizer, storage=", 'host_memory="26MiB"', "ion_checkpointing_enable()",
         "mostly disk", "of it not overlapped, for the last gradient",
         "tokens a second", "the drive lasts", "TB are written (assumed", "RTX 4090 reaches 50%",
         "model.layers.0 .. model.layers.3 (4)",
     ):  # fmt: skip
         assert words in out, words
-    assert "give --drive READ,WRITE, or --storage P" in shown(capsys, config)
+    assert "assumed; --storage P measures the disk of P, --drive READ,WRITE" in shown(capsys, config, "--gpu", "4090")
 
 
 def test_what_is_no_gpu_and_no_drive_is_refused(capsys, config):
@@ -232,11 +233,73 @@ def test_kinds_of_drives_have_names(capsys, config):
 
 
 def test_the_drives_life_comes_first_in_days(capsys, config):
-    words = ("plan", str(config), "--gpu", "4090", "--drive", "gen4", "--length", "128")
-    assert main(list(words)) == 0
-    rows = capsys.readouterr().out.partition("what ")[2].splitlines()
+    out = shown(capsys, config, "--gpu", "4090", "--drive", "gen4", "--length", "128")
+    rows = out.partition("what   ")[2].splitlines()
     assert re.match(r"the drive lasts +[\d,.]+ days  +.*until 600 TB are written", rows[2])
-    assert re.search(r"the drive lasts +[\d,]+ steps", shown(capsys, config))
+    assert re.search(r"the drive lasts +[\d,]+ steps", shown(capsys, config, "--device", "cuda"))
+
+
+# --- five lines -------------------------------------------------------------------------
+
+EIGHT = ("llama-8b", "--gpu", "4090", "--drive", "5,4", "--host-memory", "48GiB", "--tokens", 2048)
+
+
+def five(capsys, *words, status=0):
+    """The lines by what they are about."""
+    assert main(["plan", *map(str, words)]) == status
+    return dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+
+
+def test_five_lines_decide(capsys):
+    lines = five(capsys, *EIGHT, "--accumulation-steps", 8, "--max-grad-norm", 1, "--examples", 10_000)
+    title, step, memory, run, line = lines
+    assert (title, lines[title]) == ("llama-8b, 8.03 B parameters, on RTX 4090", "fits")
+    assert (step, memory, run, line) == ("a step", "memory", "10,000 examples", "write")
+    found = told(capsys, *EIGHT, "--accumulation-steps", 8, "--max-grad-norm", 1)
+    assert lines[step].startswith(f"{found['step']['seconds_per_step']:.3g} s for 16,384 tokens")
+    assert "bound by the drive" in lines[step]
+    assert lines[memory] == "49.4 GiB of RAM, 10.6 GiB of 23 GiB on the GPU, 311 GiB on the drive"
+    asked, larger = lines[run].split("; by layer with ")
+    assert asked == "1,250 steps, 14 hours, 88.8 TB written"
+    assert found["run"]["written"] == 1250 * found["written_bytes_per_step"]
+    assert found["run"]["seconds"] == pytest.approx(1250 * found["step"]["seconds_per_step"])
+    assert larger.startswith("--accumulation-steps 32 --activations ssd: 313 steps, ")
+    assert 'host_memory="48GiB", max_grad_norm=1.0' in lines[line]
+
+
+def test_the_proposal_is_the_step_that_it_names(capsys):
+    proposal = told(capsys, *EIGHT, "--accumulation-steps", 8)["proposal"]
+    asked = ("--accumulation-steps", proposal["micro_batches"], "--activations", proposal["activations"])
+    found = told(capsys, *EIGHT, *asked)
+    assert found["step"]["bound"] == proposal["bound"] == "compute"
+    assert found["step"]["seconds_per_step"] == pytest.approx(proposal["seconds_per_step"])
+    assert found["run"]["written"] == proposal["run"]["written"]
+    # It is the first of which compute is the bound, so that there is none beyond it.
+    assert found["proposal"] is None
+    fewer = told(capsys, *EIGHT, "--accumulation-steps", proposal["micro_batches"] // 2, "--activations", "ssd")
+    assert fewer["step"]["bound"] == "disk"
+
+
+def test_nothing_is_proposed_to_several_ranks(capsys):
+    # They compute micro-batches one after the other, which moves more bytes.
+    assert told(capsys, *EIGHT, "--ranks", 2)["proposal"] is None
+
+
+def test_what_fits_is_found_where_the_asked_batch_does_not(capsys):
+    lines = five(capsys, "llama-8b", "--gpu", "3060", "--host-memory", "48GiB", "--tokens", 32768, status=1)
+    assert "does not fit: the RTX 3060 has 11 GiB for tensors" in next(iter(lines.values()))
+    option, _, tokens = lines["what fits"].split(":")[0].partition(" ")
+    assert option == "--tokens"
+    words = ("llama-8b", "--gpu", "3060", "--host-memory", "48GiB", "--length", 2048, "--tokens")
+    assert five(capsys, *words, tokens)["llama-8b, 8.03 B parameters, on RTX 3060"] == "fits"
+    five(capsys, *words, 2 * int(tokens), status=1)
+    assert "write" not in lines
+    assert "not even one sequence" in five(capsys, "llama-70b", "--gpu", "10,4,10", status=1)["what fits"]
+
+
+def test_a_drive_that_nobody_names_is_assumed_and_said(capsys):
+    assert "assumed: a drive of 5 and 4 GB/s (--drive)" in five(capsys, "llama-8b", "--gpu", "4090")["a step"]
+    assert "(--drive)" not in five(capsys, "llama-8b", "--gpu", "4090", "--drive", "gen4")["a step"]
 
 
 def test_compute_takes_over_at_so_many_tokens(capsys, config):

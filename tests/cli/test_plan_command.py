@@ -128,9 +128,9 @@ def test_the_disk_is_measured_only_where_one_is_named(capsys, tmp_path, monkeypa
     assert measured["disk"]["free_bytes"] > measured["disk"]["bytes"]
     assert measured["disk_seconds_per_step"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
-    assert told(capsys, config)["disk_seconds_per_step"] is None
+    assert told(capsys, config)["gb_per_second"] is None
     out = shown(capsys, config)
-    for words in ("not measured", "steps write 100 TB", "Host memory", "update staging", "disk space"):
+    for words in ("assumed; --storage P", "steps write 100 TB", "Host memory", "update staging", "disk space"):
         assert words in out
     assert "does not exist" in shown(capsys, config, "--storage", tmp_path / "no" / "such", status=1)
 
@@ -140,13 +140,13 @@ def test_storage_without_room_is_a_named_problem(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("memascend.cli.storage._TRIAL_SECONDS", 0.05)
     needed = told(capsys, config)["plan"]["disk_bytes"]
     for free, status in ((needed, 0), (needed - 1, 1)):
-        monkeypatch.setattr("memascend.session.decide.room_beside", lambda *_, free=free: free)
+        monkeypatch.setattr("memascend.plan.decision.room_beside", lambda *_, free=free: free)
         assert ("not enough" in shown(capsys, config, "--storage", tmp_path, status=status)) == bool(status)
         assert told(capsys, config, "--storage", tmp_path, status=status)["disk"]["fits"] == (not status)
 
 
 def parameters_of(path):
-    return sum(parameter.numel() for parameter in describe(path, None).model.parameters())
+    return sum(parameter.numel() for parameter in describe(path, None)[0].parameters())
 
 
 def test_a_head_that_from_pretrained_unties_is_counted(tmp_path):

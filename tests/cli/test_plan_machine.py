@@ -2,20 +2,20 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.planned import shown, told
 
 from memascend.cli import main
-from memascend.cli.plan.decoder import Decoder
-from memascend.cli.plan.machine import drive_at, parse_gpu, product_flops
-from memascend.cli.plan.model import Traces, describe
+from memascend.cli.plan import builtin, model
+from memascend.cli.plan.machine import drive_at, gpu_here, parse_gpu, product_flops
 from memascend.cli.plan.shapes import SHAPES
 from memascend.cli.storage import Speed
 from memascend.errors import ConfigError
 from memascend.plan.options import Options
-from memascend.session.decide import planned
+from memascend.plan.outline import Dtype
 from memascend.text import bytes_shown
 
 # As their model cards count them; of tied weights once.
@@ -31,20 +31,39 @@ PARAMETERS = {
     "qwen-14b": 14_770_033_664,
     "qwen-32b": 32_763_876_352,
     "qwen-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "mistral-7b": 7_248_023_552,
+    "mistral-nemo-12b": 12_247_782_400,
+    "mistral-small-24b": 23_572_403_200,
+    "mixtral-8x7b": 46_702_792_704,
+    "gemma3-1b": 999_885_952,
+    "gemma3-4b": 3_880_263_168,
+    "gemma3-12b": 11_766_034_176,
+    "gemma3-27b": 27_009_346_304,
+    "phi-4": 14_659_507_200,
+    "olmo2-7b": 7_298_617_344,
+    "smollm3-3b": 3_075_098_624,
+    "gpt-oss-20b": 20_914_757_184,
 }
 SMALL = ("--tokens", 256, "--drive", "5,4")
 
 
-def test_a_shape_by_its_name_needs_no_transformers_and_a_wrong_one_no_torch(python, tmp_path, monkeypatch):
+def test_a_built_in_shape_needs_no_torch(python, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     out = python("""
 import sys
-sys.modules["transformers"] = None
+sys.modules["torch"] = sys.modules["transformers"] = None
 from memascend.cli import main
 assert main(["plan", "lama-8b", "--gpu", "4090"]) == 1
-assert "torch" not in sys.modules
-assert main(["plan", "llama-8b", "--gpu", "4090", "--drive", "5,4", "--host-memory", "48GiB"]) == 0
-assert not {"memascend.distributed.fsdp", "memascend.params.module_hooks"} & sys.modules.keys()
+words = ["plan", "llama-8b", "--gpu", "4090", "--drive", "5,4", "--host-memory", "48GiB"]
+for more in ([], ["--verbose"], ["--json"], ["--fit"], ["--state", "8bit", "--activations", "ssd"]):
+    assert main([*words, *more]) == 0
 """)
     assert "lama-8b does not exist: give a config.json" in out
     assert "one of llama-1b, llama-3b, llama-8b" in out
@@ -60,29 +79,76 @@ def test_a_folder_of_that_name_is_asked_first(capsys, config, monkeypatch):
 
 
 def test_shapes_have_the_parameters_of_their_models():
-    with torch.device("meta"):
-        found = {name: sum(one.numel() for one in Decoder(shape).parameters()) for name, shape in SHAPES.items()}
-    assert found == PARAMETERS
+    assert {name: builtin.subject(name, shape, "bfloat16").parameters for name, shape in SHAPES.items()} == PARAMETERS
+
+
+# One of each kind, with its own widths but few blocks, experts and words.
+KINDS = {shape["model_type"]: name for name, shape in SHAPES.items()}
+
+
+def reduced(kind):
+    shape = {**SHAPES[KINDS[kind]], "num_hidden_layers": 3, "vocab_size": 8192, "bos_token_id": 1, "eos_token_id": 2}
+    for experts in {"num_experts", "num_local_experts"} & shape.keys():
+        shape[experts] = 2 * shape["num_experts_per_tok"]
+    return shape
+
+
+@pytest.fixture
+def of_transformers(tmp_path):
+    """The subject that transformers makes of a config."""
+
+    def made(shape, dtype=torch.bfloat16):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(shape))
+        return model.subject(path, dtype=dtype, optimizer="AdamW", recomputes=True)
+
+    return made
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["llama-8b", "qwen-0.5b"])
-def test_a_shape_is_planned_as_transformers_model_is(tmp_path, name):
-    shape = {**SHAPES[name], "num_hidden_layers": 3}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(shape))
-    theirs = describe(path, torch.bfloat16).model
-    with torch.device("meta"):
-        ours = Decoder(shape).to(torch.bfloat16)
-    options = [Options(device="cuda", host_memory="2GiB"), Options(device="cpu", host_memory="6GiB")]
-    for one in options:
-        mine, other = (planned(model, torch.optim.AdamW(model.parameters()), one).plan for model in (ours, theirs))
-        assert mine.to_dict() == other.to_dict()
-    for recomputes, near in ((True, 1e-3), (False, 0.1)):
-        mine, other = (Traces(model, 512, recomputes).of(2) for model in (ours, theirs))
-        assert (mine.forward, mine.backward) == pytest.approx((other.forward, other.backward), rel=1e-3)
-        # A trace of transformers repeats keys and values for its mask, and a run does not.
-        assert (mine.peak, mine.kept) == pytest.approx((other.peak, other.kept), rel=near)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_built_in_shape_has_the_parameters_and_plan_of_transformers_model(of_transformers, tmp_path, kind):
+    shape = reduced(kind)
+    ours, theirs = builtin.subject(kind, shape, "bfloat16"), of_transformers(shape)
+    tree = builtin.outline(shape, Dtype("bfloat16"))
+    assert [(name, one.shape) for name, one in tree.named_parameters()] == [
+        (name, tuple(one.shape)) for name, one in theirs.module.named_parameters()
+    ]
+    same = ("parameters", "trained", "nbytes", "gradient_bytes", "tied_bytes", "dtype", "longest")
+    assert [getattr(ours, name) for name in same] == [getattr(theirs, name) for name in same]
+    for options in (Options(device="cuda", host_memory="8GiB"), Options(device="cpu", storage=str(tmp_path / "run"))):
+        mine, other = (one.plan(options, 1) for one in (ours, theirs))
+        assert mine.plan.to_dict() == other.plan.to_dict()
+        assert mine.state_bytes == other.state_bytes
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("state", [None, "fp32", "bf16", "8bit"])
+def test_a_built_in_shape_has_the_plan_of_torchs_optimizer(of_transformers, tmp_path, state, dtype):
+    shape = reduced("llama")
+    ours, theirs = builtin.subject("llama", shape, dtype), of_transformers(shape, getattr(torch, dtype))
+    for more in (
+        {"host_memory": "6GiB"}, {"max_grad_norm": 1.0, "activations": "ssd"}, {"activations": "host"},
+        {"durability": "none", "gradients": "ram", "storage": str(tmp_path / "run")},
+    ):  # fmt: skip
+        for device in ("cpu", "cuda"):
+            options = Options(device=device, state=state, **more)
+            mine, other = (one.plan(options, 1).plan for one in (ours, theirs))
+            assert mine.to_dict() == other.to_dict(), (device, more)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_built_in_shape_computes_what_transformers_model_does(of_transformers, kind):
+    # With so many words that logits take most memory, as they do in all of these models.
+    shape = {**reduced(kind), "vocab_size": SHAPES[KINDS[kind]]["vocab_size"]}
+    mine, other = (
+        subject.trace(2, 256) for subject in (builtin.subject(kind, shape, "bfloat16"), of_transformers(shape))
+    )
+    assert mine.tokens == other.tokens
+    assert (mine.forward, mine.backward) == pytest.approx((other.forward, other.backward), rel=0.01)
+    assert (mine.peak, mine.kept) == pytest.approx((other.peak, other.kept), rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -113,23 +179,19 @@ def test_without_a_gpu_this_processor_is_measured(capsys, config, monkeypatch):
     asked = []
     monkeypatch.setattr("memascend.cli.plan.machine.product_flops", lambda kind: asked.append(kind) or 2e6)
     found = told(capsys, config, *SMALL)
-    assert asked == [torch.bfloat16]
+    assert asked == ["bfloat16"]
     assert found["step"]["bound"] == "compute"
     # Half of the speed of a product, and little beside it.
     assert found["step"]["seconds_per_step"] == pytest.approx(found["torch"]["flops"] / 1e6, rel=0.01)
     assert found["processor_flops"] == 2e6
     assert main(["plan", str(config), *map(str, SMALL), "--dtype", "fp32"]) == 0
-    assert "no GPU: this processor computes; assumed: it reaches 50% of the 0 GFLOPS measured in float32" in (
-        capsys.readouterr().out
-    )
-    # Without a drive there are no seconds; of a card that is not there, neither.
-    assert told(capsys, config)["step"]["seconds_per_step"] is None
-    assert len(asked) == 2
+    assert "assumed: 50% of its measured 0 GFLOPS" in (capsys.readouterr().out)
+    # Of a card that is not there, nothing is known.
     assert "give --gpu G" in shown(capsys, config, *SMALL, "--device", "cuda")
 
 
 def test_a_product_is_measured():
-    assert 1e7 < product_flops(torch.float32) < 1e15
+    assert 1e7 < product_flops("float32") < 1e15
 
 
 def test_paths_on_one_file_system_share_its_space_and_speed(capsys, config, monkeypatch):
@@ -182,3 +244,28 @@ def test_checkpointed_activations_in_files(capsys, config):
     # Host memory takes all of them, within a budget that has room.
     inside = told(capsys, *words, *card, "--activations", "host", "--host-memory", "4GiB")
     assert inside["disk"]["bytes"] == here["disk"]["bytes"]
+
+
+def test_the_gpu_of_this_machine_is_found_by_its_drivers_name(monkeypatch):
+    monkeypatch.setattr("memascend.cli.plan.machine._has_device_file", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=25 << 30))
+    for name, card in (
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"), ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX 4070 Ti Super"), ("NVIDIA A100-SXM4-40GB", "A100 80 GB"),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        assert (gpu_here().name, gpu_here().nbytes) == (card, 25 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Something")
+    assert gpu_here() is None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_products_of_experts_are_counted(of_transformers):
+    shape = reduced("mixtral")
+    blocks, tokens = shape["num_hidden_layers"], 64
+    with_experts = of_transformers(shape).trace(1, tokens)
+    narrower = of_transformers({**shape, "intermediate_size": shape["intermediate_size"] // 2}).trace(1, tokens)
+    product = 2 * tokens * shape["num_experts_per_tok"] * 3 * shape["hidden_size"] * shape["intermediate_size"] * blocks
+    assert with_experts.forward - narrower.forward == product // 2

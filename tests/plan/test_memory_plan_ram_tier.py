@@ -7,6 +7,7 @@ from plan.test_memory_plan import PAGE, model, sizes_of
 
 from memascend.plan.cost import Drive, Work, assumed_host, moves, phases, seconds, update_seconds
 from memascend.plan.memory_plan import Requirements, make_plan
+from memascend.text import size_option
 
 
 def run_of(units, update_values="resident", **more):
@@ -84,8 +85,8 @@ def test_the_table_says_what_is_in_ram_and_what_more_would_move():
     assert list(first.larger)[-1] == first.all_in_ram
     for budget, moved in first.larger.items():
         assert make_plan(run, budget=budget).moved_bytes <= moved.total
-        assert f"host_memory={budget}" in str(first)
-        assert f"{budget} (" in moves(first)
+        assert f'host_memory="{size_option(budget)}"' in str(first)
+        assert f'"{size_option(budget)}": ' in moves(first)
     everything = make_plan(run, budget=first.all_in_ram)
     assert "records in RAM" in str(everything)
     assert "a larger budget would save nothing" in str(everything)

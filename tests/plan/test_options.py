@@ -61,7 +61,7 @@ def test_defaults_are_the_interface():
         "max_grad_norm": None,
         "accumulation_steps": 1,
         "loss_scale": None,
-        "master_dtype": torch.float32,
+        "master_dtype": "float32",
         "units": None,
         "weights": None,
         "checkpoint": None,
@@ -166,4 +166,6 @@ def test_offload_has_an_argument_for_each_option_and_no_other():
     arguments = dict(inspect.signature(offload).parameters)
     assert [arguments.pop("model").name, arguments.pop("optimizer").name] == ["model", "optimizer"]
     options = {option.name: option.default for option in dataclasses.fields(Options)}
+    # Options are also made without torch.
+    options["master_dtype"] = getattr(torch, options["master_dtype"])
     assert {name: argument.default for name, argument in arguments.items()} == options

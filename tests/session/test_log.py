@@ -14,7 +14,8 @@ from support.chains import chain, everything, train
 
 import memascend
 from memascend import cli, engine
-from memascend.session import decide, open_store, run
+from memascend.plan import decision
+from memascend.session import open_store, run
 
 WIDTH, LAYERS, ALL = 128, 6, "64MiB"
 
@@ -234,7 +235,7 @@ def test_half_of_the_free_room_is_left_to_others(tmp_path, monkeypatch):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts")
 def test_a_disk_that_fills_up_while_the_log_grows_has_a_shorter_one(small_disk, monkeypatch, caplog):
     # Nobody knows of the room before it is taken.
-    monkeypatch.setattr(decide, "room_beside", lambda *_: None)
+    monkeypatch.setattr(decision, "room_beside", lambda *_: None)
     with caplog.at_level(logging.WARNING, "memascend"):
         model, optimizer = begun(small_disk / "store", log_steps=1000)
     assert "no disk space for a gradient log of 1000 steps" in caplog.text

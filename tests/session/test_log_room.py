@@ -12,7 +12,7 @@ from support.chains import everything
 from support.disks import loop  # noqa: F401 - a fixture
 
 import memascend
-from memascend.session import decide
+from memascend.plan import decision
 
 
 def sizes(tmp_path):
@@ -29,7 +29,7 @@ def sizes(tmp_path):
 @pytest.fixture
 def room(monkeypatch):
     """Says how many bytes storage has beside a store."""
-    return lambda nbytes: monkeypatch.setattr(decide, "room_beside", lambda *_: nbytes)
+    return lambda nbytes: monkeypatch.setattr(decision, "room_beside", lambda *_: nbytes)
 
 
 @pytest.mark.parametrize("is_none", [True, False])

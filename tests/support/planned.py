@@ -27,6 +27,6 @@ def told(capsys, *words, status=0):
 
 
 def shown(capsys, *words, status=0):
-    """All that it prints."""
-    assert main(["plan", *map(str, words)]) == status
+    """All that it prints, with --verbose."""
+    assert main(["plan", *map(str, words), "--verbose"]) == status
     return "".join(capsys.readouterr())

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memascend.activations.chunks import Chunks, Scratch
 from memascend.errors import UsageError
+from memascend.plan import decision
 from memascend.tensors import bytes_of
 
 if TYPE_CHECKING:
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
     from memascend.activations.chunks import Piece
     from memascend.device.device import Copy, Device
 
-# {bytes: count}. One request of a storage device each, and as many as keep it busy (docs/measurements.md).
-CHUNKS = {1 << 20: 8}
-# Chunks that "host" takes at once where it needs further ones, and how often without a budget: 1 GiB.
-MORE, MORE_USUAL = 64, 16
 # Smaller tensors stay where they are: a mask, positions.
 BYTES_MIN = 16 << 10
 # Pieces that are read ahead at most: more would only look for chunks in vain.
@@ -74,11 +71,11 @@ class Activations:
         """Take the first chunks, and begin with nothing in them.
 
         `device` is where activations lie; None: in host memory. They wait in host memory, and in files in the folders:
-        `groups`, of `MORE` chunks each, may be taken beyond the first ones; with none, all goes to the files.
+        `groups`, of `ACTIVATION_GROUP` chunks each, may be taken beyond the first ones; with none, all goes to files.
         """
-        ((self._chunk_bytes, count),) = CHUNKS.items()
+        ((self._chunk_bytes, count),) = decision.ACTIVATION_CHUNKS.items()
         scratch = Scratch(folders, self._chunk_bytes)
-        self._chunks = Chunks(scratch, self._chunk_bytes, count, [MORE] * groups, device=device)
+        self._chunks = Chunks(scratch, self._chunk_bytes, count, [decision.ACTIVATION_GROUP] * groups, device=device)
         # Bytes that went to storage and came back: "written", "read".
         self.counters = self._chunks.counters
         self._device = device

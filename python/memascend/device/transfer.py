@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from memascend.storage import Chunk, Engine, UnitParts
 
 
-# {bytes: count}. Large enough that a thread of Python keeps up with several drives.
-CHUNKS = {4 << 20: 4}
 # Threads that verify checksums, beside the one that begins copies: each is faster than several drives.
 CHECKERS = 2
 
@@ -285,11 +283,6 @@ class Staging:
         with self._changed:
             unit.end_part(error, copy)
             self._changed.notify_all()
-
-
-# {bytes: count}. One is used, one is filled. Each asks Python once: a step of 7 B parameters has 14 GB of gradients, so
-# 3,400 windows of this size, where 1 MiB took 13,600. Larger ones keep the first chunk of each gradient waiting.
-WINDOWS = {4 << 20: 2}
 
 
 class _Gradient(NamedTuple):

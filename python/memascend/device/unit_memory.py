@@ -10,8 +10,9 @@ import torch
 
 from memascend import memory
 from memascend.device.arena import DeviceArena
-from memascend.device.transfer import CHECKERS, CHUNKS, WINDOWS, DeviceEngine, Staging
+from memascend.device.transfer import CHECKERS, DeviceEngine, Staging
 from memascend.memory import HostArena
+from memascend.plan.decision import GRADIENT_WINDOWS, UNIT_CHUNKS
 from memascend.storage import Checkers
 
 if TYPE_CHECKING:
@@ -93,9 +94,9 @@ class DeviceUnits:
         self.device = device
         self._ram_tier = ram_tier
         self.arena: Any = DeviceArena(device, classes)
-        ((chunk_bytes, count),) = CHUNKS.items()
+        ((chunk_bytes, count),) = UNIT_CHUNKS.items()
         self._ring = memory.ChunkRing(chunk_bytes, count)
-        ((window_bytes, windows),) = WINDOWS.items()
+        ((window_bytes, windows),) = GRADIENT_WINDOWS.items()
         self._windows = memory.ChunkRing(window_bytes, windows)
         if self.unregistered:
             _log.warning("%s", self.unregistered)
@@ -124,7 +125,7 @@ class DeviceUnits:
 
     def engine(self, engine: Engine) -> Any:
         """The engine, for gradients on the device."""
-        ((window_bytes, count),) = WINDOWS.items()
+        ((window_bytes, count),) = GRADIENT_WINDOWS.items()
         self._lending = DeviceEngine(engine, self.device, _all(self._windows, window_bytes, count), self._ram_tier)
         return self._lending
 

@@ -13,6 +13,7 @@ from memascend.errors import ConfigError
 from memascend.optim.comparison import PLAIN, Manner
 from memascend.optim.shared import TensorParts, arithmetic_dtype, named, parts_of, same, stand_in, user_attributes
 from memascend.optim.trial import elementwise, known, on_trial, stepping
+from memascend.storage import MIN_8BIT_SIZE
 from memascend.tensors import laid_out
 
 if TYPE_CHECKING:
@@ -295,8 +296,6 @@ def in_order(tensor: torch.Tensor, layout: StateLayout) -> torch.Tensor:
     return laid_out(tensor, layout.stride) if tensor.shape == layout.shape else tensor.contiguous()
 
 
-# Smaller parameters keep 32 bits.
-MIN_8BIT_SIZE = 4096
 _16_BITS = frozenset({torch.bfloat16, torch.float16})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from memascend.text import bytes_shown
+from memascend.text import bytes_shown, size_option
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -236,5 +236,5 @@ def moves(plan: Plan) -> str:
         moved = (
             f"{len(plan.ram_tier)} parameters are kept in RAM, and {moved} instead of {bytes_shown(plan.without.total)}"
         )
-    more = [f"{budget} ({bytes_shown(budget)}): {bytes_shown(other.total)}" for budget, other in plan.larger.items()]
+    more = [f'"{size_option(budget)}": {bytes_shown(other.total)}' for budget, other in plan.larger.items()]
     return f"{moved}; with host_memory={', '.join(more)}" if more else moved

@@ -9,14 +9,14 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from memascend import memory
 from memascend.errors import ConfigError
 from memascend.text import paths_listed, refusal_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
 
 _UNITS = {
@@ -71,7 +71,7 @@ class Options:
     max_grad_norm: float | None = None
     accumulation_steps: int = 1
     loss_scale: float | Literal["dynamic"] | None = None
-    master_dtype: torch.dtype | None = torch.float32
+    master_dtype: torch.dtype | Literal["float32"] | None = "float32"  # without torch, the dtype by its name
     units: Sequence[str] | None = None
     weights: Any = None
     checkpoint: _Path | None = None
@@ -93,7 +93,7 @@ class Options:
         self._check_device()
         self._check_places()
         self._check_numbers()
-        if self.master_dtype not in (None, torch.float32):
+        if str(self.master_dtype) not in ("None", "float32", "torch.float32"):
             raise ConfigError(f"master_dtype is torch.float32 or None, not {self.master_dtype!r}")
         self._check_formats()
         _ = self.host_bytes, self.unit_names
@@ -105,13 +105,14 @@ class Options:
 
     def _check_device(self) -> None:
         try:
-            device = self.where
+            kind = self.computes_on
         except (RuntimeError, TypeError) as error:
             raise ConfigError(f"device is None, 'cpu', 'cuda' or 'cuda:1', not {self.device!r}") from error
-        if device.type not in ("cpu", "cuda"):
-            raise ConfigError(f"device {str(device)!r} cannot compute the model: pass None, 'cpu', 'cuda' or 'cuda:1'")
+        if kind not in ("cpu", "cuda"):
+            device = str(self.where)
+            raise ConfigError(f"device {device!r} cannot compute the model: pass None, 'cpu', 'cuda' or 'cuda:1'")
         _ = self.device_bytes
-        if device.type != "cuda" and self.device_memory is not None:
+        if kind != "cuda" and self.device_memory is not None:
             raise ConfigError(
                 "device_memory is the budget of a CUDA device, and the model computes on the CPU: leave it out, or "
                 "pass device='cuda'"
@@ -186,9 +187,23 @@ class Options:
     @property
     def where(self) -> torch.device:
         """The device that computes; without the option, CUDA if there is one."""
+        import torch
+
         if self.device is not None:
             return torch.device(self.device)
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def computes_on(self) -> str:
+        """The type of that device, "cpu" or "cuda"; loads torch only where the option does not name one."""
+        return self.device if self.device in ("cpu", "cuda") else self.where.type
+
+    @property
+    def master(self) -> torch.dtype | None:
+        """The dtype of master weights of 16-bit parameters; None: they have none."""
+        import torch
+
+        return None if self.master_dtype is None else torch.float32
 
     @functools.cached_property
     def host_bytes(self) -> int | None:

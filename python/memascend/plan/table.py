@@ -6,7 +6,7 @@ import re
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from memascend.text import bytes_shown
+from memascend.text import bytes_shown, size_option
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -284,18 +284,17 @@ def _advice(plan: Plan) -> str:
     ):
         if budget < comfortable:
             return (
-                f"{option}={comfortable} ({bytes_shown(comfortable)}) would keep disk and compute busy; "
-                f"{smallest} is the smallest that works"
+                f'{option}="{size_option(comfortable)}" would keep disk and compute busy; '
+                f'"{size_option(smallest)}" is the smallest that works'
             )
     saved = f"the budget saves {bytes_shown(plan.saved_bytes)} of that; " if plan.saved_bytes else ""
     if plan.device_savable_bytes:
         ample, saves = plan.device_ample, bytes_shown(plan.device_savable_bytes)
-        return f"{saved}device_memory={ample} ({bytes_shown(ample)}) would save {saves} of reads a step"
+        return f'{saved}device_memory="{size_option(ample)}" would save {saves} of reads a step'
     if not plan.larger:
         return f"{saved}a larger budget would save nothing"
     lines = [
-        f"  host_memory={nbytes} ({bytes_shown(nbytes)}): {bytes_shown(moved.total)}"
-        for nbytes, moved in plan.larger.items()
+        f'  host_memory="{size_option(nbytes)}": {bytes_shown(moved.total)}' for nbytes, moved in plan.larger.items()
     ]
     return "\n".join([f"{saved}a step moves {bytes_shown(plan.moved_bytes)}, and would move with", *lines])
 

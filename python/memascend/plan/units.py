@@ -6,20 +6,38 @@ import heapq
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from torch import nn
-from torch.nn.parameter import is_lazy
+from typing import TYPE_CHECKING, Any
 
 from memascend.errors import ConfigError
 from memascend.memory import whole_pages
+from memascend.plan.outline import Outline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from torch import nn
+
 
 # Modules that hold others and are never called themselves.
-_UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_UNCALLED = ("ModuleList", "ModuleDict", "ParameterList", "ParameterDict")
+
+
+def _is_one_of(module: nn.Module | Outline, *containers: str) -> bool:
+    """Whether the module is one of torch's containers, by their names."""
+    if isinstance(module, Outline):
+        return module.kind in containers
+    from torch import nn
+
+    return isinstance(module, tuple(getattr(nn, name) for name in containers))
+
+
+def _lazy(model: nn.Module | Outline) -> list[str]:
+    """The names of parameters that have no shape yet."""
+    if isinstance(model, Outline):
+        return []
+    from torch.nn.parameter import is_lazy
+
+    return [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
 
 
 @dataclass(eq=False)
@@ -53,14 +71,13 @@ class UnitDraft:
 class ModuleTree:
     """The modules and parameters of a model by name; shared ones by the first of their names."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module | Outline) -> None:
         self.model = model
-        self.modules = dict(model.named_modules())
-        self.parameters = dict(model.named_parameters())
+        self.modules: dict[str, Any] = dict(model.named_modules())
+        self.parameters: dict[str, Any] = dict(model.named_parameters())
         if not self.parameters:
             raise ConfigError("the model has no parameters, so there is nothing to offload: pass a model that has some")
-        lazy = [name for name, parameter in self.parameters.items() if is_lazy(parameter)]
-        if lazy:
+        if lazy := _lazy(model):
             raise ConfigError(f"the shape of {lazy[0]!r} is not known yet: run one forward before offload()")
         self.raw = {name: parameter.numel() * parameter.dtype.itemsize for name, parameter in self.parameters.items()}
         owners: Counter[str] = Counter()
@@ -98,7 +115,7 @@ class ModuleTree:
 
     def draft(self, module: str, parameters: list[str]) -> UnitDraft:
         """A unit of parameters in a module; its module is there if its own call binds them."""
-        called = None if isinstance(self.modules[module], _UNCALLED) else module
+        called = None if _is_one_of(self.modules[module], *_UNCALLED) else module
         return UnitDraft(module, parameters, sum(self.raw[name] for name in parameters), called)
 
     def claim(self, drafts: Iterable[UnitDraft]) -> None:
@@ -144,7 +161,7 @@ def _bound_in(
     for name, parameter in tree.model.named_parameters(remove_duplicate=False):
         owner = tree.owner(name)
         # A list of parameters is never called: the module that owns the list binds them.
-        while owner and isinstance(modules[owner], (nn.ParameterList, nn.ParameterDict)):
+        while owner and _is_one_of(modules[owner], "ParameterList", "ParameterDict"):
             owner = tree.owner(owner)
         own.setdefault(id(modules[owner]), {})[unit_of[id(parameter)]] = None
 
@@ -185,7 +202,7 @@ class Unit:
 
 
 def find_units(
-    model: nn.Module, *, units: Sequence[str] | None = None, bytes_max: int | None = None
+    model: nn.Module | Outline, *, units: Sequence[str] | None = None, bytes_max: int | None = None
 ) -> tuple[Unit, ...]:
     """Group the parameters of `model` into units, in the order of the forward as the module tree gives it.
 
@@ -243,10 +260,10 @@ def _blocks(tree: ModuleTree, module: str) -> Iterator[UnitDraft]:
     children = [child for child in tree.children(module) if tree.below(child)]
     alike: set[str] = set()
     kind = tree.modules[module]
-    if isinstance(kind, nn.ModuleList) and len(children) == 1:
+    if _is_one_of(kind, "ModuleList") and len(children) == 1:
         # A model of one layer, or one group of shared layers.
         alike = set(children)
-    elif isinstance(kind, (nn.ModuleList, nn.Sequential)):
+    elif _is_one_of(kind, "ModuleList", "Sequential"):
         alike = _alike(tree, children)
     for child in children:
         if child in alike and tree.is_whole(child):

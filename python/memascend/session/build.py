@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from memascend.params.unit import Home
-    from memascend.session.decide import Decision, Subject
+    from memascend.plan.decision import Decision
+    from memascend.session.decide import Subject
     from memascend.session.run import Resources
 
 

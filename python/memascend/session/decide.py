@@ -3,48 +3,36 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
 from memascend import storage as engines
-from memascend.activations import activations
 from memascend.checkpoint.init import Buffers, require_plain
-from memascend.device.transfer import CHUNKS, WINDOWS
 from memascend.errors import ConfigError, StorageError
 from memascend.optim.members import members_of, require_one_owner, title_of, unwrapped
 from memascend.optim.rules import Arithmetic
 from memascend.optim.state import StateFormats
 from memascend.params.aliases import overlapping, require_unaliased
 from memascend.params.offloaded_param import dense_strides
-from memascend.plan.memory_plan import Log, Requirements, make_plan
+from memascend.plan.decision import Facts, decided
 from memascend.plan.units import find_units
-from memascend.storage import pending_file
-from memascend.text import expanded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from memascend.device.device import Device
     from memascend.distributed.replicas import Refill
     from memascend.distributed.reshard import Earlier
     from memascend.distributed.setup import PlannedSharding
     from memascend.distributed.sharding import Sharding
-    from memascend.plan.cost import Network
+    from memascend.plan.decision import Decision
     from memascend.plan.options import Options
-    from memascend.plan.table import Plan
     from memascend.plan.units import Unit
     from memascend.storage import Record, Store
-
-
-def file_of(path: str) -> Path:
-    """The store's file in a folder (or a folder to be made: "runs/first/"); of any other path, the path itself."""
-    place = Path(path)
-    return place / "memascend.store" if path.endswith("/") or place.is_dir() else place
 
 
 def temporary(create: Callable[[str], Store], scratch: Path | None = None) -> Store:
@@ -62,40 +50,6 @@ def temporary(create: Callable[[str], Store], scratch: Path | None = None) -> St
         else:
             return store
     raise StorageError(f"there is no place for a temporary store: {refused}. Give storage= a folder on a disk")
-
-
-def room_beside(paths: Sequence[str] | None, total_bytes: int) -> int | None:
-    """Free bytes on storage beside a store of `total_bytes`, made or not; None where the system does not say."""
-    try:
-        places = [file_of(path) for path in paths or (tempfile.gettempdir(),)]
-        systems = [nearest(place).stat().st_dev for place in places]
-        rooms = []
-        for place, system in zip(places, systems, strict=True):
-            if place.is_block_device():
-                with place.open("rb") as device:
-                    rooms.append(device.seek(0, os.SEEK_END))
-                continue
-            # Several shards on one file system share its free space.
-            free = shutil.disk_usage(nearest(place)).free // systems.count(system)
-            # A new store takes over the bytes of a store's file, whether or not it was ever filled.
-            there = (file.stat().st_size for file in (place, pending_file(place)) if file.is_file())
-            rooms.append(free + next(there, 0))
-    except OSError:
-        return None
-    return max(0, min(rooms) * len(rooms) - total_bytes)
-
-
-def nearest(place: Path) -> Path:
-    """The path, or its nearest parent that exists."""
-    return next(path for path in (place, *place.absolute().parents) if path.exists())
-
-
-def folders_of(options: Options) -> list[Path]:
-    """The folders of temporary files: beside each shard of the store, as far as that is known."""
-    if options.scratch is not None:
-        return [Path(expanded(options.scratch))]
-    files = [path for path in options.paths or () if not Path(path).is_block_device()]
-    return list(dict.fromkeys(file_of(path).parent for path in files))
 
 
 _TRAINED = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
@@ -253,7 +207,7 @@ class Subject:
         )
         names = {id(parameter): name for name, parameter in self.named.items()}
         sparse = self._embeddings(sparse=True)
-        self.arithmetic = Arithmetic(self.original, options.master_dtype, sparse, formats, names)
+        self.arithmetic = Arithmetic(self.original, options.master, sparse, formats, names)
         if sharding is not None:
             sharding.require_by_rows(self.arithmetic)
         if not only_planned:
@@ -306,26 +260,6 @@ class Subject:
         return self.options.activations == "ssd" or (self.options.activations == "host" and self.staged)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """The layout of a run."""
-
-    records: list[Record]  # the parameter records of the store
-    sizes: engines.Sizes  # their sizes there
-    plan: Plan  # of memory
-    network: Network | None = None  # the planned traffic of one of several ranks
-
-    @property
-    def state_bytes(self) -> int:
-        """The state that the same optimizer keeps in memory without offloading."""
-        return sum(
-            # "rest" is one half of a compact master, which counts whole.
-            tensor.numel() * (4 if name == "rest" else tensor.element_size())
-            for record in self.records
-            for name, tensor in record.state.items()
-        )
-
-
 def planned(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
@@ -357,63 +291,23 @@ def decide(subject: Subject) -> Decision:
     sharding = subject.sharding
     units = find_units(subject.model, units=options.unit_names) if sharding is None else sharding.units()
     records = _records(subject, units)
-    if subject.moves_activations and options.paths and not folders_of(options):
-        raise ConfigError(
-            f"the storage is a raw device: give offload(scratch=) a folder for activations={options.activations!r}"
-        )
-    devices = max(1, len(options.paths or ()))
-    sizes = engines.sizes(records, optimizer=title_of(subject.original), devices=devices)
-    empty = next((unit for unit in units if sizes.unit_bytes[unit.name] == 0), None)
-    if empty is not None:
-        raise ConfigError(
-            f"{', '.join(empty.parameters)} has no elements, and stands alone: leave it out of the model, or put it "
-            "into a module that has other parameters"
-        )
-    wanted = _requirements(subject, units, records, sizes)
-    plan = make_plan(wanted, budget=options.host_bytes, device_budget=options.device_bytes)
-    if options.log_steps is not None and plan.log_steps < plan.log_wanted:
-        # Only a number that was asked for is rejected; by default the log is as long as the space allows.
-        fits = f"log_steps={plan.log_steps} fits" if plan.log_steps else "not one step fits (log_steps=0 goes without)"
-        raise ConfigError(
-            f"there is no disk space beside the store for a gradient log of {options.log_steps} steps: {fits}; free "
-            "disk space, or leave log_steps out"
-        )
-    return Decision(records=records, sizes=sizes, plan=plan)
-
-
-def _requirements(
-    subject: Subject, units: tuple[Unit, ...], records: list[Record], sizes: engines.Sizes
-) -> Requirements:
-    options, moves = subject.options, subject.moves_activations
-    stays = moves and options.activations == "host"
-    return Requirements(
-        units=units,
-        sizes=sizes,
-        gradients="ssd" if options.gradients == "auto" and options.keeps else options.gradients,
-        whole_bytes=subject.arithmetic.whole_bytes + sizes.other_bytes,
+    facts = Facts(
+        options=options,
+        units=tuple(units),
+        records=records,
+        optimizer=title_of(subject.original),
+        staged=subject.staged,
+        durability=subject.durability,
+        unplaced=subject.unplaced,
+        moves_activations=subject.moves_activations,
+        whole_bytes=subject.arithmetic.whole_bytes,
         whole_next_bytes=subject.arithmetic.whole_next_bytes,
-        staging={"unit staging": CHUNKS, "gradient windows": WINDOWS} if subject.staged else None,
-        activation_chunks=activations.CHUNKS if moves else {},
-        activation_group=activations.MORE if stays else 0,
-        activation_groups=activations.MORE_USUAL if stays else 0,
         update_values=subject.arithmetic.update_values,
         gradient_bytes={name: subject.named[name].nbytes for name in subject.trained},
         streamed=subject.streamed.keys(),
-        applied=_replayed(subject) if subject.durability == "none" else (),
-        log=_log(subject, records, sizes),
+        replayed=_replayed(subject),
     )
-
-
-def _log(subject: Subject, records: list[Record], sizes: engines.Sizes) -> Log | None:
-    options = subject.options
-    if subject.durability == "none":
-        return None
-    names = _replayed(subject)
-    nbytes = engines.log_bytes(records)
-    # A raw device is the store's alone.
-    shares = any(not Path(path).is_block_device() for path in options.paths or ())
-    room = None if subject.unplaced else room_beside(options.paths, sizes.total_bytes)
-    return Log(names, nbytes, options.log_steps, room, shares=shares)
+    return decided(facts)
 
 
 def _replayed(subject: Subject) -> frozenset[str]:

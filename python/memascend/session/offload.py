@@ -22,9 +22,10 @@ from memascend.memory import settle_heap
 from memascend.optim.members import unwrapped, wrap_again
 from memascend.optim.shared import take_options
 from memascend.plan.cost import moves
+from memascend.plan.decision import folders_of
 from memascend.plan.options import Options
 from memascend.session.build import Assembly
-from memascend.session.decide import Subject, decide, folders_of
+from memascend.session.decide import Subject, decide
 from memascend.session.open_store import RUNS, FirstValues, begin_log, end_log, open_store
 from memascend.session.process_hooks import ProcessHooks
 from memascend.session.run import Resources
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from memascend.device.unit_memory import UnitMemory
+    from memascend.plan.decision import Decision
     from memascend.plan.table import Plan
-    from memascend.session.decide import Decision
     from memascend.session.optimizer import OffloadedOptimizer
     from memascend.storage import Engine, Store
 

@@ -20,7 +20,8 @@ from memascend.errors import ConfigError, StorageError, UsageError
 from memascend.optim.members import is_owners, is_roster, title_of
 from memascend.optim.shared import options_of, require_as_many
 from memascend.optim.state import options_of_formats
-from memascend.session.decide import folders_of, temporary
+from memascend.plan.decision import folders_of
+from memascend.session.decide import temporary
 from memascend.session.optimizer import session_of
 from memascend.storage.store import not_as_written
 from memascend.text import Progress, expanded, warn
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
 
     from memascend.distributed.replicas import Refill
     from memascend.distributed.reshard import EarlierValues
+    from memascend.plan.decision import Decision
     from memascend.plan.table import Plan
-    from memascend.session.decide import Decision, Subject
+    from memascend.session.decide import Subject
     from memascend.session.optimizer import OffloadedOptimizer
     from memascend.storage import Engine, Store
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
 
+    from memascend.plan.decision import Decision
     from memascend.plan.table import Plan
-    from memascend.session.decide import Decision
     from memascend.session.run import Run
 
 

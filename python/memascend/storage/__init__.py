@@ -16,7 +16,14 @@ from __future__ import annotations
 from memascend._core import Checkers, Checksum, Fetch, UnitParts, checksum_of
 from memascend.memory import PAGE_BYTES
 from memascend.storage.engine import Adam, Chunk, Engine, Momentum
-from memascend.storage.formats import FORMATS, decode_state, encode_state, state_tensors
+from memascend.storage.formats import (
+    FORMATS,
+    MIN_8BIT_SIZE,
+    decode_state,
+    described_state,
+    encode_state,
+    state_tensors,
+)
 from memascend.storage.records import (
     CHUNK_ELEMENTS,
     Part,
@@ -41,6 +48,7 @@ from memascend.storage.store import (
 __all__ = [
     "CHUNK_ELEMENTS",
     "FORMATS",
+    "MIN_8BIT_SIZE",
     "PAGE_BYTES",
     "Adam",
     "Checkers",
@@ -61,6 +69,7 @@ __all__ = [
     "chunk_elements_of",
     "commits",
     "decode_state",
+    "described_state",
     "encode_state",
     "examine",
     "log_bytes",

@@ -8,7 +8,7 @@ from memascend import _core
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     import torch
 
@@ -51,6 +51,17 @@ def back(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
     return tensor.permute([order.index(dim) for dim in range(len(order))])
 
 
+# Parameters with fewer elements keep moments of 32 bits where others have 8.
+MIN_8BIT_SIZE = 4096
+
+
+def described_state(
+    dtype: str, shape: Sequence[int], form: str, rule: Rule = "adam"
+) -> list[tuple[str, str, list[int]]]:
+    """Name, dtype and shape of each state tensor of a parameter in a form; see `state_tensors`."""
+    return _core.store_state_in(dtype, list(shape), form, rule == "momentum")
+
+
 def state_tensors(values: torch.Tensor, form: str, rule: Rule = "adam") -> dict[str, torch.Tensor]:
     """The state tensors that a parameter has in a form, on the meta device, in the order of `Record.state`.
 
@@ -62,9 +73,8 @@ def state_tensors(values: torch.Tensor, form: str, rule: Rule = "adam") -> dict[
     """
     import torch
 
-    described = _core.store_state_in(_name(values.dtype), list(values.shape), form, rule == "momentum")
     made = {}
-    for name, dtype, shape in described:
+    for name, dtype, shape in described_state(_name(values.dtype), values.shape, form, rule):
         of = getattr(torch, dtype)
         made[name] = (
             torch.empty_strided(shape, values.stride(), dtype=of, device="meta")

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from memascend.checkpoint.weights import sources_of
 from memascend.distributed.setup import candidates
 from memascend.errors import ConfigError, MemascendError, StorageError, UsageError
-from memascend.session.decide import file_of
+from memascend.plan.decision import file_of
 from memascend.session.optimizer import session_of
 from memascend.storage import commits, look
 from memascend.trainer import names

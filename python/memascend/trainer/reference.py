@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.errors import BudgetError
+from memascend.plan.decision import file_of
 from memascend.plan.options import Options
-from memascend.session.decide import file_of, planned
+from memascend.session.decide import planned
 from memascend.session.offload import offload
 
 if TYPE_CHECKING:

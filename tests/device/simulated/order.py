@@ -15,13 +15,12 @@ from device.simulated import mutations, runtime
 from torch.utils.checkpoint import checkpoint
 
 import memascend
-from memascend.activations import activations
 from memascend.device.arena import DeviceArena
 from memascend.device.device import Device
-from memascend.device.transfer import CHUNKS, WINDOWS
+from memascend.plan.decision import ACTIVATION_CHUNKS, GRADIENT_WINDOWS, UNIT_CHUNKS
 
 # Smaller than they are, so that models may be.
-for sizes, nbytes in ((CHUNKS, 1 << 20), (WINDOWS, 1 << 20), (activations.CHUNKS, 1 << 18)):
+for sizes, nbytes in ((UNIT_CHUNKS, 1 << 20), (GRADIENT_WINDOWS, 1 << 20), (ACTIVATION_CHUNKS, 1 << 18)):
     (count,) = sizes.values()
     sizes.clear()
     sizes[nbytes] = count

@@ -9,8 +9,9 @@ from device.staging.conftest import EITHER, ELEMENTS, pages
 from support.fake_device import Fake
 
 from memascend import engine
-from memascend.device.transfer import WINDOWS, DeviceEngine
+from memascend.device.transfer import DeviceEngine
 from memascend.errors import DeviceError, UsageError
+from memascend.plan.decision import GRADIENT_WINDOWS
 from memascend.storage.records import CHUNK_ELEMENTS
 
 
@@ -63,7 +64,7 @@ def test_python_is_asked_for_few_windows(device, tmp_path):
     elements = 2_600_000
     values = torch.zeros(elements, dtype=torch.bfloat16)
     record = engine.Record(name="large", values=values, state=engine.adam_state(values))
-    ((window_bytes, count),) = WINDOWS.items()
+    ((window_bytes, count),) = GRADIENT_WINDOWS.items()
     asked = []
     with engine.Store.create(tmp_path / "large.store", [record]) as store, engine.Engine(store) as updates:
         lent = DeviceEngine(updates, device, [pages(window_bytes) for _ in range(count)])

@@ -15,14 +15,15 @@ from memascend.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
-
     from memascend.cli.plan.answer import Answer, Question
-    from memascend.cli.plan.model import Traces
+    from memascend.cli.plan.subject import Subject, Traces
 
 _TYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
           "float16": "float16", "fp16": "float16"}  # fmt: skip
 _TOKENS, _LENGTH = 8192, 2048
+_EXAMPLES = 10_000
+# Without a word about the drive, it is assumed to be of this kind.
+_DRIVE = "gen4"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,12 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="CONFIG|FOLDER|NAME", type=Path, help=describes)
     _add_machine(parser.add_argument_group("the machine").add_argument)
     _add_run(parser.add_argument_group("the run").add_argument)
+    parser.add_argument("--verbose", action="store_true", help="print what each figure consists of")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_machine(add: Callable[..., Any]) -> None:
-    gpu = "a name such as 3090, l40s, h100, mi300x, or TFLOPS,GB,PCIE_GB_S as 165,24,25"
-    drive = "sustained GB/s, or gen3, gen4, gen5 (default: measured on --storage)"
+    gpu = "a name such as 3090, l40s, h100, mi300x, or TFLOPS,GB,PCIE_GB_S as 165,24,25 (default: that of this machine)"
+    drive = f"sustained GB/s, or gen3, gen4, gen5 (default: measured on --storage, without it {_DRIVE})"
     storage = "where the store would be; repeat it for several. Its free space and its speed are measured"
     endurance = "terabytes that may be written to the drives in their life"
     ranks = "processes that shard the model (fully_shard); all figures are of one of them"
@@ -53,6 +55,8 @@ def _add_run(add: Callable[..., Any]) -> None:
     gradients = {"choices": ("auto", "fused", "ssd", "ram"), "default": "auto"}
     activations = "where checkpointed activations wait, as offload() takes it (%(default)s)"
     micro_batches = "micro-batches of a step (%(default)s)"
+    examples = "of one pass over the data, each of --length tokens, whose hours and terabytes are counted (%(default)s)"
+    add("--examples", metavar="N", type=_count, default=_EXAMPLES, help=examples)
     add("--host-memory", metavar="B", help=f'the budget, as "32GiB" {smallest}')
     add("--tokens", metavar="N", type=_count, default=_TOKENS, help="tokens of a micro-batch (%(default)s)")
     add("--length", metavar="N", type=_count, help=f"tokens of a sequence (--tokens, at most {_LENGTH})")
@@ -87,7 +91,6 @@ def _speed(text: str) -> float:
 class Asked:
     """What the command line asks."""
 
-    described_by: str  # the source of the model, in words
     question: Question
     traces: Traces  # of batches of its length
     speeds: dict[str, float]  # of its storage, in GB/s, where they were measured
@@ -103,32 +106,34 @@ def run(options: argparse.Namespace) -> int:
 def print_answer(options: argparse.Namespace, asked: Asked) -> int:
     """Print the plan of what is asked; the exit code is 1 if it does not fit the GPU or the storage."""
     from memascend.cli.plan import text
-    from memascend.cli.plan.answer import answer, takes_over
+    from memascend.cli.plan.answer import answer, find, propose, takes_over
 
     question = asked.question
     if options.fit:
         return _fit(options, question)
     found = answer(question)
-    takeover = takes_over(question, asked.traces)
     if options.json:
-        print(json.dumps(_values(options, asked, found, takeover), indent=2))
-    else:
-        head = f"{options.model}: {{parameters}}, described by {asked.described_by}; {options.optimizer}"
-        print(text.shown(head, question, found, takeover, asked.speeds))
+        print(json.dumps(_values(options, asked, found, takes_over(question, asked.traces)), indent=2))
+        return int(bool(found.problems))
+    fitting = find(question, asked.traces.length) if found.problems and question.gpu is not None else []
+    proposal = None if found.problems else propose(question)
+    print(text.brief(str(options.model), question, found, proposal, fitting, options.examples))
+    if options.verbose:
+        head = f"{options.model}: {{parameters}}, described by {question.subject.by}; {options.optimizer}"
+        print()
+        print(text.shown(head, question, found, takes_over(question, asked.traces), asked.speeds))
     return int(bool(found.problems))
 
 
 def ask(options: argparse.Namespace) -> Asked:
     """The question of the command line; what it names is described and measured."""
-    import torch
-
     from memascend.cli.plan.answer import Question
-    from memascend.cli.plan.machine import drive_at, parse_drive, parse_gpu, product_flops
-    from memascend.cli.plan.model import Traces, describe, optimizer_class, trace
+    from memascend.cli.plan.machine import drive_at, gpu_here, parse_drive, parse_gpu, product_flops
+    from memascend.cli.plan.subject import Traces
+    from memascend.plan import decision
     from memascend.plan.options import Options
-    from memascend.session.decide import room_beside
 
-    gpu = None if options.gpu is None else parse_gpu(options.gpu)
+    gpu = parse_gpu(options.gpu) if options.gpu is not None else gpu_here() if options.device != "cpu" else None
     drive = None if options.drive is None else parse_drive(options.drive)
     given = Options(
         storage=options.storage,
@@ -144,41 +149,58 @@ def ask(options: argparse.Namespace) -> Asked:
     )
     if options.network is not None and options.ranks == 1:
         raise ConfigError("--network is the speed between ranks, and there is one: also give --ranks")
-    if gpu is not None and given.where.type == "cpu":
+    if gpu is not None and given.computes_on == "cpu":
         raise ConfigError("--gpu names a GPU, and --device says that the CPU computes: give one of them")
-    dtype = None if options.dtype is None else getattr(torch, _TYPES[options.dtype])
-    source = describe(options.model, dtype)
+    subject = _subject(options)
     paths = [Path(path) for path in given.paths or ()]
     speeds: dict[str, float] = {}
-    if drive is None:
+    if drive is None and paths:
         drive, speeds = drive_at(paths)
-    optimizer: Any = optimizer_class(options.optimizer)
-    batch, length = shape_of(options, source.model)
-    traces = Traces(source.model, length, recomputes=not options.keep_activations)
+    sequences, length = shape_of(options, subject)
+    traces = Traces(subject.trace, length)
     question = Question(
-        model=source.model,
-        optimizer=optimizer([one for one in source.model.parameters() if one.requires_grad]),
+        subject=subject,
         options=given,
         # Where more sequences move the peak to another place, two small batches do not tell.
-        trace=traces.of(1) if batch == 1 else trace(source.model, batch, length, recomputes=traces.recomputes),
+        trace=subject.trace(sequences, length),
         gpu=gpu,
-        drive=drive,
-        free=room_beside(given.paths, 0) if given.paths else None,
+        drive=parse_drive(_DRIVE) if drive is None and not paths else drive,
+        drive_assumed=drive is None and not paths,
+        free=decision.room_beside(given.paths, 0) if given.paths else None,
         endurance=None if options.endurance is None else options.endurance * 10**12,
         ranks=options.ranks,
         network=None if options.network is None else options.network * 1e9,
+        sequences=sequences,
         micro_batches=options.accumulation_steps,
     )
-    if not isinstance(question.trace, str) and drive is not None and given.where.type == "cpu":
-        kind = next(source.model.parameters()).dtype
-        question = replace(question, processor=product_flops(kind))
-    return Asked(described_by=source.by, question=question, traces=traces, speeds=speeds)
+    if not isinstance(question.trace, str) and question.drive is not None and given.computes_on == "cpu":
+        question = replace(question, processor=product_flops(subject.dtype))
+    return Asked(question=question, traces=traces, speeds=speeds)
 
 
-def shape_of(options: argparse.Namespace, model: torch.nn.Module) -> tuple[int, int]:
+def _subject(options: argparse.Namespace) -> Subject:
+    """The model; that of a built-in shape without torch, where AdamW trains it on one rank as most people do."""
+    shape = named_shape(options.model)
+    plain = options.optimizer.lower() == "adamw" and options.ranks == 1 and not options.keep_activations
+    if shape is not None and plain:
+        from memascend.cli.plan import builtin
+
+        return builtin.subject(str(options.model), shape, _TYPES[options.dtype or "bfloat16"])
+    import torch
+
+    from memascend.cli.plan import model
+
+    return model.subject(
+        options.model,
+        dtype=None if options.dtype is None else getattr(torch, _TYPES[options.dtype]),
+        optimizer=options.optimizer,
+        recomputes=not options.keep_activations,
+    )
+
+
+def shape_of(options: argparse.Namespace, subject: Subject) -> tuple[int, int]:
     """The number of sequences of a backward, and their length."""
-    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    length = options.length or min(options.tokens, _LENGTH, most if isinstance(most, int) else _LENGTH)
+    length = options.length or min(options.tokens, _LENGTH, subject.longest or _LENGTH)
     return max(1, options.tokens // length), length
 
 
@@ -188,7 +210,7 @@ def _fit(options: argparse.Namespace, question: Question) -> int:
 
     if question.gpu is None:
         raise ConfigError("--fit finds batches that fit a GPU: name it, as --gpu 4090")
-    found = find(question, options.length, recomputes=not options.keep_activations)
+    found = find(question, options.length)
     if options.json:
         print(json.dumps([described_fit(one) for one in found], indent=2))
     else:
@@ -197,14 +219,14 @@ def _fit(options: argparse.Namespace, question: Question) -> int:
 
 
 def _values(options: argparse.Namespace, asked: Asked, found: Answer, takeover: Answer | None) -> dict[str, Any]:
-    from memascend.cli.plan.answer import answer, described, disk_seconds, forecast_of, moved
+    from memascend.cli.plan.answer import answer, described, disk_seconds, forecast_of, moved, propose, total
 
     question = asked.question
     plan, trace = found.plan, question.trace
     turns = answer(question.one_after_the_other()) if question.by_layer else None
-    parameters = sum(parameter.numel() for parameter in question.model.parameters())
+    subject, proposal = question.subject, None if found.problems else propose(question)
     return {
-        "model": {"path": str(options.model), "described_by": asked.described_by, "parameters": parameters},
+        "model": {"path": str(options.model), "described_by": subject.by, "parameters": subject.parameters},
         "optimizer": options.optimizer,
         "fits": not found.problems,
         "problems": list(found.problems),
@@ -227,6 +249,15 @@ def _values(options: argparse.Namespace, asked: Asked, found: Answer, takeover: 
         "compute_takes_over": None
         if takeover is None
         else {"tokens": takeover.tokens, "problems": list(takeover.problems), **described(takeover)},
+        "run": {"examples": options.examples, **asdict(total(question, found, options.examples))},
+        "proposal": None
+        if proposal is None
+        else {
+            "micro_batches": proposal[0].micro_batches,
+            "activations": proposal[0].options.activations,
+            **described(proposal[1]),
+            "run": asdict(total(*proposal, options.examples)),
+        },
         "forecast": None if (forecast := forecast_of(question, found)) is None else asdict(forecast),
         "one_after_the_other": None if turns is None else {**described(turns), "host_bytes": turns.host_bytes},
         "ranks": None if found.network is None else {"count": options.ranks, **moved(question, found)},

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from memascend.cli.plan.machine import REACHED
-from memascend.cli.plan.model import Traces
+from memascend.cli.plan.subject import Traces
 from memascend.errors import ConfigError
 from memascend.plan.cost import (
     Drive,
@@ -21,20 +21,16 @@ from memascend.plan.cost import (
     through_link,
     update_seconds,
 )
-from memascend.session.decide import planned
 from memascend.text import bytes_shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
-
     from memascend.cli.plan.machine import Gpu
-    from memascend.cli.plan.model import Trace
+    from memascend.cli.plan.subject import Planned, Subject, Trace
     from memascend.plan.cost import Network
     from memascend.plan.options import Options
     from memascend.plan.table import Plan
-    from memascend.session.decide import Decision
 
 
 _TB = 10**12
@@ -52,8 +48,7 @@ ENDURANCE_PER_TB = 600
 class Question:
     """A model, a machine, and the options of a run."""
 
-    model: torch.nn.Module  # on "meta"
-    optimizer: torch.optim.Optimizer  # of its parameters
+    subject: Subject  # the model and its optimizer
     options: Options  # of `offload()`
     trace: Trace | str  # of one backward; or the reason why there is none
     gpu: Gpu | None = None  # computes; None: the processor does
@@ -61,11 +56,13 @@ class Question:
     # Instead, its seconds for a forward and a backward, and its other speeds, for a format of the state.
     measured: Callable[[Plan, str], tuple[float, float, Host]] | None = None
     drive: Drive | None = None  # the speed of storage; None: not known
+    drive_assumed: bool = False  # nobody has named or measured it
     free: int | None = None  # free bytes of storage; None: no storage is named
     # Bytes that may be written to storage in its life; None: the usual endurance of a drive just large enough.
     endurance: int | None = None
     ranks: int = 1  # processes that share the model; drive, tokens and memory are of one process
     network: float | None = None  # bytes a second that a rank receives while it sends as many; None: not known
+    sequences: int = 1  # of a micro-batch
     micro_batches: int = 1  # of a step, each with the tokens of the trace
 
     @property
@@ -83,14 +80,14 @@ class Question:
         if isinstance(self.trace, str):
             return 0
         kept = 0 if self.carries else self.trace.kept
-        more = kept + _shared_bytes(self.model) if self.by_layer else 0
+        more = kept + self.subject.tied_bytes if self.by_layer else 0
         return self.trace.peak + (self.micro_batches - 1) * more
 
     @property
     def carries(self) -> bool:
         """Whether checkpointed activations leave the memory of the device that computes."""
         where = self.options.activations
-        return where == "ssd" or (where == "host" and self.options.where.type != "cpu")
+        return where == "ssd" or (where == "host" and self.options.computes_on != "cpu")
 
     @property
     def carried(self) -> int:
@@ -166,9 +163,9 @@ def beside(question: Question, plan: Plan) -> int:
     return IMPORTS + (CONTEXT if question.gpu is not None else 0) + plan.object_bytes
 
 
-def answer(question: Question, found: Decision | None = None) -> Answer:
+def answer(question: Question, found: Planned | None = None) -> Answer:
     """Plan as `offload()` does, unless its plan is `found` already, and estimate the run on the machine."""
-    found = found or planned(question.model, question.optimizer, question.options, question.ranks)
+    found = found or question.subject.plan(question.options, question.ranks)
     plan, trace = found.plan, question.trace
     # Each of several ranks also has the parameters that torch has gathered.
     gathered = 0 if found.network is None else found.network.gathered
@@ -180,7 +177,7 @@ def answer(question: Question, found: Decision | None = None) -> Answer:
     endurance = question.endurance or -(-(plan.storage_bytes + scratch) // _TB) * ENDURANCE_PER_TB * _TB
     written = sum(plan.written_bytes.values()) + question.stored(plan)
     # Values and gradients; of several ranks, one rank's part.
-    in_memory = sum(one.nbytes * (1 + one.requires_grad) for one in question.model.parameters())
+    in_memory = question.subject.nbytes + question.subject.gradient_bytes
     return Answer(
         plan=plan,
         in_memory=-(-in_memory // question.ranks) + found.state_bytes,
@@ -195,14 +192,6 @@ def answer(question: Question, found: Decision | None = None) -> Answer:
         problems=tuple(_problems(question, plan, torchs)),
         network=found.network,
     )
-
-
-def _shared_bytes(model: torch.nn.Module) -> int:
-    """Gradient bytes of tied parameters: each micro-batch keeps its own until their last use."""
-    times: dict[torch.nn.Parameter, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        times[parameter] = times.get(parameter, 0) + parameter.requires_grad
-    return sum(parameter.nbytes for parameter, count in times.items() if count > 1)
 
 
 def _phases(question: Question, plan: Plan, network: Network | None) -> list[Phase] | None:
@@ -292,7 +281,7 @@ def moved(question: Question, found: Answer) -> dict[str, int]:
     assert network is not None
     times = question.micro_batches
     into, out = 0, 0
-    if question.options.where.type != "cpu":
+    if question.options.computes_on != "cpu":
         forward, backward, out = through_link(plan)
         into = forward + backward
     return {
@@ -316,6 +305,61 @@ def described(one: Answer) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Total:
+    """The figures of a whole run."""
+
+    steps: int
+    seconds: float | None  # None: the seconds of a step are not known
+    written: int  # bytes
+
+
+def total(question: Question, found: Answer, examples: int) -> Total:
+    """One pass over a number of examples, each of which is a sequence."""
+    steps = -(-examples // (question.sequences * question.micro_batches * question.ranks))
+    return Total(
+        steps=steps, seconds=None if found.seconds is None else steps * found.seconds, written=steps * found.written
+    )
+
+
+# Steps of more sequences are not proposed: they train otherwise than people expect.
+_PROPOSED_MAX = 256
+
+
+def propose(question: Question) -> tuple[Question, Answer] | None:
+    """The fewest micro-batches, a power of two, with which compute is the bound by layer, if there are that few.
+
+    Checkpoints that do not fit the device are moved to files. None where the asked step is bound by compute already,
+    where seconds are not known, or where no larger step fits.
+    """
+    if question.ranks > 1 or question.options.accumulation_steps > 1:
+        return None
+    asked, best = question, None
+    decided = question.subject.plan(question.options, question.ranks)
+    if (now := answer(question, decided)).bound in (None, "compute"):
+        return None
+    count = 1 << question.micro_batches.bit_length()
+    while count * question.sequences <= _PROPOSED_MAX:
+        larger = replace(asked, micro_batches=count)
+        found = answer(larger, decided)
+        if found.problems and asked.options.activations == "device":
+            asked = replace(asked, options=replace(asked.options, activations="ssd"))
+            decided = question.subject.plan(asked.options, question.ranks)
+            continue
+        if found.problems:
+            break
+        if _rate(found) > _rate(best[1] if best else now):
+            best = larger, found
+        if found.bound == "compute":
+            break
+        count *= 2
+    return best
+
+
+def _rate(found: Answer) -> float:
+    return found.tokens_per_second or 0.0
+
+
 _LENGTHS = (8192, 2048, 512)
 _BATCH_MAX = 256
 # No step has more sequences.
@@ -334,21 +378,20 @@ class Candidate:
     answer: Answer
 
 
-def find(question: Question, length: int | None, *, recomputes: bool) -> list[Candidate]:
+def find(question: Question, length: int | None) -> list[Candidate]:
     """The largest batch of some lengths that fits, in powers of two, for each format of the state.
 
     The question's trace is ignored; if it names a format, only that one is tried. `length` is that of all sequences;
     None: a long, a usual and a short one.
     """
-    most = getattr(getattr(question.model, "config", None), "max_position_embeddings", None)
-    most = most if isinstance(most, int) else max(_LENGTHS)
+    most = question.subject.longest or max(_LENGTHS)
     lengths = [length] if length else [one for one in _LENGTHS if one <= most] or [most]
-    traces = [Traces(question.model, length, recomputes) for length in lengths]
+    traces = [Traces(question.subject.trace, length) for length in lengths]
     found = []
     for state in _STATES if question.options.state is None else (question.options.state,):
         asked = replace(question, options=replace(question.options, state=state))
         try:
-            plan = planned(asked.model, asked.optimizer, asked.options, asked.ranks)
+            plan = asked.subject.plan(asked.options, asked.ranks)
         except ConfigError:
             if state == question.options.state:
                 raise
@@ -358,7 +401,7 @@ def find(question: Question, length: int | None, *, recomputes: bool) -> list[Ca
     return found
 
 
-def _largest(question: Question, plan: Decision, traces: Traces) -> Candidate:
+def _largest(question: Question, plan: Planned, traces: Traces) -> Candidate:
     """The largest batch of one length that fits; if none does, one sequence."""
 
     def candidate(batch: int) -> Candidate:
@@ -378,7 +421,7 @@ def takes_over(question: Question, traces: Traces) -> Answer | None:
     """The estimate for the fewest sequences with which compute takes longest; None: there is no such number."""
     if question.gpu is None or question.drive is None or isinstance(question.trace, str):
         return None
-    plan = planned(question.model, question.optimizer, question.options, question.ranks)
+    plan = question.subject.plan(question.options, question.ranks)
 
     def at(batch: int) -> Answer:
         return answer(replace(question, trace=traces.of(batch)), plan)

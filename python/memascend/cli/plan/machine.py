@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memascend.cli.plan.shapes import positive
@@ -14,9 +15,6 @@ from memascend.plan.cost import Drive
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
-
-    import torch
 
 
 _GB, _GIB, _TB = 10**9, 1 << 30, 10**12
@@ -146,6 +144,26 @@ def parse_gpu(text: str) -> Gpu:
     return Gpu(f"GPU of {tflops:g} TFLOPS and {memory:g} GB", tflops, int(memory * _GB), link * _GB)
 
 
+def gpu_here() -> Gpu | None:
+    """The GPU of this machine by the name that its driver gives; None without one, or where its figures are not known.
+
+    Whether there is one is seen without torch, whose import takes seconds.
+    """
+    if not _has_device_file():
+        return None
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    short, nbytes = _short(torch.cuda.get_device_name()), torch.cuda.get_device_properties(0).total_memory
+    known = max((name for name in (*CARDS, *_USUAL) if short.startswith(name)), key=len, default=None)
+    return None if known is None else replace(CARDS[_USUAL.get(known, known)], nbytes=nbytes)
+
+
+def _has_device_file() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+
+
 def parse_drive(text: str) -> Drive:
     """The drive of a name, or of READ,WRITE: sustained GB/s of all devices together."""
     known = DRIVES.get(text.lower().replace(" ", ""))
@@ -193,13 +211,15 @@ def _system(path: Path) -> int:
 _SIDE, _SECONDS = 1024, 0.3
 
 
-def product_flops(dtype: torch.dtype) -> float:
+def product_flops(dtype: str) -> float:
     """Operations a second of this processor in a product of matrices of this type, on all threads of torch."""
     import torch
 
+    kind: torch.dtype = getattr(torch, dtype)
+
     # As layers compute: of some types the product with a matrix that is not transposed is many times slower.
     product = torch.nn.functional.linear
-    first, second = (torch.rand(_SIDE, _SIDE).to(dtype) for _ in range(2))
+    first, second = (torch.rand(_SIDE, _SIDE).to(kind) for _ in range(2))
     # The first one loads and maps what the others find.
     product(first, second)
     shortest, began = float("inf"), time.perf_counter()

@@ -9,8 +9,6 @@ import json
 import logging
 import re
 import weakref
-from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,13 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from memascend.cli.plan.decoder import Decoder
 from memascend.cli.plan.shapes import named_shape
+from memascend.cli.plan.subject import Planned, Subject, Trace
 from memascend.errors import ConfigError
+from memascend.session.decide import planned
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
+
+    from memascend.plan.options import Options
 
 
 _CONFIG = "config.json"
@@ -38,37 +39,61 @@ _LAYERS_MAX = 10_000
 _DEPTH = re.compile(r"(^|_)(n?layers?|blocks?|depths?)$")
 
 
-@dataclass(frozen=True)
-class DescribedModel:
-    """A model on "meta"."""
-
-    model: nn.Module
-    by: str  # the source of the description, in words
-
-
-def describe(path: Path, dtype: torch.dtype | None) -> DescribedModel:
+def subject(path: Path, *, dtype: torch.dtype | None, optimizer: str, recomputes: bool) -> Subject:
     """The model of a config.json, of a folder (whose files say which parameters are tied), or of a name in `SHAPES`.
 
-    Its parameters are of `dtype`; None: the dtype of the config, else bfloat16.
+    Its parameters are of `dtype`; None: the dtype of the config, else bfloat16. `optimizer` is a class of torch.optim.
     """
+    model, by = describe(path, dtype)
+    make: Any = _optimizer_class(optimizer)
+    owner = make([one for one in model.parameters() if one.requires_grad])
+    every = list(model.parameters())
+    trained = [one for one in every if one.requires_grad]
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+
+    def plan(options: Options, ranks: int) -> Planned:
+        found = planned(model, owner, options, ranks)
+        return Planned(plan=found.plan, state_bytes=found.state_bytes, network=found.network)
+
+    return Subject(
+        by=by,
+        parameters=sum(one.numel() for one in every),
+        trained=sum(one.numel() for one in trained),
+        nbytes=sum(one.nbytes for one in every),
+        gradient_bytes=sum(one.nbytes for one in trained),
+        tied_bytes=_tied_bytes(model),
+        dtype=str(every[0].dtype).removeprefix("torch.") if every else "float32",
+        longest=longest if isinstance(longest, int) else None,
+        checkpointing=_checkpointing(model),
+        plan=plan,
+        trace=lambda batch, length: trace(model, batch, length, recomputes=recomputes),
+        module=model,
+    )
+
+
+def _tied_bytes(model: nn.Module) -> int:
+    times: dict[nn.Parameter, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        times[parameter] = times.get(parameter, 0) + parameter.requires_grad
+    return sum(parameter.nbytes for parameter, count in times.items() if count > 1)
+
+
+def describe(path: Path, dtype: torch.dtype | None) -> tuple[nn.Module, str]:
+    """The model on "meta", and the source of its description; see `subject`."""
     shape = named_shape(path)
-    if shape is not None:
-        with torch.device("meta"):
-            return DescribedModel(Decoder(shape).to(dtype or torch.bfloat16), f"the shape of {path}")
     config = path / _CONFIG if path.is_dir() else path
-    if not config.is_file() or config.suffix != ".json":
+    if shape is None and (not config.is_file() or config.suffix != ".json"):
         raise ConfigError(f"{config} is no config of a model: give its config.json, or the folder that has it")
-    values = read_config(config)
+    values = read_config(config) if shape is None else shape
     try:
         import transformers
     except ImportError as error:
-        raise ConfigError(
-            f"{config} describes a model of transformers, which is not installed: pip install transformers"
-        ) from error
+        what = f"the shape of {path} with these options needs" if shape else f"{config} describes a model of"
+        raise ConfigError(f"{what} transformers, which is not installed: pip install transformers") from error
     tied = values.get("tie_word_embeddings") is not False
     model = _configured(transformers, config, values, dtype)
     untie(model, _untied(model, path if path.is_dir() else None, tied=tied))
-    return DescribedModel(model, str(config))
+    return model, f"the shape of {path}" if shape else str(config)
 
 
 def untie(model: nn.Module, names: Iterable[str]) -> None:
@@ -82,7 +107,7 @@ def untie(model: nn.Module, names: Iterable[str]) -> None:
 _UNFIT = (torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon)
 
 
-def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """The class of torch.optim with this name, in any case."""
     kinds = {
         kind.__name__.lower(): kind
@@ -177,24 +202,6 @@ def _configured(transformers: Any, config: Path, values: dict[str, Any], dtype: 
     )
 
 
-@dataclass(frozen=True)
-class Trace:
-    """The operations and the memory of one backward, without parameters."""
-
-    tokens: int  # of the batch
-    forward: int  # floating-point operations of products and attention; of causal attention, the unmasked part
-    backward: int  # likewise, with the recomputation of activation checkpointing
-    peak: int  # bytes of torch's own memory at its peak; a gradient is freed as soon as it is complete
-    held: dict[str, int]  # the peak by kind: logits, gradients, activations
-    kept: int  # bytes that the forward leaves for the backward: the memory of each further micro-batch
-    recomputes: bool  # whether activation checkpointing is on
-
-    @property
-    def flops(self) -> int:
-        """Operations of forward and backward."""
-        return self.forward + self.backward
-
-
 class _Watch(TorchDispatchMode):
     """Counts operations below autograd, and the bytes of every storage from its first tensor to its end."""
 
@@ -269,12 +276,18 @@ def _flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
     alike = getattr(torch.ops.aten, packet.__name__.replace("_for_cpu", ""), None)
     count = flop_registry.get(packet) or flop_registry.get(alike)
     if count is None:
-        return 0
+        return _grouped_flops(args) if "grouped_mm" in packet.__name__ else 0
     flops = int(count(*args, **kwargs, out_val=out))
     names = [argument.name for argument in function._schema.arguments]  # noqa: SLF001
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     # Kernels skip the masked half of causal attention.
     return flops // 2 if given.get("is_causal") is True else flops
+
+
+def _grouped_flops(args: tuple[Any, ...]) -> int:
+    """The operations of the products of experts, for which torch has no formula: each row meets one of them."""
+    rows, others = args[0], args[1]
+    return 2 * int(rows.shape[-2]) * int(rows.shape[-1]) * int(others.shape[-1])
 
 
 def trace(model: nn.Module, batch: int, length: int, *, recomputes: bool) -> Trace | str:
@@ -285,12 +298,9 @@ def trace(model: nn.Module, batch: int, length: int, *, recomputes: bool) -> Tra
     if getattr(model, "main_input_name", None) != "input_ids":
         return "tokens are counted for language models of transformers"
     model = copy.deepcopy(model)
-    # A decoder of ours computes on "meta"; the code of others looks at devices.
-    ours = isinstance(model, Decoder)
-    fake: Any = contextlib.nullcontext() if ours else FakeTensorMode(allow_non_fake_inputs=True)
-    if not ours:
-        with fake:
-            settle(model)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake:
+        settle(model)
     model.train()
     config: Any = getattr(model, "config", None)
     if config is not None:
@@ -302,7 +312,7 @@ def trace(model: nn.Module, batch: int, length: int, *, recomputes: bool) -> Tra
     failed = ""
     with fake, without_gradients_kept(model), watch, _without_torchs_log():
         try:
-            tokens = torch.zeros(batch, length, dtype=torch.long, device="meta" if ours else "cpu")
+            tokens = torch.zeros(batch, length, dtype=torch.long, device="cpu")
             loss = model(input_ids=tokens, labels=tokens).loss
             kept = _kinds(model, watch.living)["activations"]
             forward = watch.flops
@@ -337,41 +347,6 @@ def _without_torchs_log() -> Iterator[None]:
         log.disabled = before
 
 
-@dataclass(frozen=True)
-class Traces:
-    """The traces of batches of one model and one length. Each sequence adds the same, so two are made at most."""
-
-    model: nn.Module
-    length: int  # tokens of each sequence
-    recomputes: bool  # whether to use activation checkpointing
-
-    def of(self, batch: int) -> Trace | str:
-        """The trace of a number of sequences."""
-        if batch == 1 or isinstance(self._one, str):
-            return self._one
-        return self._two if isinstance(self._two, str) else grown(self._one, self._two, batch - 1)
-
-    @cached_property
-    def _one(self) -> Trace | str:
-        return trace(self.model, 1, self.length, recomputes=self.recomputes)
-
-    @cached_property
-    def _two(self) -> Trace | str:
-        return trace(self.model, 2, self.length, recomputes=self.recomputes)
-
-
-def grown(one: Trace, two: Trace, times: int) -> Trace:
-    """The trace of a larger batch: `one`, and `times` the difference to `two`."""
-
-    def line(first: int, second: int) -> int:
-        return first + times * (second - first)
-
-    names = ("tokens", "forward", "backward", "peak", "kept")
-    figures: dict[str, Any] = {name: line(getattr(one, name), getattr(two, name)) for name in names}
-    held = {kind: line(nbytes, two.held[kind]) for kind, nbytes in one.held.items()}
-    return replace(one, held=held, **figures)
-
-
 def settle(model: nn.Module) -> None:
     """Replace parameters and buffers by empty ones on the CPU; tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
@@ -387,13 +362,19 @@ def settle(model: nn.Module) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")  # noqa: SLF001
 
 
-def recompute(model: nn.Module) -> None:
-    """Turn activation checkpointing on, if the model supports it."""
+def _checkpointing(model: nn.Module) -> str | None:
+    """The method that turns activation checkpointing on, where the model has one."""
     # transformers renames it.
     name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    if getattr(model, "supports_gradient_checkpointing", False):
-        change: Any = getattr(model, f"{name}_checkpointing_enable")
-        change(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
+    return f"{name}_checkpointing_enable" if getattr(model, "supports_gradient_checkpointing", False) else None
+
+
+def recompute(model: nn.Module) -> None:
+    """Turn activation checkpointing on, if the model supports it."""
+    method = _checkpointing(model)
+    if method is not None:
+        change: Any = getattr(model, method)
+        change(**{method.replace("enable", "kwargs"): {"use_reentrant": False}})
 
 
 @contextlib.contextmanager

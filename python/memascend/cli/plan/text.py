@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from memascend.cli.plan.answer import ENDURANCE_PER_TB, answer, beside, disk_seconds, forecast_of, moved
+from memascend.cli.plan.answer import ENDURANCE_PER_TB, answer, beside, disk_seconds, forecast_of, moved, total
 from memascend.cli.plan.machine import REACHED
-from memascend.text import bytes_shown, seconds_shown, table
+from memascend.text import bytes_shown, seconds_shown, size_option, table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from memascend.cli.plan.answer import Answer, Candidate, Question
+    from memascend.cli.plan.answer import Answer, Candidate, Question, Total
 
 
 Row = tuple[str, str, str]
@@ -21,13 +21,94 @@ _YEAR_DAYS = 365
 _FASTER = 0.99
 
 
+def brief(
+    name: str,
+    question: Question,
+    found: Answer,
+    proposal: tuple[Question, Answer] | None,
+    fitting: Sequence[Candidate],
+    examples: int,
+) -> str:
+    """An answer in five lines: whether it fits, seconds, memory, a whole run, and the line to write.
+
+    `proposal` is a larger step that compute bounds; `fitting` are batches that may fit where the asked one does not.
+    """
+    where = question.gpu.name if question.gpu is not None else "this processor" if question.processor else "a GPU"
+    title = f"{name}, {question.subject.parameters / 1e9:.3g} B parameters, on {where}"
+    rows = [(title, "fits" if not found.problems else f"does not fit: {'; '.join(found.problems)}")]
+    if found.problems and fitting:
+        rows.append(("what fits", _what_fits(fitting)))
+    if found.seconds is None:
+        rows.append(("a step", f"not known: {_unknown(question)}"))
+    else:
+        speed = f"{seconds_shown(found.seconds)} for {found.tokens:,} tokens, {found.tokens_per_second:,.0f} a second"
+        rows.append(("a step", f"{speed}, bound by {_bound(question, found)}"))
+    rows.append(("memory", _memory_in_words(question, found)))
+    rows.append((f"{examples:,} examples", _run_in_words(question, found, examples, proposal)))
+    if not found.problems:
+        rows.append(("write", _line(question)))
+    return "\n".join(f"{what}: {words}" for what, words in rows)
+
+
+def _bound(question: Question, found: Answer) -> str:
+    bound = {"disk": "the drive", "compute": "compute"}.get(found.bound or "", found.bound or "")
+    assumed = []
+    if question.drive_assumed and question.drive is not None:
+        assumed.append(f"a drive of {question.drive.read / 1e9:g} and {question.drive.write / 1e9:g} GB/s (--drive)")
+    if question.gpu is not None:
+        assumed.append(f"{REACHED:.0%} of the GPU's peak")
+    elif question.processor is not None:
+        assumed.append(f"{REACHED:.0%} of its measured {question.processor / 1e9:,.0f} GFLOPS")
+    return f"{bound} (assumed: {' and '.join(assumed)})" if assumed else bound
+
+
+def _memory_in_words(question: Question, found: Answer) -> str:
+    parts = [f"{bytes_shown(found.host_bytes)} of RAM"]
+    if question.gpu is not None:
+        parts.append(f"{bytes_shown(found.device_bytes)} of {bytes_shown(question.gpu.usable)} on the GPU")
+    free = "" if question.free is None else f" of {bytes_shown(question.free)} free"
+    parts.append(f"{bytes_shown(found.plan.storage_bytes + question.scratch(found.plan))}{free} on the drive")
+    return ", ".join(parts)
+
+
+def _run_in_words(question: Question, found: Answer, examples: int, proposal: tuple[Question, Answer] | None) -> str:
+    now = _total_in_words(total(question, found, examples))
+    if proposal is None:
+        return now
+    larger, better = proposal
+    moved = "" if larger.options.activations == question.options.activations else " --activations ssd"
+    option = f"--accumulation-steps {larger.micro_batches}{moved}"
+    return f"{now}; by layer with {option}: {_total_in_words(total(larger, better, examples))}"
+
+
+def _total_in_words(run: Total) -> str:
+    took = "" if run.seconds is None else f"{_hours(run.seconds)}, "
+    tb = run.written / 10**12
+    return f"{run.steps:,} steps, {took}{f'{tb:,.0f}' if tb >= 100 else f'{tb:.3g}'} TB written"
+
+
+def _hours(seconds: float) -> str:
+    hours = seconds / 3600
+    return f"{hours / 24:,.0f} days" if hours >= 240 else f"{hours:,.2g} hours" if hours < 10 else f"{hours:,.0f} hours"
+
+
+def _what_fits(fitting: Sequence[Candidate]) -> str:
+    """The largest batch of the asked length that fits, with the fewest changes."""
+    found = next((one for one in fitting if not one.answer.problems), None)
+    if found is None:
+        return "not even one sequence of this length: give a shorter one (--length), or a larger GPU or drive"
+    state = "" if found.state is None else f" --state {found.state}"
+    took = "" if found.answer.seconds is None else f", {seconds_shown(found.answer.seconds)} a step"
+    return f"--tokens {found.batch * found.length}{state}: {bytes_shown(found.answer.device_bytes)} on the GPU{took}"
+
+
 def shown(head: str, question: Question, found: Answer, takeover: Answer | None, speeds: Mapping[str, float]) -> str:
-    """An answer as text; `head` has a placeholder for the number of parameters, `speeds` are measured GB/s."""
-    every = list(question.model.parameters())
-    count, trained = (sum(one.numel() for one in some) for some in (every, [p for p in every if p.requires_grad]))
+    """All figures of an answer; `head` has a placeholder for the number of parameters, `speeds` are measured GB/s."""
+    count, trained = question.subject.parameters, question.subject.trained
     of_them = "" if trained == count else f" ({trained:,} trained)"
     parts = [head.format(parameters=f"{count:,} parameters{of_them}")]
-    parts.append("It does not fit: " + "; ".join(found.problems) if found.problems else _lines(question))
+    if not found.problems:
+        parts.append(_lines(question))
     rows = [
         _life(question, found),
         *_memory(question, found),
@@ -46,7 +127,8 @@ def shown(head: str, question: Question, found: Answer, takeover: Answer | None,
     return "\n\n".join(parts)
 
 
-def _lines(question: Question) -> str:
+def _line(question: Question) -> str:
+    """The call of `offload()`."""
     options = question.options
     paths = list(options.paths or ["/mnt/nvme/run"])
     given = [f"storage={json.dumps(paths if len(paths) > 1 else paths[0])}"]
@@ -55,15 +137,18 @@ def _lines(question: Question) -> str:
                           ("activations", "device"), ("state", None)):  # fmt: skip
         value = getattr(options, name)
         if value != default:
-            given.append(f"{name}={value!r}")
+            given.append(f"{name}={json.dumps(value)}")
     if question.micro_batches > 1 and not question.by_layer:
         given.append(f"accumulation_steps={options.accumulation_steps}")
+    return f"model, optimizer = memascend.offload(model, optimizer, {', '.join(given)})"
+
+
+def _lines(question: Question) -> str:
+    """The call of `offload()`, and those around it."""
     lines = ["The lines to write:"]
     if not isinstance(question.trace, str) and question.trace.recomputes:
-        # Its name from transformers 5.23 on.
-        later = hasattr(question.model, "activation_checkpointing_enable")
-        lines.append(f"  model.{'activation' if later else 'gradient'}_checkpointing_enable()")
-    lines.append(f"  model, optimizer = memascend.offload(model, optimizer, {', '.join(given)})")
+        lines.append(f"  model.{question.subject.checkpointing or 'gradient_checkpointing_enable'}()")
+    lines.append(f"  {_line(question)}")
     if question.by_layer:
         lines.append(f"  optimizer.accumulate(loss_of, batches, scale=1 / {question.micro_batches}, by_layer=True)")
     return "\n".join(lines)
@@ -174,7 +259,7 @@ def _ram_tier(question: Question, found: Answer) -> list[Row]:
         if took > _FASTER * seconds.now:
             continue
         instead = f"{what} instead of {seconds_shown(seconds.now)}, {bytes_shown(plan.larger[budget].total)}"
-        rows.append((f"  host_memory={budget} ({bytes_shown(budget)})", seconds_shown(took), instead))
+        rows.append((f"  host_memory={size_option(budget)}", seconds_shown(took), instead))
     return rows if plan.ram_tier else rows[1:]
 
 
@@ -182,9 +267,13 @@ def _disk(question: Question, found: Answer, speeds: Mapping[str, float]) -> Row
     what = "the disk's part of a step"
     took = disk_seconds(question, found.plan)
     if took is None:
-        if question.options.paths:
-            return what, "not measured", "writing would overwrite what is on the device: give --drive READ,WRITE"
-        return what, "not measured", "--storage P measures the disk of P, --drive READ,WRITE gives its speed"
+        return what, "not measured", "writing would overwrite what is on the device: give --drive READ,WRITE"
+    if question.drive_assumed:
+        return (
+            what,
+            seconds_shown(took),
+            "assumed; --storage P measures the disk of P, --drive READ,WRITE gives its speed",
+        )
     if speeds:
         shown_speeds = ", ".join(f"{pattern} {speed:.2f} GB/s" for pattern, speed in speeds.items())
         return what, seconds_shown(took), f"measured: {shown_speeds}"
@@ -200,8 +289,7 @@ def _unknown(question: Question) -> str:
 
 
 def _assumed(question: Question) -> str:
-    gpu, kind = question.gpu, next(question.model.parameters()).dtype
-    name = str(kind).removeprefix("torch.")
+    gpu, name = question.gpu, question.subject.dtype
     if gpu is not None:
         slow = f"; it has no units for {name}: with --dtype fp16" if name == "bfloat16" and not gpu.bf16 else ""
         return f"; assumed: the {gpu.name} reaches {REACHED:.0%} of its {gpu.tflops:g} TFLOPS{slow}"

@@ -1,0 +1,252 @@
+"""Plans a built-in shape without torch: its parameters, the records of AdamW, operations and memory by formulas.
+
+The tests compare all of it with models of transformers, and with the plan that torch's own optimizer gives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from memascend import storage as engines
+from memascend.cli.plan.subject import Planned, Subject, Trace
+from memascend.plan.decision import Facts, decided
+from memascend.plan.outline import Dtype, Outline, Sketch
+from memascend.plan.units import find_units
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from memascend.plan.options import Options
+
+# Kinds whose heads normalize queries and keys, and those that normalize what a block adds.
+_HEAD_NORMS = {"qwen3", "qwen3_moe", "gemma3_text"}
+_POST_NORMS = {"gemma3_text", "olmo2"}
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The sizes of a decoder, from its config."""
+
+    kind: str
+    hidden: int
+    wide: int  # of the feed-forward part, or of each expert
+    layers: int
+    queries: int  # width of all heads
+    keys: int  # width of all heads of keys, and of values
+    head: int  # width of one head
+    vocabulary: int
+    experts: int  # 0: the feed-forward part is dense
+    chosen: int  # experts that compute a token
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> _Sizes:
+        head = config["head_dim"]
+        return cls(
+            kind=config["model_type"],
+            hidden=config["hidden_size"],
+            wide=config.get("moe_intermediate_size", config["intermediate_size"]),
+            layers=config["num_hidden_layers"],
+            queries=config["num_attention_heads"] * head,
+            keys=config["num_key_value_heads"] * head,
+            head=head,
+            vocabulary=config["vocab_size"],
+            experts=config.get("num_local_experts", config.get("num_experts", 0)),
+            chosen=config.get("num_experts_per_tok", 1),
+        )
+
+    @property
+    def products(self) -> tuple[int, int]:
+        """Elements of the matrices that a token meets in a block: of all, and of the last product."""
+        attention = self.hidden * (2 * self.queries + 2 * self.keys)
+        if self.experts:
+            routed = self.hidden * (self.experts + 3 * self.chosen * self.wide)
+            return attention + routed, 0
+        # With nothing after it, the last product is not computed again.
+        last = 0 if self.kind in _POST_NORMS else self.hidden * self.wide
+        return attention + 3 * self.hidden * self.wide, last
+
+
+def _attention(sizes: _Sizes) -> dict[str, tuple[int, ...]]:
+    hidden, queries, keys = sizes.hidden, sizes.queries, sizes.keys
+    biased = {"gpt_oss": "qkvo", "qwen2": "qkv"}.get(sizes.kind, "")
+    shapes: dict[str, tuple[int, ...]] = {}
+    if sizes.kind == "gpt_oss":
+        shapes["sinks"] = (queries // sizes.head,)
+    if sizes.kind == "phi3":
+        shapes["o_proj.weight"] = (hidden, queries)
+        shapes["qkv_proj.weight"] = (queries + 2 * keys, hidden)
+        return shapes
+    for part, out, into in (("q", queries, hidden), ("k", keys, hidden), ("v", keys, hidden), ("o", hidden, queries)):
+        shapes[f"{part}_proj.weight"] = (out, into)
+        if part in biased:
+            shapes[f"{part}_proj.bias"] = (out,)
+    if sizes.kind in _HEAD_NORMS or sizes.kind == "olmo2":
+        whole = sizes.kind == "olmo2"
+        shapes["q_norm.weight"] = (queries if whole else sizes.head,)
+        shapes["k_norm.weight"] = (keys if whole else sizes.head,)
+    return shapes
+
+
+def _feed_forward(sizes: _Sizes) -> dict[str, tuple[int, ...]]:
+    hidden, wide, experts = sizes.hidden, sizes.wide, sizes.experts
+    if sizes.kind == "gpt_oss":
+        return {
+            "router.weight": (experts, hidden),
+            "router.bias": (experts,),
+            "experts.gate_up_proj": (experts, hidden, 2 * wide),
+            "experts.gate_up_proj_bias": (experts, 2 * wide),
+            "experts.down_proj": (experts, wide, hidden),
+            "experts.down_proj_bias": (experts, hidden),
+        }
+    if experts:
+        gate = {"gate.weight": (experts, hidden)}
+        matrices = {
+            "experts.gate_up_proj": (experts, 2 * wide, hidden),
+            "experts.down_proj": (experts, hidden, wide),
+        }
+        return {**gate, **matrices} if sizes.kind == "mixtral" else {**matrices, **gate}
+    if sizes.kind == "phi3":
+        return {"gate_up_proj.weight": (2 * wide, hidden), "down_proj.weight": (hidden, wide)}
+    return {
+        "gate_proj.weight": (wide, hidden),
+        "up_proj.weight": (wide, hidden),
+        "down_proj.weight": (hidden, wide),
+    }
+
+
+def outline(config: Mapping[str, Any], dtype: Dtype) -> Outline:
+    """The parameters of a decoder, by the names of transformers."""
+    sizes = _Sizes.of(config)
+    norms = [] if sizes.kind == "olmo2" else ["input_layernorm"]
+    norms.append("post_attention_layernorm")
+    if sizes.kind in _POST_NORMS:
+        norms += ["post_feedforward_layernorm"] if sizes.kind == "olmo2" else [
+            "pre_feedforward_layernorm", "post_feedforward_layernorm"
+        ]  # fmt: skip
+    block = {f"self_attn.{name}": shape for name, shape in _attention(sizes).items()}
+    block |= {f"mlp.{name}": shape for name, shape in _feed_forward(sizes).items()}
+    block |= {f"{name}.weight": (sizes.hidden,) for name in norms}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (sizes.vocabulary, sizes.hidden)}
+    for layer in range(sizes.layers):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in block.items()}
+    shapes["model.norm.weight"] = (sizes.hidden,)
+    shapes["lm_head.weight"] = (sizes.vocabulary, sizes.hidden)
+    tree = Outline.of(shapes, dtype)
+    tree.head = tree.children["lm_head"]
+    if config["tie_word_embeddings"]:
+        tree.head.own["weight"] = tree.children["model"].children["embed_tokens"].own["weight"]
+    return tree
+
+
+def traced(config: Mapping[str, Any], batch: int, length: int) -> Trace:
+    """The operations and memory of one forward and backward in 16 bits, with activation checkpointing."""
+    sizes, tokens = _Sizes.of(config), batch * length
+    products, last = sizes.products
+    # Half of causal attention is masked; its backward has five products where the forward has two.
+    attention = 2 * tokens * length * sizes.queries * sizes.layers
+    blocks = 2 * tokens * products * sizes.layers
+    head = 2 * tokens * sizes.hidden * sizes.vocabulary
+    again = blocks - 2 * tokens * last * sizes.layers + attention
+    # The inputs of blocks, and the end of the forward in float32.
+    kept = 2 * tokens * sizes.hidden * sizes.layers
+    end = tokens * ((10 if sizes.kind in _POST_NORMS | {"gpt_oss"} else 8) * sizes.hidden + 28)
+    # In float32: logits, their logarithms, and gradients.
+    logits = 12 * tokens * sizes.vocabulary
+    # The gradient of the LM head, beside those that it is made of.
+    words = 2 * sizes.vocabulary * sizes.hidden
+    gradient = words + 2 * tokens * (sizes.vocabulary + sizes.hidden)
+    # A block that is computed again, and its gradients.
+    spread = 26 * sizes.hidden + 12 * sizes.wide * sizes.chosen + 16 * sizes.queries + 8 * sizes.keys
+    # The gradient of all experts at once.
+    routed = 4 * sizes.experts * sizes.wide * sizes.hidden + tokens * (
+        26 * sizes.hidden + 4 * sizes.chosen * sizes.wide
+    )
+    peak = kept + end + max(logits, gradient, tokens * spread, routed if sizes.experts else 0)
+    if config["tie_word_embeddings"]:
+        # The gradients of both uses, and their sum.
+        peak = max(peak, 3 * words)
+    is_logits = peak == kept + end + logits
+    return Trace(
+        tokens=tokens,
+        forward=blocks + attention + head,
+        backward=2 * (blocks + head) + attention * 5 // 2 + again,
+        peak=peak,
+        held={
+            "logits and their gradients": logits if is_logits else 0,
+            "gradients of parameters": 0 if is_logits else min(words, peak),
+            "activations": kept + end if is_logits else max(0, peak - words),
+        },
+        kept=kept + end,
+        recomputes=True,
+    )
+
+
+def subject(name: str, config: Mapping[str, Any], dtype: str) -> Subject:
+    """The model of a built-in shape, and AdamW."""
+    tree = outline(config, Dtype(dtype))
+    parameters = dict(tree.named_parameters())
+    nbytes = sum(parameter.nbytes for parameter in parameters.values())
+    count = sum(parameter.numel() for parameter in parameters.values())
+    tied = parameters["model.embed_tokens.weight"].nbytes if config["tie_word_embeddings"] else 0
+    return Subject(
+        by=f"the shape of {name}",
+        parameters=count,
+        trained=count,
+        nbytes=nbytes,
+        gradient_bytes=nbytes,
+        tied_bytes=tied,
+        dtype=dtype,
+        longest=config["max_position_embeddings"],
+        checkpointing="gradient_checkpointing_enable",
+        plan=lambda options, ranks: _planned(tree, parameters, options, ranks),
+        trace=lambda batch, length: traced(config, batch, length),
+    )
+
+
+def _planned(tree: Outline, parameters: Mapping[str, Sketch], options: Options, ranks: int) -> Planned:
+    assert ranks == 1, "several ranks are planned with torch"
+    units = find_units(tree)
+    of = {name: unit.name for unit in units for name in unit.parameters}
+    ordered = sorted(parameters, key=[name for unit in units for name in unit.parameters].index)
+    narrow = next(iter(parameters.values())).dtype == "float16"
+    found = decided(
+        Facts(
+            options=options,
+            units=units,
+            records=[_record(name, parameters[name], of[name], options.state) for name in ordered],
+            optimizer="AdamW",
+            gradient_bytes={name: parameter.nbytes for name, parameter in parameters.items()},
+            replayed=frozenset(parameters),
+            durability=options.durability,
+            staged=options.computes_on != "cpu",
+            unplaced=options.paths is None,
+            moves_activations=options.activations == "ssd"
+            or (options.activations == "host" and options.computes_on != "cpu"),
+            # The updates of a master of its own write values, and read none.
+            update_values="never" if narrow else "resident",
+        )
+    )
+    return Planned(plan=found.plan, state_bytes=found.state_bytes)
+
+
+def _record(name: str, parameter: Sketch, unit: str, state: str | None) -> engines.Record:
+    width = "" if state in (None, "fp32") else str(state)
+    if width == "8bit" and (parameter.numel() < engines.MIN_8BIT_SIZE or name == "model.embed_tokens.weight"):
+        width = ""
+    form = f"compact {width}" if width and parameter.dtype == "bfloat16" else width
+    kept = form or ("compact" if parameter.dtype == "bfloat16" else "")
+    plain = ["exp_avg", "exp_avg_sq"] if parameter.dtype == "float32" else ["master", "exp_avg", "exp_avg_sq"]
+    described = (
+        engines.described_state(parameter.dtype, parameter.shape, kept)
+        if kept
+        else [(of, "float32", list(parameter.shape)) for of in plain]
+    )
+    return engines.Record(
+        name=name,
+        values=cast("Any", parameter),
+        state={of: cast("Any", Sketch(tuple(shape), Dtype(dtype))) for of, dtype, shape in described},
+        unit=unit,
+        spill=cast("Any", parameter.dtype),
+        format=form or None,
+    )
