@@ -80,11 +80,18 @@ wheel: .venv-wheel/synced ## Build dist/*.whl for any Linux of this processor, a
 	rm -rf dist
 	.venv-wheel/bin/maturin build --zig --compatibility $(COMPATIBILITY) --out dist
 	.venv-wheel/bin/maturin sdist --out dist
+	@echo "pip install $$(ls dist/*.whl)"
+
+# Whichever of its Pythons a bare container has, or a package of it.
+IMAGE ?= python:3.11-slim
+.PHONY: test-wheel
+test-wheel: ## Install the wheel of dist/ in a bare container, IMAGE=almalinux:8, and run the demo there (needs docker)
+	docker run --rm --volume "$(CURDIR)/dist:/dist:ro" --volume "$(CURDIR)/.ci:/ci:ro" $(IMAGE) sh /ci/wheel
 
 # --- check --------------------------------------------------------------------
 
 .PHONY: lint
-lint: setup ## Formatting, lints and types, of Rust and Python, and spelling
+lint: setup ## Formatting, lints and types, of Rust and Python, spelling, and the workflows
 	cargo fmt --check
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 	$(BIN)/ruff format --check .
@@ -92,6 +99,7 @@ lint: setup ## Formatting, lints and types, of Rust and Python, and spelling
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest memascend._core
 	$(BIN)/codespell
+	$(BIN)/zizmor --offline --quiet --strict-collection --persona pedantic .github
 
 .PHONY: fmt
 fmt: $(VENV)/synced ## Format everything
@@ -312,6 +320,17 @@ lock: $(VENV)/synced ## Renew the locks of the development environment
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --upgrade \
 		requirements/docs.in -o requirements/docs.lock
 	cargo update
+
+# What a release is called, and what its page says; the workflow that publishes asks for both.
+.PHONY: version
+version: ## Print the version, which Cargo.toml has
+	@awk -F '"' '/^version = /{print $$2; exit}' Cargo.toml
+
+.PHONY: notes
+# GitHub shows each end of a line as one, so lines that go on are joined.
+notes: ## Print CHANGELOG's section of this version
+	@awk -v version="$$($(MAKE) --silent version)" '/^## /{sub(",", "", $$2); own = $$2 == version; next} \
+		own{printf "%s%s", /^  / ? "" : "\n", $$0; found = 1} END{print ""; exit !found}' CHANGELOG.md
 
 .PHONY: clean
 clean: ## Remove everything that the commands made

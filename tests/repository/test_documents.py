@@ -166,7 +166,10 @@ def test_every_example_runs_as_it_says(example, tmp_path):
         assert all("/site-packages/" in line for line in told), done.stderr
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+CALLERS = ["README.md", "CONTRIBUTING.md", "SECURITY.md", ".ci/run", ".github/workflows/release.yml"]
+
+
+@pytest.mark.parametrize("document", CALLERS)
 def test_every_make_command_exists(document):
     named = set(re.findall(r"\bmake ([a-z][a-z-]+)", (ROOT / document).read_text()))
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -1,4 +1,4 @@
-"""Tests that wheel and sdist hold what they should, and that the wheel works with only torch."""
+"""Tests that wheel and sdist hold what they should, that the wheel works with only torch, and a release has a name."""
 
 import fcntl
 import json
@@ -194,3 +194,32 @@ def test_a_wheel_needs_two_tools_and_not_the_whole_environment():
     pinned = [line.split()[0] for line in tools.splitlines() if not line.startswith(" ")]
     assert [name.partition("==")[0] for name in pinned] == ["maturin", "ziglang"]
     assert tools.count("--hash=") > 2
+
+
+def made(command):
+    """What `make` prints."""
+    return subprocess.run(
+        ["make", "--silent", command], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    ).stdout.strip()
+
+
+def test_a_release_is_called_as_the_wheel_is_and_has_notes():
+    """A tag must be that version, and the newest section of the changelog its."""
+    version = made("version")
+    assert version == metadata.version("memascend")
+    _, newest, *_ = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    heading, _, section = newest.partition("\n")
+    assert heading.startswith(version)
+    assert made("notes").split() == section.split()
+
+
+def test_workflows_and_forms_are_yaml():
+    """Schemas of workflows are zizmor's to check, in `make lint`."""
+    yaml = pytest.importorskip("yaml")
+    files = sorted((ROOT / ".github").rglob("*.yml"))
+    scripts = set()
+    for file in files:
+        assert yaml.safe_load(file.read_text()), file
+        scripts |= set(re.findall(r"\.ci/\w+", file.read_text()))
+    assert scripts == {".ci/run", ".ci/runner"}
+    assert all(os.access(ROOT / script, os.X_OK) for script in scripts)
