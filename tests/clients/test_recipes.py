@@ -12,8 +12,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = re.compile(r"^#+ ([^\n]+)\n(?:(?!^#+ ).)*?^```python client\n(.*?)^```", re.DOTALL | re.MULTILINE)
-# README's, and those of the page of recipes, each with the title above it.
-RECIPES = [one for page in ("README.md", "docs/recipes.md") for one in RECIPE.findall((ROOT / page).read_text())]
+# README's, and those of the page of Trainers, each with the title above it.
+PAGE = (ROOT / "docs/trainers.md").read_text()
+RECIPES = RECIPE.findall((ROOT / "README.md").read_text()) + RECIPE.findall(PAGE)
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -63,9 +64,10 @@ def test_rollouts_come_from_a_server_that_is_handed_each_steps_weights(folder, s
         assert json.load(answer) == {"loaded": 2}
 
 
-def test_each_title_has_one():
-    titles = re.findall(r"^## (.*)", (ROOT / "docs/recipes.md").read_text(), re.MULTILINE)
+def test_each_kind_of_training_has_one():
+    titles = re.findall(r"^##+ (.*)", PAGE, re.MULTILINE)
+    of_programs = titles.index("Axolotl, ms-swift, LLaMA-Factory")
     # Files of settings are run by tests/clients/test_integrations.py.
-    for title in ("What can go wrong", "Axolotl, ms-swift, LLaMA-Factory"):
-        titles.remove(title)
-    assert [title for title, _ in RECIPES[2:]] == titles
+    kinds = titles[titles.index("Preferences (DPO)") : of_programs]
+    kinds += titles[titles.index("Loops of other libraries") + 1 : titles.index("What can go wrong")]
+    assert [title for title, _ in RECIPE.findall(PAGE)] == ["Trainers", *kinds]
