@@ -175,7 +175,7 @@ def _outcome(case: Case) -> str:
             trained, optimizer = memascend.offload(trained, optimizer, storage=f"{folder}/store")
         except memascend.ConfigError as error:
             same = all(map(torch.equal, before, trained.parameters()))
-            return f"refused: {_reason(str(error))}" if same else f"CHANGED by a refusal: {error}"
+            return f"rejected: {_reason(str(error))}" if same else f"CHANGED by a rejection: {error}"
         with contextlib.ExitStack() as run:
             run.callback(optimizer.close)
             train(trained, optimizer, range(_RESUMED))
@@ -191,7 +191,7 @@ def _outcome(case: Case) -> str:
 
 
 def _reason(message: str) -> str:
-    for begin in (" cannot run on streamed state: ", " is refused: "):
+    for begin in (" cannot run on streamed state: ", " is rejected: "):
         if begin in message:
             message = message.split(begin, 1)[1]
     return message.split(";")[0].split(", and only the groups")[0].splitlines()[0].replace("|", "/")

@@ -14,7 +14,7 @@ from support.torchrun import environment
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2}}
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 LAUNCH = ("accelerate.commands.accelerate_cli", "launch", "--num_processes", "2", "--config_file")
-# As docs/distributed.md has it.
+# As docs/hosts.md has it.
 CONFIG = """
 distributed_type: FSDP
 fsdp_config:

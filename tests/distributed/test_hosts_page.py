@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]
 PAGE = (Path(__file__).resolve().parents[2] / "docs/hosts.md").read_text()
 (PROGRAM,) = re.findall(r"^```py\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 # The page's blocks of commands, in its order.
-NAMES = ("start", "train", "addresses", "drives", "replicas", "restarts", "fewer", "checkpoint", "slurm")
+NAMES = ("start", "train", "addresses", "slurm", "drives", "replicas", "restarts", "fewer", "checkpoint")
 COMMANDS = dict(zip(NAMES, re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE), strict=True))
 
 # Without --use_cpu, which the page's command lacks, accelerate sees no device at all.

@@ -13,7 +13,7 @@ from support.torchrun import environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif("not __import__('importlib.util').util.find_spec('accelerate')")]
 
-# As docs/distributed.md has it.
+# As docs/hosts.md has it.
 CONFIG = """
 distributed_type: FSDP
 fsdp_config:

@@ -1,4 +1,4 @@
-"""Runs the loops of docs/distributed.md as a script, which torchrun and `accelerate launch` start; see `main`.
+"""Runs the loops of docs/hosts.md as a script, which torchrun and `accelerate launch` start; see `main`.
 
 accelerate divides on GPUs alone: `as_if_on_gpus` lets it divide on the CPU what it would divide there.
 """

@@ -1,6 +1,6 @@
 """Trains in RAM with moments of 16 or 8 bits, in plain torch: the reference of `memascend.offload(state=...)`.
 
-What a format is made of stands in `docs/state-formats.md`; nothing of memascend is used here.
+What a format is made of stands in `docs/budget.md` and `docs/store-format.md`; nothing of memascend is used here.
 """
 
 from __future__ import annotations
