@@ -294,6 +294,11 @@ def test_what_fits_is_found_where_the_asked_batch_does_not(capsys):
     assert five(capsys, *words, tokens)["llama-8b, 8.03 B parameters, on RTX 3060"] == "fits"
     five(capsys, *words, 2 * int(tokens), status=1)
     assert "write" not in lines
+    # Checkpoints of many micro-batches need no smaller ones.
+    many = ("llama-8b", "--gpu", "4090", "--host-memory", "48GiB", "--tokens", 4096, "--accumulation-steps", 64)
+    option = five(capsys, *many, status=1)["what fits"].split(":")[0]
+    assert option == "--activations ssd"
+    assert five(capsys, *many, *option.split())["llama-8b, 8.03 B parameters, on RTX 4090"] == "fits"
     assert "not even one sequence" in five(capsys, "llama-70b", "--gpu", "10,4,10", status=1)["what fits"]
 
 

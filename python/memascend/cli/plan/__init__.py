@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
 def print_answer(options: argparse.Namespace, asked: Asked) -> int:
     """Print the plan of what is asked; the exit code is 1 if it does not fit the GPU or the storage."""
     from memascend.cli.plan import text
-    from memascend.cli.plan.answer import answer, find, propose, takes_over
+    from memascend.cli.plan.answer import alternative, answer, propose, takes_over
 
     question = asked.question
     if options.fit:
@@ -115,9 +115,9 @@ def print_answer(options: argparse.Namespace, asked: Asked) -> int:
     if options.json:
         print(json.dumps(_values(options, asked, found, takes_over(question, asked.traces)), indent=2))
         return int(bool(found.problems))
-    fitting = find(question, asked.traces.length) if found.problems and question.gpu is not None else []
+    other = alternative(question, asked.traces.length) if found.problems and question.gpu is not None else None
     proposal = None if found.problems else propose(question)
-    print(text.brief(str(options.model), question, found, proposal, fitting, options.examples))
+    print(text.brief(str(options.model), question, found, proposal, other, options.examples))
     if options.verbose:
         head = f"{options.model}: {{parameters}}, described by {question.subject.by}; {options.optimizer}"
         print()

@@ -373,9 +373,26 @@ class Candidate:
     """A batch, and the estimate for it."""
 
     state: str | None  # the format of the optimizer's state; None: its own
+    activations: str  # where checkpointed activations wait
     batch: int  # sequences of a micro-batch on one rank
     length: int  # tokens of each
     answer: Answer
+
+
+def alternative(question: Question, length: int) -> Candidate | None:
+    """The nearest run that fits, where the asked one does not.
+
+    First with checkpointed activations in files, then with fewer sequences at once, last with another format of the
+    state. `length` is that of all sequences.
+    """
+    options = question.options
+    if question.by_layer and options.activations == "device":
+        found = answer(replace(question, options=replace(options, activations="ssd")))
+        if not found.problems:
+            return Candidate(
+                state=options.state, activations="ssd", batch=question.sequences, length=length, answer=found
+            )
+    return next((one for one in find(question, length) if not one.answer.problems), None)
 
 
 def find(question: Question, length: int | None) -> list[Candidate]:
@@ -406,7 +423,8 @@ def _largest(question: Question, plan: Planned, traces: Traces) -> Candidate:
 
     def candidate(batch: int) -> Candidate:
         found = answer(replace(question, trace=traces.of(batch)), plan)
-        return Candidate(state=question.options.state, batch=batch, length=traces.length, answer=found)
+        state, activations = question.options.state, question.options.activations
+        return Candidate(state=state, activations=activations, batch=batch, length=traces.length, answer=found)
 
     best = candidate(1)
     while not best.answer.problems and best.batch < _BATCH_MAX and not isinstance(traces.of(1), str):

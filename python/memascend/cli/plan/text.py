@@ -26,18 +26,18 @@ def brief(
     question: Question,
     found: Answer,
     proposal: tuple[Question, Answer] | None,
-    fitting: Sequence[Candidate],
+    other: Candidate | None,
     examples: int,
 ) -> str:
     """An answer in five lines: whether it fits, seconds, memory, a whole run, and the line to write.
 
-    `proposal` is a larger step that compute bounds; `fitting` are batches that may fit where the asked one does not.
+    `proposal` is a larger step that compute bounds; `other` is a run that fits where the asked one does not.
     """
     where = question.gpu.name if question.gpu is not None else "this processor" if question.processor else "a GPU"
     title = f"{name}, {question.subject.parameters / 1e9:.3g} B parameters, on {where}"
     rows = [(title, "fits" if not found.problems else f"does not fit: {'; '.join(found.problems)}")]
-    if found.problems and fitting:
-        rows.append(("what fits", _what_fits(fitting)))
+    if found.problems and question.gpu is not None:
+        rows.append(("what fits", _what_fits(question, other)))
     if found.seconds is None:
         rows.append(("a step", f"not known: {_unknown(question)}"))
     else:
@@ -92,14 +92,18 @@ def _hours(seconds: float) -> str:
     return f"{hours / 24:,.0f} days" if hours >= 240 else f"{hours:,.2g} hours" if hours < 10 else f"{hours:,.0f} hours"
 
 
-def _what_fits(fitting: Sequence[Candidate]) -> str:
-    """The largest batch of the asked length that fits, with the fewest changes."""
-    found = next((one for one in fitting if not one.answer.problems), None)
+def _what_fits(question: Question, found: Candidate | None) -> str:
     if found is None:
         return "not even one sequence of this length: give a shorter one (--length), or a larger GPU or drive"
-    state = "" if found.state is None else f" --state {found.state}"
+    options = []
+    if found.batch != question.sequences:
+        options.append(f"--tokens {found.batch * found.length}")
+    if found.activations != question.options.activations:
+        options.append(f"--activations {found.activations}")
+    if found.state != question.options.state:
+        options.append(f"--state {found.state}")
     took = "" if found.answer.seconds is None else f", {seconds_shown(found.answer.seconds)} a step"
-    return f"--tokens {found.batch * found.length}{state}: {bytes_shown(found.answer.device_bytes)} on the GPU{took}"
+    return f"{' '.join(options)}: {bytes_shown(found.answer.device_bytes)} on the GPU{took}"
 
 
 def shown(head: str, question: Question, found: Answer, takeover: Answer | None, speeds: Mapping[str, float]) -> str:
