@@ -84,11 +84,12 @@ _CARDS = (
     Gpu("RTX 5070 Ti", 87.9, 16 * _GIB, _PCIE_5),
     Gpu("RTX 5080", 112.6, 16 * _GIB, _PCIE_5),
     Gpu("RTX 5090", 209, 32 * _GIB, _PCIE_5),
-    # NVIDIA RTX A4000, A5000, A6000 and 6000 Ada, L4, L40, L40S: data sheets
+    # NVIDIA RTX A4000, A5000, A6000, 6000 Ada and Pro 6000 Blackwell, L4, L40, L40S: data sheets
     Gpu("RTX A4000", 76.7, 16 * _GIB, _PCIE_4),
     Gpu("RTX A5000", 111.1, 24 * _GIB, _PCIE_4),
     Gpu("RTX A6000", 154.8, 48 * _GIB, _PCIE_4),
     Gpu("RTX 6000 Ada", 364, 48 * _GIB, _PCIE_4),
+    Gpu("RTX Pro 6000", 503.8, 96 * _GIB, _PCIE_5),
     Gpu("L4", 121, 24 * _GIB, _PCIE_4),
     Gpu("L40", 181, 48 * _GIB, _PCIE_4),
     Gpu("L40S", 362, 48 * _GIB, _PCIE_4),
