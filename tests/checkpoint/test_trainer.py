@@ -27,6 +27,7 @@ from transformers.optimization import get_linear_schedule_with_warmup
 
 import memascend
 from memascend.errors import ConfigError, UsageError
+from memascend.session.report import Report
 from memascend.trainer import Callback
 
 STEPS = 6
@@ -152,8 +153,10 @@ def ended(first, tmp_path):
 
 
 @pytest.mark.parametrize("existing", ["replace", "resume"])
-def test_resumed_it_is_the_undisturbed_training(tmp_path, monkeypatch, ended, undisturbed, existing):
+def test_resumed_it_is_the_undisturbed_training(tmp_path, monkeypatch, caplog, ended, undisturbed, existing):
     output = ended
+    # As if the drive had bounded it, which the first log says, and no other.
+    monkeypatch.setattr(Report, "waited", 0.5)
     # Weights are written once, and not by the model.
     monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", lambda *_, **__: pytest.fail("saved twice"))
     last = output / "checkpoint-4"
@@ -171,6 +174,7 @@ def test_resumed_it_is_the_undisturbed_training(tmp_path, monkeypatch, ended, un
                 # All records are in RAM: nothing is read again.
                 assert entry["read_bytes"] >= 0 < entry["written_bytes"]
                 assert entry["waiting_seconds"] >= 0
+        assert caplog.text.count("The drive bounds this run: training waited for it 50% of the time") == 1
         assert "save_pretrained" not in vars(model)
     with memascend.engine.Store.open(tmp_path / "store") as store:
         # The rate after the last step, and the scheduler that set it, are in the step's own commit.

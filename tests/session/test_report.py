@@ -1,5 +1,6 @@
 """Tests that `optimizer.report()` says what the engine did, within the budget."""
 
+import dataclasses
 import io
 import json
 import sys
@@ -198,3 +199,23 @@ def test_without_tqdm_a_terminal_gets_lines(monkeypatch, clock):
         clock[0] = 20.0
         progress.add(50 << 20)
     assert terminal.getvalue() == "memascend: writing: 50 MiB of 100 MiB, 2.5 MiB/s, 20 s left\n"
+
+
+def test_a_run_that_the_drive_bounds_says_what_to_change(tmp_path):
+    _, optimizer = trained(tmp_path)
+    with optimizer:
+        report = optimizer.report()
+    stages = {
+        "wall": 10.0, "waiting for units": 3.0, "handing on gradients": 1.0, "step()": 2.0, "update, idle": 1.0,
+        "update, applying": 0.1, "update, reading": 4.0, "update, computing": 2.0, "update, sealing": 0.5,
+        "update, writing": 3.0,
+    }  # fmt: skip
+    bound = dataclasses.replace(report, seconds=stages)
+    assert bound.waited == pytest.approx(0.6)
+    assert "training waited for it 60% of the time" in str(bound)
+    for words in ("by_layer=True", "gradient_accumulation_steps", "host_memory="):
+        assert words in bound.advice
+    # Where the waits are short, where updates compute for longer than the drive takes, and before the first step.
+    for other in ({"wall": 100.0}, {"update, computing": 8.0}):
+        assert dataclasses.replace(report, seconds={**stages, **other}).advice == ""
+    assert dataclasses.replace(bound, steps=0).advice == ""

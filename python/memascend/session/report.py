@@ -26,6 +26,10 @@ _log = logging.getLogger("memascend")
 
 
 _MIB = 1 << 20
+# Stages in which the training loop waits for units, for space for gradients, and for the rest of a step.
+WAITING = ("waiting for units", "handing on gradients", "step()")
+# The drive bounds a run that waits for it in this part of its time.
+_WAITED_MUCH = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,27 @@ class Report:
         """The sum of the owners' peaks, an upper bound of the bytes that were in use at once."""
         return sum(owner.peak for owner in self.owners.values())
 
+    @property
+    def waited(self) -> float:
+        """The part of the run in which training waited for the drive; 0.0 where it waited for updates to compute."""
+        taken = self.seconds
+        moving = sum(taken.get(f"update, {stage}", 0.0) for stage in ("reading", "writing"))
+        working = sum(taken.get(f"update, {stage}", 0.0) for stage in ("applying", "computing", "sealing"))
+        if not self.steps or moving < working:
+            return 0.0
+        return sum(taken.get(stage, 0.0) for stage in WAITING) / max(taken.get("wall", 0.0), 1e-9)
+
+    @property
+    def advice(self) -> str:
+        """What to change where the drive bounds the run; "" where it does not."""
+        if self.waited < _WAITED_MUCH:
+            return ""
+        return (
+            f"The drive bounds this run: training waited for it {self.waited:.0%} of the time. More micro-batches in a "
+            "step move no more bytes by layer (optimizer.accumulate(..., by_layer=True); gradient_accumulation_steps "
+            "of a Trainer), and a larger host_memory= keeps parameters in RAM. `memascend plan` says how far that helps."
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """All figures as JSON values. Some keys appear only where they apply.
 
@@ -166,6 +191,8 @@ class Report:
         parts.append(
             f"{self.steps} steps. Units were read {self.units['fetches']} times and were there already {cached} times."
         )
+        if self.advice:
+            parts.append(self.advice)
         if self.early:
             parts.append(f"Updates of {self.early} steps began before step(); {self.anew} of them were made anew.")
         return "\n\n".join(parts)

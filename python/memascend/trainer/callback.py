@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from memascend.checkpoint.reader import identity_of
 from memascend.errors import ConfigError, UsageError
 from memascend.session.optimizer import OffloadedOptimizer, session_of
+from memascend.session.report import WAITING
 from memascend.session.run import shown
 from memascend.session.schedule import steps_alone
 from memascend.tensors import same_bits
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["Callback", "is_streamed", "offloaded_optimizer"]
 
 _log = logging.getLogger("memascend")
-# Stages of a report in which the training loop waits.
-_WAITING = ("waiting for units", "handing on gradients", "step()")
 # Hooks that reject other weights than the store's: outside of a training, a Trainer loads those of a resume.
 _GUARDS: weakref.WeakKeyDictionary[Session, RemovableHandle] = weakref.WeakKeyDictionary()
 
@@ -79,6 +78,7 @@ class Callback(TrainerCallback):
         self._watches = False
         # The figures at the last log: bytes read and written, seconds of waiting.
         self._before = (0, 0, 0.0)
+        self._advised = False
 
     def on_init_end(self, args: TrainingArguments, *_: Any, **others: Any) -> None:  # noqa: ARG002
         """Find the offloaded optimizer; from here on, weights that a Trainer loads are those of a resume."""
@@ -157,8 +157,12 @@ class Callback(TrainerCallback):
             return
         then, now = self._before, self._counted()
         self._before = now
+        report = self._session.report()
+        if report.advice and not self._advised:
+            _log.warning(report.advice)
+            self._advised = True
         figures = {
-            "host_memory_bytes": self._session.report().peak,
+            "host_memory_bytes": report.peak,
             "read_bytes": now[0] - then[0],
             "written_bytes": now[1] - then[1],
             "waiting_seconds": round(now[2] - then[2], 4),
@@ -190,7 +194,7 @@ class Callback(TrainerCallback):
         report = self._session.report()
         # offload() itself wrote the first values.
         written = sum(nbytes for kind, nbytes in report.written.items() if kind != "first values")
-        return sum(report.read.values()), written, sum(report.seconds.get(stage, 0.0) for stage in _WAITING)
+        return sum(report.read.values()), written, sum(report.seconds.get(stage, 0.0) for stage in WAITING)
 
 
 class _Saving:
