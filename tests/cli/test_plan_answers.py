@@ -1,5 +1,6 @@
 """Tests what `memascend plan` answers of a machine: torch's memory, seconds, what fits."""
 
+import contextlib
 import json
 import re
 
@@ -12,6 +13,7 @@ from memascend.cli.plan.machine import parse_gpu
 from memascend.cli.plan.model import describe, trace
 from memascend.cli.plan.subject import grown
 from memascend.errors import ConfigError
+from memascend.plan.cost import Drive
 from memascend.text import bytes_shown
 
 MACHINE = ("--drive", "5,4", "--gpu", "4090")
@@ -256,7 +258,8 @@ def test_five_lines_decide(capsys):
     assert (title, lines[title]) == ("llama-8b, 8.03 B parameters, on RTX 4090", "fits")
     assert (step, memory, run, line) == ("a step", "memory", "10,000 examples", "write")
     found = told(capsys, *EIGHT, "--accumulation-steps", 8, "--max-grad-norm", 1)
-    assert lines[step].startswith(f"{found['step']['seconds_per_step']:.3g} s for 16,384 tokens")
+    seconds = f"{found['step']['seconds_per_step']:.3g} s"
+    assert lines[step].startswith(f"{seconds} for 16,384 tokens in 8 micro-batches by layer, ")
     assert "bound by the drive" in lines[step]
     assert lines[memory] == "49.4 GiB of RAM, 10.6 GiB of 23 GiB on the GPU, 311 GiB on the drive"
     asked, larger = lines[run].split("; by layer with ")
@@ -285,21 +288,72 @@ def test_nothing_is_proposed_to_several_ranks(capsys):
     assert told(capsys, *EIGHT, "--ranks", 2)["proposal"] is None
 
 
-def test_what_fits_is_found_where_the_asked_batch_does_not(capsys):
-    lines = five(capsys, "llama-8b", "--gpu", "3060", "--host-memory", "48GiB", "--tokens", 32768, status=1)
-    assert "does not fit: the RTX 3060 has 11 GiB for tensors" in next(iter(lines.values()))
-    option, _, tokens = lines["what fits"].split(":")[0].partition(" ")
-    assert option == "--tokens"
-    words = ("llama-8b", "--gpu", "3060", "--host-memory", "48GiB", "--length", 2048, "--tokens")
-    assert five(capsys, *words, tokens)["llama-8b, 8.03 B parameters, on RTX 3060"] == "fits"
-    five(capsys, *words, 2 * int(tokens), status=1)
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        ("llama-8b --gpu 3060 --host-memory 48GiB --tokens 32768 --length 2048", "--tokens 4096"),
+        # Checkpoints of many micro-batches need no smaller ones, and where that does not do, some.
+        ("llama-8b --gpu 4090 --host-memory 48GiB --tokens 4096 --accumulation-steps 64", "--activations ssd"),
+        (
+            "llama-8b --gpu 4090 --host-memory 48GiB --tokens 16384 --length 2048 --accumulation-steps 64",
+            "--tokens 8192 --activations ssd",
+        ),
+        # There are no checkpoints.
+        ("qwen-1.5b --gpu 3060 --tokens 2048 --keep-activations --accumulation-steps 8", "--accumulation-steps 1"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_fits_is_found_where_the_asked_batch_does_not(capsys, words, option):
+    lines = five(capsys, *words.split(), status=1)
+    title = next(iter(lines))
+    assert lines[title].startswith("does not fit: the RTX ")
+    assert lines["what fits"].startswith(f"{option}: ")
     assert "write" not in lines
-    # Checkpoints of many micro-batches need no smaller ones.
-    many = ("llama-8b", "--gpu", "4090", "--host-memory", "48GiB", "--tokens", 4096, "--accumulation-steps", 64)
-    option = five(capsys, *many, status=1)["what fits"].split(":")[0]
-    assert option == "--activations ssd"
-    assert five(capsys, *many, *option.split())["llama-8b, 8.03 B parameters, on RTX 4090"] == "fits"
-    assert "not even one sequence" in five(capsys, "llama-70b", "--gpu", "10,4,10", status=1)["what fits"]
+    # The last word of an option counts.
+    assert five(capsys, *words.split(), *option.split())[title] == "fits"
+
+
+def test_what_fits_is_no_larger_than_asked(capsys, monkeypatch):
+    monkeypatch.setattr("memascend.plan.decision.room_beside", lambda *_: 30 << 30)
+    monkeypatch.setattr("memascend.cli.plan.machine.drive_at", lambda _: (Drive(read=5e9, write=4e9), {}))
+    lines = five(capsys, "qwen-1.5b", "--gpu", "4090", "--tokens", 2048, "--storage", "/mnt/nvme/run", status=1)
+    assert lines["what fits"].startswith("--state bf16: ")
+
+
+def test_where_nothing_fits_that_is_said(capsys):
+    assert "not one sequence of this length" in five(capsys, "llama-70b", "--gpu", "10,4,10", status=1)["what fits"]
+
+
+def test_a_proposal_that_cannot_be_does_not_fail_the_plan(capsys):
+    # The smallest budget has no room for the chunks of activations in files.
+    smallest = ("llama-8b", "--gpu", "4090", "--drive", "5,4", "--tokens", 2048, "--accumulation-steps", 8)
+    with contextlib.suppress(SystemExit):
+        main(["plan", *map(str, smallest), "--host-memory", "1MiB"])
+    budget = re.search(r"smallest budget that works is ([\d.]+\w+)", capsys.readouterr().err)[1]
+    assert next(iter(five(capsys, *smallest, "--host-memory", budget).values())) == "fits"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--tokens 3000", "is no multiple of the 2048 tokens of a sequence: pass --tokens 2048"),
+        ("--tokens 1024 --length 4096", "--tokens 1024 is no multiple of the 4096 tokens"),
+        ("--length 8192 --tokens 8192", "more than the 4096 tokens that the model takes"),
+        ("--keep-activations --activations ssd", "leave one out"),
+        ("--gpu 1,1e300,25", "TFLOPS,GB,PCIE_GB_S"),
+    ],
+)
+def test_what_cannot_be_is_said(capsys, words, says):
+    assert main(["plan", "olmo2-7b", "--gpu", "4090", *words.split()]) == 1
+    assert says in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_named_has_its_own_memory(capsys):
+    found = told(capsys, "qwen-1.5b", "--device", "cuda")
+    assert found["host_bytes"] < 2 << 30 < found["device_bytes"]
+    lines = five(capsys, "qwen-1.5b", "--device", "cuda")
+    title = "qwen-1.5b, 1.54 B parameters, on a GPU that is not named"
+    assert lines[title] == "fits the drive; whether it fits the GPU is known with --gpu"
 
 
 def test_a_drive_that_nobody_names_is_assumed_and_said(capsys):

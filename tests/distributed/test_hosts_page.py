@@ -102,7 +102,8 @@ def test_a_run_that_lost_a_rank_continues_on_fewer_hosts(hosts, alone):
     running = start(hosts, "start")
     running[0].wait_for("step 7\n")
     kill(hosts, 1, 3)
-    assert "RankError: rank 3 " in end(running, 1)
+    # torchrun ends the others of that host, which may come before they answer.
+    assert re.search("RankError: (rank 2, )?rank 3 ", end(running, 1))
     assert begun_at(end(start(hosts, "fewer"))) >= 7
     assert saved(hosts) == alone
 

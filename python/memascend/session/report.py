@@ -125,9 +125,9 @@ class Report:
         if self.waited < _WAITED_MUCH:
             return ""
         return (
-            f"The drive bounds this run: training waited for it {self.waited:.0%} of the time. More micro-batches in a "
-            "step move no more bytes by layer (optimizer.accumulate(..., by_layer=True); gradient_accumulation_steps "
-            "of a Trainer), and a larger host_memory= keeps parameters in RAM. `memascend plan` says how far that helps."
+            f"The drive bounds this run: training waited for it {self.waited:.0%} of the time. A step moves the same "
+            "bytes with larger micro-batches, or with more of them by layer (optimizer.accumulate(..., by_layer=True); "
+            "gradient_accumulation_steps of a Trainer that goes by layer), and fewer with a larger host_memory=."
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def print_answer(options: argparse.Namespace, asked: Asked) -> int:
     if options.json:
         print(json.dumps(_values(options, asked, found, takes_over(question, asked.traces)), indent=2))
         return int(bool(found.problems))
-    other = alternative(question, asked.traces.length) if found.problems and question.gpu is not None else None
+    other = alternative(question, asked.traces) if found.problems else None
     proposal = None if found.problems else propose(question)
     print(text.brief(str(options.model), question, found, proposal, other, options.examples))
     if options.verbose:
@@ -151,6 +151,10 @@ def ask(options: argparse.Namespace) -> Asked:
         raise ConfigError("--network is the speed between ranks, and there is one: also give --ranks")
     if gpu is not None and given.computes_on == "cpu":
         raise ConfigError("--gpu names a GPU, and --device says that the CPU computes: give one of them")
+    if options.keep_activations and options.activations != "device":
+        raise ConfigError(
+            "--activations is for checkpointed activations, and --keep-activations has none: leave one out"
+        )
     subject = _subject(options)
     paths = [Path(path) for path in given.paths or ()]
     speeds: dict[str, float] = {}
@@ -181,11 +185,13 @@ def ask(options: argparse.Namespace) -> Asked:
 def _subject(options: argparse.Namespace) -> Subject:
     """The model; that of a built-in shape without torch, where AdamW trains it on one rank as most people do."""
     shape = named_shape(options.model)
+    # The formulas are of 16 bits.
+    dtype = _TYPES[options.dtype or "bfloat16"]
     plain = options.optimizer.lower() == "adamw" and options.ranks == 1 and not options.keep_activations
-    if shape is not None and plain:
+    if shape is not None and plain and dtype != "float32":
         from memascend.cli.plan import builtin
 
-        return builtin.subject(str(options.model), shape, _TYPES[options.dtype or "bfloat16"])
+        return builtin.subject(str(options.model), shape, dtype)
     import torch
 
     from memascend.cli.plan import model
@@ -201,7 +207,15 @@ def _subject(options: argparse.Namespace) -> Subject:
 def shape_of(options: argparse.Namespace, subject: Subject) -> tuple[int, int]:
     """The number of sequences of a backward, and their length."""
     length = options.length or min(options.tokens, _LENGTH, subject.longest or _LENGTH)
-    return max(1, options.tokens // length), length
+    if subject.longest is not None and length > subject.longest:
+        raise ConfigError(f"--length {length} is more than the {subject.longest} tokens that the model takes at most")
+    if options.tokens % length:
+        whole = max(1, options.tokens // length) * length
+        raise ConfigError(
+            f"--tokens {options.tokens} is no multiple of the {length} tokens of a sequence: pass --tokens {whole}, or "
+            "another --length"
+        )
+    return options.tokens // length, length
 
 
 def _fit(options: argparse.Namespace, question: Question) -> int:

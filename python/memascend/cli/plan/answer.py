@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from memascend.cli.plan.machine import REACHED
 from memascend.cli.plan.subject import Traces
-from memascend.errors import ConfigError
+from memascend.errors import BudgetError, ConfigError
 from memascend.plan.cost import (
     Drive,
     Host,
@@ -87,7 +88,8 @@ class Question:
     def carries(self) -> bool:
         """Whether checkpointed activations leave the memory of the device that computes."""
         where = self.options.activations
-        return where == "ssd" or (where == "host" and self.options.computes_on != "cpu")
+        moves = where == "ssd" or (where == "host" and self.options.computes_on != "cpu")
+        return moves and not isinstance(self.trace, str) and self.trace.recomputes
 
     @property
     def carried(self) -> int:
@@ -117,7 +119,12 @@ class Question:
     @property
     def gaps(self) -> int:
         """Host bytes between torch's allocations."""
-        return 0 if self.gpu is not None or isinstance(self.trace, str) else int(_GAPS * self.torchs)
+        return int(_GAPS * self.torchs) if self.on_host and not isinstance(self.trace, str) else 0
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the host computes, whose memory torch then takes."""
+        return self.options.computes_on == "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +167,7 @@ class Answer:
 
 def beside(question: Question, plan: Plan) -> int:
     """Bytes of host memory that the process has beside what memascend plans, and torch's where the host computes."""
-    return IMPORTS + (CONTEXT if question.gpu is not None else 0) + plan.object_bytes
+    return IMPORTS + (0 if question.on_host else CONTEXT) + plan.object_bytes
 
 
 def answer(question: Question, found: Planned | None = None) -> Answer:
@@ -181,8 +188,8 @@ def answer(question: Question, found: Planned | None = None) -> Answer:
     return Answer(
         plan=plan,
         in_memory=-(-in_memory // question.ranks) + found.state_bytes,
-        host_bytes=ours + (torchs if question.gpu is None else 0),
-        device_bytes=0 if question.gpu is None else plan.device_peak + torchs,
+        host_bytes=ours + (torchs if question.on_host else 0),
+        device_bytes=0 if question.on_host else plan.device_peak + torchs,
         phases=None if steps is None else tuple(steps),
         disk_bytes=plan.disk_bytes + scratch,
         written=written,
@@ -233,10 +240,11 @@ def _problems(question: Question, plan: Plan, torchs: int) -> list[str]:
 
 def _elsewhere(question: Question) -> str:
     """Advice to keep the checkpoints of several micro-batches off the card."""
-    if not question.by_layer or question.carries or isinstance(question.trace, str):
+    trace, more = question.trace, question.micro_batches - 1
+    if not question.by_layer or question.carries or isinstance(trace, str) or not trace.recomputes:
         return ""
-    kept = bytes_shown((question.micro_batches - 1) * question.trace.kept)
-    return f"; --activations ssd or host moves {kept} that the other {question.micro_batches - 1} micro-batches keep"
+    others = f"the other {more} micro-batches keep" if more > 1 else "the other micro-batch keeps"
+    return f"; --activations ssd or host moves {bytes_shown(more * trace.kept)} that {others}"
 
 
 def disk_seconds(question: Question, plan: Plan) -> float | None:
@@ -327,33 +335,42 @@ _PROPOSED_MAX = 256
 
 
 def propose(question: Question) -> tuple[Question, Answer] | None:
-    """The fewest micro-batches, a power of two, with which compute is the bound by layer, if there are that few.
+    """The fewest micro-batches, a power of two, with which compute is the bound by layer; else the most that help.
 
     Checkpoints that do not fit the device are moved to files. None where the asked step is bound by compute already,
     where seconds are not known, or where no larger step fits.
     """
     if question.ranks > 1 or question.options.accumulation_steps > 1:
         return None
-    asked, best = question, None
     decided = question.subject.plan(question.options, question.ranks)
     if (now := answer(question, decided)).bound in (None, "compute"):
         return None
+    best: tuple[Question, Answer] | None = None
     count = 1 << question.micro_batches.bit_length()
     while count * question.sequences <= _PROPOSED_MAX:
-        larger = replace(asked, micro_batches=count)
-        found = answer(larger, decided)
-        if found.problems and asked.options.activations == "device":
-            asked = replace(asked, options=replace(asked.options, activations="ssd"))
-            decided = question.subject.plan(asked.options, question.ranks)
-            continue
-        if found.problems:
+        found = _fitting(replace(question, micro_batches=count))
+        if found is None:
             break
-        if _rate(found) > _rate(best[1] if best else now):
-            best = larger, found
-        if found.bound == "compute":
+        if _rate(found[1]) > _rate(best[1] if best else now):
+            best = found
+        if found[1].bound == "compute":
             break
         count *= 2
     return best
+
+
+def _fitting(question: Question) -> tuple[Question, Answer] | None:
+    """The question if its run fits, else with checkpointed activations in files; None where neither fits."""
+    asked = [question]
+    if not question.carries and not isinstance(question.trace, str) and question.trace.recomputes:
+        asked.append(replace(question, options=replace(question.options, activations="ssd")))
+    for one in asked:
+        # The budget, or a raw device without scratch files, may not do for activations in files.
+        with contextlib.suppress(ConfigError, BudgetError):
+            found = answer(one)
+            if not found.problems:
+                return one, found
+    return None
 
 
 def _rate(found: Answer) -> float:
@@ -373,26 +390,41 @@ class Candidate:
     """A batch, and the estimate for it."""
 
     state: str | None  # the format of the optimizer's state; None: its own
-    activations: str  # where checkpointed activations wait
     batch: int  # sequences of a micro-batch on one rank
     length: int  # tokens of each
     answer: Answer
 
 
-def alternative(question: Question, length: int) -> Candidate | None:
-    """The nearest run that fits, where the asked one does not.
+def alternative(question: Question, traces: Traces) -> tuple[Question, Answer] | None:
+    """The nearest run that fits, where the asked one does not; `traces` are of its length.
 
-    First with checkpointed activations in files, then with fewer sequences at once, last with another format of the
-    state. `length` is that of all sequences.
+    With fewer micro-batches only where fewer sequences at once do not fit, each also with checkpointed activations in
+    files; with another format of the state at last.
     """
     options = question.options
-    if question.by_layer and options.activations == "device":
-        found = answer(replace(question, options=replace(options, activations="ssd")))
-        if not found.problems:
-            return Candidate(
-                state=options.state, activations="ssd", batch=question.sequences, length=length, answer=found
-            )
-    return next((one for one in find(question, length) if not one.answer.problems), None)
+    for state in _STATES if options.state is None else (options.state,):
+        for micro_batches in _halved(question.micro_batches):
+            for sequences in _halved(question.sequences):
+                one = replace(
+                    question,
+                    options=replace(options, state=state),
+                    sequences=sequences,
+                    micro_batches=micro_batches,
+                    trace=traces.of(sequences),
+                )
+                if options.accumulation_steps > 1:
+                    one = replace(one, options=replace(one.options, accumulation_steps=micro_batches))
+                if (found := _fitting(one)) is not None:
+                    return found
+    return None
+
+
+def _halved(count: int) -> list[int]:
+    """The count, and its halves down to 1."""
+    found = [count]
+    while found[-1] > 1:
+        found.append(found[-1] // 2)
+    return found
 
 
 def find(question: Question, length: int | None) -> list[Candidate]:
@@ -423,8 +455,7 @@ def _largest(question: Question, plan: Planned, traces: Traces) -> Candidate:
 
     def candidate(batch: int) -> Candidate:
         found = answer(replace(question, trace=traces.of(batch)), plan)
-        state, activations = question.options.state, question.options.activations
-        return Candidate(state=state, activations=activations, batch=batch, length=traces.length, answer=found)
+        return Candidate(state=question.options.state, batch=batch, length=traces.length, answer=found)
 
     best = candidate(1)
     while not best.answer.problems and best.batch < _BATCH_MAX and not isinstance(traces.of(1), str):

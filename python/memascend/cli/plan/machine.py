@@ -145,6 +145,10 @@ def parse_gpu(text: str) -> Gpu:
     return Gpu(f"GPU of {tflops:g} TFLOPS and {memory:g} GB", tflops, int(memory * _GB), link * _GB)
 
 
+# What drivers add to the name of a card: its plug, its memory, its edition. A laptop's is another card.
+_MAKE = re.compile(r"(sxm\d?|pcie|nvl|hbm\d\w?|oam|[1-9]\d+(gb?)?|generation|blackwell\w*edition)*")
+
+
 def gpu_here() -> Gpu | None:
     """The GPU of this machine by the name that its driver gives; None without one, or where its figures are not known.
 
@@ -157,7 +161,8 @@ def gpu_here() -> Gpu | None:
     if not torch.cuda.is_available():
         return None
     short, nbytes = _short(torch.cuda.get_device_name()), torch.cuda.get_device_properties(0).total_memory
-    known = max((name for name in (*CARDS, *_USUAL) if short.startswith(name)), key=len, default=None)
+    same = (name for name in (*CARDS, *_USUAL) if short.startswith(name) and _MAKE.fullmatch(short[len(name) :]))
+    known = max(same, key=len, default=None)
     return None if known is None else replace(CARDS[_USUAL.get(known, known)], nbytes=nbytes)
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from memascend.cli.plan.shapes import named_shape
+from memascend.cli.plan.shapes import SHAPES, named_shape
 from memascend.cli.plan.subject import Planned, Subject, Trace
 from memascend.errors import ConfigError
 from memascend.session.decide import planned
@@ -83,7 +83,8 @@ def describe(path: Path, dtype: torch.dtype | None) -> tuple[nn.Module, str]:
     shape = named_shape(path)
     config = path / _CONFIG if path.is_dir() else path
     if shape is None and (not config.is_file() or config.suffix != ".json"):
-        raise ConfigError(f"{config} is no config of a model: give its config.json, or the folder that has it")
+        hidden = f"; it hides the built-in {path}, so go to another folder for that" if str(path) in SHAPES else ""
+        raise ConfigError(f"{config} is no config of a model: give its config.json, or the folder that has it{hidden}")
     values = read_config(config) if shape is None else shape
     try:
         import transformers

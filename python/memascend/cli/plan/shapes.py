@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from memascend.errors import ConfigError
@@ -111,10 +110,14 @@ SHAPES = {
 }
 
 
+# No machine has a larger figure, in any of the units that options take.
+_FIGURE_MAX = 1e9
+
+
 def positive(text: str) -> float:
-    """A finite number above 0, of a speed."""
+    """A number above 0, of a speed or a size."""
     value = float(text)
-    if not 0 < value < math.inf:
+    if not 0 < value < _FIGURE_MAX:
         raise ValueError(text)
     return value
 
@@ -123,8 +126,9 @@ def named_shape(path: Path) -> dict[str, Any] | None:
     """The shape of this name; None where a file or folder has it, which then describes the model."""
     if path.exists():
         return None
-    if str(path) not in SHAPES:
+    shape = SHAPES.get(str(path).lower())
+    if shape is None:
         raise ConfigError(
             f"{path} does not exist: give a config.json, the folder that has it, or one of {', '.join(SHAPES)}"
         )
-    return dict(SHAPES[str(path)])
+    return dict(shape)

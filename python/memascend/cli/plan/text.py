@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING
 
 from memascend.cli.plan.answer import ENDURANCE_PER_TB, answer, beside, disk_seconds, forecast_of, moved, total
 from memascend.cli.plan.machine import REACHED
+from memascend.memory import limits
 from memascend.text import bytes_shown, seconds_shown, size_option, table
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ Row = tuple[str, str, str]
 _YEAR_DAYS = 365
 # A larger budget is shown if a step then takes at most this part of its time.
 _FASTER = 0.99
+_NO_BF16 = "; it has no units for bfloat16: with --dtype fp16"
 
 
 def brief(
@@ -26,28 +29,49 @@ def brief(
     question: Question,
     found: Answer,
     proposal: tuple[Question, Answer] | None,
-    other: Candidate | None,
+    other: tuple[Question, Answer] | None,
     examples: int,
 ) -> str:
-    """An answer in five lines: whether it fits, seconds, memory, a whole run, and the line to write.
+    """An answer in five lines: whether it fits, seconds, memory, a whole run, and what to write.
 
-    `proposal` is a larger step that compute bounds; `other` is a run that fits where the asked one does not.
+    `proposal` is a larger step that takes less time in all; `other` is a run that fits where the asked one does not.
     """
-    where = question.gpu.name if question.gpu is not None else "this processor" if question.processor else "a GPU"
-    title = f"{name}, {question.subject.parameters / 1e9:.3g} B parameters, on {where}"
-    rows = [(title, "fits" if not found.problems else f"does not fit: {'; '.join(found.problems)}")]
-    if found.problems and question.gpu is not None:
+    title = f"{name}, {question.subject.parameters / 1e9:.3g} B parameters, on {_where(question)}"
+    rows = [(title, _fits(question, found))]
+    if found.problems:
         rows.append(("what fits", _what_fits(question, other)))
     if found.seconds is None:
         rows.append(("a step", f"not known: {_unknown(question)}"))
     else:
-        speed = f"{seconds_shown(found.seconds)} for {found.tokens:,} tokens, {found.tokens_per_second:,.0f} a second"
-        rows.append(("a step", f"{speed}, bound by {_bound(question, found)}"))
+        many = f" in {question.micro_batches} micro-batches" if question.micro_batches > 1 else ""
+        way = " by layer" if question.by_layer else ""
+        speed = f"{seconds_shown(found.seconds)} for {found.tokens:,} tokens{many}{way}"
+        rows.append(("a step", f"{speed}, {found.tokens_per_second:,.0f} a second, bound by {_bound(question, found)}"))
     rows.append(("memory", _memory_in_words(question, found)))
-    rows.append((f"{examples:,} examples", _run_in_words(question, found, examples, proposal)))
+    rows.append((_counted(examples, "example"), _run_in_words(question, found, examples, proposal)))
     if not found.problems:
-        rows.append(("write", _line(question)))
+        rows.append(("write", "; ".join(_lines(question))))
     return "\n".join(f"{what}: {words}" for what, words in rows)
+
+
+def _where(question: Question) -> str:
+    if question.gpu is not None:
+        return question.gpu.name
+    return "this processor" if question.on_host else "a GPU that is not named"
+
+
+def _fits(question: Question, found: Answer) -> str:
+    if found.problems:
+        return f"does not fit: {'; '.join(found.problems)}"
+    if isinstance(question.trace, str):
+        return f"fits without its activations, which are not known: {question.trace}"
+    if question.gpu is None and not question.on_host:
+        return "fits the drive; whether it fits the GPU is known with --gpu"
+    return "fits"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def _bound(question: Question, found: Answer) -> str:
@@ -56,7 +80,8 @@ def _bound(question: Question, found: Answer) -> str:
     if question.drive_assumed and question.drive is not None:
         assumed.append(f"a drive of {question.drive.read / 1e9:g} and {question.drive.write / 1e9:g} GB/s (--drive)")
     if question.gpu is not None:
-        assumed.append(f"{REACHED:.0%} of the GPU's peak")
+        slow = question.subject.dtype == "bfloat16" and not question.gpu.bf16
+        assumed.append(f"{REACHED:.0%} of the GPU's peak{_NO_BF16 if slow else ''}")
     elif question.processor is not None:
         assumed.append(f"{REACHED:.0%} of its measured {question.processor / 1e9:,.0f} GFLOPS")
     return f"{bound} (assumed: {' and '.join(assumed)})" if assumed else bound
@@ -64,8 +89,11 @@ def _bound(question: Question, found: Answer) -> str:
 
 def _memory_in_words(question: Question, found: Answer) -> str:
     parts = [f"{bytes_shown(found.host_bytes)} of RAM"]
-    if question.gpu is not None:
-        parts.append(f"{bytes_shown(found.device_bytes)} of {bytes_shown(question.gpu.usable)} on the GPU")
+    if question.on_host:
+        parts[0] += f" ({bytes_shown(limits()['available'])} are free here)"
+    if not question.on_host:
+        of = "" if question.gpu is None else f" of {bytes_shown(question.gpu.usable)}"
+        parts.append(f"{bytes_shown(found.device_bytes)}{of} on the GPU")
     free = "" if question.free is None else f" of {bytes_shown(question.free)} free"
     parts.append(f"{bytes_shown(found.plan.storage_bytes + question.scratch(found.plan))}{free} on the drive")
     return ", ".join(parts)
@@ -84,26 +112,32 @@ def _run_in_words(question: Question, found: Answer, examples: int, proposal: tu
 def _total_in_words(run: Total) -> str:
     took = "" if run.seconds is None else f"{_hours(run.seconds)}, "
     tb = run.written / 10**12
-    return f"{run.steps:,} steps, {took}{f'{tb:,.0f}' if tb >= 100 else f'{tb:.3g}'} TB written"
+    written = f"{tb:,.0f} TB" if tb >= 100 else f"{tb:.3g} TB" if tb >= 1 else f"{tb * 1000:,.3g} GB"
+    return f"{_counted(run.steps, 'step')}, {took}{written} written"
 
 
 def _hours(seconds: float) -> str:
     hours = seconds / 3600
+    if hours < 1:
+        return f"{seconds / 60:,.2g} minutes"
     return f"{hours / 24:,.0f} days" if hours >= 240 else f"{hours:,.2g} hours" if hours < 10 else f"{hours:,.0f} hours"
 
 
-def _what_fits(question: Question, found: Candidate | None) -> str:
+def _what_fits(question: Question, found: tuple[Question, Answer] | None) -> str:
     if found is None:
-        return "not even one sequence of this length: give a shorter one (--length), or a larger GPU or drive"
+        return "not one sequence of this length: give a shorter one (--length), or a larger GPU or drive"
+    other, its = found
     options = []
-    if found.batch != question.sequences:
-        options.append(f"--tokens {found.batch * found.length}")
-    if found.activations != question.options.activations:
-        options.append(f"--activations {found.activations}")
-    if found.state != question.options.state:
-        options.append(f"--state {found.state}")
-    took = "" if found.answer.seconds is None else f", {seconds_shown(found.answer.seconds)} a step"
-    return f"{' '.join(options)}: {bytes_shown(found.answer.device_bytes)} on the GPU{took}"
+    if other.sequences != question.sequences and not isinstance(other.trace, str):
+        options.append(f"--tokens {other.trace.tokens}")
+    if other.micro_batches != question.micro_batches:
+        options.append(f"--accumulation-steps {other.micro_batches}")
+    if other.options.activations != question.options.activations:
+        options.append(f"--activations {other.options.activations}")
+    if other.options.state != question.options.state:
+        options.append(f"--state {other.options.state}")
+    took = "" if its.seconds is None else f", {seconds_shown(its.seconds)} a step"
+    return f"{' '.join(options)}: {_memory_in_words(other, its)}{took}"
 
 
 def shown(head: str, question: Question, found: Answer, takeover: Answer | None, speeds: Mapping[str, float]) -> str:
@@ -111,8 +145,6 @@ def shown(head: str, question: Question, found: Answer, takeover: Answer | None,
     count, trained = question.subject.parameters, question.subject.trained
     of_them = "" if trained == count else f" ({trained:,} trained)"
     parts = [head.format(parameters=f"{count:,} parameters{of_them}")]
-    if not found.problems:
-        parts.append(_lines(question))
     rows = [
         _life(question, found),
         *_memory(question, found),
@@ -131,31 +163,32 @@ def shown(head: str, question: Question, found: Answer, takeover: Answer | None,
     return "\n\n".join(parts)
 
 
-def _line(question: Question) -> str:
-    """The call of `offload()`."""
+def _lines(question: Question) -> list[str]:
+    """What to write: the call of `offload()`, and those around it on which the figures depend."""
     options = question.options
     paths = list(options.paths or ["/mnt/nvme/run"])
     given = [f"storage={json.dumps(paths if len(paths) > 1 else paths[0])}"]
     # offload() has the same defaults.
-    for name, default in (("host_memory", None), ("device_memory", None), ("max_grad_norm", None),
-                          ("activations", "device"), ("state", None)):  # fmt: skip
+    for name, default in (("host_memory", None), ("device_memory", None), ("gradients", "auto"),
+                          ("max_grad_norm", None), ("activations", "device"), ("state", None)):  # fmt: skip
         value = getattr(options, name)
         if value != default:
-            given.append(f"{name}={json.dumps(value)}")
+            given.append(f"{name}={_as_python(value)}")
     if question.micro_batches > 1 and not question.by_layer:
         given.append(f"accumulation_steps={options.accumulation_steps}")
-    return f"model, optimizer = memascend.offload(model, optimizer, {', '.join(given)})"
-
-
-def _lines(question: Question) -> str:
-    """The call of `offload()`, and those around it."""
-    lines = ["The lines to write:"]
-    if not isinstance(question.trace, str) and question.trace.recomputes:
-        lines.append(f"  model.{question.subject.checkpointing or 'gradient_checkpointing_enable'}()")
-    lines.append(f"  {_line(question)}")
+    lines = []
+    if not isinstance(question.trace, str) and question.trace.recomputes and question.subject.checkpointing:
+        lines.append(f"model.{question.subject.checkpointing}()")
+    lines.append(f"model, optimizer = memascend.offload(model, optimizer, {', '.join(given)})")
     if question.by_layer:
-        lines.append(f"  optimizer.accumulate(loss_of, batches, scale=1 / {question.micro_batches}, by_layer=True)")
-    return "\n".join(lines)
+        lines.append(f"optimizer.accumulate(loss_of, batches, scale=1 / {question.micro_batches}, by_layer=True)")
+    return lines
+
+
+def _as_python(value: str | float) -> str:
+    if isinstance(value, str):
+        return json.dumps(value)
+    return repr(value) if math.isfinite(value) else f'float("{value}")'
 
 
 def _memory(question: Question, found: Answer) -> list[Row]:
@@ -165,16 +198,17 @@ def _memory(question: Question, found: Answer) -> list[Row]:
         f"{found.in_memory / plan.host_peak:.3g} times memascend's part"
     )
     rows: list[Row] = []
-    if gpu is not None:
-        rows.append(("GPU memory", bytes_shown(found.device_bytes), f"of {bytes_shown(gpu.usable)} for tensors"))
+    if not question.on_host:
+        of = "" if gpu is None else f"of {bytes_shown(gpu.usable)} for tensors"
+        rows.append(("GPU memory", bytes_shown(found.device_bytes), of))
         in_use = "parameters in use, gradients on their way to the host"
         rows.append(("  memascend", bytes_shown(plan.device_peak), in_use))
         rows += _torchs(question)
     rows.append(("host memory, the whole process", bytes_shown(found.host_bytes), in_memory))
     rows.append(("  memascend", bytes_shown(plan.host_peak), f"within the budget of {bytes_shown(plan.budget)}"))
-    libraries = "Python, torch" if gpu is None else "Python, torch, CUDA"
+    libraries = "Python, torch" if question.on_host else "Python, torch, CUDA"
     rows.append((f"  {libraries} and objects", bytes_shown(beside(question, plan)), "assumed"))
-    if gpu is None:
+    if question.on_host:
         rows += _torchs(question)
         if question.gaps:
             rows.append(("  gaps between torch's", bytes_shown(question.gaps), "assumed; the heap keeps what is freed"))
@@ -287,7 +321,7 @@ def _disk(question: Question, found: Answer, speeds: Mapping[str, float]) -> Row
 def _unknown(question: Question) -> str:
     if isinstance(question.trace, str):
         return question.trace
-    if question.gpu is None and question.options.where.type != "cpu":
+    if question.gpu is None and not question.on_host:
         return "give --gpu G, or --device cpu for an estimate of this processor"
     return "give --drive READ,WRITE, or --storage P to measure it"
 
@@ -295,7 +329,7 @@ def _unknown(question: Question) -> str:
 def _assumed(question: Question) -> str:
     gpu, name = question.gpu, question.subject.dtype
     if gpu is not None:
-        slow = f"; it has no units for {name}: with --dtype fp16" if name == "bfloat16" and not gpu.bf16 else ""
+        slow = _NO_BF16 if name == "bfloat16" and not gpu.bf16 else ""
         return f"; assumed: the {gpu.name} reaches {REACHED:.0%} of its {gpu.tflops:g} TFLOPS{slow}"
     if question.processor is not None:
         speed = f"{question.processor / 1e9:,.0f} GFLOPS"
