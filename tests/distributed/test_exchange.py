@@ -120,3 +120,29 @@ def test_replicas_that_stage_other_values_end_a_step_on_all(tmp_path, digests, a
         else:
             assert found[0] == apart, found
             assert "computed other values" in found[1]
+
+
+@pytest.mark.parametrize("arrived", [True, False])
+def test_a_text_that_arrived_counts_although_its_sender_is_gone(monkeypatch, arrived):
+    """Gloo raises an error for a message that is there, if the connection is closed before the wait returns."""
+    text = control_plane._padded('[1, "said", null, "first", [], 0.0]')
+
+    class Work:
+        def __init__(self, room):
+            self.room = room
+
+        def wait(self, _):
+            if self.room is not None:
+                count = text.numel() if arrived else text.numel() // 2
+                self.room[:count] = text[:count]
+            raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(distributed, "irecv", lambda room, *_, **__: Work(room))
+    monkeypatch.setattr(distributed, "isend", lambda *_, **__: Work(None))
+    exchange, lost, room = object.__new__(Exchange), {}, control_plane._room()
+    exchange._move(None, {1: room}, {1: text}, lost, time.monotonic() + 1)
+    assert lost == ({} if arrived else {1: "its process ended, or its connection"})
+    exchange.timeout = TIMEOUT
+    monkeypatch.setattr(control_plane, "Word", lambda *words: words)
+    lost_word = control_plane._LOST_WORD
+    assert (exchange._received(None, 1) == lost_word) is not arrived

@@ -101,8 +101,17 @@ def _padded(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(text.encode().ljust(_WORD_BYTES)), dtype=torch.uint8)
 
 
-def _room() -> torch.Tensor:
-    return torch.empty(_WORD_BYTES, dtype=torch.uint8, device="cpu")
+def _room(nbytes: int = _WORD_BYTES) -> torch.Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def _has_arrived(room: torch.Tensor) -> bool:
+    """Whether a whole text is there: none ends with a zero, and a connection delivers in order.
+
+    gloo raises an error for a message that has arrived if its sender closes the connection before the wait returns. So
+    does a rank that has heard all, and reports an error of its own.
+    """
+    return bool(room[-1])
 
 
 def _json_in(room: torch.Tensor) -> Any:
@@ -369,7 +378,8 @@ class Exchange:
             assert work is not None
             work.wait(timedelta(seconds=2 * self.timeout))
         except RuntimeError:
-            return _LOST_WORD
+            if not _has_arrived(room):
+                return _LOST_WORD
         return Word(*_json_in(room))
 
     def _send(self, group: Any, word: Word, rank: int) -> None:
@@ -408,11 +418,7 @@ class Exchange:
         first = {rank: _room() for rank in self._others}
         self._move(group, first, dict.fromkeys(first, _padded(str(text.numel())) if is_long else text), lost, until)
         found = {rank: _json_in(first[rank]) for rank in first if rank not in lost}
-        texts = {
-            rank: torch.empty(one, dtype=torch.uint8, device="cpu")
-            for rank, one in found.items()
-            if isinstance(one, int)
-        }
+        texts = {rank: _room(one) for rank, one in found.items() if isinstance(one, int)}
         self._move(group, texts, dict.fromkeys(found, text) if is_long else {}, lost, until)
         found |= {rank: _json_in(room) for rank, room in texts.items() if rank not in lost}
         heard |= {rank: Message(*one) for rank, one in found.items() if rank not in lost}
@@ -425,7 +431,11 @@ class Exchange:
         lost: dict[int, str],
         until: float,
     ) -> None:
-        """Receive from some ranks and send to some; ranks with which this failed are added to `lost`."""
+        """Receive from some ranks and send to some; ranks with which this failed are added to `lost`.
+
+        A rank whose text has arrived, and which then closed the connection, is not lost here: it has heard all, or the
+        next message notices that it ended.
+        """
         begun = [(rank, _begun(distributed.irecv, room, rank, group)) for rank, room in into.items()]
         begun += [(rank, _begun(distributed.isend, message, rank, group)) for rank, message in out.items()]
         for rank, work in begun:
@@ -435,6 +445,8 @@ class Exchange:
                 if work is not None:
                     work.wait(timedelta(seconds=max(_SECONDS_MIN, until - time.monotonic())))
             except RuntimeError as error:
+                if rank in into and _has_arrived(into[rank]):
+                    continue
                 is_late = "Timed out" in str(error)
                 lost.setdefault(rank, "no answer in time" if is_late else "its process ended, or its connection")
 
