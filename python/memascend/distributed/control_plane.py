@@ -265,6 +265,8 @@ class Exchange:
         if self.broken is not None and self._group is not None:
             # A wait for a word may still be there.
             self._hang_up()
+        elif self._group is not None:
+            self._finish_sending()
         # What is being sent keeps connections open.
         group, self._group, self._sending = self._group, None, ([], [])
         self.broken = self.broken or RankError("the ranks do not talk any more: the run was closed", ranks=())
@@ -400,6 +402,13 @@ class Exchange:
         self.meeting.alarm()
         for rank in {*self._children, self._parent} - {self.rank}:
             self._send(self._group, _LOST_WORD, rank)
+
+    def _finish_sending(self) -> None:
+        """Wait until the last words have left, within a short time: a rank that waits for one would lose this rank."""
+        until = time.monotonic() + self._detail_seconds
+        for work in (*self._sending[0], *self._sending[1]):
+            with contextlib.suppress(RuntimeError):
+                work.wait(timedelta(seconds=max(_SECONDS_MIN, until - time.monotonic())))
 
     def _hang_up(self) -> None:
         """Close all connections, so that no rank waits for this one; gloo does that at a timeout."""
