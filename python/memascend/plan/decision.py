@@ -91,7 +91,6 @@ class Facts:
     durability: Literal["step", "none"]
     staged: bool  # units reach a device through chunks
     unplaced: bool = False  # the path of the store is not known yet, nor the free space beside it
-    moves_activations: bool = False  # checkpointed activations are offloaded
     streamed: Collection[str] = field(default_factory=frozenset)  # the trained parameters that no budget keeps in RAM
     # See `Requirements`.
     whole_bytes: int = 0
@@ -122,7 +121,8 @@ class Decision:
 def decided(facts: Facts) -> Decision:
     """Size the store, and plan the memory of the run."""
     options, records = facts.options, facts.records
-    if facts.moves_activations and options.paths and not folders_of(options):
+    moves = options.moves_activations(staged=facts.staged)
+    if moves and options.paths and not folders_of(options):
         raise ConfigError(
             f"the storage is a raw device: give offload(scratch=) a folder for activations={options.activations!r}"
         )
@@ -145,7 +145,8 @@ def decided(facts: Facts) -> Decision:
 
 
 def _requirements(facts: Facts, sizes: engines.Sizes) -> Requirements:
-    options, moves = facts.options, facts.moves_activations
+    options = facts.options
+    moves = options.moves_activations(staged=facts.staged)
     stays = moves and options.activations == "host"
     return Requirements(
         units=facts.units,

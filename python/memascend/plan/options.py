@@ -198,6 +198,10 @@ class Options:
         """The type of that device, "cpu" or "cuda"; loads torch only where the option does not name one."""
         return self.device if self.device in ("cpu", "cuda") else self.where.type
 
+    def moves_activations(self, *, staged: bool) -> bool:
+        """Whether checkpointed activations are offloaded; "host" offloads only those of a device (`staged`)."""
+        return self.activations == "ssd" or (self.activations == "host" and staged)
+
     @property
     def master(self) -> torch.dtype | None:
         """The dtype of master weights of 16-bit parameters; None: they have none."""

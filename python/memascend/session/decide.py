@@ -256,8 +256,8 @@ class Subject:
 
     @property
     def moves_activations(self) -> bool:
-        """Whether checkpointed activations are offloaded; where the host computes, "host" offloads none."""
-        return self.options.activations == "ssd" or (self.options.activations == "host" and self.staged)
+        """Whether checkpointed activations are offloaded."""
+        return self.options.moves_activations(staged=self.staged)
 
 
 def planned(
@@ -299,7 +299,6 @@ def decide(subject: Subject) -> Decision:
         staged=subject.staged,
         durability=subject.durability,
         unplaced=subject.unplaced,
-        moves_activations=subject.moves_activations,
         whole_bytes=subject.arithmetic.whole_bytes,
         whole_next_bytes=subject.arithmetic.whole_next_bytes,
         update_values=subject.arithmetic.update_values,

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
     from transformers import TrainerState, TrainingArguments
 
+    from memascend.session.report import Report
     from memascend.session.session import Session
 
 __all__ = ["Callback", "is_streamed", "offloaded_optimizer"]
@@ -100,7 +101,7 @@ class Callback(TrainerCallback):
 
     def _attach(self, optimizer: Any) -> None:
         self._session = session_of(offloaded_optimizer(optimizer))
-        self._before = self._counted()
+        self._before = _counted(self._session.report())
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **others: Any) -> None:
         """Take over the writing of checkpoints."""
@@ -155,9 +156,9 @@ class Callback(TrainerCallback):
         logs: dict[str, Any] = others["logs"]
         if self._session is None or "loss" not in logs:
             return
-        then, now = self._before, self._counted()
-        self._before = now
         report = self._session.report()
+        then, now = self._before, _counted(report)
+        self._before = now
         if report.advice and not self._advised:
             _log.warning(report.advice)
             self._advised = True
@@ -189,12 +190,12 @@ class Callback(TrainerCallback):
                     "checkpoint=...); to take weights alone, load them before the Trainer is made"
                 )
 
-    def _counted(self) -> tuple[int, int, float]:
-        assert self._session is not None
-        report = self._session.report()
-        # offload() itself wrote the first values.
-        written = sum(nbytes for kind, nbytes in report.written.items() if kind != "first values")
-        return sum(report.read.values()), written, sum(report.seconds.get(stage, 0.0) for stage in WAITING)
+
+def _counted(report: Report) -> tuple[int, int, float]:
+    """Bytes read and written by the training, and its seconds of waiting."""
+    # offload() itself wrote the first values.
+    written = sum(nbytes for kind, nbytes in report.written.items() if kind != "first values")
+    return sum(report.read.values()), written, sum(report.seconds.get(stage, 0.0) for stage in WAITING)
 
 
 class _Saving:

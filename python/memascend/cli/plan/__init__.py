@@ -116,7 +116,7 @@ def print_answer(options: argparse.Namespace, asked: Asked) -> int:
         print(json.dumps(_values(options, asked, found, takes_over(question, asked.traces)), indent=2))
         return int(bool(found.problems))
     other = alternative(question, asked.traces) if found.problems else None
-    proposal = None if found.problems else propose(question)
+    proposal = propose(question, found)
     print(text.brief(str(options.model), question, found, proposal, other, options.examples))
     if options.verbose:
         head = f"{options.model}: {{parameters}}, described by {question.subject.by}; {options.optimizer}"
@@ -136,7 +136,7 @@ def ask(options: argparse.Namespace) -> Asked:
     gpu = parse_gpu(options.gpu) if options.gpu is not None else gpu_here() if options.device != "cpu" else None
     drive = None if options.drive is None else parse_drive(options.drive)
     given = Options(
-        storage=options.storage,
+        storage=None if options.storage is None else tuple(options.storage),
         host_memory=options.host_memory,
         device=options.device if gpu is None else options.device or "cuda",
         device_memory=options.device_memory,
@@ -238,7 +238,7 @@ def _values(options: argparse.Namespace, asked: Asked, found: Answer, takeover: 
     question = asked.question
     plan, trace = found.plan, question.trace
     turns = answer(question.one_after_the_other()) if question.by_layer else None
-    subject, proposal = question.subject, None if found.problems else propose(question)
+    subject, proposal = question.subject, propose(question, found)
     return {
         "model": {"path": str(options.model), "described_by": subject.by, "parameters": subject.parameters},
         "optimizer": options.optimizer,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memascend.cli.plan.machine import Gpu
-    from memascend.cli.plan.subject import Planned, Subject, Trace
+    from memascend.cli.plan.subject import Subject, Trace
     from memascend.plan.cost import Network
     from memascend.plan.options import Options
     from memascend.plan.table import Plan
@@ -87,8 +87,7 @@ class Question:
     @property
     def carries(self) -> bool:
         """Whether checkpointed activations leave the memory of the device that computes."""
-        where = self.options.activations
-        moves = where == "ssd" or (where == "host" and self.options.computes_on != "cpu")
+        moves = self.options.moves_activations(staged=not self.on_host)
         return moves and not isinstance(self.trace, str) and self.trace.recomputes
 
     @property
@@ -170,9 +169,9 @@ def beside(question: Question, plan: Plan) -> int:
     return IMPORTS + (0 if question.on_host else CONTEXT) + plan.object_bytes
 
 
-def answer(question: Question, found: Planned | None = None) -> Answer:
-    """Plan as `offload()` does, unless its plan is `found` already, and estimate the run on the machine."""
-    found = found or question.subject.plan(question.options, question.ranks)
+def answer(question: Question) -> Answer:
+    """Plan as `offload()` does, and estimate the run on the machine."""
+    found = question.subject.plan(question.options, question.ranks)
     plan, trace = found.plan, question.trace
     # Each of several ranks also has the parameters that torch has gathered.
     gathered = 0 if found.network is None else found.network.gathered
@@ -334,16 +333,15 @@ def total(question: Question, found: Answer, examples: int) -> Total:
 _PROPOSED_MAX = 256
 
 
-def propose(question: Question) -> tuple[Question, Answer] | None:
+def propose(question: Question, now: Answer) -> tuple[Question, Answer] | None:
     """The fewest micro-batches, a power of two, with which compute is the bound by layer; else the most that help.
 
-    Checkpoints that do not fit the device are moved to files. None where the asked step is bound by compute already,
-    where seconds are not known, or where no larger step fits.
+    Checkpoints that do not fit the device are moved to files. `now` answers the question. None where its run does not
+    fit, where it is bound by compute already, where seconds are not known, or where no larger step fits.
     """
-    if question.ranks > 1 or question.options.accumulation_steps > 1:
+    if now.problems or now.bound in (None, "compute"):
         return None
-    decided = question.subject.plan(question.options, question.ranks)
-    if (now := answer(question, decided)).bound in (None, "compute"):
+    if question.ranks > 1 or question.options.accumulation_steps > 1:
         return None
     best: tuple[Question, Answer] | None = None
     count = 1 << question.micro_batches.bit_length()
@@ -440,21 +438,21 @@ def find(question: Question, length: int | None) -> list[Candidate]:
     for state in _STATES if question.options.state is None else (question.options.state,):
         asked = replace(question, options=replace(question.options, state=state))
         try:
-            plan = asked.subject.plan(asked.options, asked.ranks)
+            asked.subject.plan(asked.options, asked.ranks)
         except ConfigError:
             if state == question.options.state:
                 raise
             # The optimizer does not have this format.
             continue
-        found += [_largest(asked, plan, one) for one in traces]
+        found += [_largest(asked, one) for one in traces]
     return found
 
 
-def _largest(question: Question, plan: Planned, traces: Traces) -> Candidate:
+def _largest(question: Question, traces: Traces) -> Candidate:
     """The largest batch of one length that fits; if none does, one sequence."""
 
     def candidate(batch: int) -> Candidate:
-        found = answer(replace(question, trace=traces.of(batch)), plan)
+        found = answer(replace(question, trace=traces.of(batch)))
         return Candidate(state=question.options.state, batch=batch, length=traces.length, answer=found)
 
     best = candidate(1)
@@ -470,10 +468,9 @@ def takes_over(question: Question, traces: Traces) -> Answer | None:
     """The estimate for the fewest sequences with which compute takes longest; None: there is no such number."""
     if question.gpu is None or question.drive is None or isinstance(question.trace, str):
         return None
-    plan = question.subject.plan(question.options, question.ranks)
 
     def at(batch: int) -> Answer:
-        return answer(replace(question, trace=traces.of(batch)), plan)
+        return answer(replace(question, trace=traces.of(batch)))
 
     batches = range(1, _SEQUENCES_MAX + 1)
     fewer = bisect_left(batches, True, key=lambda batch: at(batch).bound == "compute")

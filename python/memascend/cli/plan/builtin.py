@@ -5,6 +5,7 @@ The tests compare all of it with models of transformers, and with the plan that 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from memascend.plan.options import Options
+    from memascend.plan.units import Unit
 
 # Kinds whose heads normalize queries and keys, and those that normalize what a block adds.
 _HEAD_NORMS = {"qwen3", "qwen3_moe", "gemma3_text"}
@@ -188,7 +190,14 @@ def subject(name: str, config: Mapping[str, Any], dtype: str) -> Subject:
     parameters = dict(tree.named_parameters())
     nbytes = sum(parameter.nbytes for parameter in parameters.values())
     count = sum(parameter.numel() for parameter in parameters.values())
+    units = find_units(tree)
     tied = parameters["model.embed_tokens.weight"].nbytes if config["tie_word_embeddings"] else 0
+
+    @functools.cache
+    def plan(options: Options, ranks: int) -> Planned:
+        assert ranks == 1, "several ranks are planned with torch"
+        return _planned(units, parameters, options)
+
     return Subject(
         by=f"the shape of {name}",
         parameters=count,
@@ -199,30 +208,26 @@ def subject(name: str, config: Mapping[str, Any], dtype: str) -> Subject:
         dtype=dtype,
         longest=config["max_position_embeddings"],
         checkpointing="gradient_checkpointing_enable",
-        plan=lambda options, ranks: _planned(tree, parameters, options, ranks),
+        plan=plan,
         trace=lambda batch, length: traced(config, batch, length),
     )
 
 
-def _planned(tree: Outline, parameters: Mapping[str, Sketch], options: Options, ranks: int) -> Planned:
-    assert ranks == 1, "several ranks are planned with torch"
-    units = find_units(tree)
-    of = {name: unit.name for unit in units for name in unit.parameters}
-    ordered = sorted(parameters, key=[name for unit in units for name in unit.parameters].index)
+def _planned(units: tuple[Unit, ...], parameters: Mapping[str, Sketch], options: Options) -> Planned:
     narrow = next(iter(parameters.values())).dtype == "float16"
     found = decided(
         Facts(
             options=options,
             units=units,
-            records=[_record(name, parameters[name], of[name], options.state) for name in ordered],
+            records=[
+                _record(name, parameters[name], unit.name, options.state) for unit in units for name in unit.parameters
+            ],
             optimizer="AdamW",
             gradient_bytes={name: parameter.nbytes for name, parameter in parameters.items()},
             replayed=frozenset(parameters),
             durability=options.durability,
             staged=options.computes_on != "cpu",
             unplaced=options.paths is None,
-            moves_activations=options.activations == "ssd"
-            or (options.activations == "host" and options.computes_on != "cpu"),
             # The updates of a master of its own write values, and read none.
             update_values="never" if narrow else "resident",
         )

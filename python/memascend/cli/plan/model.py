@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import json
 import logging
@@ -51,6 +52,7 @@ def subject(path: Path, *, dtype: torch.dtype | None, optimizer: str, recomputes
     trained = [one for one in every if one.requires_grad]
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
 
+    @functools.cache
     def plan(options: Options, ranks: int) -> Planned:
         found = planned(model, owner, options, ranks)
         return Planned(plan=found.plan, state_bytes=found.state_bytes, network=found.network)

@@ -91,6 +91,7 @@ class Subject:
     longest: int | None  # tokens of the longest sequence; None: not known
     # Without the name of the method, the model cannot recompute activations.
     checkpointing: str | None
-    plan: Callable[[Options, int], Planned]  # with the options of `offload()`, of one of so many ranks
+    # With the options of `offload()`, of one of so many ranks. Made once for each: a command asks for it many times.
+    plan: Callable[[Options, int], Planned]
     trace: Callable[[int, int], Trace | str]  # of a batch: sequences, and the tokens of each
     module: nn.Module | None = None  # on "meta", where there is one

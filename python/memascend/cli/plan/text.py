@@ -91,7 +91,7 @@ def _memory_in_words(question: Question, found: Answer) -> str:
     parts = [f"{bytes_shown(found.host_bytes)} of RAM"]
     if question.on_host:
         parts[0] += f" ({bytes_shown(limits()['available'])} are free here)"
-    if not question.on_host:
+    else:
         of = "" if question.gpu is None else f" of {bytes_shown(question.gpu.usable)}"
         parts.append(f"{bytes_shown(found.device_bytes)}{of} on the GPU")
     free = "" if question.free is None else f" of {bytes_shown(question.free)} free"
@@ -104,9 +104,21 @@ def _run_in_words(question: Question, found: Answer, examples: int, proposal: tu
     if proposal is None:
         return now
     larger, better = proposal
-    moved = "" if larger.options.activations == question.options.activations else " --activations ssd"
-    option = f"--accumulation-steps {larger.micro_batches}{moved}"
-    return f"{now}; by layer with {option}: {_total_in_words(total(larger, better, examples))}"
+    return f"{now}; by layer with {_changes(question, larger)}: {_total_in_words(total(larger, better, examples))}"
+
+
+def _changes(question: Question, other: Question) -> str:
+    """The options by which another run differs from the asked one."""
+    options = []
+    if other.sequences != question.sequences and not isinstance(other.trace, str):
+        options.append(f"--tokens {other.trace.tokens}")
+    if other.micro_batches != question.micro_batches:
+        options.append(f"--accumulation-steps {other.micro_batches}")
+    if other.options.activations != question.options.activations:
+        options.append(f"--activations {other.options.activations}")
+    if other.options.state != question.options.state:
+        options.append(f"--state {other.options.state}")
+    return " ".join(options)
 
 
 def _total_in_words(run: Total) -> str:
@@ -127,17 +139,8 @@ def _what_fits(question: Question, found: tuple[Question, Answer] | None) -> str
     if found is None:
         return "not one sequence of this length: give a shorter one (--length), or a larger GPU or drive"
     other, its = found
-    options = []
-    if other.sequences != question.sequences and not isinstance(other.trace, str):
-        options.append(f"--tokens {other.trace.tokens}")
-    if other.micro_batches != question.micro_batches:
-        options.append(f"--accumulation-steps {other.micro_batches}")
-    if other.options.activations != question.options.activations:
-        options.append(f"--activations {other.options.activations}")
-    if other.options.state != question.options.state:
-        options.append(f"--state {other.options.state}")
     took = "" if its.seconds is None else f", {seconds_shown(its.seconds)} a step"
-    return f"{' '.join(options)}: {_memory_in_words(other, its)}{took}"
+    return f"{_changes(question, other)}: {_memory_in_words(other, its)}{took}"
 
 
 def shown(head: str, question: Question, found: Answer, takeover: Answer | None, speeds: Mapping[str, float]) -> str:
