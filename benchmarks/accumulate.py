@@ -38,6 +38,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", choices=("4M", "25M", "125M", "500M"), default="125M")
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the model (%(default)s)"
+    )
     parser.add_argument("--counts", nargs="+", type=int, default=[1, 4, 8, 16], help="micro-batches of a step")
     parser.add_argument("--lengths", nargs="+", type=int, default=list(_LENGTHS), help="tokens of a micro-batch")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each process")
@@ -85,7 +88,7 @@ def _kept(folder: Path | None) -> dict[str, Any]:
 
 def _seconds(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """All three, by number and length of micro-batches."""
-    common = {"parameters": options.parameters, "options": {"gradients": "fused"}}
+    common = {"parameters": options.parameters, "dtype": options.dtype, "options": {"gradients": "fused"}}
     works = {
         name: {**common, "case": name, "storage": str(folder / f"{name}.store")} for name in (LAYERS, TURNS, MEMORY)
     }
@@ -131,7 +134,8 @@ def _memory(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     rows = []
     for name, given in _MEMORY_CASES.items():
         for count in options.counts:
-            work = {"case": LAYERS, "parameters": options.parameters, "options": {"gradients": "fused", **given}}
+            common = {"case": LAYERS, "parameters": options.parameters, "dtype": options.dtype}
+            work = {**common, "options": {"gradients": "fused", **given}}
             process = Process(
                 "accumulate", {**work, "checkpoint": True, "storage": str(folder / f"{name} {count}.store")}
             )

@@ -37,6 +37,8 @@ _EXAMPLE = Path(__file__).parents[1] / "examples" / "small_model.py"
 _BYTES_A_PARAMETER = 34
 _KEPT_FREE = 4 << 30
 _VOCABULARY = 4096
+# Of the run that is killed. The total in its progress tells it from other bars, as that of tokenizing.
+_STEPS_MAX = 1_000_000
 # A run that needs longer to end has failed.
 _ENDS_SECONDS = 4 * 3600
 
@@ -47,6 +49,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(), help="on the disk that takes the stores (here)")
     parser.add_argument("--layers", type=int, help="of the model (as many as the disk holds)")
     parser.add_argument("--width", type=int, default=2048, help="of the model, a multiple of 64 (2048)")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the model (%(default)s)"
+    )
     parser.add_argument("--minutes", type=float, default=60, help="from the first start to the last kill (60)")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--accumulate", type=int, default=4, help="micro-batches of a step (4)")
@@ -68,6 +73,7 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Both runs, one after the other."""
     layers = options.layers or largest(folder, options.width)
     words = [sys.executable, str(_EXAMPLE), str(folder), "--layers", str(layers), "--width", str(options.width)]
+    words += ["--dtype", options.dtype]
     said = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()[0]
     print(said.replace(str(folder), "the folder"), file=sys.stderr, flush=True)
     killed = Run(options, folder, "killed")
@@ -85,6 +91,7 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "whole": whole.losses(),
         "whole_seconds": seconds,
         "store_bytes": whole.store_bytes(),
+        "dtype": options.dtype,
     }
 
 
@@ -110,6 +117,9 @@ class Run:
             "--per_device_train_batch_size", "1", "--logging_steps", "1",
             "--gradient_accumulation_steps", str(options.accumulate), "--learning_rate", "1e-4",
         ]  # fmt: skip
+        if options.dtype == "float32":
+            # TRL turns autocast on by itself.
+            self._words += ["--bf16", "false"]
 
     def run_with_kills(self) -> list[dict[str, Any]]:
         """Begin, and kill at each of the moments; what each kill found, and how long it was to the next step."""
@@ -119,7 +129,7 @@ class Run:
         began = time.monotonic()
         kills: list[dict[str, Any]] = []
         for moment in moments:
-            with self._begun(1_000_000) as process:
+            with self._begun(_STEPS_MAX) as process:
                 started = time.monotonic()
                 last = kills[-1] if kills else None
                 while time.monotonic() < began + moment:
@@ -164,7 +174,7 @@ class Run:
     def steps(self) -> int:
         """That are done, as far as the progress says."""
         said = self.folder / "said"
-        found = re.findall(r"(\d+)/\d+ \[", said.read_text(errors="replace")) if said.exists() else []
+        found = re.findall(rf"(\d+)/{_STEPS_MAX} \[", said.read_text(errors="replace")) if said.exists() else []
         return int(found[-1]) if found else 0
 
     def store_bytes(self) -> int:
@@ -192,7 +202,7 @@ def shown(options: argparse.Namespace, found: dict[str, Any]) -> str:
     ]
     head = ("kill", "after s", "steps done", "s from the next start to its first step")
     return (
-        f"{found['model']}; {options.accumulate} x {options.max_length} tokens a step; a store of "
+        f"{found['model']}, in {found['dtype']}; {options.accumulate} x {options.max_length} tokens a step; a store of "
         f"{found['store_bytes'] / 1e9:.1f} GB\n\n{table(head, rows)}\n\n{equal} of {len(found['whole'])} losses of the "
         f"run that was killed {len(found['kills'])} times are those of the run that never was, in all digits\n"
         f"{found['kills'][-1]['seconds'] / 60:.0f} minutes with the kills, {found['whole_seconds'] / 60:.0f} without"

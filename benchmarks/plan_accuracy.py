@@ -70,6 +70,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk (here)")
     parser.add_argument("--tokens", type=int, help="of a step, instead of each model's own")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the models (%(default)s)"
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument(
         "--rounds", type=int, default=1, help="of plan and run; more, where the machine does other things"
@@ -95,7 +98,7 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     tokens = options.tokens or case.tokens
     with tempfile.TemporaryDirectory(dir=options.storage, prefix="memascend-bench-") as folder:
         config = Path(folder) / "config.json"
-        shape = {"dtype": "bfloat16", "tie_word_embeddings": False, "max_position_embeddings": 4096, **case.shape}
+        shape = {"dtype": options.dtype, "tie_word_embeddings": False, "max_position_embeddings": 4096, **case.shape}
         config.write_text(json.dumps(shape))
         comfortable = planned(config, tokens, [])["plan"]["comfortable"]
         cells = []
@@ -111,7 +114,7 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             print(f"{name}, {bytes_shown(budget)}: done", file=sys.stderr, flush=True)
             cells.append({
                 "model": name, "parameters": said["model"]["parameters"], "budget": budget, "tokens": tokens,
-                "said_bytes": said["host_bytes"], "was_bytes": was["bytes"],
+                "dtype": options.dtype, "said_bytes": said["host_bytes"], "was_bytes": was["bytes"],
                 # Imports are measured in the run, and assumed in the plan.
                 "said_added_bytes": said["host_bytes"] - IMPORTS, "was_added_bytes": was["added_bytes"],
                 "said_seconds": None if options.memory else statistics.median(said for said, _ in rounds),
@@ -151,7 +154,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     # What torch takes whatever is trained: its threads and its libraries.
     (torch.rand(64, 64, requires_grad=True) @ torch.rand(64, 64)).sum().backward()
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     # Its module was imported, with what that imports.
     before = process.resident()
     model, optimizer = memascend.offload(
