@@ -18,7 +18,7 @@ from support import trained_program
 from support.trained_program import Log, digest_of, logged, made, masked, model, rows
 
 import memascend.trainer
-from memascend.errors import ConfigError, UsageError
+from memascend.errors import ConfigError, StorageError, UsageError
 from memascend.storage import look
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -308,3 +308,13 @@ def test_a_store_of_a_loop_has_no_position(tmp_path):
         optimizer.step()
     with pytest.raises(ConfigError, match="1 steps that no Trainer made"):
         memascend.trainer.offload(made(tmp_path / "out"), storage=tmp_path / "store")
+
+
+def test_a_store_that_was_lost_is_not_begun_anew(tmp_path):
+    trained(tmp_path, max_steps=2)
+    store = tmp_path / "store"
+    store.write_bytes(bytes(store.stat().st_size))
+    with pytest.raises(StorageError) as caught:
+        memascend.trainer.offload(made(tmp_path / "out", max_steps=2), storage=store)
+    assert "existing=" in str(caught.value), str(caught.value)
+    assert not any(store.read_bytes())

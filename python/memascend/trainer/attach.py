@@ -92,7 +92,7 @@ def offload(
     run = description(trainer)
     paths = [os.fspath(one) for one in ([storage] if isinstance(storage, str | os.PathLike) else storage)]
     if existing in ("resume", "previous"):
-        existing = _existing(paths, existing, trainer, run)
+        _require_this_run(paths, trainer, run)
     options |= {"storage": paths if len(paths) > 1 else paths[0], "existing": existing}
     before = dict(vars(trainer))
     try:
@@ -310,40 +310,30 @@ def _data(data: Any) -> str:
     return f"{count} rows {digest_of(rows) if rows[:1] == [again] else ''}".strip()
 
 
-def _existing(paths: Sequence[str], existing: Any, trainer: Any, run: Mapping[str, Any]) -> Any:
-    """`existing=` of `memascend.offload()`: a store whose first write did not finish never held a step.
-
-    All ranks decide it together; the first one also looks at stores of another number of ranks.
-    """
+def _require_this_run(paths: Sequence[str], trainer: Any, run: Mapping[str, Any]) -> None:
+    """Reject the store of another run; the first rank also looks at stores of another number of ranks."""
     rank, count = trainer.args.process_index, trainer.args.world_size
     places = candidates([os.path.expanduser(path) for path in paths], rank, count)  # noqa: PTH111
-    found = [_steps_of(place, run, trainer) for place in places[: None if rank == 0 else 1]]
-    all_ranks: list[int | None] = names.gather_object(found)
-    if _UNFINISHED in all_ranks and all(step in (_UNFINISHED, None, 0) for step in all_ranks):
-        _log.info("the first write of the store did not finish, so it begins anew")
-        return "replace"
-    return existing
+    for place in places[: None if rank == 0 else 1]:
+        _require_run_at(place, run, trainer)
 
 
-_UNFINISHED = -1
-
-
-def _steps_of(place: Sequence[str], run: Mapping[str, Any], trainer: Any) -> int | None:
-    """The committed steps of a store; None where there is none; rejects the store of another run."""
+def _require_run_at(place: Sequence[str], run: Mapping[str, Any], trainer: Any) -> None:
     files = [str(file_of(path)) for path in place]
     if not any(Path(file).is_block_device() or (Path(file).is_file() and Path(file).stat().st_size) for file in files):
-        return None
+        return
     try:
         named = commits(files)
         if named is None or not named[0]:
-            return None if named is None else _UNFINISHED
+            # Blank, or without a first commit: offload() knows which.
+            return
         with look(files) as store:
             position, step = (store.hyperparameters or {}).get("position"), store.step
     except StorageError as error:
         if error.errno is None:
             raise
         # In use, also by an earlier run of this process: offload() knows.
-        return None
+        return
     if position is not None:
         _require_same(decoded(position, files[0]), run, trainer)
     elif step:
@@ -351,7 +341,6 @@ def _steps_of(place: Sequence[str], run: Mapping[str, Any], trainer: Any) -> int
             f"the store at {files[0]} has {step} steps that no Trainer made, so that its place in the data is not "
             'known: give another storage=, or existing="replace" to begin anew'
         )
-    return step
 
 
 def _require_same(kept: Mapping[str, Any], run: Mapping[str, Any], trainer: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 from typing import Any
 
-from accelerate.utils import gather_object  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 from transformers import trainer as transformers_trainer
 from transformers.trainer_callback import ExportableState
@@ -18,7 +17,6 @@ __all__ = [
     "SUMS",
     "ExportableState",
     "PreTrainedModel",
-    "gather_object",
     "last_checkpoint",
     "require",
     "transformers_trainer",
