@@ -3,8 +3,7 @@
 Invariant: `--help` of every command works without torch; commands import torch in functions. The exit code is 0 (fine),
 1 (a named problem) or 2 (wrong usage). With `--json` a command prints one JSON value for programs.
 
-`train` trains, `plan` estimates a run, `store` and `doctor` inspect, `demo` compares. Commands use only the
-public functions of `offload()` and its optimizer, and inspection never changes a store.
+`train` trains, `plan` estimates a run, `store` and `doctor` inspect, `demo` compares. Inspection never changes a store.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def blocks(nbytes: int, count: int) -> Iterator[list[torch.Tensor]]:
 def transfer(
     volume: Volume, tensors: list[torch.Tensor], pattern: Pattern, nbytes: int, seconds: float | None = None
 ) -> Speed:
-    """Move at least `nbytes`, or for at least `seconds`, from the volume's beginning to its end and again.
+    """Move `nbytes`, or what takes `seconds` where that is less, from the volume's beginning to its end and again.
 
     One operation for each tensor is in flight. "mixed" reads and writes in turn, each sequentially, as fio does.
     """

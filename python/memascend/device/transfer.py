@@ -363,15 +363,6 @@ class DeviceEngine:
         given = None if gradient is None else self._lend(name, gradient)
         self._engine.apply(name, function, gradient=given, **options)
 
-    def read_spilled(self, name: str, into: torch.Tensor) -> None:
-        """See `Engine.read_spilled`; by way of host memory of the same size."""
-        if into.device.type == "cpu":
-            self._engine.read_spilled(name, into)
-            return
-        host = torch.empty_strided(into.shape, into.stride(), dtype=into.dtype, device="cpu")
-        self._engine.read_spilled(name, host)
-        into.copy_(host)
-
     def end(self) -> None:
         """Wait for copies to windows, so that their memory may be released: the engine is closed."""
         # A device that is lost copies nothing.

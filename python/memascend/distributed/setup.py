@@ -294,8 +294,6 @@ def _earlier_of_others(options: Options, undo: contextlib.ExitStack) -> tuple[Op
             "process: start them as before, call optimizer.save(folder), and begin with checkpoint=folder; to begin "
             "anew, move it away; nothing was changed"
         )
-    if not any(Path(expanded(storage)).glob("**/rank-*-of-*")):
-        return options, None
     earlier = find_earlier(expanded(storage), options.existing, Alone(), alone)
     if earlier is None:
         return options, None

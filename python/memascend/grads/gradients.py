@@ -175,8 +175,10 @@ class Gradients:
             # The user reads and writes it by another name: it stays where it is, as under "ram".
             return
         if shared:
-            # On memory of other gradients, or of a tensor that was given to backward(gradient=) and may be written to.
-            gradient.note_given(values)
+            if not own_rows:
+                # On memory of other gradients, or of a tensor that was given to backward(gradient=) and may be written
+                # to. The rows of a rank are on memory that fully_shard makes for all of a group, and nobody writes to.
+                gradient.note_given(values)
             values = values.clone()
         if nested:
             gradient.expect_pieces()

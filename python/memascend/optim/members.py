@@ -84,7 +84,7 @@ def require_roster(own: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[st
         )
 
 
-# More runs than a model of thousands of layers has: a commit holds 64 KiB of options at most.
+# More runs than a model of thousands of layers has: a commit holds 128 KiB of options at most.
 _RUNS_MAX = 4096
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from memascend.storage import Store
 
 
-# A commit holds 64 KiB of options, loss scale and schedulers together.
+# A commit holds 128 KiB of options, loss scale, schedulers and position together.
 _BYTES_MAX = 32 << 10
 # Entries of torch's state dicts that tell where a scheduler is, and not with which arguments it was made. Any other is
 # taken for an argument until a step changes it.

@@ -155,6 +155,8 @@ def ask(options: argparse.Namespace) -> Asked:
         raise ConfigError(
             "--activations is for checkpointed activations, and --keep-activations has none: leave one out"
         )
+    if options.fit and gpu is None:
+        raise ConfigError("--fit finds batches that fit a GPU: name it, as --gpu 4090")
     subject = _subject(options)
     paths = [Path(path) for path in given.paths or ()]
     speeds: dict[str, float] = {}
@@ -222,8 +224,6 @@ def _fit(options: argparse.Namespace, question: Question) -> int:
     from memascend.cli.plan import text
     from memascend.cli.plan.answer import described_fit, find
 
-    if question.gpu is None:
-        raise ConfigError("--fit finds batches that fit a GPU: name it, as --gpu 4090")
     found = find(question, options.length)
     if options.json:
         print(json.dumps([described_fit(one) for one in found], indent=2))

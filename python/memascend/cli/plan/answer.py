@@ -118,7 +118,7 @@ class Question:
     @property
     def gaps(self) -> int:
         """Host bytes between torch's allocations."""
-        return int(_GAPS * self.torchs) if self.on_host and not isinstance(self.trace, str) else 0
+        return int(_GAPS * self.torchs) if self.on_host else 0
 
     @property
     def on_host(self) -> bool:
