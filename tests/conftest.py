@@ -100,7 +100,7 @@ def one_thread():
 def python():
     """Runs a program in an interpreter of its own; its output is returned, a failure shows it whole."""
 
-    def run(program, *arguments, env=None, status=0, timeout=100):
+    def run(program, *arguments, env=None, status=0, timeout=250):
         done = subprocess.run(
             [sys.executable, "-W", "error", "-W", NO_NUMPY, "-c", program, *map(str, arguments)],
             env={**os.environ, **(env or {})},
@@ -126,7 +126,7 @@ def _loaded():
 def loaded(_loaded):
     """As `python`, but for what an interpreter does when it starts: torch is there (see loaded.py)."""
 
-    def run(program, *arguments, env=None, status=0, timeout=100):
+    def run(program, *arguments, env=None, status=0, timeout=250):
         done = _loaded.run(program, *map(str, arguments), env={**os.environ, **(env or {})}, timeout=timeout)
         assert done.status == status, f"status {done.status}\n{done.out}\n{done.err}"
         return done.out + done.err

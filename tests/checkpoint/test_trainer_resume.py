@@ -45,7 +45,7 @@ def start(*words, ends=0, **options):
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert ran.returncode == ends, ran.stderr[-3000:]

@@ -75,6 +75,6 @@ def test_without_trl_it_says_what_to_install():
         "import sys; sys.modules.update(datasets=None, trl=None); from memascend.cli import main; "
         f"sys.exit(main(['train', *{PLACES!r}]))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=250)
     assert done.returncode == 1
     assert done.stderr == "memascend train: datasets is not installed: pip install 'memascend[train]'\n"

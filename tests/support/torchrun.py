@@ -42,7 +42,7 @@ def finished(running, status=0):
     except subprocess.TimeoutExpired:
         # torchrun ends its ranks.
         running.terminate()
-        output, _ = running.communicate(timeout=60)
+        output, _ = running.communicate(timeout=200)
         raise AssertionError(f"no end within {SECONDS_MAX} s\n{output}") from None
     assert running.returncode == status, f"status {running.returncode}\n{output}"
     return output

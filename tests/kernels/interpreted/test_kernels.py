@@ -121,10 +121,11 @@ def test_tiles_of_other_magnitudes(dtype, case):
     assert found([infinite, values]) == [(True, math.inf), kernels.checked(values)]
 
 
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("where", BOUNDARIES)
-def test_one_nonfinite_is_found(bad, dtype, where):
+@pytest.mark.parametrize(
+    ("where", "bad"), [*((where, math.inf) for where in BOUNDARIES), (TILE, -math.inf), (CHUNK + 40, math.nan)]
+)
+def test_one_nonfinite_is_found(where, bad, dtype):
     # Zeros have no window: it is the borders that matter.
     tensor = torch.zeros(CHUNK + 41, dtype=dtype)
     tensor[where] = bad

@@ -125,7 +125,7 @@ USUAL = ("uncaught", "recomputed")
 def test_a_process_ends_as_it_would_without_us(tmp_path, end):
     how, program, raised = ENDS[end]
     words = [sys.executable, "-c", BEGIN + program, str(tmp_path / "run.store"), how]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=250, check=False)
     if raised is None or isinstance(raised, int):
         assert (done.returncode, done.stderr) == (raised or 0, "")
     else:
