@@ -70,12 +70,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     plans.add_arguments(parser)
     options = parser.parse_args(words)
-    asked = plans.ask(options)
-    shape = plans.shape_of(options, asked.question.subject)
-    return plans.print_answer(options, replace(asked, question=_with_processor(asked.question, shape)))
+    return plans.print_answer(options, _with_processor(plans.ask(options)))
 
 
-def _with_processor(question: Question, shape: tuple[int, int]) -> Question:
+def _with_processor(question: Question) -> Question:
     if question.gpu is not None:
         raise ConfigError("this processor computes: leave --gpu out")
     if isinstance(question.trace, str):
@@ -84,7 +82,7 @@ def _with_processor(question: Question, shape: tuple[int, int]) -> Question:
     model = question.subject.module
     if model is None:
         raise ConfigError("a built-in shape has no code to run: give a config.json, or the folder that has it")
-    processor = measure(model, question.trace, shape, next(folders, None))
+    processor = measure(model, question.trace, (question.sequences, question.length), next(folders, None))
     return replace(question, measured=partial(_taken, processor), processor=None)
 
 

@@ -5,19 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-__all__ = [
-    "BudgetError",
-    "ConfigError",
-    "CorruptionError",
-    "DeviceError",
-    "MemascendError",
-    "MemoryLimitError",
-    "RankError",
-    "StorageError",
-    "TimeoutExpired",
-    "UsageError",
-]
-
 
 class MemascendError(Exception):
     """The base of every error that memascend raises by itself."""

@@ -11,7 +11,6 @@ from support.planned import CONFIG, HIDDEN, LAYERS, VOCABULARY, WIDE, shown, tol
 from memascend.cli import main
 from memascend.cli.plan.machine import parse_gpu
 from memascend.cli.plan.model import describe, trace
-from memascend.cli.plan.subject import grown
 from memascend.errors import ConfigError
 from memascend.plan.cost import Drive
 from memascend.text import bytes_shown
@@ -81,13 +80,6 @@ def test_logits_and_activations_are_told_apart(config):
     # In 32 bits: their logarithms, and the gradients of both.
     assert held["logits and their gradients"] >= 2 * 4 * 256 * VOCABULARY
     assert held["activations"] < held["logits and their gradients"]
-
-
-def test_a_batch_takes_the_same_for_each_sequence(config):
-    one, two, four = (traced(config, batch) for batch in (1, 2, 4))
-    guessed = grown(one, two, 3)
-    assert (guessed.tokens, guessed.peak) == (four.tokens, pytest.approx(four.peak, rel=0.01))
-    assert guessed.flops == pytest.approx(four.flops, rel=0.01)
 
 
 def test_a_step_is_its_longest_parts(capsys, config):
@@ -359,15 +351,3 @@ def test_a_gpu_that_is_not_named_has_its_own_memory(capsys):
 def test_a_drive_that_nobody_names_is_assumed_and_said(capsys):
     assert "assumed: a drive of 5 and 4 GB/s (--drive)" in five(capsys, "llama-8b", "--gpu", "4090")["a step"]
     assert "(--drive)" not in five(capsys, "llama-8b", "--gpu", "4090", "--drive", "gen4")["a step"]
-
-
-def test_compute_takes_over_at_so_many_tokens(capsys, config):
-    words = (config, "--gpu", "1,24,25", "--drive", "5,4", "--length", "64")
-    found = told(capsys, *words)["compute_takes_over"]
-    tokens = found["tokens"]
-    assert tokens > 64
-    there = told(capsys, *words, "--tokens", tokens)["step"]
-    assert there["bound"] == "compute"
-    assert there["tokens_per_second"] == pytest.approx(found["tokens_per_second"], rel=1e-3)
-    assert told(capsys, *words, "--tokens", tokens - 64)["step"]["bound"] != "compute"
-    assert re.search(rf"compute takes over at +{tokens:,} tokens a step", shown(capsys, *words))

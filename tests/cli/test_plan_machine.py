@@ -14,6 +14,7 @@ from memascend.cli.plan.machine import drive_at, gpu_here, parse_gpu, product_fl
 from memascend.cli.plan.shapes import SHAPES
 from memascend.cli.storage import Speed
 from memascend.errors import ConfigError
+from memascend.plan.decision import TorchBytes
 from memascend.plan.options import Options
 from memascend.plan.outline import Dtype
 from memascend.text import bytes_shown
@@ -114,12 +115,12 @@ def test_a_built_in_shape_has_the_parameters_and_plan_of_transformers_model(of_t
     assert [(name, one.shape) for name, one in tree.named_parameters()] == [
         (name, tuple(one.shape)) for name, one in theirs.module.named_parameters()
     ]
-    same = ("parameters", "trained", "nbytes", "gradient_bytes", "tied_bytes", "dtype", "longest")
+    same = ("parameters", "trained", "tied_bytes", "dtype", "longest")
     assert [getattr(ours, name) for name in same] == [getattr(theirs, name) for name in same]
     for options in (Options(device="cuda", host_memory="8GiB"), Options(device="cpu", storage=str(tmp_path / "run"))):
         mine, other = (one.plan(options, 1) for one in (ours, theirs))
         assert mine.plan.to_dict() == other.plan.to_dict()
-        assert mine.state_bytes == other.state_bytes
+        assert TorchBytes.of(mine) == TorchBytes.of(other)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -37,8 +37,11 @@ import memascend
 assert set(memascend.__all__) == set(dir(memascend))
 for name in memascend.__all__:
     getattr(memascend, name)
-for name in memascend.errors.__all__:
-    assert issubclass(getattr(memascend, name), memascend.MemascendError)
+errors = [each for each in vars(memascend.errors).values() if getattr(each, "__module__", "") == "memascend.errors"]
+assert len(errors) > 9
+for error in errors:
+    assert issubclass(error, memascend.MemascendError)
+    assert getattr(memascend, error.__name__) is error
 assert memascend.__version__
 try:
     memascend.nonsense

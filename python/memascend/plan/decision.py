@@ -107,15 +107,32 @@ class Decision:
     plan: Plan  # of memory
     network: Network | None = None  # the planned traffic of one of several ranks
 
-    @property
-    def state_bytes(self) -> int:
-        """The state that the same optimizer keeps in memory without offloading."""
-        return sum(
+
+@dataclass(frozen=True)
+class TorchBytes:
+    """Bytes that the same training takes without offloading, but for activations, which are the same."""
+
+    values: int
+    state: int
+    gradients: int
+
+    @classmethod
+    def of(cls, decision: Decision) -> TorchBytes:
+        """Those of a run, which reserves space for the gradients of trained parameters."""
+        own = [record for record in decision.records if not record.buffer]
+        gradients = sum(record.values.nbytes for record in own if record.spill is not None)
+        state = sum(
             # "rest" is one half of a compact master, which counts whole.
             tensor.numel() * (4 if name == "rest" else tensor.element_size())
-            for record in self.records
+            for record in decision.records
             for name, tensor in record.state.items()
         )
+        return cls(sum(record.values.nbytes for record in own), state, gradients)
+
+    @property
+    def total(self) -> int:
+        """The sum, at the end of a backward."""
+        return self.values + self.state + self.gradients
 
 
 def decided(facts: Facts) -> Decision:

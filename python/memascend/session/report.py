@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.grads.microbatches import PartialSums
+from memascend.plan.decision import TorchBytes
 from memascend.text import IN_MEMORY, bytes_shown, open_pyplot, seconds_shown, table
 
 if TYPE_CHECKING:
@@ -38,27 +39,6 @@ class Owner:
 
     bytes: int
     peak: int
-
-
-@dataclass(frozen=True)
-class TorchBytes:
-    """Bytes that the same training takes without offloading, but for activations, which are the same."""
-
-    values: int
-    state: int
-    gradients: int
-
-    @classmethod
-    def of(cls, decision: Decision) -> TorchBytes:
-        """Those of a run, which reserves space for the gradients of trained parameters."""
-        own = [record for record in decision.records if not record.buffer]
-        gradients = sum(record.values.nbytes for record in own if record.spill is not None)
-        return cls(sum(record.values.nbytes for record in own), decision.state_bytes, gradients)
-
-    @property
-    def total(self) -> int:
-        """The sum, at the end of a backward."""
-        return self.values + self.state + self.gradients
 
 
 @dataclass(frozen=True)

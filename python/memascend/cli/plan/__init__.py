@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memascend.cli.plan.answer import Answer, Question
-    from memascend.cli.plan.subject import Subject, Traces
+    from memascend.cli.plan.subject import Subject
 
 _TYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
           "float16": "float16", "fp16": "float16"}  # fmt: skip
@@ -87,15 +87,6 @@ def _speed(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a speed in GB/s: give a number above 0") from None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What the command line asks."""
-
-    question: Question
-    traces: Traces  # of batches of its length
-    speeds: dict[str, float]  # of its storage, in GB/s, where they were measured
-
-
 def run(options: argparse.Namespace) -> int:
     """Print the plan; exit code 1 if it does not fit the GPU or the storage."""
     # An error about it needs no torch, whose import takes seconds.
@@ -103,33 +94,31 @@ def run(options: argparse.Namespace) -> int:
     return print_answer(options, ask(options))
 
 
-def print_answer(options: argparse.Namespace, asked: Asked) -> int:
+def print_answer(options: argparse.Namespace, question: Question) -> int:
     """Print the plan of what is asked; the exit code is 1 if it does not fit the GPU or the storage."""
     from memascend.cli.plan import text
-    from memascend.cli.plan.answer import alternative, answer, propose, takes_over
+    from memascend.cli.plan.answer import alternative, answer, propose
 
-    question = asked.question
     if options.fit:
         return _fit(options, question)
     found = answer(question)
     if options.json:
-        print(json.dumps(_values(options, asked, found, takes_over(question, asked.traces)), indent=2))
+        print(json.dumps(_values(options, question, found), indent=2))
         return int(bool(found.problems))
-    other = alternative(question, asked.traces) if found.problems else None
+    other = alternative(question) if found.problems else None
     proposal = propose(question, found)
     print(text.brief(str(options.model), question, found, proposal, other, options.examples))
     if options.verbose:
         head = f"{options.model}: {{parameters}}, described by {question.subject.by}; {options.optimizer}"
         print()
-        print(text.shown(head, question, found, takes_over(question, asked.traces), asked.speeds))
+        print(text.shown(head, question, found))
     return int(bool(found.problems))
 
 
-def ask(options: argparse.Namespace) -> Asked:
+def ask(options: argparse.Namespace) -> Question:
     """The question of the command line; what it names is described and measured."""
     from memascend.cli.plan.answer import Question
     from memascend.cli.plan.machine import drive_at, gpu_here, parse_drive, parse_gpu, product_flops
-    from memascend.cli.plan.subject import Traces
     from memascend.plan import decision
     from memascend.plan.options import Options
 
@@ -162,26 +151,25 @@ def ask(options: argparse.Namespace) -> Asked:
     speeds: dict[str, float] = {}
     if drive is None and paths:
         drive, speeds = drive_at(paths)
-    sequences, length = shape_of(options, subject)
-    traces = Traces(subject.trace, length)
+    sequences, length = _shape_of(options, subject)
     question = Question(
         subject=subject,
         options=given,
-        # Where more sequences move the peak to another place, two small batches do not tell.
-        trace=subject.trace(sequences, length),
         gpu=gpu,
         drive=parse_drive(_DRIVE) if drive is None and not paths else drive,
         drive_assumed=drive is None and not paths,
+        speeds=speeds,
         free=decision.room_beside(given.paths, 0) if given.paths else None,
         endurance=None if options.endurance is None else options.endurance * 10**12,
         ranks=options.ranks,
         network=None if options.network is None else options.network * 1e9,
+        length=length,
         sequences=sequences,
         micro_batches=options.accumulation_steps,
     )
     if not isinstance(question.trace, str) and question.drive is not None and given.computes_on == "cpu":
         question = replace(question, processor=product_flops(subject.dtype))
-    return Asked(question=question, traces=traces, speeds=speeds)
+    return question
 
 
 def _subject(options: argparse.Namespace) -> Subject:
@@ -206,7 +194,7 @@ def _subject(options: argparse.Namespace) -> Subject:
     )
 
 
-def shape_of(options: argparse.Namespace, subject: Subject) -> tuple[int, int]:
+def _shape_of(options: argparse.Namespace, subject: Subject) -> tuple[int, int]:
     """The number of sequences of a backward, and their length."""
     length = options.length or min(options.tokens, _LENGTH, subject.longest or _LENGTH)
     if subject.longest is not None and length > subject.longest:
@@ -226,16 +214,15 @@ def _fit(options: argparse.Namespace, question: Question) -> int:
 
     found = find(question, options.length)
     if options.json:
-        print(json.dumps([described_fit(one) for one in found], indent=2))
+        print(json.dumps([described_fit(*one) for one in found], indent=2))
     else:
         print(text.fitting(found))
-    return int(all(one.answer.problems for one in found))
+    return int(all(answer.problems for _, answer in found))
 
 
-def _values(options: argparse.Namespace, asked: Asked, found: Answer, takeover: Answer | None) -> dict[str, Any]:
+def _values(options: argparse.Namespace, question: Question, found: Answer) -> dict[str, Any]:
     from memascend.cli.plan.answer import answer, described, disk_seconds, forecast_of, moved, propose, total
 
-    question = asked.question
     plan, trace = found.plan, question.trace
     turns = answer(question.one_after_the_other()) if question.by_layer else None
     subject, proposal = question.subject, propose(question, found)
@@ -260,9 +247,6 @@ def _values(options: argparse.Namespace, asked: Asked, found: Answer, takeover: 
         "gpu": None if question.gpu is None else question.gpu.name,
         "processor_flops": question.processor,
         "step": described(found),
-        "compute_takes_over": None
-        if takeover is None
-        else {"tokens": takeover.tokens, "problems": list(takeover.problems), **described(takeover)},
         "run": {"examples": options.examples, **asdict(total(question, found, options.examples))},
         "proposal": None
         if proposal is None
@@ -285,6 +269,6 @@ def _values(options: argparse.Namespace, asked: Asked, found: Answer, takeover: 
         "read_bytes_per_step": sum(plan.read_bytes.values()) + question.stored(plan),
         "steps_per_100_tb_written": 10**14 // max(1, found.written),
         "drive": {"endurance_bytes": found.endurance, "days": found.days},
-        "gb_per_second": asked.speeds or None,
+        "gb_per_second": question.speeds or None,
         "disk_seconds_per_step": disk_seconds(question, plan),
     }

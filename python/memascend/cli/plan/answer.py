@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from bisect import bisect_left
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from memascend.cli.plan.machine import REACHED
-from memascend.cli.plan.subject import Traces
 from memascend.errors import BudgetError, ConfigError
 from memascend.plan.cost import (
     Drive,
@@ -22,10 +20,11 @@ from memascend.plan.cost import (
     through_link,
     update_seconds,
 )
+from memascend.plan.decision import TorchBytes
 from memascend.text import bytes_shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from memascend.cli.plan.machine import Gpu
     from memascend.cli.plan.subject import Subject, Trace
@@ -51,20 +50,26 @@ class Question:
 
     subject: Subject  # the model and its optimizer
     options: Options  # of `offload()`
-    trace: Trace | str  # of one backward; or the reason why there is none
     gpu: Gpu | None = None  # computes; None: the processor does
     processor: float | None = None  # operations a second of this processor, where it computes, in products of matrices
     # Instead, its seconds for a forward and a backward, and its other speeds, for a format of the state.
     measured: Callable[[Plan, str], tuple[float, float, Host]] | None = None
     drive: Drive | None = None  # the speed of storage; None: not known
     drive_assumed: bool = False  # nobody has named or measured it
+    speeds: Mapping[str, float] = field(default_factory=dict)  # of storage, in GB/s, where they were measured
     free: int | None = None  # free bytes of storage; None: no storage is named
     # Bytes that may be written to storage in its life; None: the usual endurance of a drive just large enough.
     endurance: int | None = None
     ranks: int = 1  # processes that share the model; drive, tokens and memory are of one process
     network: float | None = None  # bytes a second that a rank receives while it sends as many; None: not known
+    length: int  # tokens of each sequence
     sequences: int = 1  # of a micro-batch
-    micro_batches: int = 1  # of a step, each with the tokens of the trace
+    micro_batches: int = 1  # of a step
+
+    @property
+    def trace(self) -> Trace | str:
+        """Of one backward; or the reason why there is none."""
+        return self.subject.trace(self.sequences, self.length)
 
     @property
     def by_layer(self) -> bool:
@@ -182,11 +187,9 @@ def answer(question: Question) -> Answer:
     scratch = question.scratch(plan)
     endurance = question.endurance or -(-(plan.storage_bytes + scratch) // _TB) * ENDURANCE_PER_TB * _TB
     written = sum(plan.written_bytes.values()) + question.stored(plan)
-    # Values and gradients; of several ranks, one rank's part.
-    in_memory = question.subject.nbytes + question.subject.gradient_bytes
     return Answer(
         plan=plan,
-        in_memory=-(-in_memory // question.ranks) + found.state_bytes,
+        in_memory=TorchBytes.of(found).total,
         host_bytes=ours + (torchs if question.on_host else 0),
         device_bytes=0 if question.on_host else plan.device_peak + torchs,
         phases=None if steps is None else tuple(steps),
@@ -377,24 +380,12 @@ def _rate(found: Answer) -> float:
 
 _LENGTHS = (8192, 2048, 512)
 _BATCH_MAX = 256
-# No step has more sequences.
-_SEQUENCES_MAX = 1 << 20
 # Without --state: the optimizer's own format, and the formats of fewer bytes.
 _STATES: tuple[Literal["bf16", "8bit"] | None, ...] = (None, "bf16", "8bit")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A batch, and the estimate for it."""
-
-    state: str | None  # the format of the optimizer's state; None: its own
-    batch: int  # sequences of a micro-batch on one rank
-    length: int  # tokens of each
-    answer: Answer
-
-
-def alternative(question: Question, traces: Traces) -> tuple[Question, Answer] | None:
-    """The nearest run that fits, where the asked one does not; `traces` are of its length.
+def alternative(question: Question) -> tuple[Question, Answer] | None:
+    """The nearest run that fits, where the asked one does not.
 
     With fewer micro-batches only where fewer sequences at once do not fit, each also with checkpointed activations in
     files; with another format of the state at last.
@@ -408,7 +399,6 @@ def alternative(question: Question, traces: Traces) -> tuple[Question, Answer] |
                     options=replace(options, state=state),
                     sequences=sequences,
                     micro_batches=micro_batches,
-                    trace=traces.of(sequences),
                 )
                 if options.accumulation_steps > 1:
                     one = replace(one, options=replace(one.options, accumulation_steps=micro_batches))
@@ -425,15 +415,14 @@ def _halved(count: int) -> list[int]:
     return found
 
 
-def find(question: Question, length: int | None) -> list[Candidate]:
+def find(question: Question, length: int | None) -> list[tuple[Question, Answer]]:
     """The largest batch of some lengths that fits, in powers of two, for each format of the state.
 
-    The question's trace is ignored; if it names a format, only that one is tried. `length` is that of all sequences;
-    None: a long, a usual and a short one.
+    The question's own batch is ignored; if it names a format, only that one is tried. `length` is that of all
+    sequences; None: a long, a usual and a short one.
     """
     most = question.subject.longest or max(_LENGTHS)
     lengths = [length] if length else [one for one in _LENGTHS if one <= most] or [most]
-    traces = [Traces(question.subject.trace, length) for length in lengths]
     found = []
     for state in _STATES if question.options.state is None else (question.options.state,):
         asked = replace(question, options=replace(question.options, state=state))
@@ -444,50 +433,34 @@ def find(question: Question, length: int | None) -> list[Candidate]:
                 raise
             # The optimizer does not have this format.
             continue
-        found += [_largest(asked, one) for one in traces]
+        found += [_largest(replace(asked, length=one)) for one in lengths]
     return found
 
 
-def _largest(question: Question, traces: Traces) -> Candidate:
-    """The largest batch of one length that fits; if none does, one sequence."""
-
-    def candidate(batch: int) -> Candidate:
-        found = answer(replace(question, trace=traces.of(batch)))
-        return Candidate(state=question.options.state, batch=batch, length=traces.length, answer=found)
-
-    best = candidate(1)
-    while not best.answer.problems and best.batch < _BATCH_MAX and not isinstance(traces.of(1), str):
-        larger = candidate(2 * best.batch)
-        if larger.answer.problems:
+def _largest(question: Question) -> tuple[Question, Answer]:
+    """The largest batch of its length that fits; if none does, one sequence."""
+    best = replace(question, sequences=1)
+    found = answer(best)
+    while not found.problems and best.sequences < _BATCH_MAX and not isinstance(best.trace, str):
+        larger = replace(best, sequences=2 * best.sequences)
+        its = answer(larger)
+        if its.problems:
             break
-        best = larger
-    return best
+        best, found = larger, its
+    return best, found
 
 
-def takes_over(question: Question, traces: Traces) -> Answer | None:
-    """The estimate for the fewest sequences with which compute takes longest; None: there is no such number."""
-    if question.gpu is None or question.drive is None or isinstance(question.trace, str):
-        return None
-
-    def at(batch: int) -> Answer:
-        return answer(replace(question, trace=traces.of(batch)))
-
-    batches = range(1, _SEQUENCES_MAX + 1)
-    fewer = bisect_left(batches, True, key=lambda batch: at(batch).bound == "compute")
-    return None if fewer == _SEQUENCES_MAX else at(batches[fewer])
-
-
-def described_fit(one: Candidate) -> dict[str, Any]:
-    """A candidate as JSON values."""
+def described_fit(question: Question, found: Answer) -> dict[str, Any]:
+    """A batch and the answer for it as JSON values."""
     return {
-        "state": one.state,
-        "batch": one.batch,
-        "length": one.length,
-        "fits": not one.answer.problems,
-        "problems": list(one.answer.problems),
-        "device_bytes": one.answer.device_bytes,
-        "host_bytes": one.answer.host_bytes,
-        "disk_bytes": one.answer.plan.disk_bytes,
-        "log_bytes": one.answer.plan.log_bytes,
-        **described(one.answer),
+        "state": question.options.state,
+        "batch": question.sequences,
+        "length": question.length,
+        "fits": not found.problems,
+        "problems": list(found.problems),
+        "device_bytes": found.device_bytes,
+        "host_bytes": found.host_bytes,
+        "disk_bytes": found.plan.disk_bytes,
+        "log_bytes": found.plan.log_bytes,
+        **described(found),
     }

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from memascend import storage as engines
-from memascend.cli.plan.subject import Planned, Subject, Trace
-from memascend.plan.decision import Facts, decided
+from memascend.cli.plan.subject import Subject, Trace
+from memascend.plan.decision import Decision, Facts, decided
 from memascend.plan.outline import Dtype, Outline, Sketch
 from memascend.plan.units import find_units
 
@@ -188,13 +188,12 @@ def subject(name: str, config: Mapping[str, Any], dtype: str) -> Subject:
     """The model of a built-in shape, and AdamW."""
     tree = outline(config, Dtype(dtype))
     parameters = dict(tree.named_parameters())
-    nbytes = sum(parameter.nbytes for parameter in parameters.values())
     count = sum(parameter.numel() for parameter in parameters.values())
     units = find_units(tree)
     tied = parameters["model.embed_tokens.weight"].nbytes if config["tie_word_embeddings"] else 0
 
     @functools.cache
-    def plan(options: Options, ranks: int) -> Planned:
+    def plan(options: Options, ranks: int) -> Decision:
         assert ranks == 1, "several ranks are planned with torch"
         return _planned(units, parameters, options)
 
@@ -202,20 +201,18 @@ def subject(name: str, config: Mapping[str, Any], dtype: str) -> Subject:
         by=f"the shape of {name}",
         parameters=count,
         trained=count,
-        nbytes=nbytes,
-        gradient_bytes=nbytes,
         tied_bytes=tied,
         dtype=dtype,
         longest=config["max_position_embeddings"],
         checkpointing="gradient_checkpointing_enable",
         plan=plan,
-        trace=lambda batch, length: traced(config, batch, length),
+        trace=functools.cache(functools.partial(traced, config)),
     )
 
 
-def _planned(units: tuple[Unit, ...], parameters: Mapping[str, Sketch], options: Options) -> Planned:
+def _planned(units: tuple[Unit, ...], parameters: Mapping[str, Sketch], options: Options) -> Decision:
     narrow = next(iter(parameters.values())).dtype == "float16"
-    found = decided(
+    return decided(
         Facts(
             options=options,
             units=units,
@@ -232,7 +229,6 @@ def _planned(units: tuple[Unit, ...], parameters: Mapping[str, Sketch], options:
             update_values="never" if narrow else "resident",
         )
     )
-    return Planned(plan=found.plan, state_bytes=found.state_bytes)
 
 
 def _record(name: str, parameter: Sketch, unit: str, state: str | None) -> engines.Record:

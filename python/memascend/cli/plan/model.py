@@ -20,15 +20,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from memascend.cli.plan.shapes import SHAPES, named_shape
-from memascend.cli.plan.subject import Planned, Subject, Trace
+from memascend.cli.plan.subject import Subject, Trace
 from memascend.errors import ConfigError
 from memascend.session.decide import planned
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
-
-    from memascend.plan.options import Options
 
 
 _CONFIG = "config.json"
@@ -52,23 +50,16 @@ def subject(path: Path, *, dtype: torch.dtype | None, optimizer: str, recomputes
     trained = [one for one in every if one.requires_grad]
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
 
-    @functools.cache
-    def plan(options: Options, ranks: int) -> Planned:
-        found = planned(model, owner, options, ranks)
-        return Planned(plan=found.plan, state_bytes=found.state_bytes, network=found.network)
-
     return Subject(
         by=by,
         parameters=sum(one.numel() for one in every),
         trained=sum(one.numel() for one in trained),
-        nbytes=sum(one.nbytes for one in every),
-        gradient_bytes=sum(one.nbytes for one in trained),
         tied_bytes=_tied_bytes(model),
-        dtype=str(every[0].dtype).removeprefix("torch.") if every else "float32",
+        dtype=str(every[0].dtype).removeprefix("torch."),
         longest=longest if isinstance(longest, int) else None,
         checkpointing=_checkpointing(model),
-        plan=plan,
-        trace=lambda batch, length: trace(model, batch, length, recomputes=recomputes),
+        plan=functools.cache(functools.partial(planned, model, owner)),
+        trace=functools.cache(functools.partial(trace, model, recomputes=recomputes)),
         module=model,
     )
 

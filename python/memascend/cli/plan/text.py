@@ -12,9 +12,9 @@ from memascend.memory import limits
 from memascend.text import bytes_shown, seconds_shown, size_option, table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from memascend.cli.plan.answer import Answer, Candidate, Question, Total
+    from memascend.cli.plan.answer import Answer, Question, Total
 
 
 Row = tuple[str, str, str]
@@ -143,8 +143,8 @@ def _what_fits(question: Question, found: tuple[Question, Answer] | None) -> str
     return f"{_changes(question, other)}: {_memory_in_words(other, its)}{took}"
 
 
-def shown(head: str, question: Question, found: Answer, takeover: Answer | None, speeds: Mapping[str, float]) -> str:
-    """All figures of an answer; `head` has a placeholder for the number of parameters, `speeds` are measured GB/s."""
+def shown(head: str, question: Question, found: Answer) -> str:
+    """All figures of an answer; `head` has a placeholder for the number of parameters."""
     count, trained = question.subject.parameters, question.subject.trained
     of_them = "" if trained == count else f" ({trained:,} trained)"
     parts = [head.format(parameters=f"{count:,} parameters{of_them}")]
@@ -153,14 +153,10 @@ def shown(head: str, question: Question, found: Answer, takeover: Answer | None,
         *_memory(question, found),
         *_room(question, found),
         *_moved(question, found),
-        *_time(question, found, speeds),
+        *_time(question, found),
     ]
     if found.seconds is not None and question.by_layer:
         rows += _in_turn(question, found.seconds)
-    if found.seconds is not None and takeover is not None:
-        note = f"{takeover.tokens_per_second:,.0f} tokens a second there"
-        but = f", but {'; '.join(takeover.problems)}" if takeover.problems else ""
-        rows.append(("compute takes over at", f"{takeover.tokens:,} tokens a step", note + but))
     parts.append(table(("what", "how much", "note"), rows))
     parts.append(str(found.plan))
     return "\n\n".join(parts)
@@ -263,8 +259,8 @@ def _moved(question: Question, found: Answer) -> list[Row]:
     return rows
 
 
-def _time(question: Question, found: Answer, speeds: Mapping[str, float]) -> list[Row]:
-    rows = [_disk(question, found, speeds), *_ram_tier(question, found)]
+def _time(question: Question, found: Answer) -> list[Row]:
+    rows = [_disk(question, found), *_ram_tier(question, found)]
     if found.phases is None or found.seconds is None:
         return [*rows, ("a step", "not known", _unknown(question))]
     for phase in found.phases:
@@ -304,7 +300,7 @@ def _ram_tier(question: Question, found: Answer) -> list[Row]:
     return rows if plan.ram_tier else rows[1:]
 
 
-def _disk(question: Question, found: Answer, speeds: Mapping[str, float]) -> Row:
+def _disk(question: Question, found: Answer) -> Row:
     what = "the disk's part of a step"
     took = disk_seconds(question, found.plan)
     if took is None:
@@ -315,8 +311,8 @@ def _disk(question: Question, found: Answer, speeds: Mapping[str, float]) -> Row
             seconds_shown(took),
             "assumed; --storage P measures the disk of P, --drive READ,WRITE gives its speed",
         )
-    if speeds:
-        shown_speeds = ", ".join(f"{pattern} {speed:.2f} GB/s" for pattern, speed in speeds.items())
+    if question.speeds:
+        shown_speeds = ", ".join(f"{pattern} {speed:.2f} GB/s" for pattern, speed in question.speeds.items())
         return what, seconds_shown(took), f"measured: {shown_speeds}"
     return what, seconds_shown(took), "at the speeds of --drive"
 
@@ -353,21 +349,21 @@ def _life(question: Question, found: Answer) -> Row:
     return "the drive lasts", f"{steps:,} steps", wear
 
 
-def fitting(found: Sequence[Candidate]) -> str:
+def fitting(found: Sequence[tuple[Question, Answer]]) -> str:
     """The batches that fit: a row for each format of the state and length."""
     rows = [
         (
-            "exact" if one.state is None else f'"{one.state}"',
-            f"{one.batch} x {one.length:,}",
-            bytes_shown(one.answer.device_bytes),
-            bytes_shown(one.answer.host_bytes),
-            bytes_shown(one.answer.plan.storage_bytes),
-            "not known" if one.answer.seconds is None else seconds_shown(one.answer.seconds),
-            one.answer.bound or "",
-            "" if one.answer.tokens_per_second is None else f"{one.answer.tokens_per_second:,.0f}",
-            "; ".join(one.answer.problems) or "fits",
+            "exact" if one.options.state is None else f'"{one.options.state}"',
+            f"{one.sequences} x {one.length:,}",
+            bytes_shown(its.device_bytes),
+            bytes_shown(its.host_bytes),
+            bytes_shown(its.plan.storage_bytes),
+            "not known" if its.seconds is None else seconds_shown(its.seconds),
+            its.bound or "",
+            "" if its.tokens_per_second is None else f"{its.tokens_per_second:,.0f}",
+            "; ".join(its.problems) or "fits",
         )
-        for one in found
+        for one, its in found
     ]
     figures = ("GPU memory", "host memory", "storage", "a step", "mostly", "tokens a second")
     return table(("state=", "batch x tokens", *figures, ""), rows)
