@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import os
 import re
 import sys
 from typing import TYPE_CHECKING
@@ -49,7 +50,7 @@ class _Parser(argparse.ArgumentParser):
         found, unknown = super().parse_known_args(args, namespace)
         if self.get_default("words") is not None:
             # The command reads its words itself.
-            found.words, unknown = list(args or ()), []
+            return argparse.Namespace(**{**vars(found), "words": list(args or ())}), []
         if unknown:
             options = [option for action in self._actions for option in action.option_strings]
             near = [close[0] for word in unknown for close in [difflib.get_close_matches(word, options, 1)] if close]
@@ -68,9 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     called = next((word for word in given if not word.startswith("-")), None)
     for name, summary in _COMMANDS.items():
-        command_parser = commands.add_parser(name, help=summary, description=summary)
-        if name == called:
-            command = importlib.import_module(f"memascend.cli.{name}")
+        command = importlib.import_module(f"memascend.cli.{name}") if name == called else None
+        usage, description = getattr(command, "USAGE", None), getattr(command, "HELP", summary)
+        command_parser = commands.add_parser(name, help=summary, usage=usage, description=description)
+        if command is not None:
             command.add_arguments(command_parser)
             command_parser.set_defaults(run=command.run, refuse=command_parser.error)
     options = parser.parse_args([_at_home(word) for word in given])
@@ -98,7 +100,7 @@ def _ran(options: argparse.Namespace) -> int:
         return 130
     except BrokenPipeError:
         # The reader has closed the pipe: drop the rest of the output.
-        sys.stdout = None
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
         # A named file cannot be read or written; the message of the system names it.

@@ -57,21 +57,22 @@ class Sketch:
 class Outline:
     """What a plan reads of a module, by torch's names."""
 
-    kind: str = "Module"  # the name of torch's class, of containers
     own: dict[str, Sketch] = field(default_factory=dict)  # parameters that it owns directly
     children: dict[str, Outline] = field(default_factory=dict)
-    head: Outline | None = None  # of a whole model, the module of its LM head
+
+    @property
+    def kind(self) -> str:
+        """The name of torch's class, of containers: modules whose children are numbered are lists."""
+        return "ModuleList" if any(name.isdecimal() for name in self.children) else "Module"
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]], dtype: Dtype) -> Outline:
-        """The tree of parameters with these names; modules whose children are numbered are lists."""
+        """The tree of parameters with these names."""
         root = cls()
         for name, shape in shapes.items():
             *path, last = name.split(".")
             module = root
             for part in path:
-                if part.isdecimal():
-                    module.kind = "ModuleList"
                 module = module.children.setdefault(part, cls())
             module.own[last] = Sketch(shape, dtype)
         return root
@@ -100,4 +101,4 @@ class Outline:
 
     def get_output_embeddings(self) -> Outline | None:
         """The module of the LM head."""
-        return self.head
+        return self.children.get("lm_head")

@@ -135,9 +135,8 @@ def outline(config: Mapping[str, Any], dtype: Dtype) -> Outline:
     shapes["model.norm.weight"] = (sizes.hidden,)
     shapes["lm_head.weight"] = (sizes.vocabulary, sizes.hidden)
     tree = Outline.of(shapes, dtype)
-    tree.head = tree.children["lm_head"]
     if config["tie_word_embeddings"]:
-        tree.head.own["weight"] = tree.children["model"].children["embed_tokens"].own["weight"]
+        tree.children["lm_head"].own["weight"] = tree.children["model"].children["embed_tokens"].own["weight"]
     return tree
 
 

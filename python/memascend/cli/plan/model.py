@@ -173,7 +173,7 @@ def _configured(transformers: Any, config: Path, values: dict[str, Any], dtype: 
         dtype = getattr(torch, known, None) if isinstance(known, str) else None
     dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
     try:
-        made = transformers.AutoConfig.for_model(kind, **values)
+        made = transformers.AutoConfig.for_model(kind, **{**values, "use_cache": False})
         named = [getattr(transformers, str(name), None) for name in values.get("architectures") or ()]
         chosen = next((one for one in named if isinstance(one, type)), None)
         with torch.device("meta"):
@@ -296,9 +296,6 @@ def trace(model: nn.Module, batch: int, length: int, *, recomputes: bool) -> Tra
     with fake:
         settle(model)
     model.train()
-    config: Any = getattr(model, "config", None)
-    if config is not None:
-        config.use_cache = False
     if recomputes:
         recompute(model)
     watch = _Watch(model)
@@ -334,11 +331,12 @@ def trace(model: nn.Module, batch: int, length: int, *, recomputes: bool) -> Tra
 def _without_torchs_log() -> Iterator[None]:
     """Disable torch's log of failed traces, whose stack would keep a checkpoint's hooks alive."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
+    nothing = logging.Filter("no logger has this name")
+    log.addFilter(nothing)
     try:
         yield
     finally:
-        log.disabled = before
+        log.removeFilter(nothing)
 
 
 def settle(model: nn.Module) -> None:

@@ -10,12 +10,11 @@ from memascend.cli.train.arguments import HELP, USAGE, parse
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["HELP", "USAGE", "add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Take all words as they are: TRL's parser reads them."""
-    parser.usage, parser.description = USAGE, HELP
     parser.set_defaults(words=())
 
 

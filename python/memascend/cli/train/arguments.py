@@ -91,15 +91,15 @@ def parse(words: Sequence[str]) -> Command:
 
     config = _in_file(given.pop("config")[-1]) if "config" in given else {}
     needed = ["model", "output", "storage", *([] if "datasets" in config else ["data"])]
-    if missing := [f"--{name}" for name in needed if _ALIASES.get(name, name) not in {*given, *config}]:
+    if missing := [f"--{name}" for name in needed if not {**config, **given}.get(_ALIASES.get(name, name))]:
         raise ArgumentError(None, f"the following arguments are required: {', '.join(missing)}")
     kinds = (trl.ScriptArguments, getattr(trl, f"{KINDS[kind]}Config"), trl.ModelConfig, trl.DatasetMixtureConfig)
     own: list[Any] = [(name, list[str], field(default_factory=list)) for name in ("storage", "eval")]
     own += [*((name, str | None, None) for name in (*OFFLOAD, "columns")), ("dry_run", bool, False)]
     parser = Parser((*kinds, make_dataclass("Own", own)), allow_abbrev=False, add_help=False)
     actions = {action.dest: action for action in parser._actions}  # noqa: SLF001
-    # Several files are one data set.
-    actions["dataset_name"].nargs = "+"
+    # Several files are one data set, where TRL takes one.
+    files = given.pop("dataset_name", None)
     if kind == "sft":
         config = {"assistant_only_loss": None, "packing": None, **config}
     saves = {"save_strategy": "steps"} if "save_steps" in {*given, *config} else {}
@@ -110,7 +110,7 @@ def parse(words: Sequence[str]) -> Command:
         near = difflib.get_close_matches(unknown[0].lstrip("-"), actions, 1)
         hint = f"; did you mean --{near[0]}?" if near else ""
         raise ArgumentError(None, f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    values = vars(namespace)
+    values = vars(namespace) | ({"dataset_name": files} if files else {})
     values["use_cpu"] |= values["device"] == "cpu"
     if values["eval"] and values["eval_strategy"] == "no":
         values["eval_strategy"] = "epoch" if values["eval_steps"] is None else "steps"
