@@ -202,11 +202,10 @@ def test_a_store_that_began_from_the_checkpoint_goes_on_from_it_too(tmp_path, en
         with pytest.raises(UsageError, match=r"other weights .* those of step 6 of"):
             run.train(resume_from_checkpoint=str(ended / "checkpoint-4"))
         assert same_states(weights(model), before)
-        # A load of the program's own is none of a resume.
+        other = trainer(model, optimizer, tmp_path / "other", Callback(), max_steps=1, save_strategy="no")
+        # A load of the program's own is none of a resume, after a training and before one.
         model.load_state_dict({name: values + 1 for name, values in before.items()}, strict=False)
         model.load_state_dict(before, strict=False)
-        # Another Trainer's training takes the guard away, whoever set it.
-        other = trainer(model, optimizer, tmp_path / "other", Callback(), max_steps=1, save_strategy="no")
         other.train()
         assert optimizer.steps == 7
     model, optimizer = begun(tmp_path, existing="resume", seed=9)

@@ -169,7 +169,7 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None
             "the data is not known: begin from weights alone, or train on by memascend.offload() and Callback()"
         )
     callback = Attached()
-    callback.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model, optimizer=optimizer)
+    callback.attach(optimizer)
     # Before those that report the log.
     trainer.callback_handler.callbacks.insert(0, callback)
     resume.begin(optimizer, kept)

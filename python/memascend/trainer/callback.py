@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
-    from torch.utils.hooks import RemovableHandle
     from transformers import TrainerState, TrainingArguments
 
     from memascend.session.report import Report
@@ -38,8 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["Callback", "is_streamed", "offloaded_optimizer"]
 
 _log = logging.getLogger("memascend")
-# Hooks that reject other weights than the store's: outside of a training, a Trainer loads those of a resume.
-_GUARDS: weakref.WeakKeyDictionary[Session, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
 def _resumes() -> bool:
@@ -76,40 +72,27 @@ class Callback(TrainerCallback):
 
     def __init__(self) -> None:
         self._session: Session | None = None
-        self._watches = False
         # The figures at the last log: bytes read and written, seconds of waiting.
         self._before = (0, 0, 0.0)
         self._advised = False
 
     def on_init_end(self, args: TrainingArguments, *_: Any, **others: Any) -> None:  # noqa: ARG002
-        """Find the offloaded optimizer; from here on, weights that a Trainer loads are those of a resume."""
-        self._attach(others.get("optimizer"))
-        self._watch(others["model"])
-
-    def _watch(self, model: torch.nn.Module) -> None:
-        assert self._session is not None
-        self._unwatch()
+        """Find the offloaded optimizer; from here on, weights that a Trainer's resume loads must be the store's."""
+        self.attach(others.get("optimizer"))
         # Copies of the model share a function, and would copy the object of a method.
         check = lambda *given: self._require_same(*given)  # noqa: E731, PLW0108
-        _GUARDS[self._session] = model.register_load_state_dict_pre_hook(check)
+        others["model"].register_load_state_dict_pre_hook(check)
 
-    def _unwatch(self) -> None:
-        assert self._session is not None
-        guard = _GUARDS.pop(self._session, None)
-        if guard is not None:
-            guard.remove()
-
-    def _attach(self, optimizer: Any) -> None:
+    def attach(self, optimizer: Any) -> None:
+        """Report on the optimizer of this Trainer."""
         self._session = session_of(offloaded_optimizer(optimizer))
         self._before = _counted(self._session.report())
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **others: Any) -> None:
         """Take over the writing of checkpoints."""
         if self._session is None:
-            self._attach(others.get("optimizer"))
+            self.attach(others.get("optimizer"))
         assert self._session is not None
-        self._watches = self._session in _GUARDS
-        self._unwatch()
         self._schedule(others.get("lr_scheduler"))
         model = others["model"]
         if is_streamed(model, self._session) and not args.save_only_model:
@@ -138,10 +121,8 @@ class Callback(TrainerCallback):
             self._session.run.metadata.schedule.catch_up()
 
     def on_train_end(self, *_: Any, **others: Any) -> None:
-        """Restore the model's own `save_pretrained`; from here on a resume is watched again."""
+        """Restore the model's own `save_pretrained`."""
         others["model"].__dict__.pop("save_pretrained", None)
-        if self._watches:
-            self._watch(others["model"])
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Add our files to a checkpoint that the model wrote itself."""
@@ -173,10 +154,10 @@ class Callback(TrainerCallback):
             state.log_history[-1].update(figures)
 
     def _require_same(self, model: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Reject weights that differ from the store's, before any is loaded; after a training those of a resume."""
-        assert self._session is not None
-        if self._watches and not _resumes():
+        """Reject weights of a resume that differ from the store's, before any is loaded."""
+        if not _resumes():
             return
+        assert self._session is not None
         for name, parameter in model.named_parameters():
             given = state_dict.get(prefix + name)
             if given is None or given.shape != parameter.shape:
