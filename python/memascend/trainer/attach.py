@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import os
 from pathlib import Path
@@ -19,7 +18,6 @@ from memascend.plan.decision import file_of
 from memascend.session.optimizer import session_of
 from memascend.storage import commits, look
 from memascend.trainer import names
-from memascend.trainer.by_layer import Steps
 from memascend.trainer.callback import Callback, offloaded_optimizer
 from memascend.trainer.feed import digest_of
 from memascend.trainer.optimizers import prepare_optimizer
@@ -108,9 +106,6 @@ def _offloaded(trainer: Any, run: dict[str, Any], options: dict[str, Any], clipp
     """Have the optimizer made, offload it with its model, and stand in for methods of the Trainer."""
     if clipping == "exact":
         options.setdefault("max_grad_norm", trainer.args.max_grad_norm or None)
-        # accelerate would clip once more. Another Trainer may have these arguments, too.
-        trainer.args = copy.copy(trainer.args)
-        trainer.args.max_grad_norm = 0.0
         _log.info(
             "clipping: %s within step(), whose norm the log has; clipping='torch' clips as torch does, after the "
             "backward",
@@ -122,9 +117,6 @@ def _offloaded(trainer: Any, run: dict[str, Any], options: dict[str, Any], clipp
         for parameter in trainer.model.parameters():
             parameter.data = parameter.data.clone()
     reference = reference_of(trainer, options)
-    if not trainer.is_fsdp_enabled:
-        Steps(trainer)
-    # A repeated step passes by those.
     resume = Resume(trainer, run, exact_norm=clipping == "exact")
 
     def begin() -> OffloadedOptimizer:
