@@ -16,9 +16,7 @@ from memascend.distributed.reduce import Gather, NativeReduction, OrderedReducti
 from memascend.distributed.replicas import Refill, retire
 from memascend.distributed.rows import RowsOfRank
 from memascend.errors import ConfigError, UsageError
-from memascend.memory import whole_pages
 from memascend.params.aliases import held_for_good, shared_memory
-from memascend.plan.units import Unit
 from memascend.storage import checksum_of
 
 if TYPE_CHECKING:
@@ -159,15 +157,6 @@ class Sharding(RowsOfRank):
     def leaves(self) -> dict[str, torch.nn.Parameter]:
         """The model's own parameters, by name."""
         return {name: one.leaf for name, one in self._sharded.items()}
-
-    def whole_units(self) -> tuple[Unit, ...]:
-        """The units of a process that has all rows."""
-        units = []
-        for group in self._groups:
-            nbytes = sum(whole_pages(one.leaf.nbytes) for one in group.parameters)
-            names = tuple(one.name for one in group.parameters)
-            units.append(Unit(name=group.name, parameters=names, nbytes=nbytes, module=None, pinned=False))
-        return tuple(units)
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
