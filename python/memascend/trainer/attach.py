@@ -22,7 +22,7 @@ from memascend.trainer.callback import Callback, offloaded_optimizer
 from memascend.trainer.feed import digest_of
 from memascend.trainer.optimizers import prepare_optimizer
 from memascend.trainer.position import RandomNumbers, decoded
-from memascend.trainer.reference import offload_both, reference_of
+from memascend.trainer.reference import offload_both
 from memascend.trainer.resume import Resume
 
 if TYPE_CHECKING:
@@ -116,7 +116,6 @@ def _offloaded(trainer: Any, run: dict[str, Any], options: dict[str, Any], clipp
         # TRL hashed the weights as arrays of numpy, which are gone, and their memory still counts as numpy's.
         for parameter in trainer.model.parameters():
             parameter.data = parameter.data.clone()
-    reference = reference_of(trainer, options)
     resume = Resume(trainer, run, exact_norm=clipping == "exact")
 
     def begin() -> OffloadedOptimizer:
@@ -124,7 +123,7 @@ def _offloaded(trainer: Any, run: dict[str, Any], options: dict[str, Any], clipp
         for group in optimizer.param_groups:
             # offload() warns of stored rates that no scheduler set.
             group.setdefault("initial_lr", group["lr"])
-        offloaded = offload_both(trainer.model, optimizer, options, reference)
+        offloaded = offload_both(trainer, options)
         if isinstance(optimizer, Optimizer) and not hasattr(optimizer, "optimizer"):
             trainer.optimizer = trainer.callback_handler.optimizer = offloaded
         try:
