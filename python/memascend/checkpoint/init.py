@@ -13,6 +13,7 @@ import torch
 from memascend.checkpoint.files import BufferPlace, Names, each_buffer
 from memascend.checkpoint.weights import WeightFiles
 from memascend.errors import ConfigError
+from memascend.optim.shared import options_of
 from memascend.params.offloaded_param import dense_strides
 from memascend.plan.units import find_units
 from memascend.storage import Record, checksum_of
@@ -20,13 +21,12 @@ from memascend.tensors import laid_out
 from memascend.text import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from memascend.checkpoint.weights import Weights
     from memascend.distributed.rows import Partition
-    from memascend.distributed.sharding import Sharding
-    from memascend.optim.rules import Arithmetic
     from memascend.plan.units import Unit
+    from memascend.session.decide import Subject
     from memascend.storage import Store
 
     # A parameter's name, values as they are stored, the optimizer's state, what there is, and how many updates made it.
@@ -341,36 +341,33 @@ class MetaBuffers:
 class ModelValues:
     """First values from model and optimizer; parameters on meta come from `weights` or their initialisation."""
 
-    model: torch.nn.Module
-    named: Mapping[str, torch.nn.Parameter]
-    trained: Collection[str]  # the names that the optimizer owns
-    arithmetic: Arithmetic
+    subject: Subject
     weights: Weights | None
     meta_buffers: Mapping[str, torch.Tensor]  # the persistent buffers that were on meta
-    sharding: Sharding | None  # describes the whole model if `named` are rows of its parameters
-    partition: Partition  # which rows
+    partition: Partition  # says which rows of the model's parameters the subject's are, if ranks share them
     step = 0
     user_state = None
 
     def check(self) -> None:
         """Match names, shapes and dtypes with the weights; a function gives them when it is called."""
         if isinstance(self.weights, WeightFiles):
-            wanted = {name: self.partition.whole(name, p) for name, p in self.named.items() if p.is_meta}
-            self.weights.check(Names(self.model), {**wanted, **self.meta_buffers})
+            wanted = {name: self.partition.whole(name, p) for name, p in self.subject.named.items() if p.is_meta}
+            self.weights.check(Names(self.subject.model), {**wanted, **self.meta_buffers})
 
-    def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    def hyperparameters(self) -> dict[str, Any]:
         """The optimizer's own."""
-        return {"groups": groups, "loss_scale": None}
+        return {"groups": [options_of(group) for group in self.subject.original.param_groups], "loss_scale": None}
 
     def parameters(self, units: Sequence[Unit]) -> Generator[First, None, None]:
         """First the parameters that are initialised from meta, then the others in the order of the units."""
-        if self.weights is None and any(p.is_meta for p in self.named.values()):
+        subject = self.subject
+        if self.weights is None and any(p.is_meta for p in subject.named.values()):
             yield from self._initialised(units)
         for unit in units:
             for name in unit.parameters:
-                parameter = self.named[name]
+                parameter = subject.named[name]
                 if not parameter.is_meta:
-                    state, step = self.arithmetic.of(parameter).initial() if name in self.trained else ({}, 0)
+                    state, step = subject.arithmetic.of(parameter).initial() if name in subject.trained else ({}, 0)
                     values = parameter.detach().cpu()
                     yield name, laid_out(values, dense_strides(values)), state, step
                 elif self.weights is not None:
@@ -379,13 +376,13 @@ class ModelValues:
 
     def _initialised(self, units: Sequence[Unit]) -> Iterator[First]:
         """Parameters on meta, initialised by the model's own code, which makes whole parameters."""
-        whole = self.named
-        if self.sharding is not None:
-            units, whole = find_units(self.model), self.sharding.leaves
-        for name, values in Initialiser(self.model).parameters(units, whole):
-            if name in self.named:
+        whole = self.subject.named
+        if self.subject.sharding is not None:
+            units, whole = find_units(self.subject.model), self.subject.sharding.leaves
+        for name, values in Initialiser(self.subject.model).parameters(units, whole):
+            if name in self.subject.named:
                 part = self.partition.part(name, values)
-                yield name, laid_out(part, dense_strides(self.named[name])), {}, 0
+                yield name, laid_out(part, dense_strides(self.subject.named[name])), {}, 0
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
         """From the weights, where it was on meta and was not initialised."""
