@@ -262,11 +262,10 @@ class Sharding(RowsOfRank):
             gradients = self._gradients()
             if gradients is None:
                 return
-            parts, total = ((), None) if reduction is None else reduction.take(one, gradients.earlier_sum)
+            total = None if reduction is None else reduction.take(one, gradients.earlier_sum)
             local = self.named.get(one.name)
             if local is None:
                 # No rows, no gradient.
                 one.set_grad(None)
                 return
-            rows: Any = local.grad if parts or total is not None else None
-            gradients.heard_parts(local, rows, [part.to(rows.dtype) for part in parts], total)
+            gradients.heard_sum(local, total)

@@ -125,28 +125,16 @@ class Gradients:
         # Updates may have released units since the last one was used.
         self.residency.units.look_ahead()
 
-    def heard_parts(
-        self,
-        parameter: torch.Tensor,
-        before: torch.Tensor | None,
-        parts: Sequence[torch.Tensor],
-        total: torch.Tensor | None,
-    ) -> None:
-        """A gradient came in parts, which are added one by one to `before`, or as the sum of these, which replaces it.
-
-        None before it: `p.grad` has the sum already.
-        """
-        with torch.no_grad():
-            if isinstance(before, GradientHandle) and total is not None:
-                before.gradient.replace_by_sum(total)
-            elif before is not None and total is not None:
-                before.copy_(total)
-            for index, part in enumerate(parts):
+    def heard_sum(self, parameter: torch.Tensor, total: torch.Tensor | None) -> None:
+        """A gradient came: in `p.grad`, or as its `total` with the one that stands there."""
+        if total is not None:
+            with torch.no_grad():
+                before: Any = parameter.grad
                 if isinstance(before, GradientHandle):
-                    before.add_part(part, first=index == 0, last=index + 1 == len(parts))
-                elif before is not None:
-                    before.add_(part)
-        self._hear(parameter, assigned=before is not None)
+                    before.gradient.replace_by_sum(total)
+                elif before is not total:
+                    before.copy_(total)
+        self._hear(parameter, assigned=total is not None)
 
     def earlier_sum(self, before: torch.Tensor | None, needed: bool) -> torch.Tensor | None:
         """The sum of a gradient that stands in `p.grad`, where it is `needed`, to add another one to it elsewhere."""
@@ -253,18 +241,16 @@ class Gradients:
         if self.parts is not None:
             self.parts.require_open(gradient)
 
-    def add(
-        self, gradient: Gradient, values: torch.Tensor, *, first: bool = True, last: bool = True, summed: bool = False
-    ) -> None:
+    def add(self, gradient: Gradient, values: torch.Tensor, *, summed: bool) -> None:
         """A gradient came where there is one, which no update used: its handle refuses another.
 
-        `first`, `last`: of the parts in which it comes, one after the other. `summed`: the values are those of both.
+        `summed`: the values are those of both.
         """
         inside = self.backwards.inside()
         if inside:
             self.backwards.enter()
         brought = self._brought.get(gradient.name, -1)
-        again = brought == self.backwards.count and inside and first
+        again = brought == self.backwards.count and inside
         if again:
             gradient.expect_pieces()
         else:
@@ -278,7 +264,7 @@ class Gradients:
         self.fresh = True
         self.backwards.enter(delivers=inside)
         gradient.change(gradient.laid_out(values), add=not summed)
-        if last and not (again or gradient.in_pieces) and self.backwards.is_last():
+        if not (again or gradient.in_pieces) and self.backwards.is_last():
             self.use_stored(gradient)
 
     # --- around a backward --------------------------------------------------------------
