@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-    from memascend.grads.baton import Recorder
     from memascend.grads.gradient import Numbers
     from memascend.grads.loop import Loop, LossScale, Speculation
-    from memascend.grads.microbatches import PartialSums
     from memascend.grads.norms import Norms
     from memascend.optim.rules import Rule
     from memascend.params.cached_units import CachedUnits
@@ -63,8 +61,6 @@ class Gradients:
         self.fresh = False
         # Time that backward spent to hand on gradients, waiting for memory included.
         self.handing_seconds = 0.0
-        # Takes what micro-batches accumulate, while they are computed.
-        self.parts: Recorder | PartialSums | None = None
         # A backward was begun by optimizer.backward().
         self._scaled = False
         # The step that is made uses gradients as they arrived.
@@ -112,8 +108,8 @@ class Gradients:
             # What a hook of the user's returned, which torch refuses after the last hook.
             return
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            values = gradient.values
-            if values is not None and self.parts is not None and self.parts.take(gradient):
+            values, parts = gradient.values, self.residency.stages
+            if values is not None and parts is not None and parts.take(gradient):
                 pass
             elif values is not None and (gradient.handle is None or not gradient.stands_in(values)):
                 # How ranks are handed theirs refers to it, too: there it is known.
@@ -226,20 +222,10 @@ class Gradients:
         finally:
             self._scaled = False
 
-    @contextmanager
-    def summed_by(self, parts: Recorder | PartialSums) -> Iterator[None]:
-        """Inside, `parts` takes the gradients that arrive, and is notified of each unit that is used."""
-        self.parts = parts
-        try:
-            with self.residency.followed_by(parts):
-                yield
-        finally:
-            self.parts = None
-
     def require_in_order(self, gradient: Gradient) -> None:
         """Refuse more of a gradient whose sum a call took for complete."""
-        if self.parts is not None:
-            self.parts.require_open(gradient)
+        if self.residency.stages is not None:
+            self.residency.stages.require_open(gradient)
 
     def add(self, gradient: Gradient, values: torch.Tensor, *, summed: bool) -> None:
         """A gradient came where there is one, which no update used: its handle refuses another.

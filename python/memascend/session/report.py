@@ -422,7 +422,7 @@ class Measurements:
 
     def _gradients(self) -> Owner:
         """The memory of gradients that wait for their update, where the model computes."""
-        engine, parts = self._resources.engine, self._run.gradients.parts
+        engine, parts = self._resources.engine, self._run.residency.stages
         sums = parts.nbytes if isinstance(parts, PartialSums) else 0
         # Gradients that are kept until step() wait for the engine in that same memory.
         now = max(engine.queued_bytes + sums, self._kept())
