@@ -15,7 +15,7 @@ from memascend.text import IN_MEMORY, bytes_shown, open_pyplot, seconds_shown, t
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from memascend.plan.decision import Decision
     from memascend.plan.table import Plan
@@ -61,16 +61,6 @@ class TorchBytes:
         return self.values + self.state + self.gradients
 
 
-@dataclass(frozen=True)
-class AllRanks:
-    """Memory and traffic of all ranks together, as exchanged at the beginning of the last `step()`."""
-
-    count: int  # the number of ranks
-    peak: int  # the sum of their peaks of host memory
-    read: int  # bytes read from storage since `offload()` returned
-    written: int  # bytes written to it since then
-
-
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """Memory, traffic and times of a run since `offload()` returned. `str()` is a table."""
@@ -97,7 +87,6 @@ class Report:
     device_budget: int = 0
     device_torch: Owner | None = None
     device_copies: str | None = None
-    ranks: AllRanks | None = None  # of all ranks; all other figures are this rank's. None before the first step
 
     @property
     def total(self) -> int:
@@ -134,8 +123,7 @@ class Report:
         """All figures as JSON values. Some keys appear only where they apply.
 
         "device": the host does not compute. "ram_tier" and "log": some parameters are kept in RAM. "early": updates
-        began before `step()`. "ranks": there are several. "log" has "wanted" where it is shorter, and "unlogged" where
-        that is not 0.
+        began before `step()`. "log" has "wanted" where it is shorter, and "unlogged" where that is not 0.
         """
         found = {
             "host": _as_json(self.owners, self.budget),
@@ -151,8 +139,6 @@ class Report:
             found["ram_tier"] = self.ram_tier
         if self.early:
             found["early"] = {"steps": self.early, "anew": self.anew}
-        if self.ranks is not None:
-            found["ranks"] = asdict(self.ranks)
         if self.log_wanted:
             found["log"] = log = {"steps": self.log_steps, "bytes": self.log_bytes}
             if self.log_steps < self.log_wanted:
@@ -182,12 +168,6 @@ class Report:
             *self._kept_in_ram(),
             table(("stage", "time"), [(name, seconds_shown(taken)) for name, taken in self.seconds.items()]),
         ]
-        if self.ranks is not None:
-            parts.append(
-                f"This is one of {self.ranks.count} ranks. Together they held at most {bytes_shown(self.ranks.peak)}, "
-                f"read {bytes_shown(self.ranks.read)} and wrote {bytes_shown(self.ranks.written)}, up to the last "
-                "step()."
-            )
         parts.append(
             f"{self.steps} steps. Units were read {self.units['fetches']} times and were there already {cached} times."
         )
@@ -287,8 +267,6 @@ class Measurements:
         # The most that was kept in p.grad until step().
         self._kept_peak = 0
         self._last: Report | None = None
-        # As exchanged in the last step.
-        self._all_ranks: AllRanks | None = None
         self._warned_of_log = False
 
     def _counted(self) -> dict[str, Any]:
@@ -326,15 +304,6 @@ class Measurements:
                 self._planned.log_steps,
             )
 
-    def own_figures(self) -> list[int]:
-        """The figures that a rank sends to the others: the peak of host memory, bytes read and written."""
-        store = _since(self._counted(), self._before)["store"]
-        return [sum(owner.peak for owner in self._owners().values()), store["read_bytes"], store["written_bytes"]]
-
-    def note_all_ranks(self, count: int, sums: Sequence[int]) -> None:
-        """Remember the sums of the figures of all ranks, so that a report needs no communication."""
-        self._all_ranks = AllRanks(count, *sums)
-
     def report(self) -> Report:
         """The figures so far, or at the end."""
         if self._last is not None:
@@ -365,7 +334,6 @@ class Measurements:
             anew=self._run.gradients.speculation.anew,
             units=dict(self._run.residency.units.counters),
             in_memory=self._in_memory,
-            ranks=self._all_ranks,
             **self._on_device(),
         )
 
