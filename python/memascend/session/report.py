@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
     from memascend.plan.decision import Decision
     from memascend.plan.table import Plan
     from memascend.session.run import Run
-
-
-_log = logging.getLogger("memascend")
 
 
 _MIB = 1 << 20
@@ -267,7 +263,6 @@ class Measurements:
         # The most that was kept in p.grad until step().
         self._kept_peak = 0
         self._last: Report | None = None
-        self._warned_of_log = False
 
     def _counted(self) -> dict[str, Any]:
         resources = self._resources
@@ -291,18 +286,6 @@ class Measurements:
         """A step was committed, whose `step()` began then."""
         self._step_seconds += time.perf_counter() - began
         self._kept_peak = max(self._kept_peak, self._kept())
-        if not self._planned.log_steps or self._warned_of_log:
-            return
-        unlogged = self._resources.engine.counters()["unlogged"]
-        if unlogged:
-            # Once: report() has the count.
-            self._warned_of_log = True
-            _log.warning(
-                "%d gradients found no space in the gradient log of %d steps, so their parameters were written whole; "
-                "report() counts this if it happens again",
-                unlogged,
-                self._planned.log_steps,
-            )
 
     def report(self) -> Report:
         """The figures so far, or at the end."""
