@@ -1,7 +1,8 @@
-"""Formats text for people (sizes, tables, progress, pictures, warnings), expands paths, closes objects after `with`."""
+"""Formats text for people (sizes, tables, progress, pictures, warnings), expands paths, undoes things after `with`."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from typing import TextIO
 
 
@@ -31,6 +32,20 @@ class Closing:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute of an object is another one."""
+    is_own, own = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, own)
+        else:
+            delattr(owner, name)
 
 
 # Modules that a warning does not name: what the user's own code called is more use to a reader.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 
 import pytest
 
@@ -30,23 +29,18 @@ def test_who_comes_second_is_told_and_takes_nothing_away(target, is_there):
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_what_another_began_after_the_folder_went_into_its_place_stays(target, is_there):
+def test_it_is_locked_until_the_end_also_once_the_folder_is_in_its_place(target, is_there):
     if is_there:
         (target / "memascend").mkdir(parents=True)
         (target / "memascend" / "manifest.json").write_text("{}")
     with new_folder(target) as new:
         (new / "part").write_text("mine")
         put_in_place(target, new)
-        if is_there:
-            assert not (new / "part").exists(), "the earlier one, until the end"
-            with pytest.raises(UsageError, match="another process is saving"), new_folder(target):
-                pass
-            os.rename(new, new.with_name("earlier"))
-        # Another, from here on.
-        new.mkdir()
-        (new / "part").write_text("theirs")
+        assert new.exists() == is_there, "the earlier one, until the end"
+        with pytest.raises(UsageError, match="another process is saving"), new_folder(target):
+            pass
     assert (target / "part").read_text() == "mine"
-    assert (new / "part").read_text() == "theirs"
+    assert [*target.parent.iterdir()] == [target]
 
 
 def test_what_a_killed_saver_left_is_gone(target):
@@ -54,5 +48,6 @@ def test_what_a_killed_saver_left_is_gone(target):
         raise KeyError
     new.mkdir()
     (new / "part").write_text("left")
+    new.with_name(".saved.memascend-lock").touch()
     with new_folder(target) as new:
         assert not any(new.iterdir())

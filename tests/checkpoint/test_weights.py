@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import weakref
@@ -10,12 +11,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.bits import same_states
+from support.chains import chain
 from support.chains import offloaded as begun
 from support.chains import values as state
 from support.checkpointed import Block
 
 import memascend
 from memascend.errors import ConfigError, CorruptionError
+from memascend.storage import Engine
 
 DTYPE = torch.bfloat16
 
@@ -288,6 +291,39 @@ def test_initialised_as_if_it_had_been_built_in_memory(tmp_path, caplog):
     with offloaded:
         assert same_states(state(other), state(model))
         assert torch.equal(other[2].turned.angles, model[2].turned.angles)
+
+
+def test_a_list_of_parameters_is_initialised_in_a_model_larger_than_a_unit(tmp_path):
+    class Listed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = torch.nn.Embedding(64, 64)
+            self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.empty(48, 64)) for _ in range(1))
+            self.reset_parameters()
+
+        def reset_parameters(self):
+            for weight in self.weights:
+                torch.nn.init.normal_(weight)
+
+    model = real(Listed, seed=9)
+    other = bodiless(Listed)
+    torch.manual_seed(9)
+    other, offloaded = begun(tmp_path / "run", other.to(torch.float32))
+    with offloaded:
+        assert same_states({name: values.to(DTYPE) for name, values in state(other).items()}, state(model))
+
+
+def test_a_call_that_fails_between_two_parameters_leaves_the_model_on_meta(tmp_path, monkeypatch):
+    def failing(*_, **__):
+        raise OSError(errno.ENOSPC, "no space")
+
+    with torch.device("meta"):
+        model = chain(bias=True)
+    owned = [*model.parameters()]
+    monkeypatch.setattr(Engine, "fill", failing)
+    with pytest.raises(OSError, match="no space"):
+        begun(tmp_path / "run", model)
+    assert all(one is other and one.is_meta for one, other in zip(model.parameters(), owned, strict=True))
 
 
 def test_what_nobody_knows_is_refused_by_name(tmp_path):

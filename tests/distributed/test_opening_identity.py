@@ -152,6 +152,18 @@ def test_as_many_ranks_as_there_were(tmp_path):
     refused(tmp_path, "rank 1: holds no store, and others do", size=3)
 
 
+def test_ranks_that_were_killed_between_their_first_commits_begin_anew(tmp_path):
+    assert Life(tmp_path, 0).began == [0, 0]
+    # As the first write leaves it until its commit.
+    (tmp_path / "rank-1").rename(tmp_path / "rank-1.new")
+    again = Life(tmp_path, 1)
+    assert (again.began, again.errors) == ([0, 0], [None, None])
+    assert not (tmp_path / "rank-1.new").exists()
+    # Not once a step was committed, nor without the file.
+    (tmp_path / "rank-1").rename(tmp_path / "rank-1.new")
+    refused(tmp_path, "rank 1: holds no store, and others do")
+
+
 def test_one_process_refuses_the_store_of_a_rank(tmp_path):
     def offloaded(existing):
         model = nn.Linear(4, 3, bias=False)

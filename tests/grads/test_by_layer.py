@@ -414,31 +414,6 @@ def test_hooks_of_the_users_on_gradients_see_micro_batches_in_order(tmp_path):
     require_same(layers, turns)
 
 
-def test_one_that_waits_for_another_is_named_with_its_stage(tmp_path, caplog, monkeypatch):
-    """It says so while it waits, and nothing hangs once it goes on, or is interrupted."""
-    monkeypatch.setattr("memascend.grads.baton._STAGE_SECONDS", 0.3)
-    model, optimizer = by_layer_run(tmp_path)
-    with optimizer, caplog.at_level(logging.WARNING, "memascend"):
-        others = threading.Semaphore(0)
-
-        def waiting(module, _, out):
-            del module, out
-            # The first of them waits until another one has come as far, which it never does.
-            others.release()
-            if not others.acquire(timeout=3) or not others.acquire(timeout=3):
-                raise Odd
-
-        hook = model.blocks[1].register_forward_hook(waiting)
-        with pytest.raises(Odd):
-            optimizer.accumulate(lambda batch: square(model, batch), rows(COUNT), by_layer=True)
-        hook.remove()
-        assert "micro-batch 0 has computed one stage" in caplog.text
-        assert "loss_of must not wait for the result of another micro-batch" in caplog.text
-        optimizer.zero_grad()
-        optimizer.accumulate(lambda batch: square(model, batch), rows(COUNT), by_layer=True)
-        optimizer.step()
-
-
 def test_tuples_come_back_detached_and_one_batch_is_plain(tmp_path):
     model, optimizer = by_layer_run(tmp_path)
     with optimizer:

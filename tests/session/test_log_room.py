@@ -66,12 +66,12 @@ def test_a_number_that_has_no_room_is_refused_with_one_that_has(tmp_path, room):
         assert optimizer.plan.log_steps == 16
 
 
-def test_a_log_that_is_full_is_told_once_and_changes_no_bit(tmp_path, caplog):
+def test_a_log_that_is_full_is_counted_and_changes_no_bit(tmp_path):
     """A gradient that is dropped by itself keeps its place to the commit: a loop that drops it often fills the log."""
     ends = []
     for drops in (0, 5):
         model, optimizer = begun(tmp_path / f"dropped-{drops}", log_steps=1, gradients="fused")
-        with optimizer, caplog.at_level(logging.WARNING, "memascend"):
+        with optimizer:
             for step in range(3):
                 for _ in range(drops):
                     values = torch.randn(4, model[0].in_features, dtype=torch.bfloat16)
@@ -82,7 +82,6 @@ def test_a_log_that_is_full_is_told_once_and_changes_no_bit(tmp_path, caplog):
             ends.append(everything(model, optimizer))
             report = optimizer.report()
             assert (report.unlogged > 0) == (drops > 0)
-    assert caplog.text.count("found no space in the gradient log of 1 steps") == 1
     assert report.to_dict()["log"]["unlogged"] == report.unlogged
     assert "their parameters were written whole" in str(report)
     assert same_states(*ends)

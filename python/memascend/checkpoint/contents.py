@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -214,19 +215,54 @@ def _without_state(put: Put) -> Put:
     return put_values
 
 
+class ShareContents:
+    """A rank's part of a checkpoint: its rows, at their place in whole parameters."""
+
+    def __init__(self, own: StoreContents, rows: Mapping[str, Rows], layout: Layout, names: Collection[str]) -> None:
+        """`rows` says which rows of each parameter the store has; `names` are the parameters whose rows it gives."""
+        self.own = own
+        self.rows = rows
+        self._layout = layout
+        self._names = names
+        # By record, on meta.
+        self.tensors = {record.name: {"": record.values, **record.state} for record in own.records}
+        self.nbytes = _bytes_in([record for record in own.records if self._is_own(record.name)])
+
+    def read(self, put: Put) -> None:
+        """Read all that this rank gives."""
+        self.own.read(partial(self._placed, put), self._is_own)
+
+    def read_one(self, name: str, put: Put) -> None:
+        """Read what this rank gives of one record."""
+        if name in self.tensors and self._is_own(name):
+            self.own.read_records([name], partial(self._placed, put))
+
+    def _placed(self, put: Put, name: str, of: str, start: int, values: torch.Tensor) -> None:
+        rows = self.rows.get(name)
+        first = None if rows is None or of == UPDATES else rows.first_of(of, self.tensors[name][of])
+        if first is not None:
+            put(name, of, first + start, values)
+        elif not self._layout.shard:
+            # A tensor that is not divided is the same on all ranks.
+            put(name, of, start, values)
+
+    def _is_own(self, name: str) -> bool:
+        # Buffers are the first rank's.
+        return name in self._names if name in self.rows else not self._layout.rank
+
+
 class GatheredContents:
     """The contents of all ranks' stores, as the first one has them: whole parameters, and its own buffers.
 
     Rows pass through it piece by piece, so that no rank has a whole parameter in memory.
     """
 
-    def __init__(self, own: StoreContents, rows: Mapping[str, Rows], line: Line, ranks: int) -> None:
-        """`own` has the first rank's rows, and `rows` says which rows of each parameter they are."""
-        self._own = own
-        self._rows = rows
+    def __init__(self, share: ShareContents, line: Line, ranks: int) -> None:
+        """`share` is the first rank's, which has rows of all parameters."""
+        self._share = share
         self._line = line
         self._others = range(1, ranks)
-        self.nbytes = _bytes_in(whole_records(own, rows))
+        self.nbytes = _bytes_in(whole_records(share.own, share.rows))
 
     def read(self, put: Put) -> None:
         """Read all records: of each parameter the rows of one rank after the other.
@@ -234,79 +270,29 @@ class GatheredContents:
         Raises:
             StoppedError: rows of another rank did not arrive.
         """
-        for record in self._own.records:
-            self._own.read_records([record.name], put)
-            if record.name in self._rows:
-                for rank in self._others:
-                    self._read_from(rank, record, put)
-
-    def _read_from(self, rank: int, record: Content, put: Put) -> None:
-        names = ["", *record.state]
-        dtypes = [record.values.dtype, *(tensor.dtype for tensor in record.state.values())]
-        for piece in self._line.pieces(rank, dtypes):
-            put(record.name, names[piece.tensor], piece.start, piece.values)
+        for name, tensors in self._share.tensors.items():
+            self._share.read_one(name, put)
+            for rank in self._others if name in self._share.rows else ():
+                for number, start, values in self._line.pieces(rank, [one.dtype for one in tensors.values()]):
+                    put(name, [*tensors][number], start, values)
 
 
-def send_contents(own: StoreContents | None, rows: Mapping[str, Rows], order: Sequence[str], line: Line) -> None:
-    """Send this rank's rows to the first rank, which reads them as `GatheredContents`.
+def send_contents(share: ShareContents, order: Sequence[str], line: Line) -> None:
+    """Send what this rank gives to the first rank, which reads it as `GatheredContents`.
 
-    `rows` says which rows of each parameter the store has, and `order` names the first rank's parameters, in its order.
-    Without `own` no rows are sent.
+    `order` names the first rank's parameters, in its order.
 
     Raises:
         StoppedError: the first rank receives no more.
     """
-    there = {} if own is None else {record.name: record for record in own.records}
     for name in order:
-        if own is not None and name in there:
-            _send(own, there[name], rows[name], line)
+        numbers = {of: number for number, of in enumerate(share.tensors.get(name, ()))}
+        share.read_one(name, partial(_send, line, numbers))
         line.end()
 
 
-def _send(own: StoreContents, record: Content, rows: Rows, line: Line) -> None:
-    numbers = {of: number for number, of in enumerate(["", *record.state])}
-    tensors = {"": record.values, **record.state}
-
-    def put(name: str, of: str, start: int, values: torch.Tensor) -> None:
-        del name
-        first = rows.first_of(of, tensors[of])
-        # A tensor that is not divided is the same on all ranks.
-        if of != UPDATES and first is not None:
-            line.send(numbers[of], first + start, values)
-
-    own.read_records([record.name], put)
-
-
-class ShareContents:
-    """The part of a checkpoint that one rank writes itself: its rows, at their place in whole parameters."""
-
-    def __init__(self, own: StoreContents, rows: Mapping[str, Rows], layout: Layout, names: Collection[str]) -> None:
-        """`rows` says which rows of each parameter the store has; `names` are the parameters whose rows it writes."""
-        self._own = own
-        self._rows = rows
-        self._layout = layout
-        self._names = names
-        self.nbytes = _bytes_in([record for record in own.records if self._is_own(record.name)])
-
-    def read(self, put: Put) -> None:
-        """Read all that this rank writes."""
-        tensors = {(record.name, ""): record.values for record in self._own.records}
-        tensors |= {(record.name, of): one for record in self._own.records for of, one in record.state.items()}
-
-        def put_rows(name: str, of: str, start: int, values: torch.Tensor) -> None:
-            rows = self._rows.get(name)
-            first = None if rows is None or of == UPDATES else rows.first_of(of, tensors[name, of])
-            if first is not None:
-                put(name, of, first + start, values)
-            elif not self._layout.shard:
-                # A tensor that is not divided is the same on all ranks.
-                put(name, of, start, values)
-
-        self._own.read(put_rows, self._is_own)
-
-    def _is_own(self, name: str) -> bool:
-        # Buffers are the first rank's.
-        return name in self._names if name in self._rows else not self._layout.rank
+def _send(line: Line, numbers: Mapping[str, int], _: str, of: str, start: int, values: torch.Tensor) -> None:
+    line.send(numbers[of], start, values)
 
 
 def _bytes_in(records: Iterable[Content]) -> int:

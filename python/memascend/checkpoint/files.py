@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -56,68 +57,49 @@ def read_bounded(path: Path, what: str) -> bytes:
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_MARK = ".memascend-saving"
-# Other processes may rename or remove the temporary folder between two checks.
-_ATTEMPTS = 16
 
 
-@contextlib.contextmanager
+@contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A new folder beside the target, removed at the end if it was not put in place; so is one of a killed process.
-
-    This folder and the target are locked meanwhile, at whichever of the two paths they are. Only locked folders are
-    removed.
-    """
-    new = target.parent / f".{target.name}{_MARK}"
-    with file_errors(new, "cannot be written"), contextlib.ExitStack() as locks:
-        ours: list[int] = []
-        for _ in range(_ATTEMPTS):
-            with contextlib.suppress(FileExistsError):
-                new.mkdir()
-            try:
-                ours = [_lock(new, target, locks)]
-            except FileNotFoundError:
-                continue
-            if not _is_one_of(new, ours):
-                # Another process has just put it in place.
-                continue
-            if is_empty(new):
-                break
-            shutil.rmtree(new)
-        else:
-            raise UsageError(
-                f"other processes keep saving to {target}, so that it never becomes free: save to another folder"
-            )
+    """A new folder beside the target, removed at the end with what it then has; so is one of a killed process."""
+    new = target.parent / f".{target.name}.memascend-saving"
+    with file_errors(new, "cannot be written"), _locked(target):
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
         try:
-            if target.is_dir():
-                ours.append(_lock(target, target, locks))
             yield new
         finally:
-            if _is_one_of(new, ours):
-                shutil.rmtree(new, ignore_errors=True)
+            shutil.rmtree(new, ignore_errors=True)
 
 
-def _lock(folder: Path, target: Path, locks: contextlib.ExitStack) -> int:
-    """Lock a folder against other processes that save; returns its descriptor."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    locks.callback(os.close, descriptor)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UsageError(
-            f"another process is saving to {target} now, and both would write the same files: wait for it, or save "
-            "to another folder"
-        ) from None
-    return descriptor
+@contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Keep other processes from saving to a folder, by a file beside it, which is removed at the end.
 
-
-def _is_one_of(path: Path, descriptors: list[int]) -> bool:
-    """Whether a path names a folder that one of the descriptors has open."""
-    try:
-        there = path.stat()
-    except FileNotFoundError:
-        return False
-    return any(os.path.samestat(there, os.fstat(descriptor)) for descriptor in descriptors)
+    A killed process leaves the file, and its lock ends.
+    """
+    path = target.parent / f".{target.name}.memascend-lock"
+    with contextlib.ExitStack() as ends:
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            ends.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(
+                    f"another process is saving to {target} now, and both would write the same files: wait for it, or "
+                    "save to another folder"
+                ) from None
+            except OSError as error:
+                # A mount without locks.
+                if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+                    raise
+            # Whoever had it may have removed it in between.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                    break
+        ends.callback(path.unlink, missing_ok=True)
+        yield
 
 
 def put_in_place(target: Path, new: Path) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import weakref
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,19 +13,20 @@ import torch
 from memascend.checkpoint.files import BufferPlace, Names, each_buffer
 from memascend.checkpoint.weights import WeightFiles
 from memascend.errors import ConfigError
+from memascend.optim.shared import options_of
 from memascend.params.offloaded_param import dense_strides
+from memascend.plan.units import find_units
 from memascend.storage import Record, checksum_of
 from memascend.tensors import laid_out
 from memascend.text import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from memascend.checkpoint.weights import Weights
     from memascend.distributed.rows import Partition
-    from memascend.distributed.sharding import Sharding
-    from memascend.optim.rules import Arithmetic
     from memascend.plan.units import Unit
+    from memascend.session.decide import Subject
     from memascend.storage import Store
 
     # A parameter's name, values as they are stored, the optimizer's state, what there is, and how many updates made it.
@@ -96,7 +96,7 @@ class Initialiser:
     def parameters(
         self, units: Sequence[Unit], named: Mapping[str, torch.nn.Parameter]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Initialise the parameters on meta, one unit or so at a time, from torch's default generator.
+        """Initialise the parameters on meta, at most one unit or so at a time, from torch's default generator.
 
         Yields name and values of each that was on meta. The parameter itself is on meta again by then.
         """
@@ -122,32 +122,23 @@ class Initialiser:
 
 
 class _Walk:
-    """Makes parameters on meta real while their modules are initialised, a few units at a time."""
+    """Makes parameters on meta real while their modules are initialised, those of a few modules at a time."""
 
     def __init__(self, model: torch.nn.Module, units: Sequence[Unit], named: Mapping[str, torch.nn.Parameter]) -> None:
-        self._modules = dict(model.named_modules())
+        self._modules: dict[str, torch.nn.Module] = dict(model.named_modules())
         self._name = {id(parameter): name for name, parameter in named.items() if parameter.is_meta}
-        self._unit = {name: unit for unit in units for name in unit.parameters}
-        self._left = {unit.name: sum(id(named[name]) in self._name for name in unit.parameters) for unit in units}
-        # Units that need not wait for the end of a module, and by module the units that wait for its end.
-        self._reached: set[str] = set()
-        self._ends: dict[int, list[str]] = {}
-        sizes = _sizes(self._modules, named)
-        limit = max(unit.nbytes for unit in units)
-        for unit in units:
-            last = _last(unit, sizes, limit)
-            if last is None:
-                self._reached.add(unit.name)
-            else:
-                self._ends.setdefault(id(self._modules[last]), []).append(unit.name)
+        self._sizes = _sizes(self._modules, named)
+        self._limit = max(unit.nbytes for unit in units)
+        # These are all over the model.
+        self._late = {name for unit in units if unit.pinned for name in unit.parameters}
         # Every place of a tied parameter.
         self._places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
         for module in self._modules.values():
             for short, parameter in module._parameters.items():  # noqa: SLF001
                 if parameter is not None:
                     self._places.setdefault(id(parameter), []).append((module, short))
-        # By unit: names, parameters on meta, and the real ones in their places.
-        self._open: dict[str, list[tuple[str, torch.nn.Parameter, torch.nn.Parameter]]] = {}
+        # By the module whose end they wait for: names, parameters on meta, and the real ones in their places.
+        self._open: dict[int, list[tuple[str, torch.nn.Parameter, torch.nn.Parameter]]] = {}
         self.real_ids: set[int] = set()
 
     def begin(self, module: torch.nn.Module) -> list[torch.Tensor]:
@@ -158,13 +149,22 @@ class _Walk:
                 if parameter is None or name is None:
                     continue
                 real = torch.nn.Parameter(unwritten(parameter), requires_grad=parameter.requires_grad)
-                unit = self._unit[name].name
-                self._open.setdefault(unit, []).append((name, parameter, real))
-                self._left[unit] -= 1
+                self._open.setdefault(id(self._last(name)), []).append((name, parameter, real))
                 self.real_ids.add(id(real))
                 self._place(parameter, real)
                 made.append(real)
         return made
+
+    def _last(self, name: str) -> torch.nn.Module:
+        """The module whose end a parameter waits for, since its code may write to it, too: none larger than a unit."""
+        last = "" if name in self._late else name.rpartition(".")[0]
+        while last:
+            parent = last.rpartition(".")[0]
+            # A list is not initialised by itself.
+            if self._sizes[parent] > self._limit and not isinstance(self._modules[last], _LISTS):
+                break
+            last = parent
+        return self._modules[last]
 
     def _place(self, parameter: torch.nn.Parameter, stands: torch.nn.Parameter) -> None:
         for module, short in self._places[id(parameter)]:
@@ -175,22 +175,21 @@ class _Walk:
         return bool(self.real_ids) and any(id(parameter) in self.real_ids for parameter in module.parameters())
 
     def ended(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """The parameters of units that are complete after a module."""
-        self._reached.update(self._ends.get(id(module), ()))
-        for unit in [unit for unit in self._open if not self._left[unit] and unit in self._reached]:
-            unknown = [name for name, _, real in self._open[unit] if not is_written(real)]
-            if unknown:
-                raise ConfigError(
-                    f"nothing initialises {listed(unknown)}: they are on meta, and their modules "
-                    "have no reset_parameters() and the model no _init_weights(module) that writes them; give weights="
-                )
-            made = self._open.pop(unit)
-            while made:
-                name, parameter, real = made.pop(0)
-                self._place(parameter, parameter)
-                self.real_ids.discard(id(real))
-                yield name, real.detach()
-                del real
+        """The parameters that waited for the end of a module."""
+        made = self._open.get(id(module), [])
+        unknown = [name for name, _, real in made if not is_written(real)]
+        if unknown:
+            raise ConfigError(
+                f"nothing initialises {listed(unknown)}: they are on meta, and their modules "
+                "have no reset_parameters() and the model no _init_weights(module) that writes them; give weights="
+            )
+        # Those that are not handed on, where the caller fails meanwhile, are put back.
+        while made:
+            name, parameter, real = made.pop(0)
+            self._place(parameter, parameter)
+            self.real_ids.discard(id(real))
+            yield name, real.detach()
+            del real
 
     def put_back(self) -> None:
         for made in self._open.values():
@@ -208,23 +207,6 @@ def _sizes(modules: Mapping[str, torch.nn.Module], named: Mapping[str, torch.Ten
             if owner in sizes:
                 sizes[owner] += parameter.nbytes
     return sizes
-
-
-def _last(unit: Unit, sizes: Mapping[str, int], limit: int) -> str | None:
-    """The module whose end a unit waits for, since its code may write to the unit, too; None if it is too large."""
-    if unit.pinned:
-        # Its parameters are all over the model.
-        return ""
-    last = unit.module
-    if last is None:
-        owners = [name.split(".")[:-1] for name in unit.parameters]
-        alike = (len(set(parts)) == 1 for parts in zip(*owners, strict=False))
-        last = ".".join(owners[0][: sum(takewhile(bool, alike))])
-        if sizes.get(last, limit + 1) > limit:
-            return None
-    while last and sizes.get(parent := last.rpartition(".")[0], limit + 1) <= limit:
-        last = parent
-    return last
 
 
 @contextlib.contextmanager
@@ -359,36 +341,33 @@ class MetaBuffers:
 class ModelValues:
     """First values from model and optimizer; parameters on meta come from `weights` or their initialisation."""
 
-    model: torch.nn.Module
-    named: Mapping[str, torch.nn.Parameter]
-    trained: Collection[str]  # the names that the optimizer owns
-    arithmetic: Arithmetic
+    subject: Subject
     weights: Weights | None
     meta_buffers: Mapping[str, torch.Tensor]  # the persistent buffers that were on meta
-    sharding: Sharding | None  # describes the whole model if `named` are rows of its parameters
-    partition: Partition  # which rows
+    partition: Partition  # says which rows of the model's parameters the subject's are, if ranks share them
     step = 0
     user_state = None
 
     def check(self) -> None:
         """Match names, shapes and dtypes with the weights; a function gives them when it is called."""
         if isinstance(self.weights, WeightFiles):
-            wanted = {name: self.partition.whole(name, p) for name, p in self.named.items() if p.is_meta}
-            self.weights.check(Names(self.model), {**wanted, **self.meta_buffers})
+            wanted = {name: self.partition.whole(name, p) for name, p in self.subject.named.items() if p.is_meta}
+            self.weights.check(Names(self.subject.model), {**wanted, **self.meta_buffers})
 
-    def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    def hyperparameters(self) -> dict[str, Any]:
         """The optimizer's own."""
-        return {"groups": groups, "loss_scale": None}
+        return {"groups": [options_of(group) for group in self.subject.original.param_groups], "loss_scale": None}
 
     def parameters(self, units: Sequence[Unit]) -> Generator[First, None, None]:
         """First the parameters that are initialised from meta, then the others in the order of the units."""
-        if self.weights is None and any(p.is_meta for p in self.named.values()):
+        subject = self.subject
+        if self.weights is None and any(p.is_meta for p in subject.named.values()):
             yield from self._initialised(units)
         for unit in units:
             for name in unit.parameters:
-                parameter = self.named[name]
+                parameter = subject.named[name]
                 if not parameter.is_meta:
-                    state, step = self.arithmetic.of(parameter).initial() if name in self.trained else ({}, 0)
+                    state, step = subject.arithmetic.of(parameter).initial() if name in subject.trained else ({}, 0)
                     values = parameter.detach().cpu()
                     yield name, laid_out(values, dense_strides(values)), state, step
                 elif self.weights is not None:
@@ -397,13 +376,13 @@ class ModelValues:
 
     def _initialised(self, units: Sequence[Unit]) -> Iterator[First]:
         """Parameters on meta, initialised by the model's own code, which makes whole parameters."""
-        sharding, whole_units, whole = self.sharding, units, self.named
-        if sharding is not None:
-            whole_units, whole = sharding.whole_units(), sharding.leaves
-        for name, values in Initialiser(self.model).parameters(whole_units, whole):
-            if name in self.named:
+        whole = self.subject.named
+        if self.subject.sharding is not None:
+            units, whole = find_units(self.subject.model), self.subject.sharding.leaves
+        for name, values in Initialiser(self.subject.model).parameters(units, whole):
+            if name in self.subject.named:
                 part = self.partition.part(name, values)
-                yield name, laid_out(part, dense_strides(self.named[name])), {}, 0
+                yield name, laid_out(part, dense_strides(self.subject.named[name])), {}, 0
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
         """From the weights, where it was on meta and was not initialised."""

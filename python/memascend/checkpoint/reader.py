@@ -23,12 +23,12 @@ from memascend.text import Progress, listed, warn
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     from memascend.checkpoint.init import First
     from memascend.distributed.rows import Partition
-    from memascend.optim.rules import Arithmetic
     from memascend.plan.units import Unit
+    from memascend.session.decide import Subject
 
 
 # The folder of a checkpoint for our own files: many tools take every safetensors file beside the weights for weights.
@@ -235,12 +235,8 @@ class CheckpointValues:
     """The first values of a store, from a checkpoint."""
 
     checkpoint: Checkpoint
-    model: torch.nn.Module
-    named: Mapping[str, torch.nn.Parameter]
-    buffers: Mapping[str, torch.Tensor]  # the persistent ones
-    arithmetic: Arithmetic
-    trained: Collection[str]  # the names that the optimizer owns
-    partition: Partition  # says which rows of the model's parameters `named` are, if ranks share them
+    subject: Subject
+    partition: Partition  # says which rows of the model's parameters the subject's are, if ranks share them
 
     def __post_init__(self) -> None:
         self.step: int = self.checkpoint.manifest["step"]
@@ -255,21 +251,22 @@ class CheckpointValues:
     def check(self) -> None:
         """Reject a checkpoint of another model or optimizer, or a damaged one."""
         where, manifest = self.checkpoint.folder, self.checkpoint.manifest
-        here = title_of(self.arithmetic.optimizer)
+        here = title_of(self.subject.arithmetic.optimizer)
         if manifest["optimizer"] != here:
             raise ConfigError(
                 f"the checkpoint {where} is of {manifest['optimizer']}, and the optimizer is {here}, which keeps other "
                 "state: give the optimizer of the checkpoint, or begin from its weights alone with weights="
             )
-        self.arithmetic.require_members(manifest, f"the checkpoint {where}")
-        groups = self.arithmetic.optimizer.param_groups
+        self.subject.arithmetic.require_members(manifest, f"the checkpoint {where}")
+        groups = self.subject.arithmetic.optimizer.param_groups
         if len(manifest["groups"]) != len(groups):
             raise ConfigError(
                 f"the checkpoint {where} has {len(manifest['groups'])} parameter groups, the optimizer {len(groups)}, "
                 "so that their options have no place: make the optimizer with the groups that were saved"
             )
-        whole = {name: self.partition.whole(name, parameter) for name, parameter in self.named.items()}
-        self._weights.check(Names(self.model), {**whole, **self.buffers})
+        whole = {name: self.partition.whole(name, parameter) for name, parameter in self.subject.named.items()}
+        buffers = {name: self.subject.buffers.tensor(name) for name in self.subject.buffers.names}
+        self._weights.check(Names(self.subject.model), {**whole, **buffers})
         problems = self._problems()
         if problems:
             raise ConfigError(
@@ -284,22 +281,22 @@ class CheckpointValues:
     def _problems(self) -> list[str]:
         """The state tensors that do not fit, in words; also finds the parameters to convert."""
         there: dict[str, dict[str, torch.Tensor]] = {}
-        of_saved = {saved_name(name): name for name in self.named}
+        of_saved = {saved_name(name): name for name in self.subject.named}
         for key in self._state.keys:
             name, of = _divided(key, of_saved)
             there.setdefault(name, {})[of] = self.partition.part(name, self._state.on_meta(key), of)
         if self.partition.count > 1:
             # Other ranks check the parameters of which this rank has no rows.
-            there = {name: tensors for name, tensors in there.items() if name in self.named}
+            there = {name: tensors for name, tensors in there.items() if name in self.subject.named}
         problems = []
-        for name in self.trained:
+        for name in self.subject.trained:
             problems += self._problems_of(name, there.pop(name, {}))
         for name, tensors in there.items():
             problems += [f"{state_key(name, of)}, which the optimizer does not keep" for of in sorted(tensors)]
         return problems
 
     def _problems_of(self, name: str, found: dict[str, torch.Tensor]) -> list[str]:
-        kept, shape = self._kept(name), self.named[name].shape
+        kept, shape = self._kept(name), self.subject.named[name].shape
         wanted = {**kept, UPDATES: torch.empty((), dtype=torch.int64, device="meta")}
         one = form_of({of: tensor for of, tensor in found.items() if of != UPDATES}, shape)
         if kinds_of(found) != kinds_of(wanted):
@@ -323,7 +320,7 @@ class CheckpointValues:
 
     def _kept(self, name: str) -> dict[str, torch.Tensor]:
         """The state of a parameter in this run, on meta."""
-        return plain_tensors(self.arithmetic.of(self.named[name]).describe())
+        return plain_tensors(self.subject.arithmetic.of(self.subject.named[name]).describe())
 
     def _order_of(self, name: str) -> list[int] | None:
         """The order of dimensions in which blocks of a parameter's state were counted; None: row-major."""
@@ -334,24 +331,23 @@ class CheckpointValues:
         """The same for the run, if its state has blocks."""
         if not any(map(is_in_blocks, self._kept(name))):
             return self._order_of(name)
-        parameter = self.named[name]
+        parameter = self.subject.named[name]
         strides = dense_strides(parameter)
         order = order_of(torch.empty_strided(parameter.shape, strides, device="meta"))
         return None if order is None else list(order)
 
-    def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    def hyperparameters(self) -> dict[str, Any]:
         """Those of the checkpoint, and its identity, until the first step of the store commits others."""
-        del groups
         manifest = self.checkpoint.manifest
         names = ("groups", "loss_scale", "attributes", "seed", "schedule", "position")
         return {**{name: manifest[name] for name in names if name in manifest}, "origin": _identity_in(manifest)}
 
     def parameters(self, units: Sequence[Unit]) -> Generator[First, None, None]:
         """In the order of the units, on the mapped files."""
-        trained = set(self.trained)
+        trained = set(self.subject.trained)
         for unit in units:
             for name in unit.parameters:
-                parameter = self.named[name]
+                parameter = self.subject.named[name]
                 whole = self._weights.tensor(name, self.partition.whole(name, parameter))
                 values = laid_out(self.partition.part(name, whole), dense_strides(parameter))
                 state: dict[str, torch.Tensor] = {}
@@ -363,7 +359,7 @@ class CheckpointValues:
 
     def _state_of(self, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """This rank's part of a parameter's state, in float32 if converted; `values` is the whole parameter."""
-        parameter = self.named[name]
+        parameter = self.subject.named[name]
         if name in self._conversions:
             # It is decoded whole, since blocks may end within rows.
             whole = self._converted(name, values)

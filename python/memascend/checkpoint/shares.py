@@ -20,7 +20,7 @@ from memascend.tensors import memory_of
 from memascend.text import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     import torch
 
@@ -197,11 +197,12 @@ class Shares:
             if not others:
                 return self._written(own, Path(path), there["places"], descriptor)
         line = exchange.line.open()
-        if folder is not None and places is not None:
-            gathered = GatheredContents(own, sharding.rows, line, exchange.size)
-            return write_into(folder, places, gathered)
         # Another replica has the same rows: it sends none, and waits as long as the others.
-        send_contents(None if sharding.layout.replica else own, sharding.rows, sharding.order, line)
+        given: Collection[str] = () if sharding.layout.replica else sharding.rows
+        share = ShareContents(own, sharding.rows, sharding.layout, given)
+        if folder is not None and places is not None:
+            return write_into(folder, places, GatheredContents(share, line, exchange.size))
+        send_contents(share, sharding.order, line)
         return {}
 
     def _log(self, way: str) -> None:

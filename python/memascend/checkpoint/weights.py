@@ -319,11 +319,6 @@ class WeightFiles:
             return converted_too
         return found
 
-    def untied(self, names: Names) -> list[str]:
-        """Names that are tied in the model and whose values in the files differ from the first name's."""
-        found = self.matched(names)
-        return [found.named[key] for _, key in self._untied(found, found.of)]
-
     def _untied(self, found: Matched, wanted: Collection[str]) -> list[tuple[str, str]]:
         """Pairs of names in the files that are one tensor in the model and have different values."""
         pairs = [(keys[0], key) for name, keys in found.of.items() if name in wanted for key in keys[1:]]

@@ -7,7 +7,7 @@ import json
 import time
 import traceback
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import distributed
@@ -204,14 +204,6 @@ class StoppedError(Exception):
         self.is_late = "Timed out" in str(why)
 
 
-class Piece(NamedTuple):
-    """Consecutive elements of a tensor that both sides know."""
-
-    tensor: int  # its number
-    start: int  # its first element
-    values: torch.Tensor  # the elements, in memory that the next piece overwrites
-
-
 class Line:
     """Moves rows from each rank to the first one, over a gloo group of its own.
 
@@ -255,8 +247,11 @@ class Line:
         """
         self._move(distributed.isend, torch.tensor([_END, 0, 0], device="cpu"), 0)
 
-    def pieces(self, rank: int, dtypes: list[torch.dtype]) -> Iterator[Piece]:
+    def pieces(self, rank: int, dtypes: list[torch.dtype]) -> Iterator[tuple[int, int, torch.Tensor]]:
         """The pieces of a rank up to its next end, on the first rank; `dtypes` are those of the tensors.
+
+        Each is the number of its tensor, the number of its first element, and its elements, in memory that the next
+        piece overwrites.
 
         Raises:
             StoppedError: they did not arrive.
@@ -272,7 +267,7 @@ class Line:
             values = self._memory[:nbytes]
             if nbytes:
                 self._move(distributed.irecv, values, rank)
-            yield Piece(tensor, start, values.view(dtypes[tensor]))
+            yield tensor, start, values.view(dtypes[tensor])
 
     def _move(self, begin: Any, memory: torch.Tensor, rank: int) -> None:
         try:

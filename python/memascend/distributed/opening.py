@@ -6,16 +6,17 @@ import os
 import socket
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from memascend.distributed.control_plane import Agreement, shortened
 from memascend.errors import ConfigError, CorruptionError, MemascendError, RankError, StorageError
+from memascend.plan.decision import file_of
 from memascend.storage import commits, look
 from memascend.text import paths_listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
 
     from memascend.distributed.control_plane import Exchange
     from memascend.distributed.rows import Layout
@@ -261,6 +262,10 @@ def choose(
         there = {rank: "a store is there already" for rank, one in enumerate(seen) if one["there"]}
         raise ConfigError(f"{_listed(there)}: open them with existing='resume', or give existing='replace'")
     if missing.keys() - lost.keys():
+        numbers = [commit["number"] for one in seen for commit in one["commits"]]
+        if existing == "resume" and max(numbers) <= _FIRST and all(seen[rank]["pending"] for rank in missing):
+            # The ranks were killed before all had the first commit, so that none has stepped.
+            return replace(anew, existing="replace")
         raise ConfigError(
             f"{_listed(missing)}, and others do; nothing was changed. If the run had another number of ranks, start "
             f"that number: only a run in one folder, given to all ranks, resumes with another number. Otherwise {_ANEW}"
@@ -318,6 +323,7 @@ def _lost(seen: list[dict[str, Any]], layout: Layout) -> dict[int, int]:
 def seen_at(paths: _Path | Sequence[_Path] | None) -> dict[str, Any]:
     """The contents of a store's roots, or the error on reading them; a store that is not "filled" has no commit."""
     seen: dict[str, Any] = {"there": True, "filled": True, "commits": [], "damage": None, "error": None, "at": None}
+    seen["pending"] = False
     if paths is None:
         return {**seen, "there": False}
     seen["at"] = f"{', '.join(paths_listed(paths))} on {socket.gethostname()}"
@@ -326,7 +332,9 @@ def seen_at(paths: _Path | Sequence[_Path] | None) -> dict[str, Any]:
     except (MemascendError, OSError) as error:
         return {**seen, "error": shortened(error)}
     if found is None:
-        return {**seen, "there": False}
+        # Until its first root a store of one file has this name.
+        pending = all(Path(f"{file_of(path)}.new").exists() for path in paths_listed(paths))
+        return {**seen, "there": False, "pending": pending}
     named, damage = found
     if not named:
         return {**seen, "filled": False, "error": f"{', '.join(paths_listed(paths))}: {_UNFILLED}"}

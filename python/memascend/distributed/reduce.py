@@ -106,7 +106,7 @@ class OrderedReduction(_Met, ReduceScatter):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Write the first rank's part to the output; `take` returns all parts."""
+        """Write the first rank's part to the output; `take` adds up all parts."""
         del op, async_op
         parts = torch.empty_like(input_tensor)
         self._collectives.meet(
@@ -147,16 +147,15 @@ class OrderedReduction(_Met, ReduceScatter):
                 self._before[id(one)] = one.leaf.grad
                 one.set_grad(None)
 
-    def take(self, one: FsdpParameter, earlier: Earlier) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
-        """Put this round's sum into a parameter's gradient, or return what makes it of that of earlier rounds.
+    def take(self, one: FsdpParameter, earlier: Earlier) -> torch.Tensor | None:
+        """Put this round's sum into a parameter's gradient; where it has one of earlier rounds, return the sum of both.
 
-        That is the parts of all ranks, to add in this order, or, where there are replicas, the sum. Parts are divided
-        by FSDP2's divisor of the sum. `earlier` reads the sum of earlier rounds.
+        Parts are divided by FSDP2's divisor of the sum. `earlier` reads the sum of earlier rounds.
         """
         before = self._before.pop(id(one), None)
         if self._parts is None:
             # FSDP2 has reduced nothing.
-            return (), None
+            return None
         end = self._at + one.padded_shape.numel()
         parts = [row[self._at : self._at + one.shape.numel()].view(one.shape) for row in self._parts]
         self._at = end
@@ -165,17 +164,18 @@ class OrderedReduction(_Met, ReduceScatter):
         if before is not None:
             one.set_grad(before)
         # What torch made, or the sum of earlier rounds.
-        values = one.grad
+        values, total = one.grad, None
         if self._collectives.layout.replicas > 1 and one.shape.numel():
             total = self._passed_on(one, parts, values, partial(earlier, None if before is None else values))
-            if before is not None:
-                return (), total
-            values.copy_(total)
+            if before is None:
+                values.copy_(total)
         elif before is not None:
-            return parts, None
+            total = earlier(values, True)
+            assert total is not None
+            _sum_up(total, parts, is_empty=False)
         else:
             _sum_up(values, parts)
-        return (), None
+        return None if before is None else total
 
     def _passed_on(
         self,

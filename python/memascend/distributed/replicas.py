@@ -110,9 +110,8 @@ class Refill:
     def check(self) -> None:
         """Check nothing: the commit is not known before `between`."""
 
-    def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    def hyperparameters(self) -> dict[str, Any]:
         """The hyperparameters of the commit."""
-        del groups
         return dict(self._facts.get("hyperparameters") or {})
 
     def parameters(self, units: Sequence[Any]) -> Generator[First, None, None]:

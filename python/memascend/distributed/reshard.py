@@ -347,9 +347,8 @@ class EarlierValues:
                 "Nothing was changed"
             )
 
-    def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    def hyperparameters(self) -> dict[str, Any]:
         """The hyperparameters of the last commit."""
-        del groups
         kept = {name: value for name, value in (self._hyperparameters or {}).items() if name != "line"}
         return {**kept, EARLIER: self.earlier.stands_for}
 

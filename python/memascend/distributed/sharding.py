@@ -16,9 +16,7 @@ from memascend.distributed.reduce import Gather, NativeReduction, OrderedReducti
 from memascend.distributed.replicas import Refill, retire
 from memascend.distributed.rows import RowsOfRank
 from memascend.errors import ConfigError, UsageError
-from memascend.memory import whole_pages
 from memascend.params.aliases import held_for_good, shared_memory
-from memascend.plan.units import Unit
 from memascend.storage import checksum_of
 
 if TYPE_CHECKING:
@@ -160,15 +158,6 @@ class Sharding(RowsOfRank):
         """The model's own parameters, by name."""
         return {name: one.leaf for name, one in self._sharded.items()}
 
-    def whole_units(self) -> tuple[Unit, ...]:
-        """The units of a process that has all rows."""
-        units = []
-        for group in self._groups:
-            nbytes = sum(whole_pages(one.leaf.nbytes) for one in group.parameters)
-            names = tuple(one.name for one in group.parameters)
-            units.append(Unit(name=group.name, parameters=names, nbytes=nbytes, module=None, pinned=False))
-        return tuple(units)
-
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """The shapes of whole parameters that have elements, by name, in the model's order: the same on all ranks."""
@@ -273,11 +262,10 @@ class Sharding(RowsOfRank):
             gradients = self._gradients()
             if gradients is None:
                 return
-            parts, total = ((), None) if reduction is None else reduction.take(one, gradients.earlier_sum)
+            total = None if reduction is None else reduction.take(one, gradients.earlier_sum)
             local = self.named.get(one.name)
             if local is None:
                 # No rows, no gradient.
                 one.set_grad(None)
                 return
-            rows: Any = local.grad if parts or total is not None else None
-            gradients.heard_parts(local, rows, [part.to(rows.dtype) for part in parts], total)
+            gradients.heard_sum(local, total)

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import contextvars
 import functools
-import logging
 import math
 import threading
 import time
@@ -190,12 +189,9 @@ def _versions(values: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-_log = logging.getLogger("memascend")
-
-
-# How long one micro-batch may compute one stage before the log names it.
-_STAGE_SECONDS = 120.0
-# How often the caller looks whether a signal has come.
+# How long the process waits at its end for micro-batches that were interrupted.
+_END_SECONDS = 120.0
+# How often the caller looks whether it is interrupted: `_thread.interrupt_main()` wakes no lock.
 _POLL_SECONDS = 0.1
 
 
@@ -357,8 +353,6 @@ class Baton:
         self._tidy = tidy
         # By the numbers of threads.
         self._of: dict[int, MicroBatch] = {}
-        self._passed_at = time.monotonic()
-        self._runs = self.micro_batches[0]
         self._failure: BaseException | None = None
         self._unbegun = threading.Lock()
         self._all_ended = threading.Event()
@@ -394,9 +388,6 @@ class Baton:
     def _pass(self, own: MicroBatch) -> None:
         self._require_whole()
         chosen = self._choose()
-        if chosen is own:
-            # A stage has ended, although the baton stays.
-            self._passed_at = time.monotonic()
         if chosen is own or chosen is None:
             return
         self._tidy()
@@ -416,8 +407,6 @@ class Baton:
 
     def _hand_to(self, chosen: MicroBatch) -> None:
         self._generators.load(chosen.states)
-        self._passed_at = time.monotonic()
-        self._runs = chosen
         chosen.turn.release()
 
     def _require_whole(self) -> None:
@@ -427,17 +416,14 @@ class Baton:
     def run(self, compute: Callable[[MicroBatch], Any], modes: CallerModes) -> None:
         """Compute all micro-batches; raises what the first one that fails raises, after the others have ended."""
         live = partial(self._live, compute=compute, modes=modes, thread=threading.get_ident())
-        begun, told, interrupted = False, False, None
+        begun, interrupted = False, None
         while not self._all_ended.is_set():
             try:
                 if not begun:
                     # A signal may interrupt this at any place; a second thread finds that the first one has begun.
                     _start(0, partial(self._begin, live, modes))
                     begun = True
-                ended = self._all_ended.wait(_POLL_SECONDS)
-                if not ended and not told and time.monotonic() - self._passed_at > _STAGE_SECONDS:
-                    told = True
-                    self._tell()
+                self._all_ended.wait(_POLL_SECONDS)
             except BaseException as error:
                 if interrupted is not None:
                     raise
@@ -460,16 +446,6 @@ class Baton:
                 one.reach(math.inf)
         self._hand_to(first)
         modes.context.copy().run(live, first)
-
-    def _tell(self) -> None:
-        units = self._runs.path.units
-        _log.warning(
-            "micro-batch %d has computed one stage (%s) for %d seconds: loss_of must not wait for the result of "
-            "another micro-batch; by_layer=False computes one after the other",
-            self._runs.index,
-            f"unit {unit_in(units[-1])}" if units else "before the first unit",
-            _STAGE_SECONDS,
-        )
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
@@ -538,7 +514,7 @@ def _wait_for_all() -> None:
     or in the one that empties the thread's queue when it ends, that aborts the process.
     """
     # A stage that never ends must not keep the process.
-    until = time.monotonic() + _STAGE_SECONDS
+    until = time.monotonic() + _END_SECONDS
     for thread in list(_threads):
         if thread.ident is not None:
             thread.join(max(0.0, until - time.monotonic()))

@@ -343,9 +343,9 @@ class Gradient:
         self._gradients.engine.read_spilled(self.name, into)
         return into
 
-    def add(self, gradient: torch.Tensor, *, first: bool = True, last: bool = True, summed: bool = False) -> None:
+    def add(self, gradient: torch.Tensor, *, summed: bool = False) -> None:
         """Add another gradient of the parameter; `summed`: it was added already, and this is the sum."""
-        self._gradients.add(self, gradient, first=first, last=last, summed=summed)
+        self._gradients.add(self, gradient, summed=summed)
 
     def assign(self, gradient: torch.Tensor) -> None:
         """Replace it by another gradient."""

@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-    from memascend.grads.baton import Recorder
     from memascend.grads.gradient import Numbers
     from memascend.grads.loop import Loop, LossScale, Speculation
-    from memascend.grads.microbatches import PartialSums
     from memascend.grads.norms import Norms
     from memascend.optim.rules import Rule
     from memascend.params.cached_units import CachedUnits
@@ -63,8 +61,6 @@ class Gradients:
         self.fresh = False
         # Time that backward spent to hand on gradients, waiting for memory included.
         self.handing_seconds = 0.0
-        # Takes what micro-batches accumulate, while they are computed.
-        self.parts: Recorder | PartialSums | None = None
         # A backward was begun by optimizer.backward().
         self._scaled = False
         # The step that is made uses gradients as they arrived.
@@ -112,8 +108,8 @@ class Gradients:
             # What a hook of the user's returned, which torch refuses after the last hook.
             return
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            values = gradient.values
-            if values is not None and self.parts is not None and self.parts.take(gradient):
+            values, parts = gradient.values, self.residency.stages
+            if values is not None and parts is not None and parts.take(gradient):
                 pass
             elif values is not None and (gradient.handle is None or not gradient.stands_in(values)):
                 # How ranks are handed theirs refers to it, too: there it is known.
@@ -125,28 +121,16 @@ class Gradients:
         # Updates may have released units since the last one was used.
         self.residency.units.look_ahead()
 
-    def heard_parts(
-        self,
-        parameter: torch.Tensor,
-        before: torch.Tensor | None,
-        parts: Sequence[torch.Tensor],
-        total: torch.Tensor | None,
-    ) -> None:
-        """A gradient came in parts, which are added one by one to `before`, or as the sum of these, which replaces it.
-
-        None before it: `p.grad` has the sum already.
-        """
-        with torch.no_grad():
-            if isinstance(before, GradientHandle) and total is not None:
-                before.gradient.replace_by_sum(total)
-            elif before is not None and total is not None:
-                before.copy_(total)
-            for index, part in enumerate(parts):
+    def heard_sum(self, parameter: torch.Tensor, total: torch.Tensor | None) -> None:
+        """A gradient came: in `p.grad`, or as its `total` with the one that stands there."""
+        if total is not None:
+            with torch.no_grad():
+                before: Any = parameter.grad
                 if isinstance(before, GradientHandle):
-                    before.add_part(part, first=index == 0, last=index + 1 == len(parts))
-                elif before is not None:
-                    before.add_(part)
-        self._hear(parameter, assigned=before is not None)
+                    before.gradient.replace_by_sum(total)
+                elif before is not total:
+                    before.copy_(total)
+        self._hear(parameter, assigned=total is not None)
 
     def earlier_sum(self, before: torch.Tensor | None, needed: bool) -> torch.Tensor | None:
         """The sum of a gradient that stands in `p.grad`, where it is `needed`, to add another one to it elsewhere."""
@@ -238,33 +222,21 @@ class Gradients:
         finally:
             self._scaled = False
 
-    @contextmanager
-    def summed_by(self, parts: Recorder | PartialSums) -> Iterator[None]:
-        """Inside, `parts` takes the gradients that arrive, and is notified of each unit that is used."""
-        self.parts = parts
-        try:
-            with self.residency.followed_by(parts):
-                yield
-        finally:
-            self.parts = None
-
     def require_in_order(self, gradient: Gradient) -> None:
         """Refuse more of a gradient whose sum a call took for complete."""
-        if self.parts is not None:
-            self.parts.require_open(gradient)
+        if self.residency.stages is not None:
+            self.residency.stages.require_open(gradient)
 
-    def add(
-        self, gradient: Gradient, values: torch.Tensor, *, first: bool = True, last: bool = True, summed: bool = False
-    ) -> None:
+    def add(self, gradient: Gradient, values: torch.Tensor, *, summed: bool) -> None:
         """A gradient came where there is one, which no update used: its handle refuses another.
 
-        `first`, `last`: of the parts in which it comes, one after the other. `summed`: the values are those of both.
+        `summed`: the values are those of both.
         """
         inside = self.backwards.inside()
         if inside:
             self.backwards.enter()
         brought = self._brought.get(gradient.name, -1)
-        again = brought == self.backwards.count and inside and first
+        again = brought == self.backwards.count and inside
         if again:
             gradient.expect_pieces()
         else:
@@ -278,7 +250,7 @@ class Gradients:
         self.fresh = True
         self.backwards.enter(delivers=inside)
         gradient.change(gradient.laid_out(values), add=not summed)
-        if last and not (again or gradient.in_pieces) and self.backwards.is_last():
+        if not (again or gradient.in_pieces) and self.backwards.is_last():
             self.use_stored(gradient)
 
     # --- around a backward --------------------------------------------------------------
@@ -447,7 +419,7 @@ class Gradients:
 
     def _stage(self, gradient: Gradient, values: torch.Tensor, factor: float) -> None:
         gradient.stage(factor, values)
-        # While the engine's thread works: its gradient is not written to.
+        # While the engine's thread works.
         self.norms.measure_once(gradient, values)
 
     def measured(self, present: Present) -> Numbers:

@@ -159,19 +159,15 @@ class DeferredGradient:
             self._refuse_change("copy_")
         self.assign(self.empty().copy_(source))
 
-    def accumulate(self, operation: Operation, gradient: Tensor, *, first: bool = True, last: bool = True) -> None:
-        """Add a gradient of the same shape and dtype; `operation` is the addition as torch was asked for it.
-
-        `first`, `last`: of the parts in which the gradient comes.
-        """
+    def accumulate(self, operation: Operation, gradient: Tensor) -> None:
+        """Add a gradient of the same shape and dtype; `operation` is the addition as torch was asked for it."""
         self.require_open()
         if self.operations:
             total = self.materialize()
             operation.apply(total)
             self.assign(total)
             return
-        given = self.laid_out(gradient.clone() if is_shared(gradient) else gradient)
-        self.backing.add(given, first=first, last=last)
+        self.backing.add(self.laid_out(gradient.clone() if is_shared(gradient) else gradient))
 
     def replace_by_sum(self, total: Tensor) -> None:
         """Replace it by its sum with another gradient, which was computed elsewhere."""
@@ -290,11 +286,6 @@ class GradientHandle(torch.Tensor):
     def backing(self) -> Gradient:
         """Where the gradient is."""
         return self.gradient.backing
-
-    def add_part(self, part: Tensor, *, first: bool, last: bool) -> None:
-        """Add one of the parts in which a gradient comes, as add_() does with all of it."""
-        addition = Operation(torch.ops.aten.add_.Tensor, "add_", (part,))
-        self.gradient.accumulate(addition, part, first=first, last=last)
 
     # --- calls of torch -----------------------------------------------------------
 

@@ -351,7 +351,7 @@ class Accumulation:
             return changed
 
         recorder = Recorder(look)
-        with self.gradients.summed_by(recorder):
+        with self.residency.followed_by(recorder):
             yield recorder
         self.never = recorder.against_layers()
         self._course = Course(recorder.paths)
@@ -404,7 +404,7 @@ class Accumulation:
         stream = CallerStream(self.device)
         sums = PartialSums(self.gradients, self._course, baton, self.limit, self._make_room, stream=stream, whole=whole)
         try:
-            with self.gradients.summed_by(sums):
+            with self.residency.followed_by(sums):
                 self.gradients.begin_backward()
                 baton.run(lambda own: computed(batches[own.index]), CallerModes(self.device))
                 if seeds is None:

@@ -260,13 +260,14 @@ class Residency:
         self.units = CachedUnits(memory, limits, self.lock, engine)
         self.hooks = SavedTensorHooks(self, keeper)
         self.copies = WeightCopies(self)
+        # While micro-batches are computed.
         self.stages: Recorder | PartialSums | None = None
         # Takes the values that a state dict has for a parameter, while one is being loaded.
         self._load: Callable[[Place, torch.Tensor], None] | None = None
 
     @contextmanager
     def followed_by(self, stages: Recorder | PartialSums) -> Iterator[None]:
-        """Inside, notify `stages` of each unit before it is used."""
+        """Inside, `stages` takes the gradients that arrive, and is notified of each unit before it is used."""
         self.stages = stages
         try:
             yield

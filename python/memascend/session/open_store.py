@@ -18,7 +18,7 @@ from memascend.checkpoint.weights import open_weights, sources_of
 from memascend.distributed.rows import Partition
 from memascend.errors import ConfigError, StorageError, UsageError
 from memascend.optim.members import is_owners, is_roster, title_of
-from memascend.optim.shared import options_of, require_as_many
+from memascend.optim.shared import require_as_many
 from memascend.optim.state import options_of_formats
 from memascend.plan.decision import folders_of
 from memascend.session.decide import temporary
@@ -245,7 +245,7 @@ class FirstValues:
             self._source = self._found()
             self._source.check()
             if subject.earlier is not None:
-                subject.arithmetic.require_members(self._source.hyperparameters([]), "the earlier run")
+                subject.arithmetic.require_members(self._source.hyperparameters(), "the earlier run")
         given = (self._weights, subject.options.checkpoint, subject.earlier, subject.refilled)
         initialised = created and all(one is None for one in given)
         self._meta_buffers.rebuild(self._weights, saved=initialised)
@@ -266,19 +266,8 @@ class FirstValues:
             shapes = {name: own.shape for name, own in subject.named.items()} if sharding is None else sharding.shapes
             return EarlierValues(subject.earlier, shapes, subject.named, self._described, title_of(subject.original))
         if subject.options.checkpoint is not None:
-            return CheckpointValues(
-                Checkpoint(expanded(subject.options.checkpoint)),
-                subject.model,
-                subject.named,
-                {name: subject.buffers.tensor(name) for name in subject.buffers.names},
-                subject.arithmetic,
-                subject.trained,
-                partition,
-            )
-        saved = self._meta_buffers.saved
-        return ModelValues(
-            subject.model, subject.named, subject.trained, subject.arithmetic, self._weights, saved, sharding, partition
-        )
+            return CheckpointValues(Checkpoint(expanded(subject.options.checkpoint)), subject, partition)
+        return ModelValues(subject, self._weights, self._meta_buffers.saved, partition)
 
     def _described(self, name: str) -> dict[str, torch.Tensor]:
         """The state of a parameter, on meta."""
@@ -307,10 +296,7 @@ class FirstValues:
                     self._undo.callback(target.copy_, target.clone())
                 source.buffer(name, target)
                 engine.fill(name, subject.buffers.tensor(name), {})
-            hyperparameters = {
-                **subject.arithmetic.committed(),
-                **source.hyperparameters([options_of(group) for group in subject.original.param_groups]),
-            }
+            hyperparameters = {**subject.arithmetic.committed(), **source.hyperparameters()}
             engine.commit(source.step, user_state=source.user_state, hyperparameters=hyperparameters)
         return hyperparameters
 

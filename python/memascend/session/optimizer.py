@@ -6,7 +6,6 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,58 +29,37 @@ if TYPE_CHECKING:
 
 
 class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
-    """`optimizer.state` while the state is on storage: it has no items, and an access to a parameter's state raises.
+    """`optimizer.state` of the original and of the returned optimizer: it has no items, and an access raises.
 
     Libraries move a state to a device by its items, and find none to move.
     """
 
-    def __init__(self, resources: Resources, *, ends: bool = False) -> None:
-        """`ends`: it becomes an ordinary state at the end of the run, empty at first."""
+    def __init__(self, resources: Resources) -> None:
         self._resources = resources
-        self._ends = ends
-        self._own: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
 
-    @property
-    def is_stored(self) -> bool:
-        """Whether the state is on storage yet."""
-        return not (self._ends and self._resources.closed)
+    def __getitem__(self, parameter: object) -> NoReturn:
+        self._resources.require_open()
+        raise UsageError(
+            "the optimizer's state is on storage: state_of(parameter) of the optimizer that offload() returned reads it"
+        )
 
-    def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
-        self._refuse_access()
-        return self._own[parameter]
-
-    def _refuse_access(self) -> None:
-        if self.is_stored:
-            self._resources.require_open()
-            raise UsageError(
-                "the optimizer's state is on storage: state_of(parameter) of the optimizer that offload() returned "
-                "reads it"
-            )
+    __delitem__ = __getitem__
 
     def __contains__(self, parameter: object) -> bool:
-        if isinstance(parameter, torch.Tensor):
-            self._refuse_access()
-        return parameter in self._own
+        return isinstance(parameter, torch.Tensor) and self[parameter]
 
     def __setitem__(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        if self.is_stored:
-            refuse_other_state()
-        self._own[parameter] = state
-
-    def __delitem__(self, parameter: torch.Tensor) -> None:
-        self._refuse_access()
-        del self._own[parameter]
+        refuse_other_state()
 
     def popitem(self) -> tuple[torch.Tensor, dict[str, Any]]:
-        """An item that is removed; `clear()` calls it, too."""
-        self._refuse_access()
-        return super().popitem()
+        """Refuse it; `clear()` calls it, too."""
+        return self[None]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._own)
+        return iter(())
 
     def __len__(self) -> int:
-        return len(self._own)
+        return 0
 
 
 def refuse_other_state() -> NoReturn:

@@ -61,7 +61,7 @@ def _references(mapping: Mapping[Any, Any], key: Any) -> int:
 
 
 def leave(optimizer: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> None:
-    """Mark the original's state as stored until the run ends; a tensor of the old state that is still in use raises."""
+    """Mark the original's state as stored; a tensor of the old state that is still in use raises."""
     state = optimizer.state
     # Values that several states share, like tables, belong to no parameter.
     common = Counter(id(value) for own in state.values() for value in own.values())
@@ -75,7 +75,7 @@ def leave(optimizer: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> No
     state.clear()
     if isinstance(state, defaultdict):
         state.default_factory = _refuse_state
-    optimizer.state = StoredState(session_of(offloaded).run.resources, ends=True)  # type: ignore[assignment]
+    optimizer.state = StoredState(session_of(offloaded).run.resources)  # type: ignore[assignment]
     optimizer.register_state_dict_pre_hook(_refuse_state_dict)
     optimizer.register_load_state_dict_pre_hook(_refuse_state_dict)
 
@@ -92,7 +92,7 @@ def _refuse_state() -> NoReturn:
 
 
 def _refuse_state_dict(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if isinstance(optimizer.state, StoredState) and optimizer.state.is_stored:
+    if isinstance(optimizer.state, StoredState):
         raise UsageError(
             "this optimizer was given to offload(), and its state is on storage: call state_dict(), load_state_dict() "
             "or save() of the optimizer that offload() returned; or load into this one before offload()"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,14 +15,11 @@ from memascend.text import IN_MEMORY, bytes_shown, open_pyplot, seconds_shown, t
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from memascend.plan.decision import Decision
     from memascend.plan.table import Plan
     from memascend.session.run import Run
-
-
-_log = logging.getLogger("memascend")
 
 
 _MIB = 1 << 20
@@ -39,16 +35,6 @@ class Owner:
 
     bytes: int
     peak: int
-
-
-@dataclass(frozen=True)
-class AllRanks:
-    """Memory and traffic of all ranks together, as exchanged at the beginning of the last `step()`."""
-
-    count: int  # the number of ranks
-    peak: int  # the sum of their peaks of host memory
-    read: int  # bytes read from storage since `offload()` returned
-    written: int  # bytes written to it since then
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +63,6 @@ class Report:
     device_budget: int = 0
     device_torch: Owner | None = None
     device_copies: str | None = None
-    ranks: AllRanks | None = None  # of all ranks; all other figures are this rank's. None before the first step
 
     @property
     def total(self) -> int:
@@ -114,8 +99,7 @@ class Report:
         """All figures as JSON values. Some keys appear only where they apply.
 
         "device": the host does not compute. "ram_tier" and "log": some parameters are kept in RAM. "early": updates
-        began before `step()`. "ranks": there are several. "log" has "wanted" where it is shorter, and "unlogged" where
-        that is not 0.
+        began before `step()`. "log" has "wanted" where it is shorter, and "unlogged" where that is not 0.
         """
         found = {
             "host": _as_json(self.owners, self.budget),
@@ -131,8 +115,6 @@ class Report:
             found["ram_tier"] = self.ram_tier
         if self.early:
             found["early"] = {"steps": self.early, "anew": self.anew}
-        if self.ranks is not None:
-            found["ranks"] = asdict(self.ranks)
         if self.log_wanted:
             found["log"] = log = {"steps": self.log_steps, "bytes": self.log_bytes}
             if self.log_steps < self.log_wanted:
@@ -162,12 +144,6 @@ class Report:
             *self._kept_in_ram(),
             table(("stage", "time"), [(name, seconds_shown(taken)) for name, taken in self.seconds.items()]),
         ]
-        if self.ranks is not None:
-            parts.append(
-                f"This is one of {self.ranks.count} ranks. Together they held at most {bytes_shown(self.ranks.peak)}, "
-                f"read {bytes_shown(self.ranks.read)} and wrote {bytes_shown(self.ranks.written)}, up to the last "
-                "step()."
-            )
         parts.append(
             f"{self.steps} steps. Units were read {self.units['fetches']} times and were there already {cached} times."
         )
@@ -267,9 +243,6 @@ class Measurements:
         # The most that was kept in p.grad until step().
         self._kept_peak = 0
         self._last: Report | None = None
-        # As exchanged in the last step.
-        self._all_ranks: AllRanks | None = None
-        self._warned_of_log = False
 
     def _counted(self) -> dict[str, Any]:
         resources = self._resources
@@ -293,27 +266,6 @@ class Measurements:
         """A step was committed, whose `step()` began then."""
         self._step_seconds += time.perf_counter() - began
         self._kept_peak = max(self._kept_peak, self._kept())
-        if not self._planned.log_steps or self._warned_of_log:
-            return
-        unlogged = self._resources.engine.counters()["unlogged"]
-        if unlogged:
-            # Once: report() has the count.
-            self._warned_of_log = True
-            _log.warning(
-                "%d gradients found no space in the gradient log of %d steps, so their parameters were written whole; "
-                "report() counts this if it happens again",
-                unlogged,
-                self._planned.log_steps,
-            )
-
-    def own_figures(self) -> list[int]:
-        """The figures that a rank sends to the others: the peak of host memory, bytes read and written."""
-        store = _since(self._counted(), self._before)["store"]
-        return [sum(owner.peak for owner in self._owners().values()), store["read_bytes"], store["written_bytes"]]
-
-    def note_all_ranks(self, count: int, sums: Sequence[int]) -> None:
-        """Remember the sums of the figures of all ranks, so that a report needs no communication."""
-        self._all_ranks = AllRanks(count, *sums)
 
     def report(self) -> Report:
         """The figures so far, or at the end."""
@@ -345,7 +297,6 @@ class Measurements:
             anew=self._run.gradients.speculation.anew,
             units=dict(self._run.residency.units.counters),
             in_memory=self._in_memory,
-            ranks=self._all_ranks,
             **self._on_device(),
         )
 
@@ -402,7 +353,7 @@ class Measurements:
 
     def _gradients(self) -> Owner:
         """The memory of gradients that wait for their update, where the model computes."""
-        engine, parts = self._resources.engine, self._run.gradients.parts
+        engine, parts = self._resources.engine, self._run.residency.stages
         sums = parts.nbytes if isinstance(parts, PartialSums) else 0
         # Gradients that are kept until step() wait for the engine in that same memory.
         now = max(engine.queued_bytes + sums, self._kept())

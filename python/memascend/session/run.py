@@ -157,11 +157,6 @@ class Metadata:
         self._positioned = positioned
         self.schedule.leave_to_trainer()
 
-    @property
-    def is_followed(self) -> bool:
-        """Whether a trainer's position is committed."""
-        return self._positioned is not None
-
     def take_position(self) -> None:
         """Note where the trainer is after the step that is about to be committed."""
         self.keep_position(None if self._positioned is None else self._positioned())
@@ -195,16 +190,6 @@ class Metadata:
                 f"user_state has {size} bytes as JSON, and at most {_USER_BYTES_MAX} are kept: put the rest in a file"
             )
         self.user_state = value
-
-    @property
-    def has_new_options(self) -> bool:
-        """Whether options of groups changed since the last step of this run, and not of a scheduler of `schedule`."""
-        if not self.made:
-            # A resume that is refused or ends early has only what making schedulers set.
-            return False
-        stored = (self._store.hyperparameters or {}).get("groups")
-        now = json.loads(json.dumps([options_of(group) for group in self.groups]))
-        return bool(now != stored and not self.schedule.is_foreign)
 
     def advance(self) -> None:
         """A step was committed."""

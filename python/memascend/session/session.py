@@ -182,16 +182,10 @@ class Session:
             metadata.keep_position(position)
             give_back()
 
-        of_commit: Callable[[], float] | None = None
-        with run.committing(lambda: self._committed(present, of_commit), failed):
+        with run.committing(lambda: self._committed(present), failed):
             metadata.schedule.advance()
             if not self._norm_comes_first:
-                of_commit = self._norm(present)
-            if of_commit is not None and metadata.is_followed:
-                # A trainer logs it after the commit, also where it resumes.
-                if self.figures is not None:
-                    self.figures.tell("the norm", None)
-                self.grad_norm, of_commit = of_commit(), None
+                self.grad_norm = self._norm(present)
             metadata.take_position()
             engine.commit(step, user_state=metadata.user_state, hyperparameters=metadata.hyperparameters())
         learnt = gradients.loop.learn()
@@ -205,36 +199,29 @@ class Session:
         return None if self.sharding is None else self.sharding.exchange
 
     def _of_all_ranks(self, present: bool, own: Numbers) -> tuple[bool, Numbers]:
-        """Whether any rank has gradients (one may have no rows of the parameters that have), and their squares.
-
-        The figures of the report go along.
-        """
+        """Whether any rank has gradients (one may have no rows of the parameters that have), and their squares."""
         if self.sharding is None or self.figures is None:
             return present, own
         collectives = self.sharding.collectives
         assert collectives is not None
         is_any = self.figures.add([present])
         sums = self.figures.add(summands(own))
-        traffic = self.figures.add(self.measurements.own_figures())
         rows = collectives.told_rows()
         apart = self.figures.add([self.run.resources.store.shared.beside_others(rows)])
         collectives.require_same(self.figures.tell("the gradients", collectives.told()))
         if any(apart):
             self.run.resources.store.shared.reject(rows, _PARTED)
-        self.measurements.note_all_ranks(self.figures.size, traffic)
         return any(is_any), of_all_ranks(own, sums, self.figures)
 
-    def _norm(self, present: Sequence[tuple[Gradient, torch.Tensor]]) -> Callable[[], float]:
-        """After the updates: a function that has the norm of the gradients that they used, before `factor`.
-
-        Nothing is read for it. Of several ranks, it is to be called after the next message.
-        """
+    def _norm(self, present: Sequence[tuple[Gradient, torch.Tensor]]) -> float:
+        """After the updates: the norm of the gradients that they used, before `factor`. Nothing is read for it."""
         gradients, figures = self.run.gradients, self.figures
-        if figures is None:
-            return lambda: gradients.norm(gradients.norms.of(present)[1])
         own = gradients.norms.of(present)
-        sums = figures.add(summands(own))
-        return lambda: gradients.norm(of_all_ranks(own, sums, figures)[1])
+        if figures is not None:
+            sums = figures.add(summands(own))
+            figures.tell("the norm", None)
+            own = of_all_ranks(own, sums, figures)
+        return gradients.norm(own[1])
 
     def _present(self) -> Sequence[tuple[Gradient, torch.Tensor]]:
         """The present gradients; raises where no exact step can be made of them."""
@@ -256,14 +243,12 @@ class Session:
 
     @property
     def _norm_comes_first(self) -> bool:
-        """Whether the step depends on the norm; else the norm is taken after the commit."""
+        """Whether the step depends on the norm; else the norm is taken after the updates have begun."""
         return self.run.metadata.scale.enabled or self.max_grad_norm is not None
 
-    def _committed(self, present: Sequence[tuple[Gradient, torch.Tensor]], norm: Callable[[], float] | None) -> None:
+    def _committed(self, present: Sequence[tuple[Gradient, torch.Tensor]]) -> None:
         self.run.metadata.advance()
         self.overflowed = False
-        if norm is not None:
-            self.grad_norm = norm()
         self.run.resources.values_changed()
         self.run.buffers.committed()
         self.run.changed(self.run.gradients.committed(present))
@@ -321,23 +306,6 @@ class Session:
             afterwards.callback(self._close)
             if sys.exc_info()[0] is None:
                 self.run.residency.copies.require_unwritten()
-            self._commit_options()
-
-    def _commit_options(self) -> None:
-        """Commit options of groups that changed since the last step.
-
-        Not after an exception, in the midst of a step that the loop repeats at a resume; and not on several ranks,
-        which close each at its own time.
-        """
-        run, metadata, store = self.run, self.run.metadata, self.run.resources.store
-        is_whole = sys.exc_info()[0] is None and self.figures is None
-        if run.resources.temporary or not is_whole or not metadata.has_new_options:
-            return
-        run.gradients.skip()
-        # What was set since belongs to the next step.
-        run.resources.engine.commit(
-            metadata.step, user_state=store.user_state, hyperparameters=metadata.hyperparameters()
-        )
 
     def _close(self) -> None:
         with contextlib.suppress(MemascendError):

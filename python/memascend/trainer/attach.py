@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import os
 from pathlib import Path
@@ -19,12 +18,11 @@ from memascend.plan.decision import file_of
 from memascend.session.optimizer import session_of
 from memascend.storage import commits, look
 from memascend.trainer import names
-from memascend.trainer.by_layer import Steps
 from memascend.trainer.callback import Callback, offloaded_optimizer
 from memascend.trainer.feed import digest_of
 from memascend.trainer.optimizers import prepare_optimizer
 from memascend.trainer.position import RandomNumbers, decoded
-from memascend.trainer.reference import offload_both, reference_of
+from memascend.trainer.reference import offload_both
 from memascend.trainer.resume import Resume
 
 if TYPE_CHECKING:
@@ -108,9 +106,6 @@ def _offloaded(trainer: Any, run: dict[str, Any], options: dict[str, Any], clipp
     """Have the optimizer made, offload it with its model, and stand in for methods of the Trainer."""
     if clipping == "exact":
         options.setdefault("max_grad_norm", trainer.args.max_grad_norm or None)
-        # accelerate would clip once more. Another Trainer may have these arguments, too.
-        trainer.args = copy.copy(trainer.args)
-        trainer.args.max_grad_norm = 0.0
         _log.info(
             "clipping: %s within step(), whose norm the log has; clipping='torch' clips as torch does, after the "
             "backward",
@@ -121,10 +116,6 @@ def _offloaded(trainer: Any, run: dict[str, Any], options: dict[str, Any], clipp
         # TRL hashed the weights as arrays of numpy, which are gone, and their memory still counts as numpy's.
         for parameter in trainer.model.parameters():
             parameter.data = parameter.data.clone()
-    reference = reference_of(trainer, options)
-    if not trainer.is_fsdp_enabled:
-        Steps(trainer)
-    # A repeated step passes by those.
     resume = Resume(trainer, run, exact_norm=clipping == "exact")
 
     def begin() -> OffloadedOptimizer:
@@ -132,7 +123,7 @@ def _offloaded(trainer: Any, run: dict[str, Any], options: dict[str, Any], clipp
         for group in optimizer.param_groups:
             # offload() warns of stored rates that no scheduler set.
             group.setdefault("initial_lr", group["lr"])
-        offloaded = offload_both(trainer.model, optimizer, options, reference)
+        offloaded = offload_both(trainer, options)
         if isinstance(optimizer, Optimizer) and not hasattr(optimizer, "optimizer"):
             trainer.optimizer = trainer.callback_handler.optimizer = offloaded
         try:
@@ -169,7 +160,7 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None
             "the data is not known: begin from weights alone, or train on by memascend.offload() and Callback()"
         )
     callback = Attached()
-    callback.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model, optimizer=optimizer)
+    callback.attach(optimizer)
     # Before those that report the log.
     trainer.callback_handler.callbacks.insert(0, callback)
     resume.begin(optimizer, kept)
@@ -177,7 +168,7 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None
 
 
 class Attached(Callback):
-    """The callback of a Trainer that was offloaded whole: its position has the scheduler."""
+    """The callback of a Trainer that was offloaded whole."""
 
     def on_train_begin(self, args: Any, state: Any, *given: Any, **others: Any) -> None:
         """Check that model and optimizer are those that were offloaded."""
@@ -189,9 +180,6 @@ class Attached(Callback):
                 "after all that replaces them, right before train()"
             )
         super().on_train_begin(args, state, *given, **others)
-
-    def _schedule(self, scheduler: Any) -> None:
-        pass
 
     def on_save(self, args: Any, state: Any, *given: Any, **others: Any) -> None:
         """Add our files to a checkpoint; under FSDP2 all ranks did that before."""

@@ -14,10 +14,11 @@ from torch.nn.modules import module as torch_modules
 
 from memascend.errors import UsageError
 from memascend.session.optimizer import session_of
+from memascend.text import replaced
 from memascend.trainer.callback import offloaded_optimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 # Whose code was tested by layer.
 _LIBRARIES = frozenset({"torch", "transformers", "peft", "accelerate", "trl", "memascend"})
@@ -107,7 +108,7 @@ def _in_modules(model: torch.nn.Module) -> Iterator[str]:
 
 
 class Steps:
-    """Stands in for two methods of a Trainer, and for its accelerator's backward while micro-batches are computed.
+    """Computes the micro-batches of each step; its accelerator's backward is replaced meanwhile.
 
     By layer go only losses, modules and hooks that were tested: `training_step` and `compute_loss` of the Trainer and
     of TRL's SFTTrainer and RewardTrainer; modules of torch, transformers and peft; no hook or callback of the user's
@@ -117,27 +118,23 @@ class Steps:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._get_batch_samples, self._training_step = trainer.get_batch_samples, trainer.training_step
         # Of this step: the micro-batches that the Trainer has not passed yet, and the results of training_step().
         self._samples: list[Any] = []
         self._results: list[Any] | None = None
         # The loss of the micro-batch that this thread computes.
         self._local = threading.local()
-        trainer.get_batch_samples, trainer.training_step = self.get_batch_samples, self.training_step
 
-    def get_batch_samples(self, *given: Any, **options: Any) -> Any:
-        """The micro-batches of one step, which are recorded."""
-        found = self._get_batch_samples(*given, **options)
-        self._samples, self._results = list(found[0]), None
-        return found
+    def begin(self, samples: Sequence[Any]) -> None:
+        """Begin a step of these micro-batches."""
+        self._samples, self._results = list(samples), None
 
-    def training_step(self, model: Any, inputs: Any, *given: Any, **options: Any) -> Any:
-        """The loss of one micro-batch; the first call of a step computes all of them."""
+    def training_step(self, own: Callable[..., Any], model: Any, inputs: Any, *given: Any, **options: Any) -> Any:
+        """The loss of one micro-batch, by the Trainer's own method; the first call of a step computes all of them."""
         if self._results is None:
             if not self._goes_by_layer(inputs):
                 self._samples = []
-                return self._training_step(model, inputs, *given, **options)
-            self._results = self._computed(lambda one: self._training_step(model, one, *given, **options))
+                return own(model, inputs, *given, **options)
+            self._results = self._computed(lambda one: own(model, one, *given, **options))
         expected = self._samples.pop(0)
         if inputs is not expected:
             raise UsageError(
@@ -157,21 +154,15 @@ class Steps:
         return why is None
 
     def _computed(self, step: Callable[[Any], Any]) -> list[Any]:
-        accelerator = self._trainer.accelerator
-
         def loss_of(inputs: Any) -> tuple[Any, Any]:
             result = step(inputs)
             return self._local.__dict__.pop("loss"), result
 
-        # An attribute of the object hides the method of its class.
-        accelerator.backward = self._begun
-        try:
+        with replaced(self._trainer.accelerator, "backward", self._begun):
             session = session_of(offloaded_optimizer(self._trainer.optimizer))
             # Random numbers would be others than the Trainer's own.
             results = session.accumulate(loss_of, self._samples, scale=1.0, by_layer=True, seeded=False)
             return [result for _, result in results]
-        finally:
-            del accelerator.backward
 
     def _begun(self, loss: Any, **_: Any) -> None:
         # accelerate divides in the same way.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ from memascend.errors import ConfigError, UsageError
 from memascend.session.optimizer import OffloadedOptimizer, session_of
 from memascend.session.report import WAITING
 from memascend.session.run import shown
-from memascend.session.schedule import steps_alone
 from memascend.tensors import same_bits
 
 try:
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
-    from torch.utils.hooks import RemovableHandle
     from transformers import TrainerState, TrainingArguments
 
     from memascend.session.report import Report
@@ -38,8 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["Callback", "is_streamed", "offloaded_optimizer"]
 
 _log = logging.getLogger("memascend")
-# Hooks that reject other weights than the store's: outside of a training, a Trainer loads those of a resume.
-_GUARDS: weakref.WeakKeyDictionary[Session, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
 def _resumes() -> bool:
@@ -67,81 +62,41 @@ class Callback(TrainerCallback):
 
     To resume from a checkpoint, begin from it, `offload(existing="replace", checkpoint=...)`, and pass it to the
     Trainer. If a Trainer resumes from other weights than the store's, an error is raised before they overwrite the
-    store.
-
-    Each commit has the learning rates of the next step, and the state of the Trainer's scheduler, as with
-    `OffloadedOptimizer.schedule`. The Trainer advances it, and its log has the rates that it has without memascend.
-    With `memascend.trainer.offload()`, which adds a callback of this kind itself, the Trainer's position has both.
+    store. The learning rates and the scheduler are those of the Trainer's checkpoint, too.
     """
 
     def __init__(self) -> None:
         self._session: Session | None = None
-        self._watches = False
         # The figures at the last log: bytes read and written, seconds of waiting.
         self._before = (0, 0, 0.0)
         self._advised = False
 
     def on_init_end(self, args: TrainingArguments, *_: Any, **others: Any) -> None:  # noqa: ARG002
-        """Find the offloaded optimizer; from here on, weights that a Trainer loads are those of a resume."""
-        self._attach(others.get("optimizer"))
-        self._watch(others["model"])
-
-    def _watch(self, model: torch.nn.Module) -> None:
-        assert self._session is not None
-        self._unwatch()
+        """Find the offloaded optimizer; from here on, weights that a Trainer's resume loads must be the store's."""
+        self.attach(others.get("optimizer"))
         # Copies of the model share a function, and would copy the object of a method.
         check = lambda *given: self._require_same(*given)  # noqa: E731, PLW0108
-        _GUARDS[self._session] = model.register_load_state_dict_pre_hook(check)
+        others["model"].register_load_state_dict_pre_hook(check)
 
-    def _unwatch(self) -> None:
-        assert self._session is not None
-        guard = _GUARDS.pop(self._session, None)
-        if guard is not None:
-            guard.remove()
-
-    def _attach(self, optimizer: Any) -> None:
+    def attach(self, optimizer: Any) -> None:
+        """Report on the optimizer of this Trainer."""
         self._session = session_of(offloaded_optimizer(optimizer))
+        # Its checkpoints have the scheduler.
+        self._session.run.metadata.schedule.leave_to_trainer()
         self._before = _counted(self._session.report())
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **others: Any) -> None:
         """Take over the writing of checkpoints."""
         if self._session is None:
-            self._attach(others.get("optimizer"))
+            self.attach(others.get("optimizer"))
         assert self._session is not None
-        self._watches = self._session in _GUARDS
-        self._unwatch()
-        self._schedule(others.get("lr_scheduler"))
         model = others["model"]
         if is_streamed(model, self._session) and not args.save_only_model:
             model.save_pretrained = _Saving(model.save_pretrained, self._session, state)
 
-    def _schedule(self, scheduler: Any) -> None:
-        """Commit the Trainer's scheduler with each step, from where the Trainer made or loaded it."""
-        assert self._session is not None
-        self._session.run.metadata.schedule.catch_up()
-        # One that needs a metric is advanced at an evaluation.
-        if scheduler is None or not steps_alone(scheduler):
-            return
-        try:
-            self._session.schedule([scheduler], restore=False)
-        except ConfigError as error:
-            _log.info("the Trainer alone keeps its scheduler, in its checkpoints: %s", error)
-
-    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Let the Trainer log the rate of this step, and advance the scheduler as step() did."""
-        if self._session is not None:
-            self._session.run.metadata.schedule.rewind()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Have the scheduler where the commit has it."""
-        if self._session is not None:
-            self._session.run.metadata.schedule.catch_up()
-
     def on_train_end(self, *_: Any, **others: Any) -> None:
-        """Restore the model's own `save_pretrained`; from here on a resume is watched again."""
+        """Restore the model's own `save_pretrained`."""
         others["model"].__dict__.pop("save_pretrained", None)
-        if self._watches:
-            self._watch(others["model"])
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Add our files to a checkpoint that the model wrote itself."""
@@ -173,10 +128,10 @@ class Callback(TrainerCallback):
             state.log_history[-1].update(figures)
 
     def _require_same(self, model: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Reject weights that differ from the store's, before any is loaded; after a training those of a resume."""
-        assert self._session is not None
-        if self._watches and not _resumes():
+        """Reject weights of a resume that differ from the store's, before any is loaded."""
+        if not _resumes():
             return
+        assert self._session is not None
         for name, parameter in model.named_parameters():
             given = state_dict.get(prefix + name)
             if given is None or given.shape != parameter.shape:

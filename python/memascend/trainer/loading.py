@@ -16,6 +16,7 @@ from memascend.checkpoint.files import Names
 from memascend.checkpoint.weights import Source, WeightFiles
 from memascend.errors import ConfigError, UsageError
 from memascend.tensors import same_bits
+from memascend.text import replaced
 from memascend.trainer import names
 
 if TYPE_CHECKING:
@@ -75,8 +76,7 @@ def _replace(undo: contextlib.ExitStack, owner: type, name: str, instead: Callab
     def method(*given: Any, **named: Any) -> Any:
         return instead(own, *given, **named) if _inside.get() else own(*given, **named)
 
-    undo.callback(setattr, owner, name, there)
-    setattr(owner, name, method if own is there else type(there)(method))
+    undo.enter_context(replaced(owner, name, method if own is there else type(there)(method)))
 
 
 def _from_pretrained(own: Callable[..., Any], *given: Any, **named: Any) -> Any:

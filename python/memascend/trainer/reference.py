@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,52 +24,40 @@ _log = logging.getLogger("memascend")
 _BUDGETS = {"host_memory": "host_bytes", "device_memory": "device_bytes"}
 
 
-@dataclass(frozen=True)
-class Reference:
-    """The reference model that a Trainer has, and its share of the options of `memascend.offload()`."""
+def offload_both(trainer: Any, options: dict[str, Any]) -> OffloadedOptimizer:
+    """Offload the trained model, and a reference into a temporary store; returns the optimizer of the first.
 
-    model: torch.nn.Module
-    options: dict[str, Any]  # of the reference
-    rest: dict[str, Any]  # the budgets that remain for the trained model
+    The weights of the reference come from its files, or from memory, at each start. Under FSDP2 TRL shards it.
 
-
-def offload_both(
-    model: torch.nn.Module, optimizer: Any, options: dict[str, Any], reference: Reference | None
-) -> OffloadedOptimizer:
-    """Offload the trained model, and the reference into a temporary store; returns the optimizer of the first.
-
-    The weights of the reference come from its files, or from memory, at each start.
+    Raises:
+        ConfigError: the reference cannot be offloaded.
     """
-    if reference is None:
-        return offload(model, optimizer, **options)[1]
+    reference = getattr(trainer, "ref_model", None)
+    if not isinstance(reference, torch.nn.Module) or trainer.is_fsdp_enabled:
+        return offload(trainer.model, trainer.optimizer, **options)[1]
+    own, rest = _shares(reference, options)
     try:
-        offloaded = offload(model, optimizer, **options | reference.rest)[1]
+        offloaded = offload(trainer.model, trainer.optimizer, **options | rest)[1]
     except BudgetError as error:
-        share = sum(reference.options[name] for name in reference.rest)
+        share = sum(own[name] for name in rest)
         raise BudgetError(
             f"{error}; the reference model takes {share} bytes beside it, which are in the budget, too",
             smallest=error.smallest + share,
         ) from error
     try:
-        offload(reference.model, _idle(reference.model), **reference.options)
+        offload(reference, _idle(reference), **own)
     except BaseException:
         offloaded.close()
         raise
     return offloaded
 
 
-def reference_of(trainer: Any, options: Mapping[str, Any]) -> Reference | None:
-    """The reference model, planned; None where there is none, and under FSDP2, where TRL shards it.
+def _shares(model: torch.nn.Module, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of the reference, which is planned, and the budgets that remain for the trained model.
 
     It takes the smallest budget that keeps disk and compute busy, and the trained model the rest: there memory saves
     state, too. Its store is an unlinked file beside that of the trained model.
-
-    Raises:
-        ConfigError: it cannot be offloaded.
     """
-    model = getattr(trainer, "ref_model", None)
-    if not isinstance(model, torch.nn.Module) or trainer.is_fsdp_enabled:
-        return None
     # TRL computes it without gradients.
     model.requires_grad_(False)
     own = {name: options[name] for name in ("device", "scratch", "timeout") if name in options}
@@ -89,7 +76,7 @@ def reference_of(trainer: Any, options: Mapping[str, Any]) -> Reference | None:
             # An error of the trained model's plan names the smallest that works.
             rest[name] = max(1, total - own[name])
     _log.info("the reference model takes %d bytes of host memory; the trained model has the rest", plan.budget)
-    return Reference(model, own, rest)
+    return own, rest
 
 
 def _idle(model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -23,7 +23,9 @@ from memascend.checkpoint.weights import WeightFiles
 from memascend.errors import ConfigError, UsageError
 from memascend.optim.shared import options_of, plain, put, restored, storable
 from memascend.session.optimizer import session_of
+from memascend.text import replaced
 from memascend.trainer import names
+from memascend.trainer.by_layer import Steps
 from memascend.trainer.callback import is_streamed
 from memascend.trainer.feed import Feed
 from memascend.trainer.position import Figures, RandomNumbers, decoded, encoded
@@ -57,6 +59,7 @@ class Resume:
         # The epoch, the batches in it that the Trainer had before this step, and those of this step.
         self._epoch, self._passed, self._group = 0, 0, 0
         self._norm: float | None = None
+        self._steps = None if trainer.is_fsdp_enabled else Steps(trainer)
         self._began, self._seconds_before = 0.0, 0.0
         self._trains = False
         self._own: dict[str, Callable[..., Any]] = {}
@@ -200,25 +203,16 @@ class Resume:
     def _repeating(self) -> Iterator[None]:
         """Inside, the first step is repeated, and the loop skips no batches itself."""
         module: Any = names.transformers_trainer
-        optimizer, skip = self._trainer.optimizer, getattr(module, names.SKIP)
-        own = vars(optimizer).get("step")
-
-        def step(*_: Any, **__: Any) -> None:
-            del optimizer.step
-            if own is not None:
-                optimizer.step = own
-            self._repeated()
-
-        optimizer.step = step
-        self._repeats = True
-        setattr(module, names.SKIP, lambda loader, _: loader)
-        try:
+        with replaced(module, names.SKIP, lambda loader, _: loader), contextlib.ExitStack() as stands:
+            # The first step alone.
+            step = replaced(self._trainer.optimizer, "step", lambda *_, **__: self._repeated(stands))
+            stands.enter_context(step)
+            self._repeats = True
             yield
-        finally:
-            setattr(module, names.SKIP, skip)
 
-    def _repeated(self) -> None:
+    def _repeated(self, stands: contextlib.ExitStack) -> None:
         """Bring back what the real step left."""
+        stands.close()
         kept = self._kept
         assert kept is not None
         self._figures.bring_back(kept)
@@ -238,13 +232,16 @@ class Resume:
         self._norm = None
         self._passed += self._group
         self._group = len(found[0])
+        if self._steps is not None:
+            self._steps.begin(found[0])
         return found
 
     def training_step(self, *given: Any, **named: Any) -> Any:
         """The loss of a batch."""
         if self._repeats:
             return torch.zeros((), device=self._trainer.args.device)
-        return self._own["training_step"](*given, **named)
+        own = self._own["training_step"]
+        return own(*given, **named) if self._steps is None else self._steps.training_step(own, *given, **named)
 
     def floating_point_ops(self, *given: Any, **named: Any) -> Any:
         """Those of a batch."""
@@ -255,7 +252,8 @@ class Resume:
             self._own["_track_num_input_tokens"](*given, **named)
 
     def _clip_grad_norm(self, *given: Any, **named: Any) -> Any:
-        return None if self._repeats else self._own["_clip_grad_norm"](*given, **named)
+        """Clip; where `step()` does, it is not done twice."""
+        return None if self._repeats or self._exact_norm else self._own["_clip_grad_norm"](*given, **named)
 
     def _get_grad_norm(self, *given: Any, **named: Any) -> Any:
         """The norm for the log; `step()` takes its own later."""
@@ -292,16 +290,10 @@ class Resume:
                 for old in folder.glob("model*.safetensors*"):
                     old.unlink()
             session_of(self._optimizer).saving.save_weights(folder if is_first else None)
-        own = vars(model).get("save_pretrained")
-        # What a Trainer writes beside weights.
-        model.save_pretrained = lambda *_, **__: None
-        try:
-            if trainer.args.should_save:
+        if trainer.args.should_save:
+            # What a Trainer writes beside weights.
+            with replaced(model, "save_pretrained", lambda *_, **__: None):
                 trainer._save(str(folder), state_dict={})  # noqa: SLF001
-        finally:
-            del model.save_pretrained
-            if own is not None:
-                model.save_pretrained = own
         if trainer.args.push_to_hub and not _internal_call:
             trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
 

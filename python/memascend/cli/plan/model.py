@@ -86,7 +86,7 @@ def describe(path: Path, dtype: torch.dtype | None) -> tuple[nn.Module, str]:
         raise ConfigError(f"{what} transformers, which is not installed: pip install transformers") from error
     tied = values.get("tie_word_embeddings") is not False
     model = _configured(transformers, config, values, dtype)
-    untie(model, _untied(model, path if path.is_dir() else None, tied=tied))
+    untie(model, _untied(model, tied=tied))
     return model, f"the shape of {path}" if shape else str(config)
 
 
@@ -113,24 +113,18 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return kinds[name.lower()]
 
 
-def _untied(model: nn.Module, path: Path | None, *, tied: bool) -> list[str]:
+def _untied(model: nn.Module, *, tied: bool) -> list[str]:
     """Names of parameters that transformers ties in a new model, and not in a loaded one (Flan-T5's LM head).
 
-    The files in `path` decide; without files it is `tied`: whether the config ties the LM head.
+    `tied`: whether the config ties the LM head.
     """
     from memascend.checkpoint.files import Names
-    from memascend.checkpoint.weights import WeightFiles
 
-    names = Names(model)
-    if path is not None and names.tied:
-        # If files are missing, the config decides.
-        with contextlib.suppress(ConfigError):
-            return WeightFiles(path).untied(names)
     head = None
     with contextlib.suppress(AttributeError, NotImplementedError):
         head = None if tied else model.get_output_embeddings()  # type: ignore[operator]
     owned = [f"{name}.weight" for name, module in model.named_modules() if module is head]
-    return [name for name in owned if name in names.tied]
+    return [name for name in owned if name in Names(model).tied]
 
 
 def read_config(config: Path) -> dict[str, Any]:
