@@ -1,7 +1,7 @@
 """Stores training state on SSD and updates it in a pipeline: the Python side of the Rust store and engine.
 
 `Store` and `Engine` are the extension's classes, with methods that read, fill and apply tensors, which needs torch.
-`records` describes the contents of a store; `formats` converts state to and from the formats on storage.
+`records` describes the contents of a store; `formats` the formats of state on storage, which it converts to float32.
 `memascend.engine` is the public name of this package, and `_core.pyi` documents the extension's own methods.
 
 Invariant: every tensor that is passed to Rust was checked against the record's description (device, dtype, shape, order
@@ -21,11 +21,9 @@ from memascend.storage.engine import Adam as Adam
 from memascend.storage.engine import Chunk as Chunk
 from memascend.storage.engine import Engine as Engine
 from memascend.storage.engine import Momentum as Momentum
-from memascend.storage.formats import FORMATS as FORMATS
 from memascend.storage.formats import MIN_8BIT_SIZE as MIN_8BIT_SIZE
 from memascend.storage.formats import decode_state as decode_state
 from memascend.storage.formats import described_state as described_state
-from memascend.storage.formats import encode_state as encode_state
 from memascend.storage.formats import state_tensors as state_tensors
 from memascend.storage.records import CHUNK_ELEMENTS as CHUNK_ELEMENTS
 from memascend.storage.records import Part as Part
