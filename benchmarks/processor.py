@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from benchmarks.reduced import adamw_reduced
+from benchmarks.reduced import adamw_reduced, encoded
 from memascend import engine, kernels
 from memascend.cli import plan as plans
 from memascend.cli.plan.model import recompute, settle, without_gradients_kept
@@ -263,7 +263,7 @@ def _update_seconds() -> dict[str, float]:
     for state in ("bf16", "8bit"):
         form = f"compact {state}"
         values = master.bfloat16()
-        kept = engine.encode_state(values, {"master": master, "exp_avg": first, "exp_avg_sq": second}, form)
+        kept = encoded(values, {"master": master, "exp_avg": first, "exp_avg_sq": second}, form)
 
         def reduced(values: torch.Tensor = values, kept: dict[str, torch.Tensor] = kept, form: str = form) -> None:
             adamw_reduced(values, kept, gradient, form=form, step=1, **numbers)

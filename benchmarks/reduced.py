@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import tempfile
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def adamw_reduced(
 
     Args:
         values: the parameter, in the dtype of the format.
-        state: as `memascend.engine.encode_state(values, {}, form)` makes it.
+        state: as `encoded(values, {}, form)` makes it.
         grad: the gradient.
         form: a format of the store, such as "compact 8bit".
         step: the number of this update, which counts from 1.
@@ -55,11 +56,24 @@ def adamw_reduced(
     )  # fmt: skip
 
 
+def encoded(values: torch.Tensor, given: Mapping[str, torch.Tensor], form: str) -> dict[str, torch.Tensor]:
+    """State in a format, as a store has it that begins with these tensors, as `Engine.fill` takes them."""
+    from memascend import engine
+
+    state = engine.state_tensors(values, form, "momentum" if "momentum_buffer" in given else "adam")
+    record = engine.Record(name="it", values=values, state=state, format=form, order=engine.order_of(values))
+    with tempfile.TemporaryDirectory() as folder, engine.Store.create(folder, [record], fill=False) as store:
+        with engine.Engine(store) as filling:
+            filling.fill("it", values, given)
+            filling.commit(0)
+        return store.read("it")[1]
+
+
 def reduced_calls(numel: int, numbers: dict[str, Any]) -> Iterator[tuple[str, Call, dict[str, Call]]]:
     """Of each format: its name, our call, and the peers'. Each has state of its own, with moments of all sizes."""
     import torch
 
-    from memascend import engine, kernels
+    from memascend import kernels
 
     master, first = torch.randn(numel), torch.randn(numel) * 1e-3
     second, grad, values = first.square() * torch.rand(numel), first.bfloat16(), master.bfloat16()
@@ -73,7 +87,7 @@ def reduced_calls(numel: int, numbers: dict[str, Any]) -> Iterator[tuple[str, Ca
     for form in FORMS:
         kept = values.clone()
         given = {"master": master, "exp_avg": first, "exp_avg_sq": second}
-        state = engine.encode_state(kept, given, form)
+        state = encoded(kept, given, form)
 
         def ours(kept: torch.Tensor = kept, state: dict[str, torch.Tensor] = state, form: str = form) -> None:
             adamw_reduced(kept, state, grad, form=form, step=_STEP_NUMBER, **numbers)

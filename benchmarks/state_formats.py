@@ -159,8 +159,7 @@ def _reduced(named: dict[str, Any], form: str, numbers: dict[str, Any]) -> Any:
     """Our kernel, as an optimizer in RAM."""
     import torch
 
-    from benchmarks.reduced import adamw_reduced
-    from memascend import engine
+    from benchmarks.reduced import adamw_reduced, encoded
 
     class Reduced(torch.optim.Optimizer):
         def __init__(self) -> None:
@@ -176,7 +175,7 @@ def _reduced(named: dict[str, Any], form: str, numbers: dict[str, Any]) -> Any:
             for parameter, name in self.names.items():
                 state = self.state[parameter]
                 if not state:
-                    state.update(engine.encode_state(parameter.detach(), {}, form))
+                    state.update(encoded(parameter.detach(), {}, form))
                 adamw_reduced(
                     parameter.detach(), state, parameter.grad, form=form, name=name, step=self.steps, **options
                 )

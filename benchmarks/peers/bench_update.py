@@ -104,9 +104,14 @@ class _Parameters:
 
 
 def _record(name: str, values: torch.Tensor, form: str) -> storage.Record:
+    import torch
+
     from memascend import storage
 
-    state = storage.encode_state(values, {}, form) if form else storage.adam_state(values)
+    state = storage.adam_state(values)
+    if form:
+        likes = storage.state_tensors(values, form)
+        state = {of: torch.zeros_like(like, device=values.device) for of, like in likes.items()}
     return storage.Record(name=name, values=values, state=state, format=form or None)
 
 

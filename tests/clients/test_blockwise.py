@@ -8,7 +8,7 @@ from support import blockwise
 from support.bits import same_bits
 from support.moments import exact_root
 
-from benchmarks.reduced import adamw_reduced
+from benchmarks.reduced import adamw_reduced, encoded
 from memascend import engine
 
 STEPS = 25
@@ -48,8 +48,8 @@ def test_adamw_has_the_bits_of_bitsandbytes(monkeypatch, kind, numel, weight_dec
     theirs = torch.nn.Parameter(master.clone())
     optimizer = bitsandbytes.optim.AdamW8bit([theirs], lr=3e-3, weight_decay=weight_decay)
     ours, half = master.clone(), master.bfloat16()
-    state = engine.encode_state(ours, {}, "8bit")
-    compact = engine.encode_state(half, {"master": master}, "compact 8bit")
+    state = encoded(ours, {}, "8bit")
+    compact = encoded(half, {"master": master}, "compact 8bit")
     for step in range(1, STEPS + 1):
         grad = gradient(kind, numel, generator)
         theirs.grad = grad.float()

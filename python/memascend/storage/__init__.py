@@ -1,7 +1,7 @@
 """Stores training state on SSD and updates it in a pipeline: the Python side of the Rust store and engine.
 
 `Store` and `Engine` are the extension's classes, with methods that read, fill and apply tensors, which needs torch.
-`records` describes the contents of a store; `formats` converts state to and from the formats on storage.
+`records` describes the contents of a store; `formats` the formats of state on storage, which it converts to float32.
 `memascend.engine` is the public name of this package, and `_core.pyi` documents the extension's own methods.
 
 Invariant: every tensor that is passed to Rust was checked against the record's description (device, dtype, shape, order
@@ -11,71 +11,33 @@ Never: this package knows no model, module or optimizer of torch, makes no plan,
 extension that need no torch.
 """
 
-from __future__ import annotations
-
-from memascend._core import Checkers, Checksum, Fetch, UnitParts, checksum_of
-from memascend.memory import PAGE_BYTES
-from memascend.storage.engine import Adam, Chunk, Engine, Momentum
-from memascend.storage.formats import (
-    FORMATS,
-    MIN_8BIT_SIZE,
-    decode_state,
-    described_state,
-    encode_state,
-    state_tensors,
-)
-from memascend.storage.records import (
-    CHUNK_ELEMENTS,
-    Part,
-    Record,
-    Sizes,
-    adam_state,
-    chunk_elements_of,
-    log_bytes,
-    order_of,
-    sizes,
-)
-from memascend.storage.store import (
-    Commit,
-    NamedCommit,
-    Store,
-    commits,
-    examine,
-    look,
-    pending_file,
-)
-
-__all__ = [
-    "CHUNK_ELEMENTS",
-    "FORMATS",
-    "MIN_8BIT_SIZE",
-    "PAGE_BYTES",
-    "Adam",
-    "Checkers",
-    "Checksum",
-    "Chunk",
-    "Commit",
-    "Engine",
-    "Fetch",
-    "Momentum",
-    "NamedCommit",
-    "Part",
-    "Record",
-    "Sizes",
-    "Store",
-    "UnitParts",
-    "adam_state",
-    "checksum_of",
-    "chunk_elements_of",
-    "commits",
-    "decode_state",
-    "described_state",
-    "encode_state",
-    "examine",
-    "log_bytes",
-    "look",
-    "order_of",
-    "pending_file",
-    "sizes",
-    "state_tensors",
-]
+from memascend._core import Checkers as Checkers
+from memascend._core import Checksum as Checksum
+from memascend._core import Fetch as Fetch
+from memascend._core import UnitParts as UnitParts
+from memascend._core import checksum_of as checksum_of
+from memascend.memory import PAGE_BYTES as PAGE_BYTES
+from memascend.storage.engine import Adam as Adam
+from memascend.storage.engine import Chunk as Chunk
+from memascend.storage.engine import Engine as Engine
+from memascend.storage.engine import Momentum as Momentum
+from memascend.storage.formats import MIN_8BIT_SIZE as MIN_8BIT_SIZE
+from memascend.storage.formats import decode_state as decode_state
+from memascend.storage.formats import described_state as described_state
+from memascend.storage.formats import state_tensors as state_tensors
+from memascend.storage.records import CHUNK_ELEMENTS as CHUNK_ELEMENTS
+from memascend.storage.records import Part as Part
+from memascend.storage.records import Record as Record
+from memascend.storage.records import Sizes as Sizes
+from memascend.storage.records import adam_state as adam_state
+from memascend.storage.records import chunk_elements_of as chunk_elements_of
+from memascend.storage.records import log_bytes as log_bytes
+from memascend.storage.records import order_of as order_of
+from memascend.storage.records import sizes as sizes
+from memascend.storage.store import Commit as Commit
+from memascend.storage.store import NamedCommit as NamedCommit
+from memascend.storage.store import Store as Store
+from memascend.storage.store import commits as commits
+from memascend.storage.store import examine as examine
+from memascend.storage.store import look as look
+from memascend.storage.store import pending_file as pending_file

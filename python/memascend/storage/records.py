@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from memascend import _core
 from memascend.errors import ConfigError
 from memascend.memory import PAGE_BYTES
-from memascend.storage.formats import encode_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -92,7 +91,7 @@ class Record:
             Bytes are stored in that order: values, gradients and state of its shape have these strides, other state is
             row-major.
         spill: the dtype of gradients that may be spilled; None reserves no space for them.
-        format: the format of its state, a name of `memascend.engine.FORMATS`, with the tensors of `state_tensors`.
+        format: the format of its state, with the tensors that `state_tensors` describes.
             None: the tensors are what their names say; a record with the tensors of a compact one is compact.
         first_element: if the record has rows of a parameter, the number of its first element there; None: it is whole.
     """
@@ -230,10 +229,8 @@ def _described(name: str, tensor: torch.Tensor) -> tuple[str, str, list[int]]:
 def tensors_of(
     record: Mapping[str, Any], values: torch.Tensor, state: Mapping[str, torch.Tensor]
 ) -> list[torch.Tensor]:
-    """All tensors of a record in the order in which they are stored; state may be given in float32 and is encoded."""
+    """All tensors of a record in the order in which they are stored."""
     name = record["name"]
-    if record["format"]:
-        state = encode_state(values, state, record["format"])
     wanted = [of for of, _, _ in record["state"]]
     if sorted(state) != sorted(wanted):
         raise ConfigError(f"the state of {name!r} is {wanted}, not {list(state)}")

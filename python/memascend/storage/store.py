@@ -196,10 +196,7 @@ class Store(_core.Store):
     def stage(
         self, name: str, values: torch.Tensor, state: Mapping[str, torch.Tensor] | None = None, *, step: int
     ) -> None:
-        """Stage a whole record, as its update number `step`; `commit()` makes it live.
-
-        For a record with a format, `state` is what `encode_state` takes.
-        """
+        """Stage a whole record, as its update number `step`; `commit()` makes it live."""
         tensors = tensors_of(self.record(name), values, state or {})
         self.stage_at(self.index(name), step, [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
 
