@@ -1,6 +1,27 @@
 """Gives command tests access to disks, and the config of a small model."""
 
+import pytest
 from support.disks import backend, child, faulty, loop, path, small_ext4
 from support.planned import config
 
+from memascend.cli.plan import model
+
 __all__ = ["backend", "child", "config", "faulty", "loop", "path", "small_ext4"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _a_trace_is_made_once():
+    """It takes seconds, and the same config is asked for in many tests."""
+    own, found = model.trace, {}
+
+    def trace(of, batch, length, *, recomputes):
+        shapes = str([(name, parameter.shape, parameter.dtype) for name, parameter in of.named_parameters()])
+        config = of.config.to_json_string() if hasattr(of, "config") else ""
+        key = (type(of), config, shapes, batch, length, recomputes)
+        if key not in found:
+            found[key] = own(of, batch, length, recomputes=recomputes)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "trace", trace)
+        yield

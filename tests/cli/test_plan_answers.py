@@ -191,7 +191,7 @@ def test_the_table_answers_in_words(capsys, config):
         "memascend.offload(model, optimizer, storage=", 'host_memory="26MiB"', "ion_checkpointing_enable()",
         "mostly disk", "of it not overlapped, for the last gradient",
         "tokens a second", "the drive lasts", "TB are written (assumed", "RTX 4090 reaches 50%",
-        "model.layers.0 .. model.layers.3 (4)",
+        f"model.layers.0 .. model.layers.{LAYERS - 1} ({LAYERS})",
     ):  # fmt: skip
         assert words in out, words
     assert "assumed; --storage P measures the disk of P, --drive READ,WRITE" in shown(capsys, config, "--gpu", "4090")

@@ -6,7 +6,7 @@ import pytest
 
 from memascend.cli import main
 
-LAYERS, HIDDEN, WIDE, VOCABULARY = 4, 64, 160, 512
+LAYERS, HIDDEN, WIDE, VOCABULARY = 2, 64, 160, 512
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "vocab_size": VOCABULARY,
     "hidden_size": HIDDEN, "intermediate_size": WIDE, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
