@@ -176,6 +176,11 @@ def test_resumed_it_is_the_undisturbed_training(tmp_path, monkeypatch, caplog, e
                 assert entry["waiting_seconds"] >= 0
         assert caplog.text.count("The drive bounds this run: training waited for it 50% of the time") == 1
         assert "save_pretrained" not in vars(model)
+    with memascend.engine.Store.open(tmp_path / "store") as store:
+        # The rate after the last step, and the scheduler that set it, are in the step's own commit.
+        (scheduled,) = store.hyperparameters["schedule"]["schedulers"]
+        assert (scheduled["scheduler"], scheduled["state"]["last_epoch"]) == ("LambdaLR", STEPS)
+        assert store.hyperparameters["groups"][0]["lr"] == scheduled["state"]["_last_lr"][0] == 0.0
     # What save_total_limit leaves is whole, and transformers loads it.
     assert sorted(os.listdir(output)) == ["checkpoint-4", "checkpoint-6"]
     loaded = AutoModelForSeq2SeqLM.from_pretrained(output / "checkpoint-6")
@@ -297,3 +302,32 @@ def test_adapters_on_a_frozen_model(tmp_path):
     folder = tmp_path / "whole" / "checkpoint-2"
     assert (folder / "adapter_model.safetensors").is_file()
     assert same_states(run(tmp_path / "rest", folder), whole)
+
+
+class ByFunctions(torch.optim.lr_scheduler.LambdaLR):
+    """A scheduler whose state no commit can hold."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "rule": max}
+
+
+SCHEDULERS = {
+    "metric": torch.optim.lr_scheduler.ReduceLROnPlateau,
+    "functions": lambda optimizer: ByFunctions(optimizer, lambda step: 1 / (step + 1)),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_scheduler_that_no_step_can_commit_stays_the_trainers(tmp_path, kind, caplog):
+    model, optimizer = offloaded(tmp_path / "store", Plain(), torch.optim.SGD, 0.5)
+    arguments = simple(tmp_path / "out", max_steps=2, save_strategy="no")
+    optimizers = optimizer, SCHEDULERS[kind](optimizer)
+    caplog.set_level("INFO", "memascend")
+    with optimizer:
+        Trainer(model, arguments, train_dataset=rows(), callbacks=[Callback()], optimizers=optimizers).train()
+        assert optimizer.steps == 2
+    assert ("'rule' in the state of ByFunctions" in caplog.text) == (kind == "functions")
+    with memascend.engine.Store.open(tmp_path / "store") as store:
+        assert "schedule" not in store.hyperparameters
+        # close() commits what the Trainer set after the last step.
+        assert store.hyperparameters["groups"][0]["lr"] == (0.5 if kind == "metric" else 0.5 / 3)

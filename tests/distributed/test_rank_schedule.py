@@ -1,5 +1,7 @@
 """Tests optimizer.schedule() and groups of parameters on several ranks: rates and weights are those of one process."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from support.bits import same_bits
@@ -88,3 +90,22 @@ def test_a_scheduled_run_goes_on_with_the_same_or_another_number_of_ranks(tmp_pa
     more, values = on_ranks(then, of_ranks, tmp_path, STEPS)[0]
     assert rates + more == whole[0]
     assert all(map(same_bits, values, whole[1]))
+
+
+def changes_a_rate_at_the_end(folder):
+    """The rate that a store has whose run changed it after its last step, on one rank alone."""
+    model, optimizer = made(ranks=True)
+    model, optimizer = memascend.offload(model, optimizer, storage=f"{folder}/changed/", timeout=20)
+    rank = distributed.get_rank()
+    with optimizer:
+        loss_of(model, 0, rank).backward()
+        optimizer.step()
+        if rank == 0:
+            optimizer.param_groups[1]["lr"] = 0.5
+    (path,) = Path(folder, "changed").glob(f"*{rank}-of-2*")
+    with memascend.engine.Store.open(path) as store:
+        return store.hyperparameters["groups"][1]["lr"]
+
+
+def test_close_waits_for_no_other_rank_to_commit_a_changed_rate(tmp_path):
+    assert on_ranks(2, changes_a_rate_at_the_end, tmp_path) == [1e-3, 1e-3]

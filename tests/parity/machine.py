@@ -530,6 +530,8 @@ class Machine(RuleBasedStateMachine):
             self._be_killed("between")
             self._die(life)
         elif how == "close":
+            if self.steps_of_life:
+                self.plain.commit_options()
             self._close()
             self._open(life, self.file, existing="resume")
         else:

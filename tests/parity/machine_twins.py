@@ -303,6 +303,12 @@ class Plain:
         self.user_state, self.steps = kept["user_state"], kept["steps"]
         self.zero_grad()
 
+    def commit_options(self):
+        """What close() adds to the last commit: options of groups that were set since."""
+        now = self.snapshot()
+        if now["options"] != self.committed["options"]:
+            self.committed = {**self.committed, "options": now["options"], "scale": now["scale"]}
+
     def checkpoint(self):
         """What save() writes: the last commit, with the present options."""
         now = self.snapshot()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support import chains
-from support.bits import same_bits
+from support.bits import same_bits, same_states
 from torch import nn
 from torch.optim import lr_scheduler as torchs
 
@@ -202,6 +202,8 @@ def test_a_scheduler_that_the_loop_advances_too_is_refused(tmp_path, gradients, 
         with pytest.raises(UsageError, match=r"was changed since the last step .*delete the line scheduler.step\(\)"):
             turn(model, optimizer, 1)
         assert optimizer.steps == 1
+    # close() commits no rate of it.
+    assert stored(tmp_path / "s")["groups"][0]["lr"] == in_memory(kind, 1)[2][0]
 
 
 class OfFunctions(torchs.LambdaLR):
@@ -420,6 +422,41 @@ def test_a_scheduler_that_begins_in_an_old_store_is_pointed_out(tmp_path):
 
 
 # --- options that change after the last step ----------------------------------------------------
+
+
+@pytest.mark.parametrize("durability", ["step", "none"])
+def test_close_commits_options_that_changed_since_the_last_step(tmp_path, durability):
+    options = {"path": tmp_path / "s", "durability": durability, "gradients": "fused"}
+    model, optimizer = opened(**options)
+    with optimizer:
+        turn(model, optimizer, 0)
+        values = chains.values(model)
+        optimizer.user_state = "of the next step"
+        optimizer.param_groups[1]["lr"] = 0.5
+        # A staged step is dropped.
+        chains.loss_of(model, 1).backward()
+    found = stored(tmp_path / "s")
+    assert [group["lr"] for group in found["groups"]] == [1e-3, 0.5]
+    with pytest.warns(UserWarning, match=r"group 1: lr 0\.003 -> 0\.5"):
+        model, optimizer = opened(**options)
+    with optimizer:
+        # It is that of the step that was dropped.
+        assert (optimizer.steps, optimizer.user_state) == (1, None)
+        assert same_states(chains.values(model), values)
+
+
+def test_what_an_interrupted_loop_set_for_its_next_step_is_not_committed(tmp_path):
+    model, optimizer = opened(tmp_path / "s")
+    scheduler = torchs.StepLR(optimizer, 1, gamma=0.5)
+    with pytest.raises(KeyboardInterrupt), optimizer:  # noqa: PT012 - what was set before it
+        optimizer.user_state = {"position": 1}
+        turn(model, optimizer, 0)
+        optimizer.user_state = {"position": 2}
+        scheduler.step()
+        raise KeyboardInterrupt
+    with memascend.engine.Store.open(tmp_path / "s") as store:
+        assert (store.step, store.user_state) == (1, {"position": 1})
+        assert store.hyperparameters["groups"][0]["lr"] == 1e-3
 
 
 def test_a_scheduler_that_is_replaced_before_the_first_step_is_named(tmp_path):

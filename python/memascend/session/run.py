@@ -191,6 +191,16 @@ class Metadata:
             )
         self.user_state = value
 
+    @property
+    def has_new_options(self) -> bool:
+        """Whether options of groups changed since the last step of this run, and not of a scheduler of `schedule`."""
+        if not self.made:
+            # A resume that is refused or ends early has only what making schedulers set.
+            return False
+        stored = (self._store.hyperparameters or {}).get("groups")
+        now = json.loads(json.dumps([options_of(group) for group in self.groups]))
+        return bool(now != stored and not self.schedule.is_foreign)
+
     def advance(self) -> None:
         """A step was committed."""
         self.step += 1

@@ -176,14 +176,12 @@ class Schedule:
             self._warn_of_others(optimizers)
 
     def _require_own(self) -> None:
-        for scheduler, known in zip(self._schedulers, self._now.entries if self._now else (), strict=True):
-            found = _differences(known, _entries(scheduler), lambda name: name.rpartition(".")[2] in _COUNTS)
-            if found:
-                raise UsageError(
-                    f"{_title(scheduler)} was changed since the last step ({found[0]}), and step() advances it by "
-                    "itself since optimizer.schedule(), which also restores it at a resume: delete the line "
-                    "scheduler.step(), or load_state_dict()"
-                )
+        found = self._advanced()
+        if found:
+            raise UsageError(
+                f"{found}, and step() advances it by itself since optimizer.schedule(), which also restores it at a "
+                "resume: delete the line scheduler.step(), or load_state_dict()"
+            )
 
     def _warn_of_others(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         stored = self._stored()
@@ -200,6 +198,14 @@ class Schedule:
         else:
             return
         warn(f"{words}: {_PAGE} has the lines that resume exactly")
+
+    def _advanced(self) -> str | None:
+        """The scheduler that something else advanced since the last step, in words."""
+        for scheduler, known in zip(self._schedulers, self._now.entries if self._now else (), strict=True):
+            found = _differences(known, _entries(scheduler), lambda name: name.rpartition(".")[2] in _COUNTS)
+            if found:
+                return f"{_title(scheduler)} was changed since the last step ({found[0]})"
+        return None
 
     def advance(self) -> None:
         """Advance the schedulers by a step that is about to be committed."""
@@ -243,6 +249,23 @@ class Schedule:
         states = [{"scheduler": _title(one), "state": state, "moved": sorted(names)} for one, state, names in parts]
         return {"schedulers": states, "options": sorted(options)}
 
+    # --- trainers that advance schedulers themselves -------------------------------------------
+
+    def rewind(self) -> None:
+        """Let a trainer log the learning rate of the step just made, and advance the schedulers itself."""
+        if self._before is not None:
+            self._before.bring_back()
+
+    def catch_up(self) -> None:
+        """Give schedulers and groups what the last step left, whether a trainer advanced them or not."""
+        if self._now is not None and self.is_foreign:
+            self._now.bring_back()
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether something else advanced a scheduler since the last step."""
+        return self._advanced() is not None
+
 
 def options_set(hyperparameters: Mapping[str, Any]) -> set[str]:
     """Options that the schedulers of a commit set, whatever the optimizer is made with."""
@@ -274,13 +297,20 @@ def _require_scheduler(scheduler: Any, number: int) -> None:
         raise ConfigError(
             f"schedule() takes schedulers as those of torch.optim.lr_scheduler, and argument {number} is {kind}"
         )
-    try:
-        inspect.signature(scheduler.step).bind()
-    except TypeError:
+    if not steps_alone(scheduler):
         raise ConfigError(
             f"step() of {kind} needs an argument (a metric or an epoch), which step() of the optimizer has not: call "
             f"it in the loop, as {_PAGE} has it"
-        ) from None
+        )
+
+
+def steps_alone(scheduler: Any) -> bool:
+    """Whether a scheduler's `step()` takes no arguments, such as a metric."""
+    try:
+        inspect.signature(scheduler.step).bind()
+    except TypeError:
+        return False
+    return True
 
 
 def _title(scheduler: Any) -> str:

@@ -306,6 +306,23 @@ class Session:
             afterwards.callback(self._close)
             if sys.exc_info()[0] is None:
                 self.run.residency.copies.require_unwritten()
+            self._commit_options()
+
+    def _commit_options(self) -> None:
+        """Commit options of groups that changed since the last step.
+
+        Not after an exception, in the midst of a step that the loop repeats at a resume; and not on several ranks,
+        which close each at its own time.
+        """
+        run, metadata, store = self.run, self.run.metadata, self.run.resources.store
+        is_whole = sys.exc_info()[0] is None and self.figures is None
+        if run.resources.temporary or not is_whole or not metadata.has_new_options:
+            return
+        run.gradients.skip()
+        # What was set since belongs to the next step.
+        run.resources.engine.commit(
+            metadata.step, user_state=store.user_state, hyperparameters=metadata.hyperparameters()
+        )
 
     def _close(self) -> None:
         with contextlib.suppress(MemascendError):

@@ -168,7 +168,7 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None
 
 
 class Attached(Callback):
-    """The callback of a Trainer that was offloaded whole."""
+    """The callback of a Trainer that was offloaded whole: its position has the scheduler."""
 
     def on_train_begin(self, args: Any, state: Any, *given: Any, **others: Any) -> None:
         """Check that model and optimizer are those that were offloaded."""
@@ -180,6 +180,9 @@ class Attached(Callback):
                 "after all that replaces them, right before train()"
             )
         super().on_train_begin(args, state, *given, **others)
+
+    def _schedule(self, scheduler: Any) -> None:
+        pass
 
     def on_save(self, args: Any, state: Any, *given: Any, **others: Any) -> None:
         """Add our files to a checkpoint; under FSDP2 all ranks did that before."""

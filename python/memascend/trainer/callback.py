@@ -12,6 +12,7 @@ from memascend.errors import ConfigError, UsageError
 from memascend.session.optimizer import OffloadedOptimizer, session_of
 from memascend.session.report import WAITING
 from memascend.session.run import shown
+from memascend.session.schedule import steps_alone
 from memascend.tensors import same_bits
 
 try:
@@ -62,7 +63,11 @@ class Callback(TrainerCallback):
 
     To resume from a checkpoint, begin from it, `offload(existing="replace", checkpoint=...)`, and pass it to the
     Trainer. If a Trainer resumes from other weights than the store's, an error is raised before they overwrite the
-    store. The learning rates and the scheduler are those of the Trainer's checkpoint, too.
+    store.
+
+    Each commit has the learning rates of the next step, and the state of the Trainer's scheduler, as with
+    `OffloadedOptimizer.schedule`. The Trainer advances it, and its log has the rates that it has without memascend.
+    With `memascend.trainer.offload()`, which adds a callback of this kind itself, the Trainer's position has both.
     """
 
     def __init__(self) -> None:
@@ -81,8 +86,6 @@ class Callback(TrainerCallback):
     def attach(self, optimizer: Any) -> None:
         """Report on the optimizer of this Trainer."""
         self._session = session_of(offloaded_optimizer(optimizer))
-        # Its checkpoints have the scheduler.
-        self._session.run.metadata.schedule.leave_to_trainer()
         self._before = _counted(self._session.report())
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **others: Any) -> None:
@@ -90,9 +93,32 @@ class Callback(TrainerCallback):
         if self._session is None:
             self.attach(others.get("optimizer"))
         assert self._session is not None
+        self._schedule(others.get("lr_scheduler"))
         model = others["model"]
         if is_streamed(model, self._session) and not args.save_only_model:
             model.save_pretrained = _Saving(model.save_pretrained, self._session, state)
+
+    def _schedule(self, scheduler: Any) -> None:
+        """Commit the Trainer's scheduler with each step, from where the Trainer made or loaded it."""
+        assert self._session is not None
+        self._session.run.metadata.schedule.catch_up()
+        # One that needs a metric is advanced at an evaluation.
+        if scheduler is None or not steps_alone(scheduler):
+            return
+        try:
+            self._session.schedule([scheduler], restore=False)
+        except ConfigError as error:
+            _log.info("the Trainer alone keeps its scheduler, in its checkpoints: %s", error)
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Let the Trainer log the rate of this step, and advance the scheduler as step() did."""
+        if self._session is not None:
+            self._session.run.metadata.schedule.rewind()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Have the scheduler where the commit has it."""
+        if self._session is not None:
+            self._session.run.metadata.schedule.catch_up()
 
     def on_train_end(self, *_: Any, **others: Any) -> None:
         """Restore the model's own `save_pretrained`."""
