@@ -137,8 +137,15 @@ def what_each_rank_kept(folder):
     trained, optimizer = memascend.offload(
         trained, optimizer_of(trained, "sgd"), storage=f"{folder}/again", checkpoint=f"{folder}/own-states"
     )
+    found = optimizer.user_state
+    before = optimizer.report().to_dict()
+    step_of(trained, optimizer, 0, [rank], 2)
+    own = optimizer.report()
+    step_of(trained, optimizer, 1, [rank], 2)
+    after = optimizer.report()
     optimizer.close()
-    return optimizer.user_state
+    moved = [sum(own.read.values()), sum(own.written.values()) - own.written["first values"]]
+    return found, "ranks" in before, moved, after.to_dict()["ranks"], str(after)
 
 
 def what_fails(folder):
@@ -245,12 +252,20 @@ def test_what_ranks_save_keep_and_plan_where_something_fails_too(tmp_path):
         assert "No space left on device" in found["full"]
         assert found["stays"]
         assert found["left"] == []
-        assert kept == {"position": rank}
+        state, too_soon, *_ = kept
+        assert state == {"position": rank}
+        assert not too_soon
         # The first rank has the most rows.
         assert (json.loads(plan) == json.loads(alone)) or rank
         # As many rows as the first rank has, in 2 bytes: values for a forward, those of blocks once more, gradients.
         embed, narrow, frozen = 17 * 16, 2 * 16 + 2 + 8 * 3 + 8 + 160 * 17 + 8 * 321, 8 * 16 + 8
         assert received == 2 * (embed + 2 * narrow + 2 * frozen + embed + narrow)
+    (*_, one, all_of_them, words), (*_, other, told, _) = (kept for _, kept, _ in results)
+    assert told == all_of_them
+    # What they had moved by the beginning of the second step().
+    assert one[0] + other[0] <= told["read"] <= 2 * (one[0] + other[0])
+    assert told["written"] >= one[1] + other[1] > 0
+    assert "This is one of 2 ranks" in words
     trained = model(torch.float32)
     alone = optimizer_of(trained, "sgd")
     with pytest.warns(UserWarning, match="2 ranks wrote this checkpoint"):

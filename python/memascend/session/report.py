@@ -15,7 +15,7 @@ from memascend.text import IN_MEMORY, bytes_shown, open_pyplot, seconds_shown, t
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from memascend.plan.decision import Decision
     from memascend.plan.table import Plan
@@ -35,6 +35,16 @@ class Owner:
 
     bytes: int
     peak: int
+
+
+@dataclass(frozen=True)
+class AllRanks:
+    """Memory and traffic of all ranks together, as exchanged at the beginning of the last `step()`."""
+
+    count: int  # the number of ranks
+    peak: int  # the sum of their peaks of host memory
+    read: int  # bytes read from storage since `offload()` returned
+    written: int  # bytes written to it since then
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +73,7 @@ class Report:
     device_budget: int = 0
     device_torch: Owner | None = None
     device_copies: str | None = None
+    ranks: AllRanks | None = None  # of all ranks; all other figures are this rank's. None before the first step
 
     @property
     def total(self) -> int:
@@ -99,7 +110,8 @@ class Report:
         """All figures as JSON values. Some keys appear only where they apply.
 
         "device": the host does not compute. "ram_tier" and "log": some parameters are kept in RAM. "early": updates
-        began before `step()`. "log" has "wanted" where it is shorter, and "unlogged" where that is not 0.
+        began before `step()`. "ranks": there are several. "log" has "wanted" where it is shorter, and "unlogged" where
+        that is not 0.
         """
         found = {
             "host": _as_json(self.owners, self.budget),
@@ -115,6 +127,8 @@ class Report:
             found["ram_tier"] = self.ram_tier
         if self.early:
             found["early"] = {"steps": self.early, "anew": self.anew}
+        if self.ranks is not None:
+            found["ranks"] = asdict(self.ranks)
         if self.log_wanted:
             found["log"] = log = {"steps": self.log_steps, "bytes": self.log_bytes}
             if self.log_steps < self.log_wanted:
@@ -144,6 +158,12 @@ class Report:
             *self._kept_in_ram(),
             table(("stage", "time"), [(name, seconds_shown(taken)) for name, taken in self.seconds.items()]),
         ]
+        if self.ranks is not None:
+            parts.append(
+                f"This is one of {self.ranks.count} ranks. Together they held at most {bytes_shown(self.ranks.peak)}, "
+                f"read {bytes_shown(self.ranks.read)} and wrote {bytes_shown(self.ranks.written)}, up to the last "
+                "step()."
+            )
         parts.append(
             f"{self.steps} steps. Units were read {self.units['fetches']} times and were there already {cached} times."
         )
@@ -243,6 +263,8 @@ class Measurements:
         # The most that was kept in p.grad until step().
         self._kept_peak = 0
         self._last: Report | None = None
+        # As exchanged in the last step.
+        self._all_ranks: AllRanks | None = None
 
     def _counted(self) -> dict[str, Any]:
         resources = self._resources
@@ -266,6 +288,15 @@ class Measurements:
         """A step was committed, whose `step()` began then."""
         self._step_seconds += time.perf_counter() - began
         self._kept_peak = max(self._kept_peak, self._kept())
+
+    def own_figures(self) -> list[int]:
+        """The figures that a rank sends to the others: the peak of host memory, bytes read and written."""
+        store = _since(self._counted(), self._before)["store"]
+        return [sum(owner.peak for owner in self._owners().values()), store["read_bytes"], store["written_bytes"]]
+
+    def note_all_ranks(self, count: int, sums: Sequence[int]) -> None:
+        """Remember the sums of the figures of all ranks, so that a report needs no communication."""
+        self._all_ranks = AllRanks(count, *sums)
 
     def report(self) -> Report:
         """The figures so far, or at the end."""
@@ -297,6 +328,7 @@ class Measurements:
             anew=self._run.gradients.speculation.anew,
             units=dict(self._run.residency.units.counters),
             in_memory=self._in_memory,
+            ranks=self._all_ranks,
             **self._on_device(),
         )
 

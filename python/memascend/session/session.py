@@ -199,18 +199,23 @@ class Session:
         return None if self.sharding is None else self.sharding.exchange
 
     def _of_all_ranks(self, present: bool, own: Numbers) -> tuple[bool, Numbers]:
-        """Whether any rank has gradients (one may have no rows of the parameters that have), and their squares."""
+        """Whether any rank has gradients (one may have no rows of the parameters that have), and their squares.
+
+        The figures of the report go along.
+        """
         if self.sharding is None or self.figures is None:
             return present, own
         collectives = self.sharding.collectives
         assert collectives is not None
         is_any = self.figures.add([present])
         sums = self.figures.add(summands(own))
+        traffic = self.figures.add(self.measurements.own_figures())
         rows = collectives.told_rows()
         apart = self.figures.add([self.run.resources.store.shared.beside_others(rows)])
         collectives.require_same(self.figures.tell("the gradients", collectives.told()))
         if any(apart):
             self.run.resources.store.shared.reject(rows, _PARTED)
+        self.measurements.note_all_ranks(self.figures.size, traffic)
         return any(is_any), of_all_ranks(own, sums, self.figures)
 
     def _norm(self, present: Sequence[tuple[Gradient, torch.Tensor]]) -> float:
