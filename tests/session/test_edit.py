@@ -85,25 +85,6 @@ def test_nothing_is_committed_after_an_exception_or_while_a_step_is_staged(tmp_p
         step(model, optimizer)
 
 
-WRITES = {
-    "relu": lambda weight: torch.nn.functional.relu(weight, inplace=True),
-    "hardtanh": lambda weight: torch.nn.functional.hardtanh(weight, -0.01, 0.01, inplace=True),
-    "aten": lambda weight: torch.ops.aten.mul_.Tensor(weight, torch.tensor(2.0)),
-}
-
-
-@pytest.mark.parametrize("write", WRITES)
-def test_a_write_that_no_name_shows_is_refused_at_the_call(tmp_path, write):
-    model, optimizer = made(tmp_path)
-    with optimizer:
-        step(model, optimizer)
-        before = [parameter.clone() for parameter in model.parameters()]
-        with torch.no_grad(), pytest.raises(UsageError, match=r"0\.weight.*optimizer\.edit"):
-            WRITES[write](model[0].weight)
-        assert all(map(same_bits, before, model.parameters()))
-        step(model, optimizer)
-
-
 def test_edits_of_one_unit_may_nest_and_their_memory_is_watched(tmp_path):
     model, optimizer = made(tmp_path)
     with optimizer:
