@@ -136,20 +136,6 @@ def test_a_call_that_fails_takes_the_unfinished_store_with_it(tmp_path, monkeypa
     assert not folder.exists()
 
 
-def test_a_file_that_takes_the_name_of_an_unfinished_store_keeps_it(tmp_path, monkeypatch):
-    path, fill = tmp_path / "run.store", engine.Engine.fill
-
-    def filling(self, *arguments, **options):
-        path.write_text("theirs")
-        return fill(self, *arguments, **options)
-
-    monkeypatch.setattr(engine.Engine, "fill", filling)
-    with pytest.raises(StorageError, match=rf"^{path}: another file took this name"):
-        offloaded(path)
-    assert path.read_text() == "theirs"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 # --- private ---------------------------------------------------------------------------------------------
 
 

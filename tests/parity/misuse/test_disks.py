@@ -130,31 +130,6 @@ def test_an_error_in_the_first_commit_of_a_run_leaves_the_one_before(on_it, faul
     resumed_exactly(on_it, before, 1)
 
 
-@pytest.mark.parametrize("faults", [{"read": EIO}, {"write": EIO}, {"fsync": EIO}])
-def test_an_error_on_the_way_to_the_commit_before_changes_nothing(on_it, faulty, faults):
-    training = on_it()
-    training.step(0)
-    before = training.weights()
-    training.step(1)
-    newest = training.weights()
-    training.optimizer.close()
-    bytes_before = faulty.path.read_bytes()
-    faulty.set(**faults)
-    with pytest.raises(StorageError):
-        on_it(existing="previous")
-    faulty.set()
-    assert faulty.path.read_bytes() == bytes_before
-    again = on_it()
-    assert again.optimizer.steps == 2
-    assert all(torch.equal(newest[name], values) for name, values in again.weights().items())
-    again.optimizer.close()
-    again = on_it(existing="previous")
-    assert again.optimizer.steps == 1
-    assert all(torch.equal(before[name], values) for name, values in again.weights().items())
-    again.optimizer.close()
-    resumed_exactly(on_it, before, 1)
-
-
 def test_the_way_to_the_commit_before_can_be_interrupted(on_it, faulty):
     training = on_it()
     training.step(0)

@@ -206,22 +206,6 @@ def test_a_store_is_refused_unless_one_says_what_to_do_with_it(offloaded):
     assert offloaded(existing="replace").optimizer.steps == 0
 
 
-def test_a_store_whose_first_write_did_not_finish_is_refused_by_name(offloaded, tmp_path, unchanged):
-    storage = tmp_path / "run.store"
-    records = [memascend.engine.Record(name="weight", values=torch.empty(64, 64, device="meta"), state={})]
-    # The store of a new file has no name before its first commit.
-    storage.touch()
-    memascend.engine.Store.create(storage, records, optimizer="AdamW", fill=False).close()
-    model = Stack()
-    optimizer = adamw(model)
-    check = unchanged(model, optimizer, storage)
-    for existing in ("resume", "refuse"):
-        with pytest.raises((StorageError, ConfigError), match="first write" if existing == "resume" else "existing="):
-            memascend.offload(model, optimizer, storage=storage, existing=existing)
-    check()
-    assert offloaded(model, optimizer, existing="replace").optimizer.steps == 0
-
-
 def test_a_store_of_another_model_is_refused_and_unharmed(offloaded, tmp_path, unchanged):
     """Of names, shapes and types; some of each by name, of the others how many."""
     offloaded(steps=1).optimizer.close()
