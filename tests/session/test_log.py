@@ -213,24 +213,6 @@ def test_without_a_log_what_is_in_ram_is_written_each_step(tmp_path, caplog, mon
         assert written >= optimizer.plan.written_bytes["values"] + optimizer.plan.written_bytes["state"]
 
 
-def test_half_of_the_free_room_is_left_to_others(tmp_path, monkeypatch):
-    model, optimizer = begun(tmp_path / "store")
-    full, size = optimizer.plan.log_bytes, optimizer.plan.disk_bytes
-    optimizer.close()
-    del model
-    (tmp_path / "store").unlink()
-    usage = shutil.disk_usage(tmp_path)._replace(free=size + full)
-    monkeypatch.setattr(shutil, "disk_usage", lambda *_: usage)
-    _, optimizer = begun(tmp_path / "store")
-    with optimizer:
-        assert 6 <= optimizer.plan.log_steps <= 8
-        assert optimizer.plan.log_bytes <= full // 2
-    (tmp_path / "store").unlink()
-    _, optimizer = begun(tmp_path / "store", log_steps=12)
-    with optimizer:
-        assert optimizer.plan.log_steps == 12, "as it was asked for"
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts")
 def test_a_disk_that_fills_up_while_the_log_grows_has_a_shorter_one(small_disk, monkeypatch, caplog):
