@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from parity.harness import PARTS, ram_tier_budget
-from parity.test_resume import in_one_go
 from parity.zoo_loops import stack
 
 import memascend
@@ -13,7 +12,7 @@ import memascend
 
 def training(tmp_path, part="all", **options):
     """A run that holds this part of its state."""
-    case = stack("held", in_one_go)
+    case = stack("held")
     torch.manual_seed(1)
     model = case.model()
     options = {"storage": tmp_path / "run.store", **options}
