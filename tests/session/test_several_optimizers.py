@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from optim.test_shared import ScheduleFree
+from parity.reference import Reference
 from support.bits import same_bits
 from support.orthogonal import (
     BatchedMuon,
@@ -88,27 +89,16 @@ class InMemory:
 
     def __init__(self, optimizers, dtype):
         self.model = made(dtype)
-        named = dict(self.model.named_parameters())
-        self.pairs = []
+        self.members = optimizers(dict(self.model.named_parameters()))
         if dtype != torch.float32:
-            masters = {name: nn.Parameter(one.detach().float()) for name, one in named.items()}
-            self.pairs = [(one, masters[name]) for name, one in named.items()]
-            named = masters
-        self.members = optimizers(named)
+            self.members = [Reference(member) for member in self.members]
 
     def step(self):
-        for one, master in self.pairs:
-            master.grad = None if one.grad is None else one.grad.float()
         for member in self.members:
             member.step()
-        with torch.no_grad():
-            for one, master in self.pairs:
-                one.copy_(master)
 
     def zero_grad(self):
         self.model.zero_grad()
-        for member in self.members:
-            member.zero_grad()
 
 
 def turn(run, model, index, *, clips=False, missing=()):
