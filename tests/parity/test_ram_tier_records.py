@@ -68,32 +68,3 @@ def test_what_is_in_ram_is_computed_with_where_it_lies(tmp_path):
         report = optimizer.report()
         assert report.units["fetches"] == 0
         assert report.read["values"] == report.read["state"] == 0
-
-
-def test_parameters_that_were_on_meta_are_in_ram_one_by_one(tmp_path):
-    """Where they are away they are made of one tensor; what a step does to one is not what somebody does to another."""
-    torch.manual_seed(8)
-    trained = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(4)))
-    values = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
-    plain = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(4)))
-    plain.load_state_dict(values)
-    trained = trained.to("meta")
-    in_memory = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
-    trained, streamed = memascend.offload(
-        trained,
-        torch.optim.AdamW(trained.parameters(), lr=1e-2, fused=True),
-        weights=lambda name, _: values[name],
-        storage=tmp_path / "store",
-        host_memory="64MiB",
-    )
-    with streamed:
-        assert len(streamed.plan.ram_tier) == 4
-        for step in range(3):
-            for model, optimizer in ((plain, in_memory), (trained, streamed)):
-                for half in range(2):
-                    inputs = torch.randn(3, 16, generator=torch.Generator().manual_seed(2 * step + half))
-                    model(inputs).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        found = trained.state_dict()
-        assert all(torch.equal(tensor, found[name]) for name, tensor in plain.state_dict().items())
