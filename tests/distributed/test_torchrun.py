@@ -1,9 +1,7 @@
 """Tests runs that torchrun starts, in fresh processes: killed, restarted, resumed by another number, saved, loaded."""
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from support import rank_models, torchrun_faults, torchrun_killed_save, torchrun_loop, torchrun_materialized
+from support import torchrun_faults, torchrun_loop, torchrun_materialized
 from support.torchrun import torchrun
 
 import memascend
@@ -39,28 +37,6 @@ def test_a_killed_run_is_restarted_and_then_resumed_by_three_ranks(tmp_path):
         saved = files(tmp_path / f"one/saved-{steps}")
         assert files(tmp_path / f"ranks/saved-{steps}") == saved
         assert files(tmp_path / f"ranks/loaded-{steps}") == saved
-
-
-@pytest.mark.slow
-def test_a_rank_killed_while_all_write_a_checkpoint_leaves_nothing_behind(tmp_path):
-    """The step is saved by another number of ranks then, and loaded, with the bytes of one process."""
-    ranks, one = tmp_path / "ranks", tmp_path / "one"
-    ranks.mkdir()
-    one.mkdir()
-    # torchrun ends the others at once, with the folder that they write to.
-    torchrun(torchrun_killed_save.__file__, ranks, status=1)
-    assert (ranks / "saved-1").exists()
-    assert not (ranks / "saved-2").exists()
-    three = torchrun(torchrun_loop.__file__, ranks, 2, count=3)
-    assert three.count("resumed at step 2") == 3
-    assert sorted(path.name for path in ranks.iterdir()) == ["loaded-2", "of-2", "run", "saved-1", "saved-2"]
-    for steps in (1, 2):
-        torchrun_loop.train(one, steps)
-        saved = files(one / f"saved-{steps}")
-        assert files(ranks / f"saved-{steps}") == saved
-        values = load_file(ranks / f"saved-{steps}/model.safetensors")
-        assert values.keys() == dict(rank_models.model(torch.bfloat16).named_parameters()).keys()
-    assert files(ranks / "loaded-2") == saved
 
 
 def test_a_rank_that_raises_hangs_or_dies_is_named_on_all_others(tmp_path):
