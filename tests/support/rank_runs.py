@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import torch
 from support.rank_models import loss_of, offloaded
@@ -25,7 +26,7 @@ DEFAULTS = {
     "steps": 5,
     "existing": "resume",
     "timeout": 20.0,
-    # The rank that has the fault, the signal that ends or stops it, the step and where in it.
+    # The rank that has the fault, the signal that ends or stops it, or "raise" or "hang"; the step and where in it.
     "faulty": 1,
     "fault": None,
     "at": 3,
@@ -56,7 +57,7 @@ def lives(tmp_path, world, name="run", **options):
 
 def life(folder, name, options):
     """One life of a run: where it began and what it had after each step, and the error that ended it."""
-    options = {**DEFAULTS, **options}
+    options = {**DEFAULTS, "folder": folder, **options}
     rank, count = distributed.get_rank(), distributed.get_world_size()
     if rank == options["faulty"]:
         _watch(options)
@@ -98,7 +99,8 @@ def life(folder, name, options):
             optimizer.save(f"{folder}/{name}/{options['save']}")
         _fault(options, options["at"], "close")
         optimizer.close()
-    except MemascendError as error:
+    except (MemascendError, ValueError) as error:
+        Path(folder, f"failed-{rank}").touch()
         told |= {"error": f"{type(error).__name__}: {error}", "ranks": list(getattr(error, "ranks", ()))}
         if optimizer is not None:
             optimizer.close()
@@ -154,8 +156,15 @@ def _watch(options):
 
 
 def _fault(options, step, point):
-    if distributed.get_rank() == options["faulty"] and (step, point) == (options["at"], options["point"]):
+    if distributed.get_rank() != options["faulty"] or (step, point) != (options["at"], options["point"]):
+        return
+    if isinstance(options["fault"], int):
         os.kill(os.getpid(), options["fault"])
+        return
+    others = distributed.get_world_size() - 1
+    while options["fault"] == "hang" and len(list(Path(options["folder"]).glob("failed-*"))) < others:
+        time.sleep(0.05)
+    raise ValueError("as a user's code may")
 
 
 def _kill_later(options, moment):
