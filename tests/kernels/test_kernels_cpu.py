@@ -14,7 +14,6 @@ from memascend import ConfigError, kernels
 from memascend.kernels.adamw import adamw_reference
 from memascend.kernels.check import check_and_unscale_reference
 from memascend.kernels.scalars import checked_scalars
-from memascend.tensors import rounded
 
 CPU = torch.device("cpu")
 
@@ -115,24 +114,6 @@ def test_the_reference_has_the_same_bits(decoupled, grad_dtype, out_dtype):
         assert left is None or same_bits(left, right)
 
 
-@pytest.mark.parametrize("numel", [1, 31, 1024, LONG])
-def test_threads_and_alignment_change_nothing(numel):
-    results = []
-    for threads, shift in [(1, 0), (2, 0), (3, 1), (7, 5)]:
-        p, m, v = (randoms(numel + shift, seed=i)[shift:] for i in (1, 2, 3))
-        p.copy_(randoms(numel, seed=4))
-        m.copy_(randoms(numel, seed=5))
-        v.copy_(randoms(numel, seed=6).square())
-        grad = torch.empty(numel + shift, dtype=torch.bfloat16)[shift:].copy_(randoms(numel, seed=7))
-        out = torch.empty(numel + shift, dtype=torch.bfloat16)[shift:]
-        kernels.adamw(
-            p, grad, m, v, out, lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=3, threads=threads
-        )
-        results.append((p, m, v, out))
-    for result in results[1:]:
-        assert all(same_bits(a, b) for a, b in zip(result, results[0], strict=True))
-
-
 def test_flushed_denormals_of_the_caller_change_nothing():
     def run(p, g, m, v):
         kernels.adamw(p, g, m, v, None, lr=1e-3, betas=(0.9, 0.99), eps=1e-30, weight_decay=0.1, step=3)
@@ -163,21 +144,6 @@ def test_check_and_unscale_is_its_reference(dtype, numel, factor):
     assert (found.dtype, squares.dtype, found.dim(), squares.dim()) == (torch.bool, torch.float64, 0, 0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", [0, 1, 2048, LONG])
-@pytest.mark.parametrize("bad", [None, math.inf, math.nan])
-def test_checked_has_the_numbers_of_check_and_unscale(dtype, numel, bad):
-    tensor = randoms(numel, dtype)
-    if bad is not None:
-        tensor[numel // 2 :][:1] = bad
-    before = tensor.clone()
-    found, squares = kernels.checked(tensor)
-    expected = kernels.check_and_unscale(tensor)
-    assert found is expected[0].item() is (bad is not None and numel > 0)
-    assert rounded(squares) == expected[1].item() or (math.isnan(squares) and math.isnan(expected[1].item()))
-    assert same_bits(tensor, before)
-
-
 def test_checked_refuses_what_it_cannot_read():
     with pytest.raises(ConfigError, match="not contiguous"):
         kernels.checked(torch.ones(8, 8).t()[1:])
@@ -200,12 +166,6 @@ def test_flag_and_sum_are_exact(dtype, numel, bad, seed, shift, threads):
     assert found.item() == (not tensor.isfinite().all().item())
     exact = math.fsum(tensor.double().square().tolist())
     assert squares.item() == exact or (math.isnan(exact) and math.isnan(squares.item()))
-
-
-def test_the_norm_has_the_same_bits_for_any_number_of_threads():
-    tensor = randoms(5 * LONG, torch.bfloat16)
-    norms = {kernels.check_and_unscale(tensor, threads=threads)[1].item() for threads in (1, 2, 3, 8, 64)}
-    assert len(norms) == 1
 
 
 def test_a_list_is_checked_as_one():
