@@ -2,20 +2,12 @@
 
 import pytest
 from support import torchrun_loop, torchrun_materialized
+from support.bits import files
 from support.torchrun import torchrun
 
 import memascend
 
 pytestmark = pytest.mark.timeout(600)
-
-
-def files(folder):
-    """The bytes of a checkpoint, but for the manifest, which names the store."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != "manifest.json"
-    }
 
 
 def test_a_killed_run_is_restarted_and_then_resumed_by_three_ranks(tmp_path):
