@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bits import same_bits
+from support.grids import covered
 from support.random_values import randoms
 
 from memascend import ConfigError, kernels
@@ -57,9 +58,14 @@ def state_like(kind, numel, seed):
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam])
-@pytest.mark.parametrize("kind", ["usual", "tiny", "huge", "zeros", "bits"])
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.3, 0.9), (0.5, 0.5), (0.0, 0.0)])
+@pytest.mark.parametrize(
+    ("optimizer", "kind", "betas"),
+    covered(
+        [torch.optim.AdamW, torch.optim.Adam],
+        ["usual", "tiny", "huge", "zeros", "bits"],
+        [(0.9, 0.999), (0.9, 0.95), (0.3, 0.9), (0.5, 0.5), (0.0, 0.0)],
+    ),
+)
 def test_the_bits_are_those_of_torch_fused(optimizer, kind, betas):
     decoupled = optimizer is torch.optim.AdamW
     grid = itertools.product(
@@ -94,9 +100,9 @@ def test_only_the_last_elements_of_torch_differ():
     assert (bits(v[4096:]) - bits(other[4096:])).abs().max() <= 1
 
 
-@pytest.mark.parametrize("decoupled", [True, False])
-@pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("out_dtype", [None, *HALVES], ids=str)
+@pytest.mark.parametrize(
+    ("decoupled", "grad_dtype", "out_dtype"), covered([True, False], DTYPES, [None, *HALVES]), ids=str
+)
 def test_the_reference_has_the_same_bits(decoupled, grad_dtype, out_dtype):
     p, _, m, v = state_like("usual", LONG, seed=1)
     state = [
@@ -130,9 +136,11 @@ def test_flushed_denormals_of_the_caller_change_nothing():
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", [0, 1, 31, 2048, 65_537, LONG])
-@pytest.mark.parametrize("factor", [1.0, 1 / 3, -2.0, 0.0])
+@pytest.mark.parametrize(
+    ("dtype", "numel", "factor"),
+    covered(DTYPES, [0, 1, 31, 2048, 65_537, LONG], [1.0, 1 / 3, -2.0, 0.0]),
+    ids=str,
+)
 def test_check_and_unscale_is_its_reference(dtype, numel, factor):
     tensor = randoms(numel, dtype)
     expected = tensor.clone()
