@@ -7,16 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.planned import CONFIG
 from torch import nn
 
 from benchmarks import processor
 from memascend.cli.plan.model import describe
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "vocab_size": 128,
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 12, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
-}  # fmt: skip
 PROCESSOR = processor.Processor(
     forward_seconds=1.0, backward_seconds=2.0, update_seconds={"fp32": 1e-3, "bf16": 2e-3, "8bit": 4e-3},
     check_seconds=0.0, copy_seconds=0.0, bind_seconds=1e-3, hand_seconds=2e-3,
@@ -26,7 +22,7 @@ PROCESSOR = processor.Processor(
 @pytest.fixture
 def config(tmp_path):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(CONFIG))
+    path.write_text(json.dumps({**CONFIG, "num_hidden_layers": 12}))
     return path
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import functools
+import multiprocessing
 import os
 import random
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from support.checkpoints import batches, made, trained
-from support.killed_child import kill_after
 
 import memascend
 from memascend.checkpoint import files
@@ -98,23 +99,31 @@ def test_what_fails_leaves_the_old_one(running, tmp_path, monkeypatch):
     assert step() == 2
 
 
-def saves_until_killed(folder, told):
+def saves_until_killed(folder, begun):
     """What the child does."""
     model, optimizer = made(torch.bfloat16, torch.optim.AdamW)
     model, optimizer = memascend.offload(model, optimizer)
     while True:
         trained(model, optimizer, torch.bfloat16, 0, 1)
         optimizer.save(folder)
-        os.write(told, b"x")
+        begun.set()
 
 
 def killed_at_random_moments(folder, kills):
     """What an interpreter of its own does, because it forks."""
     kills = int(kills)
-    dice = random.Random(kills)
+    dice, context = random.Random(kills), multiprocessing.get_context("fork")
     seen = set()
     for _ in range(kills):
-        kill_after(dice.uniform(0, 0.2), functools.partial(saves_until_killed, folder))
+        begun = context.Event()
+        child = context.Process(target=saves_until_killed, args=(folder, begun))
+        child.start()
+        # What it does before it has saved once takes as long as the machine is busy.
+        assert begun.wait(100), "the child ended by itself"
+        time.sleep(dice.uniform(0, 0.2))
+        child.kill()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL, "the child ended by itself"
         found = checkpoints.Checkpoint(folder)
         found.verify()
         seen.add((found.manifest["store"], found.manifest["step"]))

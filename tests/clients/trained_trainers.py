@@ -17,6 +17,7 @@ import torch
 import trl
 from clients.test_adapters import language_model
 from clients.test_preferences import pairs, tokenizer
+from clients.test_supervised import reward_model
 from support.trained_program import Log, digest_of, kill_while_created
 
 import memascend.trainer
@@ -71,30 +72,15 @@ def with_adapters(out, log):
     return supervised(out, log, adapters=chosen)
 
 
-def preferring(out, log):
-    arguments = trl.DPOConfig(out, bf16=False, **SHARED)
-    return trl.DPOTrainer(
-        language_model(), language_model(), args=arguments, train_dataset=pairs(26), eval_dataset=pairs(6),
-        processing_class=tokenizer(), callbacks=[log],
-    )  # fmt: skip
+def of_trl(name, model, data, *reference):
+    def made(out, log):
+        arguments = getattr(trl, f"{name}Config")(out, bf16=False, **SHARED)
+        return getattr(trl, f"{name}Trainer")(
+            model(), *(one() for one in reference), args=arguments, train_dataset=data(26), eval_dataset=data(6),
+            processing_class=tokenizer(), callbacks=[log],
+        )  # fmt: skip
 
-
-def judging(out, log):
-    arguments = trl.KTOConfig(out, bf16=False, **SHARED)
-    return trl.KTOTrainer(
-        language_model(), language_model(), args=arguments, train_dataset=judged(), eval_dataset=judged(6),
-        processing_class=tokenizer(), callbacks=[log],
-    )  # fmt: skip
-
-
-def rewarding(out, log):
-    from clients.test_supervised import reward_model
-
-    arguments = trl.RewardConfig(out, bf16=False, **SHARED)
-    return trl.RewardTrainer(
-        reward_model(), args=arguments, train_dataset=pairs(26), eval_dataset=pairs(6), processing_class=tokenizer(),
-        callbacks=[log],
-    )  # fmt: skip
+    return made
 
 
 def encoder(folder):
@@ -147,9 +133,9 @@ KINDS = {
     "packed": lambda out, log: supervised(out, log, packing=True, packing_strategy="wrapped"),
     "answers": lambda out, log: supervised(out, log, chats, TEMPLATE, assistant_only_loss=True),
     "adapters": with_adapters,
-    "preferences": preferring,
-    "judgements": judging,
-    "reward": rewarding,
+    "preferences": of_trl("DPO", language_model, pairs, language_model),
+    "judgements": of_trl("KTO", language_model, judged, language_model),
+    "reward": of_trl("Reward", reward_model, pairs),
     "sentences": embedding,
 }
 

@@ -83,6 +83,17 @@ def test_a_rank_that_hangs_ends_a_run(tmp_path, point):
     assert {rank["opened"] for rank in whole(lives(tmp_path, 3, steps=7), 7)} == {COMMON[point]}
 
 
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("fault", ["raise", "hang"])
+def test_a_rank_whose_code_raises_or_hangs_is_named_on_all_others(tmp_path, fault):
+    """Where it hangs, its threads go on."""
+    first, second, third = lives(tmp_path, 3, fault=fault, point="begin", timeout=6.0)
+    assert second["error"].startswith("ValueError")
+    for rank in (first, third):
+        assert rank["error"].startswith("RankError"), rank
+        assert rank["ranks"] == [1], rank
+
+
 @pytest.mark.parametrize(
     ("fault", "point"),
     [
