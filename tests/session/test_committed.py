@@ -1,8 +1,7 @@
-"""Tests that a commit holds what belongs to its step: user_state, buffers, the loss scale, group options."""
+"""Tests that a commit holds the buffers of its step."""
 
 import pytest
 import torch
-from support.commits import Commits
 from torch import nn
 
 import memascend
@@ -67,7 +66,6 @@ def test_a_buffer_is_committed_as_it_is_at_each_step(tmp_path, elements, kind, i
 
 def test_a_buffer_of_a_step_that_failed_is_committed_with_the_next_one(tmp_path, monkeypatch):
     model, optimizer = opened(tmp_path / "s", Codebook(LARGE))
-    resources = optimizer._session.run.resources
     step(model, optimizer)
     model.seen += 1
 
@@ -75,7 +73,7 @@ def test_a_buffer_of_a_step_that_failed_is_committed_with_the_next_one(tmp_path,
         raise memascend.StorageError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(resources, "engine", Commits(resources.engine, fails))
+        patch.setattr(memascend.engine.Engine, "commit", fails)
         with pytest.raises(memascend.StorageError, match="no room"):
             step(model, optimizer)
     optimizer.zero_grad()
