@@ -31,16 +31,6 @@ def test_a_gradient_that_is_expanded_is_laid_out():
     assert_same(handle, torch.full((4, 6), 2.0))
 
 
-def test_accumulation_after_arithmetic_keeps_the_order():
-    plain, new = gradient(), gradient(seed=1)
-    handle = handle_of(plain)
-    for value in (plain, handle):
-        value.mul_(0.3)
-        value.add_(new)
-        value.mul_(0.7)
-    assert_same(handle, plain)
-
-
 class Lazy(KeptInMemory):
     """A keeper that holds on to what it gets, as one does that writes while backward goes on."""
 
@@ -116,13 +106,3 @@ def test_create_graph_gives_a_real_gradient():
     assert type(parameter.grad) is torch.Tensor
     assert torch.equal(parameter.grad, gradient(seed=1) + 2 * parameter)
     parameter.grad = None
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_a_sparse_gradient_is_added():
-    plain = gradient((5, 2))
-    handle = handle_of(plain)
-    sparse = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 2), (5, 2))
-    for value in (plain, handle):
-        value.add_(sparse)
-    assert_same(handle, plain)
