@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -31,9 +30,6 @@ DEFAULTS = {
     "fault": None,
     "at": 3,
     "point": None,
-    # Seconds until the faulty rank is killed, wherever it is then: after the first commit, or after all have begun.
-    "kill_after": None,
-    "kill_from": "committed",
     # Micro-batches of a step on all ranks; None: one on each.
     "micro": None,
     # Where all ranks save at the end.
@@ -62,7 +58,6 @@ def life(folder, name, options):
     if rank == options["faulty"]:
         _watch(options)
     distributed.barrier()
-    _kill_later(options, "begun")
     told = {"opened": None, "committed": None, "error": None, "ranks": [], "digests": {}, "values": [], "said": []}
     handler = logging.Handler()
     handler.emit = lambda record: told["said"].append(record.getMessage())
@@ -91,7 +86,6 @@ def life(folder, name, options):
             optimizer.zero_grad()
             told["committed"] = step
             told["digests"][step] = _digest(trained, optimizer)
-            _kill_later(options, "committed")
         if mesh is not None:
             told["values"] = [one.full_tensor().detach() for one in trained.parameters()]
             told["norm"] = optimizer.grad_norm
@@ -165,10 +159,3 @@ def _fault(options, step, point):
     while options["fault"] == "hang" and len(list(Path(options["folder"]).glob("failed-*"))) < others:
         time.sleep(0.05)
     raise ValueError("as a user's code may")
-
-
-def _kill_later(options, moment):
-    after = options["kill_after"]
-    if after is not None and moment == options["kill_from"] and distributed.get_rank() == options["faulty"]:
-        # Later calls do nothing that the first one has not done.
-        threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
