@@ -65,6 +65,11 @@ FORMATS = {
 }
 
 
+def beginning(device):
+    with open(device, "rb") as file:
+        return file.read(1 << 17)
+
+
 @root
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_foreign_device_is_refused_until_wiped(loop, kind):
@@ -73,12 +78,12 @@ def test_a_foreign_device_is_refused_until_wiped(loop, kind):
         pytest.skip(f"{tool[0]} is not installed")
     device = loop(512 * MIB if kind in {"xfs", "btrfs", "f2fs"} else 64 * MIB)
     subprocess.run([*tool, device], check=True, capture_output=True, input=b"")
-    first = os.pread(os.open(device, os.O_RDONLY), 1 << 17, 0)
+    first = beginning(device)
     with pytest.raises(StorageError, match="not ours") as caught:
         nvme.open(device)
     assert caught.value.path == device
     assert "wipefs" in str(caught.value)
-    assert os.pread(os.open(device, os.O_RDONLY), 1 << 17, 0) == first, "nothing was changed"
+    assert beginning(device) == first, "nothing was changed"
     subprocess.run(["wipefs", "--all", "--quiet", device], check=True)
     nvme.open(device).close()
 

@@ -153,7 +153,7 @@ def test_copies_that_nobody_has_are_freed(training):
     assert len(copies._now) == len(kept)
     kept = kept[:1]
     model(batch())
-    assert list(copies._now) == [("15.bias", "view"), ("0.weight", "view")] or len(copies._now) == 2
+    assert set(copies._now) == {("15.bias", "view"), ("0.weight", "view")}
     del kept, view
     step(model, offloaded)
     assert not copies._now

@@ -1,4 +1,4 @@
-"""Tests runs with state in fewer bits: opened or begun from with another format, shown, damaged."""
+"""Tests runs with state in fewer bits: opened or begun from with another format, and shown."""
 
 import json
 import warnings
