@@ -84,32 +84,15 @@ def of_trl(name, model, data, *reference):
 
 
 def encoder(folder):
-    import tokenizers
     import transformers
     from sentence_transformers import SentenceTransformer, models
 
-    words = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, **{f"w{word}": 4 + word for word in range(60)}}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))  # noqa: S106
-    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        pad_token="[PAD]",  # noqa: S106
-        unk_token="[UNK]",  # noqa: S106
-        cls_token="[CLS]",  # noqa: S106
-        sep_token="[SEP]",  # noqa: S106
-    ).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     torch.manual_seed(0)
-    transformers.BertModel(
-        transformers.BertConfig(
-            vocab_size=64,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    ).save_pretrained(folder)
+    config = transformers.BertConfig(**shape, **still, num_attention_heads=4)
+    transformers.BertModel(config).save_pretrained(folder)
     body = models.Transformer(str(folder), max_seq_length=16)
     return SentenceTransformer(modules=[body, models.Pooling(64)], device="cpu")
 
