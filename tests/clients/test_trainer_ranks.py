@@ -9,18 +9,12 @@ import pytest
 from clients import trained_ranks
 from safetensors.torch import load_file
 from support.bits import same_bits
+from support.launched import CONFIG
 from support.torchrun import environment
 
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2}}
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 LAUNCH = ("accelerate.commands.accelerate_cli", "launch", "--num_processes", "2", "--config_file")
-# As docs/hosts.md has it.
-CONFIG = """
-distributed_type: FSDP
-fsdp_config:
-  fsdp_version: 2
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-"""
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 

@@ -7,18 +7,10 @@ import pytest
 import torch
 from support import launched
 from support.bits import same_bits
-from support.launched import llama, rows
+from support.launched import CONFIG, llama, rows
 from support.torchrun import environment
 
 pytestmark = pytest.mark.slow
-
-# As docs/hosts.md has it.
-CONFIG = """
-distributed_type: FSDP
-fsdp_config:
-  fsdp_version: 2
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-"""
 
 
 def launch(folder, *module):

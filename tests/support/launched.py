@@ -10,7 +10,15 @@ import torch
 
 import memascend
 
-__all__ = ["as_if_on_gpus", "llama", "rows"]
+__all__ = ["CONFIG", "as_if_on_gpus", "llama", "rows"]
+
+# As docs/hosts.md has it.
+CONFIG = """
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+"""
 
 
 def llama():
