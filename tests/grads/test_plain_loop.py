@@ -52,11 +52,6 @@ def default_generators():
     return model, square(model)
 
 
-def dropout():
-    model = Stack(lambda _, x: nn.functional.dropout(x, 0.3))
-    return model, square(model)
-
-
 def truncated_bptt():
     model, state = Stack(), [torch.zeros(4, WIDTH)]
 
@@ -80,17 +75,11 @@ def toggled_requires_grad():
     return model, square(model)
 
 
-def batch_norm():
-    model = Stack()
-    model.norm = nn.BatchNorm1d(WIDTH)
-    return model, lambda batch: model(model.norm(batch)).square().mean()
-
-
-PROGRAMS = (features_of_hooks, default_generators, dropout, truncated_bptt, toggled_requires_grad, batch_norm)
+PROGRAMS = (features_of_hooks, default_generators, truncated_bptt, toggled_requires_grad)
 
 
 def drawn_batches():
-    """Micro-batches that are made as they are asked for, from the generator that dropout draws from, too."""
+    """Micro-batches that are made as they are asked for, from the generator that the model draws from, too."""
     for _ in range(MICRO_BATCHES):
         yield torch.randn(4, WIDTH)
 
