@@ -245,8 +245,6 @@ def test_what_cannot_be_advanced_or_stored_is_refused(tmp_path, given):
 OTHERS = {
     "class": ("cosine", lambda o: torchs.StepLR(o, 5), r"scheduled by CosineAnnealingLR, not StepLR"),
     "T_max": ("cosine", lambda o: torchs.CosineAnnealingLR(o, 9), r"other arguments than in the run: T_max 5 -> 9\."),
-    "gamma": ("step", lambda o: torchs.StepLR(o, 2, 0.25), r"gamma 0\.5 -> 0\.25"),
-    "step_size": ("step", lambda o: torchs.StepLR(o, 3, 0.5), r"step_size 2 -> 3"),
     "milestones": (
         "milestones",
         lambda o: torchs.MultiStepLR(o, [2, 4], 0.5),
