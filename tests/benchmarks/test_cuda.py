@@ -1,7 +1,5 @@
 """Tests the GPU benchmark's counting, without a GPU."""
 
-import json
-
 import pytest
 
 pytest.importorskip("transformers")
@@ -16,24 +14,6 @@ def test_the_largest_that_fits(parameters):
     assert 0.8 * parameters < count <= parameters
     with pytest.raises(SystemExit, match="give more storage"):
         cuda.shape(1000)
-
-
-def test_it_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cuda, "bandwidth", lambda _: {"read": 1.0, "mixed": 0.5})
-    words = ["--device", "cpu", "--storage", str(tmp_path), "--store", "10MB", "--vocabulary", "64"]
-    words += ["--length", "16", "--steps", "2", "--longest", "1024", "--write", str(tmp_path / "results")]
-    assert cuda.main(words) == 0
-    said = capsys.readouterr().out
-    assert "times its bound" in said
-    assert "longest context" in said
-    values = json.loads((tmp_path / "results" / "cuda.json").read_text())
-    assert 0.8 * 10e6 / 24 < values["parameters"] <= 10e6 / 24
-    assert len(values["steps"]) == 3
-    assert values["steps"][-1]["loss"] < values["steps"][0]["loss"]
-    assert values["host"]["peak"] <= values["budgets"]["host_memory"]
-    assert values["raised_to_the_smallest"], "a tenth of so small a model holds no chunks"
-    assert values["longest_context"] == 1024
-    assert not list(tmp_path.glob(".memascend-cuda-*")), "the store was left behind"
 
 
 def test_the_bound():
