@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.chains import offloaded, step
 from torch import nn
 
 import memascend
@@ -25,16 +26,8 @@ class Counting(nn.Module):
         return self.layer(x)
 
 
-def opened(path, model, existing="refuse", **options):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return memascend.offload(model, optimizer, storage=path, existing=existing, host_memory="64MiB", **options)
-
-
-def step(model, optimizer, factor=1.0):
-    batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).to(next(model.parameters()).dtype)
-    optimizer.backward(model(batch).float().square().mean() * factor)
-    optimizer.step()
-    optimizer.zero_grad()
+def opened(path, model, existing="refuse"):
+    return offloaded(path, model, existing=existing, host_memory="64MiB")
 
 
 class Codebook(Counting):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from parity.reference import Reference
 from support.bits import same_bits
 from torch import nn
 
@@ -28,19 +29,15 @@ def batch(index, dtype):
 def in_memory(dtype, steps, momentum=torch.float32):
     """Values, masters and momenta after training with masters; momenta are rounded after each step."""
     model = made(dtype)
-    masters = [nn.Parameter(one.detach().float()) for one in model.parameters()]
-    optimizer = torch.optim.Muon(masters, lr=0.02)
+    optimizer = Reference(torch.optim.Muon(model.parameters(), lr=0.02), loss_scale=1.0)
+    masters = list(optimizer.masters.values())
     for index in range(steps):
         model(batch(index, dtype)).float().square().mean().backward()
-        for one, master in zip(model.parameters(), masters, strict=True):
-            master.grad, one.grad = one.grad.float(), None
         optimizer.step()
-        with torch.no_grad():
-            for one, master in zip(model.parameters(), masters, strict=True):
-                one.copy_(master)
-                kept = optimizer.state[master]["momentum_buffer"]
-                kept.copy_(kept.to(momentum))
-    found = [*model.parameters(), *masters, *(optimizer.state[one]["momentum_buffer"] for one in masters)]
+        optimizer.zero_grad()
+        for kept in optimizer.inner.state.values():
+            kept["momentum_buffer"].copy_(kept["momentum_buffer"].to(momentum))
+    found = [*model.parameters(), *masters, *(optimizer.inner.state[one]["momentum_buffer"] for one in masters)]
     return [one.detach().clone() for one in found]
 
 
