@@ -8,7 +8,6 @@ from support import blockwise
 from support.bits import same_bits
 from support.moments import exact_root
 
-import memascend
 from benchmarks.reduced import adamw_reduced
 from memascend import engine
 
@@ -38,12 +37,6 @@ def test_the_maps_are_those_of_bitsandbytes():
         state |= {f"{like}_absmax": torch.ones(1) for like in ("exp_avg", "exp_avg_sq")}
         state[name] = codes
         assert same_bits(engine.decode_state(torch.zeros(256), state, "8bit")[name], numbers)
-
-
-def test_its_own_optimizers_are_refused(tmp_path):
-    model = torch.nn.Linear(64, 64)
-    with pytest.raises(memascend.ConfigError, match=r"AdamW8bit of bitsandbytes is rejected.*state=.8bit"):
-        memascend.offload(model, bitsandbytes.optim.AdamW8bit(model.parameters()), storage=tmp_path / "store")
 
 
 @pytest.mark.parametrize("kind", ["usual", "bfloat16", "wild", "zeros"])
