@@ -61,6 +61,9 @@ def test_groups_with_other_parameters_are_refused(tmp_path, change, gradients):
     original = torch.optim.AdamW(two_groups(model))
     model, optimizer = memascend.offload(model, original, storage=tmp_path / "s", gradients=gradients)
     with optimizer:
+        assert optimizer.param_groups is original.param_groups
+        with pytest.raises(UsageError, match="before offload"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
         step(model, optimizer)
         before = values(model)
         groups, members = optimizer.param_groups, [list(group["params"]) for group in optimizer.param_groups]

@@ -146,17 +146,6 @@ def test_a_module_that_cannot_have_all_of_its_units_materializes_none(tmp_path, 
         assert torch.equal(model[1](x()), expected)
 
 
-def test_groups_are_the_originals(tmp_path):
-    model = blocks()
-    original = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = memascend.offload(model, original, storage=tmp_path / "run.store")
-    with optimizer:
-        assert optimizer.param_groups is original.param_groups
-        assert isinstance(optimizer, torch.optim.Optimizer)
-        with pytest.raises(memascend.UsageError, match="before offload"):
-            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-
-
 # --- hooks ----------------------------------------------------------------------------------------
 
 
