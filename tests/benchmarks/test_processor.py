@@ -1,22 +1,16 @@
 """Tests what planning for this processor measures: as deep as is quick, in the format that is asked for."""
 
 import json
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from support.planned import CONFIG
 from torch import nn
 
 from benchmarks import processor
 from memascend.cli.plan.model import describe
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "vocab_size": 128,
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 12, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
-}  # fmt: skip
 PROCESSOR = processor.Processor(
     forward_seconds=1.0, backward_seconds=2.0, update_seconds={"fp32": 1e-3, "bf16": 2e-3, "8bit": 4e-3},
     check_seconds=0.0, copy_seconds=0.0, bind_seconds=1e-3, hand_seconds=2e-3,
@@ -26,7 +20,7 @@ PROCESSOR = processor.Processor(
 @pytest.fixture
 def config(tmp_path):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(CONFIG))
+    path.write_text(json.dumps({**CONFIG, "num_hidden_layers": 12}))
     return path
 
 
@@ -61,20 +55,6 @@ def test_a_shallow_model_has_the_first_blocks_and_computes(config):
     assert processor._depth(nn.ModuleDict({"blocks": experts})) == 5
 
 
-def test_what_a_parameter_takes_is_processor_time(tmp_path):
-    assert all(0 <= seconds < 0.1 for seconds in processor._parameter_seconds(tmp_path))
-    assert list(tmp_path.iterdir()) == []
-
-
-MEMORY = "/dev/shm"  # noqa: S108
-
-
-def test_without_storage_another_place_than_memory_is_found(monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", MEMORY)
-    assert all(0 <= seconds < 0.1 for seconds in processor._parameter_seconds(None))
-    assert not list(Path(MEMORY).glob("*memascend*"))
-
-
 def test_a_step_has_the_update_of_the_format_that_is_asked_for(capsys, config, monkeypatch):
     monkeypatch.setattr(processor, "measure", lambda *_: PROCESSOR)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1024)
@@ -91,13 +71,3 @@ def test_a_step_has_the_update_of_the_format_that_is_asked_for(capsys, config, m
     assert backward["seconds"] == pytest.approx(2 + tensors * 2e-3 + elements * 1e-3, rel=1e-3)
     step = told("--state", "8bit")["step"]["seconds_per_step"]
     assert step == pytest.approx(3 + tensors * 3e-3 + elements * PROCESSOR.update_seconds["8bit"], rel=1e-3)
-
-
-def test_this_processor_is_measured(capsys, config):
-    assert processor.main([str(config), "--drive", "5,4", "--tokens", "16", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["gpu"] is None
-    compute = [phase["parts"]["compute"] for phase in found["step"]["phases"]]
-    assert all(0 < seconds < 60 for seconds in compute)
-    assert compute[0] < compute[1]
-    assert found["host_bytes"] > found["plan"]["host_peak"] + found["torch"]["peak_bytes"]

@@ -1,10 +1,7 @@
 """Tests the published reservations: what pools reserve for models, by hand and beside each other."""
 
-import json
-
 import pytest
 
-from benchmarks.memory import main
 from benchmarks.reservation import POOLS, load_models, reserve, unit_bytes
 
 # Published sizes: the sum of all tensors, in billions of parameters.
@@ -48,11 +45,3 @@ def test_the_arena_reserves_no_more_than_any_other_pool(model, window):
     assert all(result.reserved[pool] >= result.needed for pool in POOLS)
     # At most the two percent that alignment may cost, and far less in fact.
     assert result.reserved["arena"] <= 1.001 * min(result.reserved.values())
-
-
-def test_it_prints_and_draws(capsys, tmp_path):
-    picture = tmp_path / "deep" / "memory.png"
-    main(["--json", "--picture", str(picture)])
-    report = json.loads(capsys.readouterr().out)
-    assert set(report["reserved"]) == set(PUBLISHED)
-    assert picture.read_bytes()[:4] == b"\x89PNG"

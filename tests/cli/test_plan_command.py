@@ -200,15 +200,6 @@ def test_what_describes_no_model_is_named(capsys, tmp_path, monkeypatch):
     assert ended.value.code == 2
 
 
-def test_a_model_of_70_billion_parameters_is_planned(capsys):
-    found = told(capsys, "llama-70b", "--host-memory", "32GiB")
-    assert found["plan"]["host_peak"] <= 32 << 30
-    # Both slots of 12 bytes; at most 28.5 move in a step.
-    assert found["plan"]["disk_bytes"] == pytest.approx(24 * found["model"]["parameters"], rel=0.2)
-    moved = found["read_bytes_per_step"] + found["written_bytes_per_step"]
-    assert moved <= 28.5 * found["model"]["parameters"]
-
-
 def test_of_a_device_that_is_not_there(tmp_path, capsys):
     """Host memory is the chunks on the way, whatever the model's size; a budget there is kept, or named."""
     path = written(tmp_path, "Qwen2")

@@ -4,7 +4,7 @@ import contextlib
 import json
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import datasets
@@ -46,23 +46,17 @@ def adapters(**more):
     return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **more)
 
 
-def supervised(model, folder, peft_config=None, **more):
-    arguments = trl.SFTConfig(str(folder / "output"), **SETTINGS, **more)
-    return trl.SFTTrainer(str(model), arguments, train_dataset=TEXTS, peft_config=peft_config)
+def of_trl(name, data):
+    def made(model, folder, peft_config=None, **more):
+        arguments = getattr(trl, f"{name}Config")(str(folder / "output"), **SETTINGS, **more)
+        trainer = getattr(trl, f"{name}Trainer")
+        return trainer(str(model), args=arguments, train_dataset=data, peft_config=peft_config)
+
+    return made
 
 
-def preferring(model, folder, peft_config=None, **more):
-    arguments = trl.DPOConfig(str(folder / "output"), **SETTINGS, **more)
-    return trl.DPOTrainer(str(model), args=arguments, train_dataset=PAIRS, peft_config=peft_config)
-
-
-def judging(model, folder):
-    return trl.KTOTrainer(str(model), args=trl.KTOConfig(str(folder / "output"), **SETTINGS), train_dataset=JUDGED)
-
-
-def rewarding(model, folder, peft_config=None):
-    arguments = trl.RewardConfig(str(folder / "output"), **SETTINGS)
-    return trl.RewardTrainer(str(model), arguments, train_dataset=CHOICES, peft_config=peft_config)
+supervised, preferring = of_trl("SFT", TEXTS), of_trl("DPO", PAIRS)
+judging, rewarding = of_trl("KTO", JUDGED), of_trl("Reward", CHOICES)
 
 
 def plain(model, folder, **more):
@@ -194,18 +188,13 @@ def test_what_a_trainer_did_not_load_stays_what_it_is(tmp_path, model):
 
 
 def test_other_threads_and_later_code_load_as_ever(model):
-    found = []
-
     def load():
-        found.append(transformers.AutoModelForCausalLM.from_pretrained(model).to("cpu"))
+        return transformers.AutoModelForCausalLM.from_pretrained(model).to("cpu")
 
     before = [vars(transformers.PreTrainedModel)["from_pretrained"], vars(torch.nn.Module)["to"]]
     with memascend.trainer.loading():
-        thread = threading.Thread(target=load)
-        thread.start()
-        thread.join()
-    load()
-    assert len(found) == 2
+        found = [ThreadPoolExecutor(1).submit(load).result()]
+    found.append(load())
     assert not any(parameter.is_meta for one in found for parameter in one.parameters())
     assert before == [vars(transformers.PreTrainedModel)["from_pretrained"], vars(torch.nn.Module)["to"]]
 

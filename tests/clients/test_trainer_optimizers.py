@@ -2,6 +2,7 @@
 
 import logging
 
+import bitsandbytes
 import pytest
 import torch
 import transformers
@@ -85,6 +86,12 @@ def test_adamw_of_bitsandbytes_is_that_of_torch_in_its_format(tmp_path, caplog, 
     # The store tells that the arguments changed.
     with pytest.raises(memascend.ConfigError, match=f"optim {optim} -> adamw_torch"):
         memascend.trainer.offload(made(tmp_path, "adamw_torch"), storage=tmp_path / "run.store")
+
+
+def test_bitsandbytes_own_optimizers_are_refused(tmp_path):
+    model = torch.nn.Linear(64, 64)
+    with pytest.raises(memascend.ConfigError, match=r"AdamW8bit of bitsandbytes is rejected.*state=.8bit"):
+        memascend.offload(model, bitsandbytes.optim.AdamW8bit(model.parameters()), storage=tmp_path / "store")
 
 
 @pytest.mark.parametrize(

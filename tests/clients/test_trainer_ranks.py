@@ -9,18 +9,12 @@ import pytest
 from clients import trained_ranks
 from safetensors.torch import load_file
 from support.bits import same_bits
+from support.launched import CONFIG
 from support.torchrun import environment
 
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2}}
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 LAUNCH = ("accelerate.commands.accelerate_cli", "launch", "--num_processes", "2", "--config_file")
-# As docs/hosts.md has it.
-CONFIG = """
-distributed_type: FSDP
-fsdp_config:
-  fsdp_version: 2
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-"""
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
@@ -75,12 +69,17 @@ def test_ranks_that_are_killed_and_resumed_are_one_process(tmp_path, kind):
     run(tmp_path / "two", kind, "1", "6", fails=True, **options)
     run(tmp_path / "two", kind, "0,1", "8", fails=True, **options)
     run(tmp_path / "two", kind, **options)
+    # Started again, a finished training trains nothing.
+    run(tmp_path / "two", kind, **options)
     assert_same(tmp_path / "two", tmp_path / "one")
 
 
 def test_another_number_of_ranks_goes_on_from_the_trainers_checkpoint(tmp_path):
     run(tmp_path / "one", "plain", start=(), gradient_accumulation_steps=4)
     run(tmp_path / "ranks", "plain", "1", "6", fails=True, gradient_accumulation_steps=2, **FSDP)
+    words = run(tmp_path / "ranks", "plain", start=(), fails=True, gradient_accumulation_steps=2)
+    assert "ranks 2 -> 1, where a step has other examples" in words
+    assert "1 with 4, 2 with 2, 4 with 1" in words
     run(tmp_path / "ranks", "plain", start=(), gradient_accumulation_steps=4)
     assert same_weights(tmp_path / "ranks", tmp_path / "one")
 

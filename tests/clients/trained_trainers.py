@@ -17,6 +17,7 @@ import torch
 import trl
 from clients.test_adapters import language_model
 from clients.test_preferences import pairs, tokenizer
+from clients.test_supervised import reward_model
 from support.trained_program import Log, digest_of, kill_while_created
 
 import memascend.trainer
@@ -71,59 +72,27 @@ def with_adapters(out, log):
     return supervised(out, log, adapters=chosen)
 
 
-def preferring(out, log):
-    arguments = trl.DPOConfig(out, bf16=False, **SHARED)
-    return trl.DPOTrainer(
-        language_model(), language_model(), args=arguments, train_dataset=pairs(26), eval_dataset=pairs(6),
-        processing_class=tokenizer(), callbacks=[log],
-    )  # fmt: skip
+def of_trl(name, model, data, *reference):
+    def made(out, log):
+        arguments = getattr(trl, f"{name}Config")(out, bf16=False, **SHARED)
+        return getattr(trl, f"{name}Trainer")(
+            model(), *(one() for one in reference), args=arguments, train_dataset=data(26), eval_dataset=data(6),
+            processing_class=tokenizer(), callbacks=[log],
+        )  # fmt: skip
 
-
-def judging(out, log):
-    arguments = trl.KTOConfig(out, bf16=False, **SHARED)
-    return trl.KTOTrainer(
-        language_model(), language_model(), args=arguments, train_dataset=judged(), eval_dataset=judged(6),
-        processing_class=tokenizer(), callbacks=[log],
-    )  # fmt: skip
-
-
-def rewarding(out, log):
-    from clients.test_supervised import reward_model
-
-    arguments = trl.RewardConfig(out, bf16=False, **SHARED)
-    return trl.RewardTrainer(
-        reward_model(), args=arguments, train_dataset=pairs(26), eval_dataset=pairs(6), processing_class=tokenizer(),
-        callbacks=[log],
-    )  # fmt: skip
+    return made
 
 
 def encoder(folder):
-    import tokenizers
     import transformers
     from sentence_transformers import SentenceTransformer, models
 
-    words = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, **{f"w{word}": 4 + word for word in range(60)}}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))  # noqa: S106
-    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        pad_token="[PAD]",  # noqa: S106
-        unk_token="[UNK]",  # noqa: S106
-        cls_token="[CLS]",  # noqa: S106
-        sep_token="[SEP]",  # noqa: S106
-    ).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     torch.manual_seed(0)
-    transformers.BertModel(
-        transformers.BertConfig(
-            vocab_size=64,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    ).save_pretrained(folder)
+    config = transformers.BertConfig(**shape, **still, num_attention_heads=4)
+    transformers.BertModel(config).save_pretrained(folder)
     body = models.Transformer(str(folder), max_seq_length=16)
     return SentenceTransformer(modules=[body, models.Pooling(64)], device="cpu")
 
@@ -147,9 +116,9 @@ KINDS = {
     "packed": lambda out, log: supervised(out, log, packing=True, packing_strategy="wrapped"),
     "answers": lambda out, log: supervised(out, log, chats, TEMPLATE, assistant_only_loss=True),
     "adapters": with_adapters,
-    "preferences": preferring,
-    "judgements": judging,
-    "reward": rewarding,
+    "preferences": of_trl("DPO", language_model, pairs, language_model),
+    "judgements": of_trl("KTO", language_model, judged, language_model),
+    "reward": of_trl("Reward", reward_model, pairs),
     "sentences": embedding,
 }
 

@@ -1,9 +1,7 @@
 """Tests what only a real CUDA device shows: streams, waits, registered memory, attention kernels, a lost context."""
 
-import gc
 import os
 import sys
-from functools import partial
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from parity.harness import Case
 from parity.zoo_plain import next_token, tokens
 
 import memascend
-from memascend import memory
 
 pytestmark = pytest.mark.gpu
 
@@ -79,54 +76,6 @@ def test_the_host_waits_for_no_computation_in_a_forward(tmp_path, device, data):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         optimizer.step()
-
-
-def busy(device):
-    """Let the current stream have something to do for seconds."""
-    torch.cuda._sleep(4_000_000_000)
-    assert not torch.cuda.current_stream(device).query()
-
-
-def test_the_first_copies_come_after_what_the_memory_was_used_for(tmp_path, device, data, expected):
-    """The arena gets a block that was let go while the stream has yet to write to it."""
-    _, optimizer = begun(tmp_path, device)
-    with optimizer:
-        nbytes = optimizer._session.run.resources.units.arena.reserved_bytes
-    torch.cuda.synchronize()
-    gc.collect()
-    torch.cuda.empty_cache()
-    block = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    address = block.data_ptr()
-    busy(device)
-    block.fill_(255)
-    del block
-    model, optimizer = begun(tmp_path, device, existing="replace")
-    with optimizer:
-        arena = optimizer._session.run.resources.units.arena
-        assert arena._pieces[0].data_ptr() == address, "it got other memory, which shows nothing"
-        assert not torch.cuda.current_stream(device).query(), "offload() waited for the stream, which shows nothing"
-        assert losses(model, optimizer, data) == expected
-
-
-def test_memory_is_kept_for_the_streams_that_use_it(tmp_path, device, data, expected, monkeypatch):
-    """What a stream of the user has yet to compute, after the run was closed, nobody writes under."""
-    # To end the registration of memory waits for the whole device.
-    monkeypatch.setattr(memory, "ChunkRing", partial(memory.ChunkRing, pin="mlock"))
-    model, optimizer = begun(tmp_path, device, device_memory="1GiB")
-    nbytes = optimizer._session.run.resources.units.arena.reserved_bytes
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with optimizer, torch.cuda.stream(side), torch.no_grad():
-        # Kernels are loaded by a first call, and that may wait.
-        next_token(model, data[0])
-        busy(device)
-        loss = next_token(model, data[0])
-    del model, optimizer
-    gc.collect()
-    torch.empty(nbytes, dtype=torch.uint8, device=device).fill_(255)
-    assert not side.query(), "close() waited for the stream, which shows nothing"
-    side.synchronize()
-    assert loss.item() == expected[0]
 
 
 def test_real_parameters_for_a_while(tmp_path, device, data, expected):

@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from distributed.test_torchrun import files
+from support.bits import files
 from support.torchrun import finished, start, torchrun
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/fsdp.py"

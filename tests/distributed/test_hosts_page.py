@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.bits import files
 from support.torchrun import Hosts, environment
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]
@@ -64,15 +65,6 @@ def made(folder, count=2):
 def hosts(tmp_path):
     with made(tmp_path / "hosts") as hosts:
         yield hosts
-
-
-def files(folder):
-    """The bytes of a checkpoint, but for the manifest, which names the store."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != "manifest.json"
-    }
 
 
 @pytest.fixture(scope="module")

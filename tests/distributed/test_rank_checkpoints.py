@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from support.hidden_folder import make_hidden
 from support.rank_models import Odd, loss_of, said, shard, without_mean
 from support.ranks import on_ranks
+from support.stores import damage
 from torch import distributed, nn
 
 import memascend
@@ -172,7 +173,8 @@ def what_fails(folder):
     found["full"] = said(lambda: optimizer.save(f"{folder}/saved"))
     os.pwrite = own
     if rank == 1:
-        _flip_a_bit(Path(folder) / "run" / "rank-1-of-2", trained.embed.weight.detach().to_local().clone())
+        (path,) = (Path(folder) / "run" / "rank-1-of-2").iterdir()
+        damage(path, trained.embed.weight.detach().to_local().clone().numpy().tobytes())
     distributed.barrier()
     found["damaged"] = said(lambda: optimizer.save(f"{folder}/saved"))
     found["stays"] = (Path(folder) / "saved" / "model.safetensors").read_bytes() == before
@@ -184,19 +186,6 @@ def what_fails(folder):
 
 def full(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def _flip_a_bit(folder, values):
-    """Damage these values where a store holds them."""
-    (path,) = folder.iterdir()
-    content = path.read_bytes()
-    at = content.find(values.numpy().tobytes())
-    assert at > 0
-    while at > 0:
-        # In both slots, whichever is valid.
-        content = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
-        at = content.find(values.numpy().tobytes())
-    path.write_bytes(content)
 
 
 def what_is_planned(folder):

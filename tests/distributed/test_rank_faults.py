@@ -260,7 +260,9 @@ def killed_in_save(folder, victim, place):
 def resumed(folder, name):
     trained, optimizer = run(f"{folder}/{name}", existing="resume")
     with optimizer:
-        return optimizer.steps, train(trained, optimizer, STEPS, MICROS)
+        steps, values = optimizer.steps, train(trained, optimizer, STEPS, MICROS)
+        optimizer.save(f"{folder}/saved")
+        return steps, values
 
 
 @pytest.mark.slow
@@ -277,6 +279,8 @@ def test_a_rank_killed_in_the_midst_of_a_save(tmp_path, place):
     for steps, found in on_ranks(2, resumed, tmp_path, "run-1", seconds=SECONDS):
         assert steps == 2
         assert all(map(same_bits, found, values))
+    # What the killed ranks had written is gone with the next save.
+    assert not list(tmp_path.glob(".saved*"))
 
 
 def hanging_in_save(folder, timeout):

@@ -1,21 +1,15 @@
 """Tests training on several ranks under `fully_shard` against one process that accumulates."""
 
-import math
-
 import pytest
 import torch
 from support.bits import same_bits
-from support.rank_models import adamw, loss_of, model, sharded, without_mean
+from support.rank_models import accumulated, adamw, loss_of, model, sharded, trainable, without_mean
 from support.ranks import on_ranks
 from torch import distributed
 
 import memascend
 
 STEPS = 3
-
-
-def trainable(trained):
-    return [parameter for parameter in trained.parameters() if parameter.requires_grad]
 
 
 def on_storage(folder, dtype, options, rounds, kind="plain", *, mean=False):
@@ -40,42 +34,6 @@ def on_storage(folder, dtype, options, rounds, kind="plain", *, mean=False):
     values = [parameter.full_tensor() for parameter in trained.parameters()]
     optimizer.close()
     return losses, [*values, torch.tensor(norms, dtype=torch.float64)]
-
-
-def accumulated(dtype, micros, kind="plain", max_grad_norm=None, divisor=1):
-    """What one process does: it accumulates micro-batches, and takes their mean, or divides the sum of all."""
-    trained = model(dtype, kind)
-    masters = [p.detach().float().clone().requires_grad_() for p in trainable(trained)]
-    optimizer = adamw(masters)
-    losses, norms = [], []
-    for step in range(STEPS):
-        for micro in range(micros):
-            loss = loss_of(trained, step, micro)
-            (loss / (micros if divisor == 1 else 1)).backward()
-            losses.append(loss.detach())
-        for parameter in trainable(trained):
-            parameter.grad.div_(divisor)
-        norms.append(_norm(trainable(trained)))
-        factor = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norms[-1] + 1e-6))
-        _step(trained, masters, optimizer, torch.tensor(factor, dtype=torch.float32))
-    values = [parameter.detach() for parameter in trained.parameters()]
-    return losses, [*values, torch.tensor(norms, dtype=torch.float64)]
-
-
-def _norm(parameters):
-    """Of all gradients: of the sum of squares that is rounded once, whatever the order."""
-    # A square of fp32 has a float64, and fsum rounds at its end.
-    return math.sqrt(math.fsum(square for p in parameters for square in p.grad.double().square().flatten().tolist()))
-
-
-def _step(trained, masters, optimizer, factor=1.0):
-    with torch.no_grad():
-        for master, parameter in zip(masters, trainable(trained), strict=True):
-            master.grad = parameter.grad.float() * factor
-            parameter.grad = None
-        optimizer.step()
-        for master, parameter in zip(masters, trainable(trained), strict=True):
-            parameter.copy_(master)
 
 
 def train_all(folder, cases, kind="plain", mean=False):

@@ -1,23 +1,13 @@
 """Tests runs that torchrun starts, in fresh processes: killed, restarted, resumed by another number, saved, loaded."""
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from support import rank_models, torchrun_faults, torchrun_killed_save, torchrun_loop, torchrun_materialized
+from support import torchrun_loop, torchrun_materialized
+from support.bits import files
 from support.torchrun import torchrun
 
 import memascend
 
 pytestmark = pytest.mark.timeout(600)
-
-
-def files(folder):
-    """The bytes of a checkpoint, but for the manifest, which names the store."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != "manifest.json"
-    }
 
 
 def test_a_killed_run_is_restarted_and_then_resumed_by_three_ranks(tmp_path):
@@ -39,35 +29,6 @@ def test_a_killed_run_is_restarted_and_then_resumed_by_three_ranks(tmp_path):
         saved = files(tmp_path / f"one/saved-{steps}")
         assert files(tmp_path / f"ranks/saved-{steps}") == saved
         assert files(tmp_path / f"ranks/loaded-{steps}") == saved
-
-
-@pytest.mark.slow
-def test_a_rank_killed_while_all_write_a_checkpoint_leaves_nothing_behind(tmp_path):
-    """The step is saved by another number of ranks then, and loaded, with the bytes of one process."""
-    ranks, one = tmp_path / "ranks", tmp_path / "one"
-    ranks.mkdir()
-    one.mkdir()
-    # torchrun ends the others at once, with the folder that they write to.
-    torchrun(torchrun_killed_save.__file__, ranks, status=1)
-    assert (ranks / "saved-1").exists()
-    assert not (ranks / "saved-2").exists()
-    three = torchrun(torchrun_loop.__file__, ranks, 2, count=3)
-    assert three.count("resumed at step 2") == 3
-    assert sorted(path.name for path in ranks.iterdir()) == ["loaded-2", "of-2", "run", "saved-1", "saved-2"]
-    for steps in (1, 2):
-        torchrun_loop.train(one, steps)
-        saved = files(one / f"saved-{steps}")
-        assert files(ranks / f"saved-{steps}") == saved
-        values = load_file(ranks / f"saved-{steps}/model.safetensors")
-        assert values.keys() == dict(rank_models.model(torch.bfloat16).named_parameters()).keys()
-    assert files(ranks / "loaded-2") == saved
-
-
-def test_a_rank_that_raises_hangs_or_dies_is_named_on_all_others(tmp_path):
-    told = torchrun(torchrun_faults.__file__, tmp_path, count=3, status=1)
-    for kind in ("raises", "hangs", "dies"):
-        for rank in (0, 2):
-            assert f"rank {rank}, {kind}: ['RankError', 1] after" in told, told
 
 
 def test_weights_are_changed_within_materialized_on_all_ranks_or_on_none(tmp_path):

@@ -186,6 +186,7 @@ def test_torch_complains_as_about_a_tensor():
 CHANGES = {
     "mask": lambda g: g.mul_(torch.arange(15).view(3, 5) % 2),
     "itself": lambda g: g.mul_(g),
+    "add": lambda g: g.add_(gradient(seed=1)),
     "add alpha": lambda g: g.add_(torch.ones(3, 5), alpha=0.3),
     "add one row": lambda g: g.add_(torch.arange(5)),
     "out": lambda g: torch.add(g, 1, out=g),
@@ -200,10 +201,12 @@ CHANGES = {
     "foreach addcmul": lambda g: torch._foreach_addcmul_([g], [gradient(seed=3)], [gradient(seed=4)], [0.3]),
     "index put": lambda g: g.__setitem__(g > 0, 1.0),
     "lerp": lambda g: g.lerp_(gradient(seed=3), 0.3),
+    "sparse": lambda g: g.add_(torch.sparse_coo_tensor([[1, 2]], torch.ones(2, 5), (3, 5))),
     "random": lambda g: g.normal_(generator=torch.Generator().manual_seed(1)),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("call", CHANGES.values(), ids=CHANGES)
 def test_other_changes_go_by_way_of_a_copy(call):
     plain = gradient()

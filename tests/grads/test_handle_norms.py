@@ -123,19 +123,18 @@ def test_grad_scaler_unscales_and_finds(dtype, bad):
         scaler.unscale_(optimizer)
         return parameters, optimizer, scaler, handles
 
-    plain, _, scaler, _ = run(wrap=False)
+    plain, theirs, scaler, _ = run(wrap=False)
     ours, optimizer, our_scaler, handles = run(wrap=True)
     assert all(handle.backing.seen == ["scaler"] for handle in handles)
     assert not any(handle.backing.reads for handle in handles)
     if bad is None:
         assert_all_same(plain, ours)
         assert handles[0].gradient.factors() is not None
-    found = [sum(v.item() for v in s._found_inf_per_device(optimizer).values()) for s in (our_scaler,)]
-    assert found == [0.0 if bad is None else 1.0]
-    our_scaler.step(optimizer)
-    our_scaler.update()
-    assert our_scaler.get_scale() == 3.0 * 2**10 * (1.0 if bad is None else 0.5)
-    assert scaler.get_scale() == 3.0 * 2**10
+    for one, of in ((scaler, theirs), (our_scaler, optimizer)):
+        assert sum(found.item() for found in one._found_inf_per_device(of).values()) == (bad is not None)
+        one.step(of)
+        one.update()
+        assert one.get_scale() == 3.0 * 2**10 * (1.0 if bad is None else 0.5)
 
 
 def test_grad_scaler_sees_what_arithmetic_made_infinite():

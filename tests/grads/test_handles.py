@@ -1,8 +1,14 @@
-"""Tests gradient handles against plain gradients: what backwards accumulate, bit for bit."""
+"""Tests gradient handles against plain gradients: accumulated, read, and refused where their memory is needed."""
+
+import copy
+import pickle
 
 import pytest
 import torch
 from support.gradient_handles import DTYPES, KeptInMemory, assert_same, gradient, handle_of, handle_over
+
+from memascend.errors import UsageError
+from memascend.tensors import strides_of
 
 pytestmark = pytest.mark.usefixtures("process_hooks")
 
@@ -29,16 +35,6 @@ def test_a_gradient_that_is_expanded_is_laid_out():
     parameter.grad = handle = handle_of(torch.ones(4, 6))
     parameter.sum().backward()
     assert_same(handle, torch.full((4, 6), 2.0))
-
-
-def test_accumulation_after_arithmetic_keeps_the_order():
-    plain, new = gradient(), gradient(seed=1)
-    handle = handle_of(plain)
-    for value in (plain, handle):
-        value.mul_(0.3)
-        value.add_(new)
-        value.mul_(0.7)
-    assert_same(handle, plain)
 
 
 class Lazy(KeptInMemory):
@@ -118,11 +114,149 @@ def test_create_graph_gives_a_real_gradient():
     parameter.grad = None
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_a_sparse_gradient_is_added():
-    plain = gradient((5, 2))
+# --- reads ------------------------------------------------------------------------------------
+
+READS = {
+    "clone": lambda g: g.clone(),
+    "to": lambda g: g.to(torch.float64),
+    "plus": lambda g: g + 1,
+    "other side": lambda g: 2 * g,
+    "compare": lambda g: g == 0,
+    "isnan": lambda g: g.isnan().any(),
+    "isfinite": lambda g: torch.isfinite(g).all(),
+    "sum": lambda g: g.sum(),
+    "stack": lambda g: torch.stack([g, g]),
+    "mask": lambda g: g[g > 0],
+    "max": lambda g: g.max(),
+    "matmul": lambda g: torch.ones(2, 3) @ g,
+    "into": lambda g: torch.zeros(3, 5).copy_(g),
+    "foreach": lambda g: torch._foreach_mul([g], 2.0)[0],
+    "deepcopy": copy.deepcopy,
+    "equal": lambda g: torch.tensor(torch.equal(g, g)),
+    "tolist": lambda g: torch.tensor(g.tolist()),
+    "cat": lambda g: torch.cat([g, torch.ones(1, 5)]),
+    "allclose": lambda g: torch.tensor(torch.allclose(g, g)),
+    "float of the sum": lambda g: torch.tensor(float(g.sum())),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("call", READS.values(), ids=READS)
+def test_reads_get_a_copy_with_the_arithmetic_done(call, inference):
+    plain = gradient()
     handle = handle_of(plain)
-    sparse = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 2), (5, 2))
     for value in (plain, handle):
-        value.add_(sparse)
+        value.mul_(0.3)
+    with torch.inference_mode(inference):
+        got, expected = call(handle), call(plain)
+    assert type(got) is torch.Tensor
+    assert got.dtype == expected.dtype
+    assert torch.equal(got, expected)
+    assert "read" in handle.backing.seen
     assert_same(handle, plain)
+
+
+def test_a_copy_made_under_inference_mode_can_be_kept():
+    handle = handle_of(torch.ones(3))
+    with torch.inference_mode():
+        handle.add_(torch.tensor([1.0, 2.0, 3.0]), alpha=2)
+        handle.copy_(handle.clone())
+    handle.backing.tensor.mul_(2)
+    assert handle.backing.tensor.tolist() == [6.0, 10.0, 14.0]
+
+
+def test_printing_shows_the_numbers():
+    handle = handle_of(torch.tensor([1.5, 2.5]))
+    assert "1.5" in repr(handle)
+    assert "2.5" in f"{handle}"
+
+
+def test_scalar_gradients_are_numbers():
+    handle = handle_of(torch.tensor(2.5))
+    assert float(handle) == 2.5
+    assert handle.item() == 2.5
+    assert f"{handle:.2f}" == "2.50"
+    assert bool(handle)
+
+
+def test_metadata_costs_nothing():
+    plain = gradient((4, 3), torch.bfloat16).t()
+    handle = handle_of(plain)
+    for name in ("shape", "dtype", "device", "layout", "is_sparse", "requires_grad", "nbytes", "ndim", "grad_fn"):
+        assert getattr(handle, name) == getattr(plain, name), name
+    for name in ("stride", "dim", "numel", "size", "element_size", "is_contiguous", "is_floating_point", "__len__"):
+        assert getattr(handle, name)() == getattr(plain, name)(), name
+    parameter = torch.nn.Parameter(torch.zeros(3, 4, dtype=torch.bfloat16))
+    parameter.grad = handle
+    assert parameter.grad is handle
+    assert parameter.grad is not None
+    handle.detach_().requires_grad_(False)
+    assert torch.zeros_like(handle).stride() == plain.stride()
+    handle.new_zeros(3)
+    torch.empty_like(handle)
+    assert handle.backing.seen == []
+
+
+def test_strides_follow_the_parameter():
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    assert strides_of(image.shape, (0, 2, 3, 1)) == image.stride()
+    assert strides_of((2, 3, 4)) == torch.empty(2, 3, 4).stride()
+    assert strides_of((2, 0, 4)) == torch.empty(2, 0, 4).stride()
+    assert strides_of(()) == ()
+    handle = handle_of(image)
+    assert handle.is_contiguous(memory_format=torch.channels_last)
+    handle.add_(torch.ones(2, 3, 4, 5))
+    handle.copy_(handle * 2)
+    assert_same(handle, (image + 1) * 2)
+
+
+def test_detached_handles_are_the_same_gradient():
+    handle = handle_of(torch.ones(3))
+    alias = handle.detach()
+    alias.mul_(3.0)
+    handle.add_(torch.ones(3))
+    alias.data.mul_(0.5)
+    assert_same(handle, torch.full((3,), 2.0))
+    assert_same(alias, torch.full((3,), 2.0))
+
+
+REFUSED = {
+    "view": lambda g: g.view(-1),
+    "index": lambda g: g[0],
+    "slice": lambda g: g[:1],
+    "set a row": lambda g: g.__setitem__(0, 1.0),
+    "transpose": lambda g: g.t(),
+    "T": lambda g: g.T,
+    "expand": lambda g: g.expand(2, 3, 5),
+    "unsqueeze": lambda g: g.unsqueeze(0),
+    "flatten": lambda g: g.flatten(),
+    "chunk": lambda g: g.chunk(2),
+    "iterate": list,
+    "in-place view": lambda g: g.t_(),
+    "resize": lambda g: g.resize_(4),
+    "set": lambda g: g.set_(torch.ones(3)),
+    "numpy": lambda g: g.numpy(),
+    "array": lambda g: g.__array__(),
+    "dlpack": torch.from_dlpack,
+    "data_ptr": lambda g: g.data_ptr(),
+    "storage": lambda g: g.untyped_storage(),
+    "typed storage": lambda g: g.storage(),
+    "share": lambda g: g.share_memory_(),
+    "apply": lambda g: g.apply_(lambda x: x),
+    "pickle": pickle.dumps,
+    "copy": copy.copy,
+    "as_subclass": lambda g: g.as_subclass(torch.Tensor),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
+def test_what_needs_the_memory_is_refused(call):
+    handle = handle_of(gradient())
+    with pytest.raises(UsageError, match=r"layer.weight.*clone\(\).*gradients='ram'"):
+        call(handle)
+    assert_same(handle, gradient())
+
+
+def test_saving_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="clone"):
+        torch.save({"gradient": handle_of(gradient())}, tmp_path / "gradient.pt")

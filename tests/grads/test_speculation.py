@@ -54,7 +54,11 @@ def backward(model, optimizer, index, scale):
     optimizer.backward(loss_of(model, index, scale))
 
 
-def run(folder, gradients, scales, between=lambda *_: None, **options):
+def nothing(*_):
+    """What most loops do between backward() and step()."""
+
+
+def run(folder, gradients, scales, between=nothing, **options):
     """What a run came to: its state, the norms of its steps, and its report."""
     model, optimizer = offloaded(folder, gradients, **options)
     norms = []
@@ -73,35 +77,13 @@ def require_same(one, other):
     assert same_states(one[0], other[0])
 
 
-def both(tmp_path, scales, between=lambda *_: None, **options):
+def both(tmp_path, scales, between=nothing, **options):
     """The report of a run that may begin updates early, whose bits are those of one that does not."""
     waits = run(tmp_path / "ssd", "ssd", scales, between, **options)
     early = run(tmp_path / "auto", "auto", scales, between, **options)
     require_same(waits, early)
     assert waits[2].early == 0
     return early[2]
-
-
-@pytest.mark.parametrize(
-    ("scales", "early", "anew", "options"),
-    [
-        # The first step waits, since nothing is known.
-        (NEVER, 5, 0, {}),
-        (ALWAYS, 0, 0, {}),
-        # The one that had to be made anew makes two steps that change nothing necessary.
-        (ALTERNATING, 1, 1, {}),
-        (MIXED, 4, 2, {"optimizer": sgd}),
-        # Its own code computes the norm first.
-        (NEVER, 0, 0, {"optimizer": rmsprop}),
-        ([SMALL, SMALL, 1e6, SMALL, SMALL, SMALL, LARGE, SMALL], 4, 2, {"dtype": torch.float16}),
-        ([SMALL, SMALL, float("nan")], 2, 1, {}),
-    ],
-    ids=["never", "always", "alternating", "mixed", "own code", "overflow", "nan"],
-)
-def test_bits_are_those_of_steps_that_wait(tmp_path, scales, early, anew, options):
-    report = both(tmp_path, scales, **options)
-    assert (report.early, report.anew) == (early, anew)
-    assert report.to_dict().get("early") == ({"steps": early, "anew": anew} if early else None)
 
 
 def test_a_step_that_clips_nothing_reads_no_gradient(tmp_path):
@@ -146,54 +128,57 @@ def walks_again(model, optimizer, index):
         backward(model, optimizer, index + 10, SMALL)
 
 
-@pytest.mark.parametrize(
-    ("between", "early", "anew"),
-    [
-        (changes_an_option, 3, 1),
-        (reads, 5, 0),
-        # From then on it is known that more backwards may follow.
-        (walks_again, 2, 1),
-    ],
-)
-def test_whatever_happens_between_backward_and_step_counts(tmp_path, between, early, anew):
-    report = both(tmp_path, NEVER, between)
+def hooks(model, optimizer, index):
+    def doubles(*_):
+        model[0].weight.grad.mul_(2)
+        handle.remove()
+
+    if index == 2:
+        handle = optimizer.register_step_pre_hook(doubles)
+
+
+def clips(limit):
+    return lambda model, *_: torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+
+def more(model, optimizer, index):
+    for micro in range(2):
+        backward(model, optimizer, 100 * micro + index, SMALL)
+
+
+OVERFLOWS = [SMALL, SMALL, 1e6, SMALL, SMALL, SMALL, LARGE, SMALL]
+FALLS = [1.0, 1.0, 1e-3, 1.0, 1.0, 1.0]
+# The scales, what happens between backward() and step(), the options; how many steps begin early, and are made anew.
+RUNS = {
+    # The first step waits, since nothing is known.
+    "never": (NEVER, nothing, {}, 5, 0),
+    "always": (ALWAYS, nothing, {}, 0, 0),
+    # The one that had to be made anew makes two steps that change nothing necessary.
+    "alternating": (ALTERNATING, nothing, {}, 1, 1),
+    "mixed": (MIXED, nothing, {"optimizer": sgd}, 4, 2),
+    # Its own code computes the norm first.
+    "own code": (NEVER, nothing, {"optimizer": rmsprop}, 0, 0),
+    "overflow": (OVERFLOWS, nothing, {"dtype": torch.float16}, 4, 2),
+    "nan": ([SMALL, SMALL, float("nan")], nothing, {}, 2, 1),
+    "an option": (NEVER, changes_an_option, {}, 3, 1),
+    "reads": (NEVER, reads, {}, 5, 0),
+    # From then on it is known that more backwards may follow.
+    "one more": (NEVER, walks_again, {}, 2, 1),
+    "hook": (NEVER, hooks, {}, 3, 1),
+    # Each step but the third is clipped, and the fourth begins as if it was not.
+    "clipped": (FALLS, clips(1e-3), {"max_grad_norm": None}, 1, 1),
+    "hardly clipped": (FALLS, clips(1.0), {"max_grad_norm": None}, 5, 0),
+    "not clipped": (FALLS, clips(1e3), {"max_grad_norm": None}, 5, 0),
+    "several, declared": (NEVER, more, {"accumulation_steps": 3}, 5, 0),
+    "several": (NEVER, more, {"accumulation_steps": 1}, 0, 0),
+}
+
+
+@pytest.mark.parametrize(("scales", "between", "options", "early", "anew"), RUNS.values(), ids=RUNS)
+def test_bits_are_those_of_steps_that_wait(tmp_path, scales, between, options, early, anew):
+    report = both(tmp_path, scales, between, **options)
     assert (report.early, report.anew) == (early, anew)
-
-
-def test_a_hook_of_the_step_may_change_what_it_likes(tmp_path):
-    def hooked(model, optimizer, index):
-        if index == 2:
-
-            def doubles(*_):
-                model[0].weight.grad.mul_(2)
-                handle.remove()
-
-            handle = optimizer.register_step_pre_hook(doubles)
-
-    report = both(tmp_path, NEVER, hooked)
-    assert (report.early, report.anew) == (3, 1)
-
-
-@pytest.mark.parametrize("limit", [1e-3, 1.0, 1e3])
-def test_torchs_clipping_is_watched(tmp_path, limit):
-    scales = [1.0, 1.0, 1e-3, 1.0, 1.0, 1.0]
-
-    def clips(model, *_):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
-
-    report = both(tmp_path, scales, clips, max_grad_norm=None)
-    # At the lowest limit each step but the third is clipped, and the fourth begins as if it was not.
-    assert (report.early, report.anew) == ((1, 1) if limit == 1e-3 else (5, 0))
-
-
-@pytest.mark.parametrize("declared", [True, False])
-def test_the_last_of_several_backwards_begins_where_it_is_known(tmp_path, declared):
-    def more(model, optimizer, index):
-        for micro in range(2):
-            backward(model, optimizer, 100 * micro + index, SMALL)
-
-    report = both(tmp_path, NEVER, more, accumulation_steps=3 if declared else 1)
-    assert (report.early, report.anew) == ((5, 0) if declared else (0, 0))
+    assert report.to_dict().get("early") == ({"steps": early, "anew": anew} if early else None)
 
 
 def test_options_that_no_update_takes_are_refused_by_the_step(tmp_path):

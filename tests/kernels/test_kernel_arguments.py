@@ -1,9 +1,6 @@
 """Tests what CPU kernels refuse, and which instruction set they take."""
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -102,28 +99,14 @@ print(kernels.check_and_unscale(t, 0.3)[1].item().hex(), t.sum().item().hex())
 """
 
 
-def run_forced(simd):
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env=os.environ | {"MEMASCEND_SIMD": simd},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.returncode, done.stdout.splitlines(), done.stderr
-
-
-def test_the_instruction_set_can_be_forced_and_the_bits_stay():
-    _, chosen, _ = run_forced("")
-    code, forced, errors = run_forced("portable")
-    assert code == 0, errors
+def test_the_instruction_set_can_be_forced_and_the_bits_stay(python):
+    chosen, forced = (python(SCRIPT, env={"MEMASCEND_SIMD": simd}).splitlines() for simd in ("", "portable"))
     assert "why='portable'" in forced[0]
     assert chosen[1:] == forced[1:]
 
 
-def test_an_unknown_instruction_set_is_refused():
-    code, _, errors = run_forced("sse9")
-    assert code != 0
+def test_an_unknown_instruction_set_is_refused(python):
+    errors = python(SCRIPT, env={"MEMASCEND_SIMD": "sse9"}, status=1)
     assert "ConfigError" in errors
     assert "MEMASCEND_SIMD" in errors
 

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bits import same_bits
+from support.grids import covered
 from support.random_values import randoms
 
 from memascend import ConfigError, kernels
 from memascend.kernels.adamw import adamw_reference
 from memascend.kernels.check import check_and_unscale_reference
 from memascend.kernels.scalars import checked_scalars
-from memascend.tensors import rounded
 
 CPU = torch.device("cpu")
 
@@ -58,9 +58,14 @@ def state_like(kind, numel, seed):
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam])
-@pytest.mark.parametrize("kind", ["usual", "tiny", "huge", "zeros", "bits"])
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.3, 0.9), (0.5, 0.5), (0.0, 0.0)])
+@pytest.mark.parametrize(
+    ("optimizer", "kind", "betas"),
+    covered(
+        [torch.optim.AdamW, torch.optim.Adam],
+        ["usual", "tiny", "huge", "zeros", "bits"],
+        [(0.9, 0.999), (0.9, 0.95), (0.3, 0.9), (0.5, 0.5), (0.0, 0.0)],
+    ),
+)
 def test_the_bits_are_those_of_torch_fused(optimizer, kind, betas):
     decoupled = optimizer is torch.optim.AdamW
     grid = itertools.product(
@@ -95,9 +100,9 @@ def test_only_the_last_elements_of_torch_differ():
     assert (bits(v[4096:]) - bits(other[4096:])).abs().max() <= 1
 
 
-@pytest.mark.parametrize("decoupled", [True, False])
-@pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("out_dtype", [None, *HALVES], ids=str)
+@pytest.mark.parametrize(
+    ("decoupled", "grad_dtype", "out_dtype"), covered([True, False], DTYPES, [None, *HALVES]), ids=str
+)
 def test_the_reference_has_the_same_bits(decoupled, grad_dtype, out_dtype):
     p, _, m, v = state_like("usual", LONG, seed=1)
     state = [
@@ -113,24 +118,6 @@ def test_the_reference_has_the_same_bits(decoupled, grad_dtype, out_dtype):
     adamw_reference(*twin, checked_scalars(**options, maximize=False, decoupled=decoupled))
     for left, right in zip(state, twin, strict=True):
         assert left is None or same_bits(left, right)
-
-
-@pytest.mark.parametrize("numel", [1, 31, 1024, LONG])
-def test_threads_and_alignment_change_nothing(numel):
-    results = []
-    for threads, shift in [(1, 0), (2, 0), (3, 1), (7, 5)]:
-        p, m, v = (randoms(numel + shift, seed=i)[shift:] for i in (1, 2, 3))
-        p.copy_(randoms(numel, seed=4))
-        m.copy_(randoms(numel, seed=5))
-        v.copy_(randoms(numel, seed=6).square())
-        grad = torch.empty(numel + shift, dtype=torch.bfloat16)[shift:].copy_(randoms(numel, seed=7))
-        out = torch.empty(numel + shift, dtype=torch.bfloat16)[shift:]
-        kernels.adamw(
-            p, grad, m, v, out, lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=3, threads=threads
-        )
-        results.append((p, m, v, out))
-    for result in results[1:]:
-        assert all(same_bits(a, b) for a, b in zip(result, results[0], strict=True))
 
 
 def test_flushed_denormals_of_the_caller_change_nothing():
@@ -149,9 +136,11 @@ def test_flushed_denormals_of_the_caller_change_nothing():
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", [0, 1, 31, 2048, 65_537, LONG])
-@pytest.mark.parametrize("factor", [1.0, 1 / 3, -2.0, 0.0])
+@pytest.mark.parametrize(
+    ("dtype", "numel", "factor"),
+    covered(DTYPES, [0, 1, 31, 2048, 65_537, LONG], [1.0, 1 / 3, -2.0, 0.0]),
+    ids=str,
+)
 def test_check_and_unscale_is_its_reference(dtype, numel, factor):
     tensor = randoms(numel, dtype)
     expected = tensor.clone()
@@ -161,21 +150,6 @@ def test_check_and_unscale_is_its_reference(dtype, numel, factor):
     assert found.item() is reference[0].item() is False
     assert squares.item() == pytest.approx(reference[1].item(), rel=1e-7, abs=0)
     assert (found.dtype, squares.dtype, found.dim(), squares.dim()) == (torch.bool, torch.float64, 0, 0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", [0, 1, 2048, LONG])
-@pytest.mark.parametrize("bad", [None, math.inf, math.nan])
-def test_checked_has_the_numbers_of_check_and_unscale(dtype, numel, bad):
-    tensor = randoms(numel, dtype)
-    if bad is not None:
-        tensor[numel // 2 :][:1] = bad
-    before = tensor.clone()
-    found, squares = kernels.checked(tensor)
-    expected = kernels.check_and_unscale(tensor)
-    assert found is expected[0].item() is (bad is not None and numel > 0)
-    assert rounded(squares) == expected[1].item() or (math.isnan(squares) and math.isnan(expected[1].item()))
-    assert same_bits(tensor, before)
 
 
 def test_checked_refuses_what_it_cannot_read():
@@ -200,12 +174,6 @@ def test_flag_and_sum_are_exact(dtype, numel, bad, seed, shift, threads):
     assert found.item() == (not tensor.isfinite().all().item())
     exact = math.fsum(tensor.double().square().tolist())
     assert squares.item() == exact or (math.isnan(exact) and math.isnan(squares.item()))
-
-
-def test_the_norm_has_the_same_bits_for_any_number_of_threads():
-    tensor = randoms(5 * LONG, torch.bfloat16)
-    norms = {kernels.check_and_unscale(tensor, threads=threads)[1].item() for threads in (1, 2, 3, 8, 64)}
-    assert len(norms) == 1
 
 
 def test_a_list_is_checked_as_one():

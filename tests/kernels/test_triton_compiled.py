@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import triton
+from support.grids import covered
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -45,13 +46,13 @@ def check(dtype, many, unscale, capability):
     )  # fmt: skip
 
 
-def adamw(dtype, out, l2, from_gradient, capability):
+def adamw(dtype, out, l2, capability):
     pointers = dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), "*fp32")
     halves = {"grad": f"*{dtype}", "out16": f"*{out or 'fp32'}"}
     return compiled(
         adamw_jit.adamw_kernel,
         pointers | halves | {"numel": "i64"} | dict.fromkeys(SCALARS, "fp32"),
-        {"L2": l2, "FROM_GRADIENT": from_gradient, "HAS_OUT": out is not None, "BLOCK": adamw_jit.BLOCK},
+        {"L2": l2, "FROM_GRADIENT": l2, "HAS_OUT": out is not None, "BLOCK": adamw_jit.BLOCK},
         capability, aligned=[*pointers, "grad", "out16", "numel"],
     )  # fmt: skip
 
@@ -63,10 +64,9 @@ def offsets_are_64_bit(binary):
     return all(kind == "i64" for _, kind in tensors)
 
 
-@pytest.mark.parametrize("capability", TARGETS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("many", [False, True])
-@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "many", "unscale", "capability"), covered(DTYPES, [False, True], [False, True], TARGETS)
+)
 def test_check_compiles(dtype, many, unscale, capability):
     binary = check(dtype, many, unscale, capability)
     assert binary.asm["cubin"]
@@ -99,12 +99,11 @@ def test_fold_compiles(capability):
     assert not FUSED.search(binary.asm["ptx"])
 
 
-@pytest.mark.parametrize("capability", TARGETS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("out", [None, "bf16", "fp16"])
-@pytest.mark.parametrize(("l2", "from_gradient"), [(False, False), (True, True)])
-def test_adamw_compiles(dtype, out, l2, from_gradient, capability):
-    binary = adamw(dtype, out, l2, from_gradient, capability)
+@pytest.mark.parametrize(
+    ("dtype", "out", "l2", "capability"), covered(DTYPES, [None, "bf16", "fp16"], [False, True], TARGETS)
+)
+def test_adamw_compiles(dtype, out, l2, capability):
+    binary = adamw(dtype, out, l2, capability)
     assert binary.asm["cubin"]
     assert offsets_are_64_bit(binary)
     ptx = binary.asm["ptx"]

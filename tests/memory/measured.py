@@ -151,6 +151,12 @@ def offloaded(model, folder, work, **options):
     return memascend.offload(model, optimizer, storage=folder / "run", **work["options"], **options)
 
 
+def made(work, *, on_meta):
+    with torch.device("meta") if on_meta else contextlib.nullcontext():
+        model = Model(work["blocks"], work["width"], work["checkpoint"], work["vocabulary"])
+        return model.to(getattr(torch, work["dtype"]))
+
+
 def prepared(work):
     """The model, the folder of the run, and what was held before there was a model."""
     dtype = getattr(torch, work["dtype"])
@@ -165,8 +171,7 @@ def prepared(work):
     if work["in_heap"]:
         # The warm-up has fixed it; in a process of its own, freeing one such tensor is enough.
         assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_MAX)
-    with torch.device("meta") if work["meta"] else contextlib.nullcontext():
-        model = Model(work["blocks"], work["width"], work["checkpoint"], work["vocabulary"]).to(dtype)
+    model = made(work, on_meta=work["meta"])
     if work["buffer_bytes"]:
         model.register_buffer("seen", torch.ones(work["buffer_bytes"] // 4))
     return model, folder, before
@@ -190,7 +195,7 @@ def main(given):
         begun._memascend.close()
         del begun
         gc.collect()
-    made = status()
+    before_offload = status()
     model, optimizer = offloaded(model, folder, work, existing="resume" if work["resume"] else "refuse")
     after = status()
     if work["cgroup"]:
@@ -206,16 +211,21 @@ def main(given):
     trained = status()
     report = optimizer.report().to_dict()
     if work["phases"]:
-        others(model, optimizer, batch, phase)
+        others(model, optimizer, batch, phase, folder)
     plan = optimizer.plan
     optimizer.close()
     phase("close()")
+    if work["phases"]:
+        for how in ("checkpoint", "weights"):
+            model = made(work, on_meta=True)
+            offloaded(model, folder, work, existing="replace", **{how: folder / "saved"})[1].close()
+            phase(f"offload({how}=)")
     sampler.end()
     print(
         json.dumps(
             {
                 "before": before,
-                "made": made,
+                "made": before_offload,
                 "after": after,
                 "trained": trained,
                 "peaks": peaks,
@@ -227,7 +237,7 @@ def main(given):
     )
 
 
-def others(model, optimizer, batch, phase):
+def others(model, optimizer, batch, phase, folder):
     """Everything else that may be called, in turn."""
     state = model.state_dict()
     phase("state_dict()")
@@ -237,7 +247,6 @@ def others(model, optimizer, batch, phase):
     for _, names in itertools.groupby(state, lambda name: name.split(".")[:2]):
         model.load_state_dict({name: state[name] * 0.5 for name in names}, strict=False)
     phase("load_state_dict() of others")
-    # A view that is kept over a step is warned of.
     del state
     with memascend.materialized(model, modify=True), torch.no_grad():
         for parameter in model.parameters():
@@ -247,5 +256,7 @@ def others(model, optimizer, batch, phase):
     phase("optimizer.load_state_dict()")
     train(model, optimizer, batch, 1)
     phase("train again")
+    optimizer.save(folder / "saved")
+    phase("save()")
     model(batch).float().square().mean().backward()
     phase("backward")

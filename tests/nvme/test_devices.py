@@ -9,6 +9,8 @@ import sys
 import time
 
 import pytest
+from support.disks import read
+from support.forked_child import in_child
 
 from memascend import ConfigError, StorageError, UsageError, nvme
 
@@ -27,9 +29,7 @@ def test_a_raw_device(loop, backend, sector):
         volume.write(b"\x07" * 5000, 4090).wait()
         volume.flush()
     with nvme.open(device) as volume:
-        into = bytearray(3000)
-        volume.read(into, 16 * MIB - 3000).wait()
-        assert into == b"raw" * 1000
+        assert read(volume, 3000, 16 * MIB - 3000) == b"raw" * 1000
     with pytest.raises(ConfigError, match="has 16777216 bytes"):
         nvme.open(device, size=17 * MIB)
 
@@ -41,9 +41,7 @@ def test_two_raw_devices_and_a_file_in_one_stripe(loop, tmp_path):
         assert volume.alignment == 4096
         data = os.urandom(7 * MIB + 11)
         volume.write(data, 12_345).wait()
-        into = bytearray(len(data))
-        volume.read(into, 12_345).wait()
-        assert into == data
+        assert read(volume, len(data), 12_345) == data
 
 
 FORMATS = {
@@ -67,6 +65,11 @@ FORMATS = {
 }
 
 
+def beginning(device):
+    with open(device, "rb") as file:
+        return file.read(1 << 17)
+
+
 @root
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_foreign_device_is_refused_until_wiped(loop, kind):
@@ -75,12 +78,12 @@ def test_a_foreign_device_is_refused_until_wiped(loop, kind):
         pytest.skip(f"{tool[0]} is not installed")
     device = loop(512 * MIB if kind in {"xfs", "btrfs", "f2fs"} else 64 * MIB)
     subprocess.run([*tool, device], check=True, capture_output=True, input=b"")
-    first = os.pread(os.open(device, os.O_RDONLY), 1 << 17, 0)
+    first = beginning(device)
     with pytest.raises(StorageError, match="not ours") as caught:
         nvme.open(device)
     assert caught.value.path == device
     assert "wipefs" in str(caught.value)
-    assert os.pread(os.open(device, os.O_RDONLY), 1 << 17, 0) == first, "nothing was changed"
+    assert beginning(device) == first, "nothing was changed"
     subprocess.run(["wipefs", "--all", "--quiet", device], check=True)
     nvme.open(device).close()
 
@@ -161,34 +164,29 @@ def test_a_killed_writer_leaves_a_file_that_opens(path):
 def test_a_forked_child_gets_a_clear_error_and_disturbs_nothing(path, backend):
     volume = nvme.open(path, size=64 * MIB, backend=backend)
     tickets = [volume.write(bytes([index]) * (4 * MIB), index * 4 * MIB + 1) for index in range(15)]
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            for call in (
-                lambda: volume.write(b"1", 0),
-                lambda: volume.read(bytearray(1), 0),
-                volume.flush,
-                volume.close,
-                tickets[-1].wait,
-            ):
-                with pytest.raises(UsageError, match="fork"):
-                    call()
-            assert volume.closed
-            with nvme.open(f"{path}-child", size=MIB) as own:
-                own.write(b"child", 3).wait()
-            del volume, tickets
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(pid, 0)[1] == 0
+
+    def use():
+        nonlocal volume, tickets
+        for call in (
+            lambda: volume.write(b"1", 0),
+            lambda: volume.read(bytearray(1), 0),
+            volume.flush,
+            volume.close,
+            tickets[-1].wait,
+        ):
+            with pytest.raises(UsageError, match="fork"):
+                call()
+        assert volume.closed
+        with nvme.open(f"{path}-child", size=MIB) as own:
+            own.write(b"child", 3).wait()
+        volume = tickets = None
+
+    assert in_child(use) == "None"
     assert [ticket.wait() for ticket in tickets] == [4 * MIB] * 15
     volume.close()
     with nvme.open(path) as volume:
-        into = bytearray(4 * MIB)
         for index in range(15):
-            volume.read(into, index * 4 * MIB + 1).wait()
-            assert into == bytes([index]) * (4 * MIB)
+            assert read(volume, 4 * MIB, index * 4 * MIB + 1) == bytes([index]) * (4 * MIB)
 
 
 def test_a_child_that_outlives_its_parent_does_not_keep_the_lock(path):

@@ -90,7 +90,7 @@ def test_of_threads_that_make_one_store_one_has_it_and_it_stays(tmp_path, existi
             assert torch.equal(store.read("weight")[0], torch.full((64,), 8.0))
 
 
-def test_of_processes_that_make_one_store_one_has_it_and_it_stays(tmp_path, python):
+def test_of_processes_that_make_one_volume_one_has_it_and_it_stays(tmp_path, python):
     program = """
         import os, sys
         folder, count, turns = sys.argv[1], 4, 40

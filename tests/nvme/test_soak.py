@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.disks import read
 
 from memascend import memory, nvme
 
@@ -70,9 +71,7 @@ class Worker:
             assert into is None or into == self.model[offset : offset + len(into)]
 
     def check(self, volume):
-        into = bytearray(SHARE)
-        volume.read(into, self.start).wait()
-        assert into == self.model
+        assert read(volume, SHARE, self.start) == self.model
         self.loose = False
 
 

@@ -3,11 +3,12 @@
 import gc
 import random
 import stat
-import threading
 import weakref
 
 import pytest
 import torch
+from nvme.test_soak import Worker
+from support.disks import read
 
 from memascend import ConfigError, StorageError, memory, nvme
 
@@ -38,9 +39,7 @@ def test_buffers_of_all_kinds(volume):
     volume.write(b"read-only bytes", 7).wait()
     numbers = array.array("d", [1.0, 2.0, 3.0])
     volume.write(numbers, 100).wait()
-    into = bytearray(15)
-    assert volume.read(into, 7).wait() == 15
-    assert into == b"read-only bytes"
+    assert read(volume, 15, 7) == b"read-only bytes"
     back = array.array("d", [0.0] * 3)
     volume.read(memoryview(back), 100).wait()
     assert back == numbers
@@ -70,46 +69,11 @@ def test_aligned_goes_straight_and_unaligned_is_right(volume):
 
 
 def test_random_operations_agree_with_a_bytearray(volume):
-    choose = random.Random(5)
-    model = bytearray(volume.size)
-    volume.write(model, 0).wait()
+    worker = Worker(0)
     for _ in range(60):
-        taken, tickets = [], []
-        for _ in range(choose.randrange(1, 12)):
-            nbytes = choose.choice([1, 100, 511, 4096, 70_001, 2 * MIB + 3])
-            offset = choose.randrange(volume.size - nbytes)
-            if any(offset < end and start < offset + nbytes for start, end in taken):
-                continue
-            taken.append((offset, offset + nbytes))
-            data = choose.randbytes(nbytes)
-            model[offset : offset + nbytes] = data
-            tickets.append(volume.write(data, offset))
-        choose.shuffle(tickets)
-        for ticket in tickets:
-            ticket.wait()
-        start = choose.randrange(volume.size - 70_000)
-        into = bytearray(choose.randrange(70_000))
-        volume.read(into, start).wait()
-        assert into == model[start : start + len(into)]
-    everything = bytearray(volume.size)
-    volume.read(everything, 0).wait()
-    assert everything == model
-
-
-def test_neighbours_in_one_block_never_undo_each_other(volume):
-    def write(thread):
-        for index in range(thread, 3000, 8):
-            volume.write(bytes([thread + 1]) * 37, index * 37)  # dropped at once
-
-    threads = [threading.Thread(target=write, args=(thread,)) for thread in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+        worker.batch(volume)
     volume.flush()
-    into = bytearray(3000 * 37)
-    volume.read(into, 0).wait()
-    assert into == b"".join(bytes([index % 8 + 1]) * 37 for index in range(3000))
+    worker.check(volume)
 
 
 def test_memory_lives_until_the_operation_ends_and_no_longer(volume):
@@ -164,15 +128,6 @@ def test_memory_that_cannot_be_read_into_is_refused(volume, memory, says):
     assert volume.stats()["in_flight"] == 0
 
 
-@pytest.mark.parametrize("offset", [16 * MIB, 16 * MIB - 9, 1 << 63, (1 << 64) - 1])
-def test_past_the_end_is_refused_before_anything_is_done(volume, offset):
-    before = volume.stats()
-    for begin in (volume.read, volume.write):
-        with pytest.raises(ConfigError, match="do not fit"):
-            begin(bytearray(10), offset)
-    assert volume.stats() == before
-
-
 @pytest.mark.parametrize("offset", [-1, 1.5, "0", None, 1 << 64])
 def test_an_offset_is_an_integer_from_0_up(volume, offset):
     with pytest.raises(ConfigError, match="offset must be an integer"):
@@ -199,9 +154,7 @@ def test_sizes(path):
             volume.write(b"end", 9_999)
     with nvme.open(path, size=MIB) as volume:
         assert volume.size == MIB
-        into = bytearray(3)
-        volume.read(into, 9_998).wait()
-        assert into == b"end"
+        assert read(volume, 3, 9_998) == b"end"
     with nvme.open(path, size=4096) as volume:
         assert volume.size == 4096
     assert path.stat().st_size == MIB, "a smaller size truncates nothing"
@@ -213,9 +166,7 @@ def test_a_file_of_odd_length_keeps_every_byte(path):
     path.write_bytes(bytes(range(256)) * 3 + b"tail")
     with nvme.open(path) as volume:
         assert volume.size == 772
-        into = bytearray(772)
-        volume.read(into, 0).wait()
-        assert into == bytes(range(256)) * 3 + b"tail"
+        assert read(volume, 772) == bytes(range(256)) * 3 + b"tail"
         volume.write(b"TAIL", 768).wait()
     assert path.read_bytes()[768:772] == b"TAIL"
 
@@ -267,10 +218,6 @@ def test_stripes(tmp_path, backend, devices):
     sizes = {path.stat().st_size for path in paths}
     assert len(sizes) == 1
     with nvme.open(paths, stripe=65536, backend=backend) as volume:
-        into = bytearray(len(data))
-        volume.read(into, 777).wait()
-        assert into == data
+        assert read(volume, len(data), 777) == data
     with nvme.open(paths[0]) as first:
-        into = bytearray(100)
-        first.read(into, 777).wait()
-        assert into == data[:100]
+        assert read(first, 100, 777) == data[:100]

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from support.disks import read
 
 from memascend import ConfigError, StorageError, UsageError, nvme
 
@@ -33,9 +34,7 @@ def test_close_waits_and_ends_everything(path, backend):
         with pytest.raises(UsageError, match="closed"):
             call()
     with nvme.open(path) as again:
-        into = bytearray(4 * MIB)
-        again.read(into, 9 * 4 * MIB + 9).wait()
-        assert into == bytes([9]) * (4 * MIB)
+        assert read(again, 4 * MIB, 9 * 4 * MIB + 9) == bytes([9]) * (4 * MIB)
 
 
 def test_dropping_a_volume_finishes_its_writes_and_frees_the_file(path):
@@ -44,9 +43,7 @@ def test_dropping_a_volume_finishes_its_writes_and_frees_the_file(path):
     del volume
     assert ticket.done()
     with nvme.open(path) as volume:
-        into = bytearray(8 * MIB + 1)
-        volume.read(into, 1).wait()
-        assert into.count(b"7") == len(into)
+        assert read(volume, 8 * MIB + 1, 1) == b"7" * (8 * MIB + 1)
 
 
 def test_no_descriptor_and_no_thread_is_left(path):
@@ -88,9 +85,7 @@ def test_tmpfs_and_what_it_says_of_itself(tmp_path):
     try:
         with nvme.open(folder / "file", size=MIB) as volume:
             volume.write(b"bytes", 3).wait()
-            into = bytearray(5)
-            volume.read(into, 3).wait()
-            assert into == b"bytes"
+            assert read(volume, 5, 3) == b"bytes"
             assert volume.direct == all(device["why_buffered"] is None for device in volume.devices())
     finally:
         subprocess.run(["umount", folder], check=True)

@@ -5,7 +5,8 @@ import zlib
 import pytest
 import torch
 from support.bits import same_bits
-from support.reached import OPTIMIZERS, batch, one_step, stack, taken
+from support.chains import batch, chain, step
+from support.reached import OPTIMIZERS, taken
 from torch import nn
 
 import memascend
@@ -50,7 +51,8 @@ def by_iteration(p):
 
 
 def by_storage(p):
-    p.data.untyped_storage()[1] = 7
+    storage = p.data.untyped_storage()
+    storage[1] ^= 1
 
 
 @torch.no_grad()
@@ -73,6 +75,10 @@ AT_ONCE = {
     "vector": by_vector,
     "lerp": ungraded(lambda p: p.lerp_(torch.zeros_like(p), 0.25)),
     "index_fill": ungraded(lambda p: p.index_fill_(0, torch.tensor([0]), 0.5)),
+    # No name shows these.
+    "relu": ungraded(lambda p: nn.functional.relu(p, inplace=True)),
+    "hardtanh": ungraded(lambda p: nn.functional.hardtanh(p, -0.01, 0.01, inplace=True)),
+    "aten": ungraded(lambda p: torch.ops.aten.mul_.Tensor(p, torch.tensor(2.0))),
 }
 # It gives a copy, which is compared.
 COPIES = {
@@ -123,13 +129,13 @@ def values(model):
 def compare(folder, write, way, *, at_once):
     """Each write is refused with the name and the door, at once or by the next forward, and nothing has changed."""
     units, dtype, kind, gradients = way
-    plain = stack(units, dtype)
+    plain = chain(units, bias=True, dtype=dtype)
     theirs = OPTIMIZERS[kind](plain.parameters())
-    model = stack(units, dtype)
+    model = chain(units, bias=True, dtype=dtype)
     model, offloaded = taken(model, OPTIMIZERS[kind](model.parameters()), folder, gradients=gradients)
     with offloaded:
         for of, optimizer in ((plain, theirs), (model, offloaded)):
-            one_step(of, optimizer, dtype)
+            step(of, optimizer)
         for name, parameter in (("0.weight", model[0].weight), (f"{units - 1}.bias", model[-1].bias)):
             if parameter.dim() == 1 and write in (COPIES["transpose"], COPIES["mT"], COPIES["flatten"]):
                 continue
@@ -139,12 +145,12 @@ def compare(folder, write, way, *, at_once):
             else:
                 write(parameter)
                 with pytest.raises(UsageError, match=f"^{name} of an offloaded model was written to .*{DOORS}"):
-                    model(batch(dtype))
+                    model(batch(dtype=dtype))
             assert all(map(same_bits, values(model), values(plain)))
         for _ in range(2):
-            losses = [one_step(of, optimizer, dtype) for of, optimizer in ((plain, theirs), (model, offloaded))]
+            losses = [step(of, optimizer) for of, optimizer in ((plain, theirs), (model, offloaded))]
             assert same_bits(*losses)
-    model = stack(units, dtype)
+    model = chain(units, bias=True, dtype=dtype)
     model, offloaded = taken(model, OPTIMIZERS[kind](model.parameters()), folder, existing="resume")
     with offloaded:
         assert offloaded.steps == 3
@@ -211,7 +217,7 @@ def test_a_write_to_a_copy_is_refused_by_whatever_comes_next(training, tmp_path,
     if event != "close":
         offloaded.zero_grad()
         assert all(map(same_bits, values(model), expected))
-        one_step(model, offloaded, torch.float32)
+        step(model, offloaded)
         assert offloaded.steps == 2
 
 
@@ -223,7 +229,7 @@ def test_every_weight_that_was_written_to_is_named(training):
     with pytest.raises(UsageError, match=r"^0\.bias, 0\.weight, 1\.bias, 1\.weight of an offloaded model"):
         model(batch())
     del view, views
-    one_step(model, offloaded, torch.float32)
+    step(model, offloaded)
 
 
 KEPT = {
@@ -244,10 +250,10 @@ KEPT = {
 @pytest.mark.parametrize("gradients", ["fused", "ssd"])
 def test_a_view_that_is_kept_over_a_step_is_refused_before_it(training, way, gradients):
     """In memory it would follow the weight. Released, the same step is made."""
-    plain = stack(3)
+    plain = chain(3, bias=True)
     theirs = OPTIMIZERS["adamw"](plain.parameters())
     for _ in range(2):
-        one_step(plain, theirs, torch.float32)
+        step(plain, theirs)
     model, offloaded = training(units=3, gradients=gradients)
     kept = KEPT[way](model[1].weight)
     model(batch()).pow(2).mean().backward()
@@ -287,7 +293,7 @@ def test_a_view_that_is_kept_over_another_change_is_refused_before_it(training, 
     del view
     change()
     assert torch.equal(model[1].weight, other["1.weight"])
-    one_step(model, offloaded, torch.float32)
+    step(model, offloaded)
 
 
 @pytest.mark.parametrize("budget", [None, "64MiB"])
@@ -304,5 +310,5 @@ def test_a_graph_from_before_a_change_is_refused(training, budget, door):
     with pytest.raises(RuntimeError, match=r"unit '1'.*run the forward again|modified by an inplace operation"):
         loss.backward()
     offloaded.zero_grad()
-    one_step(model, offloaded, torch.float32)
+    step(model, offloaded)
     assert offloaded.steps == 2

@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 from support.bits import same_bits
+from support.chains import batch, step
 from support.forked_child import in_child
-from support.reached import batch, one_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -44,7 +44,7 @@ def test_what_a_child_writes_is_its_own(training, way):
     assert same_bits(model(batch()).detach(), computed)
     assert all(same_bits(one, other) for one, other in zip(model.parameters(), expected, strict=True))
     reached = None
-    one_step(model, offloaded, torch.float32)
+    step(model, offloaded)
 
 
 class Averaged(torch.utils.data.Dataset):
@@ -71,7 +71,7 @@ def test_workers_of_a_loader_have_their_own_weights(training):
         assert not computed.any()
     for kept in (data.state, data.model.state_dict(), model.state_dict()):
         assert all(same_bits(values, before[name]) for name, values in kept.items())
-    one_step(model, offloaded, torch.float32)
+    step(model, offloaded)
 
 
 def test_a_child_keeps_what_its_parent_lets_go(training):
@@ -88,7 +88,7 @@ def test_a_child_keeps_what_its_parent_lets_go(training):
     child = context.Process(target=read)
     child.start()
     state.clear()
-    one_step(model, offloaded, torch.float32)
+    step(model, offloaded)
     gone.set()
     assert said.get()
     child.join()

@@ -6,7 +6,8 @@ import warnings
 import pytest
 import torch
 from support.bits import same_bits
-from support.reached import OPTIMIZERS, batch, stack, taken
+from support.chains import WIDTH, batch, chain
+from support.reached import OPTIMIZERS, taken
 from torch import nn
 from torch.ao.quantization import fuse_modules
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -64,7 +65,7 @@ def test_a_parameter_that_is_put_back_is_its_own(training):
         model[0](batch())
     model[0].weight = weight
     # Outside of the model it may be used as it likes.
-    head = nn.Linear(64, 64)
+    head = nn.Linear(WIDTH, WIDTH)
     head.weight = weight
     assert same_bits(head(batch()), nn.functional.linear(batch(), weight, head.bias))
     model(batch()).pow(2).mean().backward()
@@ -82,7 +83,7 @@ def test_what_is_pruned_for_good_within_materialized_trains_on(training, tmp_pat
     model(batch()).pow(2).mean().backward()
     offloaded.step()
     offloaded.close()
-    again = stack(2)
+    again = chain(2, bias=True)
     _, offloaded = taken(again, OPTIMIZERS["adamw"](again.parameters()), tmp_path, existing="resume")
     offloaded.close()
 
@@ -121,7 +122,7 @@ def test_fused_modules_are_refused_and_the_model_as_it_was(tmp_path):
 
 def test_hooks_that_were_moved_say_so(training):
     model, _ = training(units=2)
-    other = nn.Linear(64, 64)
+    other = nn.Linear(WIDTH, WIDTH)
     for hook in model[0]._forward_pre_hooks.values():
         other.register_forward_pre_hook(hook)
     with pytest.raises(UsageError, match="a Linear was given the hooks"):
@@ -146,7 +147,7 @@ COPIES = {
     "by place": lambda p: p.to(p.dtype, False, True),
     "device by place": lambda p: p.to("cpu", p.dtype, False, True),
     "like another by place": lambda p: p.to(torch.zeros(1), False, True),
-    "format": lambda p: p.view(8, 8, 8, 8).to(memory_format=torch.channels_last, copy=True),
+    "format": lambda p: p.view(4, 8, 8, 4).to(memory_format=torch.channels_last, copy=True),
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import sys
 import zlib
@@ -300,19 +299,6 @@ def differences(expected, got):
         if name in got and not same(expected[name], got[name])
     ]
     return lines
-
-
-def last_of(model, optimizer):
-    """What a run came to, as an `Outcome` has it."""
-    state = {name: optimizer.state_of(p) for name, p in model.named_parameters()}
-    with memascend.materialized(model):
-        return {"state": state, "weights": copies(model.named_parameters()), "buffers": copies(model.named_buffers())}
-
-
-def require_reference(case, records, last):
-    """Refuse records and a last state that are not those of one run in RAM."""
-    expected = reference(case, torch.get_num_threads())
-    assert differences(expected, dataclasses.replace(expected, records=records, **last)) == []
 
 
 def describe(expected, got):

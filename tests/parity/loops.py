@@ -96,6 +96,15 @@ def schedules_from_before(run):
         run.record(*run.original.scheduler.get_last_lr())
 
 
+def changes_options(run):
+    """A schedule that moves more than a rate: what is kept of a momentum stays as it is where a step has none."""
+    for index in range(4):
+        for group in run.optimizer.param_groups:
+            group["lr"], group["momentum"] = (0.05, 0.0) if index == 2 else (0.1, 0.9)
+        run.loss(index).backward()
+        finish(run)
+
+
 def closures(run):
     for index in range(4):
 

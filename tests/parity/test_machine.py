@@ -1,12 +1,14 @@
 """Runs the state machine of training: few examples that are always the same, and with `slow` hundreds of others.
 
-Beside it, runs whose processes are killed by -9, between any two calls of the engine.
+Beside it, runs whose processes are killed by -9: between any two calls of the engine, or at any time, when its thread
+may be in the midst of a write.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -76,9 +78,14 @@ STEPS = 6
 
 
 def train(setup, model, optimizer):
-    """From the batch that was committed on to the last."""
+    """From the batches that were committed on to the last; two make a step, by layer in every other one."""
     for index in range((optimizer.user_state or {"next": 0})["next"], STEPS):
-        optimizer.backward(setup.loss(model, index))
+        seeds = (index, index + 1)
+        if isinstance(optimizer, Plain):
+            for seed in seeds:
+                optimizer.backward(setup.loss(model, seed))
+        else:
+            optimizer.accumulate(lambda seed: setup.loss(model, seed), seeds, by_layer=index % 2 == 0)
         optimizer.user_state = {"next": index + 1}
         optimizer.step()
         optimizer.zero_grad()
@@ -94,20 +101,30 @@ def opened(setup, life, file):
     return model, optimizer
 
 
-def live(setup, life, file, calls):
-    """A process that trains until it is killed at a call of the engine; whether it was."""
+def live(setup, life, file, when):
+    """A process that trains until it is killed, at a call of the engine or so many seconds later; whether it was."""
+    reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
             model, optimizer = opened(setup, life, file)
-            FUSE.left, FUSE.at_commits, FUSE.kill = calls, False, lambda _: os.kill(os.getpid(), signal.SIGKILL)
+            if isinstance(when, int):
+                FUSE.left, FUSE.at_commits, FUSE.kill = when, False, lambda _: os.kill(os.getpid(), signal.SIGKILL)
+            os.write(writing, b"x")
             train(setup, model, optimizer)
             status = 0
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(status)
+    os.close(writing)
+    # It trains from here on; one that failed before that closes the pipe.
+    if os.read(reading, 1) and isinstance(when, float):
+        time.sleep(when)
+        # Nobody has waited for it, so that its number is still its own.
+        os.kill(pid, signal.SIGKILL)
+    os.close(reading)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert status in (0, -signal.SIGKILL)
     return status != 0
@@ -117,7 +134,9 @@ def live(setup, life, file, calls):
 def killed_runs(draw):
     waits = draw(st.sampled_from((None, "fused")))
     durable = lives(waits, durabilities=("step",))
-    deaths = draw(st.lists(st.tuples(durable, st.integers(1, 60)), min_size=1, max_size=3))
+    # Calls of the engine, or seconds after it began to train.
+    when = st.integers(1, 60) | st.floats(0, 0.05)
+    deaths = draw(st.lists(st.tuples(durable, when), min_size=1, max_size=3))
     return draw(setups(waits)), deaths, draw(durable)
 
 
@@ -135,7 +154,7 @@ def test_a_killed_run_has_torchs_weights_state_and_statistics(examples):
         train(setup, plain.model, plain)
         with TemporaryDirectory(prefix="killed-") as folder:
             file = Path(folder, "run.store")
-            kills += sum(live(setup, life, file, calls) for life, calls in deaths)
+            kills += sum(live(setup, life, file, when) for life, when in deaths)
             model, optimizer = opened(setup, last, file)
             with optimizer:
                 train(setup, model, optimizer)

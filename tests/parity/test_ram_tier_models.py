@@ -24,6 +24,7 @@ FAST = {
     ("clip", "all", "step"),
     ("8bit-bf16", "some", "step"),
     ("fp16-dynamic", "all", "step"),
+    ("sgd-options", "all", "step"),
 }
 # One in which every record is written whole at each step, and one that no run here gets to the end of.
 LOG_STEPS = (1, 2, 3, None)

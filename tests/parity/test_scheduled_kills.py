@@ -5,8 +5,6 @@ Learning rates, weights and optimizer state are those of a run that is never kil
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import random
 import re
@@ -87,32 +85,14 @@ def committed(folder):
     return options, values
 
 
-@pytest.fixture
-def undisturbed(tmp_path, monkeypatch):
-    """Runs the loops in this process, to their ends; returns their lines, and what their stores hold."""
-
-    def run():
-        import torch
-
-        printed = io.StringIO()
-        for name, loop in LOOPS.items():
-            (tmp_path / "whole" / name).mkdir(parents=True)
-            monkeypatch.chdir(tmp_path / "whole" / name)
-            torch.manual_seed(0)
-            print(name, file=printed)
-            with contextlib.redirect_stdout(printed):
-                exec(loop, {})  # noqa: S102 - it is ours
-        return by_step(printed.getvalue().splitlines()), committed(tmp_path / "whole")
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("kills", "lines_most"),
     [(2, 18), pytest.param(20, 6, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
 )
-def test_killed_loops_have_rates_and_weights_of_one_that_was_not(tmp_path, undisturbed, kills, lines_most):
-    lines, stores = undisturbed()
+def test_killed_loops_have_rates_and_weights_of_one_that_was_not(tmp_path, kills, lines_most):
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    lines, stores = by_step(life(whole, None, 0)[0]), committed(whole)
     assert len(lines) == STEPS * len(LOOPS)
     chosen = random.Random(kills)
     made, rounds = 0, 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from parity import loops
 from parity.harness import GRADIENTS, KEPT, Case, adamw
-from parity.zoo_plain import SparseBag, Stack, Towers, Turned, next_token, squares, tokens, vectors
+from parity.zoo_plain import SparseBag, Stack, Towers, Turned, next_token, odd_mlp, squares, tokens, vectors
 from parity.zoo_transformers import loss, qwen2, texts
 from torch import nn
 
@@ -122,6 +122,14 @@ OPTIMIZERS = [
         loss=squares,
         optimizer=other(O.SGD, lr=0.05, momentum=0.9),
         gradients=("fused",),
+    ),
+    Case(
+        name="sgd-options",
+        model=odd_mlp,
+        batches=vectors(7),
+        loss=squares,
+        loop=loops.changes_options,
+        optimizer=other(O.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
     ),
     stack("adagrad", optimizer=other(O.Adagrad, lr=1e-2)),
     stack("rmsprop-bf16", optimizer=other(O.RMSprop, lr=1e-3, momentum=0.5), dtype=BF16),

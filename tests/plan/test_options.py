@@ -36,7 +36,7 @@ def test_sizes(text, nbytes):
 NO_SIZES = ["", "8G", "GiB", "-1GiB", "1e", "e9", "1e-9", "1e999", "8 GiB 1", "nan", "inf", None, 1.5, True, b"8GiB"]
 
 
-@pytest.mark.parametrize("text", [*NO_SIZES, float("nan"), float("inf"), float("-inf"), "٣GiB"])
+@pytest.mark.parametrize("text", [*NO_SIZES, float("nan"), float("inf"), float("-inf"), "٣GiB", "1.5.2GiB"])
 def test_what_is_no_size(text):
     with pytest.raises(
         ConfigError, match=r'host_memory is a number of bytes, or text such as "8GiB".*, not '
@@ -141,6 +141,13 @@ def test_what_goes_together(good):
         ({"loss_scale": "static"}, "'dynamic'"),
         ({"master_dtype": torch.float16}, "torch.float32 or None"),
         ({"host_memory": "much"}, "8GiB"),
+        ({"host_memory": 0}, "at least 1 byte"),
+        ({"state": "int8"}, "state is one of None, 'fp32', 'bf16', '8bit', not 'int8'"),
+        ({"rounding": "up"}, "rounding is one of"),
+        ({"rounding": "stochastic"}, "master_dtype=None"),
+        ({"seed": -1}, "seed is an integer"),
+        ({"seed": 1 << 64}, "seed is an integer"),
+        ({"seed": True}, "seed is an integer"),
         ({"storage": []}, "at least one"),
         ({"storage": ""}, "a path or a list of paths"),
         ({"storage": 3}, "a path or a list of paths"),
@@ -159,7 +166,9 @@ def test_what_goes_together(good):
 def test_what_is_refused_says_what_works(wrong, says):
     with pytest.raises(ConfigError) as refused:
         Options(**wrong)
-    assert says in str(refused.value)
+    said = str(refused.value)
+    assert says in said
+    assert any(name in said for name in wrong)
 
 
 def test_offload_has_an_argument_for_each_option_and_no_other():

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from support.chains import chain, loss_of, train
+from parity.reference import Reference
+from support.chains import chain, train
 
 import memascend
 
@@ -24,19 +25,9 @@ def plain(dtype, **options):
     return list(model.parameters())
 
 
-def with_masters(dtype, **options):
+def with_masters(dtype):
     model = made(dtype)
-    masters = [parameter.detach().float() for parameter in model.parameters()]
-    optimizer = adamw(masters, **options)
-    for seed in range(8):
-        loss_of(model, seed).backward()
-        for master, parameter in zip(masters, model.parameters(), strict=True):
-            master.grad = parameter.grad.float()
-        optimizer.step()
-        with torch.no_grad():
-            for master, parameter in zip(masters, model.parameters(), strict=True):
-                parameter.copy_(master)
-        model.zero_grad()
+    train(model, Reference(adamw(model.parameters())), range(8))
     return list(model.parameters())
 
 
@@ -64,6 +55,6 @@ def test_each_update_has_the_bits_of_its_baseline_and_added_masters_are_logged(c
         assert same(offloaded(NARROW, {"master_dtype": None}, **options), plain(NARROW, **options)), options
     assert "adds none" not in caplog.text
     found = offloaded(NARROW)
-    assert same(found, with_masters(NARROW, fused=True))
+    assert same(found, with_masters(NARROW))
     assert not same(found, plain(NARROW, fused=True)), "plain torch has no master weights"
     assert caplog.text.count("master_dtype=None adds none") == 1

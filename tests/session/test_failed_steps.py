@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 from support.chains import loss_of, require_same, step, twins
-from support.commits import Commits
 
 import memascend
 from memascend.optim import rules
@@ -16,8 +15,7 @@ FUSED = partial(torch.optim.AdamW, fused=True)
 @pytest.mark.parametrize("gradients", ["ssd", "fused", "ram"])
 def test_a_step_that_was_interrupted_after_its_commit_is_committed(tmp_path, gradients, monkeypatch):
     plain, theirs, model, optimizer = twins(tmp_path, gradients, kind=FUSED, rate=1e-2)
-    resources = optimizer._session.run.resources
-    commit = resources.engine.commit
+    commit = memascend.engine.Engine.commit
 
     def interrupted(*args, **options):
         commit(*args, **options)
@@ -30,7 +28,7 @@ def test_a_step_that_was_interrupted_after_its_commit_is_committed(tmp_path, gra
                 step(model, optimizer, index)
                 continue
             with monkeypatch.context() as patch:
-                patch.setattr(resources, "engine", Commits(resources.engine, interrupted))
+                patch.setattr(memascend.engine.Engine, "commit", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     step(model, optimizer, index)
             optimizer.zero_grad()
@@ -71,7 +69,7 @@ def test_a_commit_that_failed_does_not_count_towards_a_larger_loss_scale(tmp_pat
         before = session.run.metadata.scale.state()
         optimizer.backward(model(torch.ones(2, 16).half()).float().mean())
         with monkeypatch.context() as patch:
-            patch.setattr(session.run.resources, "engine", Commits(session.run.resources.engine, failing))
+            patch.setattr(memascend.engine.Engine, "commit", failing)
             with pytest.raises(memascend.StorageError, match="no room"):
                 optimizer.step()
         assert session.run.metadata.scale.state() == before

@@ -1,7 +1,6 @@
 """Tests that a forked child of a run is refused by name, at once, and that its end costs the parent nothing."""
 
 import copy
-import multiprocessing
 import threading
 
 import pytest
@@ -9,8 +8,6 @@ import torch
 from support.bits import same_states
 from support.chains import batch, loss_of, offloaded, step, values
 from support.forked_child import in_child
-
-from memascend import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -93,26 +90,6 @@ def test_a_child_of_a_thread_that_trains_does_not_wait(tmp_path):
         finally:
             ended.set()
             thread.join()
-        step(model, optimizer)
-
-
-def test_a_process_that_is_given_the_model_is_refused(tmp_path):
-    model, optimizer = begun(tmp_path)
-    context = multiprocessing.get_context("fork")
-    said = context.SimpleQueue()
-
-    def evaluate(given):
-        try:
-            said.put(str(given(batch())))
-        except UsageError as error:
-            said.put(str(error))
-
-    with optimizer:
-        child = context.Process(target=evaluate, args=(model,))
-        child.start()
-        assert "this process is a fork of it" in said.get()
-        child.join()
-        assert child.exitcode == 0
         step(model, optimizer)
 
 

@@ -1,4 +1,4 @@
-"""Tests runs with state in fewer bits: opened or begun from with another format, shown, damaged."""
+"""Tests runs with state in fewer bits: opened or begun from with another format."""
 
 import json
 import warnings
@@ -9,7 +9,6 @@ from support.bits import same_bits, same_states
 from support.chains import train
 
 import memascend
-from memascend import engine
 
 FORMATS = (None, "bf16", "8bit")
 LOSSES = {
@@ -127,16 +126,3 @@ def test_the_stored_seed_stands(tmp_path):
             made, adamw, storage=tmp_path / "store", existing="resume", state="bf16", seed=9
         )
     optimizer.close()
-
-
-# --- what a store of a format says ------------------------------------------------------------
-
-
-def test_a_store_says_its_formats(tmp_path):
-    trained, optimizer = begin(tmp_path / "store", "8bit")
-    train(trained, optimizer, range(1))
-    optimizer.close()
-    with engine.Store.open(tmp_path / "store") as store:
-        formats = {record["name"]: record["format"] for record in store.records()}
-    assert formats["0.weight"] == formats["2.weight"] == "compact 8bit"
-    assert formats["0.bias"] in ("", "compact")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
-import sys
+import tempfile
 import warnings
 from contextlib import contextmanager, suppress
 
@@ -54,74 +53,6 @@ def test_resume_from_an_empty_file_begins_no_other_run(tmp_path):
 
 # --- until it is filled ------------------------------------------------------------------------------------
 
-# Trains from wherever its store is; stops for good at a moment of the store's first write: "fill" or "commit".
-BEGUN = """
-import os, sys, torch, memascend
-from memascend import engine
-
-def stop(function):
-    def stopping(self, *arguments, **options):
-        stopping.calls += 1
-        if stopping.calls == 3 or function.__name__ == "commit":
-            print("stopped", flush=True)
-            sys.stdin.read()
-        return function(self, *arguments, **options)
-    stopping.calls = 0
-    return stopping
-
-def trained(storage):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = memascend.offload(model, optimizer, storage=storage, existing="resume" if storage else "refuse")
-    began = optimizer.steps
-    for _ in range(2):
-        model(torch.ones(2, 64)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with memascend.materialized(model):
-        values = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer.close()
-    return began, values
-
-storage, moment = sys.argv[1:3]
-if moment:
-    owner = engine.Engine
-    setattr(owner, moment, stop(getattr(owner, moment)))
-try:
-    began, values = trained(storage)
-except memascend.StorageError as error:
-    sys.exit(f"refused: {error}")
-"""
-
-
-def test_a_run_that_is_killed_in_its_first_write_begins_again(tmp_path, loaded):
-    """By the same script, while nobody else has the store; nothing of the killed ones is left."""
-    folder = tmp_path / "runs"
-    store, pending = folder / "memascend.store", folder / "memascend.store.new"
-    for moment in ("fill", "commit"):
-        command = [sys.executable, "-c", BEGUN, f"{folder}/", moment]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as killed:
-            assert killed.stdout.readline() == "stopped\n"
-            assert list(folder.iterdir()) == [pending]
-            if moment == "fill":
-                said = loaded(BEGUN, f"{folder}/", "", status=1)
-                assert f"refused: {store}: in use by pid {killed.pid} " in said
-            killed.kill()
-        assert list(folder.iterdir()) == [pending]
-        assert engine.commits(store) is None
-    whole, temporary = tmp_path / "whole.store", tmp_path / "temporary"
-    temporary.mkdir()
-    end = """
-assert began == 0
-assert all(map(torch.equal, values, trained(sys.argv[3])[1]))
-assert all(map(torch.equal, values, trained(None)[1]))
-"""
-    loaded(BEGUN + end, f"{folder}/", "", whole, env={"TMPDIR": str(temporary)})
-    assert list(folder.iterdir()) == [store]
-    assert sorted(tmp_path.iterdir()) == [folder, temporary, whole]
-    assert not list(temporary.glob("memascend*"))
-
 
 def test_a_call_that_fails_takes_the_unfinished_store_with_it(tmp_path, monkeypatch):
     folder = tmp_path / "runs"
@@ -134,20 +65,6 @@ def test_a_call_that_fails_takes_the_unfinished_store_with_it(tmp_path, monkeypa
     with pytest.raises(StorageError, match="as if"):
         offloaded(f"{folder}/")
     assert not folder.exists()
-
-
-def test_a_file_that_takes_the_name_of_an_unfinished_store_keeps_it(tmp_path, monkeypatch):
-    path, fill = tmp_path / "run.store", engine.Engine.fill
-
-    def filling(self, *arguments, **options):
-        path.write_text("theirs")
-        return fill(self, *arguments, **options)
-
-    monkeypatch.setattr(engine.Engine, "fill", filling)
-    with pytest.raises(StorageError, match=rf"^{path}: another file took this name"):
-        offloaded(path)
-    assert path.read_text() == "theirs"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 # --- private ---------------------------------------------------------------------------------------------
@@ -377,12 +294,14 @@ def test_a_second_of_several_files_is_missed_too(tmp_path):
         optimizer.close()
 
 
-def test_a_temporary_file_has_no_name_to_lose():
+def test_a_temporary_file_has_no_name_to_lose(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     model, optimizer = offloaded(None)
     with warned():
         step(model, optimizer)
         model.state_dict()
         optimizer.close()
+    assert not list(tmp_path.iterdir())
 
 
 # --- memory that nobody asked for -------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Tests the log of gradients of a run: what it writes, what a kill leaves, and who reads that with which bits."""
 
-import copy
 import hashlib
 import logging
 import os
@@ -111,58 +110,6 @@ def test_what_a_kill_leaves_is_read_and_resumed_with_any_budget(killed, options,
     assert same_states(*ends)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"weight_decay": 0.1, "foreach": True}, {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1}],
-    ids=["decayed", "nesterov"],
-)
-def test_sgd_is_logged_and_replayed_with_the_bits_of_torch(options, tmp_path):
-    # Of a size that no vector divides.
-    torch.manual_seed(0)
-    plain = torch.nn.Sequential(torch.nn.Linear(WIDTH, 37), torch.nn.Linear(37, WIDTH + 3))
-    made = [copy.deepcopy(plain) for _ in range(2)]
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, **options)
-
-    def offloaded(host_memory, model, rate):
-        original = torch.optim.SGD(model.parameters(), lr=rate, **options)
-        where = {"storage": tmp_path / "store", "existing": "resume", "log_steps": 4}
-        return memascend.offload(model, original, host_memory=host_memory, **where)
-
-    model, optimizer = offloaded(ALL, made[0], 0.1)
-    with optimizer:
-        for step in range(7):
-            if step == 3:
-                # An option that a schedule moves; without a momentum what is kept of one stays as it is.
-                for group in (*theirs.param_groups, *optimizer.param_groups):
-                    group["lr"], group["momentum"] = 0.05, 0.0
-            stepped(plain, theirs, 1, first=step)
-            stepped(model, optimizer, 1, first=step)
-            for group in (*theirs.param_groups, *optimizer.param_groups):
-                group["momentum"] = options.get("momentum", 0.0)
-        report = optimizer.report()
-        assert report.written["log"] > 0
-        # A quarter of it in turn, and nothing twice.
-        assert report.written["values"] < 7 * sum(parameter.nbytes for parameter in plain.parameters())
-        shutil.copy(tmp_path / "store", tmp_path / "left")
-    shutil.copy(tmp_path / "left", tmp_path / "store")
-    with engine.Store.open(tmp_path / "store") as store:
-        assert store.info()["log_steps"] > 0
-        for name, values in plain.named_parameters():
-            assert torch.equal(store.read(name)[0], values), "who only looks puts it together"
-    model, optimizer = offloaded(None, made[1], 0.05)
-    with optimizer:
-        assert optimizer.steps == 7
-        found = model.state_dict()
-        for (name, values), mine in zip(plain.named_parameters(), model.parameters(), strict=True):
-            assert torch.equal(values, found[name]), name
-            state = optimizer.state_of(mine)
-            assert {key for key, value in theirs.state[values].items() if value is not None} == state.keys() - {
-                "master"
-            }
-            for key, value in theirs.state[values].items():
-                assert value is None or torch.equal(value, state[key]), key
-
-
 def test_ctrl_c_in_close_leaves_a_whole_store_with_its_log(tmp_path, monkeypatch):
     class Interrupted(run.Progress):
         def reached(self, *_):
@@ -211,24 +158,6 @@ def test_without_a_log_what_is_in_ram_is_written_each_step(tmp_path, caplog, mon
         report = optimizer.report()
         written = sum(report.written[kind] - before.written[kind] for kind in ("values", "state"))
         assert written >= optimizer.plan.written_bytes["values"] + optimizer.plan.written_bytes["state"]
-
-
-def test_half_of_the_free_room_is_left_to_others(tmp_path, monkeypatch):
-    model, optimizer = begun(tmp_path / "store")
-    full, size = optimizer.plan.log_bytes, optimizer.plan.disk_bytes
-    optimizer.close()
-    del model
-    (tmp_path / "store").unlink()
-    usage = shutil.disk_usage(tmp_path)._replace(free=size + full)
-    monkeypatch.setattr(shutil, "disk_usage", lambda *_: usage)
-    _, optimizer = begun(tmp_path / "store")
-    with optimizer:
-        assert 6 <= optimizer.plan.log_steps <= 8
-        assert optimizer.plan.log_bytes <= full // 2
-    (tmp_path / "store").unlink()
-    _, optimizer = begun(tmp_path / "store", log_steps=12)
-    with optimizer:
-        assert optimizer.plan.log_steps == 12, "as it was asked for"
 
 
 @pytest.mark.slow

@@ -33,14 +33,22 @@ def room(monkeypatch):
 
 
 @pytest.mark.parametrize("is_none", [True, False])
-def test_too_little_room_is_told_by_log_plan_and_report(tmp_path, room, caplog, is_none):
-    room(0 if is_none else sizes(tmp_path)[1][16])
+def test_too_little_room_is_told_by_log_plan_and_report(tmp_path, room, monkeypatch, caplog, is_none):
+    half = 0
+    if is_none:
+        room(0)
+    else:
+        store, logs = sizes(tmp_path)
+        usage = shutil.disk_usage(tmp_path)._replace(free=store + logs[16])
+        monkeypatch.setattr(shutil, "disk_usage", lambda *_: usage)
+        half = logs[16] // 2
     with caplog.at_level(logging.WARNING, "memascend"):
         model, optimizer = begun(tmp_path / "store")
     with optimizer:
         stepped(model, optimizer, 1)
         steps, report = optimizer.plan.log_steps, optimizer.report()
         assert steps in ([0] if is_none else [6, 7, 8]), "half of what is free is others'"
+        assert optimizer.plan.log_bytes <= half
         is_told = "none" if is_none else f"one of {steps} steps"
         assert f"no disk space for a gradient log of 16 steps: it is {is_told}" in caplog.text
         assert ("no disk space for a gradient log" if is_none else "no disk space for 16") in str(optimizer.plan)

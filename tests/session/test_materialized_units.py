@@ -1,6 +1,7 @@
 """Tests units in use: failed reads, several threads, interrupted forwards."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -84,14 +85,12 @@ def test_a_unit_stays_until_the_last_thread_has_left_it(tmp_path):
 def test_forwards_in_another_thread_do_not_fail_a_backward(tmp_path):
     plain, theirs, model, optimizer = twins(tmp_path)
 
-    def evaluates(gradient):
-        def run():
-            with torch.no_grad():
-                model(batch())
+    @torch.no_grad()
+    def evaluate():
+        model(batch())
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join(20)
+    def evaluates(gradient):
+        ThreadPoolExecutor(1).submit(evaluate).result(20)
         return gradient
 
     with optimizer:

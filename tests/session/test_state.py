@@ -110,17 +110,3 @@ def test_a_state_dict_of_another_position_is_refused_and_nothing_changes(tmp_pat
         assert optimizer.param_groups[0]["lr"] == 1e-2
         assert same_states(everything(model, optimizer), before)
         step(model, optimizer)
-
-
-def test_a_run_that_began_from_a_checkpoint_takes_its_state_dict_until_its_first_step(tmp_path):
-    _, optimizer, _ = begun(tmp_path)
-    with optimizer:
-        optimizer.save(tmp_path / "saved")
-        state = optimizer.state_dict()
-    model, optimizer, _ = begun(tmp_path, 0, existing="replace", checkpoint=tmp_path / "saved")
-    with optimizer:
-        assert optimizer.state_dict()["memascend"] != state["memascend"]
-        optimizer.load_state_dict(state)
-        step(model, optimizer)
-        with pytest.raises(UsageError, match=r"of step 1 of store .* holds step 2 of store"):
-            optimizer.load_state_dict(state)

@@ -1,8 +1,7 @@
-"""Tests the first values of records: given, zeros, widened; and discarding one record's work."""
+"""Tests the first values of records: what does not fit is refused; and the state with which Adam begins."""
 
 import pytest
 import torch
-from support.bits import same_bits
 from support.stores import CHUNK, parameters
 
 from memascend import engine
@@ -18,35 +17,6 @@ def records():
     made.append(engine.Record(name="bare", values=torch.randint(0, 99, (5000,)), state={}))
     made.append(engine.Record(name="alone", values=torch.randn(3), state={"step": torch.tensor(3)}))
     return made
-
-
-def zeroed(record):
-    return engine.Record(
-        name=record.name,
-        values=torch.zeros_like(record.values),
-        state={of: torch.zeros_like(tensor) for of, tensor in record.state.items()},
-    )
-
-
-@pytest.mark.parametrize("given", [True, False])
-@pytest.mark.parametrize("chunks", [2, 4])
-def test_what_was_filled_is_what_was_given(tmp_path, given, chunks):
-    wanted = records()
-    with engine.Store.create(tmp_path / "store", [zeroed(record) for record in wanted], chunk_elements=CHUNK) as store:
-        with engine.Engine(store, chunks=chunks, queue=20_000) as filling:
-            for record in wanted:
-                filling.fill(record.name, record.values.clone(), dict(record.state) if given else None)
-            filling.commit(1)
-            counters = filling.counters()
-            assert counters["fills"] == len(wanted)
-            assert counters["state_read"] == counters["values_read"] == 0
-        store.verify()
-        for record in wanted:
-            values, state = store.read(record.name)
-            assert same_bits(values, record.values), record.name
-            for of, tensor in state.items():
-                begun = record.values.float() if of == "master" else torch.zeros_like(tensor)
-                assert same_bits(tensor, record.state[of] if given else begun), (record.name, of)
 
 
 def test_what_does_not_fit_is_refused(tmp_path):

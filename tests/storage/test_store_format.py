@@ -1,13 +1,10 @@
 """Tests the store's format from Python: elements of any size, copies of labels."""
 
 import json
-from functools import partial
 
 import pytest
 import torch
 from support.bits import same_bits
-from support.chains import batch, require_same, twins
-from torch import nn
 
 from memascend import cli, engine
 
@@ -57,34 +54,6 @@ def test_values_of_any_size_beside_twenty_bytes_of_state_come_back(tmp_path, nam
             assert values.dtype == record.values.dtype
             assert same_bits(values, record.values), record.name
             assert all(torch.equal(found[of], tensor) for of, tensor in record.state.items())
-
-
-class Masked(nn.Module):
-    """A weight with a mask and a table of rotations, which are persistent buffers."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(2)
-        self.weight = nn.Parameter(torch.randn(400, 500))
-        self.register_buffer("mask", torch.rand(400, 500) > 0.3)
-        self.register_buffer("turns", torch.polar(torch.ones(500), torch.arange(500.0)))
-
-    def forward(self, batch):
-        return ((batch * self.turns).abs() @ (self.weight * self.mask).t()).square().mean()
-
-
-def test_a_model_with_a_mask_trains_as_in_memory(tmp_path):
-    plain, theirs, model, optimizer = twins(tmp_path, "fused", Masked, kind=partial(torch.optim.AdamW, fused=True))
-    with optimizer:
-        for seed in range(3):
-            for one, own in ((plain, theirs), (model, optimizer)):
-                one(batch(seed, 500)).backward()
-                own.step()
-                own.zero_grad()
-        require_same(plain, model)
-    with engine.Store.open(tmp_path / "twin.store") as store:
-        store.verify()
-        assert torch.equal(store.read("mask")[0], plain.mask)
 
 
 # --- copies -------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Compares tensors and state dicts bit for bit."""
+"""Compares tensors, state dicts and checkpoints bit for bit."""
 
 import torch
 
-__all__ = ["as_bytes", "same_bits", "same_states"]
+__all__ = ["as_bytes", "files", "same_bits", "same_states"]
 
 
 def as_bytes(tensor):
@@ -25,3 +25,12 @@ def same_bits(one, other, *, any_nan=False):
 def same_states(one, other):
     """Whether two dicts of tensors have the same names and bits."""
     return one.keys() == other.keys() and all(same_bits(one[name], other[name]) for name in one)
+
+
+def files(folder):
+    """The bytes of a checkpoint, but for the manifest, which names the store."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "manifest.json"
+    }

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-__all__ = ["BLOCK", "dequantized", "dynamic_map", "quantized"]
+__all__ = ["BLOCK", "dequantized", "dynamic_map", "fma", "quantized"]
 
 BLOCK = 256
 _POINTS = 1 << 16
@@ -53,7 +53,7 @@ def quantized(flat: torch.Tensor, *, signed: bool) -> tuple[torch.Tensor, torch.
     magnitudes = blocks.abs()
     absmax = torch.where(magnitudes.isnan(), 0.0, magnitudes).amax(1)
     shares = blocks * (1.0 / absmax)[:, None]
-    places = _fma(((shares.clamp(-1.0, 1.0) + 1.0) * 0.5), 65_535.0, 0.5)
+    places = fma(((shares.clamp(-1.0, 1.0) + 1.0) * 0.5), 65_535.0, 0.5)
     points = torch.where(places.isnan(), 0.0, places).long()
     codes = torch.where(absmax[:, None] == 0, 0, _codes_of_points(signed=signed)[points])
     return codes.flatten()[: flat.numel()].to(torch.uint8), absmax
@@ -65,7 +65,7 @@ def dequantized(codes: torch.Tensor, absmax: torch.Tensor, *, signed: bool) -> t
     return numbers * absmax.repeat_interleave(BLOCK)[: codes.numel()]
 
 
-def _fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> torch.Tensor:
+def fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> torch.Tensor:
     """`a * b + c` rounded once: the product is exact in float64, where the sum is rounded to odd."""
     of_b, of_c = (torch.as_tensor(x, dtype=torch.float32).double() for x in (b, c))
     product = a.double() * of_b

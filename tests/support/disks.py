@@ -44,6 +44,13 @@ def command(*words):
     return subprocess.run([str(word) for word in words], check=True, capture_output=True, text=True).stdout.strip()
 
 
+def read(volume, nbytes, at=0):
+    """So many bytes of a volume."""
+    into = bytearray(nbytes)
+    assert volume.read(into, at).wait() == nbytes
+    return into
+
+
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "volume"

@@ -1,20 +1,24 @@
-"""Runs the loops of docs/hosts.md as a script, which torchrun and `accelerate launch` start; see `main`.
+"""Runs a loop of accelerate as a script, which `accelerate launch` starts.
 
 accelerate divides on GPUs alone: `as_if_on_gpus` lets it divide on the CPU what it would divide there.
 """
 
-import json
 import os
-import signal
 import sys
-from pathlib import Path
 
 import torch
-from torch.distributed.fsdp import fully_shard
 
 import memascend
 
-__all__ = ["llama", "rows"]
+__all__ = ["CONFIG", "as_if_on_gpus", "llama", "rows"]
+
+# As docs/hosts.md has it.
+CONFIG = """
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+"""
 
 
 def llama():
@@ -48,24 +52,6 @@ def as_if_on_gpus():
     PartialState.__init__ = begun
 
 
-def by_torchrun(folder):
-    torch.distributed.init_process_group("gloo")
-    rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    model = llama()
-    for block in model.model.layers:
-        fully_shard(block)
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    model, optimizer = memascend.offload(model, optimizer, storage=f"{folder}/run")
-    for batch in list(torch.utils.data.DataLoader(rows(), batch_size=2))[rank::count]:
-        model(input_ids=batch, labels=batch).loss.backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    return optimizer
-
-
 def by_accelerate(folder):
     as_if_on_gpus()
     from accelerate import Accelerator
@@ -87,44 +73,11 @@ def by_accelerate(folder):
     return optimizer
 
 
-def by_trainer(folder, kill="0", accumulate="1"):
-    """Train by `memascend.trainer.offload()`; rank 1 is killed after step `kill`."""
-    as_if_on_gpus()
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    import memascend.trainer
-
-    class Killed(TrainerCallback):
-        def on_step_end(self, args, state, *_, **__):
-            if state.global_step == int(kill) and args.process_index == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    data = [{"input_ids": tokens, "labels": tokens} for tokens in rows()]
-    arguments = TrainingArguments(
-        f"{folder}/out", fsdp=True, fsdp_config={"fsdp_version": 2, "version": 2}, report_to=[], logging_steps=2,
-        per_device_train_batch_size=1, gradient_accumulation_steps=int(accumulate), num_train_epochs=3, use_cpu=True,
-        save_strategy="no", warmup_steps=2, learning_rate=1e-2,
-    )  # fmt: skip
-    trained = Trainer(llama(), arguments, train_dataset=data, callbacks=[Killed()])
-    memascend.trainer.offload(trained, storage=f"{folder}/run")
-    trained.train()
-    values = {name: one.full_tensor().detach() for name, one in trained.model.named_parameters()}
-    if torch.distributed.get_rank() == 0:
-        torch.save(values, f"{folder}/values")
-        figures = ("loss", "learning_rate", "grad_norm", "epoch", "train_loss")
-        log = [{name: said[name] for name in figures if name in said} for said in trained.state.log_history]
-        Path(folder, "log.json").write_text(json.dumps(log))
-    torch.distributed.barrier()
-
-
-def main(loop, folder, *options):
-    """Train by one of the loops, and save the checkpoint."""
+def main(folder):
+    """Train, and save the checkpoint."""
     torch.set_num_threads(1)
-    if loop == "trainer":
-        by_trainer(folder, *options)
-    else:
-        with {"torchrun": by_torchrun, "accelerate": by_accelerate}[loop](folder) as optimizer:
-            optimizer.save(f"{folder}/saved")
+    with by_accelerate(folder) as optimizer:
+        optimizer.save(f"{folder}/saved")
     torch.distributed.destroy_process_group()
 
 

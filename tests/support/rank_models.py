@@ -1,5 +1,7 @@
 """Defines small models for several ranks, their batches and their optimizer, and a run of them."""
 
+import math
+
 import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -58,11 +60,15 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
 
 
-def shard(trained):
+def trainable(trained):
+    return [parameter for parameter in trained.parameters() if parameter.requires_grad]
+
+
+def shard(trained, mesh=None):
     """Shard the blocks of a model that one can iterate over, and the rest of it."""
-    for block in trained:
-        fully_shard(block)
-    return fully_shard(trained)
+    for block in (*trained, trained):
+        fully_shard(block, mesh=mesh)
+    return trained
 
 
 def sharded(dtype, kind="plain"):
@@ -85,17 +91,18 @@ def said(call):
     return ""
 
 
-def offloaded(folder, *, kind=torch.optim.AdamW, dtype=torch.bfloat16, **options):
-    """A run of a sharded model; its losses have to be divided by the micro-batches of all ranks."""
-    trained = sharded(dtype)
-    without_mean(trained)
+def offloaded(folder, *, kind=torch.optim.AdamW, dtype=torch.bfloat16, of="plain", mesh=None, **options):
+    """A run of a sharded model `of` a kind; its losses have to be divided by the micro-batches of all ranks."""
+    with torch.device("meta" if "checkpoint" in options else "cpu"):
+        trained = model(dtype, of)
+    without_mean(shard(trained, mesh))
     options = {"storage": folder, "timeout": 60.0, **options}
-    return memascend.offload(trained, kind(trained.parameters(), lr=1e-2), **options)
+    return memascend.offload(trained, kind(trainable(trained), lr=1e-2), **options)
 
 
 def backward(trained, step, micros=None):
     """This rank's share of the micro-batches of a step; `micros` on all ranks, None: one on each."""
-    rank, count = distributed.get_rank(), distributed.get_world_size()
+    rank, count = (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
     for micro in range(rank, micros or count, count):
         (loss_of(trained, step, micro) / (micros or count)).backward()
 
@@ -108,3 +115,39 @@ def train(trained, optimizer, until, micros=None):
         optimizer.step()
         optimizer.zero_grad()
     return [parameter.full_tensor().detach() for parameter in trained.parameters()]
+
+
+def accumulated(dtype, micros, kind="plain", max_grad_norm=None, divisor=1, steps=3):
+    """What one process does: it accumulates micro-batches, and takes their mean, or divides the sum of all."""
+    trained = model(dtype, kind)
+    masters = [p.detach().float().clone().requires_grad_() for p in trainable(trained)]
+    optimizer = adamw(masters)
+    losses, norms = [], []
+    for step in range(steps):
+        for micro in range(micros):
+            loss = loss_of(trained, step, micro)
+            (loss / (micros if divisor == 1 else 1)).backward()
+            losses.append(loss.detach())
+        for parameter in trainable(trained):
+            parameter.grad.div_(divisor)
+        norms.append(_norm(trainable(trained)))
+        factor = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norms[-1] + 1e-6))
+        _step(trained, masters, optimizer, torch.tensor(factor, dtype=torch.float32))
+    values = [parameter.detach() for parameter in trained.parameters()]
+    return losses, [*values, torch.tensor(norms, dtype=torch.float64)]
+
+
+def _norm(parameters):
+    """Of all gradients: of the sum of squares that is rounded once, whatever the order."""
+    # A square of fp32 has a float64, and fsum rounds at its end.
+    return math.sqrt(math.fsum(square for p in parameters for square in p.grad.double().square().flatten().tolist()))
+
+
+def _step(trained, masters, optimizer, factor=1.0):
+    with torch.no_grad():
+        for master, parameter in zip(masters, trainable(trained), strict=True):
+            master.grad = parameter.grad.float() * factor
+            parameter.grad = None
+        optimizer.step()
+        for master, parameter in zip(masters, trainable(trained), strict=True):
+            parameter.copy_(master)

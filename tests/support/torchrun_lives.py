@@ -20,9 +20,8 @@ from pathlib import Path
 
 import torch
 from support.bits import as_bytes
-from support.rank_models import adamw, loss_of, model, without_mean
+from support.rank_models import adamw, loss_of, model, shard, without_mean
 from torch import distributed
-from torch.distributed.fsdp import fully_shard
 
 import memascend
 from memascend.distributed import reduce
@@ -106,9 +105,7 @@ class Life:
         store = distributed.PrefixStore(f"life-{self.task['life']}", store)
         distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=size)
         mesh = distributed.init_device_mesh("cpu", tuple(self.task["mesh"]), mesh_dim_names=("replicate", "shard"))
-        trained = made()
-        for block in (*trained, trained):
-            fully_shard(block, mesh=mesh)
+        trained = shard(made(), mesh)
         without_mean(trained)
         trained[2][1].register_forward_hook(lambda *_: self.reach("forward"))
         for fault in self._faults:

@@ -5,7 +5,7 @@ import signal
 import sys
 
 import torch
-from support.rank_models import adamw, loss_of, model, without_mean
+from support.rank_models import adamw, backward, model, without_mean
 from torch import distributed
 
 import memascend
@@ -21,7 +21,6 @@ def train(folder, steps, killed=None):
 
     On the first attempt rank 1 is killed after step `killed`.
     """
-    rank, count = (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
     trained = model(torch.bfloat16)
     trained, optimizer = memascend.offload(
         trained, adamw(trained.parameters()), storage=f"{folder}/run/", existing="resume", gradients="ssd", timeout=60
@@ -30,11 +29,11 @@ def train(folder, steps, killed=None):
     with optimizer:
         began = optimizer.steps
         while optimizer.steps < steps:
-            for micro in range(rank, MICRO_BATCHES, count):
-                (loss_of(trained, optimizer.steps, micro) / MICRO_BATCHES).backward()
+            backward(trained, optimizer.steps, MICRO_BATCHES)
             optimizer.step()
             optimizer.zero_grad()
-            if optimizer.steps == killed and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            again = os.environ.get("TORCHELASTIC_RESTART_COUNT") != "0"
+            if optimizer.steps == killed and distributed.get_rank() == 1 and not again:
                 os.kill(os.getpid(), signal.SIGKILL)
         optimizer.save(f"{folder}/saved-{steps}")
     return began

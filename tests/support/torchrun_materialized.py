@@ -6,7 +6,7 @@ import sys
 import time
 
 import torch
-from support.rank_models import Odd, adamw, loss_of, shard, without_mean
+from support.rank_models import Odd, adamw, backward, loss_of, shard, trainable, without_mean
 from torch import distributed
 
 import memascend
@@ -23,16 +23,13 @@ def offloaded(storage, *, is_sharded):
     model = Odd().bfloat16()
     if is_sharded:
         shard(model)
-    trained = [one for one in model.parameters() if one.requires_grad]
-    model, optimizer = memascend.offload(model, adamw(trained), storage=storage, gradients="ssd", timeout=10)
+    model, optimizer = memascend.offload(model, adamw(trainable(model)), storage=storage, gradients="ssd", timeout=10)
     without_mean(model)
     return model, optimizer
 
 
 def step(model, optimizer):
-    rank, count = (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
-    for micro in range(rank, MICRO_BATCHES, count):
-        (loss_of(model, optimizer.steps, micro) / MICRO_BATCHES).backward()
+    backward(model, optimizer.steps, MICRO_BATCHES)
     optimizer.step()
     optimizer.zero_grad()
 

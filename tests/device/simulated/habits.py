@@ -120,31 +120,6 @@ def compiled():
     return trained(*offloaded(model, **options))
 
 
-def out_of_memory():
-    """A batch that does not fit is tried again as a smaller one."""
-    model, options = linear()
-    model, optimizer = offloaded(model, **options)
-    tried = []
-
-    def attempt(rows):
-        tried.append(rows)
-        model(torch.zeros(rows, 64, device="cuda")).sum().backward()
-        optimizer.step()
-
-    with optimizer:
-        attempt(8)
-        optimizer.zero_grad()
-        runtime.library.simulated_limit(0, runtime.library.simulated_used(0) + (96 << 20))
-        rows = 1 << 18
-        while optimizer.steps < 2:
-            try:
-                attempt(rows)
-            except torch.OutOfMemoryError:
-                rows //= 8
-            optimizer.zero_grad()
-        return {"steps": optimizer.steps, "tried": tried, "faults": runtime.faults()}
-
-
 def dispatched(where):
     """A model that accelerate has placed, as transformers does with `device_map=`."""
     from accelerate import dispatch_model, infer_auto_device_map

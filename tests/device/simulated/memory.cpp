@@ -186,10 +186,6 @@ bool simulated::allocated(const void* address, size_t bytes) {
 
 size_t simulated::memory_of(int device) { return memory().limit[device]; }
 
-// The memory that a device has from now on.
-API void simulated_limit(int device, size_t bytes) { memory().limit[device] = bytes; }
-API size_t simulated_used(int device) { return memory().used[device]; }
-
 API cudaError_t cudaMalloc(void** out, size_t bytes) {
     ENTER();
     count("allocation");

@@ -24,9 +24,7 @@ library.simulated_check.argtypes = [_POINTER, _POINTER, _SIZE, _POINTER]
 library.simulated_hash.argtypes = [_POINTER, _SIZE]
 library.simulated_delay.argtypes = [_POINTER, ctypes.c_long]
 library.simulated_hold.argtypes = [_POINTER, ctypes.c_int]
-library.simulated_limit.argtypes = [ctypes.c_int, _SIZE]
 library.simulated_hash.restype = library.simulated_result.restype = ctypes.c_uint64
-library.simulated_used.restype = _SIZE
 
 RESULTS_MAX = 1 << 18
 # Steps whose gradients are 16 times as large.

@@ -44,13 +44,6 @@ def test_loops(simulated, habit):
     assert simulated(f"habits.{habit}") == {"steps": 2, "faults": []}
 
 
-def test_out_of_memory_is_tried_again_with_a_smaller_batch(simulated):
-    found = simulated("habits.out_of_memory")
-    assert (found["steps"], found["faults"]) == (2, [])
-    assert len(found["tried"]) > 2
-    assert found["tried"][-1] > 1
-
-
 @pytest.mark.parametrize("where", ["cuda", pytest.param("auto", marks=LONG)])
 def test_a_device_map_of_one_device(simulated, where):
     pytest.importorskip("accelerate")

@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from support import blockwise
 from triton.runtime import interpreter
 
 collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
@@ -41,16 +42,6 @@ def _round_like_a_gpu(monkeypatch):
 
 
 def _fma_that_rounds_once(_builder, x, y, z):
-    """An fp32 fma through fp64, rounded to odd there so that rounding again to fp32 cannot hit a false tie.
-
-    Older interpreters multiply and add with a rounding each, which no GPU does.
-    """
-    product, addend = x.data.astype(np.float64) * y.data, z.data.astype(np.float64)
-    total = np.asarray(product + addend)
-    share = total - product
-    lost = (product - (total - share)) + (addend - share)
-    bits = total.view(np.int64)
-    inexact = np.isfinite(total) & (lost != 0) & (bits & 1 == 0)
-    outwards = np.where((lost > 0) == (total > 0), 1, -1)
-    odd = np.where(inexact, bits + outwards, bits).view(np.float64)
-    return interpreter.TensorHandle(odd.astype(np.float32), z.dtype.scalar)
+    """Older interpreters multiply and add with a rounding each, which no GPU does."""
+    total = blockwise.fma(*(torch.from_numpy(np.array(one.data)) for one in (x, y, z)))
+    return interpreter.TensorHandle(total.numpy(), z.dtype.scalar)

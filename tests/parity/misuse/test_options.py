@@ -12,17 +12,10 @@ from torch import nn
 import memascend
 from memascend import BudgetError, ConfigError, StorageError, UsageError
 
+# What `Options` refuses is in tests/plan/test_options.py, but for one, which changes nothing either.
 OPTIONS = {
-    "existing": "perhaps",
-    "host_memory": "eight gigabytes",
     "gradients": "sometimes",
-    "max_grad_norm": -1.0,
-    "accumulation_steps": 0,
-    "loss_scale": -2.0,
-    "master_dtype": torch.int8,
     "device": "cuda",
-    "activations": "elsewhere",
-    "durability": "eventually",
     "units": ["blocks.0", "no.such.module"],
     "weights": "/no/such/weights.safetensors",
     "checkpoint": "/no/such/checkpoint",
@@ -45,55 +38,34 @@ def test_an_option_that_is_wrong_is_named(tmp_path, unchanged, option):
     assert option in refused(tmp_path, unchanged, model, adamw(model), **{option: OPTIONS[option]})
 
 
-@pytest.mark.parametrize("value", [0, -5, "1.5.2GiB", "GiB", 1.5, True, "0"])
-def test_a_budget_is_a_number_of_bytes(tmp_path, unchanged, value):
-    model = Stack()
-    assert "host_memory" in refused(tmp_path, unchanged, model, adamw(model), host_memory=value)
-
-
-def test_a_norm_needs_gradients_that_are_kept(tmp_path, unchanged):
-    model = Stack()
-    message = refused(tmp_path, unchanged, model, adamw(model), max_grad_norm=1.0, gradients="fused")
-    assert "max_grad_norm" in message
-    assert "ssd" in message
-
-
 def test_arguments_are_named(tmp_path):
     model = Stack()
     with pytest.raises(TypeError):
         memascend.offload(model, adamw(model), tmp_path / "run.store")
 
 
-def test_lbfgs(tmp_path, unchanged):
-    model = Stack()
-    assert "LBFGS" in refused(tmp_path, unchanged, model, torch.optim.LBFGS(model.parameters()))
+class AdamW8bit(torch.optim.AdamW):
+    __module__ = "bitsandbytes.optim.adamw"
 
 
-@pytest.mark.parametrize("options", [{}, {"state": "8bit"}])
-def test_optimizers_of_bitsandbytes(tmp_path, unchanged, options):
-    model = Stack()
-    kind = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})
-    message = refused(tmp_path, unchanged, model, kind(model.parameters()), **options)
-    assert message.startswith("AdamW8bit of bitsandbytes is rejected")
-    assert 'state="8bit"' in message
+NO_BITSANDBYTES = r'^AdamW8bit of bitsandbytes is rejected.*state="8bit"'
+# A model, an optimizer, the options beside them, and what the error says.
+REFUSED = {
+    "bitsandbytes": (Stack, lambda model: AdamW8bit(model.parameters()), {}, NO_BITSANDBYTES),
+    "bitsandbytes in 8 bits": (Stack, lambda model: AdamW8bit(model.parameters()), {"state": "8bit"}, NO_BITSANDBYTES),
+    "nobody updates some": (Stack, lambda model: torch.optim.AdamW(model.blocks.parameters()), {}, r"embed\.weight"),
+    "some of another model": (
+        Stack, lambda model: torch.optim.AdamW([*model.parameters(), *nn.Linear(3, 3).parameters()]), {}, "not .*model"
+    ),
+    "all of another model": (Stack, lambda _: adamw(nn.Linear(3, 3)), {}, "not .*model"),
+    "no parameters": (lambda: nn.Sequential(nn.ReLU()), lambda _: adamw(nn.Linear(3, 3)), {}, "no parameters"),
+}  # fmt: skip
 
 
-def test_parameters_that_nobody_would_update(tmp_path, unchanged):
-    model = Stack()
-    message = refused(tmp_path, unchanged, model, torch.optim.AdamW(model.blocks.parameters()))
-    assert "embed.weight" in message
-
-
-def test_the_parameters_of_another_model(tmp_path, unchanged):
-    model, other = Stack(), nn.Linear(3, 3)
-    optimizer = torch.optim.AdamW([*model.parameters(), *other.parameters()])
-    assert re.search(r"not .*model", refused(tmp_path, unchanged, model, optimizer))
-    refused(tmp_path, unchanged, model, adamw(other))
-
-
-def test_a_model_without_parameters(tmp_path, unchanged):
-    model, other = nn.Sequential(nn.ReLU()), nn.Linear(3, 3)
-    assert "no parameters" in refused(tmp_path, unchanged, model, adamw(other))
+@pytest.mark.parametrize(("make", "optimizer", "options", "says"), REFUSED.values(), ids=REFUSED)
+def test_a_model_and_an_optimizer_that_do_not_go_together(tmp_path, unchanged, make, optimizer, options, says):
+    model = make()
+    assert re.search(says, refused(tmp_path, unchanged, model, optimizer(model), **options))
 
 
 def test_something_that_is_no_model_or_no_optimizer(tmp_path):
@@ -204,22 +176,6 @@ def test_a_store_is_refused_unless_one_says_what_to_do_with_it(offloaded):
     assert all(torch.equal(expected[name], got[name]) for name in expected)
     again.optimizer.close()
     assert offloaded(existing="replace").optimizer.steps == 0
-
-
-def test_a_store_whose_first_write_did_not_finish_is_refused_by_name(offloaded, tmp_path, unchanged):
-    storage = tmp_path / "run.store"
-    records = [memascend.engine.Record(name="weight", values=torch.empty(64, 64, device="meta"), state={})]
-    # The store of a new file has no name before its first commit.
-    storage.touch()
-    memascend.engine.Store.create(storage, records, optimizer="AdamW", fill=False).close()
-    model = Stack()
-    optimizer = adamw(model)
-    check = unchanged(model, optimizer, storage)
-    for existing in ("resume", "refuse"):
-        with pytest.raises((StorageError, ConfigError), match="first write" if existing == "resume" else "existing="):
-            memascend.offload(model, optimizer, storage=storage, existing=existing)
-    check()
-    assert offloaded(model, optimizer, existing="replace").optimizer.steps == 0
 
 
 def test_a_store_of_another_model_is_refused_and_unharmed(offloaded, tmp_path, unchanged):

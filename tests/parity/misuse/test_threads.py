@@ -2,9 +2,11 @@
 
 import contextlib
 import copy
+import functools
 import io
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,25 +20,15 @@ from memascend import UsageError
 def test_threads_that_read_one_model_do_not_disturb_each_other(offloaded):
     training = offloaded(Stack(tied=True), steps=1)
     expected = [training.loss(index).detach() for index in range(4)]
-    wrong = []
 
+    @torch.no_grad()
     def evaluates(index):
-        try:
-            for turn in range(12):
-                batch = (index + turn) % 4
-                with torch.no_grad():
-                    got = training.loss(batch)
-                if not torch.equal(got, expected[batch]):
-                    wrong.append((batch, got))
-        except BaseException as error:
-            wrong.append(error)
+        for turn in range(12):
+            batch = (index + turn) % 4
+            assert torch.equal(training.loss(batch), expected[batch])
 
-    threads = [threading.Thread(target=evaluates, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(evaluates, range(3)))
     training.step(1)
     assert training.optimizer.steps == 2
 
@@ -56,22 +48,7 @@ class Waits(TorchDispatchMode):
 
 def in_other_thread(function):
     """Begins a function in a thread of its own; a call of the result ends it, and gives what it gave."""
-    given = []
-
-    def runs():
-        try:
-            given.append(function())
-        except BaseException as error:
-            given.append(error)
-
-    thread = threading.Thread(target=runs)
-    thread.start()
-
-    def ends():
-        thread.join(20)
-        return given[0]
-
-    return ends
+    return functools.partial(ThreadPoolExecutor(1).submit(function).result, 20)
 
 
 def test_a_touch_from_outside_outlasts_the_module_that_had_it_bound(offloaded):

@@ -135,22 +135,8 @@ def test_materialized_parameters_are_plain(training):
     assert seen == [(nn.Parameter, True)]
 
 
-def test_a_weight_that_was_written_in_a_forward_is_refused_at_step(training):
-    def decays(module, *_):
-        with torch.no_grad():
-            module.weight.mul_(0.5)
-
-    expected = training.loss(1).detach()
-    handle = training.model.blocks[1].up.register_forward_pre_hook(decays)
-    training.loss(1).backward()
-    handle.remove()
-    with pytest.raises(UsageError, match=r"blocks\.1\.up\.weight"):
-        training.optimizer.step()
-    training.optimizer.zero_grad()
-    assert torch.equal(training.loss(1), expected), "what was written is still there"
-
-
 WRITES = {
+    "in place": torch.no_grad()(lambda weight: weight.mul_(0.5)),
     "data": lambda weight: weight.data.mul_(0.5),
     "item": lambda weight: weight.data.__setitem__((0, 0), 7.0),
     "numpy of data": lambda weight: weight.data.numpy().__imul__(0.5),
@@ -185,7 +171,7 @@ LATER = {
         *itertools.product(LATER, ["register_forward_hook", "register_full_backward_hook"], [None]),
     ],
 )
-def test_a_write_that_torch_does_not_count_is_found(offloaded, way, when, budget):
+def test_a_write_within_a_forward_is_found(offloaded, way, when, budget):
     training = offloaded(steps=1, host_memory=budget, gradients="auto" if budget else "ssd")
     expected = training.loss(1).detach()
     write = (WRITES | LATER)[way]
@@ -228,23 +214,6 @@ def test_memory_that_is_moved_in_a_forward_is_a_copys(offloaded):
     handle.remove()
     assert training.optimizer.steps == 2
     assert not torch.equal(training.loss(1), expected)
-
-
-def test_data_that_is_read_in_a_forward_is_no_write(training):
-    """And what is taken there and written outside is told."""
-    taken = []
-    handle = training.model.blocks[1].up.register_forward_pre_hook(lambda module, _: taken.append(module.weight.data))
-    training.step(1)
-    norm = taken[0].norm()
-    assert norm > 0
-    del taken[:]
-    training.loss(1).backward()
-    handle.remove()
-    taken[0].mul_(0.5)
-    with pytest.raises(UsageError, match=r"blocks\.1\.up\.weight.* was written to"):
-        training.optimizer.step()
-    training.optimizer.zero_grad()
-    training.step(1)
 
 
 def test_memory_is_not_replaced_in_a_forward(training):

@@ -1,4 +1,4 @@
-//! Tests spilled gradients on a simulated device: every operation failing in turn, and flipped bits.
+//! Tests spilled gradients on a simulated device: every operation failing in turn.
 
 use std::{sync::Arc, time::Duration};
 
