@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.bits import same_bits
-from support.stores import CHUNK, parameters
+from support.stores import CHUNK, filled, parameters
 
 from memascend import engine
 from memascend.errors import ConfigError, UsageError
@@ -32,7 +32,7 @@ def zeroed(record):
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_what_was_filled_is_what_was_given(tmp_path, given, chunks):
     wanted = records()
-    with engine.Store.create(tmp_path / "store", [zeroed(record) for record in wanted], chunk_elements=CHUNK) as store:
+    with filled(tmp_path / "store", [zeroed(record) for record in wanted], chunk_elements=CHUNK) as store:
         with engine.Engine(store, chunks=chunks, queue=20_000) as filling:
             for record in wanted:
                 filling.fill(record.name, record.values.clone(), dict(record.state) if given else None)

@@ -170,7 +170,7 @@ class Edits:
         with contextlib.ExitStack() as undo:
             edit = Edit(with_buffers, undo)
             if with_buffers:
-                undo.callback(run.buffers.unstage, run.resources.store)
+                undo.callback(run.buffers.unstage, run.resources.engine)
             undo.callback(self._discard, edit)
             yield edit
             undo.pop_all()
@@ -210,7 +210,7 @@ class Edits:
             run.residency.require_idle("this")
             run.residency.copies.require_released(edit.names)
             if edit.with_buffers:
-                buffers.stage(run.resources.store, step)
+                buffers.stage(run.resources.engine, step)
             run.resources.engine.commit(step, user_state=user_state, hyperparameters=hyperparameters)
 
 

@@ -211,7 +211,7 @@ def test_a_store_whose_first_write_did_not_finish_is_refused_by_name(offloaded, 
     records = [memascend.engine.Record(name="weight", values=torch.empty(64, 64, device="meta"), state={})]
     # The store of a new file has no name before its first commit.
     storage.touch()
-    memascend.engine.Store.create(storage, records, optimizer="AdamW", fill=False).close()
+    memascend.engine.Store.create(storage, records, optimizer="AdamW").close()
     model = Stack()
     optimizer = adamw(model)
     check = unchanged(model, optimizer, storage)
