@@ -224,10 +224,11 @@ def room_for(record: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, torch.T
     """Tensors for a record's values and state, in the order of dimensions in which they are stored."""
     import torch
 
+    from memascend.tensors import strides_of
+
     def empty(dtype: str, shape: list[int]) -> torch.Tensor:
-        order = stored_order(record, shape) or tuple(range(len(shape)))
-        laid_out = torch.empty([shape[dim] for dim in order], dtype=getattr(torch, dtype), device="cpu")
-        return laid_out.permute([order.index(dim) for dim in range(len(shape))])
+        strides = strides_of(shape, stored_order(record, shape))
+        return torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device="cpu")
 
     return empty(record["dtype"], record["shape"]), {of: empty(dtype, shape) for of, dtype, shape in record["state"]}
 
