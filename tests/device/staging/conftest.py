@@ -28,8 +28,7 @@ def in_one(store, unit):
 
 
 def leased(arena, store):
-    nbytes = in_one(store, "first").nbytes
-    return arena.lease(nbytes, 0, "units").tensor((nbytes,), torch.uint8)
+    return arena.lease(in_one(store, "first").nbytes, 0)
 
 
 @pytest.fixture
