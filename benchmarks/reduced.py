@@ -62,7 +62,7 @@ def encoded(values: torch.Tensor, given: Mapping[str, torch.Tensor], form: str) 
 
     state = engine.state_tensors(values, form, "momentum" if "momentum_buffer" in given else "adam")
     record = engine.Record(name="it", values=values, state=state, format=form, order=engine.order_of(values))
-    with tempfile.TemporaryDirectory() as folder, engine.Store.create(folder, [record], fill=False) as store:
+    with tempfile.TemporaryDirectory() as folder, engine.Store.create(folder, [record]) as store:
         with engine.Engine(store) as filling:
             filling.fill("it", values, given)
             filling.commit(0)

@@ -147,7 +147,12 @@ def _create(folder: Path, subject: _Parameters) -> storage.Store:
 
     values = bag.values(subject.numel)
     records = [_record(name, values, subject.form) for name in subject.names]
-    return storage.Store.create(folder / "store", records, chunk_elements=subject.chunk)
+    store = storage.Store.create(folder / "store", records, chunk_elements=subject.chunk)
+    with storage.Engine(store) as filling:
+        for record in records:
+            filling.fill(record.name, record.values, record.state)
+        filling.commit(0)
+    return store
 
 
 def measure(folder: Path, options: argparse.Namespace, begin: Callable[[int], Any] | None) -> dict[str, Any]:

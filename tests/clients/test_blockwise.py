@@ -77,7 +77,7 @@ def test_momentum_has_the_bits_of_bitsandbytes(tmp_path):
     likes = engine.state_tensors(master, "8bit", "momentum")
     record = engine.Record(name="weight", values=master, state=likes, format="8bit")
     with (
-        engine.Store.create(tmp_path / "store", [record], fill=False) as store,
+        engine.Store.create(tmp_path / "store", [record]) as store,
         engine.Engine(store) as updates,
     ):
         updates.fill("weight", master)

@@ -102,28 +102,6 @@ def test_under_a_default_device(tmp_path, device, data, expected):
             assert optimizer.state_of(model.head.weight)["exp_avg"].device.type == "cpu"
 
 
-def test_state_and_checkpoints_of_bf16_under_a_default_device(tmp_path):
-    torch.manual_seed(1)
-    model = torch.nn.Linear(8, 8).bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "run.store", device="cpu")
-    with optimizer:
-        model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
-        optimizer.step()
-        expected = optimizer.state_of(model.weight)
-        optimizer.save(tmp_path / "plain")
-        with torch.device("meta"):
-            found = optimizer.state_of(model.weight)
-            optimizer.save(tmp_path / "under")
-    for name, value in expected.items():
-        assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
-
-    def files(folder):
-        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-    assert files(tmp_path / "under") == files(tmp_path / "plain")
-
-
 def test_state_dicts_are_on_the_host(tmp_path, device, data):
     model, optimizer = begun(tmp_path, device)
     with optimizer:

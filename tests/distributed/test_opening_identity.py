@@ -16,7 +16,7 @@ from memascend.distributed.opening import choose, require_own, seen_at
 from memascend.distributed.reshard import find_earlier
 from memascend.distributed.rows import Layout
 from memascend.distributed.setup import places_of_others
-from memascend.engine import Record, Store, commits
+from memascend.engine import Engine, Record, Store, commits
 from memascend.errors import RankError
 from memascend.plan.options import Options
 
@@ -88,15 +88,15 @@ class Life:
         layout = Layout(exchange.rank, 1, exchange.size)
         opening = choose(path, exchange, self.existing, layout, self.given.get("others", {}).get(exchange.rank))
         store, agreement = opening.open(
-            lambda existing: Store.create(path, records, existing=existing, fill=False), self.given.get("earlier")
+            lambda existing: Store.create(path, records, existing=existing), self.given.get("earlier")
         )
-        with store:
+        with store, Engine(store) as updates:
             began = -1 if store.created else store.step
             while began < 0 or store.step < self.until:
                 step = 0 if began < 0 else store.step + 1
                 with agreement.step():
-                    store.stage("rows", torch.full((5,), 100.0 * exchange.rank + step), {}, step=step)
-                    store.commit(step)
+                    updates.fill("rows", torch.full((5,), 100.0 * exchange.rank + step), step=step)
+                    updates.commit(step)
                 began = max(began, 0)
             values = store.read("rows")[0]
             assert bool((values == 100.0 * exchange.rank + store.step).all())
@@ -177,8 +177,9 @@ def test_one_process_refuses_the_store_of_a_rank(tmp_path):
         Agreement(Talk(1).of(0), store, bytes(16), 4, bytes(16), bytes(16), Layout(0, 1, 2))
         store._shared.exchange.rank, store._shared.exchange.size = 1, 2
         store._shared.exchange.tell = lambda _, said, **__: [said]
-        store.stage("weight", torch.zeros(3, 4), {}, step=1)
-        store.commit(1)
+        with Engine(store) as updates:
+            updates.fill("weight", torch.zeros(3, 4), step=1)
+            updates.commit(1)
     before = (tmp_path / "run").read_bytes()
     with pytest.raises(memascend.ConfigError, match="is that of rank 1 of 2, and this is one process"):
         offloaded("resume")

@@ -21,11 +21,14 @@ MICRO_BATCHES = 12
 LEFT_OPEN = []
 UNFILLED = """
 import os, sys, torch
-from memascend.engine import Record, Store
+from memascend.engine import Engine, Record, Store
 records = [Record(name="w", values=torch.zeros(3), state={})]
-Store.create(sys.argv[1], records).close()
-Store.commit = lambda *arguments: os._exit(0)
-Store.create(sys.argv[2], records)
+for path in sys.argv[1:]:
+    with Store.create(path, records) as store, Engine(store) as filling:
+        filling.fill("w", torch.zeros(3))
+        filling.finish()
+        path == sys.argv[1] or os._exit(0)
+        filling.commit(0)
 """
 LOGGED = {"host_memory": "1GiB", "log_steps": 16}
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from support.stores import filled
 
 from memascend import engine, nvme
 from memascend.errors import ConfigError, MemascendError, StorageError
@@ -75,10 +76,10 @@ def test_of_threads_that_make_one_store_one_has_it_and_it_stays(tmp_path, existi
         path = f"{tmp_path}/{turn}{place}"
 
         def train(_, path=path):
-            with engine.Store.create(path, records(), existing=existing) as store:
+            with filled(path, records(), existing=existing) as store, engine.Engine(store) as updates:
                 made, step = store.created, store.step + 1
-                store.stage("weight", torch.full((64,), 8.0), step=step)
-                store.commit(step)
+                updates.fill("weight", torch.full((64,), 8.0), step=step)
+                updates.commit(step)
                 return made
 
         results = at_once(6, train)
@@ -135,13 +136,13 @@ def test_of_processes_that_make_one_volume_one_has_it_and_it_stays(tmp_path, pyt
 def test_a_replacement_that_is_too_late_leaves_the_run_that_resumed(tmp_path):
     for turn in range(12):
         path = tmp_path / f"store{turn}"
-        engine.Store.create(path, records()).close()
+        filled(path, records()).close()
 
         def act(index, path=path):
             existing = "replace" if index % 2 else "resume"
-            with engine.Store.create(path, records(), existing=existing) as store:
-                store.stage("weight", torch.full((64,), float(index)), step=store.step + 1)
-                store.commit(store.step + 1)
+            with filled(path, records(), existing=existing) as store, engine.Engine(store) as updates:
+                updates.fill("weight", torch.full((64,), float(index)), step=store.step + 1)
+                updates.commit(store.step + 1)
                 return index
 
         results = at_once(6, act)
@@ -155,5 +156,5 @@ def test_a_replacement_that_is_too_late_leaves_the_run_that_resumed(tmp_path):
 def test_a_store_that_fails_while_it_is_made_leaves_no_folder(tmp_path):
     large = engine.Record(name="w", values=torch.empty(1 << 39, device="meta"), state={})
     with pytest.raises(StorageError, match=r"no .*space for"):
-        engine.Store.create(f"{tmp_path}/new/", [large], chunk_elements=1 << 20, fill=False)
+        engine.Store.create(f"{tmp_path}/new/", [large], chunk_elements=1 << 20)
     assert os.listdir(tmp_path) == []

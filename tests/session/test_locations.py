@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.bits import same_states
 from support.chains import chain, offloaded, step, values
+from support.stores import filled
 
 from memascend import engine, memory, nvme
 from memascend.errors import ConfigError, CorruptionError, StorageError
@@ -74,20 +75,20 @@ def test_a_store_is_its_owners_alone_whatever_was_there(tmp_path):
     empty = tmp_path / "empty"
     empty.touch()
     empty.chmod(0o666)
-    engine.Store.create(empty, records()).close()
+    filled(empty, records()).close()
     assert mode_of(empty) == 0o600
 
     target, link = tmp_path / "target", tmp_path / "link"
     target.touch()
     target.chmod(0o644)
     link.symlink_to(target)
-    engine.Store.create(link, records()).close()
+    filled(link, records()).close()
     assert mode_of(target) == 0o600
     assert link.is_symlink()
 
     for existing in ("resume", "replace"):
         empty.chmod(0o664)
-        store = engine.Store.create(empty, records(), existing=existing)
+        store = filled(empty, records(), existing=existing)
         assert mode_of(empty) == 0o600
         store.close()
     empty.chmod(0o604)
@@ -102,7 +103,7 @@ def test_a_store_is_its_owners_alone_whatever_was_there(tmp_path):
 
 def test_what_is_refused_keeps_its_mode_and_its_length(tmp_path, monkeypatch):
     path = tmp_path / "store"
-    engine.Store.create(path, records()).close()
+    filled(path, records()).close()
     path.chmod(0o644)
     size = path.stat().st_size
     other = [engine.Record(name="other", values=torch.zeros(1 << 16), state={})]
@@ -115,7 +116,7 @@ def test_what_is_refused_keeps_its_mode_and_its_length(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     huge = [engine.Record(name="w", values=torch.empty(1 << 39, device="meta"), state={})]
     with pytest.raises(StorageError, match="no space"):
-        engine.Store.create("empty", huge, chunk_elements=1 << 20, fill=False)
+        engine.Store.create("empty", huge, chunk_elements=1 << 20)
     assert (mode_of(empty), empty.stat().st_size) == (0o664, 0)
 
 
@@ -138,7 +139,7 @@ def test_a_file_of_somebody_else_is_refused_by_name(tmp_path):
     assert error.value.path == str(path)
     assert (mode_of(path), path.stat().st_size) == (0o666, 0)
     path.unlink()
-    engine.Store.create(path, records()).close()
+    filled(path, records()).close()
     os.chown(path, 1000, 1000)
     # To look at it, root may; to put something of its own in its place is another thing.
     engine.Store.open(path).close()
@@ -184,7 +185,7 @@ def test_home_is_found_wherever_a_path_is_given(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     nvme.open("~/volume", size=1 << 16).close()
-    engine.Store.create("~/store", records()).close()
+    filled("~/store", records()).close()
     engine.Store.open(["~/store"]).close()
     model, optimizer = offloaded("~/run", scratch="~")
     step(model, optimizer)

@@ -110,3 +110,25 @@ def test_a_state_dict_of_another_position_is_refused_and_nothing_changes(tmp_pat
         assert optimizer.param_groups[0]["lr"] == 1e-2
         assert same_states(everything(model, optimizer), before)
         step(model, optimizer)
+
+
+def test_state_and_checkpoints_of_bf16_under_a_default_device(tmp_path):
+    torch.manual_seed(1)
+    model = torch.nn.Linear(8, 8).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "run.store", device="cpu")
+    with optimizer:
+        model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        expected = optimizer.state_of(model.weight)
+        optimizer.save(tmp_path / "plain")
+        with torch.device("meta"):
+            found = optimizer.state_of(model.weight)
+            optimizer.save(tmp_path / "under")
+    for name, value in expected.items():
+        assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
+
+    def files(folder):
+        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    assert files(tmp_path / "under") == files(tmp_path / "plain")

@@ -1,25 +1,28 @@
 """Tests the digest of what is staged, by which stores of the same records are compared before a commit."""
 
 import torch
+from support.stores import filled
 
-from memascend.engine import Record, Store
+from memascend.engine import Engine, Record
 
 
 def store(folder, name, **options):
     """A store of two records, one of which does not fill its last page."""
     values = {"even": torch.arange(4096.0), "odd": torch.arange(1001.0)}
     records = [Record(name=name, values=one, state={"moment": one.clone()}, unit="u") for name, one in values.items()]
-    return Store.create(folder / name, records, chunk_elements=2048, **options)
+    return filled(folder / name, records, chunk_elements=2048, **options)
 
 
 def stage(made, changed=0.0, of="moment"):
-    for name in ("odd", "even") if changed else ("even", "odd"):
-        values, state = made.read(name)
-        values = values + 1
-        tensors = {"": values, **state}
-        if name == "odd":
-            tensors[of][-1] += changed
-        made.stage(name, values, state, step=1)
+    with Engine(made) as filling:
+        for name in ("odd", "even") if changed else ("even", "odd"):
+            values, state = made.read(name)
+            values = values + 1
+            tensors = {"": values, **state}
+            if name == "odd":
+                tensors[of][-1] += changed
+            filling.fill(name, values, state, step=1)
+        filling.finish()
 
 
 def test_stores_have_the_same_digest_if_the_same_bytes_are_staged(tmp_path):

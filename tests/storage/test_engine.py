@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from support.stores import CHUNK, damage, parameters
+from support.stores import CHUNK, damage, filled, parameters
 
 from memascend import engine
 from memascend.cli import main
@@ -20,7 +20,7 @@ def made(path, **options):
     ]
     frozen = engine.Record(name="frozen", values=torch.arange(5000.0).bfloat16(), state={}, unit="rest")
     buffer = engine.Record(name="mean", values=torch.zeros(3), state={}, unit="rest", buffer=True)
-    return engine.Store.create(path, [*records, frozen, buffer], chunk_elements=CHUNK, **options)
+    return filled(path, [*records, frozen, buffer], chunk_elements=CHUNK, **options)
 
 
 def test_devices_that_are_swapped_missing_or_foreign_are_named(tmp_path):
@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_refused_and_loses_nothing(tmp_path):
         updates.commit(1)
         assert store.step == 1
     with pytest.raises(UsageError, match="closed"):
-        store.stage("frozen", torch.zeros(5000).bfloat16(), step=1)
+        store.commit(1)
     store.close()
 
 
@@ -111,7 +111,7 @@ def test_values_that_are_resident_are_not_read(tmp_path):
     values = torch.randn(numel).bfloat16()
     record = engine.Record(name="w", values=values, state=compact(values))
     with (
-        engine.Store.create(tmp_path / "store", [record], chunk_elements=CHUNK) as store,
+        filled(tmp_path / "store", [record], chunk_elements=CHUNK) as store,
         engine.Engine(store) as updates,
     ):
         before = updates.counters()
@@ -137,7 +137,7 @@ def test_values_that_are_resident_are_not_read(tmp_path):
 
 def test_a_walk_ends_by_an_error_and_its_parts_end_with_it(tmp_path):
     record = engine.Record(name="w", values=torch.randn(3, 1741), state={})
-    with engine.Store.create(tmp_path / "store", [record], chunk_elements=CHUNK) as store:
+    with filled(tmp_path / "store", [record], chunk_elements=CHUNK) as store:
         with pytest.raises(ZeroDivisionError):
             store.scan(["w"], lambda *_: 1 / 0)
         kept = []

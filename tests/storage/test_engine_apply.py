@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.bits import same_bits
-from support.stores import CHUNK, SIZES, parameters
+from support.stores import CHUNK, SIZES, filled, parameters
 
 from memascend import engine
 from memascend.errors import ConfigError, StorageError, UsageError
@@ -31,7 +31,7 @@ def made(path, *, spill=None, **options):
     records = [
         engine.Record(name=name, values=values, state=states[name], spill=spill) for name, values in held.items()
     ]
-    store = engine.Store.create(path, records, chunk_elements=CHUNK, optimizer="SGD", **options)
+    store = filled(path, records, chunk_elements=CHUNK, optimizer="SGD", **options)
     return store, held, {name: {of: tensor.clone() for of, tensor in state.items()} for name, state in states.items()}
 
 
@@ -150,7 +150,7 @@ def test_strides_that_are_not_row_major_are_kept(tmp_path):
     state = {"moment": torch.zeros_like(values)}
     records = [engine.Record(name="conv", values=values, state=state, order=order, spill=torch.float32)]
     gradient = torch.randn(8, 6, 20, 30).contiguous(memory_format=torch.channels_last)
-    store = engine.Store.create(tmp_path / "store", records, chunk_elements=CHUNK)
+    store = filled(tmp_path / "store", records, chunk_elements=CHUNK)
     wanted = values.clone()
 
     def function(chunk):

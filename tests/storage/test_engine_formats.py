@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from support import blockwise
+from support.stores import filled
 
 from benchmarks.reduced import encoded
 from memascend import engine
@@ -83,7 +84,7 @@ def test_fill_takes_float32(tmp_path: Path, form: str, dtype: torch.dtype) -> No
         given["master"] = master
     likes = engine.state_tensors(values, form)
     record = engine.Record(name="weight", values=values, state=likes, format=form)
-    with engine.Store.create(tmp_path / "store", [record], chunk_elements=4096, fill=False) as store:
+    with engine.Store.create(tmp_path / "store", [record], chunk_elements=4096) as store:
         with engine.Engine(store) as updates:
             updates.fill("weight", values, given, step=3)
             updates.commit(1)
@@ -132,7 +133,7 @@ def test_a_function_gets_the_items_of_its_elements(tmp_path: Path) -> None:
         chunk.state["rounded_up"].zero_()
 
     with (
-        engine.Store.create(tmp_path / "store", [record], chunk_elements=4096) as store,
+        filled(tmp_path / "store", [record], chunk_elements=4096) as store,
         engine.Engine(store, chunks=2) as updates,
     ):
         updates.apply("weight", rewritten, step=1, gradient=_noise(4).bfloat16())
@@ -198,7 +199,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     wrong = engine.Record(name="weight", values=values, state=state, format="8bit")
     _refused(lambda: engine.Store.create(tmp_path / "wrong", [wrong]), "8bit")
     record = engine.Record(name="weight", values=values, state=state, format="bf16")
-    with engine.Store.create(tmp_path / "store", [record]) as store, engine.Engine(store) as updates:
+    with filled(tmp_path / "store", [record]) as store, engine.Engine(store) as updates:
         momentum = engine.Momentum(momentum=0.9, step=1)
         _refused(lambda: updates.update("weight", values, momentum), "momentum")
         again = engine.Record(name="weight", values=values, state=encoded(values, {}, "8bit"), format="8bit")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.bits import same_bits
-from support.stores import CHUNK, DTYPES, NUMBERS, damage, parameters
+from support.stores import CHUNK, DTYPES, NUMBERS, damage, filled, parameters
 
 from memascend import engine, kernels
 from memascend.errors import ConfigError, CorruptionError, UsageError
@@ -21,7 +21,7 @@ def made(path, spill=None, **options):
         for name, values in parameters().items()
     ]
     records.append(engine.Record(name="frozen", values=torch.zeros(3), state={}))
-    return engine.Store.create(path, records, chunk_elements=CHUNK, **options)
+    return filled(path, records, chunk_elements=CHUNK, **options)
 
 
 def gradient(shape, dtype):

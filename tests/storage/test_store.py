@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.bits import as_bytes
-from support.stores import damage
+from support.stores import damage, filled
 
 from memascend import engine
 from memascend.errors import ConfigError, CorruptionError, UsageError
@@ -35,7 +35,7 @@ def records(device="cpu"):
 
 
 def made(path, **options):
-    return engine.Store.create(path, records(), chunk_elements=CHUNK, **options)
+    return filled(path, records(), chunk_elements=CHUNK, **options)
 
 
 def pages(nbytes):
@@ -54,8 +54,8 @@ def test_sizes_need_no_device_and_are_what_the_store_and_the_engine_say(tmp_path
         assert store.info()["index_bytes"] == sizes.index_bytes
     assert list(sizes.unit_bytes) == ["one", "two", "three"]
     assert all(nbytes % engine.PAGE_BYTES == 0 for nbytes in sizes.unit_bytes.values())
-    several = engine.sizes(records("meta"), chunk_elements=CHUNK, devices=3, stripe=4096)
-    with made([tmp_path / name for name in "abc"], stripe=4096) as store:
+    several = engine.sizes(records("meta"), chunk_elements=CHUNK, devices=3)
+    with made([tmp_path / name for name in "abc"]) as store:
         assert store.info()["total_bytes"] == several.total_bytes
 
 
@@ -86,12 +86,13 @@ def test_tensors_come_back_with_the_strides_of_their_order(tmp_path):
                 assert state[name].stride() == tensor.stride()
                 assert torch.equal(state[name], tensor)
         conv = records()[2]
-        with pytest.raises(ConfigError, match="order"):
-            store.stage("conv", conv.values.contiguous(), conv.state, step=1)
-        with pytest.raises(ConfigError, match="contiguous"):
-            store.stage("embed", torch.zeros(90, 70).bfloat16().t(), records()[0].state, step=1)
-        with engine.Engine(store) as updates, pytest.raises(ConfigError, match="order"):
-            updates.update("conv", conv.values.contiguous(), engine.Adam(step=1))
+        with engine.Engine(store) as updates:
+            with pytest.raises(ConfigError, match="order"):
+                updates.fill("conv", conv.values.contiguous(), conv.state)
+            with pytest.raises(ConfigError, match="contiguous"):
+                updates.fill("embed", torch.zeros(90, 70).bfloat16().t(), records()[0].state)
+            with pytest.raises(ConfigError, match="order"):
+                updates.update("conv", conv.values.contiguous(), engine.Adam(step=1))
 
 
 def test_order_of_a_tensor():

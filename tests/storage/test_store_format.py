@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from support.bits import same_bits
+from support.stores import filled
 
 from memascend import cli, engine
 
@@ -25,7 +26,7 @@ ONE_BYTE = [
 COMPLEX = ["complex32", "complex64", "complex128"]
 
 
-def filled(dtype, numel):
+def arbitrary(dtype, numel):
     values = torch.randint(0, 2 if dtype == torch.bool else 256, (numel * dtype.itemsize,), dtype=torch.uint8)
     return values.view(dtype)
 
@@ -37,7 +38,7 @@ def filled(dtype, numel):
 @pytest.mark.parametrize("name", ONE_BYTE + COMPLEX)
 def test_values_of_any_size_beside_twenty_bytes_of_state_come_back(tmp_path, name):
     torch.manual_seed(1)
-    narrow = filled(getattr(torch, name), 200_000)
+    narrow = arbitrary(getattr(torch, name), 200_000)
     wide = torch.randn(120_000)
     state = {f"state.{index}": torch.randn(120_000) for index in range(5)}
     records = [
@@ -46,7 +47,7 @@ def test_values_of_any_size_beside_twenty_bytes_of_state_come_back(tmp_path, nam
         engine.Record(name="after", values=torch.randn(7), state={}, unit="one", buffer=True),
     ]
     path = tmp_path / "store"
-    engine.Store.create(path, records).close()
+    filled(path, records).close()
     with engine.Store.open(path) as store:
         store.verify()
         for record in records:
@@ -62,16 +63,16 @@ def test_values_of_any_size_beside_twenty_bytes_of_state_come_back(tmp_path, nam
 def test_a_damaged_label_is_named_by_verify_and_repaired_by_the_next_step(tmp_path, capsys):
     path = tmp_path / "store"
     values = torch.randn(100)
-    engine.Store.create(path, [engine.Record(name="weight", values=values, state={})]).close()
+    filled(path, [engine.Record(name="weight", values=values, state={})]).close()
     with path.open("r+b") as file:
         file.write(b"\0" * 4096)
     assert cli.main(["store", "verify", str(path)]) == 1
     assert "the first label of" in capsys.readouterr().out
     assert cli.main(["store", "verify", "--json", str(path)]) == 1
     assert len(json.loads(capsys.readouterr().out)["damaged"]) == 1
-    with engine.Store.open(path) as store:
-        store.stage("weight", values + 1, step=1)
-        store.commit(1)
+    with engine.Store.open(path) as store, engine.Engine(store) as updates:
+        updates.fill("weight", values + 1, step=1)
+        updates.commit(1)
     assert cli.main(["store", "verify", str(path)]) == 0
     with engine.Store.open(path) as store:
         assert store.damaged() == []

@@ -4,6 +4,8 @@ import itertools
 
 import torch
 
+from memascend import engine
+
 CHUNK = 2048
 SIZES = [(1,), (13,), (2048,), (2049,), (3, 1741), (0, 5), ()]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -14,6 +16,18 @@ def parameters(dtypes=tuple(DTYPES), sizes=tuple(SIZES)):
     """By names such as "float32.(3, 1741)"."""
     torch.manual_seed(1)
     return {f"{dtype}.{shape}"[6:]: torch.randn(shape).to(dtype) for dtype, shape in itertools.product(dtypes, sizes)}
+
+
+def filled(path, records, **options):
+    """`Store.create`, and its first commit where it is new: the values and the state of its records."""
+    store = engine.Store.create(path, records, **options)
+    store.go_back()
+    if store.created:
+        with engine.Engine(store) as filling:
+            for record in records:
+                filling.fill(record.name, record.values, record.state)
+            filling.commit(0)
+    return store
 
 
 def damage(path, content, at=0):

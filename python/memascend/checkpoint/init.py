@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memascend.distributed.rows import Partition
     from memascend.plan.units import Unit
     from memascend.session.decide import Subject
-    from memascend.storage import Store
+    from memascend.storage import Engine, Store
 
     # A parameter's name, values as they are stored, the optimizer's state, what there is, and how many updates made it.
     First = tuple[str, torch.Tensor, dict[str, torch.Tensor], int]
@@ -443,21 +443,21 @@ class Buffers:
                     "changes its shape is registered with persistent=False before offload(), or is a plain attribute"
                 )
 
-    def stage(self, store: Store, step: int) -> None:
+    def stage(self, engine: Engine, step: int) -> None:
         """Stage the buffers that changed."""
         self._staged = {}
         for name in self.names:
             values = self.tensor(name)
             now = "" if self._always else checksum_of(values)
             if self._always or self._seen.get(name) != now:
-                store.discard(name)
-                store.stage(name, values, step=step)
+                engine.discard(name)
+                engine.fill(name, values, step=step)
                 self._staged[name] = now
 
-    def unstage(self, store: Store) -> None:
+    def unstage(self, engine: Engine) -> None:
         """Discard the staged buffers."""
         for name in self._staged:
-            store.discard(name)
+            engine.discard(name)
         self._staged = {}
 
     def committed(self) -> None:

@@ -18,7 +18,7 @@ from memascend.errors import ConfigError, CorruptionError, MemascendError
 from memascend.optim.members import is_owners, is_roster, title_of
 from memascend.params.offloaded_param import dense_strides
 from memascend.storage import Checksum, checksum_of, order_of
-from memascend.tensors import laid_out
+from memascend.tensors import laid_out, strides_of
 from memascend.text import Progress, listed, warn
 
 if TYPE_CHECKING:
@@ -371,10 +371,10 @@ class CheckpointValues:
 
     def _converted(self, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
         one, other = self._conversions[name]
-        order = self._order_of(name) or list(range(values.dim()))
+        strides = strides_of(values.shape, self._order_of(name))
         found = {of: self._state.at(state_key(name, of)) for of in one.kinds(values.shape)}
-        laid = {of: _in_order(each, order) if each.shape == values.shape else each for of, each in found.items()}
-        whole = one.decoded(_in_order(values, order), laid)
+        laid = {of: laid_out(each, strides) if each.shape == values.shape else each for of, each in found.items()}
+        whole = one.decoded(laid_out(values, strides), laid)
         if not other.master:
             whole.pop("master", None)
         return whole
@@ -382,12 +382,6 @@ class CheckpointValues:
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
         """Copy its values from the checkpoint."""
         tensor.copy_(self._weights.tensor(name, tensor))
-
-
-def _in_order(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """The tensor with its dimensions in memory in this order."""
-    back = [order.index(dim) for dim in range(len(order))]
-    return tensor.permute(order).contiguous().permute(back)
 
 
 def _user_state(manifest: Mapping[str, Any], partition: Partition) -> Any:

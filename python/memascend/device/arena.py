@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.device.device import failures_named
-from memascend.errors import ConfigError, MemoryLimitError, TimeoutExpired, UsageError
+from memascend.errors import ConfigError, MemoryLimitError, TimeoutExpired
 from memascend.memory import whole_pages
 from memascend.text import size_option
 
@@ -47,27 +47,6 @@ class _Hold:
         self._gone.put(self.slot)
 
 
-class DeviceLease:
-    """A hold on a slot, until `tensor()` hands it to a storage."""
-
-    __slots__ = ("_device", "_hold", "nbytes")
-
-    def __init__(self, device: Device, hold: _Hold, nbytes: int) -> None:
-        self._device = device
-        self._hold: _Hold | None = hold
-        self.nbytes = nbytes
-
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor there, which the lease lives as long as any view of; to be had once."""
-        hold, self._hold = self._hold, None
-        if hold is None:
-            raise UsageError("this lease was handed to a tensor already, and memory has one owner: take another lease")
-        if dtype != torch.uint8 or shape != (self.nbytes,):
-            raise ConfigError(f"a lease on a device is a tensor of {self.nbytes} uint8, not {shape} of {dtype}")
-        with torch.inference_mode(mode=False), torch.no_grad():
-            return self._device.lent(hold.slot.memory, hold.slot.start, self.nbytes, hold)
-
-
 class DeviceArena:
     """Slots of classes, {bytes: count}, in one piece of a device's memory; each that is added has a piece of its own.
 
@@ -86,7 +65,6 @@ class DeviceArena:
         # The slots beyond the planned ones, {bytes: count}.
         self.added: dict[int, int] = {}
         self._slots: dict[int, _Slot] = {}  # by address
-        self._in_use = 0
         self._lock = threading.Lock()
         # Slots whose last view is gone.
         self._gone: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
@@ -145,26 +123,26 @@ class DeviceArena:
         """Bytes beyond the plan."""
         return sum(whole_pages(bound) * count for bound, count in self.added.items())
 
-    def lease(self, nbytes: int, timeout: float | None = None, owner: str = "user") -> DeviceLease:
-        """Take a slot, waiting up to `timeout` seconds (None: until there is one).
+    def lease(self, nbytes: int, timeout: float) -> torch.Tensor:
+        """Take a slot, waiting up to `timeout` seconds: a tensor of so many bytes, whose last view releases it.
 
         Raises:
             ConfigError: no class is large enough.
             TimeoutExpired: all slots stayed taken.
         """
         bound = self._bound_for(nbytes)
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         self._take_back()
         while True:
             with self._lock:
-                if self._free[bound]:
-                    slot = self._free[bound].pop()
-                    self._in_use += bound
-                    return DeviceLease(self._device, _Hold(self._gone, slot), nbytes)
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
+                hold = _Hold(self._gone, self._free[bound].pop()) if self._free[bound] else None
+            if hold is not None:
+                with torch.inference_mode(mode=False), torch.no_grad():
+                    return self._device.lent(hold.slot.memory, hold.slot.start, nbytes, hold)
+            left = deadline - time.monotonic()
+            if left <= 0:
                 raise TimeoutExpired(
-                    f"no slot of {bound} bytes became free for {owner} on {self._device.torch_device}: its tensors are "
+                    f"no slot of {bound} bytes became free for units on {self._device.torch_device}: its tensors are "
                     "still used. Drop them, or pass a larger device_memory="
                 )
             self._take_back(wait=left)
@@ -191,10 +169,10 @@ class DeviceArena:
         slot.after.clear()
         return after
 
-    def _take_back(self, wait: float | None = 0.0) -> None:
+    def _take_back(self, wait: float = 0.0) -> None:
         """Take back the slots whose last view is gone; `wait` so long for a first one."""
         try:
-            slot = self._gone.get(timeout=wait) if wait is None or wait > 0 else self._gone.get_nowait()
+            slot = self._gone.get(timeout=wait) if wait > 0 else self._gone.get_nowait()
             while True:
                 self._came_back(slot)
                 slot = self._gone.get_nowait()
@@ -207,7 +185,6 @@ class DeviceArena:
             slot.after.extend([self._device.mark(stream) for stream in slot.streams])
         slot.streams.clear()
         with self._lock:
-            self._in_use -= slot.nbytes
             self._free[slot.nbytes].append(slot)
 
     def free_slots(self, nbytes: int) -> int:
@@ -224,8 +201,3 @@ class DeviceArena:
                 "plan a slot of that size"
             )
         return self._bounds[at]
-
-    def stats(self) -> dict[str, Any]:
-        """Bytes "in_use" and "reserved"; "tables" are none, but for a few objects."""
-        self._take_back()
-        return {"in_use": self._in_use, "reserved": self.reserved_bytes, "tables": 0}

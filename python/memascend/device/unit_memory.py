@@ -36,26 +36,13 @@ class HostUnits:
         """Take the memory."""
         self.arena: Any = HostArena(classes)
         self.begin = store.fetch
-        self._store = store
-        self._ram_tier: dict[str, torch.Tensor] = {}
-        self.spoil = store.spoil
 
-    def values_in_ram(self, name: str) -> torch.Tensor:
-        """The bytes of a unit in the RAM tier."""
+    def take(self, nbytes: int, timeout: float) -> torch.Tensor:
+        """Memory for the bytes of a unit, which its last view releases; see `DeviceArena.lease`."""
+        lease = self.arena.lease(nbytes, timeout=timeout, owner="units")
         with torch.inference_mode(mode=False):
-            found = self._store.ram_tier_unit(name)
-        assert found is not None, f"unit {name!r} is not in RAM"
-        # Tensors are found by their storage: it stays the same while the unit is in RAM, unless user code moves
-        # it (share_memory_()).
-        kept = self._ram_tier.setdefault(name, found)
-        if kept.data_ptr() != found.data_ptr():
-            kept = self._ram_tier[name] = found
-        return kept
-
-    @property
-    def ram_tier_epoch(self) -> int:
-        """The store's count, by which bytes of the RAM tier become stale."""
-        return self._store.ram_tier_epoch
+            taken: torch.Tensor = lease.tensor((nbytes,), torch.uint8)
+            return taken
 
     def used(self, base: torch.Tensor) -> None:
         """Nothing to order."""
@@ -77,15 +64,11 @@ class HostUnits:
 
     def close(self) -> None:
         """Release the memory."""
-        self._ram_tier.clear()
         self.arena.close()
 
 
 class DeviceUnits:
     """Units in an arena on a device. They and their gradients pass through chunks of host memory."""
-
-    # Units of the RAM tier are in host memory, and pass through the chunks from there.
-    ram_tier_epoch = 0
 
     def __init__(
         self, store: Store, device: Device, classes: Mapping[int, int], ram_tier: Collection[str] = ()
@@ -93,7 +76,8 @@ class DeviceUnits:
         """Take the memory on both sides, and start the thread that copies; gradients of the `ram_tier` wait here."""
         self.device = device
         self._ram_tier = ram_tier
-        self.arena: Any = DeviceArena(device, classes)
+        self.arena = DeviceArena(device, classes)
+        self.take = self.arena.lease
         ((chunk_bytes, count),) = UNIT_CHUNKS.items()
         self._ring = memory.ChunkRing(chunk_bytes, count)
         ((window_bytes, windows),) = GRADIENT_WINDOWS.items()
@@ -111,13 +95,6 @@ class DeviceUnits:
         if self.arena.used(base):
             # The wait for it may have been on another stream.
             self._staging.order(base)
-
-    def values_in_ram(self, name: str) -> torch.Tensor:
-        """Never asked for: units of the RAM tier are copied to the device, too."""
-        raise AssertionError(f"unit {name!r} is computed with on the device")
-
-    def spoil(self, name: str) -> None:
-        """Nothing to do: the RAM tier is not computed with."""
 
     def require_usable(self) -> None:
         """Reject a use inside of a CUDA graph."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -217,7 +217,7 @@ class CachedUnits:
             self.require_open()
             self._current = home
             self.order.went_to(home.index)
-            if home.in_ram and home.is_stale(self._memory.ram_tier_epoch):
+            if home.in_ram and home.is_stale(self._engine.store.ram_tier_epoch):
                 self.evict(home)
             if home.base is None:
                 self._bring(home)
@@ -232,9 +232,12 @@ class CachedUnits:
     def _bring(self, home: Home) -> None:
         """Have the bytes of a unit in memory; an interrupt leaves one that is brought again."""
         if home.in_ram:
+            store = self._engine.store
             # Read first: bytes that become stale in between are brought again.
-            epoch = self._memory.ram_tier_epoch
-            values = self._memory.values_in_ram(home.name)
+            epoch = store.ram_tier_epoch
+            with torch.inference_mode(mode=False):
+                values = store.ram_tier_unit(home.name)
+            assert values is not None, f"unit {home.name!r} is not in RAM"
             self._at[values.data_ptr()] = (home, home.version)
             home.stand(values, epoch)
             return
@@ -245,12 +248,10 @@ class CachedUnits:
         home.arrive()
 
     def _start(self, home: Home, *, must: bool) -> bool:
-        """Lease memory and begin the read."""
-        lease = self._room(home, must=must)
-        if lease is None:
+        """Take memory and begin the read."""
+        base = self._room(home, must=must)
+        if base is None:
             return False
-        with torch.inference_mode(mode=False):
-            base = lease.tensor((home.nbytes,), torch.uint8)
         home.begin_read(self._memory.begin(home.name, base), base)
         self._at[base.data_ptr()] = (home, home.version)
         self.counters["fetches"] += 1
@@ -294,14 +295,14 @@ class CachedUnits:
 
     # --- freeing memory -----------------------------------------------------------------
 
-    def _room(self, home: Home, *, must: bool) -> Any:
-        """A lease for a unit; None where no memory is free now and it is not needed yet."""
+    def _room(self, home: Home, *, must: bool) -> torch.Tensor | None:
+        """Memory for a unit; None where no memory is free now and it is not needed yet."""
         waited, evicted = 0.0, False
         while True:
             # A query for free slots comes first: a lease that fails is slower, as an error with its message is made.
             if waited or self._arena.free_slots(home.nbytes):
                 try:
-                    return self._arena.lease(home.nbytes, timeout=waited, owner="units")
+                    return self._memory.take(home.nbytes, waited)
                 except TimeoutExpired:
                     if waited == _LAST_SECONDS and not self._engine.queued_bytes:
                         self._add_room(home)
@@ -382,7 +383,7 @@ class CachedUnits:
                 home.note_written()
                 # A write to one through its storage may have reached all of them.
                 for place in home.places if home.in_ram else ():
-                    self._memory.spoil(place.name)
+                    self._engine.store.spoil(place.name)
                 self.evict(home)
                 home.forget()
 

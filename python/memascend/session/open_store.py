@@ -127,7 +127,6 @@ def open_store(subject: Subject, records: list[engines.Record]) -> Store:
             optimizer=title_of(subject.original),
             existing=options.existing,
             durability=subject.durability,
-            fill=False,
         )
 
     if not paths:

@@ -404,7 +404,7 @@ class Measurements:
         units = self._resources.units
         if units.device is None:
             return {}
-        reserved = int(units.arena.stats()["reserved"])
+        reserved = units.arena.reserved_bytes
         return {
             "device": {"units": Owner(reserved, reserved), "gradients": self._gradients()},
             "device_budget": self.plan.device_budget,

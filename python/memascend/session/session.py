@@ -152,7 +152,7 @@ class Session:
     def _step(self) -> bool:
         """Make the step; returns False without gradients, and where they overflowed."""
         run, gradients, metadata = self.run, self.run.gradients, self.run.metadata
-        engine, store = run.resources.engine, run.resources.store
+        engine = run.resources.engine
         present = self._present()
         own = gradients.measured(present) if present and self._norm_comes_first else _NOTHING
         is_any, (bad, squares) = self._of_all_ranks(bool(present), own)
@@ -170,7 +170,7 @@ class Session:
                 factor = clip_factor(self.max_grad_norm, norm)
         gradients.update_all(present, factor)
         step = metadata.step + 1
-        run.buffers.stage(store, step)
+        run.buffers.stage(engine, step)
         updated = [name for name, kept in gradients.by_name.items() if kept.state.staged]
         give_back = metadata.arithmetic.adopt(updated, engine.finish)
         before, position = metadata.scale.state(), metadata.position

@@ -168,7 +168,7 @@ class Edits:
         run = self.run
         with contextlib.ExitStack() as undo:
             edit = Edit(undo)
-            undo.callback(run.buffers.unstage, run.resources.store)
+            undo.callback(run.buffers.unstage, run.resources.engine)
             undo.callback(self._discard, edit)
             yield edit
             undo.pop_all()
@@ -214,7 +214,7 @@ class Edits:
             run.residency.require_idle("this")
             run.residency.copies.require_released(edit.names)
             # New weights never stand beside old statistics.
-            buffers.stage(run.resources.store, step)
+            buffers.stage(run.resources.engine, step)
             run.resources.engine.commit(step, user_state=user_state, hyperparameters=hyperparameters)
 
 

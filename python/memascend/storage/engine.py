@@ -99,18 +99,15 @@ def _tensor_on(lent: Any, dtype: str) -> torch.Tensor:
 
 def _laid(flat: torch.Tensor, shape: Sequence[int], order: Sequence[int] | None) -> torch.Tensor:
     """Elements in a shape, whose dimensions follow each other in memory in this order."""
-    if order is None:
-        return flat.view(shape)
-    return flat.view([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(order))])
+    from memascend.tensors import strides_of
+
+    return flat.as_strided(tuple(shape), strides_of(shape, order))
 
 
 def _parts(gradient: Any, order: Sequence[int] | None, *, whole: bool) -> Callable[[int, int], torch.Tensor | None]:
     """Gives so many elements of a gradient from one on, in the order of memory; or all of it."""
     if whole or gradient is None:
         return lambda _start, _count: None if gradient is None else gradient.cpu()
-    made_in_parts: Callable[[int, int], torch.Tensor] | None = getattr(gradient, "elements", None)
-    if made_in_parts is not None:
-        return made_in_parts
     flat = (gradient if order is None else gradient.permute(tuple(order))).reshape(-1)
     return lambda start, count: flat[start : start + count].cpu()
 

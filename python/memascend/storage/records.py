@@ -41,19 +41,14 @@ def stored_order(record: Mapping[str, Any], shape: Sequence[int]) -> tuple[int, 
     return record["order"] if list(shape) == record["shape"] else None
 
 
-def require_laid_out(name: str, tensor: torch.Tensor, order: Sequence[int] | None) -> None:
-    """Reject a tensor that is not on the CPU, or has gaps in this order of dimensions."""
+def require(name: str, tensor: torch.Tensor, dtype: str, shape: list[int], order: Sequence[int] | None) -> None:
+    """Reject a tensor that is not on the CPU, has gaps in this order of dimensions, or differs from its description."""
     if tensor.device.type != "cpu":
         raise ConfigError(f"the tensors of {name!r} must be on the CPU, not on {tensor.device}")
     if order is None and not tensor.is_contiguous():
         raise ConfigError(f"the tensors of {name!r} must be contiguous")
     if order is not None and not (len(order) == tensor.dim() and tensor.permute(tuple(order)).is_contiguous()):
         raise ConfigError(f"the tensors of {name!r} must have their dimensions in memory in the order {list(order)}")
-
-
-def require(name: str, tensor: torch.Tensor, dtype: str, shape: list[int], order: Sequence[int] | None) -> None:
-    """Reject a tensor that differs from its description."""
-    require_laid_out(name, tensor, order)
     got = str(tensor.dtype).removeprefix("torch.")
     if got != dtype or list(tensor.shape) != shape:
         raise ConfigError(f"a tensor of {name!r} is {got} of shape {list(tensor.shape)}, not {dtype} of {shape}")
@@ -79,12 +74,12 @@ _CHUNK_GRAIN = 2_048
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A parameter or a persistent buffer, with the values and the state that a new store begins with.
+    """The description of a parameter or a persistent buffer in a store.
 
     Attributes:
         name: its name, which no other record has.
-        values: a CPU tensor without gaps, or one on the meta device as a description.
-        state: its state tensors by name, of the same kind.
+        values: a tensor of its dtype and shape; one on the meta device is enough.
+        state: tensors alike for its state, by name.
         unit: the name of its unit; records of a unit follow each other.
         buffer: a persistent buffer and not a parameter.
         order: its dimensions from the largest stride to the smallest, as `order_of` returns them; None: row-major.
@@ -128,7 +123,6 @@ def sizes(
     optimizer: str = "AdamW",
     chunk_elements: int | None = None,
     devices: int = 1,
-    stripe: int | None = None,
 ) -> Sizes:
     """The sizes of a store that `Store.create` would make. Tensors may be on the meta device; nothing is written.
 
@@ -137,7 +131,7 @@ def sizes(
     """
     units, described = description(records)
     chunk = chunk_elements_of(records) if chunk_elements is None else chunk_elements
-    *all_bytes, of_units, of_records = _core.store_sizes(described, units, optimizer, chunk, devices, stripe)
+    *all_bytes, of_units, of_records = _core.store_sizes(described, units, optimizer, chunk, devices, None)
     total, slot, index, buffer, chunk, other = all_bytes
     return Sizes(
         total_bytes=total,
@@ -226,29 +220,15 @@ def _described(name: str, tensor: torch.Tensor) -> tuple[str, str, list[int]]:
     return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
 
 
-def tensors_of(
-    record: Mapping[str, Any], values: torch.Tensor, state: Mapping[str, torch.Tensor]
-) -> list[torch.Tensor]:
-    """All tensors of a record in the order in which they are stored."""
-    name = record["name"]
-    wanted = [of for of, _, _ in record["state"]]
-    if sorted(state) != sorted(wanted):
-        raise ConfigError(f"the state of {name!r} is {wanted}, not {list(state)}")
-    tensors = [values, *(state[of] for of in wanted)]
-    described = [(record["dtype"], record["shape"]), *((dtype, shape) for _, dtype, shape in record["state"])]
-    for tensor, (dtype, shape) in zip(tensors, described, strict=True):
-        require(name, tensor, dtype, shape, stored_order(record, shape))
-    return tensors
-
-
 def room_for(record: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Tensors for a record's values and state, in the order of dimensions in which they are stored."""
     import torch
 
+    from memascend.tensors import strides_of
+
     def empty(dtype: str, shape: list[int]) -> torch.Tensor:
-        order = stored_order(record, shape) or tuple(range(len(shape)))
-        laid_out = torch.empty([shape[dim] for dim in order], dtype=getattr(torch, dtype), device="cpu")
-        return laid_out.permute([order.index(dim) for dim in range(len(shape))])
+        strides = strides_of(shape, stored_order(record, shape))
+        return torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device="cpu")
 
     return empty(record["dtype"], record["shape"]), {of: empty(dtype, shape) for of, dtype, shape in record["state"]}
 

@@ -1,4 +1,4 @@
-"""Opens, reads, fills, examines and commits a store of training state on SSD."""
+"""Opens, reads, examines and commits a store of training state on SSD."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ from memascend.storage.records import (
     chunk_elements_of,
     description,
     json_of,
-    require_laid_out,
     room_for,
     shown_to,
-    tensors_of,
 )
 from memascend.text import paths_listed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -76,7 +74,7 @@ class Store(_core.Store):
         self._shared: Agreement | None = None
 
     @classmethod
-    def create(  # noqa: PLR0913 - options are keywords
+    def create(
         cls,
         paths: _Path | Sequence[_Path],
         records: Sequence[Record],
@@ -85,26 +83,20 @@ class Store(_core.Store):
         existing: Literal["refuse", "resume", "replace", "previous"] = "refuse",
         durability: Literal["step", "none"] = "step",
         chunk_elements: int | None = None,
-        stripe: int | None = None,
-        backend: Literal["auto", "io_uring", "threads"] = "auto",
-        fill: bool = True,
     ) -> Self:
-        """Make a store and fill it, as step 0; or resume an existing store, whose own values then count.
+        """Make a store, for the caller to fill and commit; or resume an existing store, whose own values then count.
+
+        A new one (`created`) is at generation 0. Before its first commit it cannot be opened.
 
         Args:
             paths: a folder, a file or a raw block device, or several, over which it is striped.
             records: its contents, grouped by unit.
             optimizer: the optimizer's name; a store of another one is rejected.
             existing: what to do with an existing store: refuse it, resume its last committed step, replace it, or go
-                back to the commit before, as `open` does.
+                back to the commit before, which keeps the newest one until `go_back()`; nothing can be staged before.
             durability: "step": commits survive a loss of power; "none": no commit survives before `close()`.
             chunk_elements: elements of a chunk, a multiple of 2,048, and of 4,096 where a record of more elements has
                 values of one byte; None: see `chunk_elements_of`.
-            stripe: consecutive bytes on one of several devices.
-            backend: the way of I/O.
-            fill: False leaves a new store unfilled, at generation 0, for the caller to fill and commit; its records may
-                be on the meta device. Before its first commit it cannot be opened. With "previous", False also keeps
-                the newest commit until `go_back()`; nothing can be staged before.
 
         Raises:
             ConfigError: an argument is wrong, or an existing store does not fit or is refused by `existing`.
@@ -112,19 +104,8 @@ class Store(_core.Store):
             CorruptionError: the existing store is damaged; the message says where.
         """
         units, described = description(records)
-        if fill:
-            for record in records:
-                for tensor in (record.values, *record.state.values()):
-                    require_laid_out(record.name, tensor, record.order if tensor.shape == record.values.shape else None)
         chunk = chunk_elements_of(records) if chunk_elements is None else chunk_elements
-        store = cls(paths_listed(paths), described, units, optimizer, chunk, existing, durability, stripe, backend)
-        if fill:
-            store._settled()
-        if store.created and fill:
-            for record in records:
-                store.stage(record.name, record.values, record.state, step=0)
-            store.commit(0)
-        return store
+        return cls(paths_listed(paths), described, units, optimizer, chunk, existing, durability, None, "auto")
 
     @classmethod
     def open(
@@ -133,7 +114,6 @@ class Store(_core.Store):
         *,
         existing: Literal["resume", "previous"] = "resume",
         durability: Literal["step", "none"] = "step",
-        backend: Literal["auto", "io_uring", "threads"] = "auto",
     ) -> Self:
         """Open the last committed step of an existing store, or the commit before it.
 
@@ -148,16 +128,13 @@ class Store(_core.Store):
         """
         if existing not in ("resume", "previous"):
             raise ConfigError(f"a store is opened with existing='resume' or 'previous', not {existing!r}")
-        store = cls(paths_listed(paths), None, [], "", CHUNK_ELEMENTS, existing, durability, None, backend)
-        store._settled()
-        return store
-
-    def _settled(self) -> None:
+        store = cls(paths_listed(paths), None, [], "", CHUNK_ELEMENTS, existing, durability, None, "auto")
         try:
-            self.go_back()
+            store.go_back()
         except BaseException:
-            self.close()
+            store.close()
             raise
+        return store
 
     def difference(self, records: Sequence[Record], *, optimizer: str) -> str | None:
         """How the store differs from these records and this optimizer, in words; None if it fits."""
@@ -192,13 +169,6 @@ class Store(_core.Store):
     def each_record(self) -> Iterator[dict[str, Any]]:
         """The same one at a time: a list of thousands takes megabytes, which Python does not return to the system."""
         return map(self.record_at, range(self.count()))
-
-    def stage(
-        self, name: str, values: torch.Tensor, state: Mapping[str, torch.Tensor] | None = None, *, step: int
-    ) -> None:
-        """Stage a whole record, as its update number `step`; `commit()` makes it live."""
-        tensors = tensors_of(self.record(name), values, state or {})
-        self.stage_at(self.index(name), step, [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
 
     def read(self, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """A copy of a record as the last commit left it: its values, and its state by name.

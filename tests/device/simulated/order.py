@@ -311,7 +311,7 @@ def added(by, without=None):
     arena = DeviceArena(device, {nbytes: 1})
 
     def leased(arena=arena):
-        tensor = arena.lease(nbytes, 0).tensor((nbytes,), torch.uint8)
+        tensor = arena.lease(nbytes, 0)
         check.fill(tensor, "weights")
         own.synchronize()
         return tensor

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.fake_device import Fake
+from support.stores import filled
 
 from memascend import engine
 from memascend.device.arena import DeviceArena
@@ -27,8 +28,7 @@ def in_one(store, unit):
 
 
 def leased(arena, store):
-    nbytes = in_one(store, "first").nbytes
-    return arena.lease(nbytes, 0, "units").tensor((nbytes,), torch.uint8)
+    return arena.lease(in_one(store, "first").nbytes, 0)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def store(tmp_path):
                 engine.Record(name=f"{unit}.{part}", values=of.contiguous(), state=engine.adam_state(of), unit=unit)
             )
     # Pieces of 8 KiB, so that a part has several.
-    made = engine.Store.create(tmp_path / "run.store", records, chunk_elements=2048)
+    made = filled(tmp_path / "run.store", records, chunk_elements=2048)
     yield made
     made.close()
 

@@ -4,7 +4,6 @@ import gc
 import threading
 
 import pytest
-import torch
 from device.staging.conftest import EITHER, leased
 from support.fake_device import SPOILT, Work
 
@@ -14,22 +13,22 @@ from memascend.errors import ConfigError, TimeoutExpired
 
 def test_a_view_keeps_a_slot(device):
     arena = DeviceArena(device, {10_000: 1})
-    base = arena.lease(9_000).tensor((9_000,), torch.uint8)
+    base = arena.lease(9_000, 0)
     view = base.fill_(7)[100:200].view(2, 50)
     del base
     with pytest.raises(TimeoutExpired, match="no slot of 10000 bytes"):
         arena.lease(9_000, 0.05)
     assert bool((view == 7).all())
     del view
-    assert arena.stats()["in_use"] == 0
-    again = arena.lease(9_000, 0).tensor((9_000,), torch.uint8)
+    assert arena.free_slots(9_000) == 1
+    again = arena.lease(9_000, 0)
     assert bool((again == SPOILT).all())
 
 
 @EITHER
 def test_a_slot_comes_back_to_whoever_waits(device):
     arena = DeviceArena(device, {4096: 1})
-    held = [arena.lease(4096).tensor((4096,), torch.uint8)]
+    held = [arena.lease(4096, 0)]
     timer = threading.Timer(0.1, held.clear)
     timer.start()
     assert arena.lease(4096, 30) is not None
@@ -41,14 +40,14 @@ def test_what_is_written_next_comes_after_every_use(device):
     arena = DeviceArena(device, {4096: 1})
     # Of whoever had this memory before.
     assert device.marks == 1
-    base = arena.lease(4096).tensor((4096,), torch.uint8)
+    base = arena.lease(4096, 0)
     assert [type(mark) for mark in arena.after(base)] == [Work]
     assert arena.after(base) == []
     assert arena.used(base)
     assert not arena.used(base)
     assert device.marks == 1
     del base
-    base = arena.lease(4096).tensor((4096,), torch.uint8)
+    base = arena.lease(4096, 0)
     assert device.marks == 2
     assert [type(mark) for mark in arena.after(base)] == [Work]
     assert arena.after(base) == []
@@ -89,7 +88,4 @@ def test_a_unit_that_never_came_leaves_its_marks(store, device, staging, arena):
 def test_a_lease_that_fits_no_class(device):
     arena = DeviceArena(device, {4096: 1})
     with pytest.raises(ConfigError, match="5000 bytes are more than"):
-        arena.lease(5000)
-    lease = arena.lease(4000)
-    with pytest.raises(ConfigError):
-        lease.tensor((4001,), torch.uint8)
+        arena.lease(5000, 0)

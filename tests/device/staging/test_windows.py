@@ -7,6 +7,7 @@ import pytest
 import torch
 from device.staging.conftest import EITHER, ELEMENTS, pages
 from support.fake_device import Fake
+from support.stores import filled
 
 from memascend import engine
 from memascend.device.transfer import DeviceEngine
@@ -22,7 +23,7 @@ def test_gradients_are_lent_in_windows(store, device, tmp_path):
     values = store.read("first.0")[0]
     record = engine.Record(name="first.0", values=values, state=engine.adam_state(values))
     with (
-        engine.Store.create(tmp_path / "other.store", [record], chunk_elements=2048) as other,
+        filled(tmp_path / "other.store", [record], chunk_elements=2048) as other,
         engine.Engine(other) as plain,
         engine.Engine(store) as updates,
     ):
@@ -66,7 +67,7 @@ def test_python_is_asked_for_few_windows(device, tmp_path):
     record = engine.Record(name="large", values=values, state=engine.adam_state(values))
     ((window_bytes, count),) = GRADIENT_WINDOWS.items()
     asked = []
-    with engine.Store.create(tmp_path / "large.store", [record]) as store, engine.Engine(store) as updates:
+    with filled(tmp_path / "large.store", [record]) as store, engine.Engine(store) as updates:
         lent = DeviceEngine(updates, device, [pages(window_bytes) for _ in range(count)])
         window = lent._window
         lent._window = lambda *where: asked.append(where) or window(*where)

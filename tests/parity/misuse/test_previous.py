@@ -250,6 +250,8 @@ def test_info_shows_what_can_be_shown(offloaded, tmp_path, capsys):
     with engine.look(path) as store:
         name = store.records()[0]["name"]
         values, state = store.read(name)
-        with pytest.raises(memascend.UsageError, match="closed"):
-            store.stage(name, values, state, step=9)
+        with engine.Engine(store) as updates:
+            updates.fill(name, values, state, step=9)
+            with pytest.raises(memascend.UsageError, match="closed"):
+                updates.commit(9)
     assert path.read_bytes() == before
