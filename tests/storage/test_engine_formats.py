@@ -121,7 +121,7 @@ def test_fill_takes_float32(tmp_path: Path, form: str, dtype: torch.dtype) -> No
 def test_a_function_gets_the_items_of_its_elements(tmp_path: Path) -> None:
     values = _noise(1).bfloat16()
     given = {"master": _noise(1), "exp_avg": _noise(2) * 0.01, "exp_avg_sq": _noise(3).square() * 0.01}
-    state = engine.encode_state(values, given, "compact 8bit")
+    state = encoded(values, given, "compact 8bit")
     record = engine.Record(name="weight", values=values, state=state, format="compact 8bit")
     seen = []
 
