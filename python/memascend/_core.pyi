@@ -48,7 +48,7 @@ __all__ = [
     "limits",
     "regions",
     "settle_heap",
-    "state_convert",
+    "state_decode",
     "state_update",
     "store_commits",
     "store_examine",
@@ -468,8 +468,6 @@ class Store:
         chunk_elements: int,
         existing: str,
         durability: str,
-        stripe: int | None,
-        backend: str,
     ) -> Self: ...
     @property
     def created(self) -> bool:
@@ -504,7 +502,6 @@ class Store:
     def count(self) -> int:
         """How many records there are."""
 
-    def stage_at(self, record: int, step: int, tensors: Sequence[tuple[int, int]]) -> None: ...
     def read_at(self, record: int, tensors: Sequence[tuple[int, int]]) -> int: ...
     def scan_at(
         self, records: list[int], visit: Callable[[int, list[tuple[int, int, LentBuffer]]], object]
@@ -725,7 +722,6 @@ def store_sizes(
     optimizer: str,
     chunk_elements: int,
     devices: int,
-    stripe: int | None,
 ) -> tuple[int, int, int, int, int, int, list[int], list[tuple[int, int]]]: ...
 
 # Address and bytes of a tensor, and what keeps them valid.
@@ -945,14 +941,13 @@ def kernel_adam(
     scalars: _Scalars,
     threads: int,
 ) -> None: ...
-def state_convert(
+def state_decode(
     of_state: str,
     of_values: str,
     momentum: bool,
     values: int,
     state: list[int],
     wide: list[int | None],
-    back: bool,
     numel: int,
     threads: int,
 ) -> None: ...

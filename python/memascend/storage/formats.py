@@ -84,14 +84,13 @@ def decode_state(values: torch.Tensor, state: Mapping[str, torch.Tensor], form: 
     }
     # Momentum has no second moment.
     places = [*(tensor.data_ptr() for tensor in wide.values()), None][:3]
-    _core.state_convert(
+    _core.state_decode(
         form,
         _name(values.dtype),
         rule == "momentum",
         values.data_ptr(),
         [tensor.data_ptr() for tensor in given.values()],
         places,
-        True,
         values.numel(),
         torch.get_num_threads(),
     )

@@ -131,7 +131,7 @@ def sizes(
     """
     units, described = description(records)
     chunk = chunk_elements_of(records) if chunk_elements is None else chunk_elements
-    *all_bytes, of_units, of_records = _core.store_sizes(described, units, optimizer, chunk, devices, None)
+    *all_bytes, of_units, of_records = _core.store_sizes(described, units, optimizer, chunk, devices)
     total, slot, index, buffer, chunk, other = all_bytes
     return Sizes(
         total_bytes=total,

@@ -105,7 +105,7 @@ class Store(_core.Store):
         """
         units, described = description(records)
         chunk = chunk_elements_of(records) if chunk_elements is None else chunk_elements
-        return cls(paths_listed(paths), described, units, optimizer, chunk, existing, durability, None, "auto")
+        return cls(paths_listed(paths), described, units, optimizer, chunk, existing, durability)
 
     @classmethod
     def open(
@@ -128,7 +128,7 @@ class Store(_core.Store):
         """
         if existing not in ("resume", "previous"):
             raise ConfigError(f"a store is opened with existing='resume' or 'previous', not {existing!r}")
-        store = cls(paths_listed(paths), None, [], "", CHUNK_ELEMENTS, existing, durability, None, "auto")
+        store = cls(paths_listed(paths), None, [], "", CHUNK_ELEMENTS, existing, durability)
         try:
             store.go_back()
         except BaseException:
@@ -310,4 +310,4 @@ def look(paths: _Path | Sequence[_Path]) -> Store:
         StorageError: there is no store.
         CorruptionError: no catalog is whole.
     """
-    return Store(paths_listed(paths), None, [], "", CHUNK_ELEMENTS, "look", "step", None, "auto")
+    return Store(paths_listed(paths), None, [], "", CHUNK_ELEMENTS, "look", "step")

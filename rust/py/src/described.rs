@@ -31,10 +31,9 @@ fn store_sizes(
     optimizer: String,
     chunk_elements: u32,
     devices: usize,
-    stripe: Option<u64>,
 ) -> PyResult<SizesOf> {
     let description = described(py, records, units, optimizer, chunk_elements)?;
-    let sizes = description.sizes(devices, stripe).or_raise(py)?;
+    let sizes = description.sizes(devices, None).or_raise(py)?;
     let chunk_bytes = memascend_engine::chunk_bytes(&description);
     let other_bytes = memascend_engine::other_bytes(&description);
     let Sizes { total_bytes, slot_bytes, index_bytes, buffer_bytes, unit_bytes, record_bytes } = sizes;

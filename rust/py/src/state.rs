@@ -14,19 +14,18 @@ use crate::{
     described::{dtype, format},
     engine::{Numbers, rule},
     errors::OrRaise as _,
-    kernels::{TypedAddress, elements, elements_mut, exec, floats},
+    kernels::{TypedAddress, elements_mut, exec, floats},
 };
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_function(wrap_pyfunction!(state_convert, module)?)?;
+    module.add_function(wrap_pyfunction!(state_decode, module)?)?;
     module.add_function(wrap_pyfunction!(state_update, module)?)
 }
 
-/// Writes the fp32 tensors that are given (master, first and second moment) in a format, rounded to nearest; or, `back`,
-/// those that are asked for from it.
+/// Writes the fp32 tensors that are asked for (master, first and second moment) from a format.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "a format, its tensors and those in fp32")]
-fn state_convert(
+fn state_decode(
     py: Python<'_>,
     of_state: &str,
     of_values: &str,
@@ -34,23 +33,15 @@ fn state_convert(
     values: usize,
     state: Vec<usize>,
     wide: [Option<usize>; 3],
-    back: bool,
     numel: usize,
     threads: NonZeroUsize,
 ) -> PyResult<()> {
     let exec = exec(py, threads)?;
     // SAFETY: the module's contract.
     let reduced = unsafe { reduced(py, (of_state, of_values, momentum), values, state, numel)? };
-    if back {
-        // SAFETY: the module's contract.
-        let [master, first, second] = wide.map(|place| place.map(|place| unsafe { elements_mut::<f32>(place, numel) }));
-        py.detach(|| math::decode(reduced, WideState { master, first, second }, exec))
-    } else {
-        // SAFETY: the module's contract.
-        let [master, first, second] = wide.map(|place| place.map(|place| unsafe { elements::<f32>(place, numel) }));
-        py.detach(|| math::encode(WideState { master, first, second }, reduced, exec))
-    }
-    .or_raise(py)
+    // SAFETY: the module's contract.
+    let [master, first, second] = wide.map(|place| place.map(|place| unsafe { elements_mut::<f32>(place, numel) }));
+    py.detach(|| math::decode(reduced, WideState { master, first, second }, exec)).or_raise(py)
 }
 
 /// One step, of elements from number `first` of the parameter `name` on.

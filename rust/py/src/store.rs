@@ -20,8 +20,8 @@ use crate::{
     errors::{OrRaise as _, config_error},
     function::Lender,
     info,
-    kernels::{elements, elements_mut},
-    nvme::{TensorMemory, backend_of},
+    kernels::elements_mut,
+    nvme::TensorMemory,
     parts::{Checkers, UnitParts},
     slow_drop::Detached,
     tensors::bytes_into,
@@ -62,12 +62,8 @@ impl Store {
         chunk_elements: u32,
         existing: &str,
         durability: &str,
-        stripe: Option<u64>,
-        backend: &str,
     ) -> PyResult<Self> {
         let mut how = Create::default();
-        how.volume.stripe_bytes = stripe;
-        how.volume.backend = backend_of(py, backend)?;
         if existing == "look" {
             let found = py.detach(|| memascend_store::Store::look(&paths, &how));
             return Ok(Self::found(found.or_raise(py)?, false));
@@ -154,16 +150,6 @@ impl Store {
     /// How many records there are.
     fn count(&self) -> usize {
         self.inner.description().records.len()
-    }
-
-    /// Stages a whole record from (address, bytes) of its values and its state tensors.
-    fn stage_at(&self, py: Python<'_>, record: usize, step: u64, tensors: Vec<(usize, usize)>) -> PyResult<()> {
-        waiting(py, None, |wait| {
-            // SAFETY: the module's contract.
-            let tensors: Vec<&[u8]> =
-                tensors.into_iter().map(|(address, nbytes)| unsafe { elements(address, nbytes) }).collect();
-            self.inner.stage_record(record, step, &tensors, wait)
-        })
     }
 
     /// Reads a whole live record into (address, bytes) of its values and its state tensors.
