@@ -157,6 +157,11 @@ class Metadata:
         self._positioned = positioned
         self.schedule.leave_to_trainer()
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether a trainer's position is committed."""
+        return self._positioned is not None
+
     def take_position(self) -> None:
         """Note where the trainer is after the step that is about to be committed."""
         self.keep_position(None if self._positioned is None else self._positioned())

@@ -182,10 +182,16 @@ class Session:
             metadata.keep_position(position)
             give_back()
 
-        with run.committing(lambda: self._committed(present), failed):
+        of_commit: Callable[[], float] | None = None
+        with run.committing(lambda: self._committed(present, of_commit), failed):
             metadata.schedule.advance()
             if not self._norm_comes_first:
-                self.grad_norm = self._norm(present)
+                of_commit = self._norm(present)
+            if of_commit is not None and metadata.is_followed:
+                # A trainer logs it after the commit, also where it resumes.
+                if self.figures is not None:
+                    self.figures.tell("the norm", None)
+                self.grad_norm, of_commit = of_commit(), None
             metadata.take_position()
             engine.commit(step, user_state=metadata.user_state, hyperparameters=metadata.hyperparameters())
         learnt = gradients.loop.learn()
@@ -218,15 +224,17 @@ class Session:
         self.measurements.note_all_ranks(self.figures.size, traffic)
         return any(is_any), of_all_ranks(own, sums, self.figures)
 
-    def _norm(self, present: Sequence[tuple[Gradient, torch.Tensor]]) -> float:
-        """After the updates: the norm of the gradients that they used, before `factor`. Nothing is read for it."""
+    def _norm(self, present: Sequence[tuple[Gradient, torch.Tensor]]) -> Callable[[], float]:
+        """After the updates: a function that has the norm of the gradients that they used, before `factor`.
+
+        Nothing is read for it. Of several ranks, it is to be called after the next message.
+        """
         gradients, figures = self.run.gradients, self.figures
+        if figures is None:
+            return lambda: gradients.norm(gradients.norms.of(present)[1])
         own = gradients.norms.of(present)
-        if figures is not None:
-            sums = figures.add(summands(own))
-            figures.tell("the norm", None)
-            own = of_all_ranks(own, sums, figures)
-        return gradients.norm(own[1])
+        sums = figures.add(summands(own))
+        return lambda: gradients.norm(of_all_ranks(own, sums, figures)[1])
 
     def _present(self) -> Sequence[tuple[Gradient, torch.Tensor]]:
         """The present gradients; raises where no exact step can be made of them."""
@@ -248,12 +256,14 @@ class Session:
 
     @property
     def _norm_comes_first(self) -> bool:
-        """Whether the step depends on the norm; else the norm is taken after the updates have begun."""
+        """Whether the step depends on the norm; else the norm is taken after the commit."""
         return self.run.metadata.scale.enabled or self.max_grad_norm is not None
 
-    def _committed(self, present: Sequence[tuple[Gradient, torch.Tensor]]) -> None:
+    def _committed(self, present: Sequence[tuple[Gradient, torch.Tensor]], norm: Callable[[], float] | None) -> None:
         self.run.metadata.advance()
         self.overflowed = False
+        if norm is not None:
+            self.grad_norm = norm()
         self.run.resources.values_changed()
         self.run.buffers.committed()
         self.run.changed(self.run.gradients.committed(present))
