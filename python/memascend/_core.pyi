@@ -598,9 +598,6 @@ class Store:
     def end(self) -> None:
         """Have nothing written any more, by `close()` either: what is committed stays as it is."""
 
-    def discard(self, name: str | None = None) -> None:
-        """Forget all that is staged, or what is staged of one record."""
-
     def check_log(self) -> None:
         """Check what `Engine.replay` reads, which does it too: where others have to know it before any of them writes.
 

@@ -444,8 +444,8 @@ class Buffers:
                 )
 
     def stage(self, engine: Engine, step: int) -> None:
-        """Stage the buffers that changed."""
-        self._staged = {}
+        """Stage the buffers that changed; what a step that was interrupted has staged goes."""
+        self.unstage(engine)
         for name in self.names:
             values = self.tensor(name)
             now = "" if self._always else checksum_of(values)
@@ -463,6 +463,7 @@ class Buffers:
     def committed(self) -> None:
         """Note that the staged buffers were committed."""
         self._seen.update(self._staged)
+        self._staged = {}
 
 
 def persistent_buffers(model: torch.nn.Module) -> list[BufferPlace]:

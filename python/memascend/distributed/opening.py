@@ -262,9 +262,11 @@ def choose(
         there = {rank: "a store is there already" for rank, one in enumerate(seen) if one["there"]}
         raise ConfigError(f"{_listed(there)}: open them with existing='resume', or give existing='replace'")
     if missing.keys() - lost.keys():
-        numbers = [commit["number"] for one in seen for commit in one["commits"]]
-        if existing == "resume" and max(numbers) <= _FIRST and all(seen[rank]["pending"] for rank in missing):
-            # The ranks were killed before all had the first commit, so that none has stepped.
+        begun = {(commit["number"], commit["run"]) for one in kept.values() for commit in one["commits"]}
+        is_first = len(begun) == 1 and next(iter(begun))[0] == _FIRST
+        if existing == "resume" and is_first and not lost and all(seen[rank]["pending"] for rank in missing):
+            # The ranks were killed before all had the first commit of their run, so that none has stepped.
+            require_own(kept, layout.shards)
             return replace(anew, existing="replace")
         raise ConfigError(
             f"{_listed(missing)}, and others do; nothing was changed. If the run had another number of ranks, start "

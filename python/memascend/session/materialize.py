@@ -16,6 +16,8 @@ from memascend.errors import RankError, UsageError
 from memascend.params.aliases import FOREIGN, find_foreign, others_hold, overlapping
 from memascend.params.unit import NOBODY
 from memascend.session.optimizer import session_of
+from memascend.storage import checksum_of
+from memascend.tensors import bytes_of
 from memascend.text import listed, warn
 
 if TYPE_CHECKING:
@@ -71,6 +73,8 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
     session = session_of(optimizer)
     run, attachment, sharding, edits = session.run, session.attachment, session.sharding, session.edits
     homes: list[Home] = []
+    # Values that are written back are compared with storage; only dropped changes need checksums.
+    checksums: dict[str, str] | None = None if modify else {}
     written: str | None = None
     kept: list[tuple[Place, torch.Tensor]] = []
     with edits.together() if modify else edits.reading() as edit:
@@ -82,7 +86,7 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
             with run.residency.turns.alone():
                 run.residency.require_idle("materialized()")
                 run.residency.copies.require_unwritten()
-                _make_real(run.residency, homes)
+                _make_real(run.residency, homes, checksums)
             # A rank that cannot make them real ends the block of all before they wait for it inside.
             edits.is_any(False)
             _MATERIALIZED.add(model)
@@ -91,9 +95,11 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
             run.resources.values_read()
             yield
             values = {place.name: place.parameter.detach() for home in homes for place in home.places}
-            if modify:
+            if checksums is None:
                 run.require_open()
                 _require_own_memory({place.name: place.parameter for home in homes for place in home.places}, model)
+            else:
+                written = _written(homes, checksums)
         finally:
             if model in _MATERIALIZED:
                 _MATERIALIZED.discard(model)
@@ -104,7 +110,7 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
                 # A forward inside has left them, too, and the next one would compute with their values.
                 sharding.reshard()
         if not run.resources.closed:
-            kept, written = _settle(edits, edit, values)
+            kept = _settle(edits, edit, values)
     # In a plain model it would be the weights'.
     run.residency.copies.keep(kept, is_snapshot=not modify)
     if written is not None:
@@ -114,10 +120,13 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
         )
 
 
-def _make_real(residency: Residency, homes: list[Home]) -> None:
-    """Make every parameter a plain one; `homes` gets the finished units."""
+def _make_real(residency: Residency, homes: list[Home], checksums: dict[str, str] | None) -> None:
+    """Make every parameter a plain one; `homes` gets the finished units, `checksums` those of all values."""
     for home in residency.units.homes:
         copies = [residency.copy_of(place) for place in home.places]
+        if checksums is not None:
+            named = zip(home.places, copies, strict=True)
+            checksums.update({place.name: checksum_of(bytes_of(copy)) for place, copy in named})
         with residency.lock:
             # Its slot in the arena is needed for the next unit.
             residency.units.evict(home)
@@ -127,27 +136,19 @@ def _make_real(residency: Residency, homes: list[Home]) -> None:
                 place.release(copy)
 
 
-def _settle(
-    edits: Edits, edit: Edit | None, values: dict[str, torch.Tensor]
-) -> tuple[list[tuple[Place, torch.Tensor]], str | None]:
-    """Stage what was changed, where there is an edit.
-
-    Returns the memory of parameters that user code keeps, and without an edit the first parameter that was changed.
-    """
+def _settle(edits: Edits, edit: Edit | None, values: dict[str, torch.Tensor]) -> list[tuple[Place, torch.Tensor]]:
+    """Stage what was changed, where there is an edit; returns the memory of parameters that user code keeps."""
     kept = set(others_hold(values))
-    found: list[tuple[Place, torch.Tensor]] = []
-    written: str | None = None
+    found = []
     if edit is not None:
         edits.run.require_quiet()
     for place in (place for home in edits.run.residency.units.homes for place in home.places):
         own = values.pop(place.name)
         if edit is not None:
             edits.stage(edit, place, own)
-        elif written is None and not edits.is_stored(place, own):
-            written = place.name
         if place.name in kept:
             found.append((place, own))
-    return found, written
+    return found
 
 
 def _require_own_memory(named: Mapping[str, torch.nn.Parameter], model: torch.nn.Module) -> None:
@@ -174,6 +175,16 @@ def _release(residency: Residency, homes: list[Home]) -> None:
                 place.offload()
             home.count(NOBODY, -1)
             homes.pop()
+
+
+def _written(homes: list[Home], checksums: dict[str, str]) -> str | None:
+    """A parameter whose values were changed in any way; None where there is none."""
+    for place in (place for home in homes for place in home.places):
+        values = place.parameter.detach()
+        is_alike = values.shape == place.shape and values.dtype == place.dtype and values.stride() == place.stride
+        if not is_alike or not values.is_cpu or checksum_of(bytes_of(values)) != checksums[place.name]:
+            return place.name
+    return None
 
 
 def is_materialized(model: torch.nn.Module) -> bool:

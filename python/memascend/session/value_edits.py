@@ -10,7 +10,7 @@ import torch
 
 from memascend.errors import ConfigError, UsageError
 from memascend.params.weight_access import checksum
-from memascend.tensors import bytes_of, laid_out, same_bits
+from memascend.tensors import bytes_of, same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,10 +29,14 @@ _UNCHANGED = "no rank has changed anything: go on, or try it again on all of the
 class Edit:
     """One staged change of values."""
 
+    # Persistent buffers are committed with the edit, so that new weights never stand beside old statistics.
+    with_buffers: bool
     # Undoes what was changed and staged, until it is committed.
     undo: contextlib.ExitStack
     # The parameters that get other values.
     names: list[str] = field(default_factory=list)
+    # What is committed with them, as of `Metadata.hyperparameters`; None: what there is stays.
+    hyperparameters: dict[str, Any] | None = None
 
 
 class Edits:
@@ -49,12 +53,9 @@ class Edits:
     # --- the doors ---------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def together(self, *, changes_buffers: bool = False, hyperparameters: Any = None) -> Iterator[Edit]:
-        """An edit of all ranks, committed at the end if one of them changed a value; an exception drops it on all.
-
-        `hyperparameters` are those of `commit`.
-        """
-        with self._alike(), self.edit() as edit:
+    def together(self, *, changes_buffers: bool = False) -> Iterator[Edit]:
+        """An edit of all ranks, committed at the end if one of them changed a value; an exception drops it on all."""
+        with self._alike(), self.edit(with_buffers=True) as edit:
             self.run.require_quiet(loads=changes_buffers)
             buffers, targets = self.run.buffers, self.run.buffers.target
             before = {name: targets(name).clone() for name in buffers.names} if changes_buffers else {}
@@ -63,7 +64,7 @@ class Edits:
             changed = bool(edit.names) or not all(same_bits(one, targets(name)) for name, one in before.items())
             if self.is_any(changed):
                 with self.run.residency.turns.alone():
-                    self.commit(edit, hyperparameters=hyperparameters)
+                    self.commit(edit, hyperparameters=edit.hyperparameters)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -142,11 +143,11 @@ class Edits:
 
         With a `position` of a trainer, that is committed with them.
         """
-        metadata, hyperparameters = self.run.metadata, None
-        if position is not None:
-            hyperparameters = {**(self.run.resources.store.hyperparameters or {}), "position": position}
-        with self.together(changes_buffers=True, hyperparameters=hyperparameters) as edit:
+        metadata = self.run.metadata
+        with self.together(changes_buffers=True) as edit:
             if position is not None:
+                stored = self.run.resources.store.hyperparameters or {}
+                edit.hyperparameters = {**stored, "position": position}
                 edit.undo.callback(metadata.keep_position, metadata.position)
                 metadata.keep_position(position)
 
@@ -163,12 +164,11 @@ class Edits:
     # --- one edit ----------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def edit(self) -> Iterator[Edit]:
+    def edit(self, *, with_buffers: bool) -> Iterator[Edit]:
         """Begin an edit, which is committed inside. An exception before that drops it: all values are as before."""
         run = self.run
         with contextlib.ExitStack() as undo:
-            edit = Edit(undo)
-            undo.callback(run.buffers.unstage, run.resources.engine)
+            edit = Edit(with_buffers, undo)
             undo.callback(self._discard, edit)
             yield edit
             undo.pop_all()
@@ -184,17 +184,10 @@ class Edits:
                 f"{place.name!r} has shape {list(place.shape)}, and was given {list(values.shape)}: give its shape"
             )
         given = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="cpu").copy_(values.detach())
-        if not self.is_stored(place, given):
+        if not self.run.residency.read_into(place, lambda stored: _same_values(stored, given)):
             # The name first: values that an interrupt leaves half staged are dropped, too.
             edit.names.append(place.name)
             self.run.gradients.rewrite(place.name, given)
-
-    def is_stored(self, place: Place, values: torch.Tensor) -> bool:
-        """Whether these are a parameter's values on storage, bit for bit."""
-        if tuple(values.shape) != place.shape or values.dtype != place.dtype:
-            return False
-        given = laid_out(values, place.stride)
-        return self.run.residency.read_into(place, lambda stored: _same_values(stored, given))
 
     def commit(self, edit: Edit, *, user_state: Any = None, hyperparameters: Any = None) -> None:
         """Make the staged values live, all at once.
@@ -207,14 +200,18 @@ class Edits:
 
         def stood() -> None:
             edit.undo.pop_all()
-            buffers.committed()
+            if edit.with_buffers:
+                buffers.committed()
             run.changed(edit.names)
 
         with run.committing(stood, lambda: None):
             run.residency.require_idle("this")
             run.residency.copies.require_released(edit.names)
-            # New weights never stand beside old statistics.
-            buffers.stage(run.resources.engine, step)
+            if edit.with_buffers:
+                # After a write that failed, the engine takes nothing until all is discarded.
+                edit.undo.callback(run.resources.engine.discard)
+                edit.undo.callback(buffers.unstage, run.resources.engine)
+                buffers.stage(run.resources.engine, step)
             run.resources.engine.commit(step, user_state=user_state, hyperparameters=hyperparameters)
 
 
@@ -238,7 +235,7 @@ def switch_mode(edits: Edits, mode: str) -> None:
         if not changed:
             # The optimizer is in that mode.
             return
-        with run.residency.turns.alone(), edits.edit() as edit:
+        with run.residency.turns.alone(), edits.edit(with_buffers=False) as edit:
             edit.undo.callback(engine.discard)
             names = run.gradients.switch(mode, changed)
             edit.undo.callback(metadata.arithmetic.adopt(names, engine.finish, changed))

@@ -63,11 +63,14 @@ def decode_state(values: torch.Tensor, state: Mapping[str, torch.Tensor], form: 
     `Store.scan` shows.
 
     Raises:
-        ConfigError: the state is not in that format.
+        ConfigError: the state is not in that format, or the values have gaps.
     """
     import torch
 
     from memascend.tensors import laid_out
+
+    if not torch.ops.aten.is_non_overlapping_and_dense(values):
+        raise ConfigError("values with gaps, or of which several are one element, have no state: give .contiguous()")
 
     rule = _rule_of(state)
     described = state_tensors(values, form, rule)

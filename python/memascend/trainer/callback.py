@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+    from torch.utils.hooks import RemovableHandle
     from transformers import TrainerState, TrainingArguments
 
     from memascend.session.report import Report
@@ -72,6 +73,7 @@ class Callback(TrainerCallback):
 
     def __init__(self) -> None:
         self._session: Session | None = None
+        self._guard: RemovableHandle | None = None
         # The figures at the last log: bytes read and written, seconds of waiting.
         self._before = (0, 0, 0.0)
         self._advised = False
@@ -79,9 +81,12 @@ class Callback(TrainerCallback):
     def on_init_end(self, args: TrainingArguments, *_: Any, **others: Any) -> None:  # noqa: ARG002
         """Find the offloaded optimizer; from here on, weights that a Trainer's resume loads must be the store's."""
         self.attach(others.get("optimizer"))
+        self._watch(others["model"])
+
+    def _watch(self, model: torch.nn.Module) -> None:
         # Copies of the model share a function, and would copy the object of a method.
         check = lambda *given: self._require_same(*given)  # noqa: E731, PLW0108
-        others["model"].register_load_state_dict_pre_hook(check)
+        self._guard = model.register_load_state_dict_pre_hook(check)
 
     def attach(self, optimizer: Any) -> None:
         """Report on the optimizer of this Trainer."""
@@ -93,6 +98,9 @@ class Callback(TrainerCallback):
         if self._session is None:
             self.attach(others.get("optimizer"))
         assert self._session is not None
+        if self._guard is not None:
+            # A training loads its best weights at its end.
+            self._guard.remove()
         self._schedule(others.get("lr_scheduler"))
         model = others["model"]
         if is_streamed(model, self._session) and not args.save_only_model:
@@ -121,8 +129,10 @@ class Callback(TrainerCallback):
             self._session.run.metadata.schedule.catch_up()
 
     def on_train_end(self, *_: Any, **others: Any) -> None:
-        """Restore the model's own `save_pretrained`."""
+        """Restore the model's own `save_pretrained`; from here on a resume is watched again."""
         others["model"].__dict__.pop("save_pretrained", None)
+        if self._guard is not None:
+            self._watch(others["model"])
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Add our files to a checkpoint that the model wrote itself."""

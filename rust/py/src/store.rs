@@ -272,16 +272,6 @@ impl Store {
         self.inner.end();
     }
 
-    /// Forget all that is staged, or what is staged of one record.
-    #[pyo3(signature = (name=None))]
-    fn discard(&self, py: Python<'_>, name: Option<&Bound<'_, PyString>>) -> PyResult<()> {
-        let record = name.map(|name| self.index(name)).transpose()?;
-        waiting(py, None, |wait| match record {
-            Some(record) => self.inner.discard_record(record, wait),
-            None => self.inner.discard(wait),
-        })
-    }
-
     /// Check what `Engine.replay` reads, which does it too: where others have to know it before any of them writes.
     fn check_log(&self, py: Python<'_>) -> PyResult<()> {
         interruptible(py, |keep_going| self.inner.check_log(keep_going))

@@ -39,7 +39,7 @@ _DEPTH = re.compile(r"(^|_)(n?layers?|blocks?|depths?)$")
 
 
 def subject(path: Path, *, dtype: torch.dtype | None, optimizer: str, recomputes: bool) -> Subject:
-    """The model of a config.json, of a folder (whose files say which parameters are tied), or of a name in `SHAPES`.
+    """The model of a config.json, of a folder that has it, or of a name in `SHAPES`.
 
     Its parameters are of `dtype`; None: the dtype of the config, else bfloat16. `optimizer` is a class of torch.optim.
     """
