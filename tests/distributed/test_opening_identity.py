@@ -162,6 +162,13 @@ def test_ranks_that_were_killed_between_their_first_commits_begin_anew(tmp_path)
     # Not once a step was committed, nor without the file.
     (tmp_path / "rank-1").rename(tmp_path / "rank-1.new")
     refused(tmp_path, "rank 1: holds no store, and others do")
+    # Nor where one process has trained, whose commits have no number.
+    values = torch.ones(5)
+    one = Store.create(tmp_path / "rank-0", [Record(name="rows", values=values, state={})], existing="replace")
+    with one as store, Engine(store) as updates:
+        updates.fill("rows", values)
+        updates.commit(0)
+    refused(tmp_path, "rank 1: holds no store, and others do")
 
 
 def test_one_process_refuses_the_store_of_a_rank(tmp_path):

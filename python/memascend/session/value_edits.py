@@ -166,7 +166,6 @@ class Edits:
     @contextlib.contextmanager
     def edit(self, *, with_buffers: bool) -> Iterator[Edit]:
         """Begin an edit, which is committed inside. An exception before that drops it: all values are as before."""
-        run = self.run
         with contextlib.ExitStack() as undo:
             edit = Edit(with_buffers, undo)
             undo.callback(self._discard, edit)
