@@ -63,7 +63,6 @@ ZEROED = f"set_to_none=False.*{GONE}"
 # What cannot be done to a gradient that an update has used, and the words of the error.
 TOO_LATE = [
     (lambda g: g.mul_(0.5), LATE),
-    (lambda g: g.mul_(math.nan), LATE),
     (lambda g: g.mul_(torch.tensor(0.5)), LATE),
     (lambda g: torch._foreach_mul_([g], 0.5), LATE),
     (lambda g: g.clamp_(-1, 1), LATE),
@@ -73,13 +72,10 @@ TOO_LATE = [
     (lambda g: g.zero_(), ZEROED),
     (lambda g: torch._foreach_zero_([g]), ZEROED),
     (lambda g: g.clone(), GONE),
-    (lambda g: g + 1, GONE),
-    (lambda g: g.abs().max().item(), GONE),
     (lambda g: g.tolist(), GONE),
     (copy.deepcopy, GONE),
     (lambda g: g.norm(1), GONE),
     (lambda g: torch.linalg.vector_norm(g, 2, dim=0), GONE),
-    (lambda g: torch.zeros(g.shape).copy_(g), GONE),
     (lambda g: g.numpy(), "gradients='ram'"),
     (
         lambda g: torch._amp_foreach_non_finite_check_and_unscale_([g], torch.zeros(1), torch.ones(1)),
