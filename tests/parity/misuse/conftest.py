@@ -7,8 +7,11 @@ import torch
 from parity.harness import adamw
 from parity.zoo_plain import Stack, next_token, tokens
 from support.bits import same_states
+from support.disks import faulty
 
 import memascend
+
+__all__ = ["faulty"]
 
 
 class Training:
