@@ -24,24 +24,11 @@ def weight(training):
     return training.model.blocks[1].up.weight
 
 
-def of_another_shape(p):
-    p.data = torch.zeros(3)
-
-
-def of_another_dtype(p):
-    p.data = torch.zeros(p.shape, dtype=torch.float64)
-
-
-def reshaped(p):
-    with torch.no_grad():
-        p.t_()
-
-
 # What gives memory has copies, and what writes is refused: `tests/params/test_doors.py`.
 TOUCHES = {
-    "another shape": of_another_shape,
-    "another dtype": of_another_dtype,
-    "t_": reshaped,
+    "another shape": lambda p: setattr(p, "data", torch.zeros(3)),
+    "another dtype": lambda p: setattr(p, "data", torch.zeros(p.shape, dtype=torch.float64)),
+    "t_": torch.no_grad()(lambda p: p.t_()),
     "data_ptr": lambda p: p.data_ptr(),
     "storage": lambda p: p.untyped_storage(),
     "set_": lambda p: p.set_(torch.zeros(1)),
@@ -86,7 +73,6 @@ MODEL_TOUCHES = {
     "pickle": pickle.dumps,
     "save": lambda model: torch.save(model, io.BytesIO()),
     "half": lambda model: model.half(),
-    "double": lambda model: model.to(torch.float64),
     "meta": lambda model: model.to("meta"),
     "share_memory": lambda model: model.share_memory(),
 }
@@ -140,16 +126,11 @@ WRITES = {
 }
 
 
-def transposed(weight):
-    with torch.no_grad():
-        weight.t().mul_(0.5)
-
-
 # Through a weight that the model computes with no more, or not yet.
 LATER = {
     "detach": lambda weight: weight.detach().mul_(0.5),
     **{way: WRITES[way] for way in ("numpy", "flat numpy", "dlpack", "apply", "storage of detached")},
-    "transposed": transposed,
+    "transposed": torch.no_grad()(lambda weight: weight.t().mul_(0.5)),
 }
 
 
@@ -234,35 +215,7 @@ def test_a_graph_from_before_the_step_is_not_walked_after_it(offloaded, gradient
 
 # --- what takes a model apart -----------------------------------------------------
 
-IDS = torch.zeros(1, 5, dtype=torch.long)
-
-
-def functional(model):
-    return torch.func.functional_call(model, {"embed.weight": torch.zeros(VOCABULARY, 32)}, (IDS,))
-
-
-def differentiated(model):
-    return torch.func.grad(lambda x: model.norm(x).sum())(torch.ones(32))
-
-
-def mapped(model):
-    return torch.vmap(model.blocks[0])(torch.ones(3, 4, 32))
-
-
-def forward_mode(model):
-    return torch.func.jvp(model.blocks[0], (torch.ones(4, 32),), (torch.ones(4, 32),))
-
-
-def traced(model):
-    return torch.jit.trace(model, IDS)
-
-
-def scripted(model):
-    return torch.jit.script(model)
-
-
-def exported(model):
-    return torch.export.export(model, (IDS,))
+IDS, EMBEDDING = torch.zeros(1, 5, dtype=torch.long), torch.zeros(VOCABULARY, 32)
 
 
 def without_hooks(model):
@@ -270,20 +223,16 @@ def without_hooks(model):
         return model(IDS)
 
 
-def data_parallel(model):
-    return nn.DataParallel(model)(IDS)
-
-
 TRANSFORMS = {
-    "functional_call": functional,
-    "func.grad": differentiated,
-    "vmap": mapped,
-    "jvp": forward_mode,
-    "jit.trace": traced,
-    "jit.script": scripted,
-    "export": exported,
+    "functional_call": lambda model: torch.func.functional_call(model, {"embed.weight": EMBEDDING}, (IDS,)),
+    "func.grad": lambda model: torch.func.grad(lambda x: model.norm(x).sum())(torch.ones(32)),
+    "vmap": lambda model: torch.vmap(model.blocks[0])(torch.ones(3, 4, 32)),
+    "jvp": lambda model: torch.func.jvp(model.blocks[0], (torch.ones(4, 32),), (torch.ones(4, 32),)),
+    "jit.trace": lambda model: torch.jit.trace(model, IDS),
+    "jit.script": torch.jit.script,
+    "export": lambda model: torch.export.export(model, (IDS,)),
     "no saved-tensor hooks": without_hooks,
-    "DataParallel": data_parallel,
+    "DataParallel": lambda model: nn.DataParallel(model)(IDS),
 }
 
 
