@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from parity.harness import PARTS, ram_tier_budget
-from parity.zoo_loops import stack
+from parity.zoo_plain import stack
 
 import memascend
 

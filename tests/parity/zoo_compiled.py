@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from parity.harness import Case, usual_loop
-from parity.zoo_plain import Stack, next_token, tokens
+from parity.harness import usual_loop
+from parity.zoo_plain import Stack, stack
 
 
 def compiled(backend):
@@ -30,14 +30,10 @@ def compiles_afterwards(run):
     usual_loop(run)
 
 
-def case(name, **fields):
-    return Case(name=name, **{"model": Stack, "batches": tokens, "loss": next_token, **fields})
-
-
 COMPILED = [
-    case("compiled-aot", model=compiled("aot_eager")),
-    case("compiled-aot-bf16", model=compiled("aot_eager"), dtype=torch.bfloat16),
-    case("compiled-inductor", model=compiled("inductor")),
-    case("compiled-wrapped", model=wrapped),
-    case("compiled-afterwards", loop=compiles_afterwards),
+    stack("compiled-aot", model=compiled("aot_eager")),
+    stack("compiled-aot-bf16", model=compiled("aot_eager"), dtype=torch.bfloat16),
+    stack("compiled-inductor", model=compiled("inductor")),
+    stack("compiled-wrapped", model=wrapped),
+    stack("compiled-afterwards", loop=compiles_afterwards),
 ]

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import torch
 from parity import loops
-from parity.harness import GRADIENTS, KEPT, Case, adamw
-from parity.zoo_plain import SparseBag, Stack, Towers, Turned, next_token, odd_mlp, squares, tokens, vectors
-from parity.zoo_transformers import loss, qwen2, texts
+from parity.harness import GRADIENTS, KEPT, adamw
+from parity.zoo_plain import SparseBag, Stack, Towers, Turned, odd_mlp, of_vectors, stack
+from parity.zoo_transformers import case_of, qwen2
 from torch import nn
 
 BF16, FP16 = torch.bfloat16, torch.float16
 # What needs its gradients before the update; "auto" finds out in its first step.
 WHOLE = (*KEPT, "auto")
-
-
-def stack(name, loop=None, **options):
-    fields = {"model": Stack, "batches": tokens, "loss": next_token, **options}
-    return Case(name=name, **({"loop": loop} if loop else {}), **fields)
 
 
 def both(name, loop, **options):
@@ -29,17 +24,11 @@ def smooth():
     return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(32, 32), nn.Tanh())))
 
 
-def towers(name, loop, **options):
-    return Case(name=name, model=Towers, batches=vectors(), loss=squares, loop=loop, **options)
-
-
 LOOPS = [
     *both("clip", loops.clips, gradients=WHOLE),
     *both("max-grad-norm", loops.clips_in_step, gradients=WHOLE, options={"max_grad_norm": loops.CLIPPED}),
     *both("accumulate", loops.accumulates, gradients=WHOLE),
-    Case(
-        name="accumulate-turned", model=Turned, batches=vectors(), loss=squares, loop=loops.accumulates, gradients=WHOLE
-    ),
+    of_vectors("accumulate-turned", Turned, loops.accumulates, gradients=WHOLE),
     *both("accumulate-declared", loops.accumulates, options={"accumulation_steps": 3}),
     stack("accumulate-tied", loops.accumulates, model=lambda: Stack(tied=True), options={"accumulation_steps": 3}),
     stack("fp16-dynamic", loops.scales, dtype=FP16),
@@ -50,27 +39,13 @@ LOOPS = [
     stack("scheduler", loops.schedules, dtype=BF16),
     *both("closure", loops.closures),
     *both("drop-some", loops.drops_some),
-    towers("disjoint", loops.disjoint),
-    towers("disjoint-bf16", loops.disjoint_in_one_go, dtype=BF16, learns_budget=True),
+    of_vectors("disjoint", Towers, loops.disjoint),
+    of_vectors("disjoint-bf16", Towers, loops.disjoint_in_one_go, dtype=BF16, learns_budget=True),
     *both("loss-reads-head", loops.reads_the_head),
     stack("loss-reads-tied-head", loops.reads_the_head, model=lambda: Stack(tied=True)),
-    Case(
-        name="gradient-penalty",
-        model=smooth,
-        batches=vectors(),
-        loss=squares,
-        loop=loops.penalizes_gradients,
-        learns_budget=True,
-    ),
+    of_vectors("gradient-penalty", smooth, loops.penalizes_gradients, learns_budget=True),
     stack("autograd-grad", loops.asks_for_gradients, learns_budget=True),
-    Case(
-        name="generate",
-        model=lambda: qwen2(tied=True),
-        batches=texts,
-        loss=loss,
-        loop=loops.generates,
-        dtype=BF16,
-    ),
+    case_of("generate", lambda: qwen2(tied=True), loop=loops.generates, dtype=BF16),
     stack("autocast", loops.casts_automatically),
     stack("retain", loops.retains, learns_budget=True),
     *both("watch", loops.watches, learns_budget=True),
@@ -115,20 +90,12 @@ OPTIMIZERS = [
     stack("own-dtype", dtype=BF16, options={"master_dtype": None}),
     stack("sgd", optimizer=other(O.SGD, lr=0.1)),
     stack("sgd-momentum-bf16", optimizer=other(O.SGD, lr=0.1, momentum=0.9, nesterov=True), dtype=BF16),
-    Case(
-        name="sgd-turned",
-        model=Turned,
-        batches=vectors(),
-        loss=squares,
-        optimizer=other(O.SGD, lr=0.05, momentum=0.9),
-        gradients=("fused",),
-    ),
-    Case(
-        name="sgd-options",
-        model=odd_mlp,
-        batches=vectors(7),
-        loss=squares,
-        loop=loops.changes_options,
+    of_vectors("sgd-turned", Turned, optimizer=other(O.SGD, lr=0.05, momentum=0.9), gradients=("fused",)),
+    of_vectors(
+        "sgd-options",
+        odd_mlp,
+        loops.changes_options,
+        width=7,
         optimizer=other(O.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
     ),
     stack("adagrad", optimizer=other(O.Adagrad, lr=1e-2)),
