@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from parity.reference import threads_of_torch
 from support.bits import same_bits
 from support.checkpointed import Block
 from torch import nn
@@ -112,13 +111,13 @@ def kept(program, batches, storage=None, **options):
     return found
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("gradients", ["auto", "fused"])
 @pytest.mark.parametrize("batches", [listed_batches, drawn_batches])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_programs_that_keep_values_equal_the_plain_loop(tmp_path, program, batches, gradients):
-    with threads_of_torch(1):
-        wanted = kept(program, batches)
-        found = kept(program, batches, tmp_path / "run.store", gradients=gradients)
+    wanted = kept(program, batches)
+    found = kept(program, batches, tmp_path / "run.store", gradients=gradients)
     assert all(same_bits(one.detach(), other) for one, other in zip(wanted, found, strict=True))
 
 
