@@ -77,22 +77,14 @@ try:
 except KeyboardInterrupt:
     pass
 """
-OURS_IN_THEIRS = """
+BOTH = "first.backward()\ntry:\n    second.backward()\nexcept memascend.UsageError:\n    pass\n"
+OURS_IN_THEIRS = f"""
 with torch.autograd.graph.saved_tensors_hooks(lambda tensor: [tensor], lambda kept: kept[0]):
     first, second = loss(), loss()
-first.backward()
-try:
-    second.backward()
-except memascend.UsageError:
-    pass
-"""
-CLOSED_ELSEWHERE = """
+{BOTH}"""
+CLOSED_ELSEWHERE = f"""
 first, second = loss(), loss()
-first.backward()
-try:
-    second.backward()
-except memascend.UsageError:
-    pass
+{BOTH}
 thread = threading.Thread(target=optimizer.close)
 thread.start()
 thread.join()
@@ -167,20 +159,16 @@ def test_an_interrupt_within_a_recomputation_takes_nobodys_hooks(tmp_path, error
 
     with optimizer:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            interrupts = model.blocks[1].register_forward_pre_hook(stop)
-            with pytest.raises(error):
+            with model.blocks[1].register_forward_pre_hook(stop), pytest.raises(error):
                 model(x).sum().backward()
-            interrupts.remove()
             optimizer.zero_grad()
             count = len(seen)
             other = torch.ones(3, requires_grad=True)
             (other * other).sum()
             assert len(seen) > count
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-        interrupts = model.blocks[1].register_forward_pre_hook(stop)
-        with pytest.raises(error):
+        with model.blocks[1].register_forward_pre_hook(stop), pytest.raises(error):
             model(x).sum().backward()
-        interrupts.remove()
         optimizer.zero_grad()
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         model(x).sum().backward()

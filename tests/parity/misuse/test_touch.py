@@ -164,10 +164,9 @@ def test_a_write_to_an_address_that_an_update_finds_is_told_and_does_not_stay(of
     def written(module, _):
         ctypes.c_float.from_address(module.weight.data_ptr()).value = 9.0
 
-    handle = training.model.blocks[1].up.register_forward_pre_hook(written)
-    with pytest.raises(UsageError, match=r"blocks\.1\.up\.weight.* something wrote .*zero_grad\(\).*modify=True"):
+    said = r"blocks\.1\.up\.weight.* something wrote .*zero_grad\(\).*modify=True"
+    with training.model.blocks[1].up.register_forward_pre_hook(written), pytest.raises(UsageError, match=said):
         training.step(1)
-    handle.remove()
     training.optimizer.zero_grad()
     assert torch.equal(training.loss(1), expected)
     training.step(1)
@@ -177,11 +176,8 @@ def test_a_write_to_an_address_that_an_update_finds_is_told_and_does_not_stay(of
 def test_memory_that_is_moved_in_a_forward_is_a_copys(offloaded):
     training = offloaded(steps=1, host_memory="64MiB")
     expected = training.loss(1).detach()
-    handle = training.model.blocks[1].up.register_forward_pre_hook(
-        lambda module, _: (module.weight.share_memory_(), None)[1]
-    )
-    training.step(1)
-    handle.remove()
+    with training.model.blocks[1].up.register_forward_pre_hook(lambda up, _: (up.weight.share_memory_(), None)[1]):
+        training.step(1)
     assert training.optimizer.steps == 2
     assert not torch.equal(training.loss(1), expected)
 
@@ -191,10 +187,9 @@ def test_memory_is_not_replaced_in_a_forward(training):
         module.weight.data = module.weight.data * 2
 
     expected = training.loss(1).detach()
-    handle = training.model.blocks[1].up.register_forward_pre_hook(replaces)
-    with pytest.raises(UsageError, match=r"blocks\.1\.up\.weight.*given other memory through \.data"):
+    said = r"blocks\.1\.up\.weight.*given other memory through \.data"
+    with training.model.blocks[1].up.register_forward_pre_hook(replaces), pytest.raises(UsageError, match=said):
         training.loss(1)
-    handle.remove()
     assert torch.equal(training.loss(1), expected)
     training.step(1)
 
