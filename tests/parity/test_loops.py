@@ -3,9 +3,8 @@
 import pytest
 from parity.harness import check, combined
 from parity.zoo_by_layer import MODELS, OTHERS
-from parity.zoo_compiled import COMPILED
 from parity.zoo_formats import FORMATS
-from parity.zoo_loops import LOOPS, OPTIMIZERS
+from parity.zoo_loops import COMPILED, LOOPS, OPTIMIZERS
 from parity.zoo_plain import PLAIN
 from parity.zoo_transformers import TRANSFORMERS
 

@@ -10,9 +10,8 @@ import zlib
 import pytest
 import torch
 from parity.harness import PARTS, Mode, check, ram_tier_budget
-from parity.zoo_compiled import COMPILED
 from parity.zoo_formats import FORMATS
-from parity.zoo_loops import LOOPS, OPTIMIZERS
+from parity.zoo_loops import COMPILED, LOOPS, OPTIMIZERS
 from parity.zoo_plain import PLAIN, stack
 from parity.zoo_transformers import TRANSFORMERS
 

@@ -1,10 +1,10 @@
-"""Cases of loops, optimizers and options, each with its model."""
+"""Cases of loops, optimizers, options and compiled blocks, each with its model."""
 
 from __future__ import annotations
 
 import torch
 from parity import loops
-from parity.harness import GRADIENTS, KEPT, adamw
+from parity.harness import GRADIENTS, KEPT, adamw, usual_loop
 from parity.zoo_plain import SparseBag, Stack, Towers, Turned, odd_mlp, of_vectors, stack
 from parity.zoo_transformers import case_of, qwen2
 from torch import nn
@@ -74,17 +74,13 @@ def other(kind, **options):
     return lambda model: kind([p for p in model.parameters() if p.requires_grad], **options)
 
 
-def tensor_rate(model):
-    return adamw(model, lr=torch.tensor(1e-2), fused=True)
-
-
 O = torch.optim  # noqa: E741
 OPTIMIZERS = [
     stack("groups", optimizer=grouped),
     stack("groups-bf16-scheduler", loops.schedules_from_before, optimizer=with_scheduler, dtype=BF16),
     stack("maximize", optimizer=lambda model: adamw(model, maximize=True)),
     stack("fused-asked-for", optimizer=lambda model: adamw(model, fused=True), dtype=BF16),
-    stack("tensor-rate", optimizer=tensor_rate),
+    stack("tensor-rate", optimizer=lambda model: adamw(model, lr=torch.tensor(1e-2), fused=True)),
     stack("adam", optimizer=other(O.Adam, lr=1e-2, weight_decay=0.1)),
     stack("adam-bf16", optimizer=other(O.Adam, lr=1e-2), dtype=BF16),
     stack("own-dtype", dtype=BF16, options={"master_dtype": None}),
@@ -107,4 +103,39 @@ OPTIMIZERS = [
     stack("sgd-accumulate", loops.accumulates, optimizer=other(O.SGD, lr=0.1), options={"accumulation_steps": 3}),
     stack("sparse-sgd", model=SparseBag, optimizer=other(O.SGD, lr=0.1), gradients=GRADIENTS),
     stack("sparse-adam", model=lambda: SparseBag(head=False), optimizer=other(O.SparseAdam, lr=1e-2)),
+]
+
+
+# --- blocks that are compiled one by one, before and after offload() ---------------------------
+
+
+def compiled(backend):
+    def make():
+        model = Stack()
+        for block in model.blocks:
+            block.compile(backend=backend)
+        return model
+
+    return make
+
+
+def wrapped():
+    model = Stack()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend="aot_eager")
+    return model
+
+
+def compiles_afterwards(run):
+    for block in run.model.blocks:
+        block.compile(backend="aot_eager")
+    usual_loop(run)
+
+
+COMPILED = [
+    stack("compiled-aot", model=compiled("aot_eager")),
+    stack("compiled-aot-bf16", model=compiled("aot_eager"), dtype=BF16),
+    stack("compiled-inductor", model=compiled("inductor")),
+    stack("compiled-wrapped", model=wrapped),
+    stack("compiled-afterwards", loop=compiles_afterwards),
 ]

@@ -184,12 +184,8 @@ class Custom(nn.Module):
         return x
 
 
-def weight_norm():
-    return nn.Sequential(*(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
-
-
-def spectral_norm():
-    return nn.Sequential(*(parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
+def normed(parametrization):
+    return lambda: nn.Sequential(*(parametrization(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
 
 
 class Recurrent(nn.Module):
@@ -297,8 +293,8 @@ PLAIN = [
     of_vectors("idle-experts", IdleExperts, everywhere=True),
     of_vectors("rooted", Rooted),
     of_vectors("custom-function", Custom, learns_budget=True),
-    of_vectors("weight-norm", weight_norm),
-    of_vectors("spectral-norm", spectral_norm),
+    of_vectors("weight-norm", normed(parametrizations.weight_norm)),
+    of_vectors("spectral-norm", normed(parametrizations.spectral_norm)),
     stack("lstm", model=lambda: Recurrent(nn.LSTM, dropout=0.1)),
     stack("gru-bidirectional", model=lambda: Recurrent(nn.GRU, bidirectional=True)),
     stack("attention", model=Attention, dtype=BF16),

@@ -10,15 +10,8 @@ from parity.harness import Case
 
 VOCABULARY = 128
 TEXT = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-LLAMA = {
-    **TEXT,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+LLAMA = {**TEXT, **SIZES, "num_hidden_layers": 3, "num_key_value_heads": 2, "max_position_embeddings": 64}
 
 
 @contextlib.contextmanager
@@ -75,15 +68,7 @@ def albert():
     """One layer called four times, under parents that own parameters too."""
     from transformers import AlbertConfig, AlbertForMaskedLM
 
-    config = AlbertConfig(
-        **TEXT,
-        embedding_size=16,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        max_position_embeddings=32,
-    )
+    config = AlbertConfig(**TEXT, **SIZES, embedding_size=16, num_hidden_layers=4, max_position_embeddings=32)
     return AlbertForMaskedLM(config).train()
 
 
@@ -121,15 +106,7 @@ def t5():
 def vit():
     from transformers import ViTConfig, ViTForImageClassification
 
-    config = ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        image_size=32,
-        patch_size=8,
-        num_labels=4,
-    )
+    config = ViTConfig(**SIZES, num_hidden_layers=2, image_size=32, patch_size=8, num_labels=4)
     return ViTForImageClassification(config).train()
 
 
