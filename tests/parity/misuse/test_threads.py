@@ -141,20 +141,19 @@ def test_a_step_while_another_thread_computes(offloaded):
         computing.set()
         stepped.wait(20)
 
-    handle = training.model.blocks[1].register_forward_pre_hook(waits)
     thread = threading.Thread(target=training.loss)
-    thread.start()
-    try:
-        assert computing.wait(20)
-        with pytest.raises(UsageError, match="forward"):
-            training.optimizer.step()
-        with pytest.raises(UsageError):
-            training.weights()
-        assert training.optimizer.steps == before
-    finally:
-        stepped.set()
-        thread.join()
-        handle.remove()
+    with training.model.blocks[1].register_forward_pre_hook(waits):
+        thread.start()
+        try:
+            assert computing.wait(20)
+            with pytest.raises(UsageError, match="forward"):
+                training.optimizer.step()
+            with pytest.raises(UsageError):
+                training.weights()
+            assert training.optimizer.steps == before
+        finally:
+            stepped.set()
+            thread.join()
     training.optimizer.step()
     assert training.optimizer.steps == before + 1
 
