@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from parity import loops
 from parity.harness import GRADIENTS, KEPT, adamw, usual_loop
@@ -35,7 +37,7 @@ LOOPS = [
     stack("bf16-scaled", loops.scales, dtype=BF16, options={"loss_scale": "dynamic"}),
     stack("fp16-clip", loops.scales, dtype=FP16, gradients=WHOLE, options={"max_grad_norm": loops.CLIPPED}),
     stack("grad-scaler", loops.grad_scaler, gradients=WHOLE),
-    stack("grad-scaler-clip", loops.grad_scaler_clips, gradients=WHOLE),
+    stack("grad-scaler-clip", partial(loops.grad_scaler, clip=loops.CLIPPED), gradients=WHOLE),
     stack("scheduler", loops.schedules, dtype=BF16),
     *both("closure", loops.closures),
     *both("drop-some", loops.drops_some),

@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 from parity.harness import adamw
+from support.checkpointed import Model
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import memascend
 
@@ -126,24 +126,11 @@ def test_a_process_ends_as_it_would_without_us(tmp_path, end):
         assert raised in done.stderr.splitlines()[-1]
 
 
-class Recomputed(nn.Module):
-    """Blocks that a reentrant checkpoint computes again, within the backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=True)
-        return x
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
 def test_an_interrupt_within_a_recomputation_takes_nobodys_hooks(tmp_path, error):
     """What was pushed within a backward has gone with it: what is on top afterwards is the user's."""
     torch.manual_seed(0)
-    model = Recomputed()
+    model = Model(16, 3, reentrant=True)
     model, optimizer = memascend.offload(model, adamw(model), storage=tmp_path / "run.store", gradients="ssd")
     x = torch.randn(4, 16, requires_grad=True)
 

@@ -180,25 +180,20 @@ def test_after_close_nothing_works_and_it_says_why(offloaded):
             use()
 
 
-def test_an_exception_in_a_with_block_drops_what_was_not_committed(tmp_path):
-    model = Stack()
-    model, optimizer = memascend.offload(model, adamw(model), storage=tmp_path / "run.store", host_memory="64MiB")
-    ids = torch.zeros(2, 5, dtype=torch.long)
-    with pytest.raises(KeyError), optimizer:  # noqa: PT012 - the block is what is tested
+def test_an_exception_in_a_with_block_drops_what_was_not_committed(offloaded):
+    training = offloaded()
+    with pytest.raises(KeyError), training.optimizer as optimizer:  # noqa: PT012 - the block is what is tested
         optimizer.user_state = {"position": 1}
-        model(ids).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        training.step()
         optimizer.user_state = {"position": 2}
         optimizer.param_groups[0]["lr"] = 0.5
-        model(ids).sum().backward()
+        training.loss().backward()
         raise KeyError("the user's own")
     with pytest.raises(UsageError, match="closed"):
-        model(ids)
-    again = Stack()
-    with memascend.offload(again, adamw(again), storage=tmp_path / "run.store", existing="resume")[1] as optimizer:
-        assert (optimizer.steps, optimizer.user_state) == (1, {"position": 1})
-        assert optimizer.param_groups[0]["lr"] == 1e-2
+        training.loss()
+    again = offloaded(existing="resume").optimizer
+    assert (again.steps, again.user_state) == (1, {"position": 1})
+    assert again.param_groups[0]["lr"] == 1e-2
 
 
 def test_weights_that_nobody_read_out_are_lost_with_a_warning():
