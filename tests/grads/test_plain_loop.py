@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from support.bits import same_bits
+from support.chains import smallest
 from support.checkpointed import Block
 from torch import nn
 
@@ -147,14 +148,9 @@ def made():
 
 
 def offloaded(tmp_path, gradients="auto", *, small=False):
-    options = {"host_memory": smallest(gradients)} if small else {}
+    given = {"gradients": gradients, "durability": "none"}
+    options = {"host_memory": smallest(memascend.offload, *made(), **given)} if small else {}
     return memascend.offload(*made(), storage=tmp_path / "run.store", gradients=gradients, **options)
-
-
-def smallest(gradients):
-    with pytest.raises(memascend.BudgetError) as refused:
-        memascend.offload(*made(), host_memory=1, gradients=gradients, durability="none")
-    return refused.value.smallest
 
 
 @pytest.mark.parametrize(
