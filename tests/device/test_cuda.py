@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from device.determinism import deterministic
+from device.conftest import deterministic
 from device.test_device import begun, losses, step
 from device.training import check
 from parity.harness import Case
