@@ -10,7 +10,6 @@ from memascend.grads.lazy_grad import OPERATIONS_MAX
 
 pytestmark = pytest.mark.usefixtures("process_hooks")
 
-
 SHAPES = [(3, 5), (7,), (1,), (), (2, 3, 4), (33, 17)]
 
 

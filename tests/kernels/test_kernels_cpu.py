@@ -15,14 +15,8 @@ from memascend.kernels.check import check_and_unscale_reference
 from memascend.kernels.scalars import checked_scalars
 
 CPU = torch.device("cpu")
-
-
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
 HALVES = DTYPES[1:]
-
-
 # Past the length from which several threads and non-temporal stores are used, and not a multiple of anything.
 LONG = (1 << 20) + 12345
 
