@@ -32,7 +32,6 @@ FAST = {
 # One in which every record is written whole at each step, and one that no run here gets to the end of.
 LOG_STEPS = (1, 2, 3, None)
 HELD = ("some", "all")
-
 OF_ONE_PARAMETER = {"sparse-adam"}
 
 

@@ -44,6 +44,7 @@ for name, loop in loops.items():
 
 def life(folder, lines_until, seconds):
     """Runs the program until it printed so many lines, and so many seconds longer; whether it was killed by then."""
+    folder.mkdir(exist_ok=True)
     with (folder / "errors").open("w+") as errors:
         command = [sys.executable, "-W", "error", "-W", NO_NUMPY, "-W", "ignore:the stored options stand"]
         command += ["-c", PROGRAM, json.dumps(LOOPS), str(folder)]
@@ -86,8 +87,6 @@ def committed(folder):
 
 def test_killed_loops_have_rates_and_weights_of_one_that_was_not(tmp_path):
     whole, folder = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir()
-    folder.mkdir()
     lines = by_step(life(whole, None, 0)[0])
     assert len(lines) == STEPS * len(LOOPS)
     chosen, kills, printed = random.Random(3), 0, []
