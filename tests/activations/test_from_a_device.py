@@ -10,6 +10,7 @@ from parity.harness import Mode, check, reference
 from parity.zoo_transformers import TRANSFORMERS
 from support import checkpointed
 from support.bits import same_states
+from support.chains import smallest
 from support.checkpointed import WIDTH, keeper, require_two_backwards
 
 import memascend
@@ -36,12 +37,6 @@ def small(monkeypatch):
 
 offloaded = partial(checkpointed.offloaded, blocks=BLOCKS, activations="host", gradients="ssd")
 rows = partial(checkpointed.rows, ROWS)
-
-
-def smallest(tmp_path, **options):
-    with pytest.raises(memascend.BudgetError) as refused:
-        offloaded(tmp_path, host_memory=1, **options)
-    return refused.value.smallest
 
 
 def comfortable(tmp_path):
@@ -77,7 +72,7 @@ def test_the_same_bits(tmp_path, reentrant):
     last = 3 * CHUNK * STEPS
     budgets = {
         None: (0, 0),
-        smallest(tmp_path, existing="replace"): (kept - last, kept),
+        smallest(offloaded, tmp_path, existing="replace"): (kept - last, kept),
         most - (GROUPS - 4) * group: (1, kept - last - 1),
         most + 99: (0, 0),
     }

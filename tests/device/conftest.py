@@ -1,10 +1,10 @@
-"""Provides a CUDA device where there is one; with `make test-posing` one that poses as such (posing/)."""
+"""Provides a CUDA device, with deterministic kernels; with `make test-posing` one that poses as such (posing/)."""
 
+import contextlib
 import os
 
 import pytest
 import torch
-from device.determinism import deterministic, refusal
 from support.fake_device import fake
 
 from memascend.device import device as devices
@@ -32,6 +32,28 @@ DEVICES = [
     ),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
+
+
+@contextlib.contextmanager
+def deterministic():
+    """Where torch has no deterministic kernel it raises: with a warning alone it would compute with another one.
+
+    Attention is one of these: only so do its backwards take their deterministic ways.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def refusal(error):
+    """What torch has no deterministic kernel for, where that is why an error was raised; else None."""
+    while error is not None:
+        if isinstance(error, RuntimeError) and "does not have a deterministic implementation" in str(error):
+            return str(error).partition(",")[0]
+        error = error.__cause__ or error.__context__
+    return None
 
 
 @pytest.fixture(params=DEVICES)

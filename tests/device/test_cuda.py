@@ -5,11 +5,12 @@ import sys
 
 import pytest
 import torch
-from device.determinism import deterministic
+from device.conftest import deterministic
 from device.test_device import begun, losses, step
 from device.training import check
 from parity.harness import Case
 from parity.zoo_plain import next_token, tokens
+from parity.zoo_transformers import LLAMA
 
 import memascend
 
@@ -106,15 +107,7 @@ def test_attention_kernels(tmp_path, device, dtype, compiled):
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     def made():
-        config = Qwen2Config(
-            vocab_size=128,
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-        model = Qwen2ForCausalLM(config)
+        model = Qwen2ForCausalLM(Qwen2Config(**{**LLAMA, "hidden_size": 256, "intermediate_size": 512}))
         if compiled:
             for layer in model.model.layers:
                 layer.compile()

@@ -66,10 +66,6 @@ def test_a_device_looks_whether_the_callers_stream_is_captured(monkeypatch):
             device.require_no_capture()
 
 
-def of_model(model, **how):
-    return torch.compile(model, **how)
-
-
 def of_a_block(model, **how):
     model.blocks[1].compile(**how)
     return model
@@ -86,7 +82,7 @@ def of_a_function(model, **how):
 @pytest.mark.parametrize(
     ("of", "how"),
     covered(
-        [of_model, of_a_block, of_a_function],
+        [torch.compile, of_a_block, of_a_function],
         [
             {"mode": "reduce-overhead"},
             {"mode": "max-autotune"},

@@ -1,4 +1,4 @@
-"""Tests micro-batches by layer: bits against one after the other, bytes, faults, fallbacks."""
+"""Tests micro-batches by layer: bits against one after the other, bytes, faults, fallbacks, parts that wait."""
 
 import _thread
 import contextlib
@@ -11,10 +11,12 @@ import time
 import pytest
 import torch
 from support.bits import same_bits
+from support.chains import smallest
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memascend
+from memascend.grads.microbatches import PartialSums
 
 COUNT, WIDTH = 3, 64
 
@@ -67,7 +69,13 @@ def values(model):
     return [value.clone() for value in model.state_dict().values()]
 
 
-def trained(folder, make, batches, loss, *, by_layer, **options):
+def require_same_by_layer(folder, make, count, **options):
+    """By layer the bits are those of one micro-batch after the other."""
+    layers, turns = (trained(folder, make, rows(count), by_layer=by_layer, **options) for by_layer in (True, False))
+    require_same(layers, turns)
+
+
+def trained(folder, make, batches, *, by_layer, **options):
     """Train; losses, norms, values and state."""
     torch.manual_seed(0)
     model = make()
@@ -78,9 +86,9 @@ def trained(folder, make, batches, loss, *, by_layer, **options):
         for _ in range(3):
             scale = 1 / len(batches)
             if by_layer:
-                losses = optimizer.accumulate(lambda batch: loss(model, batch), batches, scale=scale, by_layer=True)
+                losses = optimizer.accumulate(lambda batch: square(model, batch), batches, scale=scale, by_layer=True)
             else:
-                losses = optimizer.accumulate(lambda one: seeded_loss(model, *one, loss), seeded(batches), scale=scale)
+                losses = optimizer.accumulate(lambda one: seeded_loss(model, *one), seeded(batches), scale=scale)
             assert all(not one.requires_grad for one in losses)
             found += losses
             optimizer.step()
@@ -100,9 +108,9 @@ def seeded(batches):
     return [(int(torch.empty((), dtype=torch.int64).random_().item()), batch) for batch in batches]
 
 
-def seeded_loss(model, seed, batch, loss):
+def seeded_loss(model, seed, batch):
     torch.manual_seed(seed)
-    return loss(model, batch)
+    return square(model, batch)
 
 
 def adamw(model):
@@ -133,11 +141,7 @@ MAKES = {
     [("dense", "fused", 3), ("checkpointed", "ssd", 2), ("experts", "fused", 5), ("reentrant", "auto", 3)],
 )
 def test_bits_are_those_of_one_after_the_other(tmp_path, kind, gradients, count):
-    layers, turns = (
-        trained(tmp_path, MAKES[kind], rows(count), square, by_layer=by_layer, gradients=gradients)
-        for by_layer in (True, False)
-    )
-    require_same(layers, turns)
+    require_same_by_layer(tmp_path, MAKES[kind], count, gradients=gradients)
 
 
 def moved_bytes(tmp_path, make, batches, **options):
@@ -192,18 +196,16 @@ class Words(nn.Module):
         return self.head(self.blocks(self.words(tokens)))
 
 
-def smallest(folder, make=Words, gradients="fused"):
+def smallest_of(folder, make=Words, gradients="fused"):
     """The least memory with which sums of gradients and all else fit."""
     model = make()
-    with pytest.raises(memascend.BudgetError) as refused:
-        memascend.offload(model, adamw(model), storage=folder / "none.store", gradients=gradients, host_memory=1)
-    return refused.value.smallest
+    return smallest(memascend.offload, model, adamw(model), storage=folder / "none.store", gradients=gradients)
 
 
 def test_gradients_of_an_embedding_are_a_stage_of_their_own(tmp_path):
     one, six = (
         moved_bytes(
-            tmp_path, Words, [torch.randint(4096, (2, 8)) for _ in range(count)], host_memory=smallest(tmp_path)
+            tmp_path, Words, [torch.randint(4096, (2, 8)) for _ in range(count)], host_memory=smallest_of(tmp_path)
         )
         for count in (1, 6)
     )
@@ -380,9 +382,7 @@ def test_what_a_module_keeps_is_seen_and_named(tmp_path, caplog, make, words):
 
 
 def test_random_numbers_of_python_are_seen(tmp_path, caplog):
-    torch.manual_seed(0)
-    model = Stack()
-    model, optimizer = memascend.offload(model, adamw(model), storage=tmp_path / "run.store")
+    model, optimizer = by_layer_run(tmp_path, steps=0)
     with optimizer, caplog.at_level(logging.INFO, "memascend"):
         optimizer.accumulate(lambda batch: square(model, batch) * random.choice([1, 1]), rows(COUNT), by_layer=True)
     assert "random numbers" in caplog.text
@@ -408,10 +408,7 @@ def test_hooks_of_the_users_on_gradients_see_micro_batches_in_order(tmp_path):
             parameter.register_hook(lambda gradient, counted=counted: gradient * next(counted))
         return model
 
-    layers, turns = (
-        trained(tmp_path, make, rows(COUNT), square, by_layer=by_layer, gradients="fused") for by_layer in (True, False)
-    )
-    require_same(layers, turns)
+    require_same_by_layer(tmp_path, make, COUNT, gradients="fused")
 
 
 def test_tuples_come_back_detached_and_one_batch_is_plain(tmp_path):
@@ -482,3 +479,52 @@ def test_a_thread_that_the_system_does_not_have_fails_the_call(tmp_path, monkeyp
         optimizer.zero_grad()
         optimizer.accumulate(lambda batch: square(model, batch), rows(COUNT), by_layer=True)
         optimizer.step()
+
+
+# --- micro-batches that reach modules in different orders: parts of gradients wait for earlier ones -----------------
+
+
+class Routed(nn.Module):
+    """Each micro-batch begins at another block, so that a part of a gradient often comes before an earlier one's."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        start = int(x.detach().sum().abs() * 1e4) % len(self.blocks)
+        for number in range(len(self.blocks)):
+            x = self.blocks[(start + number) % len(self.blocks)](x)
+        return self.head(x)
+
+
+class Measured:
+    """The most bytes that the sums and the parts of a run have had in memory at once."""
+
+    def __init__(self, monkeypatch):
+        self.all = self.waiting = self.uncounted = self.limit = 0
+        add_part = PartialSums._add_part
+
+        def measured(sums, *arguments):
+            add_part(sums, *arguments)
+            parts = [part for found in sums._open.values() for part in found.early.values()]
+            values = [found.values for found in sums._open.values() if found.values is not None]
+            self.waiting = max(self.waiting, sum(one.nbytes for one in parts))
+            there = sum(one.nbytes for one in [*parts, *values])
+            self.all, self.limit = max(self.all, there), sums.limit
+            self.uncounted = max(self.uncounted, abs(there - sums.nbytes))
+
+        monkeypatch.setattr(PartialSums, "_add_part", measured)
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
+@pytest.mark.parametrize("budget", ["smallest", None])
+def test_parts_that_wait_are_within_the_limit_and_change_no_bit(tmp_path, monkeypatch, gradients, budget):
+    host_memory = None if budget is None else smallest_of(tmp_path, Routed, gradients)
+    found = Measured(monkeypatch)
+    require_same_by_layer(tmp_path, Routed, 5, gradients=gradients, host_memory=host_memory)
+    assert 0 < found.all <= found.limit
+    assert found.uncounted == 0
+    # They do wait where memory has room for them.
+    assert (found.waiting > 0) == (gradients != "ram" and budget is None)

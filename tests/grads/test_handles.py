@@ -118,25 +118,15 @@ def test_create_graph_gives_a_real_gradient():
 
 READS = {
     "clone": lambda g: g.clone(),
-    "to": lambda g: g.to(torch.float64),
-    "plus": lambda g: g + 1,
-    "other side": lambda g: 2 * g,
-    "compare": lambda g: g == 0,
-    "isnan": lambda g: g.isnan().any(),
     "isfinite": lambda g: torch.isfinite(g).all(),
-    "sum": lambda g: g.sum(),
     "stack": lambda g: torch.stack([g, g]),
     "mask": lambda g: g[g > 0],
-    "max": lambda g: g.max(),
     "matmul": lambda g: torch.ones(2, 3) @ g,
     "into": lambda g: torch.zeros(3, 5).copy_(g),
     "foreach": lambda g: torch._foreach_mul([g], 2.0)[0],
     "deepcopy": copy.deepcopy,
     "equal": lambda g: torch.tensor(torch.equal(g, g)),
     "tolist": lambda g: torch.tensor(g.tolist()),
-    "cat": lambda g: torch.cat([g, torch.ones(1, 5)]),
-    "allclose": lambda g: torch.tensor(torch.allclose(g, g)),
-    "float of the sum": lambda g: torch.tensor(float(g.sum())),
 }
 
 
@@ -222,16 +212,10 @@ def test_detached_handles_are_the_same_gradient():
 
 REFUSED = {
     "view": lambda g: g.view(-1),
-    "index": lambda g: g[0],
-    "slice": lambda g: g[:1],
     "set a row": lambda g: g.__setitem__(0, 1.0),
-    "transpose": lambda g: g.t(),
-    "T": lambda g: g.T,
     "expand": lambda g: g.expand(2, 3, 5),
-    "unsqueeze": lambda g: g.unsqueeze(0),
     "flatten": lambda g: g.flatten(),
     "chunk": lambda g: g.chunk(2),
-    "iterate": list,
     "in-place view": lambda g: g.t_(),
     "resize": lambda g: g.resize_(4),
     "set": lambda g: g.set_(torch.ones(3)),
@@ -255,8 +239,3 @@ def test_what_needs_the_memory_is_refused(call):
     with pytest.raises(UsageError, match=r"layer.weight.*clone\(\).*gradients='ram'"):
         call(handle)
     assert_same(handle, gradient())
-
-
-def test_saving_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="clone"):
-        torch.save({"gradient": handle_of(gradient())}, tmp_path / "gradient.pt")

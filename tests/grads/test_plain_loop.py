@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from parity.reference import threads_of_torch
 from support.bits import same_bits
+from support.chains import smallest
 from support.checkpointed import Block
 from torch import nn
 
@@ -112,13 +112,13 @@ def kept(program, batches, storage=None, **options):
     return found
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("gradients", ["auto", "fused"])
 @pytest.mark.parametrize("batches", [listed_batches, drawn_batches])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_programs_that_keep_values_equal_the_plain_loop(tmp_path, program, batches, gradients):
-    with threads_of_torch(1):
-        wanted = kept(program, batches)
-        found = kept(program, batches, tmp_path / "run.store", gradients=gradients)
+    wanted = kept(program, batches)
+    found = kept(program, batches, tmp_path / "run.store", gradients=gradients)
     assert all(same_bits(one.detach(), other) for one, other in zip(wanted, found, strict=True))
 
 
@@ -148,14 +148,9 @@ def made():
 
 
 def offloaded(tmp_path, gradients="auto", *, small=False):
-    options = {"host_memory": smallest(gradients)} if small else {}
+    given = {"gradients": gradients, "durability": "none"}
+    options = {"host_memory": smallest(memascend.offload, *made(), **given)} if small else {}
     return memascend.offload(*made(), storage=tmp_path / "run.store", gradients=gradients, **options)
-
-
-def smallest(gradients):
-    with pytest.raises(memascend.BudgetError) as refused:
-        memascend.offload(*made(), host_memory=1, gradients=gradients, durability="none")
-    return refused.value.smallest
 
 
 @pytest.mark.parametrize(

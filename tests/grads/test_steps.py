@@ -7,6 +7,7 @@ import torch
 from support.bits import same_states
 from support.chains import WIDTH, batch, chain, loss_of, offloaded, require_same, values
 from support.checkpointed import OwnCheckpoint
+from support.reached import OPTIMIZERS
 
 import memascend
 from memascend.errors import UsageError
@@ -17,22 +18,15 @@ def begun(tmp_path, gradients, **options):
     return offloaded(tmp_path / "s", chain(3, True), torch.optim.SGD, 0.1, **options)
 
 
-KINDS = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
-    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
-}
-
-
 @pytest.mark.parametrize("gradients", ["ssd", "ram"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_clipping_does_to_gradients_that_are_not_finite_what_torchs_does(tmp_path, kind, value, gradients):
     """NaN makes all gradients NaN; an infinite one becomes NaN alone, and the others 0."""
     plain, model = chain(3, True), chain(3, True)
-    theirs = KINDS[kind](plain.parameters())
+    theirs = OPTIMIZERS[kind](plain.parameters())
     options = {"gradients": gradients, "max_grad_norm": 1.0, "storage": tmp_path / "store"}
-    model, optimizer = memascend.offload(model, KINDS[kind](model.parameters()), **options)
+    model, optimizer = memascend.offload(model, OPTIMIZERS[kind](model.parameters()), **options)
 
     def spoiled(gradient):
         return gradient.index_fill(0, torch.tensor(1), value)
@@ -46,7 +40,7 @@ def test_clipping_does_to_gradients_that_are_not_finite_what_torchs_does(tmp_pat
     assert not math.isfinite(optimizer.grad_norm)
     optimizer.close()
     again = chain(3, True)
-    again, optimizer = memascend.offload(again, KINDS[kind](again.parameters()), existing="resume", **options)
+    again, optimizer = memascend.offload(again, OPTIMIZERS[kind](again.parameters()), existing="resume", **options)
     with optimizer:
         for name, expected in plain.state_dict().items():
             assert torch.allclose(again.state_dict()[name], expected, rtol=0, atol=1e-7, equal_nan=True), name

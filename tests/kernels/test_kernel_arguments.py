@@ -16,8 +16,6 @@ def arguments(**changes):
 
 
 SHARED = torch.ones(12)
-
-
 REFUSALS = {
     "master is bfloat16": {"master": torch.ones(8, dtype=torch.bfloat16)},
     "grad is float64": {"grad": torch.ones(8, dtype=torch.float64)},

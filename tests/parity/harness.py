@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shutil
 import sys
 import zlib
 from dataclasses import dataclass, field
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from parity.reference import Reference, threads_of_torch
-from parity.replayed import require_replay
 from support.bits import same_bits
+from support.chains import smallest
 
 import memascend
+from memascend.engine import Engine, Store
 from memascend.plan.options import Options
 from memascend.session.decide import planned
 
@@ -209,13 +211,42 @@ def committed(model, optimizer, file):
     optimizer.close()
 
 
+def require_replay(optimizer, file):
+    """A copy of the run's store, with its log, has what memory has: where it is only read, and replayed."""
+    running = optimizer._session.run.resources.store
+    copy = file.with_name("as-killed.store")
+    shutil.copyfile(file, copy)
+    try:
+        with Store.open(copy) as store:
+            _require_same(running, store)
+            with Engine(store, chunks=2) as engine:
+                assert engine.replay() == bool(running.info()["log_steps"])
+            assert store.info()["log_steps"] == 0
+            _require_same(running, store)
+        # Whoever comes next finds it on storage alone.
+        with Store.open(copy) as store:
+            _require_same(running, store)
+    finally:
+        copy.unlink()
+
+
+def _require_same(running, found):
+    assert found.step == running.step
+    for described in running.each_record():
+        name = described["name"]
+        if described["buffer"]:
+            continue
+        (values, state), (found_values, found_state) = running.read(name), found.read(name)
+        assert same_bits(values, found_values), name
+        assert state.keys() == found_state.keys()
+        assert [key for key in state if not same_bits(state[key], found_state[key])] == [], name
+
+
 def smallest_budget(case, **options):
     """The smallest budget that `offload` names for this case; the refused call changes nothing."""
     with torch.random.fork_rng():
         model = case.model().to(case.dtype)
-        with pytest.raises(memascend.BudgetError) as refused:
-            memascend.offload(model, case.optimizer(model), host_memory=1, **case.options, **options)
-    return refused.value.smallest
+        return smallest(memascend.offload, model, case.optimizer(model), **case.options, **options)
 
 
 def ram_tier_budget(case, part, **options):

@@ -69,10 +69,6 @@ def grad_scaler(run, *, clip=None):
         run.optimizer.zero_grad()
 
 
-def grad_scaler_clips(run):
-    grad_scaler(run, clip=CLIPPED)
-
-
 # --- when and how step() is called --------------------------------------------
 
 

@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from parity.harness import same
 from parity.loops import failing
 from parity.machine_calls import CHANGES, FUSE, READS, WRITES
-from parity.machine_twins import Plain, lives, one_or_list, setups
+from parity.machine_twins import Plain, lives, one_or_list, opened, setups
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import memascend
@@ -90,16 +90,12 @@ class Machine(RuleBasedStateMachine):
         self.file, self.life = file, life
         self.processes += 1
         self.kept.clear()
-        model, members = self.plain.setup.made(self.processes)
-        schedulers = self.plain.setup.schedulers(members)
-        options = {**life.options(self.plain.setup, file), **options}
-        self.model, self.optimizer = memascend.offload(model, one_or_list(members), **options)
-        if schedulers:
-            self.optimizer.schedule(*schedulers)
+        setup = self.plain.setup
+        self.model, self.optimizer = opened(setup, life, file, self.processes, **options)
         self.plain.restore()
         self._forget_gradients()
         # What the loop was seen to do, where "auto" looks: nothing, something, or what either may follow from.
-        self.habit = "declared" if self._declared > 1 or options.get("max_grad_norm") is not None else ""
+        self.habit = "declared" if self._declared > 1 or setup.options.get("max_grad_norm") is not None else ""
         self.mode = "ssd" if life.gradients == "auto" else life.gradients
         self.steps_of_life = FUSE.commits = 0
         FUSE.learned.mode = None

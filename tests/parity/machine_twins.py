@@ -14,6 +14,7 @@ from parity.zoo_plain import VOCABULARY, WIDTH, Rooted, Stack, next_token, squar
 from torch import nn
 from torch.optim import lr_scheduler
 
+import memascend
 from memascend.plan.options import Options
 from memascend.session.decide import planned
 
@@ -143,6 +144,16 @@ class Life:
                 plan = planned(model, one_or_list(members), Options(host_memory="1GiB", **options)).plan
             options["host_memory"] = round(plan.smallest + self.budget * max(0, plan.all_in_ram - plan.smallest))
         return options
+
+
+def opened(setup, life, file, seed=1, **options):
+    """A process begins, or resumes, with values of its own."""
+    model, members = setup.made(seed)
+    schedulers = setup.schedulers(members)
+    model, optimizer = memascend.offload(model, one_or_list(members), **{**life.options(setup, file), **options})
+    if schedulers:
+        optimizer.schedule(*schedulers)
+    return model, optimizer
 
 
 def formats(draw, optimizer, dtype):

@@ -1,11 +1,17 @@
-"""Tests loops, optimizers, options and formats of state: the same code in RAM and offloaded leaves the same bits."""
+"""Tests models, loops, optimizers and formats of state: the same code in RAM and offloaded leaves the same bits."""
 
 import pytest
 from parity.harness import check, combined
 from parity.zoo_by_layer import MODELS, OTHERS
-from parity.zoo_compiled import COMPILED
 from parity.zoo_formats import FORMATS
-from parity.zoo_loops import LOOPS, OPTIMIZERS
+from parity.zoo_loops import COMPILED, LOOPS, OPTIMIZERS
+from parity.zoo_plain import PLAIN
+from parity.zoo_transformers import TRANSFORMERS
+
+
+@combined([*PLAIN, *TRANSFORMERS])
+def test_a_model_equals_itself_in_ram(case, mode, tmp_path):
+    check(case, mode, tmp_path)
 
 
 @combined([*LOOPS, *OPTIMIZERS, *FORMATS])

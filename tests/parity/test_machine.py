@@ -21,10 +21,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from parity.harness import same
 from parity.machine import Machine
 from parity.machine_calls import FUSE
-from parity.machine_twins import Plain, lives, one_or_list, setups
+from parity.machine_twins import Plain, lives, opened, setups
 from parity.reference import threads_of_torch
-
-import memascend
 
 pytestmark = [
     # The stored options win over those that a process begins with; some parameters keep a format of their own.
@@ -91,16 +89,6 @@ def train(setup, model, optimizer):
         optimizer.zero_grad()
 
 
-def opened(setup, life, file):
-    model, members = setup.made(1)
-    schedulers = setup.schedulers(members)
-    options = {**life.options(setup, file), "existing": "resume"}
-    model, optimizer = memascend.offload(model, one_or_list(members), **options)
-    if schedulers:
-        optimizer.schedule(*schedulers)
-    return model, optimizer
-
-
 def live(setup, life, file, when):
     """A process that trains until it is killed, at a call of the engine or so many seconds later; whether it was."""
     reading, writing = os.pipe()
@@ -108,7 +96,7 @@ def live(setup, life, file, when):
     if pid == 0:
         status = 1
         try:
-            model, optimizer = opened(setup, life, file)
+            model, optimizer = opened(setup, life, file, existing="resume")
             if isinstance(when, int):
                 FUSE.left, FUSE.at_commits, FUSE.kill = when, False, lambda _: os.kill(os.getpid(), signal.SIGKILL)
             os.write(writing, b"x")
@@ -155,7 +143,7 @@ def test_a_killed_run_has_torchs_weights_state_and_statistics(examples):
         with TemporaryDirectory(prefix="killed-") as folder:
             file = Path(folder, "run.store")
             kills += sum(live(setup, life, file, when) for life, when in deaths)
-            model, optimizer = opened(setup, last, file)
+            model, optimizer = opened(setup, last, file, existing="resume")
             with optimizer:
                 train(setup, model, optimizer)
                 for (name, theirs), ours in zip(plain.model.named_parameters(), model.parameters(), strict=True):

@@ -8,10 +8,9 @@ import pytest
 import torch
 from parity.harness import KEPT
 from parity.loops import CLIPPED
-from parity.zoo_compiled import COMPILED
 from parity.zoo_formats import mixed
-from parity.zoo_loops import BF16, FP16, WHOLE, stack
-from parity.zoo_plain import PLAIN, Stack
+from parity.zoo_loops import BF16, COMPILED, FP16, WHOLE
+from parity.zoo_plain import PLAIN, Stack, stack
 from parity.zoo_transformers import TRANSFORMERS
 
 # Micro-batches of each step; the first step learns the order of units.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from parity import loops
-from parity.harness import KEPT, Case
-from parity.zoo_loops import BF16, FP16, WHOLE
+from parity.harness import KEPT, Case, usual_loop
+from parity.zoo_loops import BF16, FP16, WHOLE, other
 from parity.zoo_plain import VOCABULARY, next_token, tokens
 from torch import nn
 
@@ -28,24 +28,16 @@ class Mixed(nn.Module):
         return self.head(x + self.down(torch.nn.functional.silu(self.up(self.norm(x)))))
 
 
-def mixed(name, state, loop=None, *, rounding="nearest", seed=7, options=None, **fields):
+def mixed(name, state, loop=usual_loop, *, rounding="nearest", seed=7, options=None, **fields):
     given = {"seed": seed, **({} if state is None else {"state": state}), **(options or {})}
     if rounding == "stochastic":
         given |= {"rounding": rounding, "master_dtype": None}
-    more = {"loop": loop} if loop else {}
-    return Case(name=name, model=Mixed, batches=tokens, loss=next_token, options=given, **more, **fields)
+    return Case(name=name, model=Mixed, batches=tokens, loss=next_token, options=given, loop=loop, **fields)
 
 
-def adam(model):
-    return torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.8, 0.95), maximize=True)
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, dampening=0.25)
-
-
-def nesterov(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+adam = other(torch.optim.Adam, lr=1e-2, weight_decay=0.1, betas=(0.8, 0.95), maximize=True)
+sgd = other(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01, dampening=0.25)
+nesterov = other(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)
 
 
 def _of(state):

@@ -1,22 +1,19 @@
-"""Cases of loops, optimizers and options, each with its model."""
+"""Cases of loops, optimizers, options and compiled blocks, each with its model."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from parity import loops
-from parity.harness import GRADIENTS, KEPT, Case, adamw
-from parity.zoo_plain import SparseBag, Stack, Towers, Turned, next_token, odd_mlp, squares, tokens, vectors
-from parity.zoo_transformers import loss, qwen2, texts
+from parity.harness import GRADIENTS, KEPT, adamw, usual_loop
+from parity.zoo_plain import SparseBag, Stack, Towers, Turned, odd_mlp, of_vectors, stack
+from parity.zoo_transformers import case_of, qwen2
 from torch import nn
 
 BF16, FP16 = torch.bfloat16, torch.float16
 # What needs its gradients before the update; "auto" finds out in its first step.
 WHOLE = (*KEPT, "auto")
-
-
-def stack(name, loop=None, **options):
-    fields = {"model": Stack, "batches": tokens, "loss": next_token, **options}
-    return Case(name=name, **({"loop": loop} if loop else {}), **fields)
 
 
 def both(name, loop, **options):
@@ -29,48 +26,28 @@ def smooth():
     return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(32, 32), nn.Tanh())))
 
 
-def towers(name, loop, **options):
-    return Case(name=name, model=Towers, batches=vectors(), loss=squares, loop=loop, **options)
-
-
 LOOPS = [
     *both("clip", loops.clips, gradients=WHOLE),
     *both("max-grad-norm", loops.clips_in_step, gradients=WHOLE, options={"max_grad_norm": loops.CLIPPED}),
     *both("accumulate", loops.accumulates, gradients=WHOLE),
-    Case(
-        name="accumulate-turned", model=Turned, batches=vectors(), loss=squares, loop=loops.accumulates, gradients=WHOLE
-    ),
+    of_vectors("accumulate-turned", Turned, loops.accumulates, gradients=WHOLE),
     *both("accumulate-declared", loops.accumulates, options={"accumulation_steps": 3}),
     stack("accumulate-tied", loops.accumulates, model=lambda: Stack(tied=True), options={"accumulation_steps": 3}),
     stack("fp16-dynamic", loops.scales, dtype=FP16),
     stack("bf16-scaled", loops.scales, dtype=BF16, options={"loss_scale": "dynamic"}),
     stack("fp16-clip", loops.scales, dtype=FP16, gradients=WHOLE, options={"max_grad_norm": loops.CLIPPED}),
     stack("grad-scaler", loops.grad_scaler, gradients=WHOLE),
-    stack("grad-scaler-clip", loops.grad_scaler_clips, gradients=WHOLE),
+    stack("grad-scaler-clip", partial(loops.grad_scaler, clip=loops.CLIPPED), gradients=WHOLE),
     stack("scheduler", loops.schedules, dtype=BF16),
     *both("closure", loops.closures),
     *both("drop-some", loops.drops_some),
-    towers("disjoint", loops.disjoint),
-    towers("disjoint-bf16", loops.disjoint_in_one_go, dtype=BF16, learns_budget=True),
+    of_vectors("disjoint", Towers, loops.disjoint),
+    of_vectors("disjoint-bf16", Towers, loops.disjoint_in_one_go, dtype=BF16, learns_budget=True),
     *both("loss-reads-head", loops.reads_the_head),
     stack("loss-reads-tied-head", loops.reads_the_head, model=lambda: Stack(tied=True)),
-    Case(
-        name="gradient-penalty",
-        model=smooth,
-        batches=vectors(),
-        loss=squares,
-        loop=loops.penalizes_gradients,
-        learns_budget=True,
-    ),
+    of_vectors("gradient-penalty", smooth, loops.penalizes_gradients, learns_budget=True),
     stack("autograd-grad", loops.asks_for_gradients, learns_budget=True),
-    Case(
-        name="generate",
-        model=lambda: qwen2(tied=True),
-        batches=texts,
-        loss=loss,
-        loop=loops.generates,
-        dtype=BF16,
-    ),
+    case_of("generate", lambda: qwen2(tied=True), loop=loops.generates, dtype=BF16),
     stack("autocast", loops.casts_automatically),
     stack("retain", loops.retains, learns_budget=True),
     *both("watch", loops.watches, learns_budget=True),
@@ -99,36 +76,24 @@ def other(kind, **options):
     return lambda model: kind([p for p in model.parameters() if p.requires_grad], **options)
 
 
-def tensor_rate(model):
-    return adamw(model, lr=torch.tensor(1e-2), fused=True)
-
-
 O = torch.optim  # noqa: E741
 OPTIMIZERS = [
     stack("groups", optimizer=grouped),
     stack("groups-bf16-scheduler", loops.schedules_from_before, optimizer=with_scheduler, dtype=BF16),
     stack("maximize", optimizer=lambda model: adamw(model, maximize=True)),
     stack("fused-asked-for", optimizer=lambda model: adamw(model, fused=True), dtype=BF16),
-    stack("tensor-rate", optimizer=tensor_rate),
+    stack("tensor-rate", optimizer=lambda model: adamw(model, lr=torch.tensor(1e-2), fused=True)),
     stack("adam", optimizer=other(O.Adam, lr=1e-2, weight_decay=0.1)),
     stack("adam-bf16", optimizer=other(O.Adam, lr=1e-2), dtype=BF16),
     stack("own-dtype", dtype=BF16, options={"master_dtype": None}),
     stack("sgd", optimizer=other(O.SGD, lr=0.1)),
     stack("sgd-momentum-bf16", optimizer=other(O.SGD, lr=0.1, momentum=0.9, nesterov=True), dtype=BF16),
-    Case(
-        name="sgd-turned",
-        model=Turned,
-        batches=vectors(),
-        loss=squares,
-        optimizer=other(O.SGD, lr=0.05, momentum=0.9),
-        gradients=("fused",),
-    ),
-    Case(
-        name="sgd-options",
-        model=odd_mlp,
-        batches=vectors(7),
-        loss=squares,
-        loop=loops.changes_options,
+    of_vectors("sgd-turned", Turned, optimizer=other(O.SGD, lr=0.05, momentum=0.9), gradients=("fused",)),
+    of_vectors(
+        "sgd-options",
+        odd_mlp,
+        loops.changes_options,
+        width=7,
         optimizer=other(O.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
     ),
     stack("adagrad", optimizer=other(O.Adagrad, lr=1e-2)),
@@ -140,4 +105,39 @@ OPTIMIZERS = [
     stack("sgd-accumulate", loops.accumulates, optimizer=other(O.SGD, lr=0.1), options={"accumulation_steps": 3}),
     stack("sparse-sgd", model=SparseBag, optimizer=other(O.SGD, lr=0.1), gradients=GRADIENTS),
     stack("sparse-adam", model=lambda: SparseBag(head=False), optimizer=other(O.SparseAdam, lr=1e-2)),
+]
+
+
+# --- blocks that are compiled one by one, before and after offload() ---------------------------
+
+
+def compiled(backend):
+    def make():
+        model = Stack()
+        for block in model.blocks:
+            block.compile(backend=backend)
+        return model
+
+    return make
+
+
+def wrapped():
+    model = Stack()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend="aot_eager")
+    return model
+
+
+def compiles_afterwards(run):
+    for block in run.model.blocks:
+        block.compile(backend="aot_eager")
+    usual_loop(run)
+
+
+COMPILED = [
+    stack("compiled-aot", model=compiled("aot_eager")),
+    stack("compiled-aot-bf16", model=compiled("aot_eager"), dtype=BF16),
+    stack("compiled-inductor", model=compiled("inductor")),
+    stack("compiled-wrapped", model=wrapped),
+    stack("compiled-afterwards", loop=compiles_afterwards),
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from parity.harness import Case
+from parity.harness import Case, usual_loop
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
@@ -184,12 +184,8 @@ class Custom(nn.Module):
         return x
 
 
-def weight_norm():
-    return nn.Sequential(*(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
-
-
-def spectral_norm():
-    return nn.Sequential(*(parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
+def normed(parametrization):
+    return lambda: nn.Sequential(*(parametrization(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
 
 
 class Recurrent(nn.Module):
@@ -277,37 +273,37 @@ def frozen_stack():
     return model
 
 
+def stack(name, loop=usual_loop, **options):
+    """A case of a stack, unless another model of tokens is given."""
+    return Case(name=name, loop=loop, **{"model": Stack, "batches": tokens, "loss": next_token, **options})
+
+
+def of_vectors(name, model, loop=usual_loop, *, width=WIDTH, **options):
+    return Case(name=name, model=model, batches=vectors(width), loss=squares, loop=loop, **options)
+
+
 BF16 = torch.bfloat16
 PLAIN = [
-    Case(name="odd-mlp", model=odd_mlp, batches=vectors(7), loss=squares, everywhere=True),
-    Case(name="odd-mlp-bf16", model=odd_mlp, batches=vectors(7), loss=squares, dtype=BF16),
-    Case(
-        name="stack-tied-bf16",
-        model=lambda: Stack(tied=True),
-        batches=tokens,
-        loss=next_token,
-        dtype=BF16,
-        everywhere=True,
-    ),
-    Case(name="stack-dropout", model=lambda: Stack(dropout=0.3), batches=tokens, loss=next_token),
-    Case(name="repeated-layers", model=Repeated, batches=vectors(), loss=squares),
-    Case(name="repeated-layers-bf16", model=Repeated, batches=vectors(), loss=squares, dtype=BF16),
-    Case(name="idle-experts", model=IdleExperts, batches=vectors(), loss=squares, everywhere=True),
-    Case(name="rooted", model=Rooted, batches=vectors(), loss=squares),
-    Case(name="custom-function", model=Custom, batches=vectors(), loss=squares, learns_budget=True),
-    Case(name="weight-norm", model=weight_norm, batches=vectors(), loss=squares),
-    Case(name="spectral-norm", model=spectral_norm, batches=vectors(), loss=squares),
-    Case(name="lstm", model=lambda: Recurrent(nn.LSTM, dropout=0.1), batches=tokens, loss=next_token),
-    Case(
-        name="gru-bidirectional", model=lambda: Recurrent(nn.GRU, bidirectional=True), batches=tokens, loss=next_token
-    ),
-    Case(name="attention", model=Attention, batches=tokens, loss=next_token, dtype=BF16),
-    Case(name="nn-transformer", model=EncoderDecoder, batches=tokens, loss=next_token),
+    of_vectors("odd-mlp", odd_mlp, width=7, everywhere=True),
+    of_vectors("odd-mlp-bf16", odd_mlp, width=7, dtype=BF16),
+    stack("stack-tied-bf16", model=lambda: Stack(tied=True), dtype=BF16, everywhere=True),
+    stack("stack-dropout", model=lambda: Stack(dropout=0.3)),
+    of_vectors("repeated-layers", Repeated),
+    of_vectors("repeated-layers-bf16", Repeated, dtype=BF16),
+    of_vectors("idle-experts", IdleExperts, everywhere=True),
+    of_vectors("rooted", Rooted),
+    of_vectors("custom-function", Custom, learns_budget=True),
+    of_vectors("weight-norm", normed(parametrizations.weight_norm)),
+    of_vectors("spectral-norm", normed(parametrizations.spectral_norm)),
+    stack("lstm", model=lambda: Recurrent(nn.LSTM, dropout=0.1)),
+    stack("gru-bidirectional", model=lambda: Recurrent(nn.GRU, bidirectional=True)),
+    stack("attention", model=Attention, dtype=BF16),
+    stack("nn-transformer", model=EncoderDecoder),
     Case(name="convolutions", model=convolutions, batches=images, loss=classified),
     Case(name="convolutions-bf16", model=convolutions, batches=images, loss=classified, dtype=BF16),
     Case(name="channels-last", model=channels_last, batches=images, loss=classified),
-    Case(name="turned", model=Turned, batches=vectors(), loss=squares),
-    Case(name="turned-fused", model=Turned, batches=vectors(), loss=squares, gradients=("fused",)),
-    Case(name="turned-bf16", model=Turned, batches=vectors(), loss=squares, dtype=BF16),
-    Case(name="frozen", model=frozen_stack, batches=tokens, loss=next_token),
+    of_vectors("turned", Turned),
+    of_vectors("turned-fused", Turned, gradients=("fused",)),
+    of_vectors("turned-bf16", Turned, dtype=BF16),
+    stack("frozen", model=frozen_stack),
 ]

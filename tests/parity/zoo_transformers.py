@@ -10,15 +10,8 @@ from parity.harness import Case
 
 VOCABULARY = 128
 TEXT = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-LLAMA = {
-    **TEXT,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+LLAMA = {**TEXT, **SIZES, "num_hidden_layers": 3, "num_key_value_heads": 2, "max_position_embeddings": 64}
 
 
 @contextlib.contextmanager
@@ -75,15 +68,7 @@ def albert():
     """One layer called four times, under parents that own parameters too."""
     from transformers import AlbertConfig, AlbertForMaskedLM
 
-    config = AlbertConfig(
-        **TEXT,
-        embedding_size=16,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        max_position_embeddings=32,
-    )
+    config = AlbertConfig(**TEXT, **SIZES, embedding_size=16, num_hidden_layers=4, max_position_embeddings=32)
     return AlbertForMaskedLM(config).train()
 
 
@@ -121,15 +106,7 @@ def t5():
 def vit():
     from transformers import ViTConfig, ViTForImageClassification
 
-    config = ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        image_size=32,
-        patch_size=8,
-        num_labels=4,
-    )
+    config = ViTConfig(**SIZES, num_hidden_layers=2, image_size=32, patch_size=8, num_labels=4)
     return ViTForImageClassification(config).train()
 
 
@@ -150,38 +127,24 @@ def lora():
         return get_peft_model(qwen2(tied=True), config).train()
 
 
+def case_of(name, model, *, batches=texts, **options):
+    return Case(name=name, model=model, batches=batches, loss=loss, **options)
+
+
 BF16 = torch.bfloat16
 TRANSFORMERS = [
-    Case(name="qwen2-tied-bf16", model=lambda: qwen2(tied=True), batches=texts, loss=loss, dtype=BF16, everywhere=True),
-    Case(name="qwen2-untied", model=lambda: qwen2(tied=False), batches=texts, loss=loss),
-    Case(name="gpt2", model=gpt2, batches=texts, loss=loss),
-    Case(name="gpt2-bf16", model=gpt2, batches=texts, loss=loss, dtype=BF16),
-    Case(
-        name="checkpointed",
-        model=lambda: checkpointed(reentrant=False),
-        batches=texts,
-        loss=loss,
-        dtype=BF16,
-        learns_budget=True,
-    ),
-    Case(
-        name="checkpointed-reentrant",
-        model=lambda: checkpointed(reentrant=True),
-        batches=texts,
-        loss=loss,
-        learns_budget=True,
-    ),
-    Case(name="albert", model=albert, batches=texts, loss=loss),
-    Case(name="mixtral-bf16", model=mixtral, batches=texts, loss=loss, dtype=BF16),
-    Case(name="qwen2-moe", model=qwen2_moe, batches=texts, loss=loss),
-    Case(name="t5", model=t5, batches=texts, loss=loss),
-    Case(name="vit", model=vit, batches=pictures, loss=loss),
-    Case(name="resnet", model=resnet, batches=pictures, loss=loss),
-    Case(
-        name="resnet-channels-last",
-        model=lambda: resnet().to(memory_format=torch.channels_last),
-        batches=pictures,
-        loss=loss,
-    ),
-    Case(name="lora", model=lora, batches=texts, loss=loss, dtype=BF16),
+    case_of("qwen2-tied-bf16", lambda: qwen2(tied=True), dtype=BF16, everywhere=True),
+    case_of("qwen2-untied", lambda: qwen2(tied=False)),
+    case_of("gpt2", gpt2),
+    case_of("gpt2-bf16", gpt2, dtype=BF16),
+    case_of("checkpointed", lambda: checkpointed(reentrant=False), dtype=BF16, learns_budget=True),
+    case_of("checkpointed-reentrant", lambda: checkpointed(reentrant=True), learns_budget=True),
+    case_of("albert", albert),
+    case_of("mixtral-bf16", mixtral, dtype=BF16),
+    case_of("qwen2-moe", qwen2_moe),
+    case_of("t5", t5),
+    case_of("vit", vit, batches=pictures),
+    case_of("resnet", resnet, batches=pictures),
+    case_of("resnet-channels-last", lambda: resnet().to(memory_format=torch.channels_last), batches=pictures),
+    case_of("lora", lora, dtype=BF16),
 ]

@@ -1,5 +1,6 @@
 """Builds chains of equal layers in memory and offloaded, trains and compares them: all that most tests need."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -37,6 +38,13 @@ def train(model, optimizer, seeds):
 def offloaded(storage, model=None, kind=torch.optim.AdamW, rate=1e-2, **options):
     model = chain(bias=True) if model is None else model
     return memascend.offload(model, kind(model.parameters(), lr=rate), storage=storage, **options)
+
+
+def smallest(offload, *arguments, **options):
+    """The smallest budget of the host that is named where `offload` is given too little."""
+    with pytest.raises(memascend.BudgetError) as refused:
+        offload(*arguments, **options, host_memory=1)
+    return refused.value.smallest
 
 
 def twins(

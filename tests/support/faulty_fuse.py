@@ -29,7 +29,6 @@ DIRECT_IO = 1
 MNT_DETACH = 2
 PR_SET_PDEATHSIG = 1
 
-
 # Answers that depend on nothing.
 FIXED = {
     OPEN: struct.pack("<QII", 0, DIRECT_IO, 0),

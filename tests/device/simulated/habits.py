@@ -145,15 +145,11 @@ def dispatched(where):
 
 def tiny():
     """A model of transformers, saved: the folder."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from parity.zoo_transformers import qwen2
 
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
     folder = tempfile.mkdtemp()
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    qwen2(tied=False).save_pretrained(folder)
     return folder
 
 

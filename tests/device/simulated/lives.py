@@ -102,8 +102,7 @@ def closed(without=None, *, slow="in", backward=False, dropped=False, **options)
     `dropped`: nothing is closed by hand, and the model is gone.
     """
     with contextlib.ExitStack() as stack:
-        if without is not None:
-            mutations.take_away(without)
+        mutations.take_away(without)
         training = Training(stack, delays={slow: 3000}, **options)
         training.step(0)
         training.check.step = 1

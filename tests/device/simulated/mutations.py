@@ -134,8 +134,9 @@ WAITS = {
 
 
 def take_away(name):
-    """Take a wait away, in this process."""
-    WAITS[name][1]()
+    """Take a wait away, in this process; None: nothing."""
+    if name is not None:
+        WAITS[name][1]()
 
 
 def names():

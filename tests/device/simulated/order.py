@@ -217,8 +217,7 @@ class Training:
 @contextlib.contextmanager
 def begun(*arguments, without=None, **options):
     """A run, see `Training`, that is closed at the end; `without` is a wait that is taken away."""
-    if without is not None:
-        mutations.take_away(without)
+    mutations.take_away(without)
     with contextlib.ExitStack() as stack:
         yield Training(stack, *arguments, **options)
 
@@ -281,8 +280,7 @@ def busy():
 def let_go(without=None):
     """Closes a run while a stream of the user has yet to compute with its weights, and uses the memory anew."""
     with contextlib.ExitStack() as stack:
-        if without is not None:
-            mutations.take_away(without)
+        mutations.take_away(without)
         training = Training(stack, gradients="fused", device_memory="64MiB")
         arena, side = training.optimizer._session.run.resources.units.arena, training.streams["side"]
         side.wait_stream(torch.cuda.current_stream())
@@ -303,8 +301,7 @@ def let_go(without=None):
 
 def added(by, without=None):
     """The same of an arena that got more memory, `by` the stream that was to use it ("side") or by another one."""
-    if without is not None:
-        mutations.take_away(without)
+    mutations.take_away(without)
     nbytes = 4 << 20
     check, own, side = runtime.Check(), torch.cuda.current_stream(), torch.cuda.Stream()
     device = Device(torch.device("cuda", 0))

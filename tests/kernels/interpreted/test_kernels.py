@@ -69,19 +69,6 @@ def test_a_sum_is_the_one_of_the_cpu(numel, dtype, values):
     assert found_in(reference) == [kernels.checked(tensor)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", [1, 15, TILE, CHUNK + 1])
-def test_unscaled_values_are_summed(dtype, numel):
-    tensor = randoms(numel, dtype)
-    expected = tensor.clone()
-    nonfinite, squares = folded([tensor], 1 / 3)
-    reference = check_and_unscale_reference([expected], 1 / 3, CPU)
-    assert same_bits(tensor, expected)
-    assert nonfinite is reference[0].item() is False
-    assert squares == pytest.approx(reference[1].item(), rel=1e-12)
-    assert squares == rounded(kernels.checked(expected)[1])
-
-
 def tiles(dtype):
     """Chunks of tiles that do not have the magnitudes of the tiles before."""
     limits = torch.finfo(dtype)

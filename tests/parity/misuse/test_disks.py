@@ -9,20 +9,12 @@ import pytest
 import torch
 from parity.harness import adamw
 from parity.zoo_plain import Stack
-from support.disks import FaultyDisk
 
 import memascend
 from memascend import StorageError, engine
 
 pytestmark = pytest.mark.root
 EIO = {"errno": errno.EIO}
-
-
-@pytest.fixture
-def faulty(tmp_path):
-    disk = FaultyDisk(tmp_path)
-    yield disk
-    disk.close()
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 from parity.harness import adamw
+from support.checkpointed import Model
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import memascend
 
@@ -77,22 +77,14 @@ try:
 except KeyboardInterrupt:
     pass
 """
-OURS_IN_THEIRS = """
+BOTH = "first.backward()\ntry:\n    second.backward()\nexcept memascend.UsageError:\n    pass\n"
+OURS_IN_THEIRS = f"""
 with torch.autograd.graph.saved_tensors_hooks(lambda tensor: [tensor], lambda kept: kept[0]):
     first, second = loss(), loss()
-first.backward()
-try:
-    second.backward()
-except memascend.UsageError:
-    pass
-"""
-CLOSED_ELSEWHERE = """
+{BOTH}"""
+CLOSED_ELSEWHERE = f"""
 first, second = loss(), loss()
-first.backward()
-try:
-    second.backward()
-except memascend.UsageError:
-    pass
+{BOTH}
 thread = threading.Thread(target=optimizer.close)
 thread.start()
 thread.join()
@@ -134,24 +126,11 @@ def test_a_process_ends_as_it_would_without_us(tmp_path, end):
         assert raised in done.stderr.splitlines()[-1]
 
 
-class Recomputed(nn.Module):
-    """Blocks that a reentrant checkpoint computes again, within the backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=True)
-        return x
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
 def test_an_interrupt_within_a_recomputation_takes_nobodys_hooks(tmp_path, error):
     """What was pushed within a backward has gone with it: what is on top afterwards is the user's."""
     torch.manual_seed(0)
-    model = Recomputed()
+    model = Model(16, 3, reentrant=True)
     model, optimizer = memascend.offload(model, adamw(model), storage=tmp_path / "run.store", gradients="ssd")
     x = torch.randn(4, 16, requires_grad=True)
 
@@ -167,20 +146,16 @@ def test_an_interrupt_within_a_recomputation_takes_nobodys_hooks(tmp_path, error
 
     with optimizer:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            interrupts = model.blocks[1].register_forward_pre_hook(stop)
-            with pytest.raises(error):
+            with model.blocks[1].register_forward_pre_hook(stop), pytest.raises(error):
                 model(x).sum().backward()
-            interrupts.remove()
             optimizer.zero_grad()
             count = len(seen)
             other = torch.ones(3, requires_grad=True)
             (other * other).sum()
             assert len(seen) > count
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-        interrupts = model.blocks[1].register_forward_pre_hook(stop)
-        with pytest.raises(error):
+        with model.blocks[1].register_forward_pre_hook(stop), pytest.raises(error):
             model(x).sum().backward()
-        interrupts.remove()
         optimizer.zero_grad()
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         model(x).sum().backward()

@@ -63,7 +63,6 @@ ZEROED = f"set_to_none=False.*{GONE}"
 # What cannot be done to a gradient that an update has used, and the words of the error.
 TOO_LATE = [
     (lambda g: g.mul_(0.5), LATE),
-    (lambda g: g.mul_(math.nan), LATE),
     (lambda g: g.mul_(torch.tensor(0.5)), LATE),
     (lambda g: torch._foreach_mul_([g], 0.5), LATE),
     (lambda g: g.clamp_(-1, 1), LATE),
@@ -73,13 +72,10 @@ TOO_LATE = [
     (lambda g: g.zero_(), ZEROED),
     (lambda g: torch._foreach_zero_([g]), ZEROED),
     (lambda g: g.clone(), GONE),
-    (lambda g: g + 1, GONE),
-    (lambda g: g.abs().max().item(), GONE),
     (lambda g: g.tolist(), GONE),
     (copy.deepcopy, GONE),
     (lambda g: g.norm(1), GONE),
     (lambda g: torch.linalg.vector_norm(g, 2, dim=0), GONE),
-    (lambda g: torch.zeros(g.shape).copy_(g), GONE),
     (lambda g: g.numpy(), "gradients='ram'"),
     (
         lambda g: torch._amp_foreach_non_finite_check_and_unscale_([g], torch.zeros(1), torch.ones(1)),
@@ -135,12 +131,10 @@ def test_an_option_that_changed_after_the_update_ran(fused, option):
 def test_a_scaled_loss_is_begun_by_the_optimizer(offloaded):
     for gradients in ("fused", "ssd"):
         training = offloaded(Stack().half(), gradients=gradients, existing="replace")
-        before = training.weights()
-        with pytest.raises(UsageError, match=r"optimizer\.backward"):
-            training.loss().backward()
-        training.optimizer.zero_grad()
-        after = training.weights()
-        assert all(torch.equal(before[name], after[name]) for name in before)
+        with training.keeps_weights():
+            with pytest.raises(UsageError, match=r"optimizer\.backward"):
+                training.loss().backward()
+            training.optimizer.zero_grad()
         training.optimizer.backward(training.loss())
         training.optimizer.step()
         training.optimizer.close()
@@ -149,10 +143,9 @@ def test_a_scaled_loss_is_begun_by_the_optimizer(offloaded):
 def test_step_inside_of_forward(offloaded):
     training = offloaded(steps=1)
     training.loss(0).backward()
-    handle = training.model.blocks[1].register_forward_hook(lambda *_: training.optimizer.step())
-    with pytest.raises(UsageError, match="forward"):
+    steps = training.model.blocks[1].register_forward_hook(lambda *_: training.optimizer.step())
+    with steps, pytest.raises(UsageError, match="forward"):
         training.loss(1)
-    handle.remove()
     training.optimizer.zero_grad()
     training.step(1)
 
@@ -187,25 +180,20 @@ def test_after_close_nothing_works_and_it_says_why(offloaded):
             use()
 
 
-def test_an_exception_in_a_with_block_drops_what_was_not_committed(tmp_path):
-    model = Stack()
-    model, optimizer = memascend.offload(model, adamw(model), storage=tmp_path / "run.store", host_memory="64MiB")
-    ids = torch.zeros(2, 5, dtype=torch.long)
-    with pytest.raises(KeyError), optimizer:  # noqa: PT012 - the block is what is tested
+def test_an_exception_in_a_with_block_drops_what_was_not_committed(offloaded):
+    training = offloaded()
+    with pytest.raises(KeyError), training.optimizer as optimizer:  # noqa: PT012 - the block is what is tested
         optimizer.user_state = {"position": 1}
-        model(ids).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        training.step()
         optimizer.user_state = {"position": 2}
         optimizer.param_groups[0]["lr"] = 0.5
-        model(ids).sum().backward()
+        training.loss().backward()
         raise KeyError("the user's own")
     with pytest.raises(UsageError, match="closed"):
-        model(ids)
-    again = Stack()
-    with memascend.offload(again, adamw(again), storage=tmp_path / "run.store", existing="resume")[1] as optimizer:
-        assert (optimizer.steps, optimizer.user_state) == (1, {"position": 1})
-        assert optimizer.param_groups[0]["lr"] == 1e-2
+        training.loss()
+    again = offloaded(existing="resume").optimizer
+    assert (again.steps, again.user_state) == (1, {"position": 1})
+    assert again.param_groups[0]["lr"] == 1e-2
 
 
 def test_weights_that_nobody_read_out_are_lost_with_a_warning():

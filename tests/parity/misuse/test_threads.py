@@ -141,20 +141,19 @@ def test_a_step_while_another_thread_computes(offloaded):
         computing.set()
         stepped.wait(20)
 
-    handle = training.model.blocks[1].register_forward_pre_hook(waits)
     thread = threading.Thread(target=training.loss)
-    thread.start()
-    try:
-        assert computing.wait(20)
-        with pytest.raises(UsageError, match="forward"):
-            training.optimizer.step()
-        with pytest.raises(UsageError):
-            training.weights()
-        assert training.optimizer.steps == before
-    finally:
-        stepped.set()
-        thread.join()
-        handle.remove()
+    with training.model.blocks[1].register_forward_pre_hook(waits):
+        thread.start()
+        try:
+            assert computing.wait(20)
+            with pytest.raises(UsageError, match="forward"):
+                training.optimizer.step()
+            with pytest.raises(UsageError):
+                training.weights()
+            assert training.optimizer.steps == before
+        finally:
+            stepped.set()
+            thread.join()
     training.optimizer.step()
     assert training.optimizer.steps == before + 1
 
@@ -170,11 +169,10 @@ def test_a_thread_that_ends_in_the_middle_of_a_forward(offloaded):
         with contextlib.suppress(SystemExit):
             training.loss()
 
-    handle = training.model.blocks[1].register_forward_pre_hook(ends)
-    thread = threading.Thread(target=computes)
-    thread.start()
-    thread.join()
-    handle.remove()
+    with training.model.blocks[1].register_forward_pre_hook(ends):
+        thread = threading.Thread(target=computes)
+        thread.start()
+        thread.join()
     training.optimizer.zero_grad()
     training.step(1)
     assert training.optimizer.steps == 2
@@ -197,10 +195,8 @@ def test_an_interrupted_forward_changes_nothing_that_follows(offloaded, gradient
     for index in range(3):
         for module in (training.model.blocks[0].up, training.model.blocks[1], training.model):
             for register in (module.register_forward_pre_hook, module.register_forward_hook):
-                handle = register(interrupted)
-                with pytest.raises(KeyboardInterrupt):
+                with register(interrupted), pytest.raises(KeyboardInterrupt):
                     training.loss(index)
-                handle.remove()
         training.step(index)
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     got = training.weights()
@@ -219,9 +215,8 @@ def test_a_module_of_the_model_may_call_the_model(offloaded):
             with torch.no_grad():
                 seen.append(training.loss(0))
 
-    handle = training.model.blocks[1].up.register_forward_pre_hook(again)
-    got = training.loss(0)
-    handle.remove()
+    with training.model.blocks[1].up.register_forward_pre_hook(again):
+        got = training.loss(0)
     assert torch.equal(got, expected)
     assert torch.equal(seen[1], expected)
     got.backward()
