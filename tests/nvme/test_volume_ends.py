@@ -37,15 +37,6 @@ def test_close_waits_and_ends_everything(path, backend):
         assert read(again, 4 * MIB, 9 * 4 * MIB + 9) == bytes([9]) * (4 * MIB)
 
 
-def test_dropping_a_volume_finishes_its_writes_and_frees_the_file(path):
-    volume = nvme.open(path, size=16 * MIB)
-    ticket = volume.write(b"7" * (8 * MIB + 1), 1)
-    del volume
-    assert ticket.done()
-    with nvme.open(path) as volume:
-        assert read(volume, 8 * MIB + 1, 1) == b"7" * (8 * MIB + 1)
-
-
 def test_no_descriptor_and_no_thread_is_left(path):
     def held():
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
