@@ -6,7 +6,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import time
 
 import pytest
 from support.disks import read
@@ -144,21 +143,6 @@ def test_two_processes_cannot_open_one_device(path, request, kind):
         finally:
             other.kill()
     nvme.open(device, size=16 * MIB).close()
-
-
-def test_a_killed_writer_leaves_a_file_that_opens(path):
-    with holding(
-        path, "[v.write(bytes([i % 251]) * 15000, i * 16000) for i in range(1000)]; print(2, flush=True); time.sleep(9)"
-    ) as other:
-        time.sleep(0.02)
-        other.kill()
-    with nvme.open(path) as volume:
-        into = bytearray(15000)
-        for index in range(1000):
-            volume.read(into, index * 16000).wait()
-            assert set(into) <= {0, index % 251}, index
-        volume.write(into, 1).wait()
-        volume.flush()
 
 
 def test_a_forked_child_gets_a_clear_error_and_disturbs_nothing(path, backend):
