@@ -87,19 +87,13 @@ def test_a_foreign_device_is_refused_until_wiped(loop, kind):
     nvme.open(device).close()
 
 
-def partition_table(kind):
-    """The first 1 KiB of a device with one partition."""
-    entry = bytes([0, 0, 2, 0, 0xEE if kind == "gpt" else 0x83, 255, 255, 255]) + struct.pack("<II", 2048, 4096)
-    boot = bytes(446) + entry + bytes(48) + b"\x55\xaa"
-    return boot + (b"EFI PART" + bytes(504) if kind == "gpt" else bytes(512))
-
-
 @root
-@pytest.mark.parametrize("kind", ["gpt", "dos"])
-def test_a_partition_table_is_refused(loop, kind):
+def test_a_partition_table_is_refused(loop):
+    """The older kind, which its entries show; others have a magic number, of which Rust has a table."""
     device = loop(64 * MIB)
+    entry = bytes([0, 0, 2, 0, 0x83, 255, 255, 255]) + struct.pack("<II", 2048, 4096)
     with open(device, "r+b") as file:
-        file.write(partition_table(kind))
+        file.write(bytes(446) + entry + bytes(48) + b"\x55\xaa" + bytes(512))
     with pytest.raises(StorageError, match="partition table"):
         nvme.open(device)
 
