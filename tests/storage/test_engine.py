@@ -1,4 +1,4 @@
-"""Tests stores and updates from Python: refused, by the bytes they move, and walks that end early."""
+"""Tests stores and updates from Python: what is refused, what is shown, and walks that end early."""
 
 import re
 
@@ -80,41 +80,6 @@ def test_what_does_not_fit_is_refused_and_loses_nothing(tmp_path):
     with pytest.raises(UsageError, match="closed"):
         store.commit(1)
     store.close()
-
-
-def compact(values):
-    if values.dtype != torch.bfloat16:
-        return engine.adam_state(values)
-    return {of: torch.zeros_like(like, device="cpu") for of, like in engine.state_tensors(values, "compact").items()}
-
-
-def test_values_that_are_resident_are_not_read(tmp_path):
-    numel = 3 * CHUNK
-    values = torch.randn(numel).bfloat16()
-    record = engine.Record(name="w", values=values, state=compact(values))
-    with (
-        filled(tmp_path / "store", [record], chunk_elements=CHUNK) as store,
-        engine.Engine(store) as updates,
-    ):
-        before = updates.counters()
-
-        def moved(live):
-            updates.update("w", torch.ones(numel).bfloat16(), engine.Adam(step=1), values=live)
-            updates.finish()
-            updates.discard()
-            counters = updates.counters()
-            kinds = ("state_read", "values_read", "state_written", "values_written")
-            bytes_moved = [(counters[kind] - before[kind]) / numel for kind in kinds]
-            before.update(counters)
-            return bytes_moved
-
-        assert moved(None) == [10, 2, 10, 2]
-        assert moved(values) == [10, 0, 10, 2]
-        assert store.info()["slot_bytes"] == 12 * numel
-    meta = values.to("meta")
-    for state, wanted in ((compact(meta), 12), (engine.adam_state(meta), 14)):
-        record = engine.Record(name="w", values=meta, state=state)
-        assert engine.sizes([record], chunk_elements=CHUNK).slot_bytes == wanted * numel
 
 
 def test_a_walk_ends_by_an_error_and_its_parts_end_with_it(tmp_path):
