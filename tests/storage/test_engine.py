@@ -1,4 +1,4 @@
-"""Tests stores and updates from Python: what is refused, what is shown, and walks that end early."""
+"""Tests stores, first values and updates from Python: what is refused, what is shown, and walks that end early."""
 
 import re
 
@@ -80,6 +80,31 @@ def test_what_does_not_fit_is_refused_and_loses_nothing(tmp_path):
     with pytest.raises(UsageError, match="closed"):
         store.commit(1)
     store.close()
+
+
+def test_first_values_that_do_not_fit_are_refused(tmp_path):
+    small = engine.Record(name="small", values=torch.zeros(13).bfloat16(), state={})
+    bare = engine.Record(name="bare", values=torch.zeros(5000, dtype=torch.int64), state={})
+    odd = engine.Record(name="odd", values=torch.zeros(700, 600), state={"row": torch.zeros(600)})
+    store = engine.Store.create(tmp_path / "store", [small, bare, odd], chunk_elements=CHUNK)
+    with store, engine.Engine(store) as filling:
+        with pytest.raises(ConfigError, match="no record"):
+            filling.fill("nobody", torch.zeros(3))
+        with pytest.raises(ConfigError, match="is float32 of shape"):
+            filling.fill("small", torch.zeros(13))
+        with pytest.raises(ConfigError, match="no state called 'momentum'"):
+            filling.fill("bare", torch.zeros(5000, dtype=torch.int64), {"momentum": torch.zeros(1)})
+        with pytest.raises(ConfigError, match="float32 of \\[600\\]"):
+            filling.fill("odd", torch.zeros(700, 600), {"row": torch.zeros(700)})
+        filling.close()
+        with pytest.raises(UsageError, match="closed"):
+            filling.fill("bare", torch.zeros(5000, dtype=torch.int64))
+
+
+def test_adam_begins_with_a_master_of_16_bit_values():
+    values = torch.randn(5)
+    assert engine.adam_state(values).keys() == {"exp_avg", "exp_avg_sq"}
+    assert torch.equal(engine.adam_state(values.half())["master"], values.half().float())
 
 
 def test_a_walk_ends_by_an_error_and_its_parts_end_with_it(tmp_path):
