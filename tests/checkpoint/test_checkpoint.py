@@ -1,7 +1,5 @@
 """Tests that a run goes on from a checkpoint elsewhere, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors import safe_open

@@ -1,7 +1,5 @@
 """Tests that a Trainer goes on where its process ended: with the same bits and log, or an error says why not."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Tests what transformers reads of a checkpoint, and what it leaves on meta."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """Tests models that begin on meta: weights, initialisation, rebuilt buffers, refusals."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

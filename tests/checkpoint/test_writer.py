@@ -1,7 +1,5 @@
 """Tests how checkpoints are written: whole whatever fails or is killed, by one process at a time."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import multiprocessing

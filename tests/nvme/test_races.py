@@ -1,7 +1,5 @@
 """Tests many openers of one new path at once: one wins, and no failure harms the winner."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import ExitStack
 
