@@ -1,13 +1,11 @@
 """Tests that a run goes on from a checkpoint elsewhere, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.bits import same_states
-from support.chains import everything
+from support.chains import everything, offloaded
 from support.checkpoints import made, trained
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -97,20 +95,11 @@ def test_transposed_parameters_go_and_come_whole_also_from_meta(tmp_path, gradie
     values = {name: tensor.detach().clone() for name, tensor in Turned().named_parameters()}
     with torch.device("meta"):
         model = Turned()
-    model, optimizer = memascend.offload(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-2),
-        storage=tmp_path / "one",
-        weights=lambda name, _: values[name],
-        gradients=gradients,
-    )
+    model, optimizer = offloaded(tmp_path / "one", model, weights=lambda name, _: values[name], gradients=gradients)
     with optimizer:
         steps(model, optimizer, range(2))
         optimizer.save(tmp_path / "saved")
-    model = Turned()
-    model, optimizer = memascend.offload(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-2), checkpoint=tmp_path / "saved", gradients=gradients
-    )
+    model, optimizer = offloaded(None, Turned(), checkpoint=tmp_path / "saved", gradients=gradients)
     with optimizer:
         steps(model, optimizer, range(2, 4))
         found = model.state_dict()

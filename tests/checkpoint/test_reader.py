@@ -1,7 +1,5 @@
 """Tests the files of a checkpoint: read by other tools, refused where damaged or of another run."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Tests the Trainer's own saving: resumes bit for bit, refuses what it must not resume."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

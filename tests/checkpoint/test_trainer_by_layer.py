@@ -1,7 +1,5 @@
 """Tests a Trainer whose micro-batches go by layer where that was tested: losses, logs, weights of the plain Trainer."""
 
-from __future__ import annotations
-
 import functools
 import logging
 

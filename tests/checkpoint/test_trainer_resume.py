@@ -1,7 +1,5 @@
 """Tests that a Trainer goes on where its process ended: with the same bits and log, or an error says why not."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -13,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from checkpoint.test_trainer import Ended
 from parity.reference import threads_of_torch
 from support import trained_program
 from support.trained_program import Log, digest_of, logged, made, masked, model, rows
@@ -85,10 +84,6 @@ def test_on_a_gpu_it_goes_on_with_its_random_numbers_and_loss_scale(tmp_path, pr
 
 
 # --- in this process ------------------------------------------------------------------------
-
-
-class Ended(Exception):
-    """The process is gone, as far as the test can have it."""
 
 
 class Ends(transformers.TrainerCallback):

@@ -1,15 +1,13 @@
 """Tests what transformers reads of a checkpoint, and what it leaves on meta."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.chains import offloaded as begun
 from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, Qwen2Config, Qwen2MoeConfig, T5Config
 
-import memascend
 from memascend.checkpoint import files as tensorfile
 from memascend.checkpoint import writer as saving
 from memascend.errors import ConfigError
@@ -61,8 +59,7 @@ def test_from_meta_to_from_pretrained(tmp_path, monkeypatch, name):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     torch.manual_seed(3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "one", gradients="ssd")
+    model, optimizer = begun(tmp_path / "one", model, gradients="ssd")
     with optimizer:
         losses = trained(model, optimizer)
         assert all(1 < loss < 20 for loss in losses), losses
@@ -76,10 +73,7 @@ def test_from_meta_to_from_pretrained(tmp_path, monkeypatch, name):
     assert torch.equal(logits(plain), here)
     with torch.device("meta"):
         other = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
-    other, optimizer = memascend.offload(
-        other, optimizer, storage=tmp_path / "two", gradients="ssd", checkpoint=tmp_path / "saved"
-    )
+    other, optimizer = begun(tmp_path / "two", other, gradients="ssd", checkpoint=tmp_path / "saved")
     with optimizer:
         assert trained(other, optimizer) == losses
 
@@ -111,8 +105,7 @@ def test_experts_by_the_names_that_the_hub_has_for_them(tmp_path, name):
     assert any(".experts.11." in key for key in keys), "the hub's names are the model's own: this shows nothing"
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "run", weights=tmp_path / "hub")
+    model, optimizer = begun(tmp_path / "run", model, weights=tmp_path / "hub")
     with optimizer:
         found = model.state_dict()
         assert found.keys() == values.keys()
@@ -138,9 +131,8 @@ def test_experts_that_are_not_all_there(tmp_path):
         save_file(tensors, file)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        optimizer = torch.optim.AdamW(model.parameters())
         with pytest.raises(ConfigError, match=match):
-            memascend.offload(model, optimizer, storage=tmp_path / "run", weights=tmp_path / "hub")
+            begun(tmp_path / "run", model, weights=tmp_path / "hub")
         assert not (tmp_path / "run").exists()
 
     tensors[one] = tensors[one].float()
@@ -154,8 +146,7 @@ def test_initialised_from_the_seed(tmp_path):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(CONFIGS["qwen2"]())
         torch.manual_seed(seed)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / folder)
+        model, optimizer = begun(tmp_path / folder, model, torch.optim.SGD)
         with optimizer:
             return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
@@ -166,7 +157,7 @@ def test_initialised_from_the_seed(tmp_path):
 
 def test_names_that_from_pretrained_would_take_for_others_are_told(tmp_path, monkeypatch):
     model = AutoModelForCausalLM.from_config(CONFIGS["qwen2"]())
-    model, optimizer = memascend.offload(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = begun(None, model, torch.optim.SGD)
     with optimizer:
         optimizer.save(tmp_path / "saved")
         monkeypatch.setattr(saving, "misread_names", lambda _: ["model.odd"])
@@ -184,7 +175,7 @@ def test_a_head_that_the_files_untie_is_refused_with_a_remedy_that_works(tmp_pat
     real.save_pretrained(tmp_path / "hub")
     loaded = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "hub").train()
     assert loaded.lm_head.weight is not loaded.shared.weight
-    loaded, in_hand = memascend.offload(loaded, torch.optim.AdamW(loaded.parameters(), lr=1e-2), storage=tmp_path / "a")
+    loaded, in_hand = begun(tmp_path / "a", loaded)
     with in_hand:
         wanted = trained(loaded, in_hand)
 
@@ -193,11 +184,10 @@ def test_a_head_that_the_files_untie_is_refused_with_a_remedy_that_works(tmp_pat
     with pytest.raises(
         ConfigError, match=r"different values in the files: shared.weight and lm_head.weight"
     ) as refused:
-        memascend.offload(model, torch.optim.AdamW(model.parameters(), lr=1e-2), weights=tmp_path / "hub")
+        begun(None, model, weights=tmp_path / "hub")
     remedy = str(refused.value).partition("`")[2].partition("`")[0]
     exec(remedy, {"model": model, "torch": torch})  # noqa: S102
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, offloaded = memascend.offload(model, optimizer, weights=tmp_path / "hub", storage=tmp_path / "b")
+    model, offloaded = begun(tmp_path / "b", model, weights=tmp_path / "hub")
     with offloaded:
         assert trained(model, offloaded) == wanted
         offloaded.save(tmp_path / "out")

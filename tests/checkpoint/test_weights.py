@@ -1,7 +1,5 @@
 """Tests models that begin on meta: weights, initialisation, rebuilt buffers, refusals."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -289,9 +287,7 @@ def test_initialised_as_if_it_had_been_built_in_memory(tmp_path, caplog):
     with torch.device("meta"):
         other = built()
     torch.manual_seed(9)
-    other, offloaded = memascend.offload(
-        other, torch.optim.SGD(other.parameters(), lr=0.1), storage=tmp_path / "run", units=["2"]
-    )
+    other, offloaded = begun(tmp_path / "run", other, torch.optim.SGD, units=["2"])
     assert "initialised by the model's own code" in caplog.text
     with offloaded:
         assert same_states(state(other), state(model))

@@ -1,7 +1,6 @@
-"""Tests how checkpoints are written: whole whatever fails or is killed."""
+"""Tests how checkpoints are written: whole whatever fails or is killed, by one process at a time."""
 
-from __future__ import annotations
-
+import contextlib
 import errno
 import multiprocessing
 import os
@@ -18,6 +17,7 @@ from support.checkpoints import batches, made, trained
 import memascend
 from memascend.checkpoint import files
 from memascend.checkpoint import reader as checkpoints
+from memascend.checkpoint.files import new_folder, put_in_place
 from memascend.errors import ConfigError, StorageError, UsageError
 
 
@@ -27,6 +27,11 @@ def running(tmp_path):
     model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "run")
     with optimizer:
         yield model, optimizer
+
+
+@pytest.fixture
+def target(tmp_path):
+    return tmp_path / "saved"
 
 
 def test_only_between_steps_and_never_over_something_else(running, tmp_path):
@@ -157,11 +162,11 @@ class Configuration:
         (folder / "config.json").write_text(str(self.architectures))
 
 
-def test_all_of_it_is_synced_before_it_is_in_place_and_its_name_afterwards(running, tmp_path, monkeypatch):
+def test_all_of_it_is_synced_before_it_is_in_place_and_its_name_afterwards(running, tmp_path, target, monkeypatch):
     """After a loss of power a folder whose name is there has all of its bytes."""
     model, optimizer = running
     model.config = Configuration()
-    target, synced = tmp_path / "saved", []
+    synced = []
     fsync = os.fsync
 
     def noted(descriptor):
@@ -182,3 +187,44 @@ def test_all_of_it_is_synced_before_it_is_in_place_and_its_name_afterwards(runni
         assert {path.name for path in parts if path.stat().st_ino not in first} == set()
         assert (tmp_path.stat().st_ino, new) in synced
         before = new
+
+
+# --- several processes that save to one folder ------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_who_comes_second_is_told_and_takes_nothing_away(target, is_there):
+    if is_there:
+        target.mkdir()
+    with new_folder(target) as new:
+        (new / "part").write_text("mine")
+        for _ in range(2):
+            with pytest.raises(UsageError, match="another process is saving"), new_folder(target):
+                pass
+            assert (new / "part").read_text() == "mine"
+    assert not new.exists()
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_it_is_locked_until_the_end_also_once_the_folder_is_in_its_place(target, is_there):
+    if is_there:
+        (target / "memascend").mkdir(parents=True)
+        (target / "memascend" / "manifest.json").write_text("{}")
+    with new_folder(target) as new:
+        (new / "part").write_text("mine")
+        put_in_place(target, new)
+        assert new.exists() == is_there, "the earlier one, until the end"
+        with pytest.raises(UsageError, match="another process is saving"), new_folder(target):
+            pass
+    assert (target / "part").read_text() == "mine"
+    assert [*target.parent.iterdir()] == [target]
+
+
+def test_what_a_killed_saver_left_is_gone(target):
+    with contextlib.suppress(KeyError), new_folder(target) as new:
+        raise KeyError
+    new.mkdir()
+    (new / "part").write_text("left")
+    new.with_name(".saved.memascend-lock").touch()
+    with new_folder(target) as new:
+        assert not any(new.iterdir())

@@ -1,7 +1,6 @@
 """Tests the command line: what it prints and how it ends."""
 
 import argparse
-import json
 import re
 import subprocess
 import sys
@@ -25,19 +24,6 @@ def test_doctor_prints_one_screen(capsys):
     for subject in ("system", "processor", "memory", "memlock limit", "huge pages", "pinning", "torch", "triton"):
         assert subject in out
     assert len(out.splitlines()) < 50
-
-
-def test_doctor_prints_json(capsys, tmp_path):
-    assert main(["doctor", "--json", "--storage", str(tmp_path)]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["ok"] is True
-    assert {"subject", "found", "verdict", "advice"} == set(report["findings"][0])
-    assert {finding["verdict"] for finding in report["findings"]} <= {"fine", "slower", "fails"}
-
-
-def test_doctor_names_storage_that_will_fail(capsys, tmp_path):
-    assert main(["doctor", "--storage", str(tmp_path / "no" / "such")]) == 1
-    assert "does not exist" in capsys.readouterr().out
 
 
 @pytest.mark.timeout(300)

@@ -3,16 +3,20 @@
 import errno
 import json
 import os
-import subprocess
 
 import pytest
+from support.disks import command
 
 from memascend.cli import main
 
 
 def report(capsys, path, status=0):
     assert main(["doctor", "--json", "--storage", str(path)]) == status
-    return {finding["subject"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
+    said = json.loads(capsys.readouterr().out)
+    assert said["ok"] is (status == 0)
+    assert all(finding.keys() == {"subject", "found", "verdict", "advice"} for finding in said["findings"])
+    assert {finding["verdict"] for finding in said["findings"]} <= {"fine", "slower", "fails"}
+    return {finding["subject"]: finding for finding in said["findings"]}
 
 
 def test_a_folder(capsys, tmp_path):
@@ -24,8 +28,9 @@ def test_a_folder(capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_system_without_files(capsys):
-    assert "holds no files" in report(capsys, "/proc", 1)["storage"]["advice"]
+@pytest.mark.parametrize(("path", "says"), [("/proc", "holds no files"), ("/no/such", "does not exist")])
+def test_where_no_file_can_be(capsys, path, says):
+    assert says in report(capsys, path, 1)["storage"]["advice"]
 
 
 def test_a_file_that_is_there_is_not_touched(capsys, path):
@@ -48,27 +53,22 @@ def test_a_raw_device_is_read_and_not_written(capsys, loop):
 
 @pytest.mark.root
 def test_what_will_fail(capsys, small_ext4, tmp_path):
-    device = subprocess.run(["findmnt", "-no", "SOURCE", small_ext4], capture_output=True, text=True, check=True).stdout
-    assert "mounted at" in report(capsys, device.strip(), 1)["storage"]["advice"]
-    subprocess.run(["mount", "-o", "remount,ro", small_ext4], check=True)
+    device = command("findmnt", "-no", "SOURCE", small_ext4)
+    assert "mounted at" in report(capsys, device, 1)["storage"]["advice"]
+    command("mount", "-o", "remount,ro", small_ext4)
     assert "read-only" in report(capsys, small_ext4, 1)["storage"]["advice"]
     memory = tmp_path / "memory"
     memory.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "none", memory], check=True)
+    command("mount", "-t", "tmpfs", "none", memory)
     try:
         assert "tmpfs" in report(capsys, memory, 1)["storage"]["advice"]
     finally:
-        subprocess.run(["umount", memory], check=True)
+        command("umount", memory)
 
 
 @pytest.mark.root
-def test_a_faulty_disk(capsys, faulty):
+def test_a_faulty_disk(capsys, faulty, loop):
     faulty.set(read={"errno": errno.EIO})
-    device = subprocess.run(
-        ["losetup", "--find", "--show", faulty.path], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    try:
-        assert "errno 5" in report(capsys, device, 1)["storage"]["advice"]
-    finally:
-        subprocess.run(["losetup", "--detach", device], check=True)
+    device = loop(0, over=faulty.path)
+    assert "errno 5" in report(capsys, device, 1)["storage"]["advice"]
     assert os.path.exists(device)

@@ -213,15 +213,9 @@ def test_of_a_device_that_is_not_there(tmp_path, capsys):
         hosts.append({owner: nbytes for owner, nbytes in plan["host"].items() if owner not in ("index", "catalog")})
     assert hosts[0] == hosts[1]
     assert main(["plan", str(path), "--device", "cuda", "--device-memory", "1KiB"]) == 1
-    works = plan_error(capsys)
+    too_small = "--device-memory 1KiB is too small: the smallest budget that works is"
+    works = re.search(rf"{too_small} (\S+), of", capsys.readouterr().err)[1]
     smallest = told(capsys, path, "--device", "cuda", "--device-memory", works)["plan"]["device_smallest"]
     assert "Device memory:" in shown(capsys, path, "--device", "cuda", "--device-memory", smallest)
     assert main(["plan", str(path), "--device", "cuda", "--device-memory", str(smallest - 1)]) == 1
     assert main(["plan", str(path), "--device", "cpu", "--device-memory", "1GiB"]) == 1
-
-
-def plan_error(capsys):
-    found = re.search(
-        r"--device-memory 1KiB is too small: the smallest budget that works is (\S+), of", capsys.readouterr().err
-    )
-    return found[1]

@@ -3,8 +3,6 @@
 The fixture `measure` runs it; the options are those of `WORK`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import ctypes

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-MAPPED = """if True:
+PROGRAM = """if True:
     import ctypes, sys
     import torch
     import memascend
@@ -18,10 +18,8 @@ MAPPED = """if True:
         before = library.mallinfo2().hblkhd
         kept = torch.empty(nbytes, dtype=torch.uint8)
         return library.mallinfo2().hblkhd - before >= nbytes
-"""
 
-# Freed once, a tensor of 20 MiB lets glibc take all up to that size from its heap.
-PROGRAM = f"""{MAPPED}
+    # Freed once, a tensor of 20 MiB lets glibc take all up to that size from its heap.
     torch.empty(20 << 20, dtype=torch.uint8)
     model = torch.nn.Linear(4, 4)
     model, optimizer = memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=sys.argv[1])

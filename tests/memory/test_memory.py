@@ -230,24 +230,6 @@ def test_a_region_too_small_for_its_plan_says_what_works():
         assert stats["reserved"] - needed <= 0.02 * needed
 
 
-def test_a_closed_region_is_an_error_and_its_tensors_live_on():
-    region = Region(8 * KIB, owner="closing")
-    arena = Arena(region, {4 * KIB: 2})
-    tensor = arena.lease(4 * KIB).tensor(4 * KIB, torch.uint8).fill_(5)
-    unused = arena.lease(4 * KIB)
-    region.close()
-    region.close()
-    for call in (lambda: arena.lease(1), lambda: Arena(region, {1: 1})):
-        with pytest.raises(memascend.UsageError, match="closed"):
-            call()
-    assert tensor.eq(5).all()
-    assert unused.tensor(1, torch.uint8).shape == (1,)
-    assert [listed for listed in regions() if listed["owner"] == "closing"]
-    del tensor, unused
-    assert not [listed for listed in regions() if listed["owner"] == "closing"]
-    assert (region.nbytes, region.huge_bytes) == (8 * KIB, 0)
-
-
 def test_a_wait_ends_at_its_timeout(arena):
     held = [arena.lease(16 * KIB) for _ in range(2)]
     began = time.monotonic()

@@ -128,27 +128,6 @@ def test_wiping_keeps_the_parents_huge_pages_while_a_child_lives():
     os.waitpid(child, 0)
 
 
-CHILD_THAT_EXITS = """
-import os, sys, torch
-from memascend.memory import Arena, Region
-region = Region(4 << 20)
-arena = Arena(region, {4096: 2})
-tensor = arena.lease(4096).tensor(1024, torch.float32).fill_(3)
-child = os.fork()
-if child == 0:
-    sys.exit(0)  # runs every finaliser of the child's copy
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-with open("/proc/self/smaps") as smaps:
-    locked = sum(int(line.split()[1]) for line in smaps if line.startswith("Locked:"))
-assert region.pinned != "mlock" or locked >= 4 << 10, locked
-assert tensor.eq(3).all() and arena.stats()["leases"] == 1
-"""
-
-
-def test_a_child_that_exits_neither_unmaps_nor_unpins(loaded):
-    loaded(CHILD_THAT_EXITS.replace("import os,", "import warnings; warnings.simplefilter('ignore'); import os,"))
-
-
 WAITING = "threading.Thread(target=lambda: arena.lease(4096), daemon=True).start(); time.sleep(0.2)"
 IN_GRAPH = "tensor.requires_grad_(); builtins.kept = (tensor * 2).sum()"
 ENDINGS = [

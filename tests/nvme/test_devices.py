@@ -6,7 +6,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import time
 
 import pytest
 from support.disks import read
@@ -88,19 +87,13 @@ def test_a_foreign_device_is_refused_until_wiped(loop, kind):
     nvme.open(device).close()
 
 
-def partition_table(kind):
-    """The first 1 KiB of a device with one partition."""
-    entry = bytes([0, 0, 2, 0, 0xEE if kind == "gpt" else 0x83, 255, 255, 255]) + struct.pack("<II", 2048, 4096)
-    boot = bytes(446) + entry + bytes(48) + b"\x55\xaa"
-    return boot + (b"EFI PART" + bytes(504) if kind == "gpt" else bytes(512))
-
-
 @root
-@pytest.mark.parametrize("kind", ["gpt", "dos"])
-def test_a_partition_table_is_refused(loop, kind):
+def test_a_partition_table_is_refused(loop):
+    """The older kind, which its entries show; others have a magic number, of which Rust has a table."""
     device = loop(64 * MIB)
+    entry = bytes([0, 0, 2, 0, 0x83, 255, 255, 255]) + struct.pack("<II", 2048, 4096)
     with open(device, "r+b") as file:
-        file.write(partition_table(kind))
+        file.write(bytes(446) + entry + bytes(48) + b"\x55\xaa" + bytes(512))
     with pytest.raises(StorageError, match="partition table"):
         nvme.open(device)
 
@@ -144,21 +137,6 @@ def test_two_processes_cannot_open_one_device(path, request, kind):
         finally:
             other.kill()
     nvme.open(device, size=16 * MIB).close()
-
-
-def test_a_killed_writer_leaves_a_file_that_opens(path):
-    with holding(
-        path, "[v.write(bytes([i % 251]) * 15000, i * 16000) for i in range(1000)]; print(2, flush=True); time.sleep(9)"
-    ) as other:
-        time.sleep(0.02)
-        other.kill()
-    with nvme.open(path) as volume:
-        into = bytearray(15000)
-        for index in range(1000):
-            volume.read(into, index * 16000).wait()
-            assert set(into) <= {0, index % 251}, index
-        volume.write(into, 1).wait()
-        volume.flush()
 
 
 def test_a_forked_child_gets_a_clear_error_and_disturbs_nothing(path, backend):

@@ -202,19 +202,6 @@ def test_a_torn_write_is_an_error_on_its_ticket(faulty, backend):
         assert set(into[65536 : 4 * 65536]) == set(b"01"), "torn, and said so"
 
 
-def test_a_failed_flush_is_never_cleared(faulty, backend):
-    volume = nvme.open(faulty.path, backend=backend)
-    volume.write(b"1" * 4096, 0).wait()
-    faulty.set(fsync={"errno": errno.EIO})
-    error = failed(volume.flush, errno.EIO)
-    assert error.path == str(faulty.path)
-    faulty.set()
-    failed(volume.flush, errno.EIO)
-    works(volume, MIB)
-    failed(volume.flush, errno.EIO)
-    volume.close()
-
-
 def test_a_device_that_vanishes(faulty, backend):
     volume = nvme.open(faulty.path, backend=backend)
     works(volume)

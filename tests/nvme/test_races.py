@@ -1,9 +1,5 @@
 """Tests many openers of one new path at once: one wins, and no failure harms the winner."""
 
-from __future__ import annotations
-
-import os
-import textwrap
 import threading
 from contextlib import ExitStack
 
@@ -91,48 +87,6 @@ def test_of_threads_that_make_one_store_one_has_it_and_it_stays(tmp_path, existi
             assert torch.equal(store.read("weight")[0], torch.full((64,), 8.0))
 
 
-def test_of_processes_that_make_one_volume_one_has_it_and_it_stays(tmp_path, python):
-    program = """
-        import os, sys
-        folder, count, turns = sys.argv[1], 4, 40
-        from memascend import nvme
-        from memascend.errors import MemascendError
-
-        def contend():
-            made = []
-            for turn in range(turns):
-                # Together, as far as that goes: all wait for the last to come.
-                open(f"{folder}/ready.{turn}.{os.getpid()}", "w").close()
-                while sum(name.startswith(f"ready.{turn}.") for name in os.listdir(folder)) < count:
-                    pass
-                try:
-                    volume = nvme.open(f"{folder}/volume.{turn}", size=1 << 16)
-                except MemascendError:
-                    continue
-                volume.write(os.getpid().to_bytes(8, "little") * 8192, 0).wait()
-                volume.close()
-                made.append(turn)
-            return made
-
-        children = []
-        for _ in range(count):
-            pid = os.fork()
-            if not pid:
-                try:
-                    contend()
-                    os._exit(0)
-                finally:
-                    os._exit(1)
-            children.append(pid)
-        assert all(os.waitpid(pid, 0)[1] == 0 for pid in children)
-        for turn in range(turns):
-            content = open(f"{folder}/volume.{turn}", "rb").read()
-            assert len(content) == 1 << 16, (turn, len(content))
-            assert content == content[:8] * 8192 and int.from_bytes(content[:8], "little") in children, turn
-    """
-    python(textwrap.dedent(program), tmp_path)
-
-
 def test_a_replacement_that_is_too_late_leaves_the_run_that_resumed(tmp_path):
     for turn in range(12):
         path = tmp_path / f"store{turn}"
@@ -151,10 +105,3 @@ def test_a_replacement_that_is_too_late_leaves_the_run_that_resumed(tmp_path):
         with engine.Store.open(path) as store:
             store.verify()
             assert store.read("weight")[0][0].item() in [result for result in results if isinstance(result, int)]
-
-
-def test_a_store_that_fails_while_it_is_made_leaves_no_folder(tmp_path):
-    large = engine.Record(name="w", values=torch.empty(1 << 39, device="meta"), state={})
-    with pytest.raises(StorageError, match=r"no .*space for"):
-        engine.Store.create(f"{tmp_path}/new/", [large], chunk_elements=1 << 20)
-    assert os.listdir(tmp_path) == []

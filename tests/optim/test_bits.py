@@ -67,15 +67,7 @@ def grouped(groups, dtype=None):
     """Groups with options of their own, for an optimizer; of masters where a type is given."""
     options = [{}, {"lr": 0.003}]
     return [
-        {
-            **option,
-            "params": [
-                torch.nn.Parameter(
-                    parameter.detach().clone() if dtype is None else parameter.detach().to(dtype).clone()
-                )
-                for parameter in group
-            ],
-        }
+        {**option, "params": [torch.nn.Parameter(one.detach().to(dtype or one.dtype, copy=True)) for one in group]}
         for option, group in zip(options, groups, strict=True)
     ]
 

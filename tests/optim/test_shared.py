@@ -209,17 +209,6 @@ class EverSlower(Counted):
                         group["lr"] = parameter.grad.norm().item()
 
 
-def test_an_end_that_differs_late_ends_the_step_by_name_and_nothing_is_committed(tmp_path):
-    trained, optimizer, _ = begun(tmp_path / "store", EverSlower)
-    train(trained, optimizer, range(8))
-    with pytest.raises(memascend.UsageError, match="EverSlower changed the option 'lr' of a group in another way"):
-        train(trained, optimizer, range(8, 9))
-    assert optimizer.param_groups[0]["lr"] == 0.01
-    assert optimizer.steps == 8
-    optimizer.zero_grad()
-    optimizer.close()
-
-
 class Listing(Counted):
     def step(self, closure=None):
         super().step()
@@ -227,11 +216,20 @@ class Listing(Counted):
             self.seen = {1, 2}
 
 
-def test_what_cannot_be_committed_ends_the_step_by_name(tmp_path):
-    trained, optimizer, _ = begun(tmp_path / "store", Listing, gradients="ssd")
+# The class, its gradients, and the error of its ninth step.
+LATE = [
+    (EverSlower, "auto", memascend.UsageError, "EverSlower changed the option 'lr' of a group in another way"),
+    (Listing, "ssd", memascend.MemascendError, "Listing changed its attribute 'seen' to a set"),
+]
+
+
+@pytest.mark.parametrize(("kind", "gradients", "error", "says"), LATE)
+def test_an_end_that_cannot_be_committed_late_ends_the_step_by_name(tmp_path, kind, gradients, error, says):
+    trained, optimizer, _ = begun(tmp_path / "store", kind, gradients=gradients)
     train(trained, optimizer, range(8))
-    with pytest.raises(memascend.MemascendError, match="Listing changed its attribute 'seen' to a set"):
+    with pytest.raises(error, match=says):
         train(trained, optimizer, range(8, 9))
+    assert optimizer.param_groups[0]["lr"] == 0.01
     assert optimizer.steps == 8
     optimizer.zero_grad()
     optimizer.close()

@@ -8,15 +8,12 @@ import torch
 import memascend
 from memascend.optim.state import StateFormats
 
+adamw = torch.optim.AdamW
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
 def parameters(*dtypes, numel=8192):
     return [torch.nn.Parameter(torch.ones(numel, dtype=dtype)) for dtype in dtypes]
-
-
-def adamw(given, **options):
-    return torch.optim.AdamW(given, **options)
 
 
 def sgd(given, **options):

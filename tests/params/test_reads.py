@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.chains import WIDTH, batch, chain, step
-from support.reached import OPTIMIZERS
+from support.reached import OPTIMIZERS, taken
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
@@ -128,13 +128,8 @@ def test_a_program_that_reads_weights_gets_those_in_memory(tmp_path, program, bu
     expected = program(plain, optimizer := OPTIMIZERS["adamw"](plain.parameters()))
     assert optimizer is not None
     model = chain(4, bias=True)
-    model, offloaded = memascend.offload(
-        model,
-        OPTIMIZERS["adamw"](model.parameters()),
-        storage=tmp_path / "run.store",
-        gradients=gradients,
-        host_memory=budget,
-    )
+    options = {"gradients": gradients, "host_memory": budget}
+    model, offloaded = taken(model, OPTIMIZERS["adamw"](model.parameters()), tmp_path, **options)
     with offloaded:
         found = program(model, offloaded)
         assert len(found) == len(expected)

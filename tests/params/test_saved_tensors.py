@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from support import chains
 from support.bits import same_bits
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -60,11 +61,9 @@ def broadcast(weight, x):
 
 @pytest.mark.parametrize("view", [conjugate, negated, cut, broadcast])
 def test_a_saved_view_of_a_weight_has_the_same_gradient(tmp_path, view):
-    plain, model = Views(view), Views(view)
+    plain = Views(view)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.01)
-    model, optimizer = memascend.offload(
-        model, torch.optim.SGD(model.parameters(), lr=0.01), storage=tmp_path / "s", gradients="fused"
-    )
+    model, optimizer = chains.offloaded(tmp_path / "s", Views(view), torch.optim.SGD, gradients="fused")
     with optimizer:
         for seed in range(2):
             x = torch.randn(2 * WIDTH, WIDTH, generator=torch.Generator().manual_seed(seed))
@@ -72,9 +71,7 @@ def test_a_saved_view_of_a_weight_has_the_same_gradient(tmp_path, view):
                 of(x).backward()
                 step.step()
                 step.zero_grad()
-        with memascend.materialized(model):
-            for wanted, got in zip(plain.parameters(), model.parameters(), strict=True):
-                assert torch.equal(wanted, got)
+        chains.require_same(plain, model)
 
 
 class Adapted(nn.Module):

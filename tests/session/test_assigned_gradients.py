@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.chains import WIDTH, chain, loss_of, require_same, twins
+from support.chains import WIDTH, chain, loss_of, offloaded, require_same, twins
 
 import memascend
 
@@ -124,10 +124,7 @@ def test_memory_that_the_caller_may_write_to_is_never_handed_on(tmp_path, monkey
 
     for name in ("update", "spill"):
         monkeypatch.setattr(memascend.engine.Engine, name, watched(getattr(memascend.engine.Engine, name)))
-    model = Flat()
-    model, optimizer = memascend.offload(
-        model, torch.optim.AdamW(model.parameters()), storage=tmp_path / "s", gradients=gradients
-    )
+    model, optimizer = offloaded(tmp_path / "s", Flat(), gradients=gradients)
     with optimizer:
         mine = torch.ones(WIDTH * WIDTH)
         model().backward(gradient=mine)
@@ -138,9 +135,7 @@ def test_memory_that_the_caller_may_write_to_is_never_handed_on(tmp_path, monkey
 @pytest.mark.parametrize("gradients", ["ssd", "fused"])
 def test_memory_given_to_backward_that_is_written_to_before_step_is_refused(tmp_path, gradients):
     """In memory the gradient is a view of it."""
-    model, optimizer = memascend.offload(
-        flat := Flat(), torch.optim.SGD(flat.parameters(), lr=0.1), storage=tmp_path / "s", gradients=gradients
-    )
+    model, optimizer = offloaded(tmp_path / "s", Flat(), torch.optim.SGD, gradients=gradients)
     with optimizer:
         mine = torch.ones(WIDTH * WIDTH)
         model().backward(gradient=mine)
@@ -161,8 +156,6 @@ def test_a_hook_that_returns_something_gets_torchs_own_error(tmp_path, gradients
     """What the first hook returns torch hands to the next one, which may be ours."""
     model = chain()
     model[1].weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad)
-    model, optimizer = memascend.offload(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), storage=tmp_path / "s", gradients=gradients
-    )
+    model, optimizer = offloaded(tmp_path / "s", model, torch.optim.SGD, gradients=gradients)
     with optimizer, pytest.raises(RuntimeError, match="should return None"):
         loss_of(model).backward()

@@ -111,9 +111,7 @@ def test_a_buffer_that_the_model_has_no_more_stays_as_it_was_committed(tmp_path,
 @pytest.mark.parametrize("gradients", ["fused", "ssd"])
 def test_a_buffer_of_another_kind_is_refused_before_the_step_and_put_back(tmp_path, change, gradients):
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    model, optimizer = memascend.offload(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), storage=tmp_path / "s", gradients=gradients
-    )
+    model, optimizer = offloaded(tmp_path / "s", model, torch.optim.SGD, gradients=gradients)
     with optimizer:
         norm = model[1]
         own, before = norm.running_mean.clone(), model[0].weight.detach().clone()

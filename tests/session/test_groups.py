@@ -136,10 +136,6 @@ def as_one(model):
     return [{"params": list(model.parameters())}]
 
 
-def in_another_order(model):
-    return [{**group, "params": group["params"][::-1]} for group in two_groups(model)]
-
-
 MOVED = {
     swapped: r"0.bias was in group 0 and is in group 1; 0.weight was in group 0 .*; 1.bias .*; and so on",
     with_a_moved_boundary: r"1.bias was in group 0 and is in group 1\. Nothing was changed",
@@ -178,7 +174,7 @@ def test_another_order_within_the_groups_is_taken(tmp_path):
     step(model, optimizer)
     optimizer.close()
     model = stack()
-    given = torch.optim.AdamW(in_another_order(model))
+    given = torch.optim.AdamW([{**group, "params": group["params"][::-1]} for group in two_groups(model)])
     model, optimizer = memascend.offload(model, given, storage=tmp_path / "s", existing="resume")
     with optimizer:
         step(model, optimizer)

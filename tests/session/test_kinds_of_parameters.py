@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from optim.test_bits import Doubled
 from support.bits import same_bits
 from support.chains import chain, require_same, step, twins
 
@@ -93,22 +94,10 @@ def test_a_norm_of_float64_is_that_of_float64(tmp_path):
     optimizer.close()
 
 
-@pytest.mark.parametrize("make", [adam, sgd, lambda trained: Owning(trained.parameters())])
+# The last one is of a class that is tried before it streams.
+@pytest.mark.parametrize("make", [adam, sgd, lambda trained: Doubled(trained.parameters(), lr=0.1)])
 def test_whole_numbers_that_the_optimizer_owns_stay_as_they_are(tmp_path, make):
     same_run(tmp_path, Odd(torch.arange(5), trained=False), make)
-
-
-class Owning(torch.optim.Optimizer):
-    """A class that is tried before it streams."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure=None):  # noqa: ARG002
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None:
-                parameter.sub_(parameter.grad, alpha=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])

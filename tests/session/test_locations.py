@@ -1,7 +1,5 @@
 """Tests where a store lies: whose file it is, who may read it, what its path means, and its loss."""
 
-from __future__ import annotations
-
 import os
 import stat
 import tempfile

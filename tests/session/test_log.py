@@ -4,10 +4,10 @@ import hashlib
 import logging
 import os
 import shutil
-import signal
 
 import pytest
 import torch
+from session.test_close_ram_tier import Interrupting
 from support.bits import same_states
 from support.chains import chain, everything, train
 
@@ -111,26 +111,16 @@ def test_what_a_kill_leaves_is_read_and_resumed_with_any_budget(killed, options,
 
 
 def test_ctrl_c_in_close_leaves_a_whole_store_with_its_log(tmp_path, monkeypatch):
-    class Interrupted(run.Progress):
-        def reached(self, *_):
-            signal.raise_signal(signal.SIGINT)
-
     model, optimizer = begun(tmp_path / "store", log_steps=3)
     stepped(model, optimizer, 5)
     expected = everything(model, optimizer)
     with monkeypatch.context() as patched:
-        patched.setattr(run, "Progress", Interrupted)
+        patched.setattr(run, "Progress", type("Always", (Interrupting,), {"times": 99, "heard": []}))
         with pytest.raises(KeyboardInterrupt):
             optimizer.close()
     optimizer.close()
     heard = []
-
-    class Heard(open_store.Progress):
-        def reached(self, done, nbytes):
-            super().reached(done, nbytes)
-            heard.append((done, nbytes))
-
-    monkeypatch.setattr(open_store, "Progress", Heard)
+    monkeypatch.setattr(open_store, "Progress", type("Heard", (Interrupting,), {"heard": heard}))
     model, optimizer = begun(tmp_path / "store", host_memory=None)
     with optimizer:
         assert heard

@@ -72,7 +72,10 @@ def test_bytes_are_those_of_the_updates(tmp_path):
         json.dumps(report)
 
 
-def test_training_in_memory_has_whole_masters(tmp_path):
+def test_training_in_memory_has_whole_masters_and_those_that_are_added_are_logged(tmp_path, caplog):
+    caplog.set_level("INFO", "memascend")
+    for model in (model_of(), model_of().bfloat16()):
+        offload(model, torch.optim.AdamW(model.parameters()), master_dtype=None)[1].close()
     model = model_of().bfloat16()
     count = sum(parameter.numel() for parameter in model.parameters())
     model, optimizer = offload(model, torch.optim.AdamW(model.parameters()), storage=tmp_path)
@@ -80,6 +83,7 @@ def test_training_in_memory_has_whole_masters(tmp_path):
         held = optimizer.report().in_memory
         # Values and gradients of 16 bits; master and two moments of 32.
         assert (held.values, held.gradients, held.state) == (2 * count, 2 * count, 12 * count)
+    assert caplog.text.count("master_dtype=None adds none") == 1
 
 
 def test_a_resumed_run_counts_its_own_steps(tmp_path):

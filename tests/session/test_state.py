@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.bits import same_states
-from support.chains import chain, everything, step, train
+from support.chains import chain, everything, offloaded, step, train
 
 import memascend
 from memascend import UsageError
@@ -114,9 +114,7 @@ def test_a_state_dict_of_another_position_is_refused_and_nothing_changes(tmp_pat
 
 def test_state_and_checkpoints_of_bf16_under_a_default_device(tmp_path):
     torch.manual_seed(1)
-    model = torch.nn.Linear(8, 8).bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "run.store", device="cpu")
+    model, optimizer = offloaded(tmp_path / "run.store", torch.nn.Linear(8, 8).bfloat16(), device="cpu")
     with optimizer:
         model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()

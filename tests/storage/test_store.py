@@ -1,18 +1,23 @@
-"""Tests stores around updates: sizes, orders of dimensions, fetched units."""
+"""Tests stores around updates: sizes, dtypes, orders of dimensions, fetched units, digests, copies of labels."""
 
 import gc
+import json
 import mmap
 from dataclasses import replace
 
 import pytest
 import torch
-from support.bits import as_bytes
+from support.bits import as_bytes, same_bits
 from support.stores import damage, filled
 
 from memascend import engine
+from memascend.cli import main
 from memascend.errors import ConfigError, CorruptionError, UsageError
 
 CHUNK = 2048
+ONE_BYTE = ["bool", "int8", "uint8"]
+FLOAT8 = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
+COMPLEX = ["complex32", "complex64", "complex128"]
 
 
 def record(name, values, unit, **more):
@@ -134,3 +139,97 @@ def test_fetches_refuse_what_does_not_fit_and_name_what_is_damaged(tmp_path):
     assert late.wait() == 1
     with pytest.raises(UsageError):
         store.fetch("two", pages(sizes.unit_bytes["two"]))
+
+
+def arbitrary(dtype, numel):
+    values = torch.randint(0, 2 if dtype == torch.bool else 256, (numel * dtype.itemsize,), dtype=torch.uint8)
+    return values.view(dtype)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("name", ONE_BYTE + FLOAT8 + COMPLEX)
+def test_values_of_any_size_beside_twenty_bytes_of_state_come_back(tmp_path, name):
+    torch.manual_seed(1)
+    narrow = arbitrary(getattr(torch, name), 200_000)
+    wide = torch.randn(120_000)
+    state = {f"state.{index}": torch.randn(120_000) for index in range(5)}
+    given = [
+        engine.Record(name="wide", values=wide, state=state, unit="one"),
+        engine.Record(name="narrow", values=narrow, state={}, unit="one", buffer=True),
+        engine.Record(name="after", values=torch.randn(7), state={}, unit="one", buffer=True),
+    ]
+    path = tmp_path / "store"
+    filled(path, given).close()
+    with engine.Store.open(path) as store:
+        store.verify()
+        for one in given:
+            values, found = store.read(one.name)
+            assert values.dtype == one.values.dtype
+            assert same_bits(values, one.values), one.name
+            assert all(torch.equal(found[of], tensor) for of, tensor in one.state.items())
+
+
+def test_a_damaged_label_is_named_by_verify_and_repaired_by_the_next_step(tmp_path, capsys):
+    path = tmp_path / "store"
+    values = torch.randn(100)
+    filled(path, [engine.Record(name="weight", values=values, state={})]).close()
+    with path.open("r+b") as file:
+        file.write(b"\0" * 4096)
+    assert main(["store", "verify", str(path)]) == 1
+    assert "the first label of" in capsys.readouterr().out
+    assert main(["store", "verify", "--json", str(path)]) == 1
+    assert len(json.loads(capsys.readouterr().out)["damaged"]) == 1
+    with engine.Store.open(path) as store, engine.Engine(store) as updates:
+        updates.fill("weight", values + 1, step=1)
+        updates.commit(1)
+    assert main(["store", "verify", str(path)]) == 0
+    with engine.Store.open(path) as store:
+        assert store.damaged() == []
+        assert torch.equal(store.read("weight")[0], values + 1)
+
+
+def of_two_records(folder, name):
+    """A store of which one record does not fill its last page."""
+    values = {"even": torch.arange(4096.0), "odd": torch.arange(1001.0)}
+    given = [
+        engine.Record(name=name, values=one, state={"moment": one.clone()}, unit="u") for name, one in values.items()
+    ]
+    return filled(folder / name, given, chunk_elements=CHUNK)
+
+
+def stage(store, changed=0.0, of="moment"):
+    with engine.Engine(store) as filling:
+        for name in ("odd", "even") if changed else ("even", "odd"):
+            values, state = store.read(name)
+            values = values + 1
+            tensors = {"": values, **state}
+            if name == "odd":
+                tensors[of][-1] += changed
+            filling.fill(name, values, state, step=1)
+        filling.finish()
+
+
+def test_stores_have_the_same_digest_if_the_same_bytes_are_staged(tmp_path):
+    one, two, three = (of_two_records(tmp_path, name) for name in ("one", "two", "three"))
+    with one, two, three:
+        for each in (one, two):
+            each.compare(range(each.count()))
+        three.compare([three.index("even")])
+        assert one.digest() == two.digest() == 0
+        for each in (one, two, three):
+            stage(each)
+        same = one.digest()
+        assert same == two.digest() != 0
+        assert three.digest() not in (0, same)
+        # In another order, too; and whatever was dropped before.
+        for changed, of in ((1e-3, ""), (1e-3, "moment")):
+            two.discard()
+            assert two.digest() == 0
+            stage(two, changed, of)
+            assert two.digest() != same
+        two.discard()
+        stage(two)
+        assert two.digest() == same
+        for each in (one, two, three):
+            each.commit(1)
+            assert each.digest() == 0
