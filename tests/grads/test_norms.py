@@ -113,17 +113,27 @@ def exact(present):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_gradients_in_a_devices_memory_are_measured_once_each(counted, dtype):
+def test_gradients_in_a_devices_memory_are_measured_by_one_launch(counted, dtype):
     norms, present = Norms(), gradients([1, 0, 333, 5000, 17], dtype)
     for gradient, values in present:
         norms.measure_once(gradient, values)
         norms.measure_once(gradient, torch.zeros(1))
+    assert counted.launches == []
     assert norm(norms.of(present)) == (True, exact(present))
-    assert counted.launches == [1] * 5
+    assert counted.launches == [5]
     present[2][1][7] = math.nan
     norms.begin_step()
     norms.measure_once(*present[2])
     assert norms.of(present[2:3])[0]
+
+
+def test_a_bucket_is_bounded(counted, monkeypatch):
+    monkeypatch.setattr(of_norms, "_BUCKET_BYTES", 1000)
+    norms, present = Norms(), gradients([100, 100, 100, 400, 10])
+    for gradient, values in present:
+        norms.measure_once(gradient, values)
+    assert norm(norms.of(present)) == (True, exact(present))
+    assert counted.launches == [3, 1, 1]
 
 
 def test_a_gradient_that_arrives_on_a_device_is_measured_at_once(counted):

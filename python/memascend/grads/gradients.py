@@ -419,7 +419,7 @@ class Gradients:
 
     def _stage(self, gradient: Gradient, values: torch.Tensor, factor: float) -> None:
         gradient.stage(factor, values)
-        # While the engine's thread works.
+        # While the engine's thread works: its gradient is not written to.
         self.norms.measure_once(gradient, values)
 
     def measured(self, present: Present) -> Numbers:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # The dtypes that the kernels have.
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+# Gradients that wait to be measured by one launch: their copies take so much memory at most.
+_BUCKET_BYTES = 64 << 20
 # Rows that are made, and zeroed, at once.
 _ROWS = 64
 
@@ -32,16 +34,19 @@ class Norms:
         self._counts = counts
         # Of gradients that were measured in memory for this step, by name.
         self._measures: dict[str, Measure] = {}
-        # Rows for gradients on a device, by the device and the stream that zeroes them and adds to them.
+        # Gradients on a device that are not measured yet.
+        self._bucket: dict[str, torch.Tensor] = {}
+        # Rows for gradients that arrive, by the device and the stream that zeroes them and adds to them.
         self._rows: dict[object, list[torch.Tensor]] = {}
 
     def begin_step(self) -> None:
         """Forget what the step before has measured."""
         self._measures.clear()
+        self._bucket.clear()
         self._rows.clear()
 
     def measure(self, gradient: torch.Tensor) -> Measure:
-        """Begin to measure a gradient; where it lies on a device, by one launch."""
+        """Begin to measure a gradient that arrives; where it lies on a device, by one launch."""
         values = _dense(gradient)
         if not _is_counted(values):
             return self._measured_here(values)
@@ -50,9 +55,27 @@ class Norms:
         return row[0]
 
     def measure_once(self, gradient: Gradient, values: torch.Tensor) -> None:
-        """Take the measure that this gradient has for this step, of its values in memory."""
-        if gradient.name not in self._measures:
-            self._measures[gradient.name] = self.measure(values)
+        """Take the measure that this gradient has for this step, of its values in memory.
+
+        Gradients on a device are measured together: they must not be written to before the norm is computed.
+        """
+        if gradient.name in self._measures or gradient.name in self._bucket:
+            return
+        values = _dense(values)
+        if not _is_counted(values):
+            self._measures[gradient.name] = self._measured_here(values)
+            return
+        self._bucket[gradient.name] = values
+        if sum(waiting.nbytes for waiting in self._bucket.values()) >= _BUCKET_BYTES:
+            self._measure_bucket()
+
+    def _measure_bucket(self) -> None:
+        if self._bucket:
+            waiting = list(self._bucket.values())
+            sums = kernels.new_sums(len(waiting), waiting[0].device)
+            kernels.begin_check(waiting, sums)
+            self._measures.update(zip(self._bucket, sums.unbind(), strict=True))
+            self._bucket.clear()
 
     def _row(self, device: torch.device) -> torch.Tensor:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
@@ -86,6 +109,7 @@ class Norms:
         Nothing is read for it that was measured as it was handed on, written or used. What was done by scalars to one
         on storage, as clipping does, counts as a factor.
         """
+        self._measure_bucket()
         known = self._measures
         numbers = self.read([known[one.name] if one.name in known else one.measure() for one, _ in gradients])
         # In the order of the parameters, whichever gradient came first.
