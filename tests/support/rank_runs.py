@@ -87,7 +87,7 @@ def life(folder, name, options):
             told["committed"] = step
             told["digests"][step] = _digest(trained, optimizer)
         if mesh is not None:
-            told["values"] = [one.full_tensor().detach() for one in trained.parameters()]
+            told["values"] = [one.full_tensor().detach().clone() for one in trained.parameters()]
             told["norm"] = optimizer.grad_norm
         if options["save"] is not None:
             optimizer.save(f"{folder}/{name}/{options['save']}")
