@@ -1,6 +1,7 @@
-"""Tests how checkpoints are written: whole whatever fails or is killed, by one process at a time."""
+"""Tests how checkpoints are written: whole whatever fails or is killed, one process at a time, in flat memory."""
 
 import contextlib
+import ctypes
 import errno
 import multiprocessing
 import os
@@ -115,6 +116,7 @@ def saves_until_killed(folder, begun):
 
 def killed_at_random_moments(folder, kills):
     """What an interpreter of its own does, because it forks."""
+    kills = int(kills)
     dice, context = random.Random(kills), multiprocessing.get_context("fork")
     seen = set()
     for _ in range(kills):
@@ -144,15 +146,83 @@ import pathlib, sys, torch
 torch.set_num_threads(1)
 sys.path.insert(0, sys.argv[1])
 from checkpoint import test_writer
-test_writer.killed_at_random_moments(pathlib.Path(sys.argv[2]), int(sys.argv[3]))
+getattr(test_writer, sys.argv[2])(pathlib.Path(sys.argv[3]), sys.argv[4])
 """
 
 
+@pytest.fixture
+def elsewhere(loaded, tmp_path):
+    """Calls a function of this file in an interpreter of its own; the last words that it says."""
+
+    def call(function, folder, argument, timeout=100):
+        words = Path(__file__).parent.parent, function.__name__, folder, argument
+        return loaded(PROGRAM, *words, env={"TMPDIR": str(tmp_path)}, timeout=timeout).split()[-2:]
+
+    return call
+
+
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
-def test_killed_at_any_moment_there_is_a_whole_one(tmp_path, loaded, kills):
-    words = Path(__file__).parent.parent, tmp_path / "saved", kills
-    said = loaded(PROGRAM, *words, env={"TMPDIR": str(tmp_path)}, timeout=100 if kills < 10 else 580)
-    assert said.split()[-2:] == ["seen", str(kills)], "each child saved"
+def test_killed_at_any_moment_there_is_a_whole_one(tmp_path, elsewhere, kills):
+    found = elsewhere(killed_at_random_moments, tmp_path / "saved", kills, timeout=100 if kills < 10 else 580)
+    assert found == ["seen", str(kills)], "each child saved"
+
+
+# Of glibc's malloc.h.
+M_ARENA_MAX = -8
+WIDTH = 1_100_000
+
+
+class Wide(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        # A unit as large as it is.
+        self.embed = torch.nn.EmbeddingBag(WIDTH, 16)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
+
+
+def grows(folder, step):
+    """What an interpreter of its own says: the memory that beginning and saving add, and that units have."""
+    from memory.measured import Sampler, status
+
+    # Heaps of threads keep what they freed: no more than two.
+    assert ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2) == 1
+    with torch.device("meta"):
+        model = Wide().to(torch.bfloat16)
+    how = {"checkpoint": folder / "saved"} if step == "load" else {"weights": folder / "weights.safetensors"}
+    # What torch and threads take the first time is not the model's.
+    small = torch.nn.Linear(8, 8).to(torch.bfloat16)
+    with memascend.offload(small, torch.optim.AdamW(small.parameters()), storage=folder / f"small{step}")[1] as other:
+        other.save(folder / f"small{step}.saved")
+    base, sampler = status()["RssAnon"], Sampler()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = memascend.offload(model, optimizer, storage=folder / f"run{step}", gradients="ssd", **how)
+    with optimizer:
+        optimizer.save(folder / f"saved{step}")
+        print(sampler.take() - base, optimizer.plan.host["units"])
+    sampler.end()
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path, elsewhere):
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    values = {"embed.weight": torch.randn(WIDTH, 16).bfloat16()}
+    for layer in range(2):
+        values |= {
+            f"layers.{layer}.weight": torch.randn(16, 16).bfloat16(),
+            f"layers.{layer}.bias": torch.zeros(16).bfloat16(),
+        }
+    save_file(values, tmp_path / "weights.safetensors")
+    values_bytes = values["embed.weight"].nbytes
+    for step in ("save", "load"):
+        grown, held = map(int, elsewhere(grows, tmp_path, step))
+        # The arena holds the values of the largest unit; what moves them, and six times as much state, is small.
+        assert values_bytes <= held
+        assert grown - held < 32 << 20 < values_bytes, (grown, held)
+        if step == "save":
+            (tmp_path / "savedsave").rename(tmp_path / "saved")
+    one, other = (tmp_path / name / "memascend" / "state.safetensors" for name in ("saved", "savedload"))
+    assert one.read_bytes() == other.read_bytes()
 
 
 class Configuration:

@@ -149,12 +149,6 @@ def offloaded(model, folder, work, **options):
     return memascend.offload(model, optimizer, storage=folder / "run", **work["options"], **options)
 
 
-def made(work, *, on_meta):
-    with torch.device("meta") if on_meta else contextlib.nullcontext():
-        model = Model(work["blocks"], work["width"], work["checkpoint"], work["vocabulary"])
-        return model.to(getattr(torch, work["dtype"]))
-
-
 def prepared(work):
     """The model, the folder of the run, and what was held before there was a model."""
     dtype = getattr(torch, work["dtype"])
@@ -169,7 +163,8 @@ def prepared(work):
     if work["in_heap"]:
         # The warm-up has fixed it; in a process of its own, freeing one such tensor is enough.
         assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_MAX)
-    model = made(work, on_meta=work["meta"])
+    with torch.device("meta") if work["meta"] else contextlib.nullcontext():
+        model = Model(work["blocks"], work["width"], work["checkpoint"], work["vocabulary"]).to(dtype)
     if work["buffer_bytes"]:
         model.register_buffer("seen", torch.ones(work["buffer_bytes"] // 4))
     return model, folder, before
@@ -193,7 +188,7 @@ def main(given):
         begun._memascend.close()
         del begun
         gc.collect()
-    before_offload = status()
+    made = status()
     model, optimizer = offloaded(model, folder, work, existing="resume" if work["resume"] else "refuse")
     after = status()
     if work["cgroup"]:
@@ -209,21 +204,16 @@ def main(given):
     trained = status()
     report = optimizer.report().to_dict()
     if work["phases"]:
-        others(model, optimizer, batch, phase, folder)
+        others(model, optimizer, batch, phase)
     plan = optimizer.plan
     optimizer.close()
     phase("close()")
-    if work["phases"]:
-        for how in ("checkpoint", "weights"):
-            model = made(work, on_meta=True)
-            offloaded(model, folder, work, existing="replace", **{how: folder / "saved"})[1].close()
-            phase(f"offload({how}=)")
     sampler.end()
     print(
         json.dumps(
             {
                 "before": before,
-                "made": before_offload,
+                "made": made,
                 "after": after,
                 "trained": trained,
                 "peaks": peaks,
@@ -235,7 +225,7 @@ def main(given):
     )
 
 
-def others(model, optimizer, batch, phase, folder):
+def others(model, optimizer, batch, phase):
     """Everything else that may be called, in turn."""
     state = model.state_dict()
     phase("state_dict()")
@@ -245,6 +235,7 @@ def others(model, optimizer, batch, phase, folder):
     for _, names in itertools.groupby(state, lambda name: name.split(".")[:2]):
         model.load_state_dict({name: state[name] * 0.5 for name in names}, strict=False)
     phase("load_state_dict() of others")
+    # A view that is kept over a step is warned of.
     del state
     with memascend.materialized(model, modify=True), torch.no_grad():
         for parameter in model.parameters():
@@ -254,7 +245,5 @@ def others(model, optimizer, batch, phase, folder):
     phase("optimizer.load_state_dict()")
     train(model, optimizer, batch, 1)
     phase("train again")
-    optimizer.save(folder / "saved")
-    phase("save()")
     model(batch).float().square().mean().backward()
     phase("backward")
