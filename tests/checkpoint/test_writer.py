@@ -154,7 +154,7 @@ getattr(test_writer, sys.argv[2])(pathlib.Path(sys.argv[3]), sys.argv[4])
 def elsewhere(loaded, tmp_path):
     """Calls a function of this file in an interpreter of its own; the last words that it says."""
 
-    def call(function, folder, argument, timeout=100):
+    def call(function, folder, argument, timeout=250):
         words = Path(__file__).parent.parent, function.__name__, folder, argument
         return loaded(PROGRAM, *words, env={"TMPDIR": str(tmp_path)}, timeout=timeout).split()[-2:]
 
@@ -163,7 +163,7 @@ def elsewhere(loaded, tmp_path):
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_killed_at_any_moment_there_is_a_whole_one(tmp_path, elsewhere, kills):
-    found = elsewhere(killed_at_random_moments, tmp_path / "saved", kills, timeout=100 if kills < 10 else 580)
+    found = elsewhere(killed_at_random_moments, tmp_path / "saved", kills, timeout=250 if kills < 10 else 580)
     assert found == ["seen", str(kills)], "each child saved"
 
 
