@@ -4,7 +4,7 @@ Invariant: the plan accounts for every byte of host memory that the library take
 budget. Where a budget is too small, the error names the smallest that works, to the byte. Options are checked here,
 once, each by itself and against the others.
 
-Nothing here reads or writes a store (the system is asked for free space), or allocates the planned memory; models may be
-on "meta". A plan is a frozen
-value: a change makes another plan. Times are estimates of a step, and never affect exactness.
+Nothing here reads or writes a store (the system is asked for free space), or allocates the planned memory; models may
+be on "meta". A plan is a frozen value: a change makes another plan. Times are estimates of a step, and never affect
+exactness.
 """
