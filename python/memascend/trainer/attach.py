@@ -225,6 +225,10 @@ def _require_ranks(trainer: Any) -> None:
                 "`accelerate launch` with fsdp_version: 2"
             )
         return
+    if sources_of(trainer.model) is not None:
+        raise ConfigError(
+            "a model from loading() has no memory yet, by which accelerate shards: make it outside of loading()"
+        )
     plugin = trainer.accelerator.state.fsdp_plugin
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     others = [] if parallel is None else parallel.non_dp_dim_names
@@ -246,10 +250,6 @@ def _require_ranks(trainer: Any) -> None:
         (
             bool(others),
             f"parallelism_config has {', '.join(others)}, which shards other things than rows: leave it out",
-        ),
-        (
-            sources_of(trainer.model) is not None,
-            "a model from loading() has no memory yet, by which accelerate shards: make it outside of loading()",
         ),
     )
     for is_so, why in refused:
