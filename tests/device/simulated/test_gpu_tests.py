@@ -49,4 +49,5 @@ def test_the_benchmark_of_kernels_ends(simulated):  # noqa: ARG001 - it is built
         env=build.environment(), cwd=build.ROOT, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("check ") == 5
+    # Three dtypes beside three peers each, one of which torch does not have for bf16.
+    assert done.stdout.count("check ") == 8
