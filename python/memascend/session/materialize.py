@@ -146,7 +146,8 @@ def _settle(edits: Edits, edit: Edit | None, values: dict[str, torch.Tensor]) ->
         own = values.pop(place.name)
         if edit is not None:
             edits.stage(edit, place, own)
-        if place.name in kept:
+        # One of another shape is no weight's, and is dropped with a warning.
+        if place.name in kept and own.shape == place.shape:
             found.append((place, own))
     return found
 
