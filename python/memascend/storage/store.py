@@ -279,7 +279,7 @@ def commits(paths: _Path | Sequence[_Path]) -> tuple[list[NamedCommit], str | No
         StorageError: the store cannot be opened: a device is missing, or another process uses it.
         CorruptionError: a part that both commits need is damaged.
     """
-    found = _core.store_commits(paths_listed(paths), "auto")
+    found = _core.store_commits(paths_listed(paths))
     if found is None:
         return None
     named, damage = found
@@ -297,7 +297,7 @@ def examine(paths: _Path | Sequence[_Path], progress: Callable[[int, int], objec
         StorageError: there is no store, or it cannot be opened.
         CorruptionError: a part that both commits need is damaged.
     """
-    found = _core.store_examine(paths_listed(paths), "auto", progress)
+    found = _core.store_examine(paths_listed(paths), progress)
     return [Commit(nbytes=one.pop("bytes"), **one) for one in found]
 
 

@@ -8,7 +8,6 @@ use pyo3::{prelude::*, types::PyDict};
 use crate::{
     agreement::{SharedRun, named_run},
     errors::OrRaise as _,
-    nvme::backend_of,
     waiting::watched,
 };
 
@@ -24,11 +23,10 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 fn store_examine<'py>(
     py: Python<'py>,
     paths: Vec<PathBuf>,
-    backend: &str,
     progress: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Vec<Bound<'py, PyDict>>> {
-    let how = how(py, backend)?;
-    let found = watched(py, progress, |progress| memascend_store::Store::examine(&paths, &how, progress))?;
+    let found =
+        watched(py, progress, |progress| memascend_store::Store::examine(&paths, &Create::default(), progress))?;
     let described = |commit: Examined| {
         let dict = PyDict::new(py);
         dict.set_item("generation", commit.generation)?;
@@ -46,19 +44,11 @@ fn store_examine<'py>(
 /// that is not whole. No commits where its first write did not finish, None where there is no store.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
-fn store_commits(py: Python<'_>, paths: Vec<PathBuf>, backend: &str) -> PyResult<Option<(Vec<Named>, Option<String>)>> {
-    let how = how(py, backend)?;
-    let found = py.detach(|| memascend_store::Store::commits(&paths, &how));
-    let found = found.or_raise(py)?;
+fn store_commits(py: Python<'_>, paths: Vec<PathBuf>) -> PyResult<Option<(Vec<Named>, Option<String>)>> {
+    let found = py.detach(|| memascend_store::Store::commits(&paths, &Create::default())).or_raise(py)?;
     let named = |one: memascend_store::Named| (one.generation, named_run(one.run), one.kept);
     Ok(found.map(|(commits, damage)| (commits.into_iter().map(named).collect(), damage.map(|error| error.to_string()))))
 }
 
 /// Generation, run, whether it is kept.
 type Named = (u64, SharedRun, bool);
-
-fn how(py: Python<'_>, backend: &str) -> PyResult<Create> {
-    let mut how = Create::default();
-    how.volume.backend = backend_of(py, backend)?;
-    Ok(how)
-}
