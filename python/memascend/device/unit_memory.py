@@ -44,12 +44,6 @@ class HostUnits:
             taken: torch.Tensor = lease.tensor((nbytes,), torch.uint8)
             return taken
 
-    def used(self, base: torch.Tensor) -> None:
-        """Nothing to order."""
-
-    def require_usable(self) -> None:
-        """Always usable."""
-
     def engine(self, engine: Engine) -> Any:
         """The engine, for gradients that lie where units do."""
         return engine
@@ -95,10 +89,6 @@ class DeviceUnits:
         if self.arena.used(base):
             # The wait for it may have been on another stream.
             self._staging.order(base)
-
-    def require_usable(self) -> None:
-        """Reject a use inside of a CUDA graph."""
-        self.device.require_no_capture()
 
     def engine(self, engine: Engine) -> Any:
         """The engine, for gradients on the device."""

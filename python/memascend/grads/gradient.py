@@ -11,7 +11,6 @@ import torch
 
 from memascend.errors import ConfigError, UsageError
 from memascend.grads.lazy_grad import DeferredGradient, GradientHandle
-from memascend.optim.shared import give_gradient
 from memascend.params.weight_access import Outlived
 from memascend.tensors import Squares, laid_out, rounded
 
@@ -146,7 +145,7 @@ class Gradient:
     def put(self, values: torch.Tensor | None) -> None:
         """Have these values stand in `p.grad`, or nothing."""
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            give_gradient(self.place.parameter, values)
+            self.place.parameter.grad = values
 
     # --- what becomes of it ---------------------------------------------------------
 

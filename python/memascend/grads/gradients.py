@@ -108,7 +108,7 @@ class Gradients:
             # What a hook of the user's returned, which torch refuses after the last hook.
             return
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            values, parts = gradient.values, self.residency.stages
+            values, parts = parameter.grad, self.residency.stages
             if values is not None and parts is not None and parts.take(gradient):
                 pass
             elif values is not None and (gradient.handle is None or not gradient.stands_in(values)):
@@ -144,6 +144,7 @@ class Gradients:
         nested = self.backwards.enter(delivers=True)
         if self.loop.mode == "fused":
             self.backwards.require_declared(gradient.name)
+        last = self.backwards.is_last()
         self._note_arrival(gradient)
         if self.loop.mode == "ram" or values.is_sparse:
             # A sparse one is small: it waits where it is.
@@ -166,7 +167,7 @@ class Gradients:
             values = values.clone()
         if nested:
             gradient.expect_pieces()
-        self._use(gradient, values, whole=self.backwards.is_last() and not gradient.in_pieces)
+        self._use(gradient, values, whole=last and not gradient.in_pieces)
 
     def _use(self, gradient: Gradient, values: torch.Tensor, *, whole: bool) -> None:
         """Update by a gradient that came where there was none, or store it; `whole`: no more of it comes."""

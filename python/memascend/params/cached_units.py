@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memascend.errors import BudgetError, TimeoutExpired, UsageError
-from memascend.params.threads import OwnProcess
+from memascend.params.threads import FORKED, OwnProcess
 from memascend.params.unit import Bytes, Home, alive
 from memascend.text import bytes_shown, size_option
 
@@ -207,7 +207,8 @@ class CachedUnits:
         """Reject calls after the end, and calls of a forked child."""
         if self.closed:
             raise UsageError(self.closed)
-        self._process.require_here()
+        if self._process.is_elsewhere:
+            raise UsageError(FORKED)
 
     # --- reading ------------------------------------------------------------------------
 
@@ -226,7 +227,8 @@ class CachedUnits:
             self.look_ahead()
             base = home.base
             assert base is not None
-            self._memory.used(base)
+            if self._memory.device is not None:
+                self._memory.used(base)
             return base
 
     def _bring(self, home: Home) -> None:
@@ -422,7 +424,7 @@ class CachedUnits:
         with self._lock:
             home = self.home_of[place.name]
             # The engine has the values of the RAM tier.
-            return None if home.base is None or home.in_ram else place.view(home.base)
+            return None if home.base is None or home.in_ram else home.view(place)
 
     def home_at(self, address: int) -> tuple[Home, int] | None:
         """The unit whose bytes begin at an address, and their version."""

@@ -11,7 +11,6 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memascend.errors import ConfigError, UsageError
-from memascend.params.unit import view_of
 from memascend.params.weight_access import DOORS
 from memascend.tensors import strides_of
 
@@ -416,10 +415,6 @@ class Place:
         self.known_version = 0
         # `torch.utils.swap_tensors` rejects a tensor with a weak reference: a swapped parameter would be lost.
         self.unswapped: weakref.ref[torch.nn.Parameter] | None = None
-
-    def view(self, base: torch.Tensor) -> torch.Tensor:
-        """The values in the bytes of the unit."""
-        return view_of(base.untyped_storage(), self.dtype, self.offset // self.dtype.itemsize, self.shape, self.stride)
 
     def plain(self, values: torch.Tensor) -> torch.nn.Parameter:
         """A plain parameter of its class, which has other memory."""

@@ -282,19 +282,21 @@ class Residency:
 
     def materialize(self, home: Home) -> None:
         """Let a unit's parameters have their values in this thread. Every call is ended by `offload`."""
-        self._memory.require_usable()
+        if self._memory.device is not None:
+            self._memory.device.require_no_capture()
         here = current()
         with self.lock:
             self.turns.wait_to_materialize(partial(self.units.holders_of_room, home, here))
             if home.holders:
                 home.count(here, 1)
                 return
+            guarded = self.turns.several or others_alive(self.turns.first)
             # Through views that were taken while the model computed.
             self.units.find_written((home,))
             with unseen():
                 self.units.use(home)
                 try:
-                    home.materialize(here, guarded=self.turns.several or others_alive(self.turns.first))
+                    home.materialize(here, guarded=guarded)
                 except BaseException:
                     self.offload(home)
                     raise
@@ -389,8 +391,7 @@ class Residency:
         home = self.units.home_of[place.name]
         self.materialize(home)
         try:
-            assert home.base is not None
-            return take(place.view(home.base))
+            return take(home.view(place))
         finally:
             self.offload(home)
 
@@ -417,7 +418,8 @@ class Residency:
         """The bytes of a unit as they were at `version`."""
         if self.stages is not None:
             self.stages.arrive((home,))
-        self._memory.require_usable()
+        if self._memory.device is not None:
+            self._memory.device.require_no_capture()
         with self.lock:
             self.turns.wait_to_read(partial(self.units.holders_of_room, home, current()))
             if home.version != version:

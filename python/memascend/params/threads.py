@@ -107,12 +107,13 @@ class OwnProcess:
     """The process that offloaded a model; its forks have none of the threads, and see zeros where units are."""
 
     def __init__(self) -> None:
-        self._id = os.getpid()
+        # Whether the process that asks is a fork of it.
+        self.is_elsewhere = False
+        _own.add(self)
 
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether the process that asks is a fork of it."""
-        return os.getpid() != self._id
+    def refuse(self) -> None:
+        """This is a fork of it."""
+        self.is_elsewhere = True
 
     def require_here(self) -> None:
         """Reject a call in a fork."""
@@ -127,7 +128,7 @@ class ProcessLock(type(threading.RLock())):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        _locks.add(self)
+        _own.add(self)
 
     def refuse(self) -> None:
         """In a fork, taking the lock raises an error from now on."""
@@ -141,15 +142,15 @@ class _ForksLock(ProcessLock):
         raise UsageError(FORKED)
 
 
-_locks: weakref.WeakSet[ProcessLock] = weakref.WeakSet()
+_own: weakref.WeakSet[OwnProcess | ProcessLock] = weakref.WeakSet()
 
 
-def _refuse_locks() -> None:
-    for lock in list(_locks):
-        lock.refuse()
+def _refuse_forks() -> None:
+    for one in list(_own):
+        one.refuse()
 
 
-os.register_at_fork(after_in_child=_refuse_locks)
+os.register_at_fork(after_in_child=_refuse_forks)
 
 
 class Turns:

@@ -147,6 +147,12 @@ class Home:
 
     # --- its values --------------------------------------------------------------------
 
+    def view(self, place: Place) -> torch.Tensor:
+        """The values of one of its parameters, in its bytes."""
+        assert self.base is not None, f"unit {self.name!r} has no bytes"
+        storage, size = self.base.untyped_storage(), place.dtype.itemsize
+        return view_of(storage, place.dtype, place.offset // size, place.shape, place.stride)
+
     def train(self) -> None:
         """A commit has changed the values on storage: the bytes in memory are old."""
         self.version += 1
@@ -189,9 +195,8 @@ class Home:
 
         What an interrupt leaves half done is counted, and so found.
         """
-        assert self.base is not None, f"unit {self.name!r} has no bytes"
         if self._views is None:
-            self._views = [place.view(self.base) for place in self.places]
+            self._views = [self.view(place) for place in self.places]
         self.count(holder, 1)
         for place, values in zip(self.places, self._views, strict=True):
             place.materialize(values, guarded=guarded)

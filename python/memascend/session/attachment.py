@@ -79,7 +79,7 @@ class AutocastWatch:
 
     def __init__(self, parameters: Iterable[torch.Tensor], device: str) -> None:
         """`device` is the type of the device that computes."""
-        self._device = device
+        self.device = device
         every = list(parameters)
         # autocast copies the weights of matrix products and convolutions.
         copied = sum(p.numel() for p in every if p.dtype == torch.float32 and p.dim() > 1)
@@ -87,8 +87,8 @@ class AutocastWatch:
         self._silent = copied * _SHARE < sum(p.numel() for p in every)
 
     def look(self) -> None:
-        """A module is entered."""
-        if self._silent or not torch.is_autocast_enabled(self._device):
+        """A module is entered under autocast."""
+        if self._silent:
             return
         self._silent = True
         warn(

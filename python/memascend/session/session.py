@@ -74,7 +74,8 @@ class Session:
             if self.sharding is not None and torch.is_grad_enabled():
                 self.sharding.require_exact()
             self.run.residency.copies.forward_begins()
-        self.watch.look()
+        if torch.is_autocast_enabled(self.watch.device):
+            self.watch.look()
         self.run.gradients.entered(module)
 
     # --- the loop --------------------------------------------------------------------
@@ -139,7 +140,9 @@ class Session:
 
     def _prepared_step(self) -> bool:
         """Reject a step that cannot be exact; returns whether there was a step."""
-        self.run.resources.units.require_usable()
+        device = self.run.resources.units.device
+        if device is not None:
+            device.require_no_capture()
         if self.run.frames.inside:
             raise UsageError(
                 "step() was called inside of the model's forward, which uses the parameters: call it after the forward"
