@@ -28,7 +28,8 @@ RANKS = HOSTS * RANKS_OF_HOST
 TIMEOUT = 12.0
 # For an error to reach all ranks on a machine that does ten other things.
 LATE_SECONDS = 8.0
-LIFE_SECONDS = 150.0
+# More than six ranks take on a machine that does other things: it ends a life that is stuck.
+LIFE_SECONDS = 450.0
 # By moment, the highest number of times that a life of two steps reaches it.
 TURNS = {"opening": 1, "loss": 2, "forward": 2, "sum": 20, "commit": 2, "agreed": 2, "written": 2, "fill": 60}
 # 40 faults.
