@@ -62,6 +62,7 @@ def test_a_run_is_the_one_in_memory(waits):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(5400)
 def test_hundreds_of_runs_are_those_in_memory():
     seen = Counter()
     for waits in WAITS:

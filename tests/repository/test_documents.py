@@ -159,7 +159,7 @@ def test_every_example_runs_as_it_says(example, tmp_path):
     for program, line in lines:
         words = ["-m", "torch.distributed.run"] if program == "torchrun" else []
         words += shlex.split(line, comments=True)
-        words += {"hf_trainer.py": ["--steps", "4"]}.get(Path(words[0]).name, [])
+        words += {"hf_trainer.py": ["--steps", "4"], "finetune.py": ["--steps", "8"]}.get(Path(words[0]).name, [])
         done = subprocess.run([sys.executable, "-W", "default", *words], cwd=tmp_path, check=False, timeout=900,
                               capture_output=True, text=True)  # fmt: skip
         assert done.returncode == 0, done.stderr

@@ -75,12 +75,12 @@ def life(folder, name, options):
             step, micros = optimizer.steps + 1, options["micro"] or count
             began = time.monotonic()
             _fault(options, step, "begin")
+            if rank == options["other"] and step == options["steps"]:
+                optimizer.param_groups[0]["lr"] *= 2
             for micro in range(rank, micros, count):
                 loss = loss_of(trained, optimizer.steps, micro) / micros
                 _fault(options, step, "between")
                 loss.backward()
-            if rank == options["other"] and step == options["steps"]:
-                optimizer.param_groups[0]["lr"] *= 2
             optimizer.user_state = {"step": step, "rank": rank}
             optimizer.step()
             optimizer.zero_grad()
