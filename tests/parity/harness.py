@@ -19,6 +19,7 @@ from support.chains import smallest
 import memascend
 from memascend.checkpoint.init import persistent_buffers
 from memascend.engine import Engine, Store
+from memascend.memory import whole_pages
 from memascend.plan.options import Options
 from memascend.session.decide import planned
 
@@ -201,8 +202,7 @@ def committed(model, optimizer, file):
     assert host["peak"] <= host["budget"], host
     written, planned = report.written, optimizer.plan.written_bytes
     if not planned.get("values") and not planned.get("state"):
-        # Each buffer takes whole pages.
-        buffers = sum(-(-place.tensor.nbytes // 4096) * 4096 for place in persistent_buffers(model))
+        buffers = sum(whole_pages(place.tensor.nbytes) for place in persistent_buffers(model))
         assert written["state"] == 0, "nothing before close()"
         assert written["values"] == optimizer.steps * buffers, "nothing but buffers before close()"
     if optimizer.plan.logged:
